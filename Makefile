@@ -1,0 +1,100 @@
+# Every target sets up what it needs in .venv first, and is fast when there is nothing to do.
+#
+#   PYTHON=python3.12        interpreter that .venv is made with (3.10 to 3.13)
+#   TORCH=torch==2.9.1       which torch .venv gets; a change of either makes .venv anew
+#   ARGS="-k ragged -x"      further arguments for pytest or for flux bench op
+#   CMAKE_ARGS=...           further arguments for CMake
+#
+# PYTHON and TORCH are remembered, so they need to be given only once.
+
+VENV := .venv
+-include $(VENV)/made-with.mk
+PYTHON ?= $(or $(MADE_WITH_PYTHON),python3)
+TORCH ?= $(or $(MADE_WITH_TORCH),torch==2.13.0)
+
+BIN := $(VENV)/bin
+STAMPS := build/stamps
+CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
+CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+# Directories too: their times change when a file is added or removed.
+NATIVE_INPUTS := $(shell find csrc -not -name '.*') CMakeLists.txt setup.py pyproject.toml
+# ThreadSanitizer of older compilers cannot place its shadow memory where the kernel randomises a lot.
+NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+BENCH_OPS := ag_gemm gemm_rs gemm_ar
+BENCH_SHAPE := --m 2048 --n 4096 --k 2048 --dtype float32 --nproc 2
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help bench test lint format tsan check-device clean distclean FORCE
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+bench: $(STAMPS)/native ## run the three fused ops next to their unfused baselines, on 2 CPU ranks
+	@for op in $(BENCH_OPS); do $(BIN)/flux bench op --op $$op $(BENCH_SHAPE) $(ARGS); done
+
+test: $(STAMPS)/native-werror ## run the tests
+	@$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/requirements-installed ## check formatting, ruff and mypy; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/mypy
+
+format: $(VENV)/requirements-installed ## format Python and C++, and apply ruff's safe fixes
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+tsan: $(VENV)/requirements-installed ## run the native tests under ThreadSanitizer
+	$(CMAKE) -B build/tsan -DFLUX_TSAN=ON -DFLUX_WERROR=ON
+	$(BIN)/cmake --build build/tsan
+	$(NO_ASLR) $(BIN)/ctest --test-dir build/tsan --output-on-failure --no-tests=error
+
+check-device: $(VENV)/requirements-installed ## compile csrc/core for the GPU (where nvcc is; no GPU needed)
+	$(CMAKE) -B build/device -DFLUX_BUILD_PYTHON=OFF -DFLUX_CHECK_DEVICE=ON
+	$(BIN)/cmake --build build/device
+
+clean: ## remove everything that was built; keeps .venv
+	rm -rf build dist *.egg-info flux/_C*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## the same, and .venv
+	rm -rf $(VENV)
+
+# --- set-up -------------------------------------------------------------------------------------
+
+ifneq ($(PYTHON) $(TORCH),$(MADE_WITH_PYTHON) $(MADE_WITH_TORCH))
+$(VENV)/made: FORCE
+endif
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	  sys.exit(None if (3, 10) <= v < (3, 14) else \
+	  f"flux needs Python 3.10 to 3.13, but $(PYTHON) is {v[0]}.{v[1]}: use make PYTHON=python3.12")'
+	$(PYTHON) -m venv --clear $(VENV)
+	@printf '%s\n' 'MADE_WITH_PYTHON := $(PYTHON)' 'MADE_WITH_TORCH := $(TORCH)' > $(VENV)/made-with.mk
+	@touch $@
+
+$(VENV)/requirements-installed: $(VENV)/made pyproject.toml tools/requirements.py
+	$(BIN)/python tools/requirements.py > $(VENV)/requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)' -r $(VENV)/requirements.txt
+	@touch $@
+
+# Users' compilers may warn where ours do not, so warnings are errors only when testing. A build that
+# passed with them as errors serves for everything.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps -e .
+
+$(STAMPS)/native: $(VENV)/requirements-installed $(NATIVE_INPUTS)
+	@echo 'Building flux._C ...'
+	@$(INSTALL)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/native-werror: $(VENV)/requirements-installed $(NATIVE_INPUTS)
+	@echo 'Building flux._C, warnings are errors ...'
+	@CMAKE_ARGS="-DFLUX_WERROR=ON $${CMAKE_ARGS:-}" $(INSTALL)
+	@mkdir -p $(STAMPS) && touch $(STAMPS)/native $@

@@ -1,0 +1,11 @@
+// Parts of flux._C that live in files of their own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace flux::host {
+
+void bind_core(pybind11::module_& m);      // the maps of csrc/core, as flux._C.core
+void bind_schedule(pybind11::module_& m);  // build_schedule and Schedule
+
+}  // namespace flux::host

@@ -1,0 +1,157 @@
+// Binds csrc/core for tests and tools, and the schedule builder. Ranges, hops and coordinates are
+// tuples.
+#include <pybind11/stl.h>
+
+#include "host/bindings.h"
+#include "host/schedule.h"
+
+namespace py = pybind11;
+
+namespace flux::host {
+namespace {
+
+using MeshTuple = std::tuple<int, int, int>;
+using RangeTuple = std::pair<int, int>;
+
+Mesh mesh_of(const MeshTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
+RangeTuple tuple_of(Range r) { return {r.begin, r.end}; }
+std::pair<int, int> tuple_of(Hop h) { return {h.chunk, h.peer}; }
+
+TileOrder tile_order(int op, int m, int n, int tile_m, int tile_n, int raster, int swizzle,
+                     int order, int direction, const MeshTuple& mesh, int rank) {
+  return TileOrder{static_cast<OpKind>(op),
+                   m,
+                   n,
+                   tile_m,
+                   tile_n,
+                   raster,
+                   static_cast<Swizzle>(swizzle),
+                   static_cast<Order>(order),
+                   static_cast<Direction>(direction),
+                   mesh_of(mesh),
+                   rank};
+}
+
+std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
+                                        const MeshTuple& mesh, int tile_m, int tile_n, int raster,
+                                        int comm_rows, int direction, int order, int swizzle,
+                                        int store) {
+  ScheduleSpec spec;
+  spec.problem = Problem{static_cast<OpKind>(op), m, n, k, world_of(mesh_of(mesh))};
+  // A world that build_schedule is going to refuse must not be divided by.
+  const int columns = spec.problem.world >= 1 ? local_n(spec.problem, rank) : 0;
+  spec.tiles =
+      tile_order(op, m, columns, tile_m, tile_n, raster, swizzle, order, direction, mesh, rank);
+  spec.comm = CommTiling{m, spec.problem.world, comm_rows};
+  spec.store = static_cast<Store>(store);
+  return std::make_shared<Schedule>(build_schedule(spec));
+}
+
+py::tuple tuple_of(const Transfer& t) {
+  return py::make_tuple(t.step, t.src, t.dst, t.chunk, t.tile, t.rows.begin, t.rows.end, t.signal,
+                        t.forwarded);
+}
+
+py::tuple tuple_of(const Visit& v) {
+  return py::make_tuple(v.rows.begin, v.rows.end, v.cols.begin, v.cols.end, tuple_of(v.waits),
+                        v.owner, tuple_of(v.completes));
+}
+
+template <class T>
+py::tuple tuples_of(const std::vector<T>& list) {
+  py::tuple out(list.size());
+  for (std::size_t i = 0; i < list.size(); ++i) out[i] = tuple_of(list[i]);
+  return out;
+}
+
+}  // namespace
+
+void bind_core(py::module_& m) {
+  auto core = m.def_submodule("core", "The integer maps of csrc/core.");
+  core.def("chunk_rows", &chunk_rows, py::arg("m"), py::arg("world"));
+  core.def("row_begin", &row_begin, py::arg("m"), py::arg("world"), py::arg("rank"));
+  core.def("row_end", &row_end, py::arg("m"), py::arg("world"), py::arg("rank"));
+  core.def("row_count", &row_count, py::arg("m"), py::arg("world"), py::arg("rank"));
+  core.def("local_n", [](int op, int n, int world, int rank) {
+    return local_n(Problem{static_cast<OpKind>(op), 1, n, 1, world}, rank);
+  });
+  core.def("local_k", [](int op, int k, int world, int rank) {
+    return local_k(Problem{static_cast<OpKind>(op), 1, 1, k, world}, rank);
+  });
+  core.def("owner_of", &owner_of, py::arg("m"), py::arg("world"), py::arg("row"));
+  core.def("tiles_per_chunk",
+           [](int m, int world, int rows) { return tiles_per_chunk({m, world, rows}); });
+  core.def("signal_index", [](int m, int world, int rows, int chunk, int tile) {
+    return signal_index({m, world, rows}, chunk, tile);
+  });
+  core.def("comm_tile_rows", [](int m, int world, int rows, int chunk, int tile) {
+    return tuple_of(comm_tile_rows({m, world, rows}, chunk, tile));
+  });
+  core.def("comm_tile_of",
+           [](int m, int world, int rows, int row) { return comm_tile_of({m, world, rows}, row); });
+  core.def("signals_of_rows", [](int m, int world, int rows, int begin, int end) {
+    return tuple_of(signals_of_rows({m, world, rows}, begin, end));
+  });
+  core.def("epoch_reached", &epoch_reached, py::arg("observed"), py::arg("expected"));
+  core.def("recv_hop", [](int order, const MeshTuple& mesh, int direction, int rank, int step) {
+    return tuple_of(recv_hop(static_cast<Order>(order), mesh_of(mesh),
+                             static_cast<Direction>(direction), rank, step));
+  });
+  core.def("send_hop", [](int order, const MeshTuple& mesh, int direction, int rank, int step) {
+    return tuple_of(send_hop(static_cast<Order>(order), mesh_of(mesh),
+                             static_cast<Direction>(direction), rank, step));
+  });
+  core.def("step_of_chunk",
+           [](int order, const MeshTuple& mesh, int direction, int rank, int chunk) {
+             return step_of_chunk(static_cast<Order>(order), mesh_of(mesh),
+                                  static_cast<Direction>(direction), rank, chunk);
+           });
+  core.def("swizzle_is_legal", [](int swizzle, const MeshTuple& mesh) {
+    return is_legal(static_cast<Swizzle>(swizzle), mesh_of(mesh));
+  });
+  py::class_<TileOrder>(core, "TileOrder")
+      .def(py::init(&tile_order), py::kw_only(), py::arg("op"), py::arg("m"), py::arg("n"),
+           py::arg("tile_m"), py::arg("tile_n"), py::arg("raster"), py::arg("swizzle"),
+           py::arg("order"), py::arg("direction"), py::arg("mesh"), py::arg("rank"))
+      .def("tiles_m", [](const TileOrder& t) { return tiles_m(t); })
+      .def("tiles_n", [](const TileOrder& t) { return tiles_n(t); })
+      .def("tile_count", [](const TileOrder& t) { return tile_count(t); })
+      .def("chunk_at", [](const TileOrder& t, int position) { return chunk_at(t, position); })
+      .def("position_of_tile",
+           [](const TileOrder& t, int tile) { return position_of_tile(t, tile); })
+      .def("tile_row_at", [](const TileOrder& t, int slot) { return tile_row_at(t, slot); })
+      .def("tile_at", [](const TileOrder& t, int slot) {
+        const TileCoord c = tile_at(t, slot);
+        return std::make_pair(c.m, c.n);
+      });
+}
+
+void bind_schedule(py::module_& m) {
+  py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule")
+      .def_property_readonly("visits", [](const Schedule& s) { return tuples_of(s.visits); })
+      .def_property_readonly("transfers", [](const Schedule& s) { return tuples_of(s.transfers); })
+      .def_property_readonly("results", [](const Schedule& s) { return tuples_of(s.results); })
+      .def_property_readonly("receipts", [](const Schedule& s) { return tuples_of(s.receipts); })
+      .def_property_readonly("program",
+                             [](const Schedule& s) {
+                               py::tuple out(s.program.size());
+                               for (std::size_t i = 0; i < s.program.size(); ++i) {
+                                 out[i] = py::make_tuple(static_cast<int>(s.program[i].kind),
+                                                         s.program[i].index);
+                               }
+                               return out;
+                             })
+      .def_property_readonly(
+          "signals",
+          [](const Schedule& s) { return signals_needed(s.spec.problem.op, s.spec.comm); })
+      .def_readonly("publishes_own", &Schedule::publishes_own);
+  m.def("build_schedule", &make_schedule, py::kw_only(), py::arg("op"), py::arg("m"), py::arg("n"),
+        py::arg("k"), py::arg("rank"), py::arg("mesh"), py::arg("tile_m"), py::arg("tile_n"),
+        py::arg("raster"), py::arg("comm_rows"), py::arg("direction"), py::arg("order"),
+        py::arg("swizzle"), py::arg("store"));
+  m.def("signals_needed", [](int op, int m_rows, int world, int comm_rows) {
+    return signals_needed(static_cast<OpKind>(op), CommTiling{m_rows, world, comm_rows});
+  });
+}
+
+}  // namespace flux::host

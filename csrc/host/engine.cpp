@@ -1,0 +1,426 @@
+#include "host/engine.h"
+
+#include <unistd.h>
+
+#include <cstring>
+
+namespace flux::host {
+namespace {
+
+// How long a sleeping thread may go without looking for an abort or for a peer that has failed.
+constexpr std::chrono::milliseconds kSlice{20};
+// Copies are cut so that an abort is noticed in between.
+constexpr std::size_t kCopyPiece = std::size_t{1} << 20;
+// The worker shares its core with a GEMM: spinning for long would take from what it hides behind.
+constexpr std::chrono::microseconds kWorkerSpin{2};
+
+}  // namespace
+
+Engine::Engine(int rank, Symmetric symmetric)
+    : rank_(rank), pid_(getpid()), symmetric_(std::move(symmetric)), local_(new SignalPad()) {}
+
+Engine::~Engine() {
+  if (getpid() != pid_) {
+    // A forked child has a copy of this object but not the thread; joining it would wait for ever.
+    // The handle is abandoned: there is nothing behind it to clean up.
+    new std::thread(std::move(worker_));
+    return;
+  }
+  close(PadState::kClosed, -1);
+}
+
+void Engine::close(PadState state, int culprit) {
+  if (getpid() != pid_) return;  // a forked child must not close its parent's op
+  if (stop_.exchange(true)) return;
+  SignalPad& own = pad(rank_);
+  own.culprit.store(static_cast<std::uint32_t>(culprit), std::memory_order_relaxed);
+  own.state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
+  notify(own);
+  submitted_.fetch_add(1);  // any change wakes the worker; it sees stop_ first
+  notify(*local_);
+  if (worker_.joinable()) worker_.join();
+}
+
+void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buffers,
+                   std::uint32_t digest, bool threaded, std::chrono::nanoseconds timeout) {
+  ++epoch_;
+  schedule_ = std::move(schedule);
+  buffers_ = buffers;
+  digest_ = digest;
+  threaded_ = threaded;
+  timeout_ = timeout;
+  next_action_ = 0;
+  entries_seen_ = false;
+  last_progress_ = Clock::now();
+  computed_.store(0, std::memory_order_relaxed);
+  failure_ = FailureReport{};
+  failed_.store(false, std::memory_order_relaxed);
+  claimed_.store(false, std::memory_order_relaxed);
+  publish_entry(pad(rank_), epoch_, digest_);
+  if (!threaded_) return;
+  finished_.store(epoch_ - 1,
+                  std::memory_order_relaxed);  // never equal by chance, after a wrap-around
+  submitted_.store(epoch_, std::memory_order_seq_cst);
+  if (worker_.joinable()) {
+    notify(*local_);
+  } else {
+    worker_ = std::thread([this, done = epoch_ - 1] { worker_main(done); });
+  }
+}
+
+void Engine::refuse(const std::string& why) { publish_refusal(pad(rank_), ++epoch_, why); }
+
+void Engine::worker_main(std::uint32_t done) {
+  for (;;) {
+    const auto ready = [&] { return stop_.load() || submitted_.load() != done; };
+    while (!wait_until(*local_, Clock::now() + std::chrono::hours(1), std::chrono::nanoseconds(0),
+                       ready)) {
+    }
+    if (stop_.load()) return;
+    done = submitted_.load();
+    while (!failed() && !stop_.load()) {
+      const auto now = Clock::now();
+      if (run_program(Limit{now + std::chrono::seconds(1), last_progress_ + timeout_, kWorkerSpin}))
+        break;
+    }
+    finished_.store(done, std::memory_order_seq_cst);
+    notify(*local_);
+  }
+}
+
+void Engine::fail(const FailureReport& report) {
+  if (claimed_.exchange(true)) return;
+  failure_ = report;
+  failed_.store(true, std::memory_order_release);
+  notify(pad(rank_));
+  notify(*local_);
+}
+
+// Waits for `ready`, which looks at words of `pad`'s pad that `peer` writes. Gives up when the
+// deadline passes or when the peer has failed or left; a peer that raised what we wait for and
+// *then* left has done its part, hence the second look.
+template <class Ready>
+bool Engine::await(int pad_of, int peer, const Transfer* what, const Limit& limit, Ready&& ready) {
+  SignalPad& awaited = pad(pad_of);
+  auto spin = limit.spin;
+  for (;;) {
+    if (failed() || stop_.load(std::memory_order_relaxed)) return false;
+    const auto slice = std::min({limit.until, limit.deadline, Clock::now() + kSlice});
+    if (wait_until(awaited, slice, spin, ready)) return true;
+    spin = std::chrono::nanoseconds(0);
+    FailureReport report;
+    report.peer = peer;
+    if (what != nullptr) {
+      report.chunk = what->chunk;
+      report.tile = what->tile;
+      report.expected = epoch_;
+    }
+    const auto state = static_cast<PadState>(pad(peer).state.load(std::memory_order_seq_cst));
+    if (peer != rank_ && state != PadState::kOpen) {
+      if (ready()) return true;
+      report.kind = state == PadState::kFailed ? Failure::kPeerFailed : Failure::kPeerClosed;
+      report.culprit = static_cast<int>(pad(peer).culprit.load(std::memory_order_relaxed));
+    } else if (Clock::now() >= limit.deadline) {
+      report.kind = Failure::kTimeout;
+    }
+    if (report.kind != Failure::kNone) {
+      fail(report);
+      return false;
+    }
+    if (Clock::now() >= limit.until) return false;
+  }
+}
+
+bool Engine::await_signal(int pad_of, int peer, const Transfer& what, int index,
+                          const Limit& limit) {
+  SignalPad& awaited = pad(pad_of);
+  return await(pad_of, peer, &what, limit, [&] { return signal_reached(awaited, index, epoch_); });
+}
+
+bool Engine::wait_entries(const Limit& limit) {
+  for (int i = 1; i < world(); ++i) {
+    const int peer = wrap(rank_ + i, world());
+    std::uint64_t entry = 0;
+    if (!await(peer, peer, nullptr, limit,
+               [&] { return has_entered(pad(peer), epoch_, &entry); })) {
+      return false;
+    }
+    if (entry != entry_of(epoch_, digest_)) {
+      FailureReport report;
+      report.kind = Failure::kMismatch;
+      report.peer = peer;
+      report.expected = digest_;
+      report.observed = static_cast<std::uint32_t>(entry);
+      report.ran_ahead = static_cast<std::uint32_t>(entry >> 32) != epoch_;
+      fail(report);
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Engine::wait_visit(int visit, const Limit& limit) {
+  const CommTiling& c = schedule_->spec.comm;
+  const Range waits = schedule_->visits[visit].waits;
+  for (int i = waits.begin; i < waits.end; ++i) {
+    const Transfer what{0,      0, rank_, i / tiles_per_chunk(c), i % tiles_per_chunk(c),
+                        {0, 0}, i, false};
+    // Pulled and own tiles are stored by this rank's own worker, which watches the peers and their
+    // deadline.
+    const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
+    const int raiser = pull ? rank_ : schedule_->supplier[what.chunk];
+    const auto deadline = raiser == rank_ ? Clock::time_point::max() : limit.deadline;
+    const Limit bound{limit.until, deadline, limit.spin};
+    if (!await_signal(rank_, raiser, what, i, bound)) return false;
+  }
+  return true;
+}
+
+bool Engine::finish(const Limit& limit) {
+  if (!threaded_) {
+    const auto deadline = std::max(limit.deadline, last_progress_ + timeout_);
+    return run_program(Limit{limit.until, deadline, limit.spin});
+  }
+  const auto ready = [&] { return finished_.load() == epoch_; };
+  return wait_until(*local_, limit.until, limit.spin, ready) && !failed();
+}
+
+void Engine::settle() {
+  if (!threaded_ || !worker_.joinable()) return;
+  const auto ready = [&] { return finished_.load() == epoch_; };
+  while (!wait_until(*local_, Clock::now() + kSlice, std::chrono::nanoseconds(0), ready)) {
+  }
+}
+
+bool Engine::run_program(const Limit& limit) {
+  if (!entries_seen_) {
+    if (!wait_entries(limit)) return false;
+    entries_seen_ = true;
+  }
+  const auto& program = schedule_->program;
+  Limit now = limit;
+  for (; next_action_ < program.size(); ++next_action_) {
+    pause();
+    if (!run(program[next_action_], now)) return false;
+    last_progress_ = Clock::now();
+    now.deadline = last_progress_ + timeout_;
+  }
+  return true;
+}
+
+bool Engine::run(const Action& action, const Limit& limit) {
+  const Schedule& s = *schedule_;
+  switch (action.kind) {
+    case ActionKind::kGather:
+      return gather(s.transfers[action.index], limit);
+    case ActionKind::kSend:
+      return send(action.index, limit);
+    case ActionKind::kReduce:
+      return reduce_tile(action.index, limit);
+    case ActionKind::kResult:
+      return move_result(s.results[action.index], limit);
+    case ActionKind::kReceive:
+      return receive_result(s.receipts[action.index], limit);
+  }
+  return true;
+}
+
+// One AllGather tile: from the user's shard (own rows) or from a gathered buffer, into a gathered
+// buffer.
+bool Engine::gather(const Transfer& t, const Limit& limit) {
+  const bool from_shard = t.src == rank_ && t.chunk == rank_;
+  // A tile that is passed on was raised in the own pad by whoever handed it to us, not by its
+  // owner, who may long have finished and left.
+  const int raiser = t.src == rank_ ? schedule_->supplier[t.chunk] : t.src;
+  if (!from_shard && !await_signal(t.src, raiser, t, t.signal, limit)) return false;
+  const std::size_t row_bytes = symmetric_.row_bytes;
+  char* dst = symmetric_.data[t.dst] + static_cast<std::size_t>(t.rows.begin) * row_bytes;
+  if (from_shard) {
+    copy_rows(dst, row_bytes, buffers_.x + offset_in_chunk(rank_, t.rows.begin) * buffers_.x_stride,
+              buffers_.x_stride, t.rows);
+  } else {
+    copy_rows(dst, row_bytes,
+              symmetric_.data[t.src] + static_cast<std::size_t>(t.rows.begin) * row_bytes,
+              row_bytes, t.rows);
+  }
+  raise(t.dst, t.signal);
+  return true;
+}
+
+// One staged partial tile, once its GEMM tiles are done. Own tiles stay where they are.
+bool Engine::send(int index, const Limit& limit) {
+  const Transfer& t = schedule_->transfers[index];
+  if (!await_computed(index + 1, limit)) return false;
+  if (t.dst != rank_) {
+    const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
+    const std::size_t row_bytes = symmetric_.row_bytes;
+    copy_rows(
+        slot(pull ? rank_ : t.dst, t.dst, rank_) + offset_in_chunk(t.dst, t.rows.begin) * row_bytes,
+        row_bytes, buffers_.partial + static_cast<std::size_t>(t.rows.begin) * row_bytes, row_bytes,
+        t.rows);
+  }
+  raise(t.dst, t.signal);
+  return true;
+}
+
+void Engine::visit_done(int visit) {
+  const Range done = schedule_->visits[visit].completes;
+  if (done.begin == done.end) return;
+  if (schedule_->spec.store == Store::kStaged) {
+    computed_.store(done.end, std::memory_order_seq_cst);
+    notify(*local_);
+    return;
+  }
+  for (int i = done.begin; i < done.end; ++i) {
+    pause();
+    raise(schedule_->transfers[i].dst, schedule_->transfers[i].signal);
+  }
+}
+
+bool Engine::await_computed(int count, const Limit& limit) {
+  // Only the own calling thread can be late here, and a long GEMM is no failure: no deadline.
+  while (computed_.load(std::memory_order_seq_cst) < count) {
+    if (failed() || stop_.load(std::memory_order_relaxed)) return false;
+    const auto until = std::min(limit.until, Clock::now() + kSlice);
+    wait_until(*local_, until, std::chrono::nanoseconds(0),
+               [&] { return computed_.load(std::memory_order_seq_cst) >= count; });
+    if (Clock::now() >= limit.until) break;
+  }
+  if (computed_.load(std::memory_order_seq_cst) < count) {
+    last_progress_ = Clock::now();
+    return false;
+  }
+  return true;
+}
+
+// Sums the partials of one own tile, in rank order, when the last of them is there.
+bool Engine::reduce_tile(int tile, const Limit& limit) {
+  const ScheduleSpec& spec = schedule_->spec;
+  const bool pull = spec.tiles.direction == Direction::kPull;
+  const Range rows = comm_tile_rows(spec.comm, rank_, tile);
+  const std::size_t offset = offset_in_chunk(rank_, rows.begin) * symmetric_.row_bytes;
+  // The own share first: our own GEMM takes its time, which is no failure of anyone, so the peers'
+  // deadline starts when it is done.
+  Limit patient = limit;
+  const int own = signal_index(spec.comm, rank_, tile);
+  if (!signal_reached(pad(rank_), own, epoch_)) {
+    const Transfer what{0, rank_, rank_, rank_, tile, rows, 0, false};
+    const Limit unbounded{limit.until, Clock::time_point::max(), limit.spin};
+    const bool is_done = await_signal(rank_, rank_, what, own, unbounded);
+    last_progress_ = Clock::now();
+    if (!is_done) return false;
+    patient.deadline = std::max(limit.deadline, last_progress_ + timeout_);
+  }
+  std::vector<const void*> sources(world());
+  for (int source = 0; source < world(); ++source) {
+    if (source == rank_) {
+      const std::size_t row = static_cast<std::size_t>(rows.begin) * symmetric_.row_bytes;
+      sources[source] = spec.store == Store::kStaged ? buffers_.partial + row : out_row(rows.begin);
+    } else {
+      const Transfer what{0, source, rank_, rank_, tile, rows, 0, false};
+      if (!await_signal(rank_, source, what, signal_index(spec.comm, source, tile), patient)) {
+        return false;
+      }
+      sources[source] = slot(pull ? source : rank_, rank_, source) + offset;
+    }
+  }
+  const std::size_t columns = symmetric_.row_bytes / size_of(symmetric_.dtype);
+  reduce(ReduceArgs{symmetric_.dtype, sources.data(), world(), out_row(rows.begin), buffers_.bias,
+                    columns * static_cast<std::size_t>(rows.end - rows.begin), columns,
+                    buffers_.scale});
+  if (spec.problem.op == OpKind::kGemmAR && pull && world() > 1) {
+    copy_rows(result_row(rank_, rank_, rows.begin), symmetric_.row_bytes, out_row(rows.begin),
+              symmetric_.row_bytes, rows);
+    raise(rank_, signal_count(spec.comm) + signal_index(spec.comm, rank_, tile));
+  }
+  return true;
+}
+
+// One tile of a GemmAR result: pushed into a peer's buffer, or pulled straight into the output.
+bool Engine::move_result(const Transfer& t, const Limit& limit) {
+  const std::size_t row_bytes = symmetric_.row_bytes;
+  if (t.src == rank_) {
+    copy_rows(result_row(t.dst, rank_, t.rows.begin), row_bytes, out_row(t.rows.begin), row_bytes,
+              t.rows);
+    raise(t.dst, t.signal);
+    return true;
+  }
+  if (!await_signal(t.src, t.src, t, t.signal, limit)) return false;
+  copy_rows(out_row(t.rows.begin), row_bytes, result_row(t.src, t.src, t.rows.begin), row_bytes,
+            t.rows);
+  return true;
+}
+
+bool Engine::receive_result(const Transfer& t, const Limit& limit) {
+  if (!await_signal(rank_, t.src, t, t.signal, limit)) return false;
+  const std::size_t row_bytes = symmetric_.row_bytes;
+  copy_rows(out_row(t.rows.begin), row_bytes, result_row(rank_, t.src, t.rows.begin), row_bytes,
+            t.rows);
+  return true;
+}
+
+char* Engine::slot(int holder, int owner, int source) const {
+  const int other = holder == owner ? source : owner;
+  return symmetric_.data[holder] +
+         static_cast<std::size_t>(slot_index(holder, other)) * symmetric_.slot_bytes;
+}
+
+// A pulled result lies in its owner's block, a pushed one at its place in a full [M, N].
+char* Engine::result_row(int holder, int owner, int row) const {
+  const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
+  const std::size_t at = pull ? offset_in_chunk(owner, row) : static_cast<std::size_t>(row);
+  return symmetric_.data[holder] + symmetric_.result_offset + at * symmetric_.row_bytes;
+}
+
+char* Engine::out_row(int row) const {
+  const bool full = schedule_->spec.problem.op == OpKind::kGemmAR;
+  const std::size_t at = full ? static_cast<std::size_t>(row) : offset_in_chunk(rank_, row);
+  return buffers_.out + at * symmetric_.row_bytes;
+}
+
+std::size_t Engine::offset_in_chunk(int owner, int row) const {
+  return static_cast<std::size_t>(row - row_begin(schedule_->spec.problem.m, world(), owner));
+}
+
+void Engine::copy_rows(char* dst, std::size_t dst_stride, const char* src, std::size_t src_stride,
+                       Range rows) {
+  const std::size_t row_bytes = symmetric_.row_bytes;
+  std::size_t count = static_cast<std::size_t>(rows.end - rows.begin);
+  std::size_t width = row_bytes;
+  if (dst_stride == row_bytes && src_stride == row_bytes) {
+    width = row_bytes * count;
+    count = 1;
+  }
+  for (std::size_t row = 0; row < count; ++row) {
+    for (std::size_t at = 0; at < width; at += kCopyPiece) {
+      if (stop_.load(std::memory_order_relaxed)) return;
+      std::memcpy(dst + row * dst_stride + at, src + row * src_stride + at,
+                  std::min(kCopyPiece, width - at));
+    }
+  }
+}
+
+void Engine::raise(int pad_of, int index) {
+  pause();
+  if (stop_.load(std::memory_order_relaxed)) return;  // the copy before it may be incomplete
+  raise_signal(pad(pad_of), index, epoch_);
+}
+
+void Engine::set_delay(std::chrono::nanoseconds longest, std::uint64_t seed) {
+  delay_ = longest;
+  delay_state_.store(seed * 2 + 1);
+}
+
+void Engine::pause() {
+  if (delay_.count() == 0) return;
+  // splitmix64; both threads draw from one sequence, whose interleaving may vary: that is the
+  // point.
+  std::uint64_t z = delay_state_.fetch_add(0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  z ^= z >> 31;
+  const auto span = static_cast<std::uint64_t>(delay_.count());
+  if (z % 4 != 0) std::this_thread::sleep_for(std::chrono::nanoseconds((z >> 8) % span));
+}
+
+}  // namespace flux::host

@@ -1,0 +1,171 @@
+// The engine executes the communication side of a tile schedule on the CPU: it publishes the entry
+// of a call, moves communication tiles (on its own thread, or on the calling thread when there is
+// little to move), reduces what has arrived, and waits for signals. The calling thread meanwhile
+// runs GEMM tiles.
+//
+//   calling thread   enter --- GEMM tile --- wait --- GEMM tile --- visit_done ... finish
+//   worker thread          \-- entries -- copy, raise -- copy, raise -- reduce ... /
+//
+// One engine serves one op of one rank. Calls are serial; there are no locks, and every wait has a
+// deadline.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "host/reduce.h"
+#include "host/schedule.h"
+#include "host/signal_pad.h"
+
+namespace flux::host {
+
+// Where the ranks' symmetric memory is mapped in this process, and how an op lays out its data
+// there.
+struct Symmetric {
+  std::vector<SignalPad*> pads;   // by rank
+  std::vector<char*> data;        // by rank, behind the pad
+  std::size_t row_bytes = 0;      // bytes of a row that travels: K (AllGather) or N elements
+  std::size_t slot_bytes = 0;     // ReduceScatter: distance of two partial blocks
+  std::size_t result_offset = 0;  // GemmAR: where the reduced result begins
+  DType dtype = DType::kF32;
+};
+
+// Memory of one call that is private to this rank. Rows are dense but for x.
+struct Buffers {
+  const char* x = nullptr;     // AllGather: own rows of the input
+  std::size_t x_stride = 0;    // bytes from row to row
+  char* partial = nullptr;     // staged ReduceScatter: [M, N]
+  char* out = nullptr;         // ReduceScatter: [own rows, N]; GemmAR: [M, N]
+  const char* bias = nullptr;  // ReduceScatter: [N]
+  double scale = 1.0;
+};
+
+enum class Failure : int {
+  kNone = 0,
+  kTimeout = 1,
+  kMismatch = 2,
+  kPeerFailed = 3,
+  kPeerClosed = 4
+};
+
+// What a wait was for when it failed; -1 where a field does not apply.
+struct FailureReport {
+  Failure kind = Failure::kNone;
+  int peer = -1;
+  int chunk = -1;
+  int tile = -1;
+  int culprit = -1;        // kPeerFailed: the rank that `peer` gave up on
+  bool ran_ahead = false;  // kMismatch: the peer is calls ahead of this rank
+  std::uint32_t expected = 0;
+  std::uint32_t observed = 0;
+};
+
+// When to return to the caller for a moment, when to give the peers up, and how long to spin before
+// sleeping.
+struct Limit {
+  Clock::time_point until;
+  Clock::time_point deadline;
+  std::chrono::nanoseconds spin;
+};
+
+class Engine {
+ public:
+  Engine(int rank, Symmetric symmetric);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Begins the next call, number epoch() + 1. `digest` stands for all that must be
+  // equal on every rank. With `threaded`, the worker starts at once.
+  void begin(std::shared_ptr<const Schedule> schedule, const Buffers& buffers, std::uint32_t digest,
+             bool threaded, std::chrono::nanoseconds timeout);
+
+  // Takes part in the next call only to tell the others that this rank's input was refused.
+  void refuse(const std::string& why);
+
+  // Each of these works until done or until `limit.until`, and says whether it is done. False while
+  // failed() is false means "call me again"; the caller looks for interrupts in between.
+  bool wait_entries(const Limit& limit);
+  bool wait_visit(int visit, const Limit& limit);
+  bool finish(const Limit& limit);
+
+  // After a failure: returns once the worker has let go of this call's memory.
+  void settle();
+
+  // A GEMM tile of a ReduceScatter is complete: its rows may leave.
+  void visit_done(int visit);
+
+  // ReduceScatter: every rank holds W-1 blocks of partials, those of its peers for itself (push) or
+  // its own for its peers (pull). Either way block i is shared with the peer i+1 to the holder's
+  // right.
+  int slot_index(int holder, int other) const { return wrap(other - holder - 1, world()); }
+
+  // Marks the own pad and stops the worker; idempotent. Memory may be unmapped afterwards.
+  void close(PadState state, int culprit);
+
+  // Random pauses of up to `longest` around every move and every raise, for race tests.
+  void set_delay(std::chrono::nanoseconds longest, std::uint64_t seed);
+
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  const FailureReport& failure() const { return failure_; }  // once failed()
+  std::uint32_t epoch() const { return epoch_; }
+  void set_epoch(std::uint32_t epoch) { epoch_ = epoch; }
+  int rank() const { return rank_; }
+  SignalPad& pad(int rank) { return *symmetric_.pads[rank]; }
+
+ private:
+  int world() const { return static_cast<int>(symmetric_.pads.size()); }
+  template <class Ready>
+  bool await(int pad, int peer, const Transfer* what, const Limit& limit, Ready&& ready);
+  bool await_signal(int pad, int peer, const Transfer& what, int index, const Limit& limit);
+  bool await_computed(int count, const Limit& limit);
+  bool run_program(const Limit& limit);
+  bool run(const Action& action, const Limit& limit);
+  bool gather(const Transfer& t, const Limit& limit);
+  bool send(int index, const Limit& limit);
+  bool reduce_tile(int tile, const Limit& limit);
+  bool move_result(const Transfer& t, const Limit& limit);
+  bool receive_result(const Transfer& t, const Limit& limit);
+  void fail(const FailureReport& report);
+  char* slot(int holder, int owner, int source) const;
+  char* result_row(int holder, int owner, int row) const;
+  char* out_row(int row) const;
+  std::size_t offset_in_chunk(int owner, int row) const;
+  void copy_rows(char* dst, std::size_t dst_stride, const char* src, std::size_t src_stride,
+                 Range rows);
+  void raise(int pad, int index);
+  void pause();
+  void worker_main(std::uint32_t done);
+
+  const int rank_;
+  const pid_t pid_;
+  Symmetric symmetric_;
+  std::chrono::nanoseconds timeout_{0};
+  std::chrono::nanoseconds delay_{0};
+  std::atomic<std::uint64_t> delay_state_{0};
+
+  std::uint32_t epoch_ = 0;
+  std::uint32_t digest_ = 0;
+  std::shared_ptr<const Schedule> schedule_;
+  Buffers buffers_;
+  bool threaded_ = false;
+  std::size_t next_action_ = 0;      // touched by the one thread that runs the program
+  bool entries_seen_ = false;        // by that thread
+  Clock::time_point last_progress_;  // of that thread
+
+  // Own waiting place for the two threads: never shared with other processes.
+  std::unique_ptr<SignalPad> local_;
+  std::atomic<int> computed_{0};             // transfers whose GEMM tiles are done
+  std::atomic<std::uint32_t> submitted_{0};  // epoch handed to the worker
+  std::atomic<std::uint32_t> finished_{0};   // epoch the worker is done with, for better or worse
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> claimed_{false};  // somebody is writing failure_
+  std::atomic<bool> failed_{false};   // failure_ is complete
+  FailureReport failure_;
+  std::thread worker_;
+};
+
+}  // namespace flux::host

@@ -1,0 +1,278 @@
+// Faults: peers that are late, disagree, refuse, fail or leave, and engines that are destroyed meanwhile.
+#include <cmath>
+#include <cstring>
+
+#include "tests/harness.h"
+
+namespace flux::host::test {
+namespace {
+
+using std::chrono::nanoseconds;
+
+constexpr milliseconds kShort{150};
+constexpr std::chrono::seconds kLong{60};
+// What must not take a whole timeout has to be done within this, on a busy machine too.
+constexpr std::chrono::seconds kSoon{10};
+
+// Two or more engines with room for simple_plan of any op.
+struct Group {
+  explicit Group(int world) : fabric(world, 2 * world, 4096) {
+    fabric.symmetric.row_bytes = sizeof(float);
+    fabric.symmetric.slot_bytes = sizeof(float);
+    fabric.symmetric.result_offset = 2048;
+    for (int r = 0; r < world; ++r) {
+      engines.push_back(std::make_unique<Engine>(r, fabric.symmetric));
+    }
+  }
+  Engine& operator[](int rank) { return *engines[static_cast<std::size_t>(rank)]; }
+
+  Fabric fabric;
+  std::vector<std::unique_ptr<Engine>> engines;
+};
+
+void begin(Engine& e, const Plan& plan, const Buffers& buffers, bool threaded, nanoseconds timeout,
+           std::uint32_t digest = 7) {
+  e.begin(plan.schedule(e.rank()), buffers, digest, threaded, timeout);
+}
+
+// An AllGather of one row per rank; true when it succeeds.
+bool gather_once(Engine& e, const Plan& plan, bool threaded, nanoseconds timeout,
+                 std::uint32_t digest = 7) {
+  const float x = 1;
+  Buffers buffers;
+  buffers.x = reinterpret_cast<const char*>(&x);
+  buffers.x_stride = sizeof(x);
+  begin(e, plan, buffers, threaded, timeout, digest);
+  bool ok = threaded || complete_call(e, timeout);
+  for (int i = 0; ok && i < plan.m; ++i) ok = complete_visit(e, i, timeout);
+  if (ok && threaded) ok = complete_call(e, timeout);
+  e.settle();  // x is gone when we return
+  return ok;
+}
+
+void expect(Engine& e, Failure kind, int peer) {
+  CHECK_TRUE(e.failed() && e.failure().kind == kind && e.failure().peer == peer, describe(e));
+}
+
+template <class Body>
+nanoseconds time_of(Body&& body) {
+  const auto start = Clock::now();
+  body();
+  return Clock::now() - start;
+}
+
+void a_silent_peer_is_named_after_the_timeout() {
+  for (const auto direction : {Direction::kPush, Direction::kPull}) {
+    for (const bool threaded : {false, true}) {
+      const Plan plan = simple_plan(OpKind::kAGGemm, 2, direction);
+      Group absent(2);
+      const auto waited =
+          time_of([&] { CHECK_TRUE(!gather_once(absent[0], plan, threaded, kShort), "absent"); });
+      expect(absent[0], Failure::kTimeout, 1);
+      CHECK_TRUE(absent[0].failure().tile == -1, describe(absent[0]));
+      CHECK_TRUE(waited >= kShort && waited < kSoon, to_string(waited.count()));
+
+      Group stalled(2);  // rank 1 begins the call but moves nothing
+      begin(stalled[1], plan, Buffers{}, false, kShort);
+      CHECK_TRUE(!gather_once(stalled[0], plan, threaded, kShort), "stalled");
+      expect(stalled[0], Failure::kTimeout, 1);
+      const FailureReport& f = stalled[0].failure();
+      CHECK_TRUE(f.chunk == 1 && f.tile == 0 && f.expected == 1, describe(stalled[0]));
+    }
+  }
+}
+
+void a_missing_partial_is_named() {
+  for (const bool threaded : {false, true}) {
+    Group group(2);
+    const Plan plan = simple_plan(OpKind::kGemmRS, 2);
+    begin(group[1], plan, Buffers{}, false, kShort);
+    float partial[2] = {1, 2}, out = 0;
+    Buffers buffers;
+    buffers.partial = reinterpret_cast<char*>(partial);
+    buffers.out = reinterpret_cast<char*>(&out);
+    begin(group[0], plan, buffers, threaded, kShort);
+    for (int i = 0; i < 2; ++i) group[0].visit_done(i);
+    CHECK_TRUE(!complete_call(group[0], kShort), "nothing came");
+    group[0].settle();
+    expect(group[0], Failure::kTimeout, 1);
+    CHECK_TRUE(group[0].failure().tile == 0, describe(group[0]));
+  }
+}
+
+// Also: after a call on which ranks disagreed, the next one works.
+void a_mismatch_is_seen_by_all_and_survived() {
+  const Plan plan = simple_plan(OpKind::kAGGemm, 3);
+  for (const bool threaded : {false, true}) {
+    Group group(3);
+    for (int round = 0; round < 20; ++round) {
+      on_all_ranks(3, [&](int r) {
+        const std::uint32_t digest = r == 2 ? 8 : 7;
+        CHECK_TRUE(!gather_once(group[r], plan, threaded, kLong, digest), "digests differ");
+        CHECK_TRUE(group[r].failure().kind == Failure::kMismatch, describe(group[r]));
+        CHECK_TRUE((group[r].failure().peer == 2) == (r != 2), describe(group[r]));
+        CHECK_TRUE(group[r].failure().expected == digest, describe(group[r]));
+        CHECK_TRUE(group[r].failure().observed == 15 - digest, describe(group[r]));
+        CHECK_TRUE(gather_once(group[r], plan, threaded, kLong), describe(group[r]));
+      });
+    }
+  }
+}
+
+void a_refusal_reaches_the_peers_with_its_reason() {
+  const Plan plan = simple_plan(OpKind::kAGGemm, 2);
+  Group group(2);
+  const std::string why = "x must be float32, got int64";
+  on_all_ranks(2, [&](int r) {
+    for (int round = 0; round < 50; ++round) {
+      if (r == 1) {
+        group[1].refuse(why + " in round " + to_string(round));
+      } else {
+        CHECK_TRUE(!gather_once(group[0], plan, round % 2 == 0, kLong), "refused");
+        expect(group[0], Failure::kMismatch, 1);
+        CHECK_TRUE(group[0].failure().observed == kRefused, describe(group[0]));
+        CHECK_TRUE(!group[0].failure().ran_ahead, describe(group[0]));
+        const std::string told = read_refusal(group[0].pad(1));
+        CHECK_TRUE(told == why + " in round " + to_string(round), told);
+      }
+      CHECK_TRUE(gather_once(group[r], plan, round % 3 == 0, kLong), describe(group[r]));
+    }
+  });
+
+  Group far(2);  // rank 1 refuses so often that its entry of rank 0's call is overwritten
+  for (int i = 0; i < kEntryHistory + 1; ++i) far[1].refuse(std::string(1000, 'x'));
+  CHECK_TRUE(!gather_once(far[0], plan, false, kLong), "ahead");
+  expect(far[0], Failure::kMismatch, 1);
+  CHECK_TRUE(far[0].failure().ran_ahead, describe(far[0]));
+  CHECK_TRUE(read_refusal(far[0].pad(1)) == std::string(kRefusalWords * 8 - 1, 'x'), "cut, not torn");
+}
+
+void a_peer_that_leaves_is_noticed_at_once() {
+  const Plan plan = simple_plan(OpKind::kAGGemm, 2);
+  for (const bool threaded : {false, true}) {
+    for (const auto state : {PadState::kClosed, PadState::kFailed}) {
+      Group group(2);
+      const auto waited = time_of([&] {
+        on_all_ranks(2, [&](int r) {
+          if (r == 0) {
+            CHECK_TRUE(!gather_once(group[0], plan, threaded, kLong), "left");
+          } else {
+            std::this_thread::sleep_for(milliseconds(30));
+            group[1].close(state, 5);
+            group[1].close(PadState::kOpen, 6);  // idempotent: the first one counts
+          }
+        });
+      });
+      CHECK_TRUE(waited < kSoon, to_string(waited.count()));
+      const bool failed = state == PadState::kFailed;
+      expect(group[0], failed ? Failure::kPeerFailed : Failure::kPeerClosed, 1);
+      CHECK_TRUE(!failed || group[0].failure().culprit == 5, describe(group[0]));
+    }
+  }
+}
+
+// Rank 2 never comes. Rank 0 gives up on it soon; rank 1, which is patient, hears of it through rank 0.
+void a_failure_travels_with_its_culprit() {
+  const Plan plan = simple_plan(OpKind::kAGGemm, 3, Direction::kPull);
+  Group group(3);
+  begin(group[2], plan, Buffers{}, false, kLong);
+  on_all_ranks(2, [&](int r) {
+    // Direct pull: rank 0 waits for chunk 1, then 2; rank 1 for chunk 2, then 0. So that rank 1 waits for
+    // rank 0, let its own view of chunk 2 be there already.
+    if (r == 1) {
+      while (!group[0].failed()) std::this_thread::sleep_for(milliseconds(1));
+      group[0].close(PadState::kFailed, group[0].failure().peer);
+      CHECK_TRUE(!gather_once(group[1], plan, true, kLong), "rank 0 is gone");
+    } else {
+      CHECK_TRUE(!gather_once(group[0], plan, true, kShort), "rank 1 is late");
+    }
+  });
+  expect(group[0], Failure::kTimeout, 1);
+  CHECK_TRUE(group[1].failure().kind == Failure::kPeerFailed && group[1].failure().peer == 0 &&
+                 group[1].failure().culprit == 1,
+             describe(group[1]));
+}
+
+// A call that has all it needs succeeds although its peers have left: also where tiles of a rank that has
+// left are still on their way through others.
+void leaving_after_a_complete_call_harms_nobody() {
+  for (const auto direction : {Direction::kPush, Direction::kPull}) {
+    for (const auto order : {Order::kDirect, Order::kRing1D, Order::kRing2D, Order::kHierarchical}) {
+      for (int slow = 0; slow < 4; ++slow) {
+        Plan plan = simple_plan(OpKind::kAGGemm, 4, direction);
+        plan.mesh = Mesh{2, 1, 2};
+        plan.order = order;
+        Group group(4);
+        on_all_ranks(4, [&](int r) {
+          if (r == slow) group[r].set_delay(milliseconds(40), 3);
+          CHECK_TRUE(gather_once(group[r], plan, r % 2 == 0, kLong), describe(group[r]));
+          group[r].close(PadState::kClosed, -1);
+        });
+      }
+    }
+  }
+}
+
+void an_engine_can_be_destroyed_while_its_worker_waits() {
+  for (const auto op : {OpKind::kAGGemm, OpKind::kGemmRS, OpKind::kGemmAR}) {
+    for (const bool entered : {false, true}) {
+      Group group(2);
+      const Plan plan = simple_plan(op, 2, Direction::kPull);
+      if (entered) begin(group[1], plan, Buffers{}, false, kLong);
+      float memory[8] = {};
+      Buffers buffers;
+      buffers.x = buffers.partial = buffers.out = reinterpret_cast<char*>(memory);
+      begin(group[0], plan, buffers, true, kLong);
+      std::this_thread::sleep_for(milliseconds(entered ? 10 : 0));
+      const auto waited = time_of([&] { group.engines[0].reset(); });
+      CHECK_TRUE(waited < kSoon, to_string(waited.count()));
+      CHECK_TRUE(group[1].pad(0).state.load() == static_cast<std::uint32_t>(PadState::kClosed), "");
+    }
+  }
+  Group idle(1);  // never used; closed, then destroyed
+  idle[0].close(PadState::kClosed, -1);
+}
+
+// The deadline is for peers. Both ranks' GEMMs take longer than it, and nobody is to blame.
+void a_long_gemm_is_no_timeout() {
+  for (const auto store : {Store::kStaged, Store::kDirect}) {
+    for (int slow_visit = 0; slow_visit < 2; ++slow_visit) {
+      Group group(2);
+      Plan plan = simple_plan(OpKind::kGemmRS, 2, Direction::kPull);
+      plan.store = store;
+      std::atomic<int> computing{2};
+      on_all_ranks(2, [&](int r) {
+        float partial[2] = {1, 2}, out = 1;
+        Buffers buffers;
+        buffers.partial = reinterpret_cast<char*>(partial);
+        buffers.out = reinterpret_cast<char*>(&out);
+        begin(group[r], plan, buffers, true, kShort);
+        for (int i = 0; i < 2; ++i) {
+          if (i == slow_visit) {
+            std::this_thread::sleep_for(3 * kShort);
+            // Together, as one rank's delay *is* a reason for the other to give up.
+            for (--computing; computing.load() > 0;) std::this_thread::yield();
+          }
+          group[r].visit_done(i);
+        }
+        CHECK_TRUE(complete_call(group[r], kLong), describe(group[r]));
+      });
+    }
+  }
+}
+
+}  // namespace
+
+void run_fault_tests() {
+  a_silent_peer_is_named_after_the_timeout();
+  a_missing_partial_is_named();
+  a_mismatch_is_seen_by_all_and_survived();
+  a_refusal_reaches_the_peers_with_its_reason();
+  a_peer_that_leaves_is_noticed_at_once();
+  a_failure_travels_with_its_culprit();
+  leaving_after_a_complete_call_harms_nobody();
+  an_engine_can_be_destroyed_while_its_worker_waits();
+  a_long_gemm_is_no_timeout();
+}
+
+}  // namespace flux::host::test

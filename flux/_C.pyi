@@ -1,0 +1,164 @@
+"""Types of the native module (csrc/host/bindings*.cpp)."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+class FailureDict(TypedDict):
+    kind: str
+    peer: int
+    chunk: int
+    tile: int
+    culprit: int
+    expected: int
+    observed: int
+    ran_ahead: bool
+    refusal: str
+
+TransferTuple = tuple[int, int, int, int, int, int, int, int, bool]
+VisitTuple = tuple[int, int, int, int, tuple[int, int], int, tuple[int, int]]
+
+Mesh = tuple[int, int, int]
+
+class core:
+    """The integer maps of csrc/core. Meshes are (nodes, domains, lanes), ranges half-open pairs."""
+
+    @staticmethod
+    def chunk_rows(m: int, world: int) -> int: ...
+    @staticmethod
+    def row_begin(m: int, world: int, rank: int) -> int: ...
+    @staticmethod
+    def row_end(m: int, world: int, rank: int) -> int: ...
+    @staticmethod
+    def row_count(m: int, world: int, rank: int) -> int: ...
+    @staticmethod
+    def local_n(op: int, n: int, world: int, rank: int) -> int: ...
+    @staticmethod
+    def local_k(op: int, k: int, world: int, rank: int) -> int: ...
+    @staticmethod
+    def owner_of(m: int, world: int, row: int) -> int: ...
+    @staticmethod
+    def tiles_per_chunk(m: int, world: int, rows: int) -> int: ...
+    @staticmethod
+    def signal_index(m: int, world: int, rows: int, chunk: int, tile: int) -> int: ...
+    @staticmethod
+    def comm_tile_rows(m: int, world: int, rows: int, chunk: int, tile: int) -> tuple[int, int]: ...
+    @staticmethod
+    def comm_tile_of(m: int, world: int, rows: int, row: int) -> int: ...
+    @staticmethod
+    def signals_of_rows(m: int, world: int, rows: int, begin: int, end: int) -> tuple[int, int]: ...
+    @staticmethod
+    def epoch_reached(observed: int, expected: int) -> bool: ...
+    @staticmethod
+    def recv_hop(order: int, mesh: Mesh, direction: int, rank: int, step: int) -> tuple[int, int]: ...
+    @staticmethod
+    def send_hop(order: int, mesh: Mesh, direction: int, rank: int, step: int) -> tuple[int, int]: ...
+    @staticmethod
+    def step_of_chunk(order: int, mesh: Mesh, direction: int, rank: int, chunk: int) -> int: ...
+    @staticmethod
+    def swizzle_is_legal(swizzle: int, mesh: Mesh) -> bool: ...
+    class TileOrder:
+        def __init__(
+            self,
+            *,
+            op: int,
+            m: int,
+            n: int,
+            tile_m: int,
+            tile_n: int,
+            raster: int,
+            swizzle: int,
+            order: int,
+            direction: int,
+            mesh: Mesh,
+            rank: int,
+        ) -> None: ...
+        def tiles_m(self) -> int: ...
+        def tiles_n(self) -> int: ...
+        def tile_count(self) -> int: ...
+        def chunk_at(self, position: int) -> int: ...
+        def position_of_tile(self, tile: int) -> int: ...
+        def tile_row_at(self, slot: int) -> int: ...
+        def tile_at(self, slot: int) -> tuple[int, int]: ...
+
+class Schedule:
+    visits: tuple[VisitTuple, ...]
+    transfers: tuple[TransferTuple, ...]
+    results: tuple[TransferTuple, ...]
+    receipts: tuple[TransferTuple, ...]
+    program: tuple[tuple[int, int], ...]
+    signals: int
+    publishes_own: bool
+
+def build_schedule(
+    *,
+    op: int,
+    m: int,
+    n: int,
+    k: int,
+    rank: int,
+    mesh: tuple[int, int, int],
+    tile_m: int,
+    tile_n: int,
+    raster: int,
+    comm_rows: int,
+    direction: int,
+    order: int,
+    swizzle: int,
+    store: int,
+) -> Schedule: ...
+def signals_needed(op: int, m: int, world: int, comm_rows: int) -> int: ...
+
+class Engine:
+    epoch: int
+    def __init__(
+        self,
+        *,
+        rank: int,
+        pads: Sequence[int],
+        data: Sequence[int],
+        row_bytes: int,
+        slot_bytes: int,
+        result_offset: int,
+        dtype: int,
+    ) -> None: ...
+    def begin(
+        self,
+        schedule: Schedule,
+        digest: int,
+        threaded: bool,
+        timeout_s: float,
+        x: int = 0,
+        x_stride: int = 0,
+        partial: int = 0,
+        out: int = 0,
+        bias: int = 0,
+        scale: float = 1.0,
+    ) -> None: ...
+    def refuse(self, why: str) -> None: ...
+    def wait_entries(self, timeout_s: float, spin_s: float) -> bool: ...
+    def wait_visit(self, visit: int, timeout_s: float, spin_s: float) -> bool: ...
+    def finish(self, timeout_s: float, spin_s: float) -> bool: ...
+    def visit_done(self, visit: int) -> None: ...
+    def settle(self) -> None: ...
+    def slot_index(self, holder: int, other: int) -> int: ...
+    def failure(self) -> FailureDict: ...
+    def close(self, failed: bool = False, culprit: int = -1) -> None: ...
+    def set_delay(self, longest_s: float, seed: int) -> None: ...
+
+class SharedMapping:
+    address: int
+    nbytes: int
+    def __init__(self, name: str, bytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def reserve_shared(name: str, bytes: int) -> None: ...
+def pad_bytes(signal_count: int) -> int: ...
+def reduce(
+    dtype: int,
+    sources: Sequence[int],
+    out: int,
+    bias: int,
+    rows: int,
+    columns: int,
+    scale: float = 1.0,
+) -> None: ...

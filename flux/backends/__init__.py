@@ -1,0 +1,1 @@
+"""Executors of a tile schedule."""

@@ -1,0 +1,100 @@
+"""The library path: one collective of torch.distributed before or after one GEMM.
+
+It is a candidate like any other ("never slower than not fusing"), and the baseline of the
+benchmarks. It runs on any backend and any number of hosts that torch.distributed supports.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from flux import _C
+from flux.errors import PeerTimeoutError
+from flux.ops.call import Call
+from flux.ops.spec import OpSpec
+from flux.transport.exchange import Exchange
+
+
+class UnfusedBackend:
+    """Executor of the unfused path of one op on one rank."""
+
+    def __init__(self, spec: OpSpec, exchange: Exchange, timeout_s: float) -> None:
+        self.spec = spec
+        self.group = exchange.group
+        self.rank = exchange.rank
+        self.world = exchange.world
+        self.timeout = timedelta(seconds=timeout_s)
+
+    def gather_rows(self, x: torch.Tensor, m: int) -> torch.Tensor:
+        """[own rows, K] -> [M, K]. Short chunks are padded: collectives want equal sizes."""
+        if self.world == 1:
+            return x
+        chunk = _C.core.chunk_rows(m, self.world)
+        shard = x.contiguous()
+        if shard.shape[0] != chunk:
+            shard = torch.zeros(chunk, x.shape[1], dtype=x.dtype)
+            shard[: x.shape[0]] = x
+        full = torch.empty(self.world * chunk, x.shape[1], dtype=x.dtype)
+        self._wait(dist.all_gather_into_tensor(full, shard, group=self.group, async_op=True))
+        return full[:m]
+
+    def ag_gemm(self, call: Call, gather: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
+        full = self.gather_rows(call.x, call.m)
+        outs = [_matmul(full, w, b) for w, b in zip(call.weights, call.biases, strict=True)]
+        if gather and self.world == 1:
+            full = full.clone()  # an output must not alias the input
+        return outs, (full if gather else None)
+
+    def gemm_rs(self, call: Call) -> torch.Tensor:
+        """[M, K/W] x [K/W, N] -> [own rows, N]."""
+        partial = self._padded(call.m)
+        torch.mm(call.x, call.weights[0], out=partial[: call.m])
+        return self._finish(self._scatter(partial, call.m), call.biases[0])
+
+    def scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[M, columns] -> [own rows, columns], summed over ranks."""
+        partial = self._padded(x.shape[0], x.shape[1])
+        partial[: x.shape[0]] = x
+        return self._scatter(partial, x.shape[0])
+
+    def _padded(self, m: int, columns: int | None = None) -> torch.Tensor:
+        """Room for M rows, rounded up to equal chunks; what is not used is zero."""
+        rows = self.world * _C.core.chunk_rows(m, self.world)
+        out = torch.empty(rows, columns or self.spec.n[0], dtype=self.spec.dtype)
+        out[m:] = 0
+        return out
+
+    def _scatter(self, partial: torch.Tensor, m: int) -> torch.Tensor:
+        if self.world == 1:
+            return partial
+        out = torch.empty(partial.shape[0] // self.world, partial.shape[1], dtype=partial.dtype)
+        self._wait(dist.reduce_scatter_tensor(out, partial, group=self.group, async_op=True))
+        return out[: _C.core.row_count(m, self.world, self.rank)]
+
+    def gemm_ar(self, call: Call) -> torch.Tensor:
+        """[M, K/W] x [K/W, N] -> [M, N]."""
+        out = torch.mm(call.x, call.weights[0])
+        if self.world > 1:
+            self._wait(dist.all_reduce(out, group=self.group, async_op=True))
+        return self._finish(out, call.biases[0])
+
+    def _finish(self, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.spec.reduce == "avg" and self.world > 1:
+            out.div_(self.world)
+        return out if bias is None else out.add_(bias)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            text = f"{self.spec.label}: rank {self.rank}: the collective of path=unfused failed"
+            raise PeerTimeoutError(f"{text}: {error}") from error
+
+
+def _matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)

@@ -1,0 +1,291 @@
+"""`flux doctor`: what was detected, what will be used, and why not the rest.
+
+Where that is cheap, things are tried rather than looked up: a shared-memory segment is created and
+removed, a process group of one rank reduces a number.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+import flux
+from flux import _C, env, host, toolchain
+
+OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
+_STYLE = {OK: "green", ABSENT: "dim", WARNING: "yellow", BROKEN: "bold red"}
+_MARK = {OK: "+", ABSENT: "-", WARNING: "!", BROKEN: "x"}
+
+_OLDEST_TORCH = (2, 9)
+_SMALL_SHM = 256 << 20
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line: `status` is ok | absent (optional, not there) | warning | broken (essential)."""
+
+    name: str
+    value: str
+    status: str = OK
+    note: str = ""
+
+
+@dataclass
+class Findings:
+    """Everything found, by section, in the order in which it is shown."""
+
+    sections: dict[str, list[Item]] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> bool:
+        """False when something without which no op can run is broken."""
+        return all(item.status != BROKEN for items in self.sections.values() for item in items)
+
+    def as_dict(self) -> dict[str, Any]:
+        sections = {
+            title: [asdict(item) for item in items] for title, items in self.sections.items()
+        }
+        return {"usable": self.usable, "sections": sections}
+
+
+def examine() -> Findings:
+    """Look at this machine. Takes a second or two, leaves nothing behind."""
+    parts: dict[str, Callable[[], list[Item]]] = {
+        "software": _software,
+        "cpu": _cpu,
+        "shared memory": _shared_memory,
+        "torch.distributed": _distributed,
+        "cuda": _cuda,
+        "kernel toolchain": _toolchain,
+        "environment": _environment,
+        "will be used": _choices,
+    }
+    return Findings({title: part() for title, part in parts.items()})
+
+
+def _software() -> list[Item]:
+    version = str(torch.__version__)
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    old = found < _OLDEST_TORCH
+    wanted = ".".join(map(str, _OLDEST_TORCH))
+    return [
+        Item("flux", flux.__version__, note=str(Path(flux.__file__).parent)),
+        Item("native module", "loaded", note=str(_C.__file__)),
+        Item("python", platform.python_version(), note=platform.platform()),
+        Item("torch", version, BROKEN if old else OK, f"needs {wanted} or newer" if old else ""),
+    ]
+
+
+def _cpu() -> list[Item]:
+    usable, present = host.available_cores(), os.cpu_count() or 1
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    limited = f"this process may use {usable} of {present}" if usable != present else ""
+    return [
+        Item("model", host.cpu_model()),
+        Item("cores", str(usable), note=limited),
+        Item("NUMA nodes", str(nodes)),
+        Item("instruction set of torch", torch.backends.cpu.get_cpu_capability()),
+        Item(
+            "threads of torch", str(torch.get_num_threads()), note="per rank, unless it sets them"
+        ),
+    ]
+
+
+def _shared_memory() -> list[Item]:
+    items = []
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+        small = usage.free < _SMALL_SHM
+        note = "an op needs its whole workspace here; in a container, raise --shm-size"
+        items.append(Item("size of /dev/shm", _bytes(usage.total)))
+        items.append(
+            Item("free", _bytes(usage.free), WARNING if small else OK, note if small else "")
+        )
+    except OSError as error:
+        items.append(Item("/dev/shm", "not there", WARNING, str(error)))
+    try:
+        _try_segment()
+        items.append(Item("segment", "created, written, mapped again and removed"))
+    except OSError as error:
+        items.append(Item("segment", "cannot be created", BROKEN, str(error)))
+    return items
+
+
+def _try_segment() -> None:
+    segment = SharedMemory(create=True, size=1 << 20)
+    try:
+        assert segment.buf is not None
+        segment.buf[-1] = 42
+        again = SharedMemory(segment.name)
+        try:
+            assert again.buf is not None
+            if again.buf[(1 << 20) - 1] != 42:
+                raise OSError("a second mapping does not see what the first one wrote")
+        finally:
+            again.close()
+    finally:
+        segment.close()
+        segment.unlink()
+
+
+def _distributed() -> list[Item]:
+    if not dist.is_available():
+        return [Item("torch.distributed", "not in this torch", BROKEN, "ranks cannot find peers")]
+    has_gloo = dist.is_gloo_available()
+    items = [Item("gloo", *(_try_gloo() if has_gloo else ("not in this torch", BROKEN)))]
+    others = (("nccl", dist.is_nccl_available), ("mpi", dist.is_mpi_available))
+    for name, available in others:
+        there = available()
+        items.append(
+            Item(name, "built in" if there else "not in this torch", OK if there else ABSENT)
+        )
+    return items
+
+
+def _try_gloo() -> tuple[str, str, str]:
+    if dist.is_initialized():
+        return "built in", OK, "a process group exists already: not tried"
+    try:
+        limit = timedelta(seconds=20)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        try:
+            dist.all_reduce(torch.zeros(1))
+        finally:
+            dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        return "does not work", BROKEN, str(error).splitlines()[0]
+    return "works", OK, "tried with one rank"
+
+
+def _cuda() -> list[Item]:
+    built_for = torch.version.cuda
+    if torch.cuda.is_available():
+        items = [Item("CUDA of torch", str(built_for))]
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            items.append(
+                Item(
+                    f"device {index}",
+                    f"{device.name}, sm_{device.major}{device.minor}",
+                    note=f"{_bytes(device.total_memory)}, {device.multi_processor_count} SMs",
+                )
+            )
+        return items
+    driver = _driver()
+    torch_side = Item("CUDA of torch", built_for) if built_for else _no_cuda_build()
+    return [torch_side, driver, Item("devices", "none", ABSENT, _why_no_devices(driver))]
+
+
+def _no_cuda_build() -> Item:
+    return Item("CUDA of torch", "none", ABSENT, "torch is built without CUDA")
+
+
+def _driver() -> Item:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+        version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+        return Item("NVIDIA driver", version.group() if version else text)
+    except (OSError, IndexError):
+        library = ctypes.util.find_library("cuda")
+        if library:
+            return Item("NVIDIA driver", library, WARNING, "library without a loaded kernel module")
+        return Item("NVIDIA driver", "none", ABSENT)
+
+
+def _why_no_devices(driver: Item) -> str:
+    reasons = [] if torch.version.cuda else ["torch is built without CUDA"]
+    if driver.status != OK:
+        reasons.append("no NVIDIA driver is loaded")
+    return " and ".join(reasons) or "the driver shows none to this process"
+
+
+def _toolchain() -> list[Item]:
+    packages = " or ".join(toolchain.NVSHMEM_PACKAGES)
+    return [
+        _tool("nvcc", toolchain.nvcc(), "not in CUDA_HOME, PATH or the nvidia-cuda-nvcc package"),
+        _tool("CUTLASS", toolchain.cutlass(), "the nvidia-cutlass package is not installed"),
+        _tool("NVSHMEM", toolchain.nvshmem(), f"no package {packages}"),
+    ]
+
+
+def _tool(name: str, tool: toolchain.Tool | None, otherwise: str) -> Item:
+    if tool is None:
+        return Item(name, "none", ABSENT, otherwise)
+    return Item(name, tool.version or "?", WARNING if tool.problem else OK, tool.describe())
+
+
+def _environment() -> list[Item]:
+    items = []
+    for variable in env.VARIABLES:
+        text = os.environ.get(variable.name, "")
+        value = repr(text) if text else "unset"
+        try:
+            variable.get()
+            items.append(Item(variable.name, value, OK if text else ABSENT, variable.help))
+        except ValueError as error:
+            items.append(Item(variable.name, value, BROKEN, str(error)))
+    return items
+
+
+def _choices() -> list[Item]:
+    if torch.cuda.is_available():
+        no_cuda = "this version of flux has no CUDA executor"
+    else:
+        no_cuda = _why_no_devices(_driver())
+    return [
+        Item("backend", "cpu", note="one process per rank, GEMM tiles by torch"),
+        Item("transport", "shm", note="shared memory between the ranks of one host"),
+        Item("not backend cuda", "not used", ABSENT, no_cuda),
+        Item(
+            "not across hosts",
+            "not used",
+            ABSENT,
+            "shared memory ends at the host; Knobs(path='unfused') runs over torch.distributed",
+        ),
+    ]
+
+
+def _bytes(count: int) -> str:
+    if count >= 1 << 30:
+        return f"{count / (1 << 30):.1f} GiB"
+    return f"{count / (1 << 20):.0f} MiB"
+
+
+def show(findings: Findings, console: Console) -> None:
+    """One panel per section, and a verdict."""
+    for title, items in findings.sections.items():
+        rows = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+        rows.add_column(no_wrap=True)
+        rows.add_column(style="bold", no_wrap=True)
+        rows.add_column(overflow="fold")
+        rows.add_column(style="dim", overflow="fold")
+        for item in items:
+            style = _STYLE[item.status]
+            rows.add_row(
+                Text(_MARK[item.status], style), item.name, Text(item.value, style), Text(item.note)
+            )
+        console.print(Panel(rows, title=title, title_align="left", box=box.ROUNDED))
+    broken = [item for items in findings.sections.values() for item in items]
+    broken = [item for item in broken if item.status == BROKEN]
+    if not broken:
+        console.print(Text("flux is ready to run.", "bold green"))
+        return
+    lines = [Text(f"{item.name}: {item.value}. {item.note}", "red") for item in broken]
+    console.print(Group(Text("flux cannot run:", "bold red"), *lines))

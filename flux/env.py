@@ -1,0 +1,86 @@
+"""Every environment variable that flux reads, in one typed table.
+
+Variables are read when an op is constructed, never inside a call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable: its name, how it is parsed, its default, and what it is for."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    help: str
+
+    def get(self) -> T:
+        """Return the parsed value, or the default when unset.
+
+        Raises:
+            ValueError: the value cannot be parsed; the message names variable and value.
+        """
+        text = os.environ.get(self.name)
+        if text is None or text == "":
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"environment variable {self.name}={text!r}: {error}") from error
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("expected 0 or 1")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise ValueError("expected a number >= 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("expected an integer >= 1")
+    return value
+
+
+POISON = Variable(
+    "FLUX_POISON",
+    _flag,
+    False,
+    "fill outputs and idle workspaces with NaN, so that a missing write is noticed (0 or 1)",
+)
+SPIN_US = Variable(
+    "FLUX_SPIN_US",
+    _positive,
+    -1.0,
+    "microseconds a CPU rank spins for a signal before it sleeps; unset: 200 when every rank of "
+    "the host has a core of its own, else 5",
+)
+WORKSPACE_CACHE = Variable(
+    "FLUX_WORKSPACE_CACHE",
+    _count,
+    8,
+    "workspaces that the functional ops keep per process group, least recently used dropped first",
+)
+
+VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int], ...] = (
+    POISON,
+    SPIN_US,
+    WORKSPACE_CACHE,
+)

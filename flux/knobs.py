@@ -1,0 +1,127 @@
+"""The tuning space of a fused op: one dataclass, whose unset fields the heuristic fills in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+from flux.topology import Topology
+
+
+class Op(IntEnum):
+    """The fused ops; values as in csrc/core/problem.h."""
+
+    ag_gemm = 0
+    gemm_rs = 1
+    gemm_ar = 2
+
+
+class Order(IntEnum):
+    """Communication orders; values as in csrc/core/comm_order.h (Flux paper, 4.3)."""
+
+    direct = 0
+    ring1d = 1
+    ring2d = 2
+    hierarchical = 3
+    numa = 4
+
+
+class Direction(IntEnum):
+    """Who moves a tile: its source (push) or its destination (pull) (Flux paper, 3.2 and 4.3)."""
+
+    push = 0
+    pull = 1
+
+
+class Swizzle(IntEnum):
+    """How ranks are kept from visiting the same rows at the same time (Flux paper, 4.1)."""
+
+    none = 0
+    rank_shift = 1
+    xor = 2
+
+
+class Store(IntEnum):
+    """Where a ReduceScatter GEMM writes: into the owner's memory, or to a staging buffer first."""
+
+    direct = 0
+    staged = 1
+
+
+PATHS = ("fused", "medium", "unfused")
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "path": PATHS,
+    "direction": tuple(d.name for d in Direction),
+    "order": tuple(o.name for o in Order),
+    "swizzle": tuple(s.name for s in Swizzle),
+    "store": tuple(s.name for s in Store),
+    "reduce": ("local",),
+}
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Everything about *how* an op runs. ``None`` lets the heuristic choose.
+
+    Attributes:
+        path: ``fused`` (tiles), ``medium`` (one chunk per rank round a ring, as TransformerEngine
+            does it) or ``unfused`` (library collective and one GEMM).
+        tile: (rows, columns) of a GEMM tile of the local output.
+        raster: rows of tiles that are swept together, column by column.
+        comm_tile_rows: rows of a communication tile, in [1, ceil(M/W)].
+        direction: ``push`` | ``pull``.
+        order: ``direct`` | ``ring1d`` | ``ring2d`` | ``hierarchical`` | ``numa``. GemmRS and GemmAR
+            send partials straight to their owner; for them it only orders the owners.
+        swizzle: ``none`` | ``rank_shift`` | ``xor``.
+        store: ``direct`` (the GEMM writes into the owner's buffer) | ``staged`` (it writes to
+            private memory, from where tiles are copied).
+        reduce: ``local`` (the owner reduces, in rank order).
+        copy_streams: 1 moves tiles on a thread beside the GEMM, 0 on the calling thread, which is
+            quicker when there is little to move.
+    """
+
+    path: str = "fused"
+    tile: tuple[int, int] | None = None
+    raster: int | None = None
+    comm_tile_rows: int | None = None
+    direction: str | None = None
+    order: str | None = None
+    swizzle: str | None = None
+    store: str | None = None
+    reduce: str | None = None
+    copy_streams: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ValueError(f"Knobs.{name} must be one of {', '.join(choices)}, got {value!r}")
+        if self.tile is not None and (len(self.tile) != 2 or min(self.tile) < 1):
+            raise ValueError(f"Knobs.tile must be two positive integers, got {self.tile!r}")
+        for name in ("raster", "comm_tile_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Knobs.{name} must be at least 1, got {value!r}")
+        if self.copy_streams not in (None, 0, 1):
+            raise ValueError(f"Knobs.copy_streams must be 0 or 1, got {self.copy_streams!r}")
+
+    def __str__(self) -> str:
+        parts = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                parts.append(f"{field.name}={text}")
+        return " ".join(parts)
+
+
+def check_legal(knobs: Knobs, topology: Topology) -> None:
+    """Refuse knobs that no shape could make legal on this topology.
+
+    Raises:
+        ValueError: ``xor`` without a power-of-two world.
+    """
+    world = topology.world
+    if knobs.swizzle == "xor" and world & (world - 1):
+        raise ValueError(f"swizzle xor needs a power-of-two world, got {world}")

@@ -1,0 +1,262 @@
+"""What AGGemm, GemmRS and GemmAR have in common: construction, checks, life cycle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Self
+
+from flux import _C
+from flux.backends.cpu import CpuBackend
+from flux.backends.unfused import UnfusedBackend
+from flux.knobs import Knobs, Op, check_legal
+from flux.ops.call import Call, check_call
+from flux.ops.spec import OpSpec, as_sizes
+from flux.schedule import TileSchedule, make_schedule
+from flux.topology import Topology
+from flux.transport.exchange import Exchange, resolve_group
+from flux.transport.shm import host_identity
+
+T = TypeVar("T")
+
+_REGISTRY: weakref.WeakValueDictionary[int, TensorParallelOp] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def op_of(handle: int) -> TensorParallelOp:
+    """The live op behind a handle of ``torch.ops.flux``.
+
+    Raises:
+        RuntimeError: the op is gone.
+    """
+    op = _REGISTRY.get(handle)
+    if op is None:
+        raise RuntimeError(f"no live flux op has handle {handle}: it was closed or deleted")
+    return op
+
+
+class TensorParallelOp:
+    """A fused op on one process group: it owns its symmetric workspace until ``close()``.
+
+    Construction is collective: all ranks of the group build the same op, and every rank hears of it
+    when one cannot. Calls are collective too, and happen in the same order on all ranks.
+    """
+
+    kind: Op
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | str | None,
+        *,
+        max_m: int,
+        n: int | Sequence[int],
+        k: int,
+        dtype: torch.dtype,
+        transpose_weight: bool,
+        reduce: str,
+        backend: str | None,
+        transport: str | None,
+        tuning: str | Knobs,
+        timeout_s: float,
+    ) -> None:
+        self._closed = True
+        exchange = Exchange(resolve_group(group))
+        spec: OpSpec | None = None
+        knobs = Knobs()
+        problem: Exception | None = None
+        label = type(self).__name__
+        try:
+            spec = OpSpec(self.kind, max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
+            knobs = _knobs(label, tuning)
+            check_legal(knobs, Topology.flat(exchange.world))
+            _check_options(label, spec, exchange.world, backend, transport, timeout_s)
+        except (TypeError, ValueError) as error:
+            problem = error
+        fields = spec.fields() if spec else {}
+        exchange.agree(label, problem, {**fields, "knobs": str(knobs), "timeout_s": timeout_s})
+        assert spec is not None
+        one_host = _check_hosts(label, exchange, knobs)
+        self.spec = spec
+        self.knobs = knobs
+        self.world = exchange.world
+        self.rank = exchange.rank
+        self.timeout_s = timeout_s
+        self.topology = Topology.flat(self.world)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._broken: str | None = None
+        self._unfused = UnfusedBackend(spec, exchange, timeout_s)
+        self._backend: CpuBackend | None = None
+        if self.world > 1 and one_host:
+            self._backend = CpuBackend(spec, exchange, knobs, timeout_s)
+        self.handle = next(_handles)
+        _REGISTRY[self.handle] = self
+        self._closed = False
+
+    # -- what people look at -----------------------------------------------------------------------
+
+    def schedule(self, m: int) -> TileSchedule:
+        """The tile schedule of this rank for a call with ``m`` global rows. Printable.
+
+        Raises:
+            ValueError: m is not in [1, max_m].
+        """
+        if not 1 <= m <= self.spec.max_m:
+            raise ValueError(f"{self.spec.label}: M must be in [1, {self.spec.max_m}], got {m}")
+        shape = (m, sum(self.spec.n), self.spec.k)
+        return make_schedule(
+            self.kind.name,
+            shape,
+            self.world,
+            self.rank,
+            self.topology,
+            self.knobs,
+            itemsize=self.spec.itemsize,
+        )
+
+    def own_rows(self, m: int) -> int:
+        """Rows that this rank owns of ``m`` global rows."""
+        return _C.core.row_count(m, self.world, self.rank)
+
+    def own_rows_symbolic(self, m: Any) -> Any:
+        """``own_rows`` for fake kernels, where ``m`` may be a symbol."""
+        chunk = (m + self.world - 1) // self.world
+        begin, end = (torch.sym_min(m, (self.rank + i) * chunk) for i in (0, 1))
+        return end - begin
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Symmetric memory of this rank, in bytes: signals and data."""
+        return self._backend.workspace_bytes if self._backend else 0
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close()`` and after a failure."""
+        return self._closed
+
+    def __repr__(self) -> str:
+        s = self.spec
+        n = s.n[0] if len(s.n) == 1 else s.n
+        return (
+            f"{s.label}(max_m={s.max_m}, n={n}, k={s.k}, dtype={s.dtype}, rank={self.rank}, "
+            f"world={self.world}, knobs=({self.knobs}){', closed' if self._closed else ''})"
+        )
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _prepare(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        m: int | None,
+    ) -> Call:
+        """Check a call. A refusal is shared with the peers, who are about to make the same call."""
+        try:
+            return check_call(self.spec, self.world, self.rank, x, weights, biases, m)
+        except (TypeError, ValueError) as error:
+            if self._backend is not None:
+                self._backend.refuse(str(error))
+            raise
+
+    def _guarded(self, run: Callable[[], T]) -> T:
+        """Run a call: one at a time, in the process that built the op, never after a failure."""
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"{self.spec.label} was built in process {self._pid} and cannot be used in a "
+                f"forked child ({os.getpid()}): build a new op there"
+            )
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(f"{self.spec.label}: another thread is inside a call of this op")
+        try:
+            if self._closed:
+                raise RuntimeError(f"{self.spec.label} is closed{self._broken or ''}")
+            return run()
+        except (TypeError, ValueError):
+            raise  # refused before anything moved: the op stays usable
+        except BaseException as error:
+            # Peers wait for what this call will never deliver. Saying so lets them give up at once.
+            if not self._closed:
+                self._broken = f": an earlier call failed ({type(error).__name__}: {error})"
+                self._release(failed=True)
+            raise
+        finally:
+            self._lock.release()
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def _release(self, failed: bool) -> None:
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        _REGISTRY.pop(self.handle, None)
+        if self._backend is not None:
+            self._backend.close(failed, self.rank)
+
+    def close(self) -> None:
+        """Free threads and shared memory. Local and idempotent; later calls raise RuntimeError."""
+        self._release(failed=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self._release(failed=False)
+
+
+def _knobs(label: str, tuning: str | Knobs) -> Knobs:
+    if isinstance(tuning, Knobs):
+        return tuning
+    if tuning not in ("cache", "off"):
+        raise ValueError(f"{label}: tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}")
+    return Knobs()  # no tuned winners exist yet: both mean the heuristic
+
+
+def _check_options(
+    label: str,
+    spec: OpSpec,
+    world: int,
+    backend: str | None,
+    transport: str | None,
+    timeout_s: float,
+) -> None:
+    if backend not in (None, "cpu"):
+        raise ValueError(f"{label}: backend must be None or 'cpu', got {backend!r}")
+    if transport not in (None, "shm"):
+        raise ValueError(f"{label}: transport must be None or 'shm', got {transport!r}")
+    if not (isinstance(timeout_s, (int, float)) and timeout_s > 0 and math.isfinite(timeout_s)):
+        raise ValueError(f"{label}: timeout_s must be a positive number, got {timeout_s!r}")
+    if len(spec.n) > 1 and any(n % world for n in spec.n):
+        raise ValueError(
+            f"{label}: with several weights each n must be divisible by the world of {world}, "
+            f"got {spec.n}"
+        )
+
+
+def _check_hosts(label: str, exchange: Exchange, knobs: Knobs) -> bool:
+    """Whether all ranks are on one host; refused if not, unless the library path is asked for."""
+    hosts = len(set(exchange.all_gather(host_identity())))
+    if hosts > 1 and knobs.path != "unfused":
+        raise ValueError(
+            f"{label}: the ranks of the group are on {hosts} hosts; shared memory serves one host "
+            "only. Use tuning=flux.Knobs(path='unfused') across hosts"
+        )
+    return hosts == 1

@@ -1,0 +1,101 @@
+"""Registration with torch.library: ``torch.ops.flux.*``, with fake kernels and autograd.
+
+The ops take an integer handle instead of the op object, so that a compiled graph can hold it.
+Kernels are registered for every device: one that the op does not run on is refused by the op's own
+checks, with its own message, and on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+from flux.ops._base import op_of
+from flux.ops.ag_gemm import AGGemm
+from flux.ops.gemm_rs import GemmRS
+
+LIBRARY: torch.library.Library = torch.library.Library("flux", "DEF")
+LIBRARY.define(
+    "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, SymInt m, "
+    "bool return_gathered, int handle) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _name in ("gemm_rs", "gemm_ar"):
+    LIBRARY.define(
+        f"{_name}(Tensor x, Tensor weight, Tensor[] biases, int handle) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def register_fake(name: str) -> Callable[[F], F]:
+    """``torch.library.register_fake`` for an op of this library, typed."""
+    decorate = torch.library.register_fake(f"flux::{name}", lib=LIBRARY)
+    return cast(Callable[[F], F], decorate)
+
+
+def _spread(biases: Sequence[torch.Tensor], has_bias: Sequence[bool]) -> list[torch.Tensor | None]:
+    rest = iter(biases)
+    return [next(rest) if present else None for present in has_bias]
+
+
+def _ag_gemm(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    has_bias: Sequence[bool],
+    m: int,
+    return_gathered: bool,
+    handle: int,
+) -> list[torch.Tensor]:
+    op = cast(AGGemm, op_of(handle))
+    return op._run(x, weights, _spread(biases, has_bias), None if m < 0 else m, return_gathered)
+
+
+def _gemm(
+    x: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor], handle: int
+) -> torch.Tensor:
+    return cast(GemmRS, op_of(handle))._run(x, weight, biases)
+
+
+LIBRARY.impl("ag_gemm", _ag_gemm, "CompositeExplicitAutograd")
+LIBRARY.impl("gemm_rs", _gemm, "CompositeExplicitAutograd")
+LIBRARY.impl("gemm_ar", _gemm, "CompositeExplicitAutograd")
+
+
+@register_fake("ag_gemm")
+def _ag_gemm_fake(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    has_bias: Sequence[bool],
+    m: Any,
+    return_gathered: bool,
+    handle: int,
+) -> list[torch.Tensor]:
+    op = op_of(handle)
+    rows = x.shape[0] * op.world if isinstance(m, int) and m < 0 else m
+    side = 1 if op.spec.transpose_weight else 0
+    outs = [x.new_empty(rows, w.shape[side]) for w in weights]
+    return [*outs, x.new_empty(rows, x.shape[1])] if return_gathered else outs
+
+
+@register_fake("gemm_rs")
+def _gemm_rs_fake(
+    x: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor], handle: int
+) -> torch.Tensor:
+    op = op_of(handle)
+    side = 1 if op.spec.transpose_weight else 0
+    return x.new_empty(op.own_rows_symbolic(x.shape[0]), weight.shape[side])
+
+
+@register_fake("gemm_ar")
+def _gemm_ar_fake(
+    x: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor], handle: int
+) -> torch.Tensor:
+    side = 1 if op_of(handle).spec.transpose_weight else 0
+    return x.new_empty(x.shape[0], weight.shape[side])

@@ -1,0 +1,143 @@
+"""AllGather fused into the GEMM that reads it (Flux paper, Algorithms 2 and 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flux.knobs import Knobs, Op
+from flux.ops._base import TensorParallelOp
+from flux.ops.call import Call
+
+
+class AGGemm(TensorParallelOp):
+    """``y = all_gather(x_shard) @ weight.T + bias``, the gather hidden behind the GEMM.
+
+    Tiles of every rank's shard travel while the GEMM already works on the rows that are there:
+    first the own rows, which need no transfer, then the others in the order in which they arrive.
+
+    Args:
+        group: process group, its name, or None for the default group.
+        max_m: largest number of global rows M of any call.
+        n: global columns; a sequence for several weights on one gathered input (QKV, gate + up).
+        k: columns of x.
+        dtype: float64, float32, bfloat16 or float16.
+        transpose_weight: weights are [K, N/W] instead of [N/W, K].
+        backend: None or ``"cpu"``.
+        transport: None or ``"shm"``.
+        tuning: ``"cache"`` (tuned winners where there are any, else the heuristic), ``"off"`` (the
+            heuristic), or ``flux.Knobs``.
+        timeout_s: how long a call waits for a peer, in seconds.
+
+    Raises:
+        ValueError, TypeError: on all ranks alike, when any rank's arguments are refused or differ.
+        OSError: on all ranks alike, when there is not enough shared memory.
+
+    N that W does not divide is split as rows are: rank r holds columns
+    [r*ceil(N/W), min(N, (r+1)*ceil(N/W))).
+    """
+
+    kind = Op.ag_gemm
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | str | None = None,
+        *,
+        max_m: int,
+        n: int | Sequence[int],
+        k: int,
+        dtype: torch.dtype = torch.float32,
+        transpose_weight: bool = False,
+        backend: str | None = None,
+        transport: str | None = None,
+        tuning: str | Knobs = "cache",
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(
+            group,
+            max_m=max_m,
+            n=n,
+            k=k,
+            dtype=dtype,
+            transpose_weight=transpose_weight,
+            reduce="sum",
+            backend=backend,
+            transport=transport,
+            tuning=tuning,
+            timeout_s=timeout_s,
+        )
+
+    def __call__(
+        self,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor | Sequence[torch.Tensor],
+        bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        m: int | None = None,
+        return_gathered: bool = False,
+    ) -> Any:
+        """Run the op. Collective.
+
+        Args:
+            x_shard: own rows of x, [own rows, K], or [ceil(M/W), K] padded at the end.
+            weight: [N/W, K], or a sequence of them when ``n`` is one.
+            bias: [N/W] or None, or a sequence of them.
+            m: global rows; None means rows of x_shard times the world.
+            return_gathered: return the gathered x too.
+
+        Returns:
+            y [M, N/W], or a list of them; with ``return_gathered`` a pair (that, x_full [M, K]).
+
+        Raises:
+            ValueError, TypeError: refused input, on all ranks alike; the op stays usable.
+            PeerTimeoutError: a peer died or stalled; the op is closed.
+            RuntimeError: the op is closed, or belongs to another process.
+        """
+        several = not isinstance(weight, torch.Tensor)
+        weights = list(weight) if several else [weight]
+        biases = _as_list(bias, len(weights))
+        outs = torch.ops.flux.ag_gemm(
+            x_shard,
+            weights,
+            [b for b in biases if b is not None],
+            [b is not None for b in biases],
+            -1 if m is None else m,
+            return_gathered,
+            self.handle,
+        )
+        x_full = outs.pop() if return_gathered else None
+        y = outs if several else outs[0]
+        return (y, x_full) if return_gathered else y
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        m: int | None,
+        gather: bool,
+    ) -> list[torch.Tensor]:
+        """What ``torch.ops.flux.ag_gemm`` executes."""
+        outs, x_full = self._guarded(
+            lambda: self._execute(self._prepare(x, weights, biases, m), gather)
+        )
+        return outs if x_full is None else [*outs, x_full]
+
+    def _execute(self, call: Call, gather: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        if self._backend is None:
+            return self._unfused.ag_gemm(call, gather)
+        schedule = self.schedule(call.m)
+        if self.knobs.path == "unfused":
+            self._backend.check_entries(schedule, call.m)
+            return self._unfused.ag_gemm(call, gather)
+        return self._backend.ag_gemm(schedule, call, gather)
+
+
+def _as_list(
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None, count: int
+) -> list[torch.Tensor | None]:
+    if bias is None:
+        return [None] * count
+    return [bias] if isinstance(bias, torch.Tensor) else list(bias)

@@ -1,0 +1,190 @@
+"""Backward passes of ``torch.ops.flux``: the mirror image of the forward, fused in its turn.
+
+AGGemm    y_i = gather(x) W_i^T        dx = reduce_scatter(sum_i dy_i W_i)    dW_i = dy_i^T
+gather(x) GemmRS    z = scatter(sum_r x W^T)     dx = gather(dz) W                      dW =
+gather(dz)^T x GemmAR    z = sum_r x W^T              dx = dz W                              dW =
+dz^T x
+
+GemmAR's dz is taken to be equal on all ranks, as it is when every rank goes on with the same result
+(the identity backward of Megatron's reduce_from_tensor_model_parallel_region).
+A bias is added once per result row, so its gradient on a rank covers the rows that rank returned.
+
+Whatever communicates is an op of its own with a fake kernel, so that a backward can be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flux.ops._base import TensorParallelOp, op_of
+from flux.ops._library import LIBRARY, register_fake
+from flux.ops.workspace import Workspace, workspace_of
+
+Grad = torch.Tensor | None
+
+for _schema in (
+    "scatter_grad(Tensor[] dys, Tensor[] weights, Tensor? d_gathered, int handle) -> Tensor",
+    "gather_grad(Tensor dz, Tensor weight, SymInt m, bool need_full, int handle) -> Tensor[]",
+    "gather_rows(Tensor x, SymInt m, int handle) -> Tensor",
+):
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _meet(op: TensorParallelOp, m: int, dtype: torch.dtype) -> Workspace:
+    work = workspace_of(op._unfused.group)
+    spec = op.spec
+    work.agree(f"the backward of {spec.label}(m {m}, n {spec.n}, k {spec.k}, {dtype})")
+    return work
+
+
+def _as_nk(op: TensorParallelOp, weight: torch.Tensor) -> torch.Tensor:
+    """The weight as [N, K], whatever its layout."""
+    return weight.t() if op.spec.transpose_weight else weight
+
+
+def _weight_grad(op: TensorParallelOp, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dy [M, N], x [M, K] -> gradient in the layout of the weight."""
+    return x.t() @ dy if op.spec.transpose_weight else dy.t() @ x
+
+
+# -- what communicates ---------------------------------------------------------------------------
+
+
+def _scatter_grad(
+    dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], d_gathered: Grad, handle: int
+) -> torch.Tensor:
+    """sum_i dy_i [M, N_i/W] @ W_i, plus d_gathered [M, K], summed over ranks -> [own rows, K]."""
+    op = op_of(handle)
+    kn = [_as_nk(op, w) for w in weights]
+    dy = torch.cat(list(dys), dim=1) if len(dys) > 1 else dys[0]
+    weight = torch.cat(kn) if len(kn) > 1 else kn[0]
+    if d_gathered is not None:
+        return op._unfused.scatter_rows(torch.addmm(d_gathered, dy, weight))
+    m, n = dy.shape[0], sum(op.spec.n)
+    return _meet(op, m, dy.dtype).gemm_rs(m, op.spec.k, n, dy.dtype, "sum")(dy, weight)
+
+
+@register_fake("scatter_grad")
+def _scatter_grad_fake(
+    dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], d_gathered: Grad, handle: int
+) -> torch.Tensor:
+    op = op_of(handle)
+    return dys[0].new_empty(op.own_rows_symbolic(dys[0].shape[0]), op.spec.k)
+
+
+def _gather_grad(
+    dz: torch.Tensor, weight: torch.Tensor, m: int, need_full: bool, handle: int
+) -> list[torch.Tensor]:
+    """gather(dz) [M, N] @ W -> [M, K/W], and the gathered dz if it is needed."""
+    op = op_of(handle)
+    gemm = _meet(op, m, dz.dtype).ag_gemm(m, (op.spec.k,), op.spec.n[0], dz.dtype)
+    result = gemm(dz, _as_nk(op, weight), m=m, return_gathered=need_full)
+    return list(result) if need_full else [result]
+
+
+@register_fake("gather_grad")
+def _gather_grad_fake(
+    dz: torch.Tensor, weight: torch.Tensor, m: int, need_full: bool, handle: int
+) -> list[torch.Tensor]:
+    op = op_of(handle)
+    dx = dz.new_empty(m, _as_nk(op, weight).shape[1])
+    return [dx, dz.new_empty(m, dz.shape[1])] if need_full else [dx]
+
+
+def _gather_rows(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
+    """Own rows of x -> all M of them; rows of padding at the end of x do not count."""
+    op = op_of(handle)
+    full = op._unfused.gather_rows(x[: op.own_rows(m)], m)
+    return full.clone() if op.world == 1 else full
+
+
+@register_fake("gather_rows")
+def _gather_rows_fake(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
+    return x.new_empty(m, x.shape[1])
+
+
+LIBRARY.impl("scatter_grad", _scatter_grad, "CompositeExplicitAutograd")
+LIBRARY.impl("gather_grad", _gather_grad, "CompositeExplicitAutograd")
+LIBRARY.impl("gather_rows", _gather_rows, "CompositeExplicitAutograd")
+
+
+# -- formulas ------------------------------------------------------------------------------------
+
+
+def _setup_ag_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weights, _, has_bias, _, return_gathered, handle = inputs
+    ctx.save_for_backward(x, *weights)
+    ctx.has_bias = list(has_bias)
+    ctx.m = output[0].shape[0]
+    ctx.return_gathered = return_gathered
+    ctx.handle = handle
+
+
+def _backward_ag_gemm(ctx: Any, grads: Sequence[Grad]) -> tuple[Any, ...]:
+    op = op_of(ctx.handle)
+    x, *weights = ctx.saved_tensors
+    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    dys = []
+    for grad, weight in zip(grads, weights, strict=False):
+        columns = _as_nk(op, weight).shape[0]
+        dys.append(x.new_zeros(ctx.m, columns) if grad is None else grad)
+    dx: Grad = None
+    if need_x:
+        d_gathered = grads[-1] if ctx.return_gathered else None
+        dx = torch.ops.flux.scatter_grad(dys, weights, d_gathered, ctx.handle)
+        padding = x.shape[0] - dx.shape[0]
+        if padding > 0:
+            dx = torch.cat([dx, dx.new_zeros(padding, dx.shape[1])])
+    dws: list[Grad] = [None] * len(weights)
+    if any(need_w):
+        full = torch.ops.flux.gather_rows(x, ctx.m, ctx.handle)
+        dws = [_weight_grad(op, dy, full) if n else None for dy, n in zip(dys, need_w, strict=True)]
+    biased = [dy for dy, present in zip(dys, ctx.has_bias, strict=True) if present]
+    dbs = [dy.sum(0) if n else None for dy, n in zip(biased, need_b, strict=True)]
+    return dx, dws, dbs, None, None, None, None
+
+
+def _setup_gemm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, _, handle = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.handle = handle
+
+
+def _backward_gemm_rs(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
+    op = op_of(ctx.handle)
+    x, weight = ctx.saved_tensors
+    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    m = x.shape[0]
+    dbs = [dz.sum(0) if n else None for n in need_b]
+    if op.spec.reduce == "avg":
+        dz = dz / op.world
+    dx: Grad = None
+    full: Grad = None
+    if need_x:
+        dx, *rest = torch.ops.flux.gather_grad(dz, weight, m, need_w, ctx.handle)
+        full = rest[0] if need_w else None
+    elif need_w:
+        full = torch.ops.flux.gather_rows(dz, m, ctx.handle)
+    return dx, (None if full is None else _weight_grad(op, full, x)), dbs, None
+
+
+def _backward_gemm_ar(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
+    op = op_of(ctx.handle)
+    x, weight = ctx.saved_tensors
+    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    dbs = [dz.sum(0) if n else None for n in need_b]
+    if op.spec.reduce == "avg":
+        dz = dz / op.world
+    dx = dz @ _as_nk(op, weight) if need_x else None
+    return dx, (_weight_grad(op, dz, x) if need_w else None), dbs, None
+
+
+for _name, _backward, _setup in (
+    ("ag_gemm", _backward_ag_gemm, _setup_ag_gemm),
+    ("gemm_rs", _backward_gemm_rs, _setup_gemm),
+    ("gemm_ar", _backward_gemm_ar, _setup_gemm),
+):
+    torch.library.register_autograd(f"flux::{_name}", _backward, setup_context=_setup, lib=LIBRARY)

@@ -1,0 +1,77 @@
+"""What an op computes: the part of its construction that every rank must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from flux import _C
+from flux.knobs import Op
+
+DTYPES: dict[torch.dtype, int] = {
+    torch.float64: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+}
+"""Supported dtypes and their native codes (csrc/host/reduce.h)."""
+
+LABELS = {Op.ag_gemm: "AGGemm", Op.gemm_rs: "GemmRS", Op.gemm_ar: "GemmAR"}
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """A fused op's problem for all M up to ``max_m``. ``n`` and ``k`` are global sizes, in
+    elements."""
+
+    op: Op
+    max_m: int
+    n: tuple[int, ...]
+    k: int
+    dtype: torch.dtype
+    transpose_weight: bool
+    reduce: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")
+        sizes = {"max_m": (self.max_m,), "n": self.n, "k": (self.k,)}
+        for name, values in sizes.items():
+            if not values or not all(type(v) is int and v >= 1 for v in values):
+                raise ValueError(f"{self.label}: {name} must be a positive integer, got {values}")
+        if self.reduce not in ("sum", "avg"):
+            raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
+
+    @property
+    def label(self) -> str:
+        """The class name, for messages."""
+        return LABELS[self.op]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize
+
+    def local_n(self, world: int, rank: int) -> tuple[int, ...]:
+        """Columns of each weight on ``rank``."""
+        return tuple(_C.core.local_n(self.op, n, world, rank) for n in self.n)
+
+    def local_k(self, world: int, rank: int) -> int:
+        """Depth of the GEMM on ``rank``."""
+        return _C.core.local_k(self.op, self.k, world, rank)
+
+    def row_elements(self) -> int:
+        """Elements of a row that travels: of the input (AllGather) or of the result."""
+        return self.k if self.op is Op.ag_gemm else self.n[0]
+
+    def fields(self) -> dict[str, object]:
+        """Name -> value of all that ranks must agree on."""
+        return asdict(self)
+
+
+def as_sizes(n: int | Sequence[int]) -> tuple[int, ...]:
+    """Normalise ``n``, which is one size or one per weight."""
+    return (n,) if isinstance(n, int) else tuple(n)

@@ -1,0 +1,210 @@
+"""Tile schedules: the one description of a call that every executor consumes.
+
+``make_schedule`` is a pure function. The maps it evaluates are those of ``csrc/core``, which a GPU
+thread block evaluates for itself; here they are unrolled into lists, for the CPU backend, the
+tests, and people: ``print(schedule)`` shows who moves what when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from flux import _C
+from flux.heuristic import resolve
+from flux.knobs import Direction, Knobs, Op, Order, Store, Swizzle, check_legal
+from flux.topology import Topology
+
+
+class Transfer(NamedTuple):
+    """One communication tile on its way from ``src`` to ``dst``; rows are those of the [M, ...]
+    matrix.
+
+    ``src == dst`` is a tile that stays at home: an own tile published for pulling peers, or the own
+    share of a reduction. ``forwarded`` tiles were received by ``src`` before it passes them on.
+    """
+
+    step: int
+    src: int
+    dst: int
+    chunk: int
+    tile: int
+    row_begin: int
+    row_end: int
+    signal: int
+    forwarded: bool
+
+
+class Visit(NamedTuple):
+    """One GEMM tile: rows and columns of the local output, half-open.
+
+    ``waits`` is the range of signals (AllGather) it waits for; ``owner`` the rank that owns all its
+    rows, or -1; ``completes`` the range of ``transfers`` (ReduceScatter) that may leave after it.
+    """
+
+    row_begin: int
+    row_end: int
+    col_begin: int
+    col_end: int
+    waits: tuple[int, int]
+    owner: int
+    completes: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TileSchedule:
+    """What one rank does in one call: GEMM tiles, tile transfers, signals. Hashable and printable.
+
+    Attributes:
+        op: ``ag_gemm`` | ``gemm_rs`` | ``gemm_ar``.
+        shape: global (m, n, k), in elements.
+        world, rank: size of the group, and whose schedule this is.
+        topology: the mesh of ranks.
+        knobs: all fields set.
+    """
+
+    op: str
+    shape: tuple[int, int, int]
+    world: int
+    rank: int
+    topology: Topology
+    knobs: Knobs
+
+    @cached_property
+    def native(self) -> _C.Schedule:
+        """The same schedule as the native engine holds it."""
+        knobs = self.knobs
+        assert knobs.tile is not None and knobs.comm_tile_rows is not None
+        m, n, k = self.shape
+        return _C.build_schedule(
+            op=Op[self.op],
+            m=m,
+            n=n,
+            k=k,
+            rank=self.rank,
+            mesh=self.topology.mesh,
+            tile_m=knobs.tile[0],
+            tile_n=knobs.tile[1],
+            raster=knobs.raster or 1,
+            comm_rows=knobs.comm_tile_rows,
+            direction=Direction[knobs.direction or "push"],
+            order=Order[knobs.order or "direct"],
+            swizzle=Swizzle[knobs.swizzle or "rank_shift"],
+            store=Store[knobs.store or "staged"],
+        )
+
+    @cached_property
+    def visits(self) -> tuple[Visit, ...]:
+        """GEMM tiles in the order in which this rank computes them."""
+        return tuple(Visit(*v) for v in self.native.visits)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Communication tiles in the order in which this rank moves them."""
+        return tuple(Transfer(*t) for t in self.native.transfers)
+
+    @cached_property
+    def results(self) -> tuple[Transfer, ...]:
+        """GemmAR: tiles of the reduced result that this rank moves."""
+        return tuple(Transfer(*t) for t in self.native.results)
+
+    @cached_property
+    def signals(self) -> int:
+        """Signals that each rank's pad holds for this call."""
+        return self.native.signals
+
+    def __str__(self) -> str:
+        m, n, k = self.shape
+        lines = [
+            f"{self.op} m={m} n={n} k={k}, rank {self.rank} of {self.world} ({self.topology})",
+            f"knobs: {self.knobs}",
+            f"GEMM tiles ({len(self.visits)}):",
+        ]
+        lines += [f"  {i:>3}  {self._visit_text(v)}" for i, v in enumerate(self.visits)]
+        lines += self._transfer_lines("transfers", self.transfers)
+        if self.results:
+            lines += self._transfer_lines("transfers of the result", self.results)
+        return "\n".join(lines)
+
+    def _visit_text(self, v: Visit) -> str:
+        text = f"rows [{v.row_begin}, {v.row_end})  columns [{v.col_begin}, {v.col_end})"
+        if self.op == "ag_gemm":
+            first, last = v.waits
+            return text + (
+                f"  waits for signals [{first}, {last})" if last > first else "  own rows, no wait"
+            )
+        first, last = v.completes
+        text += f"  owner {v.owner}" if v.owner >= 0 else "  several owners"
+        return text + (f"  then transfers [{first}, {last}) leave" if last > first else "")
+
+    def _transfer_lines(self, title: str, transfers: tuple[Transfer, ...]) -> list[str]:
+        how = f"{self.knobs.direction}, store {self.knobs.store}"
+        if self.op == "ag_gemm":
+            how = f"{self.knobs.direction}, {self.knobs.order}"
+        lines = [f"{title} ({len(transfers)}, {how}):"]
+        for i, t in enumerate(transfers):
+            route = f"rank {t.src} -> {t.dst}" if t.src != t.dst else f"stays at {t.dst}  "
+            lines.append(
+                f"  {i:>3}  step {t.step:>2}  {route}  rows [{t.row_begin}, {t.row_end})"
+                f"  chunk {t.chunk} tile {t.tile}  raises signal {t.signal}"
+                + ("  (forwarded)" if t.forwarded else "")
+            )
+        return lines
+
+
+@lru_cache(maxsize=1024)
+def _make(
+    op: str,
+    shape: tuple[int, int, int],
+    world: int,
+    rank: int,
+    topology: Topology,
+    knobs: Knobs,
+    itemsize: int,
+) -> TileSchedule:
+    kind = Op[op]
+    m, n, k = shape
+    check_legal(knobs, topology)
+    # Rank 0 never has less than others; knobs must come out alike on all ranks.
+    local_n, local_k = _C.core.local_n(kind, n, world, 0), _C.core.local_k(kind, k, world, 0)
+    knobs = resolve(kind, m, local_n, local_k, world, itemsize, knobs)
+    schedule = TileSchedule(op, shape, world, rank, topology, knobs)
+    _ = schedule.native  # illegal combinations are refused here, not at the first use
+    return schedule
+
+
+def make_schedule(
+    op: str,
+    shape: tuple[int, int, int],
+    world: int,
+    rank: int,
+    topology: Topology | None = None,
+    knobs: Knobs | None = None,
+    *,
+    itemsize: int = 4,
+) -> TileSchedule:
+    """Build the tile schedule of one rank. Pure, and cached.
+
+    Args:
+        op: ``ag_gemm`` | ``gemm_rs`` | ``gemm_ar``.
+        shape: global (m, n, k), in elements; n (AllGather) or k is divided by ``world``.
+        world: number of ranks.
+        rank: whose schedule, in [0, world).
+        topology: the mesh of ranks; flat by default.
+        knobs: what is fixed; the rest is chosen by the heuristic.
+        itemsize: bytes per element, which the heuristic uses to size communication tiles.
+
+    Raises:
+        ValueError: an unknown op, a shape or rank out of range, or an illegal combination of knobs;
+            the message holds the operand values.
+    """
+    if op not in Op.__members__:
+        raise ValueError(f"op must be one of {', '.join(Op.__members__)}, got {op!r}")
+    topology = topology or Topology.flat(world)
+    if topology.world != world:
+        raise ValueError(f"topology has {topology.world} ranks, world is {world}")
+    m, n, k = shape
+    if min(m, n, k) < 1:
+        raise ValueError(f"{op}: m, n and k must be positive, got {(m, n, k)}")
+    return _make(op, (m, n, k), world, rank, topology, knobs or Knobs(), itemsize)

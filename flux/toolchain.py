@@ -1,0 +1,110 @@
+"""What is needed to build CUDA kernels, wherever it is installed: nvcc, CUTLASS, NVSHMEM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+NVCC_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu13", "nvidia-cuda-nvcc-cu12")
+NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that was found.
+
+    Attributes:
+        version: as it states it, None when it does not.
+        path: the program, or the directory of the headers.
+        origin: what led there: an environment variable, PATH, or a package.
+        problem: why it cannot be used although it is there; empty when it can.
+    """
+
+    version: str | None
+    path: str
+    origin: str
+    problem: str = ""
+
+    def describe(self) -> str:
+        """Where it is and what is wrong with it, in one line."""
+        text = f"{self.path}, from {self.origin}"
+        return f"{text}: {self.problem}" if self.problem else text
+
+
+def nvcc() -> Tool | None:
+    """The first nvcc of CUDA_HOME, CUDA_PATH, PATH and the nvidia-cuda-nvcc package that runs.
+
+    One that does not run is returned only if there is no other, with its problem.
+    """
+    unusable: Tool | None = None
+    for origin, path in _nvcc_candidates():
+        if not os.access(path, os.X_OK):
+            continue
+        command = [path, "--version"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            unusable = unusable or Tool(None, path, origin, f"does not run: {error}")
+            continue
+        version = re.search(r"\bV(\d+\.\d+\.\d+)", done.stdout)
+        return Tool(version.group(1) if version else None, path, origin)
+    return unusable
+
+
+def _nvcc_candidates() -> list[tuple[str, str]]:
+    found = [
+        (name, str(Path(os.environ[name], "bin", "nvcc")))
+        for name in ("CUDA_HOME", "CUDA_PATH")
+        if os.environ.get(name)
+    ]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        found.append(("PATH", on_path))
+    for package in NVCC_PACKAGES:
+        found += [(f"package {package}", path) for path in _package_files(package, "nvcc")]
+    return found
+
+
+def cutlass() -> Tool | None:
+    """The CUTLASS headers of the nvidia-cutlass package."""
+    spec = importlib.util.find_spec("cutlass_library")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        include = Path(root, "source", "include")
+        if (include / "cutlass" / "cutlass.h").is_file():
+            version = _package_version("nvidia-cutlass")
+            return Tool(version, str(include), "package nvidia-cutlass")
+    return None
+
+
+def nvshmem() -> Tool | None:
+    """NVSHMEM from its wheel, headers included if it has them."""
+    for package in NVSHMEM_PACKAGES:
+        version = _package_version(package)
+        if version:
+            headers = _package_files(package, "nvshmem.h")
+            path = str(Path(headers[0]).parent) if headers else "no path"
+            problem = "" if headers else "comes without headers"
+            return Tool(version, path, f"package {package}", problem)
+    return None
+
+
+def _package_files(package: str, name: str) -> list[str]:
+    """Installed files of a distribution with this file name."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [str(file.locate()) for file in files if file.name == name]
+
+
+def _package_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

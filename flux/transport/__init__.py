@@ -1,0 +1,1 @@
+"""Symmetric memory and the exchanges that set it up."""

@@ -1,0 +1,83 @@
+"""Small collective exchanges over a process group, used when an op is built."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+T = TypeVar("T")
+
+
+def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
+    """The process group that the user means: a group, its name, or None for the default group.
+
+    Raises:
+        ValueError: torch.distributed is not initialised, this rank is no member, or the name is
+            unknown.
+        TypeError: something else was passed.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialised: call init_process_group first")
+    if group is None:
+        group = dist.group.WORLD
+    if isinstance(group, str):
+        try:
+            found: dist.ProcessGroup = cast(Any, distributed_c10d)._resolve_process_group(group)
+            return found
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise ValueError(f"no process group is named {group!r}") from error
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup, its name or None, got {group!r}")
+    return group
+
+
+class Exchange:
+    """The ranks of one group, numbered within the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank: int = dist.get_rank(group)
+        self.world: int = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the group")
+
+    def all_gather(self, value: T) -> list[T]:
+        """Everybody's value, by rank. Collective."""
+        if self.world == 1:
+            return [value]
+        values: list[T] = [value] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, label: str, problem: Exception | None, spec: Mapping[str, object]) -> None:
+        """Check that all ranks build the same thing. Collective.
+
+        A rank whose arguments were refused takes part, so that everybody hears of it.
+
+        Raises:
+            ValueError, TypeError: on every rank alike, naming the rank that was refused or differs.
+        """
+        entries = self.all_gather(
+            (type(problem).__name__, str(problem) if problem else "", dict(spec))
+        )
+        if problem is not None:
+            raise problem
+        for rank, (kind, text, _) in enumerate(entries):
+            if text:
+                error = TypeError if kind == "TypeError" else ValueError
+                raise error(f"{label}: rank {rank} refused its arguments: {text}")
+        texts = [repr(sorted(entry.items())) for _, _, entry in entries]
+        common = texts.index(Counter(texts).most_common(1)[0][0])
+        for rank, (_, _, entry) in enumerate(entries):
+            if texts[rank] != texts[common]:
+                base = entries[common][2]
+                differing = ", ".join(
+                    f"{key} = {entry.get(key)!r} (rank {common}: {base.get(key)!r})"
+                    for key in sorted(set(entry) | set(base))
+                    if entry.get(key) != base.get(key)
+                )
+                raise ValueError(f"{label}: ranks disagree; rank {rank} has {differing}")

@@ -1,0 +1,104 @@
+"""Symmetric memory between ranks of one host: POSIX shared memory from the standard library.
+
+Every rank contributes one segment: its signal pad, then its data. All ranks map all segments. Names
+are exchanged through the process group, and once everybody has attached, every segment is unlinked:
+from then on nothing has a name that could be left behind, whatever kills the ranks. Before that
+moment the standard library's resource tracker, a process of its own, removes the segments of a rank
+that dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+
+import torch
+
+from flux import _C
+from flux.transport.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class SymmetricMemory:
+    """The ranks' segments as this process sees them.
+
+    Attributes:
+        pads: address of each rank's signal pad, by rank.
+        data: each rank's data as a flat ``uint8`` tensor, by rank. The tensors keep the mapping
+            alive; it goes when the last of them does.
+        nbytes: bytes of this rank's segment.
+    """
+
+    pads: tuple[int, ...]
+    data: tuple[torch.Tensor, ...]
+    nbytes: int
+
+
+def host_identity() -> str:
+    """A string that two processes share only if they can share memory by name."""
+    try:
+        boot = open("/proc/sys/kernel/random/boot_id").read().strip()  # noqa: SIM115
+        device = os.stat("/dev/shm").st_dev
+    except OSError:
+        return socket.gethostname()
+    return f"{boot}/{device}"
+
+
+def allocate(exchange: Exchange, signals: int, data_bytes: int, label: str) -> SymmetricMemory:
+    """Create, exchange and map one segment per rank. Collective.
+
+    Args:
+        exchange: the group's ranks, which must all be on one host.
+        signals: number of 32-bit signals in each pad.
+        data_bytes: bytes of data behind each pad.
+        label: what the memory is for; part of error messages.
+
+    Raises:
+        OSError: on every rank, when a segment could not be made or mapped on any of them; the
+            message names the size that was asked for.
+    """
+    pad_bytes = _C.pad_bytes(signals)
+    nbytes = pad_bytes + max(data_bytes, 1)
+    own: SharedMemory | None = None
+    problem: OSError | None = None
+    try:
+        own = SharedMemory(create=True, size=nbytes)
+        _C.reserve_shared(own.name.lstrip("/"), nbytes)
+    except OSError as error:
+        problem = error
+    try:
+        names = exchange.all_gather(None if problem or own is None else own.name.lstrip("/"))
+        mappings: list[_C.SharedMapping] = []
+        if all(names):
+            try:
+                mappings = [_C.SharedMapping(str(name), nbytes) for name in names]
+            except OSError as error:
+                problem = error
+        failures = exchange.all_gather(_explain(problem, nbytes))
+    finally:
+        if own is not None:
+            own.close()
+            own.unlink()
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            code, why = failure
+            raise OSError(code, f"{label}: rank {rank} {why}")
+    data = tuple(
+        torch.frombuffer(m, dtype=torch.uint8, offset=pad_bytes, count=nbytes - pad_bytes)
+        for m in mappings
+    )
+    return SymmetricMemory(tuple(m.address for m in mappings), data, nbytes)
+
+
+def _explain(problem: OSError | None, nbytes: int) -> tuple[int, str] | None:
+    if problem is None:
+        return None
+    why = os.strerror(problem.errno) if problem.errno else str(problem)
+    hint = ""
+    if problem.errno in (errno.ENOSPC, errno.ENOMEM):
+        hint = "; enlarge /dev/shm (docker: --shm-size) or lower max_m"
+    size = f"{nbytes} bytes ({nbytes / 2**20:.1f} MiB)"
+    return problem.errno or errno.EIO, f"could not get {size} of shared memory: {why}{hint}"

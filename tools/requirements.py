@@ -1,0 +1,22 @@
+"""Prints what .venv must hold, one requirement per line, read from pyproject.toml.
+
+The Makefile builds without pip's build isolation (so that a rebuild compiles only what changed) and
+therefore installs the build requirements itself. Reading them here keeps one list of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+
+EXTRAS = ("test", "lint")
+
+config = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
+project = config["project"]
+print(*config["build-system"]["requires"], *project["dependencies"], sep="\n")
+for extra in EXTRAS:
+    print(*project["optional-dependencies"][extra], sep="\n")
