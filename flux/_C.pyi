@@ -120,6 +120,7 @@ class Engine:
         slot_bytes: int,
         result_offset: int,
         dtype: int,
+        signals: int,
     ) -> None: ...
     def begin(
         self,

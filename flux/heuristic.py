@@ -1,11 +1,15 @@
 """Default knobs of the CPU backend, for shapes that nobody has tuned.
 
-Two measurements on a 2-core AVX-512 machine shape them (benchmarks/README.md has the commands):
+Three measurements on a 2-core AVX-512 machine shape them (fp32, one thread per rank, CPU time of the
+thread, `benchmarks/cpu_slabs.py`):
 
-* A GEMM cut into slabs of rows packs the weight once per slab. Slabs of 512 rows and more cost 1 to
-  4% over the whole GEMM, slabs of 256 rows 10 to 25%.
+* A GEMM cut into two slabs of rows packs its weight twice. Slabs of 1024 rows and more cost 0 to 5%
+  over the whole GEMM, slabs of 512 rows 7 to 10%, slabs of 256 rows 20% and more.
+* Copying a shard costs 1 to 1.5% of the GEMM that reads it. When every core has a rank to run there
+  is no core for the copy to hide on, so below slabs of 1024 rows it is quicker to gather all rows
+  first (through shared memory: several times faster than the library collective) and run one GEMM.
 * Handing work to the copy thread costs two wake-ups, 50 to 100 us together, in which the calling
-  thread copies some 256 KiB by itself.
+  thread copies some 256 KiB by itself. With one GEMM tile there is nothing to overlap with at all.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import replace
 
 from flux.knobs import Knobs, Op
 
-MIN_SLAB_ROWS = 512
+MIN_SLAB_ROWS = 1024
 COMM_TILE_BYTES = 1 << 20
 MAX_COMM_TILES = 64
 INLINE_BYTES = 256 << 10
@@ -26,7 +30,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def slab_rows(m: int, world: int) -> int:
-    """Rows of a GEMM tile: whole chunks, at least MIN_SLAB_ROWS of them unless the problem ends."""
+    """Rows of a GEMM tile: whole chunks, MIN_SLAB_ROWS or more; all of M if that leaves one tile."""
     chunk = ceil_div(m, world)
     if m < 2 * MIN_SLAB_ROWS:
         return m
@@ -48,7 +52,9 @@ def resolve(
     chunk = ceil_div(m, world)
     medium = knobs.path == "medium"
     row_bytes = itemsize * (local_k if op is Op.ag_gemm else local_n)
-    tile = knobs.tile or ((chunk if medium else slab_rows(m, world)), local_n)
+    # What is stored straight into its owner's memory must not straddle two owners.
+    by_chunk = medium or (knobs.store == "direct" and op is not Op.ag_gemm)
+    tile = knobs.tile or ((chunk if by_chunk else slab_rows(m, world)), local_n)
     tile = (min(tile[0], m), min(tile[1], local_n))
     aligned = tile[0] == chunk or world == 1
     store = knobs.store or ("direct" if aligned and not medium else "staged")
@@ -62,7 +68,8 @@ def resolve(
     copy_streams = knobs.copy_streams
     if copy_streams is None:
         moved = (world - 1) * chunk * row_bytes
-        copy_streams = int(moved > INLINE_BYTES and world > 1)
+        one_tile = tile[0] >= m and tile[1] >= local_n
+        copy_streams = int(moved > INLINE_BYTES and world > 1 and not one_tile)
     return replace(
         knobs,
         tile=tile,

@@ -60,6 +60,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value < 2**31
+
+
 @dataclass(frozen=True)
 class Knobs:
     """Everything about *how* an op runs. ``None`` lets the heuristic choose.
@@ -97,12 +101,15 @@ class Knobs:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise ValueError(f"Knobs.{name} must be one of {', '.join(choices)}, got {value!r}")
-        if self.tile is not None and (len(self.tile) != 2 or min(self.tile) < 1):
-            raise ValueError(f"Knobs.tile must be two positive integers, got {self.tile!r}")
+        tile = self.tile
+        if tile is not None and not (
+            isinstance(tile, tuple) and len(tile) == 2 and all(map(_is_count, tile))
+        ):
+            raise ValueError(f"Knobs.tile must be two positive integers, got {tile!r}")
         for name in ("raster", "comm_tile_rows"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Knobs.{name} must be at least 1, got {value!r}")
+            if value is not None and not _is_count(value):
+                raise ValueError(f"Knobs.{name} must be a positive integer, got {value!r}")
         if self.copy_streams not in (None, 0, 1):
             raise ValueError(f"Knobs.copy_streams must be 0 or 1, got {self.copy_streams!r}")
 

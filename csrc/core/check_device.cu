@@ -1,9 +1,10 @@
 // Never run: that it compiles shows that every function of csrc/core works on the device.
 //
-//   nvcc -std=c++17 -Icsrc -Werror all-warnings -gencode arch=compute_80,code=sm_80 -c check_device.cu
+//   nvcc -std=c++17 -Icsrc -Werror all-warnings -arch=sm_90a -c csrc/core/check_device.cu
 //
-// Without --expt-relaxed-constexpr a function that lacks FLUX_HD is an error here. The kernel's arguments
-// are unknown to the compiler, so nothing is folded away, and every result reaches memory.
+// Without --expt-relaxed-constexpr a function that lacks FLUX_HD is an error here. The kernel's
+// arguments are unknown to the compiler, so nothing is folded away, and every result reaches
+// memory.
 #include "core/comm_order.h"
 #include "core/ownership.h"
 #include "core/problem.h"
@@ -56,8 +57,8 @@ __global__ void check_signals(CommTiling c, int chunk, int tile, int begin, int 
 }
 
 // comm_order.h
-__global__ void check_comm_order(Order order, Swizzle swizzle, Direction direction, Mesh mesh, int rank,
-                                 int step, Coord offset, int* out) {
+__global__ void check_comm_order(Order order, Swizzle swizzle, Direction direction, Mesh mesh,
+                                 int rank, int step, Coord offset, int* out) {
   Digest d;
   d.add(world_of(mesh));
   d.add(coord_of(mesh, rank));
@@ -102,15 +103,15 @@ void launch_checks(int* out) {
   check_signals<<<1, 1>>>(CommTiling{7, 4, 1}, 1, 0, 2, 5, 4, 5, out);
   check_comm_order<<<1, 1>>>(Order::kDirect, Swizzle::kNone, Direction::kPull, mesh, 1, 0,
                              Coord{0, 0, 1}, out);
-  check_tile_order<<<1, 1>>>(TileOrder{OpKind::kAGGemm, 7, 8, 2, 2, 1, Swizzle::kNone, Order::kDirect,
-                                       Direction::kPull, mesh, 1},
+  check_tile_order<<<1, 1>>>(TileOrder{OpKind::kAGGemm, 7, 8, 2, 2, 1, Swizzle::kNone,
+                                       Order::kDirect, Direction::kPull, mesh, 1},
                              0, out);
 }
 
 // constexpr on the host as well.
 static_assert(recv_hop(Order::kDirect, Mesh{1, 1, 8}, Direction::kPull, 5, 0).chunk == 6);
-static_assert(tile_row_at(TileOrder{OpKind::kAGGemm, 8, 1, 1, 1, 1, Swizzle::kRankShift, Order::kDirect,
-                                    Direction::kPull, Mesh{1, 1, 4}, 1},
+static_assert(tile_row_at(TileOrder{OpKind::kAGGemm, 8, 1, 1, 1, 1, Swizzle::kRankShift,
+                                    Order::kDirect, Direction::kPull, Mesh{1, 1, 4}, 1},
                           0) == 2);
 
 }  // namespace flux

@@ -44,7 +44,8 @@ bool wait_interruptibly(Engine& engine, double timeout_s, double spin_s, Wait&& 
 
 std::unique_ptr<Engine> make_engine(int rank, const std::vector<std::uintptr_t>& pads,
                                     const std::vector<std::uintptr_t>& data, std::size_t row_bytes,
-                                    std::size_t slot_bytes, std::size_t result_offset, int dtype) {
+                                    std::size_t slot_bytes, std::size_t result_offset, int dtype,
+                                    int signals) {
   Symmetric symmetric;
   for (const auto p : pads) symmetric.pads.push_back(pointer<SignalPad>(p));
   for (const auto p : data) symmetric.data.push_back(pointer<char>(p));
@@ -52,6 +53,7 @@ std::unique_ptr<Engine> make_engine(int rank, const std::vector<std::uintptr_t>&
   symmetric.slot_bytes = slot_bytes;
   symmetric.result_offset = result_offset;
   symmetric.dtype = static_cast<DType>(dtype);
+  symmetric.signals = signals;
   return std::make_unique<Engine>(rank, std::move(symmetric));
 }
 
@@ -86,7 +88,8 @@ py::dict failure(Engine& engine) {
 void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("rank"), py::arg("pads"), py::arg("data"),
-           py::arg("row_bytes"), py::arg("slot_bytes"), py::arg("result_offset"), py::arg("dtype"))
+           py::arg("row_bytes"), py::arg("slot_bytes"), py::arg("result_offset"), py::arg("dtype"),
+           py::arg("signals"))
       .def("begin", &begin, py::arg("schedule"), py::arg("digest"), py::arg("threaded"),
            py::arg("timeout_s"), py::arg("x") = 0, py::arg("x_stride") = 0, py::arg("partial") = 0,
            py::arg("out") = 0, py::arg("bias") = 0, py::arg("scale") = 1.0)

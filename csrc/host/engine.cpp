@@ -13,6 +13,9 @@ constexpr std::chrono::milliseconds kSlice{20};
 constexpr std::size_t kCopyPiece = std::size_t{1} << 20;
 // The worker shares its core with a GEMM: spinning for long would take from what it hides behind.
 constexpr std::chrono::microseconds kWorkerSpin{2};
+// Calls after which all own signals are renewed; far less than the 2^31 that make old ones look
+// new.
+constexpr std::uint32_t kRenewal = std::uint32_t{1} << 30;
 
 }  // namespace
 
@@ -41,9 +44,24 @@ void Engine::close(PadState state, int culprit) {
   if (worker_.joinable()) worker_.join();
 }
 
+// A signal that only large M use may go unraised for 2^31 calls, and would then seem to be of the
+// future (core/signal.h). So now and then all own signals are set to the call before this one. That
+// is safe here: before we enter, nobody raises a signal of this call in our pad; and a peer that
+// still waits there for one of the call before, which we have finished, waits for what has been
+// raised.
+void Engine::next_epoch() {
+  ++epoch_;
+  if (epoch_ % kRenewal != 0) return;
+  SignalPad& own = pad(rank_);
+  for (int i = 0; i < symmetric_.signals; ++i) {
+    own.signals()[i].store(epoch_ - 1, std::memory_order_seq_cst);
+  }
+  notify(own);
+}
+
 void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buffers,
                    std::uint32_t digest, bool threaded, std::chrono::nanoseconds timeout) {
-  ++epoch_;
+  next_epoch();
   schedule_ = std::move(schedule);
   buffers_ = buffers;
   digest_ = digest;
@@ -51,6 +69,7 @@ void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buff
   timeout_ = timeout;
   next_action_ = 0;
   entries_seen_ = false;
+  visits_entered_ = false;
   last_progress_ = Clock::now();
   computed_.store(0, std::memory_order_relaxed);
   failure_ = FailureReport{};
@@ -58,8 +77,8 @@ void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buff
   claimed_.store(false, std::memory_order_relaxed);
   publish_entry(pad(rank_), epoch_, digest_);
   if (!threaded_) return;
-  finished_.store(epoch_ - 1,
-                  std::memory_order_relaxed);  // never equal by chance, after a wrap-around
+  // Not left to chance: after a wrap-around the epoch can be that of the last threaded call.
+  finished_.store(epoch_ - 1, std::memory_order_relaxed);
   submitted_.store(epoch_, std::memory_order_seq_cst);
   if (worker_.joinable()) {
     notify(*local_);
@@ -68,7 +87,10 @@ void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buff
   }
 }
 
-void Engine::refuse(const std::string& why) { publish_refusal(pad(rank_), ++epoch_, why); }
+void Engine::refuse(const std::string& why) {
+  next_epoch();
+  publish_refusal(pad(rank_), epoch_, why);
+}
 
 void Engine::worker_main(std::uint32_t done) {
   for (;;) {
@@ -162,12 +184,18 @@ bool Engine::wait_entries(const Limit& limit) {
 bool Engine::wait_visit(int visit, const Limit& limit) {
   const CommTiling& c = schedule_->spec.comm;
   const Range waits = schedule_->visits[visit].waits;
+  if (waits.begin == waits.end) return true;
+  const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
+  // A pusher that is here but has to wait for another to enter must not be blamed for its tiles.
+  if (!pull && !visits_entered_) {
+    if (!wait_entries(limit)) return false;
+    visits_entered_ = true;
+  }
   for (int i = waits.begin; i < waits.end; ++i) {
     const Transfer what{0,      0, rank_, i / tiles_per_chunk(c), i % tiles_per_chunk(c),
                         {0, 0}, i, false};
     // Pulled and own tiles are stored by this rank's own worker, which watches the peers and their
     // deadline.
-    const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
     const int raiser = pull ? rank_ : schedule_->supplier[what.chunk];
     const auto deadline = raiser == rank_ ? Clock::time_point::max() : limit.deadline;
     const Limit bound{limit.until, deadline, limit.spin};

@@ -31,6 +31,7 @@ struct Symmetric {
   std::size_t slot_bytes = 0;     // ReduceScatter: distance of two partial blocks
   std::size_t result_offset = 0;  // GemmAR: where the reduced result begins
   DType dtype = DType::kF32;
+  int signals = 0;  // in each pad
 };
 
 // Memory of one call that is private to this rank. Rows are dense but for x.
@@ -118,6 +119,7 @@ class Engine {
 
  private:
   int world() const { return static_cast<int>(symmetric_.pads.size()); }
+  void next_epoch();
   template <class Ready>
   bool await(int pad, int peer, const Transfer* what, const Limit& limit, Ready&& ready);
   bool await_signal(int pad, int peer, const Transfer& what, int index, const Limit& limit);
@@ -154,6 +156,7 @@ class Engine {
   bool threaded_ = false;
   std::size_t next_action_ = 0;      // touched by the one thread that runs the program
   bool entries_seen_ = false;        // by that thread
+  bool visits_entered_ = false;      // the same, by the calling thread
   Clock::time_point last_progress_;  // of that thread
 
   // Own waiting place for the two threads: never shared with other processes.

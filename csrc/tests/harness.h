@@ -1,5 +1,6 @@
-// Ranks as threads: the engine's symmetric memory on the heap, so that ThreadSanitizer sees every access
-// of every rank. No framework: a failed check prints where and ends the process with status 1.
+// Ranks as threads: the engine's symmetric memory on the heap, so that ThreadSanitizer sees every
+// access of every rank. No framework: a failed check prints where and ends the process with
+// status 1.
 #pragma once
 
 #include <cstdio>
@@ -22,15 +23,17 @@ namespace flux::host::test {
 }
 
 #define CHECK_TRUE(condition, what) \
-  if (!(condition)) ::flux::host::test::fail_check(__FILE__, __LINE__, std::string(#condition) + ": " + (what))
+  if (!(condition))                 \
+  ::flux::host::test::fail_check(__FILE__, __LINE__, std::string(#condition) + ": " + (what))
 
-using std::chrono::milliseconds;
 using std::to_string;
+using std::chrono::milliseconds;
 
 // One rank's pad, and the data behind it, as transport/shm.py lays them out.
 class Fabric {
  public:
   Fabric(int world, int signals, std::size_t data_bytes) : signals_(signals) {
+    symmetric.signals = signals;
     const std::size_t pad = SignalPad::bytes(signals);
     const std::size_t bytes = pad + (data_bytes + 4095) / 4096 * 4096;
     for (int r = 0; r < world; ++r) {
@@ -108,8 +111,7 @@ struct Plan {
   int world() const { return world_of(mesh); }
   std::shared_ptr<const Schedule> schedule(int rank) const {
     const Problem problem{op, m, op == OpKind::kAGGemm ? n * world() : n, world(), world()};
-    const TileOrder tiles{op,        m,     n,       tile_m, tile_n, raster,
-                          swizzle, order, direction, mesh,   rank};
+    const TileOrder tiles{op, m, n, tile_m, tile_n, raster, swizzle, order, direction, mesh, rank};
     return std::make_shared<const Schedule>(
         build_schedule(ScheduleSpec{problem, tiles, CommTiling{m, world(), comm_rows}, store}));
   }

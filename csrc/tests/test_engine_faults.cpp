@@ -1,4 +1,5 @@
-// Faults: peers that are late, disagree, refuse, fail or leave, and engines that are destroyed meanwhile.
+// Faults: peers that are late, disagree, refuse, fail or leave, and engines that are destroyed
+// meanwhile.
 #include <cmath>
 #include <cstring>
 
@@ -9,7 +10,7 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-constexpr milliseconds kShort{150};
+constexpr milliseconds kShort{100};
 constexpr std::chrono::seconds kLong{60};
 // What must not take a whole timeout has to be done within this, on a busy machine too.
 constexpr std::chrono::seconds kSoon{10};
@@ -71,6 +72,12 @@ void a_silent_peer_is_named_after_the_timeout() {
       expect(absent[0], Failure::kTimeout, 1);
       CHECK_TRUE(absent[0].failure().tile == -1, describe(absent[0]));
       CHECK_TRUE(waited >= kShort && waited < kSoon, to_string(waited.count()));
+
+      Group three(3);  // rank 1 came, rank 2 did not: rank 1's tiles are late because of rank 2
+      const Plan wide = simple_plan(OpKind::kAGGemm, 3, direction);
+      begin(three[1], wide, Buffers{}, false, kLong);
+      CHECK_TRUE(!gather_once(three[0], wide, threaded, kShort), "absent");
+      expect(three[0], Failure::kTimeout, 2);
 
       Group stalled(2);  // rank 1 begins the call but moves nothing
       begin(stalled[1], plan, Buffers{}, false, kShort);
@@ -144,7 +151,8 @@ void a_refusal_reaches_the_peers_with_its_reason() {
   CHECK_TRUE(!gather_once(far[0], plan, false, kLong), "ahead");
   expect(far[0], Failure::kMismatch, 1);
   CHECK_TRUE(far[0].failure().ran_ahead, describe(far[0]));
-  CHECK_TRUE(read_refusal(far[0].pad(1)) == std::string(kRefusalWords * 8 - 1, 'x'), "cut, not torn");
+  CHECK_TRUE(read_refusal(far[0].pad(1)) == std::string(kRefusalWords * 8 - 1, 'x'),
+             "cut, not torn");
 }
 
 void a_peer_that_leaves_is_noticed_at_once() {
@@ -171,45 +179,78 @@ void a_peer_that_leaves_is_noticed_at_once() {
   }
 }
 
-// Rank 2 never comes. Rank 0 gives up on it soon; rank 1, which is patient, hears of it through rank 0.
+// A ring 0 -> 1 -> 2 -> 0 in which rank 2 moves nothing. Rank 0 soon gives up on it; rank 1, which
+// is patient, learns from rank 0 whose fault it is that chunk 2 does not come.
 void a_failure_travels_with_its_culprit() {
-  const Plan plan = simple_plan(OpKind::kAGGemm, 3, Direction::kPull);
+  Plan plan = simple_plan(OpKind::kAGGemm, 3);
+  plan.order = Order::kRing1D;
   Group group(3);
   begin(group[2], plan, Buffers{}, false, kLong);
   on_all_ranks(2, [&](int r) {
-    // Direct pull: rank 0 waits for chunk 1, then 2; rank 1 for chunk 2, then 0. So that rank 1 waits for
-    // rank 0, let its own view of chunk 2 be there already.
-    if (r == 1) {
-      while (!group[0].failed()) std::this_thread::sleep_for(milliseconds(1));
-      group[0].close(PadState::kFailed, group[0].failure().peer);
-      CHECK_TRUE(!gather_once(group[1], plan, true, kLong), "rank 0 is gone");
-    } else {
-      CHECK_TRUE(!gather_once(group[0], plan, true, kShort), "rank 1 is late");
-    }
+    std::uint64_t entry = 0;  // rank 1 must not be late as well, on a busy machine
+    while (r == 0 && !has_entered(group[0].pad(1), 1, &entry)) std::this_thread::yield();
+    CHECK_TRUE(!gather_once(group[r], plan, true, r == 0 ? kShort : nanoseconds(kLong)),
+               "no chunk 2");
+    if (r == 0) group[0].close(PadState::kFailed, group[0].failure().peer);
   });
-  expect(group[0], Failure::kTimeout, 1);
-  CHECK_TRUE(group[1].failure().kind == Failure::kPeerFailed && group[1].failure().peer == 0 &&
-                 group[1].failure().culprit == 1,
-             describe(group[1]));
+  expect(group[0], Failure::kTimeout, 2);
+  expect(group[1], Failure::kPeerFailed, 0);
+  CHECK_TRUE(group[1].failure().culprit == 2, describe(group[1]));
+  CHECK_TRUE(group[1].failure().chunk == 2, describe(group[1]));
 }
 
-// A call that has all it needs succeeds although its peers have left: also where tiles of a rank that has
-// left are still on their way through others.
+// A call that has all it needs succeeds although its peers have left: also where tiles of a rank
+// that has left are still on their way through a slow one.
 void leaving_after_a_complete_call_harms_nobody() {
   for (const auto direction : {Direction::kPush, Direction::kPull}) {
-    for (const auto order : {Order::kDirect, Order::kRing1D, Order::kRing2D, Order::kHierarchical}) {
+    for (const auto order : {Order::kDirect, Order::kRing1D, Order::kHierarchical}) {
+      // Long enough for the others to look around for peers that have left (every 20 ms), but only
+      // where tiles are passed on by their holder.
+      const bool forwards = direction == Direction::kPush && order == Order::kRing1D;
       for (int slow = 0; slow < 4; ++slow) {
         Plan plan = simple_plan(OpKind::kAGGemm, 4, direction);
         plan.mesh = Mesh{2, 1, 2};
         plan.order = order;
         Group group(4);
         on_all_ranks(4, [&](int r) {
-          if (r == slow) group[r].set_delay(milliseconds(40), 3);
+          if (r == slow) group[r].set_delay(milliseconds(forwards ? 150 : 5), 3);
           CHECK_TRUE(gather_once(group[r], plan, r % 2 == 0, kLong), describe(group[r]));
           group[r].close(PadState::kClosed, -1);
         });
       }
     }
+  }
+}
+
+// The same, with the peer raising its signal and leaving between two looks of the waiting rank,
+// which here does nothing but look.
+void leaving_right_after_the_signal_harms_nobody() {
+  const Plan plan = simple_plan(OpKind::kAGGemm, 2);
+  const float x = 1;
+  Buffers buffers;
+  buffers.x = reinterpret_cast<const char*>(&x);
+  buffers.x_stride = sizeof(x);
+  for (int round = 0; round < 1000; ++round) {
+    Group group(2);
+    begin(group[0], plan, buffers, false, kLong);
+    CHECK_TRUE(!group[0].finish(Limit{Clock::now(), Clock::now() + kLong, nanoseconds(0)}),
+               "alone");
+    on_all_ranks(2, [&](int r) {
+      Engine& e = group[r];
+      if (r == 1) {
+        begin(e, plan, buffers, false, kLong);
+        CHECK_TRUE(complete_call(e, kLong), describe(e));
+        e.close(PadState::kClosed, -1);
+        return;
+      }
+      const auto deadline = Clock::now() + kLong;
+      const auto look = [&](auto wait) {
+        while (!wait(Limit{Clock::now(), deadline, nanoseconds(0)}))
+          CHECK_TRUE(!e.failed(), describe(e));
+      };
+      look([&](const Limit& limit) { return e.finish(limit); });
+      for (int i = 0; i < 2; ++i) look([&](const Limit& limit) { return e.wait_visit(i, limit); });
+    });
   }
 }
 
@@ -246,12 +287,13 @@ void a_long_gemm_is_no_timeout() {
         Buffers buffers;
         buffers.partial = reinterpret_cast<char*>(partial);
         buffers.out = reinterpret_cast<char*>(&out);
-        begin(group[r], plan, buffers, true, kShort);
+        begin(group[r], plan, buffers, true, 3 * kShort);
         for (int i = 0; i < 2; ++i) {
           if (i == slow_visit) {
-            std::this_thread::sleep_for(3 * kShort);
-            // Together, as one rank's delay *is* a reason for the other to give up.
+            std::this_thread::sleep_for(6 * kShort);
+            // Nearly together, as one rank's delay *is* a reason for the other to give up.
             for (--computing; computing.load() > 0;) std::this_thread::yield();
+            if (r == 1) std::this_thread::sleep_for(kShort / 2);
           }
           group[r].visit_done(i);
         }
@@ -259,6 +301,23 @@ void a_long_gemm_is_no_timeout() {
       });
     }
   }
+}
+
+// A signal last raised almost 2^31 calls ago must not turn from "long ago" into "reached".
+void seldom_used_signals_do_not_come_of_age() {
+  const std::uint32_t start = (std::uint32_t{3} << 30) - 1;
+  const Plan plan = simple_plan(OpKind::kAGGemm, 2);  // uses signals 0 and 1 of 4
+  Group group(2);
+  group.fabric.pretend_epoch(start);
+  for (SignalPad* pad : group.fabric.symmetric.pads) {
+    pad->signals()[3].store(start - (std::uint32_t{1} << 31) + 10);
+  }
+  on_all_ranks(2, [&](int r) {
+    group[r].set_epoch(start);
+    for (int i = 0; i < 3; ++i)
+      CHECK_TRUE(gather_once(group[r], plan, i % 2 == 0, kLong), "renewal");
+    CHECK_TRUE(!signal_reached(group[r].pad(r), 3, start + 20), "an old signal looks new");
+  });
 }
 
 }  // namespace
@@ -271,8 +330,10 @@ void run_fault_tests() {
   a_peer_that_leaves_is_noticed_at_once();
   a_failure_travels_with_its_culprit();
   leaving_after_a_complete_call_harms_nobody();
+  leaving_right_after_the_signal_harms_nobody();
   an_engine_can_be_destroyed_while_its_worker_waits();
   a_long_gemm_is_no_timeout();
+  seldom_used_signals_do_not_come_of_age();
 }
 
 }  // namespace flux::host::test

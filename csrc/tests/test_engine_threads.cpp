@@ -1,8 +1,6 @@
-// Races: thousands of back-to-back calls with changing shapes and knobs, random delays, data checked.
-//
-//   g++ -std=c++17 -O1 -g -fsanitize=thread -Icsrc csrc/tests/test_engine_threads.cpp \
-//       csrc/tests/test_engine_faults.cpp csrc/host/{engine,schedule,reduce}.cpp -pthread
-//   a.out CALLS [SEED]
+// Races: thousands of back-to-back calls with changing shapes and knobs, random delays, data
+// checked. tests/test_tsan.py builds this with and without ThreadSanitizer and runs it: a.out
+// faults | CALLS [SEED]
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -54,7 +52,8 @@ Plan draw_plan(OpKind op, int world, std::mt19937& rng) {
   return p;
 }
 
-// Small integers: sums are exact in any order, and a value of another call, rank, row or column differs.
+// Small integers: sums are exact in any order, and a value of another call, rank, row or column
+// differs.
 float value_of(std::uint32_t epoch, int rank, int row, int column) {
   return static_cast<float>((epoch % 1000 * 37 + static_cast<unsigned>(rank) * 131 +
                              static_cast<unsigned>(row) * 17 + static_cast<unsigned>(column)) %
@@ -65,9 +64,9 @@ float bias_of(int column) { return static_cast<float>(column) + 0.5f; }
 
 std::string place(const char* what, std::uint32_t epoch, int rank, int row, int column, float got,
                   float expected) {
-  return std::string(what) + " of call " + to_string(epoch) + " at rank " + to_string(rank) + " row " +
-         to_string(row) + " column " + to_string(column) + " is " + to_string(got) + ", expected " +
-         to_string(expected);
+  return std::string(what) + " of call " + to_string(epoch) + " at rank " + to_string(rank) +
+         " row " + to_string(row) + " column " + to_string(column) + " is " + to_string(got) +
+         ", expected " + to_string(expected);
 }
 
 // One rank that makes call after call.
@@ -209,9 +208,17 @@ void race(OpKind op, int world, int calls, std::uint32_t start, int seed) {
 int main(int argc, char** argv) {
   using namespace flux;
   using namespace flux::host::test;
-  const int calls = argc > 1 ? std::atoi(argv[1]) : 1000;
+  if (argc < 2) {
+    std::fprintf(stderr, "usage: %s faults | CALLS [SEED]\n", argv[0]);
+    return 2;
+  }
+  if (std::string(argv[1]) == "faults") {
+    run_fault_tests();
+    std::printf("ok\n");
+    return 0;
+  }
+  const int calls = std::atoi(argv[1]);
   const int seed = argc > 2 ? std::atoi(argv[2]) : 1;
-  run_fault_tests();
   for (const OpKind op : {OpKind::kAGGemm, OpKind::kGemmRS, OpKind::kGemmAR}) {
     for (int world = 1; world <= 4; ++world) {
       race(op, world, world == 1 ? calls / 10 + 1 : calls, 0, seed * 16 + world);

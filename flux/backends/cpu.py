@@ -98,6 +98,7 @@ class CpuBackend:
             slot_bytes=layout.slot_bytes,
             result_offset=layout.result_offset,
             dtype=DTYPES[spec.dtype],
+            signals=layout.signals,
         )
         self._memory: shm.SymmetricMemory | None = memory
         row = spec.row_elements()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from typing_extensions import Self
 from flux import _C
 from flux.backends.cpu import CpuBackend
 from flux.backends.unfused import UnfusedBackend
+from flux.env import VARIABLES
 from flux.knobs import Knobs, Op, check_legal
 from flux.ops.call import Call, check_call
 from flux.ops.spec import OpSpec, as_sizes
@@ -28,6 +28,7 @@ from flux.transport.shm import host_identity
 
 T = TypeVar("T")
 
+MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
 _REGISTRY: weakref.WeakValueDictionary[int, TensorParallelOp] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
 
@@ -40,7 +41,7 @@ def op_of(handle: int) -> TensorParallelOp:
     """
     op = _REGISTRY.get(handle)
     if op is None:
-        raise RuntimeError(f"no live flux op has handle {handle}: it was closed or deleted")
+        raise RuntimeError(f"no live flux op has handle {handle}: it is gone")
     return op
 
 
@@ -79,6 +80,8 @@ class TensorParallelOp:
             knobs = _knobs(label, tuning)
             check_legal(knobs, Topology.flat(exchange.world))
             _check_options(label, spec, exchange.world, backend, transport, timeout_s)
+            for variable in VARIABLES:
+                variable.get()
         except (TypeError, ValueError) as error:
             problem = error
         fields = spec.fields() if spec else {}
@@ -153,19 +156,42 @@ class TensorParallelOp:
 
     # -- calls -------------------------------------------------------------------------------------
 
+    def _check_types(self, *tensors: object) -> None:
+        """Refuse what the dispatcher would turn away, or answer with a fake, unheard by the peers."""
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                kind = type(tensor).__name__
+                self._turn_away(TypeError(f"{self.spec.label}: expected a tensor, got {kind}"))
+            elif tensor.device.type == "meta":
+                self._turn_away(
+                    ValueError(f"{self.spec.label}: tensors must be on the CPU, got meta")
+                )
+
+    def _turn_away(self, error: TypeError | ValueError) -> NoReturn:
+        def refuse() -> NoReturn:
+            self._refuse(error)
+            raise error
+
+        self._guarded(refuse)
+
+    def _refuse(self, error: TypeError | ValueError) -> None:
+        """Share a refusal with the peers, who are about to make the same call."""
+        if self._backend is not None:
+            self._backend.refuse(str(error))
+
     def _prepare(
         self,
         x: torch.Tensor,
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
         m: int | None,
-    ) -> Call:
-        """Check a call. A refusal is shared with the peers, who are about to make the same call."""
+    ) -> tuple[Call, TileSchedule]:
+        """Check a call, and make its schedule: knobs may be illegal for this M."""
         try:
-            return check_call(self.spec, self.world, self.rank, x, weights, biases, m)
+            call = check_call(self.spec, self.world, self.rank, x, weights, biases, m)
+            return call, self.schedule(call.m)
         except (TypeError, ValueError) as error:
-            if self._backend is not None:
-                self._backend.refuse(str(error))
+            self._refuse(error)
             raise
 
     def _guarded(self, run: Callable[[], T]) -> T:
@@ -198,7 +224,6 @@ class TensorParallelOp:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        _REGISTRY.pop(self.handle, None)
         if self._backend is not None:
             self._backend.close(failed, self.rank)
 
@@ -242,8 +267,11 @@ def _check_options(
         raise ValueError(f"{label}: backend must be None or 'cpu', got {backend!r}")
     if transport not in (None, "shm"):
         raise ValueError(f"{label}: transport must be None or 'shm', got {transport!r}")
-    if not (isinstance(timeout_s, (int, float)) and timeout_s > 0 and math.isfinite(timeout_s)):
-        raise ValueError(f"{label}: timeout_s must be a positive number, got {timeout_s!r}")
+    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S):
+        raise ValueError(
+            f"{label}: timeout_s must be a positive number up to {MAX_TIMEOUT_S:g}, "
+            f"got {timeout_s!r}"
+        )
     if len(spec.n) > 1 and any(n % world for n in spec.n):
         raise ValueError(
             f"{label}: with several weights each n must be divisible by the world of {world}, "

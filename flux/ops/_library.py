@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from flux.ops import effects
 from flux.ops._base import op_of
 from flux.ops.ag_gemm import AGGemm
 from flux.ops.gemm_rs import GemmRS
@@ -53,7 +54,7 @@ def _ag_gemm(
     handle: int,
 ) -> list[torch.Tensor]:
     op = cast(AGGemm, op_of(handle))
-    return op._run(x, weights, _spread(biases, has_bias), None if m < 0 else m, return_gathered)
+    return op._run(x, weights, _spread(biases, has_bias), None if m == -1 else m, return_gathered)
 
 
 def _gemm(
@@ -99,3 +100,16 @@ def _gemm_ar_fake(
 ) -> torch.Tensor:
     side = 1 if op_of(handle).spec.transpose_weight else 0
     return x.new_empty(x.shape[0], weight.shape[side])
+
+
+def keep_in_order(*names: str) -> None:
+    """Tell torch.compile that these ops may be neither dropped, nor merged, nor reordered.
+
+    They meet other ranks. A compiler that removes one whose result nobody reads, or that swaps two
+    because this rank's shapes make it look better, leaves the other ranks waiting in another place.
+    """
+    for name in names:
+        effects.register(getattr(torch.ops.flux, name).default)
+
+
+keep_in_order("ag_gemm", "gemm_rs", "gemm_ar")

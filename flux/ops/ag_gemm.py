@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from flux.knobs import Knobs, Op
 from flux.ops._base import TensorParallelOp
 from flux.ops.call import Call
+from flux.schedule import TileSchedule
 
 
 class AGGemm(TensorParallelOp):
@@ -95,9 +96,14 @@ class AGGemm(TensorParallelOp):
             PeerTimeoutError: a peer died or stalled; the op is closed.
             RuntimeError: the op is closed, or belongs to another process.
         """
-        several = not isinstance(weight, torch.Tensor)
+        several = _is_sequence(weight)
         weights = list(weight) if several else [weight]
-        biases = _as_list(bias, len(weights))
+        biases = list(bias) if _is_sequence(bias) else [bias]
+        if bias is None:
+            biases *= len(weights)
+        self._check_types(x_shard, *weights, *(b for b in biases if b is not None))
+        if m is not None and not isinstance(m, (int, torch.SymInt)):
+            self._turn_away(TypeError(f"AGGemm: m must be an integer or None, got {m!r}"))
         outs = torch.ops.flux.ag_gemm(
             x_shard,
             weights,
@@ -107,9 +113,8 @@ class AGGemm(TensorParallelOp):
             return_gathered,
             self.handle,
         )
-        x_full = outs.pop() if return_gathered else None
-        y = outs if several else outs[0]
-        return (y, x_full) if return_gathered else y
+        y = outs[: len(weights)] if several else outs[0]
+        return (y, outs[len(weights)]) if return_gathered else y
 
     def _run(
         self,
@@ -121,23 +126,20 @@ class AGGemm(TensorParallelOp):
     ) -> list[torch.Tensor]:
         """What ``torch.ops.flux.ag_gemm`` executes."""
         outs, x_full = self._guarded(
-            lambda: self._execute(self._prepare(x, weights, biases, m), gather)
+            lambda: self._execute(*self._prepare(x, weights, biases, m), gather)
         )
         return outs if x_full is None else [*outs, x_full]
 
-    def _execute(self, call: Call, gather: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def _execute(
+        self, call: Call, schedule: TileSchedule, gather: bool
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         if self._backend is None:
             return self._unfused.ag_gemm(call, gather)
-        schedule = self.schedule(call.m)
         if self.knobs.path == "unfused":
             self._backend.check_entries(schedule, call.m)
             return self._unfused.ag_gemm(call, gather)
         return self._backend.ag_gemm(schedule, call, gather)
 
 
-def _as_list(
-    bias: torch.Tensor | Sequence[torch.Tensor | None] | None, count: int
-) -> list[torch.Tensor | None]:
-    if bias is None:
-        return [None] * count
-    return [bias] if isinstance(bias, torch.Tensor) else list(bias)
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    return hasattr(value, "__iter__") and not isinstance(value, torch.Tensor)

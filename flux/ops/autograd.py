@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from flux.ops._base import TensorParallelOp, op_of
-from flux.ops._library import LIBRARY, register_fake
+from flux.ops._library import LIBRARY, keep_in_order, register_fake
 from flux.ops.workspace import Workspace, workspace_of
 
 Grad = torch.Tensor | None
@@ -109,6 +109,7 @@ def _gather_rows_fake(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
 LIBRARY.impl("scatter_grad", _scatter_grad, "CompositeExplicitAutograd")
 LIBRARY.impl("gather_grad", _gather_grad, "CompositeExplicitAutograd")
 LIBRARY.impl("gather_rows", _gather_rows, "CompositeExplicitAutograd")
+keep_in_order("scatter_grad", "gather_grad", "gather_rows")
 
 
 # -- formulas ------------------------------------------------------------------------------------

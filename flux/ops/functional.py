@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flux.ops._library import LIBRARY, register_fake
+from flux.ops._library import LIBRARY, keep_in_order, register_fake
 from flux.ops.workspace import Workspace, workspace_of
 from flux.transport.exchange import resolve_group
 
@@ -110,6 +110,8 @@ def _all_gather_matmul(
 
 def _gather_last(work: Workspace, A: torch.Tensor) -> torch.Tensor:
     """Gather along the last dimension: ranks' shards side by side."""
+    if work.world == 1:
+        return A.clone()  # an output must not alias the input
     rows = A.reshape(-1, A.shape[-1])
     m = rows.shape[0] * work.world
     full = work.ag_gemm(m, (work.world,), rows.shape[1], A.dtype)._unfused.gather_rows(rows, m)
@@ -222,3 +224,6 @@ def _matmul_reduce_scatter_fake(
         return A.new_empty(*lead, B.shape[1] // world)
     moved = [lead[dim] // world, *lead[:dim], *lead[dim + 1 :]]
     return A.new_empty(*moved, B.shape[1]).movedim(0, dim)
+
+
+keep_in_order("fused_all_gather_matmul", "fused_matmul_reduce_scatter")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from flux.knobs import Knobs, Op
 from flux.ops._base import TensorParallelOp
 from flux.ops.call import Call
+from flux.schedule import TileSchedule
 
 
 class GemmRS(TensorParallelOp):
@@ -80,6 +81,7 @@ class GemmRS(TensorParallelOp):
             As for AGGemm.
         """
         biases = [] if bias is None else [bias]
+        self._check_types(x, weight, *biases)
         run = torch.ops.flux.gemm_rs if self.kind is Op.gemm_rs else torch.ops.flux.gemm_ar
         out: torch.Tensor = run(x, weight, biases, self.handle)
         return out
@@ -89,13 +91,12 @@ class GemmRS(TensorParallelOp):
     ) -> torch.Tensor:
         """What ``torch.ops.flux.gemm_rs`` and ``gemm_ar`` execute."""
         bias = biases[0] if biases else None
-        return self._guarded(lambda: self._execute(self._prepare(x, [weight], [bias], None)))
+        return self._guarded(lambda: self._execute(*self._prepare(x, [weight], [bias], None)))
 
-    def _execute(self, call: Call) -> torch.Tensor:
+    def _execute(self, call: Call, schedule: TileSchedule) -> torch.Tensor:
         unfused = self._unfused.gemm_rs if self.kind is Op.gemm_rs else self._unfused.gemm_ar
         if self._backend is None:
             return unfused(call)
-        schedule = self.schedule(call.m)
         if self.knobs.path == "unfused":
             self._backend.check_entries(schedule, call.m * 2 + (call.biases[0] is not None))
             return unfused(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import cast
 
 import torch
 
@@ -17,6 +18,9 @@ DTYPES: dict[torch.dtype, int] = {
     torch.float16: 3,
 }
 """Supported dtypes and their native codes (csrc/host/reduce.h)."""
+
+MAX_SIZE = 2**30
+"""Largest M, N or K. Twice as much must fit the 32-bit integers of csrc/core."""
 
 LABELS = {Op.ag_gemm: "AGGemm", Op.gemm_rs: "GemmRS", Op.gemm_ar: "GemmAR"}
 
@@ -40,8 +44,13 @@ class OpSpec:
             raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")
         sizes = {"max_m": (self.max_m,), "n": self.n, "k": (self.k,)}
         for name, values in sizes.items():
-            if not values or not all(type(v) is int and v >= 1 for v in values):
-                raise ValueError(f"{self.label}: {name} must be a positive integer, got {values}")
+            if not values or not all(type(v) is int and 1 <= v <= MAX_SIZE for v in values):
+                raise ValueError(
+                    f"{self.label}: {name} must be a positive integer up to {MAX_SIZE}, "
+                    f"got {values if len(values) != 1 else values[0]!r}"
+                )
+        if self.op is not Op.ag_gemm and len(self.n) != 1:
+            raise ValueError(f"{self.label}: n must be one size, got {self.n}")
         if self.reduce not in ("sum", "avg"):
             raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
 
@@ -74,4 +83,4 @@ class OpSpec:
 
 def as_sizes(n: int | Sequence[int]) -> tuple[int, ...]:
     """Normalise ``n``, which is one size or one per weight."""
-    return (n,) if isinstance(n, int) else tuple(n)
+    return tuple(n) if isinstance(n, (list, tuple)) else (cast(int, n),)

@@ -63,28 +63,28 @@ def allocate(exchange: Exchange, signals: int, data_bytes: int, label: str) -> S
     pad_bytes = _C.pad_bytes(signals)
     nbytes = pad_bytes + max(data_bytes, 1)
     own: SharedMemory | None = None
-    problem: OSError | None = None
+    failure: tuple[int, str] | None = None
+    mappings: list[_C.SharedMapping] = []
     try:
-        own = SharedMemory(create=True, size=nbytes)
-        _C.reserve_shared(own.name.lstrip("/"), nbytes)
-    except OSError as error:
-        problem = error
-    try:
-        names = exchange.all_gather(None if problem or own is None else own.name.lstrip("/"))
-        mappings: list[_C.SharedMapping] = []
+        try:
+            own = SharedMemory(create=True, size=nbytes)
+            _C.reserve_shared(own.name.lstrip("/"), nbytes)
+        except OSError as error:
+            failure = _explain(error, nbytes)
+        names = exchange.all_gather(None if failure or own is None else own.name.lstrip("/"))
         if all(names):
             try:
                 mappings = [_C.SharedMapping(str(name), nbytes) for name in names]
             except OSError as error:
-                problem = error
-        failures = exchange.all_gather(_explain(problem, nbytes))
+                failure = _explain(error, nbytes)
+        failures = exchange.all_gather(failure)
     finally:
         if own is not None:
             own.close()
             own.unlink()
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            code, why = failure
+    for rank, told in enumerate(failures):
+        if told is not None:
+            code, why = told
             raise OSError(code, f"{label}: rank {rank} {why}")
     data = tuple(
         torch.frombuffer(m, dtype=torch.uint8, offset=pad_bytes, count=nbytes - pad_bytes)
@@ -93,9 +93,7 @@ def allocate(exchange: Exchange, signals: int, data_bytes: int, label: str) -> S
     return SymmetricMemory(tuple(m.address for m in mappings), data, nbytes)
 
 
-def _explain(problem: OSError | None, nbytes: int) -> tuple[int, str] | None:
-    if problem is None:
-        return None
+def _explain(problem: OSError, nbytes: int) -> tuple[int, str]:
     why = os.strerror(problem.errno) if problem.errno else str(problem)
     hint = ""
     if problem.errno in (errno.ENOSPC, errno.ENOMEM):

@@ -1,0 +1,67 @@
+"""What the scripts here share: running `flux bench op`, and markdown tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path("benchmarks", "results", "cpu")
+"""Relative to the root, where the commands run: they are part of the files."""
+
+
+def bench_op(
+    op: str, m: int, n: int, k: int, *, world: int, repeats: int, target: Path, extra: Sequence[str]
+) -> dict[str, Any]:
+    """Run `flux bench op` once, keep its raw JSON in `target`, and return it.
+
+    Raises:
+        SystemExit: the benchmark failed or a result was wrong; its message is on stderr already.
+    """
+    arguments = ["bench", "op", "--op", op, "--m", str(m), "--n", str(n), "--k", str(k)]
+    arguments += ["--dtype", "float32", "--nproc", str(world), "--threads", "1"]
+    arguments += ["--repeats", str(repeats), "--quiet", "--json", target.as_posix(), *extra]
+    print(f"flux {' '.join(arguments)}", file=sys.stderr, flush=True)
+    done = subprocess.run([sys.executable, "-m", "flux.cli", *arguments], cwd=ROOT, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    document: dict[str, Any] = json.loads((ROOT / target).read_text(encoding="utf-8"))
+    return document
+
+
+def repeats_for(m: int) -> int:
+    """More repeats where a call lasts a millisecond: wake-ups scatter, and repeats are cheap."""
+    return 201 if m <= 64 else 101 if m <= 256 else 51 if m <= 512 else 21
+
+
+def ratio(document: dict[str, Any], method: str) -> float:
+    """Time of a method over that of the unfused path; below 1 is faster."""
+    methods = document["methods"]
+    return float(methods[method]["overall_ms"] / methods["unfused"]["overall_ms"])
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table: the first column to the left, figures to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def conditions(document: dict[str, Any]) -> str:
+    """The line that belongs under every table."""
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return (
+        f"{document['device']}; {versions}; {document['dtype']}, {document['threads']} thread per "
+        "rank; median over interleaved repeats of the slowest rank's time."
+    )

@@ -1,0 +1,253 @@
+"""What the machinery itself costs on the CPU backend: per call, per large GEMM, and in memory.
+
+    python benchmarks/cpu_overhead.py [--calls 2000] [--repeats 21] [--flat-calls 10000]
+
+Three tables go to stdout, all figures to benchmarks/results/cpu/overhead.json.
+
+1. Host cost of one call at M = 1 with a GEMM too small to matter, 2 ranks in lockstep, by part.
+2. One large GEMM when everything is local already, against a plain torch.mm: with a group of one
+   rank, and with 2 ranks whose signals are all there (the native engine is replaced by one that
+   never waits and never copies; what remains is dispatch, checks and the walk over the tiles).
+3. Resident memory over many calls of changing M.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import RESULTS, ROOT, markdown, milliseconds
+
+import flux
+from flux import host
+from flux.bench.metrics import median, slowest_rank
+from flux.bench.spawn import run_ranks
+from flux.bench.timing import StartLine, quiet_collector, timed
+from flux.ops.call import check_call
+
+WORLD = 2
+LARGE = (2048, 4096, 2048)
+TINY = 64
+OPS: dict[str, Any] = {"ag_gemm": flux.AGGemm, "gemm_rs": flux.GemmRS, "gemm_ar": flux.GemmAR}
+
+
+def inputs(op: str, m: int, n: int, k: int, rank: int, world: int) -> tuple[torch.Tensor, ...]:
+    """This rank's x and weight; n and k are multiples of the world here."""
+    if op != "ag_gemm":
+        return torch.randn(m, k // world), torch.randn(n, k // world)
+    chunk = -(-m // world)
+    own = max(0, min(m, (rank + 1) * chunk) - rank * chunk)
+    return torch.randn(own, k), torch.randn(n // world, k)
+
+
+class TimedEngine:
+    """The native engine, with the duration of every call of its methods."""
+
+    def __init__(self, engine: Any) -> None:
+        self.inner = engine
+        self.spent_us: dict[str, list[float]] = defaultdict(list)
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self.inner, name)
+        if not callable(member):
+            return member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result, elapsed = timed(lambda: member(*args, **kwargs))
+            self.spent_us[name].append(elapsed * 1e3)
+            return result
+
+        return call
+
+
+class PresetEngine:
+    """An engine for which every signal is there and every transfer done."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("begin", "visit_done"):
+            return lambda *args, **kwargs: None
+        if name in ("wait_entries", "wait_visit", "finish"):
+            return lambda *args, **kwargs: True
+        return getattr(self._engine, name)
+
+
+def microseconds(call: Callable[[], object], calls: int) -> float:
+    """Median time of one call."""
+    call()
+    with quiet_collector():
+        return median([timed(call)[1] * 1e3 for _ in range(calls)])
+
+
+def call_cost(name: str, calls: int, rank: int, alone: dist.ProcessGroup) -> dict[str, float]:
+    """us per call at M = 1 by part; the parts add up to `call`."""
+    x, weight = inputs(name, 1, TINY, TINY, rank, WORLD)
+    full_x, full_weight = inputs(name, 1, TINY, TINY, 0, 1)
+    m = 1 if name == "ag_gemm" else None
+    options = {} if m is None else {"m": m}
+    parts: dict[str, float] = {}
+    with (
+        OPS[name](max_m=1, n=TINY, k=TINY) as op,
+        OPS[name](alone, max_m=1, n=TINY, k=TINY) as single,
+    ):
+        whole = microseconds(lambda: op(x, weight, **options), calls)
+        lone = microseconds(lambda: single(full_x, full_weight, **options), calls)
+        parts["torch.mm"] = microseconds(lambda: torch.mm(full_x, full_weight.t()), calls)
+        parts["argument checks"] = microseconds(
+            lambda: check_call(op.spec, WORLD, rank, x, [weight], [None], m), calls
+        )
+        # A group of one does the same but for everything that has to do with peers.
+        parts["dispatch, lock, rest of a lone call"] = lone - sum(parts.values())
+        parts["schedule lookup"] = microseconds(lambda: op.schedule(1), calls)
+        engine = TimedEngine(op._backend.engine)
+        op._backend.engine = engine
+        dist.barrier()
+        for _ in range(calls):
+            op(x, weight, **options)
+        op._backend.engine = engine.inner
+    spent = {method: median(times) for method, times in engine.spent_us.items()}
+    parts["engine: begin"] = spent.pop("begin")
+    parts["engine: peers, copies, reduction"] = sum(spent.values())
+    parts["python of the backend"] = whole - sum(parts.values())
+    return {"call": whole, **parts}
+
+
+def large_gemm(
+    name: str, repeats: int, rank: int, alone: dist.ProcessGroup
+) -> dict[str, list[float]]:
+    """ms of a GEMM with everything local, by repeat."""
+    m, n, k = LARGE
+    x, weight = inputs(name, m, n, k, rank, WORLD)
+    x_full = torch.randn(m, k) if name == "ag_gemm" else x
+    columns, depth = weight.shape
+    line = StartLine(WORLD, threads=1)
+    with (
+        OPS[name](max_m=m, n=n, k=k) as op,
+        OPS[name](alone, max_m=m, n=columns, k=depth) as single,
+    ):
+        op(x, weight)
+        dist.barrier()
+        engine = op._backend.engine
+        op._backend.engine = PresetEngine(engine)
+        calls: dict[str, Callable[[], object]] = {
+            "torch.mm": lambda: torch.mm(x_full, weight.t()),
+            "world 1": lambda: single(x_full, weight),
+            "signals preset": lambda: op(x, weight),
+        }
+        times: dict[str, list[float]] = {label: [] for label in calls}
+        labels = list(calls)
+        with torch.no_grad(), quiet_collector():
+            for repeat in range(-2, repeats):
+                shift = repeat % len(labels)
+                for label in labels[shift:] + labels[:shift]:
+                    line.wait()
+                    _, elapsed = timed(calls[label])
+                    if repeat >= 0:
+                        times[label].append(elapsed)
+        dist.barrier()  # preset calls write into peers' buffers without asking
+        op._backend.engine = engine
+    return times
+
+
+def resident_kib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def memory(name: str, calls: int, rank: int) -> list[int]:
+    """Resident KiB after each tenth of the calls; first, after as many to warm up."""
+    draw = random.Random(1)
+    marks = []
+    batch = max(1, calls // 10)
+    with OPS[name](max_m=TINY, n=256, k=256) as op:
+        for index in range(-batch, calls):
+            if index % batch == 0:
+                marks.append(resident_kib())
+            m = draw.randint(1, TINY)
+            options = {"m": m} if name == "ag_gemm" else {}
+            op(*inputs(name, m, 256, 256, rank, WORLD), **options)
+        marks.append(resident_kib())
+    return marks[1:]
+
+
+def measure(options: dict[str, int], rank: int, progress: Callable[..., None]) -> dict[str, Any]:
+    """All of it, for each op; the result counts on rank 0."""
+    alone = [dist.new_group([peer]) for peer in range(WORLD)][rank]
+    costs, large, resident = {}, {}, {}
+    for name in OPS:
+        progress(name, 0, 0)  # a sign of life: the parent ends ranks that are silent for long
+        costs[name] = call_cost(name, options["calls"], rank, alone)
+        progress(name, 0, 0)
+        everybody: list[Any] = [None] * WORLD
+        dist.all_gather_object(everybody, large_gemm(name, options["repeats"], rank, alone))
+        large[name] = {
+            label: median(slowest_rank([times[label] for times in everybody]))
+            for label in everybody[0]
+        }
+        progress(name, 0, 0)
+        resident[name] = memory(name, options["flat_calls"], rank)
+    return {"call_cost_us": costs, "large_gemm_ms": large, "resident_kib": resident}
+
+
+def tables(found: dict[str, Any], options: dict[str, int]) -> str:
+    costs = found["call_cost_us"]
+    parts = [part for part in next(iter(costs.values())) if part != "call"]
+    cost_rows = [[part, *(f"{costs[op][part]:.1f}" for op in costs)] for part in parts]
+    cost_rows.append(["**whole call**", *(f"**{costs[op]['call']:.1f}**" for op in costs)])
+    large_rows = []
+    for op, times in found["large_gemm_ms"].items():
+        base = times["torch.mm"]
+        cells = [
+            f"{milliseconds(times[label])} ({times[label] / base:.3f}x)"
+            for label in ("world 1", "signals preset")
+        ]
+        large_rows.append([op, milliseconds(base), *cells])
+    memory_rows = [
+        [op, f"{marks[0] / 1024:.1f}", f"{marks[-1] / 1024:.1f}", f"{marks[-1] - marks[0]:+d}"]
+        for op, marks in found["resident_kib"].items()
+    ]
+    calls, flat = options["calls"], options["flat_calls"]
+    m, n, k = LARGE
+    return "\n\n".join(
+        [
+            f"us per call at M = 1, N = K = {TINY}, 2 ranks, over {calls} calls:",
+            markdown(["part", *costs], cost_rows),
+            f"ms at M, N, K = {m}, {n}, {k} (2 ranks at once), everything local already:",
+            markdown(["op", "torch.mm", "world 1", "signals preset"], large_rows),
+            f"Resident memory of rank 0 over {flat} calls with M drawn from 1 to {TINY}:",
+            markdown(["op", "MiB before", "MiB after", "KiB grown"], memory_rows),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--flat-calls", type=int, default=10_000)
+    options = vars(parser.parse_args())
+    found = run_ranks(measure, options, WORLD)
+    content = {
+        "device": host.device(),
+        "versions": host.versions(),
+        "command": "python benchmarks/cpu_overhead.py",
+        "options": options,
+        **found,
+    }
+    target = ROOT / RESULTS / "overhead.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(tables(found, options))
+
+
+if __name__ == "__main__":
+    main()

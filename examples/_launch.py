@@ -1,0 +1,68 @@
+"""Ranks for the examples: torchrun's when it started this process, otherwise two of our own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Main = Callable[[int, int], None]
+
+
+def run(main: Main, world: int = 2) -> None:
+    """Call ``main(rank, world)`` on every rank of a gloo group; ``main`` is found by its name."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")  # torchrun says in the environment who and where we are
+        _finish(main)
+        return
+    # Port 0 lets the system pick one that is free, so that two examples can run side by side.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_spawned, args=(main, world, store.port), nprocs=world)
+
+
+def _spawned(rank: int, main: Main, world: int, port: int) -> None:
+    # By default every rank would start as many threads as there are cores, and get in each
+    # other's way. torchrun does the same through OMP_NUM_THREADS.
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    _finish(main)
+
+
+def _finish(main: Main) -> None:
+    try:
+        main(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def all_rows(own: torch.Tensor, m: int) -> torch.Tensor:
+    """Every rank's rows one below the other, [m, columns], by torch.distributed alone.
+
+    Its collectives want equal shards, so short ones are padded and the padding is cut off.
+    """
+    world = dist.get_world_size()
+    chunk = -(-m // world)
+    padded = torch.zeros(chunk, own.shape[1], dtype=own.dtype)
+    padded[: own.shape[0]] = own
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(parts, padded)
+    return torch.cat(parts)[:m]
+
+
+def check_product(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
+    """Largest error of ``y`` as ``x @ weight.T`` on any rank; more than rounding explains raises.
+
+    A sum of K products is off by at most K roundings, each relative to the sum of magnitudes.
+    """
+    expected = x.double() @ weight.double().t()
+    magnitude = x.double().abs() @ weight.double().abs().t()
+    error = (y.double() - expected).abs()
+    unit = torch.finfo(y.dtype).eps / 2
+    assert (error <= weight.shape[1] * unit * magnitude).all(), f"off by {error.max():.2e}"
+    worst = error.max() if error.numel() else torch.tensor(0.0, dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)

@@ -1,0 +1,72 @@
+"""Where the ranks of a benchmark come from: torchrun's, when it started us, else our own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .methods import Factory
+from .op import Measurement, Progress, measure
+from .problem import BenchConfig
+from .spawn import run_ranks
+
+
+def torchrun_world() -> int | None:
+    """World size given by torchrun's environment, None when this process was not started by it."""
+    try:
+        return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+    except KeyError:
+        return None
+
+
+def torchrun_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _one_rank(argument: Any, rank: int, progress: Progress) -> Measurement:
+    config, factory = argument
+    return measure(config, rank, progress, factory)
+
+
+def spawned(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
+    """Run on ranks of our own.
+
+    Raises:
+        RankFailedError: a rank raised, died or stalled; none is left running.
+    """
+    result: Measurement = run_ranks(
+        _one_rank,
+        (config, factory),
+        config.problem.world,
+        threads=config.threads,
+        timeout_s=config.timeout_s,
+        progress=progress,
+    )
+    return result
+
+
+def joined(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
+    """Run as one of torchrun's ranks; returns the measurement on every one of them.
+
+    Raises:
+        ValueError: the ranks are not all on one host, whose clock and memory they would share.
+    """
+    from flux.transport.shm import host_identity
+
+    torch.set_num_threads(config.threads)
+    rank = torchrun_rank()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout_s))
+    try:
+        hosts: list[Any] = [None] * config.problem.world
+        dist.all_gather_object(hosts, host_identity())
+        if len(set(hosts)) > 1:
+            raise ValueError(f"all ranks must be on one host, got {len(set(hosts))} hosts")
+        return _one_rank((config, factory), rank, progress)
+    finally:
+        sys.stdout.flush()
+        dist.destroy_process_group()

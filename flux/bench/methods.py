@@ -1,0 +1,222 @@
+"""What is timed: the library path, flux's paths, and the two parts that they are made of.
+
+A *method* computes the op's result from this rank's inputs. A *part* (a whole local GEMM, or the
+library collective alone) is only timed. Both allocate what a caller in a loop would allocate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from .problem import BenchConfig, Problem
+from .reference import Inputs
+
+# torch 2.13 renamed these two; the old names only warn, but a warning per call costs time.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Method(Protocol):
+    """One way to compute the op on this rank."""
+
+    name: str
+
+    def __call__(self, inputs: Inputs) -> torch.Tensor: ...
+
+    def knobs(self) -> dict[str, Any]:
+        """What it ran with, for the report; JSON-able."""
+
+    def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
+        """Its communication without the GEMM, or None: the library's time stands in."""
+
+    def close(self) -> None: ...
+
+
+class Unfused:
+    """torch.distributed collective before or after one torch.mm: what a user has without flux.
+
+    The library collectives need equal shards: with a ragged M, chunks are padded to ceil(M/W) rows.
+    """
+
+    name = "unfused"
+
+    def __init__(self, problem: Problem, rank: int) -> None:
+        self._problem = problem
+        begin, end = problem.rows(rank)
+        self._own = end - begin
+        self._padded = problem.chunk * problem.world
+
+    def __call__(self, inputs: Inputs) -> torch.Tensor:
+        problem, x, weight = self._problem, inputs.x, inputs.weight
+        if problem.op == "ag_gemm":
+            if self._own < problem.chunk:
+                x = torch.cat([x, x.new_zeros(problem.chunk - self._own, problem.k)])
+            gathered = x.new_empty(self._padded, problem.k)
+            _all_gather(gathered, x)
+            return torch.mm(gathered[: problem.m], weight.t())
+        if problem.op == "gemm_ar":
+            result = torch.mm(x, weight.t())
+            dist.all_reduce(result)
+            return result
+        if self._padded == problem.m:
+            partial = torch.mm(x, weight.t())
+        else:
+            partial = x.new_empty(self._padded, problem.n)
+            torch.mm(x, weight.t(), out=partial[: problem.m])
+            partial[problem.m :].zero_()
+        own = x.new_empty(problem.chunk, problem.n)
+        _reduce_scatter(own, partial)
+        return own[: self._own]
+
+    def knobs(self) -> dict[str, Any]:
+        return {"path": "unfused", "collective": COLLECTIVES[self._problem.op], "gemm": "torch.mm"}
+
+    def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is kept between calls."""
+
+
+class Fused:
+    """A flux op; `tuning` None leaves the choice of knobs to the op."""
+
+    def __init__(self, name: str, config: BenchConfig, tuning: object | None) -> None:
+        import flux  # here, so that the formulas and `--help` work before the package is built
+
+        self.name = name
+        problem = config.problem
+        self._m = problem.m
+        # Only a shard leaves the global M open; GemmRS and GemmAR see all M rows.
+        self._call_options = {"m": problem.m} if problem.gathers else {}
+        classes = {"ag_gemm": flux.AGGemm, "gemm_rs": flux.GemmRS, "gemm_ar": flux.GemmAR}
+        options: dict[str, Any] = {} if tuning is None else {"tuning": tuning}
+        self.op: Any = classes[problem.op](
+            max_m=problem.m,
+            n=problem.n,
+            k=problem.k,
+            dtype=problem.torch_dtype,
+            backend=config.backend,
+            transport=config.transport,
+            timeout_s=config.timeout_s,
+            **options,
+        )
+
+    def __call__(self, inputs: Inputs) -> torch.Tensor:
+        result: torch.Tensor = self.op(inputs.x, inputs.weight, **self._call_options)
+        return result
+
+    def knobs(self) -> dict[str, Any]:
+        knobs = dataclasses.asdict(self.op.schedule(self._m).knobs)
+        return {key: value for key, value in knobs.items() if value is not None}
+
+    def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
+        # An op that can run its transport without the GEMM offers it under this name.
+        transport_only = getattr(self.op, "transport_only", None)
+        return None if transport_only is None else lambda: transport_only(inputs.x)
+
+    def close(self) -> None:
+        self.op.close()
+
+
+Factory = Callable[[BenchConfig, int], list[Method]]
+
+
+def default_methods(config: BenchConfig, rank: int) -> list[Method]:
+    """The methods of the contract, in the order of the table. Collective: ops exchange memory."""
+    import flux
+
+    chosen = flux.Knobs(**config.knobs) if config.knobs else None
+    return [
+        Unfused(config.problem, rank),
+        Fused("medium", config, flux.Knobs(path="medium")),
+        Fused("flux", config, chosen),
+    ]
+
+
+class _PoisonedAllocation(TorchFunctionMode):
+    """Memory that Python code allocates without initialising it holds NaN.
+
+    ``torch.use_deterministic_algorithms`` would do the same, but imports the compiler for it, which
+    costs every rank seconds.
+    """
+
+    _ALLOCATES = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._ALLOCATES and result.is_floating_point():
+            result.fill_(float("nan"))
+        return result
+
+
+@contextmanager
+def poisoned_methods(factory: Factory, config: BenchConfig, rank: int) -> Iterator[list[Method]]:
+    """Methods whose memory holds NaN until they write it.
+
+    flux ops see to that themselves when FLUX_POISON is set at their construction.
+    """
+    before = os.environ.get("FLUX_POISON")
+    os.environ["FLUX_POISON"] = "1"
+    methods: list[Method] = []
+    try:
+        with _PoisonedAllocation():
+            methods = factory(config, rank)
+            yield methods
+    finally:
+        if before is None:
+            del os.environ["FLUX_POISON"]
+        else:
+            os.environ["FLUX_POISON"] = before
+        for method in methods:
+            method.close()
+
+
+COLLECTIVES = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter", "gemm_ar": "all_reduce"}
+
+
+def whole_gemms(problem: Problem, inputs: Inputs) -> dict[str, Callable[[], object]]:
+    """Ways to run the whole local GEMM on data that is already there; the fastest one counts."""
+    weight = inputs.weight
+    x = torch.randn(problem.m, problem.k).to(weight.dtype) if problem.gathers else inputs.x
+    out = x.new_empty(problem.m, weight.shape[0])
+    transposed = weight.t()
+    return {
+        "linear": lambda: linear(x, weight),
+        "mm": lambda: torch.mm(x, transposed),
+        "mm_out": lambda: torch.mm(x, transposed, out=out),
+    }
+
+
+def library_collective(problem: Problem) -> Callable[[], object]:
+    """The library collective alone, on buffers that are there already."""
+    dtype, padded = problem.torch_dtype, problem.chunk * problem.world
+
+    def touched(rows: int, columns: int) -> torch.Tensor:
+        # Zeros stay zeros when reduced in place for ever; written, because a page of fresh zeros
+        # is one shared page that reads far too fast.
+        return torch.ones(rows, columns, dtype=dtype).zero_()
+
+    if problem.op == "ag_gemm":
+        own, gathered = touched(problem.chunk, problem.k), touched(padded, problem.k)
+        return lambda: _all_gather(gathered, own)
+    if problem.op == "gemm_rs":
+        own, partial = touched(problem.chunk, problem.n), touched(padded, problem.n)
+        return lambda: _reduce_scatter(own, partial)
+    result = touched(problem.m, problem.n)
+    return lambda: dist.all_reduce(result)

@@ -1,0 +1,120 @@
+"""The figures of the Flux paper (section 2.3) and ours, as plain functions of measured times.
+
+    time -->
+    unfused   |==== collective ====|======== fastest GEMM ========|     non_overlap_ms
+    fused     |======== GEMM, tiles wait for rows ========|~ECT~|       overall_ms
+    GEMM      |======== fastest GEMM ========|                          gemm_non_split_ms
+
+ECT, the effective communication time, is what a method costs beyond the fastest whole GEMM of the
+same local shape: exposed communication *and* whatever splitting the GEMM lost. It can be negative
+only by measurement noise. All times are in ms.
+
+A ratio whose denominator is not clearly above the noise of the measurement says nothing, so it is
+None (null in JSON) rather than a huge number or a division by zero; see ``RESOLUTION``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RESOLUTION = 0.005
+"""Smallest denominator a ratio is formed with, as a share of the unfused time. With world 1, for
+example, nothing is communicated: there is nothing to hide, and the difference of two equal times
+is noise of either sign."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One method's figures; None where the figure is undefined."""
+
+    overall_ms: float
+    gemm_non_split_ms: float
+    comm_ms: float
+    ect_ms: float
+    overlap_efficiency: float | None
+    bounded_efficiency: float | None
+    speedup_vs_unfused: float | None
+
+
+def effective_communication_time(overall_ms: float, gemm_non_split_ms: float) -> float:
+    """ECT = overall - gemm_non_split."""
+    return overall_ms - gemm_non_split_ms
+
+
+def _ratio(numerator: float, denominator: float, scale: float) -> float | None:
+    if not (math.isfinite(numerator) and math.isfinite(denominator)):
+        return None
+    if denominator <= 0.0 or denominator < RESOLUTION * scale:
+        return None
+    value = numerator / denominator
+    return value if math.isfinite(value) else None
+
+
+def overlap_efficiency(
+    overall_ms: float, gemm_non_split_ms: float, non_overlap_ms: float
+) -> float | None:
+    """1 - ECT / ECT of the unfused path: 0 hides nothing, 1 hides everything, below 0 loses."""
+    share = _ratio(
+        effective_communication_time(overall_ms, gemm_non_split_ms),
+        effective_communication_time(non_overlap_ms, gemm_non_split_ms),
+        non_overlap_ms,
+    )
+    return None if share is None else 1.0 - share
+
+
+def bounded_efficiency(
+    overall_ms: float, gemm_non_split_ms: float, comm_ms: float, non_overlap_ms: float
+) -> float | None:
+    """Share of what is physically hideable that was hidden.
+
+    However good the overlap, the call lasts as long as the longer of its two parts; when
+    communication is the longer one, overlap efficiency cannot reach 1 but this figure can.
+    """
+    return _ratio(
+        non_overlap_ms - overall_ms,
+        non_overlap_ms - max(gemm_non_split_ms, comm_ms),
+        non_overlap_ms,
+    )
+
+
+def speedup(overall_ms: float, non_overlap_ms: float) -> float | None:
+    """Unfused time / this time; above 1 is faster than the unfused path."""
+    return _ratio(non_overlap_ms, overall_ms, 0.0)
+
+
+def slowest_rank(per_rank_ms: Sequence[Sequence[float]]) -> list[float]:
+    """[rank][repeat] times -> time of each repeat's slowest rank: the op is over when all are."""
+    lengths = {len(times) for times in per_rank_ms}
+    if len(lengths) != 1:
+        raise ValueError(f"every rank must have the same number of repeats, got {sorted(lengths)}")
+    return [max(times) for times in zip(*per_rank_ms, strict=True)]
+
+
+def median(times_ms: Sequence[float]) -> float:
+    """Median; a ValueError for no samples, because a made-up time must not reach a table."""
+    if not times_ms:
+        raise ValueError("no samples to take the median of")
+    return statistics.median(times_ms)
+
+
+def evaluate(
+    overall_ms: float, gemm_non_split_ms: float, comm_ms: float, non_overlap_ms: float | None
+) -> Metrics:
+    """All figures of one method; `non_overlap_ms` is the unfused method's time, if there is one."""
+    ect = effective_communication_time(overall_ms, gemm_non_split_ms)
+    if non_overlap_ms is None:
+        return Metrics(overall_ms, gemm_non_split_ms, comm_ms, ect, None, None, None)
+    return Metrics(
+        overall_ms=overall_ms,
+        gemm_non_split_ms=gemm_non_split_ms,
+        comm_ms=comm_ms,
+        ect_ms=ect,
+        overlap_efficiency=overlap_efficiency(overall_ms, gemm_non_split_ms, non_overlap_ms),
+        bounded_efficiency=bounded_efficiency(
+            overall_ms, gemm_non_split_ms, comm_ms, non_overlap_ms
+        ),
+        speedup_vs_unfused=speedup(overall_ms, non_overlap_ms),
+    )

@@ -1,0 +1,210 @@
+"""One rank's part of `flux bench op`: check, time all methods interleaved, check again.
+
+    check    fresh inputs, poisoned memory, float64 reference     -> wrong methods are not timed
+    repeat   [GEMM variants | collective | unfused | medium | flux] in an order that rotates, each
+             started by all ranks at one instant                  -> warm-up repeats are dropped
+    check    the last timed result of every method, which used other inputs than the call before it
+
+Interleaving lets drift of the machine hit all methods alike; rotating keeps any of them from always
+finding the caches as the same predecessor left them. All ranks make the same sequence of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import metrics
+from .methods import (
+    Factory,
+    Method,
+    default_methods,
+    library_collective,
+    poisoned_methods,
+    whole_gemms,
+)
+from .problem import BenchConfig, Problem
+from .reference import Inputs, Verdict, judge, make_inputs, make_reference
+from .timing import StartLine, quiet_collector, timed
+
+Progress = Callable[[str, int, int], None]
+"""Called as (what is happening, steps done, steps in all); by rank 0 only."""
+
+_GEMM, _COMM, _METHOD = "gemm/", "comm/", "method/"
+_LIBRARY = _COMM + "library"
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What rank 0 reports about one method; times are absent when a result was wrong."""
+
+    name: str
+    metrics: metrics.Metrics | None
+    max_abs_err: float
+    repeats_ms: list[float]
+    knobs: dict[str, Any]
+    complaints: list[str]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The outcome of a run, complete on every rank.
+
+    `parts_ms` holds the medians of the GEMM variants and of the collective; `start_skew_ms` is the
+    median, over all timed calls, of how late the last rank started.
+    """
+
+    methods: list[MethodResult]
+    parts_ms: dict[str, float]
+    start_skew_ms: float
+
+    @property
+    def complaints(self) -> list[str]:
+        return [text for method in self.methods for text in method.complaints]
+
+
+def measure(
+    config: BenchConfig,
+    rank: int,
+    progress: Progress = lambda what, done, total: None,
+    factory: Factory | None = None,
+) -> Measurement:
+    """Run the benchmark on an initialised default process group. Collective."""
+    return _Run(config, rank, progress, factory or default_methods).measure()
+
+
+class _Run:
+    def __init__(
+        self, config: BenchConfig, rank: int, progress: Progress, factory: Factory
+    ) -> None:
+        self._config = config
+        self._problem: Problem = config.problem
+        self._rank = rank
+        self._factory = factory
+        self._progress = progress
+        self._done = 0
+        self._errors: dict[str, float] = {}
+        self._complaints: dict[str, list[str]] = {}
+
+    def measure(self) -> Measurement:
+        self._check_poisoned()
+        methods = self._factory(self._config, self._rank)
+        try:
+            return self._time(methods)
+        finally:
+            for method in methods:
+                method.close()
+
+    def _step(self, what: str) -> None:
+        if self._rank == 0:
+            self._progress(what, self._done, self._config.warmup + self._config.repeats + 2)
+        self._done += 1
+
+    def _check_poisoned(self) -> None:
+        self._step("checking results")
+        inputs = make_inputs(self._problem, self._rank, self._config.seed)
+        reference = make_reference(self._problem, self._rank, inputs)
+        with poisoned_methods(self._factory, self._config, self._rank) as methods:
+            for method in methods:
+                verdict = judge(self._problem, self._rank, method(inputs), reference)
+                self._record(method.name, verdict, "before timing")
+
+    def _record(self, name: str, verdict: Verdict, when: str) -> None:
+        """Share one method's verdict, so that all ranks agree on what is still worth timing."""
+        verdicts: list[Any] = [None] * self._problem.world
+        dist.all_gather_object(verdicts, verdict)
+        complaints = self._complaints.setdefault(name, [])
+        for rank, other in enumerate(verdicts):
+            self._errors[name] = max(self._errors.get(name, 0.0), other.max_abs_err)
+            if not other.ok:
+                complaints.append(f"{name}: rank {rank}, checked {when}: {other.complaint}")
+
+    def _time(self, methods: list[Method]) -> Measurement:
+        inputs = make_inputs(self._problem, self._rank, self._config.seed + 1)
+        right = [method for method in methods if not self._complaints[method.name]]
+        calls = self._calls(right, inputs)
+        times, skews, last = self._rounds(calls, inputs)
+
+        self._step("checking results")
+        reference = make_reference(self._problem, self._rank, inputs)
+        for method in right:
+            verdict = judge(self._problem, self._rank, last[_METHOD + method.name], reference)
+            self._record(method.name, verdict, "after timing")
+
+        everybody: list[Any] = [None] * self._problem.world
+        dist.all_gather_object(everybody, (times, skews))
+        slowest = {
+            name: metrics.slowest_rank([rank_times[name] for rank_times, _ in everybody])
+            for name in calls
+        }
+        skew = metrics.median(metrics.slowest_rank([rank_skews for _, rank_skews in everybody]))
+        return self._results(methods, slowest, skew)
+
+    def _calls(self, methods: list[Method], inputs: Inputs) -> dict[str, Callable[[], object]]:
+        calls: dict[str, Callable[[], object]] = {
+            _GEMM + name: call for name, call in whole_gemms(self._problem, inputs).items()
+        }
+        calls[_LIBRARY] = library_collective(self._problem)
+        for method in methods:
+            own_comm = method.comm_only(inputs)
+            if own_comm is not None:
+                calls[_COMM + method.name] = own_comm
+        for method in methods:
+            calls[_METHOD + method.name] = lambda method=method: method(inputs)  # type: ignore[misc]
+        return calls
+
+    def _rounds(
+        self, calls: dict[str, Callable[[], object]], inputs: Inputs
+    ) -> tuple[dict[str, list[float]], list[float], dict[str, object]]:
+        config = self._config
+        line = StartLine(self._problem.world, config.threads)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        skews: list[float] = []
+        last: dict[str, object] = {}
+        names = list(calls)
+        with torch.no_grad(), quiet_collector():
+            for index in range(-config.warmup, config.repeats):
+                self._step("warming up" if index < 0 else "measuring")
+                # The result changes with every repeat, so that one left over from the repeat
+                # before, or a shard of it, cannot pass for right.
+                inputs.x.neg_()
+                shift = index % len(names)
+                for name in names[shift:] + names[:shift]:
+                    last.pop(name, None)  # freed as a loop variable would be, not within the timing
+                    line.wait()
+                    last[name], elapsed = timed(calls[name])
+                    if index >= 0:
+                        times[name].append(elapsed)
+                        skews.append(line.late_ns * 1e-6)
+        return times, skews, last
+
+    def _results(
+        self, methods: list[Method], slowest: dict[str, list[float]], skew_ms: float
+    ) -> Measurement:
+        medians = {name: metrics.median(times) for name, times in slowest.items()}
+        gemm_ms = min(ms for name, ms in medians.items() if name.startswith(_GEMM))
+        wrong = {name for name, complaints in self._complaints.items() if complaints}
+        unfused_ms = None if "unfused" in wrong else medians.get(_METHOD + "unfused")
+        results = []
+        for method in methods:
+            name, figures, repeats = method.name, None, []
+            if name not in wrong:
+                repeats = slowest[_METHOD + name]
+                comm_ms = medians.get(_COMM + name, medians[_LIBRARY])
+                figures = metrics.evaluate(medians[_METHOD + name], gemm_ms, comm_ms, unfused_ms)
+            results.append(
+                MethodResult(
+                    name,
+                    figures,
+                    self._errors[name],
+                    repeats,
+                    method.knobs(),
+                    self._complaints[name],
+                )
+            )
+        parts = {name: ms for name, ms in medians.items() if not name.startswith(_METHOD)}
+        return Measurement(results, parts, skew_ms)

@@ -1,0 +1,122 @@
+"""What is measured: the problem, its local shapes, and the options of one `flux bench op` run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+def dtype_name(text: str) -> str:
+    """Canonical dtype name of what the user wrote, a ValueError naming the choices otherwise."""
+    name = DTYPE_ALIASES.get(text, text)
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {text!r}")
+    return name
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One op at one global shape on `world` ranks; shapes below are of one rank.
+
+    op       x            weight     result
+    ag_gemm  [own, K]     [N/W, K]   [M, N/W]
+    gemm_rs  [M, K/W]     [N, K/W]   [own, N]
+    gemm_ar  [M, K/W]     [N, K/W]   [M, N]
+
+    Whatever is divided by W is divided as rows are: of S, rank r has
+    [r*ceil(S/W), min(S, (r+1)*ceil(S/W))).
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    world: int
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}, got {self.op!r}")
+        for name in ("m", "n", "k", "world"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        dtype_name(self.dtype)
+
+    @property
+    def gathers(self) -> bool:
+        return self.op == "ag_gemm"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def chunk(self) -> int:
+        """Rows of the largest shard, ceil(M/W)."""
+        return -(-self.m // self.world)
+
+    def share(self, size: int, rank: int) -> tuple[int, int]:
+        """[begin, end) of `size` that belongs to `rank`; may be empty."""
+        chunk = -(-size // self.world)
+        begin = min(size, rank * chunk)
+        return begin, min(size, begin + chunk)
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Rows [begin, end) that `rank` owns; may be empty."""
+        return self.share(self.m, rank)
+
+    def x_shape(self, rank: int) -> tuple[int, int]:
+        if self.gathers:
+            begin, end = self.rows(rank)
+            return (end - begin, self.k)
+        begin, end = self.share(self.k, rank)
+        return (self.m, end - begin)
+
+    def weight_shape(self, rank: int) -> tuple[int, int]:
+        if self.gathers:
+            begin, end = self.share(self.n, rank)
+            return (end - begin, self.k)
+        begin, end = self.share(self.k, rank)
+        return (self.n, end - begin)
+
+    def result_shape(self, rank: int) -> tuple[int, int]:
+        begin, end = self.rows(rank)
+        rows = end - begin if self.op == "gemm_rs" else self.m
+        return (rows, self.weight_shape(rank)[0])
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Everything that one run depends on; goes to every rank by pickling."""
+
+    problem: Problem
+    repeats: int = 15
+    warmup: int = 3
+    threads: int = 1
+    backend: str | None = None
+    transport: str | None = None
+    knobs: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup must not be negative, got {self.warmup}")
+        if self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout must be above 0 s, got {self.timeout_s}")

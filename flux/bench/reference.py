@@ -1,0 +1,170 @@
+"""Right answers in float64, and how far a correct method may be from them.
+
+The bound is derived, not picked. With u the unit roundoff of the accumulator, A and B what is
+multiplied, every element of a correct product obeys, whatever the order of summation,
+
+    |error| <= growth(K) * u * (|A| @ |B|),      growth(K) = K              always (first order)
+                                                 growth(K) = 10 * sqrt(K)   for zero-mean data
+
+The second is the probabilistic bound of Higham and Mary (2019): with the factor 10 it fails for one
+element in more than 1e15, and unlike K * u it is tight enough to notice one missing K tile. Inputs
+here are fresh zero-mean random numbers, so the smaller of the two applies.
+
+bfloat16 and float16 results are accumulated in float32 and *rounded*: once at the end, once per
+partial product that travels, once per addition of the library's reduction, at most W + 1 times in
+all. Each rounding is relative to what it rounds, which never exceeds the sum over ranks of the
+magnitudes of their partial results: the `carried` term below.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .problem import Problem
+
+_CONFIDENCE = 10.0
+_SLACK = 1.02
+"""Second-order terms, and |A| @ |B| being itself computed in floating point."""
+
+
+@dataclass
+class Inputs:
+    """One rank's share of one random problem; shapes in `Problem`."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+
+
+@dataclass
+class Reference:
+    """float64 result of this rank and the largest permitted deviation, element by element."""
+
+    expected: torch.Tensor
+    bound: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of one check on one rank."""
+
+    ok: bool
+    max_abs_err: float
+    complaint: str = ""
+
+
+def make_inputs(problem: Problem, rank: int, seed: int) -> Inputs:
+    """Fresh zero-mean inputs, different on every rank and for every seed."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+    dtype = problem.torch_dtype
+    draw = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def random(shape: tuple[int, int]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=draw).to(dtype)
+
+    return Inputs(random(problem.x_shape(rank)), random(problem.weight_shape(rank)))
+
+
+def growth(k: int) -> float:
+    """Error growth factor of a sum of k products, in units of roundoff."""
+    return min(float(k), _CONFIDENCE * math.sqrt(k))
+
+
+def error_bound(problem: Problem, magnitude: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+    """Largest permitted |error|, given |A| @ |B| and the sum of |partial results|."""
+    dtype = problem.torch_dtype
+    low_precision = dtype in (torch.bfloat16, torch.float16)
+    accumulator = torch.finfo(torch.float32 if low_precision else dtype)
+    bound = magnitude * (growth(problem.k) * accumulator.eps / 2)
+    if low_precision:
+        kept = torch.finfo(dtype)
+        roundings = 1 if problem.gathers else problem.world + 1
+        bound += carried * (roundings * kept.eps / 2) + roundings * kept.smallest_normal
+    if dtype == torch.float64:
+        bound *= 2  # the reference has rounding errors of the same size
+    return bound * _SLACK + accumulator.smallest_normal
+
+
+def _accumulate(
+    x: torch.Tensor, weight: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    expected, magnitude, carried = into
+    partial = x.double() @ weight.double().t()
+    expected += partial
+    carried += partial.abs_()
+    magnitude += (x.float().abs() @ weight.float().abs().t()).double()
+
+
+def make_reference(
+    problem: Problem, rank: int, inputs: Inputs, group: dist.ProcessGroup | None = None
+) -> Reference:
+    """Reference of this rank from everybody's inputs. Collective: every rank must call it.
+
+    Inputs travel one owner at a time, so that no rank ever holds more than one peer's share. For
+    gemm_ar each rank computes its own rows and the results are exchanged, in float64 and hence
+    exactly, rather than computing the same M rows W times.
+    """
+    begin, end = problem.rows(rank)
+    rows = problem.m if problem.gathers else end - begin
+    expected, magnitude, carried = (
+        torch.zeros(rows, inputs.weight.shape[0], dtype=torch.float64) for _ in range(3)
+    )
+
+    def from_owner(mine: torch.Tensor, shape: tuple[int, int], owner: int) -> torch.Tensor:
+        tensor = mine.contiguous() if rank == owner else torch.empty(shape, dtype=mine.dtype)
+        if tensor.numel() and problem.world > 1:
+            dist.broadcast(tensor, group=group, group_src=owner)
+        return tensor
+
+    for owner in range(problem.world):
+        x = from_owner(inputs.x, problem.x_shape(owner), owner)
+        if problem.gathers:
+            first, last = problem.rows(owner)
+            part = (expected[first:last], magnitude[first:last], carried[first:last])
+            _accumulate(x, inputs.weight, part)
+        else:
+            weight = from_owner(inputs.weight, problem.weight_shape(owner), owner)
+            _accumulate(x[begin:end], weight, (expected, magnitude, carried))
+    bound = error_bound(problem, magnitude, carried)
+    if problem.op == "gemm_ar":
+        blocks = [
+            (last - first, problem.n) for first, last in map(problem.rows, range(problem.world))
+        ]
+        expected = torch.cat([from_owner(expected, s, owner) for owner, s in enumerate(blocks)])
+        bound = torch.cat([from_owner(bound, s, owner) for owner, s in enumerate(blocks)])
+    return Reference(expected, bound)
+
+
+def judge(problem: Problem, rank: int, got: object, reference: Reference) -> Verdict:
+    """Compare one result with its reference; NaN left over from poisoning is an error."""
+    shape = problem.result_shape(rank)
+    if not isinstance(got, torch.Tensor):
+        return Verdict(False, math.inf, f"returned a {type(got).__name__}, not a tensor")
+    if tuple(got.shape) != shape or got.dtype != problem.torch_dtype:
+        return Verdict(
+            False,
+            math.inf,
+            f"returned {list(got.shape)} {got.dtype}, expected {list(shape)} {problem.torch_dtype}",
+        )
+    if got.numel() == 0:
+        return Verdict(True, 0.0)
+    error = (got.double() - reference.expected).abs_()
+    wrong = ~(error <= reference.bound)  # not `>`: a NaN compares false both ways
+    if not bool(wrong.any()):
+        return Verdict(True, float(error.max()))
+    count = int(wrong.sum())
+    excess = torch.where(wrong, error - reference.bound, -1.0).nan_to_num_(nan=math.inf)
+    row, column = divmod(int(excess.argmax()), shape[1])
+    unfilled = int(got.isnan().sum())
+    return Verdict(
+        False,
+        float(error.nan_to_num(nan=math.inf).max()),
+        f"{count} of {got.numel()} elements are wrong"
+        + (f" ({unfilled} NaN)" if unfilled else "")
+        + f"; element [{row}, {column}] is {float(got[row, column]):.9g}, expected "
+        f"{float(reference.expected[row, column]):.9g} within "
+        f"{float(reference.bound[row, column]):.3g}",
+    )

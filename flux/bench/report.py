@@ -1,0 +1,163 @@
+"""What a measurement looks like: one JSON object, and one table."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flux import host
+
+from .op import Measurement
+from .problem import BenchConfig
+
+_FIGURES = (
+    "overall_ms",
+    "gemm_non_split_ms",
+    "comm_ms",
+    "ect_ms",
+    "overlap_efficiency",
+    "bounded_efficiency",
+    "speedup_vs_unfused",
+)
+
+
+def document(
+    config: BenchConfig,
+    measurement: Measurement,
+    command: list[str] | None = None,
+) -> dict[str, Any]:
+    """The JSON object of the contract; figures that do not exist are null."""
+    problem = config.problem
+    methods: dict[str, Any] = {}
+    for method in measurement.methods:
+        figures = {name: getattr(method.metrics, name, None) for name in _FIGURES}
+        error = method.max_abs_err
+        methods[method.name] = {
+            **figures,
+            "max_abs_err": error if math.isfinite(error) else None,
+            "repeats_ms": method.repeats_ms,
+            "knobs": method.knobs,
+        }
+        if method.complaints:
+            methods[method.name]["wrong"] = method.complaints
+    return {
+        "op": problem.op,
+        "m": problem.m,
+        "n": problem.n,
+        "k": problem.k,
+        "dtype": problem.dtype,
+        "world": problem.world,
+        "hosts": 1,
+        "backend": config.backend or "cpu",
+        "transport": config.transport or "shm",
+        "device": host.device(),
+        "versions": host.versions(),
+        "methods": methods,
+        "threads": config.threads,
+        "repeats": config.repeats,
+        "warmup": config.warmup,
+        "seed": config.seed,
+        "parts_ms": measurement.parts_ms,
+        "start_skew_ms": measurement.start_skew_ms,
+        "command": command,
+    }
+
+
+def write_json(content: dict[str, Any], target: str) -> None:
+    """Write to a file, or to stdout for '-'. Times keep four digits after the point: 0.1 us."""
+    text = json.dumps(_rounded(content), indent=1, allow_nan=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        path = Path(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def _rounded(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(item, name) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item, key) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if key == "max_abs_err" else round(value, 4)
+    return value
+
+
+def table(content: dict[str, Any]) -> Table:
+    """The comparison of one document's methods."""
+    view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    view.add_column("method", style="bold", no_wrap=True)
+    for name in ("overall\nms", "GEMM\nms", "comm\nms", "ECT\nms"):
+        view.add_column(name, justify="right", no_wrap=True)
+    for name in ("overlap\neff", "bounded\neff", "vs\nunfused", "max\nerror"):
+        view.add_column(name, justify="right", no_wrap=True)
+    for name, method in content["methods"].items():
+        error = _number(method["max_abs_err"], ".1e")
+        if method["overall_ms"] is None:
+            wrong = [Text("WRONG", "bold red")] + [Text("-")] * 6
+            view.add_row(name, *wrong, Text(error, "red"))
+            continue
+        view.add_row(
+            name,
+            *(_milliseconds(method[key]) for key in _FIGURES[:4]),
+            *(_number(method[key], ".0%") for key in _FIGURES[4:6]),
+            _number(method["speedup_vs_unfused"], ".2f", "x"),
+            error,
+        )
+    return view
+
+
+def _headline(content: dict[str, Any]) -> Text:
+    m, n, k = content["m"], content["n"], content["k"]
+    ranks, threads = content["world"], content["threads"]
+    return Text(
+        f"{content['op']} {m} x {n} x {k} (M x N x K) {content['dtype']}, "
+        f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}, "
+        f"{content['backend']}/{content['transport']}",
+        "bold",
+    )
+
+
+def _footer(content: dict[str, Any]) -> Text:
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    return Text(
+        f"{content['device']}; {versions}\n"
+        f"median of {content['repeats']} interleaved repeats, slowest rank of each; "
+        f"ranks start within {content['start_skew_ms']:.3f} ms",
+        "dim",
+    )
+
+
+def _milliseconds(value: float | None) -> str:
+    return _number(value, ".3f" if value is not None and abs(value) < 10 else ".2f")
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else format(value, form) + unit
+
+
+def _knobs_text(knobs: dict[str, Any]) -> str:
+    parts = []
+    for name, value in knobs.items():
+        text = "x".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        parts.append(text if name == "path" else f"{name}={text}")
+    return " ".join(parts)
+
+
+def show(content: dict[str, Any], console: Console) -> None:
+    """Headline, table, what each method ran with, and where."""
+    console.print(_headline(content))
+    console.print(table(content))
+    for name, method in content["methods"].items():
+        console.print(Text(f"{name}: {_knobs_text(method['knobs'])}", "dim"))
+    console.print(_footer(content))

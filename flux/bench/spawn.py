@@ -1,0 +1,248 @@
+"""Starting ranks as processes of this machine, and ending them whatever happens.
+
+The parent hosts the rendezvous on a port that the kernel picks, hears from each rank over a pipe,
+and watches for ranks that die. One rank's failure ends the others after a short grace, in which
+their messages are collected: the first cause is shown, not the broken connections that follow from
+it. A rank whose parent is gone ends itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .op import Progress
+
+_GRACE_S = 1.5
+_EXIT_S = 5.0
+STALL_S = 60.0
+"""How long rank 0 may report nothing beyond twice the timeout; large references take time."""
+
+Entry = Callable[[Any, int, Progress], Any]
+"""What a rank runs: (argument, rank, progress) -> result. Must be importable by name."""
+
+
+class RankFailedError(RuntimeError):
+    """A rank raised, died or stalled. `details` is its traceback, if it could still tell."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+@dataclass
+class _Failure:
+    rank: int
+    summary: str
+    details: str
+    refused: bool
+    at: float
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _rank_main(
+    rank: int,
+    world: int,
+    port: int,
+    threads: int,
+    timeout_s: float,
+    entry: Entry,
+    argument: Any,
+    pipe: Connection,
+) -> None:
+    os.dup2(2, 1)  # whatever a library prints must not end up in the parent's JSON
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def progress(what: str, done: int, total: int) -> None:
+        # Answered once the bar is drawn: drawing takes CPU time that must not fall into a repeat.
+        pipe.send(("progress", what, done, total))
+        pipe.poll(1.0) and pipe.recv()
+
+    try:
+        torch.set_num_threads(threads)
+        limit = timedelta(seconds=timeout_s)
+        store = dist.TCPStore("127.0.0.1", port, world, False, limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        result = entry(argument, rank, progress)
+        pipe.send(("done", result if rank == 0 else None))
+    except BaseException as error:
+        refused = isinstance(error, (ValueError, TypeError))
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        pipe.send(("error", summary, traceback.format_exc(), refused, time.monotonic()))
+        raise SystemExit(1) from None
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(
+    entry: Entry,
+    argument: Any,
+    world: int,
+    *,
+    threads: int = 1,
+    timeout_s: float = 60.0,
+    progress: Progress = lambda what, done, total: None,
+) -> Any:
+    """Run `entry` on `world` new processes joined in a gloo group; return rank 0's result.
+
+    Args:
+        entry: importable function, called as entry(argument, rank, progress) on every rank.
+        argument: pickled to every rank.
+        threads: intra-op threads of each rank.
+        timeout_s: limit on every rendezvous and collective; a rank 0 that reports nothing for twice
+            as long and a minute is considered stuck.
+
+    Raises:
+        RankFailedError: a rank raised, died or stalled; no rank is left running.
+    """
+    # One server imports torch, the ranks are forked from it: with many ranks that saves most of the
+    # time until the first repeat. The server has no threads, and ends with this process.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["flux.cli", "flux.bench.launch"])
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, world, store.port, threads, timeout_s, entry, argument, theirs),
+                name=f"flux-rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        return _Supervisor(processes, pipes, progress, 2 * timeout_s + STALL_S).run()
+    finally:
+        _end(processes)
+        for pipe in pipes:
+            pipe.close()
+
+
+def _brief(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + _EXIT_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+class _Supervisor:
+    """Listens to the ranks until all are done or one has failed."""
+
+    def __init__(
+        self,
+        processes: list[BaseProcess],
+        pipes: list[Connection],
+        progress: Progress,
+        stall_s: float,
+    ) -> None:
+        self._processes = processes
+        self._pipes = dict(enumerate(pipes))
+        self._progress = progress
+        self._stall_s = stall_s
+        self._running = set(range(len(processes)))
+        self._done: set[int] = set()
+        self._failures: list[_Failure] = []
+        self._result: Any = None
+
+    def run(self) -> Any:
+        deadline = time.monotonic() + self._stall_s
+        while self._running:
+            ranks_of = {self._processes[rank].sentinel: rank for rank in self._running}
+            pipes_of = {pipe: rank for rank, pipe in self._pipes.items()}
+            ready = wait([*ranks_of, *pipes_of], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            failed_before = bool(self._failures)
+            # Messages first: a rank that reported its error has not died without a word.
+            for pipe, rank in pipes_of.items():
+                if pipe in ready:
+                    self._listen(rank, pipe)
+            for sentinel, rank in ranks_of.items():
+                if sentinel in ready:
+                    self._bury(rank)
+            if not self._failures:
+                deadline = time.monotonic() + self._stall_s
+            elif not failed_before:
+                deadline = time.monotonic() + _GRACE_S
+        if self._failures:
+            raise self._first_cause()
+        if self._running:
+            raise RankFailedError(
+                f"ranks {sorted(self._running)} reported nothing for {self._stall_s:.0f} s"
+            )
+        return self._result
+
+    def _listen(self, rank: int, pipe: Connection) -> None:
+        try:
+            while rank in self._pipes and pipe.poll():
+                kind, *content = pipe.recv()
+                if kind == "progress":
+                    self._progress(*content)
+                    pipe.send(None)
+                elif kind == "done":
+                    self._done.add(rank)
+                    if rank == 0:
+                        self._result = content[0]
+                else:
+                    summary, details, refused, at = content
+                    self._failures.append(_Failure(rank, summary, details, refused, at))
+        except (EOFError, OSError):
+            del self._pipes[rank]
+
+    def _bury(self, rank: int) -> None:
+        if rank in self._pipes:
+            self._listen(rank, self._pipes[rank])
+        self._running.discard(rank)
+        code = self._processes[rank].exitcode or 0
+        if rank in self._done and code == 0:
+            return
+        if any(failure.rank == rank for failure in self._failures):
+            return
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        # Sorted before every message: a silent death is the cause of what the others report.
+        self._failures.append(_Failure(rank, how, "", False, float("-inf")))
+
+    def _first_cause(self) -> RankFailedError:
+        first, *others = sorted(self._failures, key=lambda failure: failure.at)
+        message = f"rank {first.rank}: {first.summary}"
+        told = {first.summary}
+        for failure in others:
+            if failure.summary not in told:
+                told.add(failure.summary)
+                message += f"\n  then rank {failure.rank}: {_brief(failure.summary)}"
+        return RankFailedError(message, "" if first.refused else first.details)

@@ -1,0 +1,81 @@
+"""Starting all ranks at one instant, and timing calls from there.
+
+A barrier does not start ranks together: they leave it one after the other, tens of microseconds
+apart, and a peer's late start would be booked as this rank's waiting. Instead the ranks agree, with
+one all-reduce, on an instant a little in the future, and each waits for it by itself:
+
+    rank 0  --all_reduce--|.....sleep.....|~spin~|call
+    rank 1  ----all_reduce----|...sleep...|~spin~|call
+                                                 ^ agreed instant
+
+The processes of one host share CLOCK_MONOTONIC, which is what Python's monotonic clock is. That is
+why all ranks must be on one host.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from flux.host import available_cores
+
+T = TypeVar("T")
+
+_LEAD_NS = 1_000_000
+_MAX_LEAD_NS = 16_000_000
+_SPIN_NS = 200_000
+_LATE_NS = 50_000
+
+
+class StartLine:
+    """Lines up the ranks of a group. Collective: all ranks make the same calls."""
+
+    def __init__(self, world: int, threads: int, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._instant = torch.zeros(1, dtype=torch.int64)
+        # With more ranks than cores, a spinning rank keeps another one from reaching the line.
+        self._spin_ns = _SPIN_NS if world * threads <= available_cores() else 0
+        self._lead_ns = _LEAD_NS
+        self.late_ns = 0
+
+    def wait(self) -> None:
+        """Return at the instant that all ranks agreed on."""
+        self._instant[0] = time.monotonic_ns() + self._lead_ns
+        dist.all_reduce(self._instant, op=dist.ReduceOp.MAX, group=self._group)
+        instant = int(self._instant.item())
+        nap = instant - self._spin_ns - time.monotonic_ns()
+        if nap > 0:
+            time.sleep(nap * 1e-9)
+        while (now := time.monotonic_ns()) < instant:
+            pass
+        self.late_ns = now - instant
+        # A rank that learnt of the instant too late asks for more time ahead of the next one; the
+        # maximum over the ranks makes everybody grant it.
+        lead = self._lead_ns * 2 if self.late_ns > _LATE_NS else self._lead_ns * 15 // 16
+        self._lead_ns = min(max(lead, _LEAD_NS), _MAX_LEAD_NS)
+
+
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    """Collect garbage now, and not inside: one collection lasts longer than many a GEMM."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """Result and duration in ms of one call."""
+    begin = time.perf_counter_ns()
+    result = call()
+    return result, (time.perf_counter_ns() - begin) * 1e-6

@@ -1,0 +1,230 @@
+"""The `flux` command. Heavy imports happen inside the commands, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from flux.bench.op import Measurement, Progress
+    from flux.bench.problem import BenchConfig
+
+app = typer.Typer(
+    name="flux",
+    help="GEMMs of tensor parallelism, with their communication overlapped.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+bench = typer.Typer(help="Measure fused ops against the unfused path.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+_PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True}  # one line stays one line
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import flux
+
+        print(f"flux {flux.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what was detected, what will be used, and why not the rest."""
+    from flux import doctor as diagnosis
+
+    findings = diagnosis.examine()
+    if json_output:
+        print(json.dumps(findings.as_dict(), indent=1))
+    else:
+        diagnosis.show(findings, Console())
+    raise typer.Exit(0 if findings.usable else EXIT_FAILED)
+
+
+def _refuse(message: str) -> NoReturn:
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", **_PLAIN)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _knobs(**chosen: Any) -> dict[str, Any]:
+    """Knobs that were given on the command line, checked before any rank is started."""
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if "tile" in given:
+        try:
+            rows, columns = given["tile"].lower().split("x")
+            given["tile"] = (int(rows), int(columns))
+        except ValueError:
+            raise ValueError(f"tile must look like 512x1024, got {given['tile']!r}") from None
+    if given:
+        from flux import Knobs
+
+        Knobs(**given)
+    return given
+
+
+@bench.command("op")
+def bench_op(
+    op: Annotated[str, typer.Option(help="ag_gemm | gemm_rs | gemm_ar")] = "ag_gemm",
+    m: Annotated[int, typer.Option("--m", help="Rows of the global problem.")] = 2048,
+    n: Annotated[int, typer.Option("--n", help="Columns; ag_gemm divides them by rank.")] = 4096,
+    k: Annotated[int, typer.Option("--k", help="Depth; the others divide it by rank.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="float32 | bfloat16 | float16 | float64")] = "float32",
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks to start; 2 if not given. Under torchrun: its.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Executor; chosen if not given.")] = None,
+    transport: Annotated[str | None, typer.Option(help="Transport; chosen if not given.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed repeats of every method.")] = 15,
+    warmup: Annotated[int, typer.Option(help="Repeats that are not counted.")] = 3,
+    threads: Annotated[int, typer.Option(help="GEMM threads of each rank.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a peer.")] = 60.0,
+    path: Annotated[str | None, typer.Option(help="Knob: fused | medium | unfused")] = None,
+    order: Annotated[str | None, typer.Option(help="Knob: direct | ring1d | ring2d | ...")] = None,
+    direction: Annotated[str | None, typer.Option(help="Knob: push | pull")] = None,
+    comm_tile_rows: Annotated[int | None, typer.Option(help="Knob: rows moved at once.")] = None,
+    tile: Annotated[str | None, typer.Option(help="Knob: GEMM tile, ROWSxCOLUMNS.")] = None,
+    store: Annotated[str | None, typer.Option(help="Knob: direct | staged")] = None,
+    swizzle: Annotated[str | None, typer.Option(help="Knob: none | rank_shift | xor")] = None,
+    json_target: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write JSON there; - is stdout.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No table, no progress bar.")] = False,
+) -> None:
+    """Time one op: unfused (library), medium (chunk per rank), flux. One run, interleaved.
+
+    Every method's result is checked against float64, before and after; a wrong one has no speed,
+    and the exit status is 1.
+
+    Starts its own ranks, or joins torchrun's. torchrun takes --m for one of its own options unless
+    told where those end: torchrun --nproc-per-node 2 --no-python -- flux bench op --m 2048
+    """
+    from flux.bench.launch import torchrun_rank, torchrun_world
+    from flux.bench.problem import BenchConfig, Problem, dtype_name
+
+    world = torchrun_world()
+    if world is not None and nproc not in (None, world):
+        _refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
+    try:
+        config = BenchConfig(
+            problem=Problem(op, m, n, k, dtype_name(dtype), world or nproc or 2),
+            repeats=repeats,
+            warmup=warmup,
+            threads=threads,
+            backend=backend,
+            transport=transport,
+            knobs=_knobs(
+                path=path,
+                order=order,
+                direction=direction,
+                comm_tile_rows=comm_tile_rows,
+                tile=tile,
+                store=store,
+                swizzle=swizzle,
+            ),
+            timeout_s=timeout,
+            seed=seed,
+        )
+    except (ValueError, TypeError) as error:
+        _refuse(str(error))
+    speaks = world is None or torchrun_rank() == 0
+    silent = quiet or json_target == "-" or not speaks
+    measurement = _measure(config, joining=world is not None, silent=silent)
+    if speaks:
+        _report(config, measurement, json_target, silent=silent)
+    if measurement.complaints:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _measure(config: BenchConfig, *, joining: bool, silent: bool) -> Measurement:
+    from flux.bench import launch
+    from flux.bench.spawn import RankFailedError
+
+    console = Console()
+    with _progress_bar(console, shown=console.is_terminal and not silent) as progress:
+        try:
+            return (launch.joined if joining else launch.spawned)(config, progress)
+        except RankFailedError as error:
+            failure = error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    errors = Console(stderr=True)
+    if failure.details:
+        errors.print(escape(failure.details.rstrip()), style="dim", **_PLAIN)
+    errors.print(f"[bold red]error:[/] {escape(str(failure))}", **_PLAIN)
+    raise typer.Exit(EXIT_FAILED)
+
+
+def _report(
+    config: BenchConfig, measurement: Measurement, json_target: str | None, *, silent: bool
+) -> None:
+    from flux.bench import report
+
+    content = report.document(config, measurement, ["flux", *sys.argv[1:]])
+    if not silent:
+        report.show(content, Console())
+    errors = Console(stderr=True)
+    for complaint in measurement.complaints:
+        errors.print(f"[bold red]wrong result:[/] {escape(complaint)}", **_PLAIN)
+    if json_target is not None:
+        report.write_json(content, json_target)
+        if not silent:
+            print(f"wrote {json_target}: {shlex.join(content['command'])}")
+
+
+@contextmanager
+def _progress_bar(console: Console, *, shown: bool) -> Iterator[Progress]:
+    """A bar drawn only when told to: a thread redrawing it would disturb the measurement."""
+    if not shown:
+        yield lambda what, done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    with Progress(
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=False,
+    ) as bar:
+        task = bar.add_task("starting ranks", total=None)
+        bar.refresh()
+
+        def update(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+            bar.refresh()
+
+        yield update
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

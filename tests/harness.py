@@ -1,0 +1,349 @@
+"""Rank processes for tests: started once, reused by every test, gone when pytest is.
+
+``run_ranks(world, fn, *args)`` runs ``fn(rank, world, *args)`` on every rank of a gloo group. The ranks
+of each world size are forked from a server that has imported torch and flux already, and they stay for
+the next test; after a failure or a hang they are killed and the next test gets new ones. Tests that
+kill ranks take ``fresh_ranks(world)``, which is theirs alone.
+
+Nothing is left behind: the server and the ranks watch pytest and end when it does, however it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLDS = (1, 2, 3, 4, 8)
+GRACE_S = 3.0  # how long the other ranks may take to tell their side after the first failure
+COLLECTIVE_S = 60.0  # limit of every rendezvous and gloo collective
+
+_context = multiprocessing.get_context("forkserver")
+_counter = itertools.count()
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, died or stalled; the text has the first cause and its traceback."""
+
+
+@dataclass
+class Outcome:
+    """How a function ended on one rank.
+
+    Attributes:
+        value: what it returned.
+        error: "" or the exception's last lines; ``trace`` is the whole traceback.
+        signal: the signal that killed the rank, or 0.
+        at: when it ended, by ``time.monotonic()``.
+    """
+
+    value: Any = None
+    error: str = ""
+    trace: str = ""
+    signal: int = 0
+    at: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and not self.signal
+
+
+# -- in the rank processes -------------------------------------------------------------------------
+
+_port = 0
+
+
+def join_group(name: str, rank: int, world: int) -> None:
+    """Make ``world`` processes the default gloo group. ``name`` is new for every group."""
+    store = dist.TCPStore("127.0.0.1", _port, is_master=False, timeout=timedelta(seconds=COLLECTIVE_S))
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=COLLECTIVE_S),
+    )
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _rank_main(rank: int, world: int, port: int, name: str, folder: str, pipe: Connection) -> None:
+    global _port
+    _port = port
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
+    stacks = open(Path(folder) / f"{rank}.txt", "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Ranks that are started one by one have a tracker of shared memory each. Children of
+    # multiprocessing share their parent's, which would hide what becomes of a dead rank's memory.
+    resource_tracker._resource_tracker._fd = None
+    resource_tracker._resource_tracker._pid = None
+    os.environ["FLUX_POISON"] = "1"
+    torch.set_num_threads(1)
+    join_group(name, rank, world)
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            fn, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        outcome = Outcome()
+        try:
+            outcome.value = fn(rank, world, *args)
+        except BaseException as error:
+            outcome.error = "".join(traceback.format_exception_only(error)).strip()
+            outcome.trace = traceback.format_exc()
+        outcome.at = time.monotonic()
+        try:
+            answer = pickle.dumps(outcome)
+        except Exception as error:
+            answer = pickle.dumps(Outcome(error=f"cannot send the result: {error}"))
+        del fn, args, outcome
+        pipe.send_bytes(answer)
+
+
+# -- in pytest -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Keep multiprocessing from importing pytest's main script in every rank."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+_store: dist.TCPStore | None = None
+
+
+def _store_port() -> int:
+    global _store
+    if _store is None:
+        _store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return _store.port
+
+
+class Ranks:
+    """``world`` processes in one gloo group."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._folder = tempfile.mkdtemp(prefix="flux-test-")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._outcomes: dict[int, Outcome] = {}
+        name = f"group{next(_counter)}"
+        _context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "flux"])
+        try:
+            with _no_main():
+                for rank in range(world):
+                    ours, theirs = _context.Pipe()
+                    process = _context.Process(
+                        target=_rank_main,
+                        args=(rank, world, _store_port(), name, self._folder, theirs),
+                        daemon=True,
+                    )
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+                    self._pipes.append(ours)
+            deadline = time.monotonic() + COLLECTIVE_S
+            for rank, pipe in enumerate(self._pipes):
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise RanksFailed(f"rank {rank} did not start")
+                pipe.recv_bytes()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def start(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Begin fn(rank, world, *args) on all ranks. ``fn`` is found by its name."""
+        message = pickle.dumps((fn, args))
+        self._outcomes = {}
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+
+    def collect(self, timeout: float, grace: float | None = None) -> list[Outcome | None]:
+        """Outcomes by rank; None for one that is still running when the time is over.
+
+        With ``grace`` the time is over that many seconds after the first failure.
+        """
+        deadline = time.monotonic() + timeout
+        while len(self._outcomes) < self.world:
+            pipes = {self._pipes[r]: r for r in range(self.world) if r not in self._outcomes}
+            ends = {self._processes[r].sentinel: r for r in pipes.values()}
+            ready = wait([*pipes, *ends], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for source in ready:  # the pipes are listed first: a rank may have answered and ended
+                rank = pipes.get(source, ends.get(source))
+                if rank not in self._outcomes:
+                    self._outcomes[rank] = self._hear(rank)
+                    if grace is not None and not self._outcomes[rank].ok:
+                        deadline = min(deadline, time.monotonic() + grace)
+        return [self._outcomes.get(rank) for rank in range(self.world)]
+
+    def _hear(self, rank: int) -> Outcome:
+        try:
+            return pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            self._processes[rank].join(5)
+            code = self._processes[rank].exitcode or 0
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            return Outcome(error=how, signal=max(0, -code))
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+        """Results by rank.
+
+        Raises:
+            RanksFailed: a rank raised, died, or did not finish in time.
+        """
+        __tracebackhide__ = True
+        self.start(fn, *args)
+        outcomes = self.collect(timeout, GRACE_S)
+        # A silent death (at = 0) is the cause of what the others report.
+        failures = sorted(
+            ((r, o) for r, o in enumerate(outcomes) if o is not None and not o.ok),
+            key=lambda failure: failure[1].at,
+        )
+        if failures:
+            rank, first = failures[0]
+            others = "".join(f"\nrank {r}: {o.error}" for r, o in failures[1:])
+            raise RanksFailed(f"rank {rank} of {self.world}: {first.trace or first.error}{others}")
+        running = [rank for rank, o in enumerate(outcomes) if o is None]
+        if running:
+            raise RanksFailed(f"ranks {running} hang after {timeout:g} s\n{self._stacks(running)}")
+        return [o.value for o in outcomes if o is not None]
+
+    def _stacks(self, ranks: list[int]) -> str:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        time.sleep(0.5)
+        texts = [(Path(self._folder) / f"{rank}.txt").read_text() for rank in ranks]
+        return "\n".join(f"--- rank {r}\n{text}" for r, text in zip(ranks, texts, strict=True))
+
+    def close(self) -> None:
+        """Kill what is left. Idempotent."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_pool: dict[int, Ranks] = {}
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """fn(rank, world, *args) on all ranks of a group, in processes that later tests use again.
+
+    Returns:
+        Results by rank; they and ``args`` must be picklable, and ``fn`` importable.
+
+    Raises:
+        RanksFailed: with the traceback of the rank that failed first.
+    """
+    __tracebackhide__ = True
+    ranks = _pool.pop(world, None) or Ranks(world)
+    try:
+        results = ranks.run(fn, *args, timeout=timeout)
+    except BaseException:  # a Ctrl-C too: whoever is in the middle of something must go
+        ranks.close()
+        raise
+    _pool[world] = ranks
+    return results
+
+
+@contextlib.contextmanager
+def fresh_ranks(world: int) -> Iterator[Ranks]:
+    """Ranks of one's own, to be killed as one likes."""
+    ranks = Ranks(world)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@atexit.register
+def close_pool() -> None:
+    """End all ranks that wait for a next test."""
+    while _pool:
+        _pool.popitem()[1].close()
+
+
+# -- looking at what is held -----------------------------------------------------------------------
+
+
+def shared_names() -> set[str]:
+    """Names in /dev/shm that the standard library may have made."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+
+
+@contextlib.contextmanager
+def nothing_left_in_shared_memory(patience_s: float = 5.0) -> Iterator[None]:
+    """Fails if names remain in /dev/shm. Another program's, which come and go, are waited for."""
+    before = shared_names()
+    yield
+    deadline = time.monotonic() + patience_s
+    left = shared_names() - before
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left &= shared_names()
+    assert not left, f"left in /dev/shm: {sorted(left)}"
+
+
+def shared_mappings() -> int:
+    """Segments of POSIX shared memory that this process has mapped."""
+    return sum("/dev/shm/psm_" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def held() -> dict[str, int]:
+    """What an op must give back: descriptors, threads, mapped segments."""
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "segments": shared_mappings(),
+    }
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,47 @@
+"""Running a Python file as its reader would: by itself, or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_script(script: Path, ranks: int = 0, timeout_s: float = 100.0) -> str:
+    """Run ``script``, under torchrun when ``ranks`` is given; returns what it printed.
+
+    Raises:
+        AssertionError: it failed, took too long, or used what its readers will soon have to change;
+            the message holds its output.
+    """
+    command = [sys.executable]
+    if ranks:
+        # --standalone picks a free port, so that tests can run side by side.
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    # Poisoned, so that memory which nobody wrote cannot pass for a result.
+    settings = {"FLUX_POISON": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*command, str(script)],
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a group of its own: killing only torchrun would leave its ranks
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except BaseException as error:  # a Ctrl-C too
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise AssertionError(f"{script.name} hangs after {timeout_s:g} s:\n{output}") from None
+    assert process.returncode == 0, f"{script.name} exited with {process.returncode}:\n{output}"
+    for complaint in ("leaked", "DeprecationWarning", "FutureWarning"):
+        assert complaint not in output, output
+    return output

@@ -1,0 +1,163 @@
+"""AGGemm against float64, on 1 to 8 ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from flux import AGGemm, Knobs
+from harness import WORLDS, run_ranks
+from op_cases import Call, Case, check_cases, every_dtype, random_cases
+from reference import LAYOUTS, Inputs, Problem, length, share
+
+COUNT = {1: 30, 2: 80, 3: 40, 4: 30, 8: 12}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_random_cases(world: int) -> None:
+    cases = random_cases(1, "ag_gemm", world, COUNT[world])
+    assert run_ranks(world, check_cases, cases) == [sum(len(c.calls) for c in cases)] * world
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_combination_of_knobs(world: int) -> None:
+    combinations = itertools.product(
+        ("push", "pull"),
+        ("direct", "ring1d", "ring2d", "hierarchical", "numa"),
+        ("none", "rank_shift", "xor"),
+        (0, 1),
+    )
+    problem = Problem("ag_gemm", max_m=40, n=(11,), k=9)
+    cases = [
+        Case(
+            problem,
+            # Tiles that straddle chunks, communication tiles that divide neither.
+            Knobs(
+                tile=(7, 3),
+                comm_tile_rows=3,
+                direction=direction,
+                order=order,
+                swizzle=swizzle,
+                copy_streams=streams,
+            ),
+            tuple(Call(m, seed=i * 10 + m, gather=True) for m in (1, world, 29, 40)),
+        )
+        for i, (direction, order, swizzle, streams) in enumerate(combinations)
+    ]
+    run_ranks(world, check_cases, cases)
+
+
+@pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_dtype_layout_and_weight_order(world: int, path: str) -> None:
+    cases = [
+        Case(
+            problem,
+            Knobs(path=path),
+            tuple(
+                Call(m, seed=m, layout=layout, padded=True, gather=True, bias=m % 2 == 0)
+                for m, layout in zip((1, 4, 13, 32), LAYOUTS, strict=True)
+            ),
+        )
+        for transposed in (False, True)
+        for problem in every_dtype(
+            dict(op="ag_gemm", max_m=32, n=(13,), k=31, transpose_weight=transposed)
+        )
+    ]
+    run_ranks(world, check_cases, cases)
+
+
+@pytest.mark.parametrize("knobs", [Knobs(), Knobs(tile=(256, 64), comm_tile_rows=100), Knobs(path="medium")])
+def test_a_problem_that_needs_the_copy_thread(knobs: Knobs) -> None:
+    """Megabytes, so that the heuristic's own choice is the worker, several tiles and slabs."""
+    problem = Problem("ag_gemm", max_m=2100, n=(96,), k=700)
+    calls = tuple(Call(m, seed=m, gather=True) for m in (2100, 1, 1999))
+    run_ranks(2, check_cases, [Case(problem, knobs, calls)])
+
+
+def several_weights(rank: int, world: int) -> None:
+    problem = Problem("ag_gemm", max_m=21, n=(2 * world, world, 5 * world), k=12)
+    for knobs in (Knobs(), Knobs(tile=(4, 3)), Knobs(path="medium"), Knobs(path="unfused")):
+        with problem.build(tuning=knobs) as op:
+            inputs = Inputs(problem, 21, world, seed=5)
+            inputs.biases[1] = None  # a bias on some of them only
+            inputs.check(inputs.call(op, rank, gather=True), rank)
+            x, weights, _ = inputs.local(rank)
+            got = op(x, tuple(weights), m=21)
+            assert isinstance(got, list) and len(got) == 3
+            assert op(x, weights, [None] * 3, m=21)[2].shape == (21, 5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_several_weights(world: int) -> None:
+    run_ranks(world, several_weights)
+
+
+def rows_times_world(rank: int, world: int) -> None:
+    with AGGemm(max_m=8 * world, n=world, k=3) as op:
+        x = torch.full((5, 3), float(rank + 1))
+        y, x_full = op(x, torch.ones(1, 3), return_gathered=True)
+        expected = torch.arange(1, world + 1).repeat_interleave(5).float()
+        assert torch.equal(y, 3 * expected[:, None])
+        assert torch.equal(x_full, expected[:, None].expand(-1, 3))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_m_is_rows_times_world_unless_given(world: int) -> None:
+    run_ranks(world, rows_times_world)
+
+
+def fewer_columns_than_ranks(rank: int, world: int) -> None:
+    """Ranks without columns, which still gather; ranks without rows, which still multiply."""
+    for n, path in itertools.product((1, world - 1, world + 1), ("fused", "medium", "unfused")):
+        problem = Problem("ag_gemm", max_m=9, n=(n,), k=4)
+        with problem.build(tuning=Knobs(path=path)) as op:
+            for m in (1, world - 1, 9):
+                inputs = Inputs(problem, m, world, seed=m)
+                got = inputs.call(op, rank, gather=True)
+                assert got[0].shape == (m, length(share(n, world, rank)))
+                inputs.check(got, rank, path)
+
+
+@pytest.mark.parametrize("world", [3, 8])
+def test_fewer_columns_than_ranks(world: int) -> None:
+    run_ranks(world, fewer_columns_than_ranks)
+
+
+def expanded(rank: int, world: int) -> None:
+    with AGGemm(max_m=6 * world, n=4 * world, k=5) as op:
+        row = torch.arange(5.0) + rank
+        weight = torch.arange(5.0)
+        for x, w in (
+            (row.expand(6, 5), weight.expand(4, 5)),
+            (torch.tensor(2.0 + rank).expand(6, 5), torch.tensor(3.0).expand(4, 5)),
+            (torch.arange(6.0)[:, None].expand(6, 5), torch.arange(4.0)[:, None].expand(4, 5)),
+        ):
+            own = slice(6 * rank, 6 * rank + 6)
+            assert torch.equal(op(x, w)[own], op(x.contiguous(), w.contiguous())[own])
+            assert torch.equal(op(x, w)[own], x.contiguous() @ w.contiguous().t())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_expanded_inputs(world: int) -> None:
+    run_ranks(world, expanded)
+
+
+def outputs_are_fresh(rank: int, world: int) -> None:
+    with AGGemm(max_m=4 * world, n=2 * world, k=3) as op:
+        x, w = torch.randn(4, 3), torch.randn(2, 3)
+        before = x.clone(), w.clone()
+        y, x_full = op(x, w, return_gathered=True)
+        kept = y.clone(), x_full.clone()
+        x_full[:] = 0  # neither the input nor a later call may see this
+        assert torch.equal(op(x, w), kept[0]) and torch.equal(x, before[0])
+        again = op(x + 1, w, return_gathered=True)
+        assert torch.equal(y, kept[0]) and not torch.equal(again[1], kept[1])
+        assert torch.equal(w, before[1])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_outputs_do_not_alias(world: int) -> None:
+    run_ranks(world, outputs_are_fresh)

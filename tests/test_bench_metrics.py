@@ -1,0 +1,139 @@
+"""The benchmark's figures: by hand-computed numbers, and what must hold for any numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flux.bench import metrics
+
+milliseconds = st.floats(1e-3, 1e5)
+
+
+def test_by_hand() -> None:
+    # 10 ms of GEMM, 6 ms of collective, 17 ms unfused (1 ms lost between them), 12 ms fused.
+    got = metrics.evaluate(overall_ms=12, gemm_non_split_ms=10, comm_ms=6, non_overlap_ms=17)
+    assert got.ect_ms == 2
+    assert got.overlap_efficiency == pytest.approx(1 - 2 / 7)
+    assert got.bounded_efficiency == pytest.approx((17 - 12) / (17 - 10))
+    assert got.speedup_vs_unfused == pytest.approx(17 / 12)
+
+
+def test_bounded_by_communication() -> None:
+    # Communication is the longer part: at best the call lasts 20 ms, and 22 ms hides 5 of 7.
+    got = metrics.evaluate(overall_ms=22, gemm_non_split_ms=8, comm_ms=20, non_overlap_ms=29)
+    assert got.overlap_efficiency == pytest.approx(1 - 14 / 21)
+    assert got.bounded_efficiency == pytest.approx(7 / 9)
+
+
+def test_the_papers_readme_example() -> None:
+    # A800, TP8, M=4096 N=49152 K=12288: GEMM 2.378 ms, total 2.469 ms; unfused total 3.099 ms.
+    assert metrics.effective_communication_time(2.469, 2.378) == pytest.approx(0.091)
+    got = metrics.overlap_efficiency(2.469, 2.378, 3.099)
+    assert got == pytest.approx(1 - 0.091 / 0.721)
+
+
+def test_unfused_hides_nothing_and_a_slower_method_less_than_nothing() -> None:
+    same = metrics.evaluate(17, 10, 6, 17)
+    assert (same.overlap_efficiency, same.bounded_efficiency) == (0, 0)
+    assert same.speedup_vs_unfused == 1
+    slower = metrics.evaluate(20, 10, 6, 17)
+    assert slower.overlap_efficiency == pytest.approx(1 - 10 / 7)
+    assert slower.bounded_efficiency == pytest.approx(-3 / 7)
+
+
+@pytest.mark.parametrize(
+    "overall, gemm, comm, non_overlap",
+    [
+        (10, 10, 0, 10),  # nothing is communicated, as with one rank
+        (10, 11, 0, 10),  # the GEMM alone was measured slower than the whole call
+        (10, 9.999, 0, 10),  # a difference below the resolution of the measurement
+    ],
+)
+def test_no_ratio_of_noise(overall: float, gemm: float, comm: float, non_overlap: float) -> None:
+    got = metrics.evaluate(overall, gemm, comm, non_overlap)
+    assert got.overlap_efficiency is None
+    assert got.bounded_efficiency is None
+    assert got.speedup_vs_unfused == pytest.approx(1)
+
+
+def test_without_a_baseline_there_is_no_ratio() -> None:
+    got = metrics.evaluate(12, 10, 6, None)
+    assert got.ect_ms == 2
+    assert got.overlap_efficiency is None
+    assert got.bounded_efficiency is None
+    assert got.speedup_vs_unfused is None
+
+
+@given(milliseconds, milliseconds, milliseconds, milliseconds)
+def test_always_finite_and_serialisable(
+    overall: float, gemm: float, comm: float, non_overlap: float
+) -> None:
+    got = metrics.evaluate(overall, gemm, comm, non_overlap)
+    json.dumps(got.__dict__, allow_nan=False)
+    for value in got.__dict__.values():
+        assert value is None or math.isfinite(value)
+
+
+@given(milliseconds, milliseconds, milliseconds, st.floats(0.01, 0.99))
+def test_hiding_a_share_of_communication(
+    gemm: float, comm: float, lost: float, share: float
+) -> None:
+    """An ideal overlap of `share` of what can be hidden has exactly that bounded efficiency."""
+    non_overlap = gemm + comm + lost
+    hideable = non_overlap - max(gemm, comm)
+    assume(hideable > 0.01 * non_overlap)
+    overall = non_overlap - share * hideable
+    got = metrics.bounded_efficiency(overall, gemm, comm, non_overlap)
+    assert got == pytest.approx(share, rel=1e-6, abs=1e-6)
+
+
+@given(milliseconds, milliseconds, milliseconds, milliseconds, st.floats(0.01, 100))
+def test_efficiencies_do_not_depend_on_the_unit(
+    overall: float, gemm: float, comm: float, non_overlap: float, unit: float
+) -> None:
+    a = metrics.evaluate(overall, gemm, comm, non_overlap)
+    b = metrics.evaluate(overall * unit, gemm * unit, comm * unit, non_overlap * unit)
+    for name in ("overlap_efficiency", "bounded_efficiency", "speedup_vs_unfused"):
+        first, second = getattr(a, name), getattr(b, name)
+        if first is not None and second is not None:
+            assert first == pytest.approx(second, rel=1e-6, abs=1e-6)
+
+
+@given(milliseconds, milliseconds, milliseconds, milliseconds)
+def test_faster_is_never_less_efficient(
+    gemm: float, comm: float, non_overlap: float, overall: float
+) -> None:
+    a = metrics.evaluate(overall, gemm, comm, non_overlap)
+    b = metrics.evaluate(overall * 0.9, gemm, comm, non_overlap)
+    for name in ("overlap_efficiency", "bounded_efficiency", "speedup_vs_unfused"):
+        first, second = getattr(a, name), getattr(b, name)
+        assert (first is None) == (second is None)
+        if first is not None and second is not None:
+            assert second >= first
+
+
+@given(st.lists(st.lists(milliseconds, min_size=5, max_size=5), min_size=1, max_size=8))
+def test_slowest_rank_of_each_repeat(ranks: list[list[float]]) -> None:
+    slowest = metrics.slowest_rank(ranks)
+    assert len(slowest) == 5
+    for repeat, time in enumerate(slowest):
+        assert time in [times[repeat] for times in ranks]
+        assert all(time >= times[repeat] for times in ranks)
+
+
+def test_max_comes_before_median() -> None:
+    # Each rank's own median is 1, yet every repeat took 9: ranks were slow in turns.
+    ranks = [[9, 1, 1], [1, 9, 1], [1, 1, 9]]
+    assert metrics.median(metrics.slowest_rank(ranks)) == 9
+
+
+def test_refuses_what_has_no_answer() -> None:
+    with pytest.raises(ValueError, match="same number of repeats"):
+        metrics.slowest_rank([[1, 2], [1]])
+    with pytest.raises(ValueError, match="no samples"):
+        metrics.median([])

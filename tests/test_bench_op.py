@@ -1,0 +1,327 @@
+"""`flux bench op` end to end: real ranks, tiny shapes; and what it does with wrong or dead ones."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import bench_methods
+import psutil
+import pytest
+from harness import nothing_left_in_shared_memory, run_ranks
+from typer.testing import CliRunner
+
+from flux.bench import launch, spawn
+from flux.bench.problem import BenchConfig, Problem
+from flux.bench.timing import StartLine
+from flux.cli import app
+
+FLUX = [sys.executable, "-m", "flux.cli"]
+SHAPE = ["--m", "13", "--n", "10", "--k", "9"]
+SHORT = ["--repeats", "3", "--warmup", "1"]
+KEYS = [
+    "op",
+    "m",
+    "n",
+    "k",
+    "dtype",
+    "world",
+    "hosts",
+    "backend",
+    "transport",
+    "device",
+    "versions",
+    "methods",
+]
+FIGURES = ["overall_ms", "gemm_non_split_ms", "comm_ms", "ect_ms"]
+RATIOS = ["overlap_efficiency", "bounded_efficiency", "speedup_vs_unfused"]
+METHOD_KEYS = [*FIGURES, *RATIOS, "max_abs_err", "repeats_ms", "knobs"]
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "op", *arguments])
+
+
+def rank_processes() -> list[psutil.Process]:
+    """Every process below this one, the idle ranks of other tests included."""
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    run_ranks(2, _nothing)  # the servers of rank processes, which stay, are there from here on
+    before = set(rank_processes())
+    with nothing_left_in_shared_memory():
+        yield
+    deadline = time.monotonic() + 5
+    while (left := set(rank_processes()) - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def _nothing(rank: int, world: int) -> None:
+    pass
+
+
+def check_document(document: dict[str, Any], op: str, world: int = 2) -> None:
+    assert list(document)[: len(KEYS)] == KEYS
+    assert document["op"] == op
+    assert document["world"] == world
+    assert document["hosts"] == 1
+    for key in ("m", "n", "k", "world", "hosts"):
+        assert type(document[key]) is int
+    for key in ("dtype", "backend", "transport", "device"):
+        assert isinstance(document[key], str) and document[key]
+    assert set(document["versions"]) >= {"flux", "torch", "python"}
+    assert list(document["methods"]) == ["unfused", "medium", "flux"]
+    for method in document["methods"].values():
+        assert list(method) == METHOD_KEYS
+        assert all(type(method[key]) is float for key in FIGURES)
+        assert all(type(method[key]) in (float, type(None)) for key in RATIOS)
+        assert len(method["repeats_ms"]) == document["repeats"]
+        assert min(method["repeats_ms"]) <= method["overall_ms"] <= max(method["repeats_ms"])
+        assert min(method["repeats_ms"]) > 0
+        assert method["ect_ms"] == pytest.approx(
+            method["overall_ms"] - method["gemm_non_split_ms"], abs=2e-4
+        )
+        assert 0 <= method["max_abs_err"] < 1e-3
+        assert isinstance(method["knobs"], dict) and method["knobs"]["path"]
+    unfused = document["methods"]["unfused"]
+    assert unfused["speedup_vs_unfused"] == 1
+    assert document["methods"]["medium"]["knobs"]["path"] == "medium"
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+def test_table_and_json(op: str, tmp_path: Path) -> None:
+    target = tmp_path / "new folder" / "out.json"
+    result = invoke("--op", op, *SHAPE, *SHORT, "--nproc", "2", "--json", str(target))
+    assert result.exit_code == 0, result.output
+    document = json.loads(target.read_text())
+    check_document(document, op)
+    assert document["methods"]["flux"]["knobs"]["path"] == "fused"
+    assert f"{op} 13 x 10 x 9" in result.stdout
+    assert "2 ranks x 1 thread" in result.stdout
+    for word in ("method", "overall", "GEMM", "comm", "ECT", "overlap", "bounded", "error"):
+        assert word in result.stdout
+    for name, method in document["methods"].items():
+        row = next(line for line in result.stdout.splitlines() if line.split()[:1] == [name])
+        assert float(row.split()[1]) == pytest.approx(method["overall_ms"], abs=2e-3, rel=1e-3)
+    assert all(len(line) <= 80 for line in result.stdout.splitlines() if "wrote" not in line)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_other_worlds(world: int, tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    result = invoke(*SHAPE, *SHORT, "--nproc", str(world), "--json", str(target), "--quiet")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    check_document(json.loads(target.read_text()), "ag_gemm", world)
+
+
+def test_knobs_reach_the_op(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    knobs = ["--direction", "pull", "--comm-tile-rows", "3", "--tile", "4x8", "--order", "ring1d"]
+    knobs += ["--swizzle", "none", "--store", "staged"]
+    result = invoke(*SHAPE, *SHORT, *knobs, "--dtype", "bf16", "--json", str(target))
+    assert result.exit_code == 0, result.output
+    document = json.loads(target.read_text())
+    used = document["methods"]["flux"]["knobs"]
+    assert document["dtype"] == "bfloat16"
+    assert (used["direction"], used["order"], used["swizzle"]) == ("pull", "ring1d", "none")
+    assert (used["comm_tile_rows"], used["store"]) == (3, "staged")
+    assert document["methods"]["medium"]["knobs"]["path"] == "medium"
+
+
+def test_json_on_stdout_is_alone_there() -> None:
+    done = subprocess.run(
+        [*FLUX, "bench", "op", *SHAPE, *SHORT, "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    check_document(json.loads(done.stdout), "ag_gemm")
+
+
+def test_joins_torchrun(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*run, "-m", "--", "flux.cli", "bench", "op", "--op", "gemm_rs", *SHAPE, *SHORT]
+    done = subprocess.run(
+        [*command, "--json", str(target)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    check_document(json.loads(target.read_text()), "gemm_rs")
+    assert done.stdout.count("gemm_rs 13 x 10 x 9") == 1  # one of the ranks speaks
+
+
+def test_refuses_another_world_than_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    result = invoke("--nproc", "3")
+    assert result.exit_code == 2
+    assert "--nproc 3" in result.stderr and "2 ranks" in result.stderr
+
+
+# -- wrong results ---------------------------------------------------------------------------------
+
+
+def bench_with(factory: Any, monkeypatch: pytest.MonkeyPatch, target: Path) -> Any:
+    monkeypatch.setattr(launch, "spawned", functools.partial(launch.spawned, factory=factory))
+    return invoke(*SHAPE, *SHORT, "--json", str(target))
+
+
+@pytest.mark.parametrize(
+    "factory, complaint",
+    [
+        (bench_methods.off_by_a_little, "flux: rank 1, checked before timing: 1 of 65 elements"),
+        (bench_methods.unwritten, "flux: rank 0, checked before timing: 5 of 65 elements"),
+        (bench_methods.wrong_shape, "returned [12, 5] torch.float32, expected [13, 5]"),
+        (bench_methods.stale_later, "flux: rank 0, checked after timing:"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_result_has_no_speed(
+    factory: Any, complaint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.json"
+    result = bench_with(factory, monkeypatch, target)
+    assert result.exit_code == 1
+    assert complaint in result.stderr
+    row = next(line for line in result.stdout.splitlines() if line.split()[:1] == ["flux"])
+    assert row.split()[1:8] == ["WRONG", *["-"] * 6]
+    methods = json.loads(target.read_text())["methods"]
+    assert all(methods["flux"][key] is None for key in [*FIGURES, *RATIOS])
+    assert methods["flux"]["repeats_ms"] == []
+    assert any(complaint in text for text in methods["flux"]["wrong"])
+    assert methods["unfused"]["overall_ms"] > 0
+    if factory is bench_methods.off_by_a_little:
+        assert "element [3, 2]" in result.stderr
+        assert methods["flux"]["max_abs_err"] == pytest.approx(0.01, rel=0.01)
+
+
+# -- ranks that fail -------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = bench_with(bench_methods.killed, monkeypatch, tmp_path / "out.json")
+    assert result.exit_code == 1
+    assert "error: rank 1: killed by SIGKILL" in result.stderr
+    assert time.monotonic() - begin < 30  # and not after the 60 s that a peer is waited for
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_ranks_error_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = bench_with(bench_methods.raising, monkeypatch, tmp_path / "out.json")
+    assert result.exit_code == 1
+    assert "error: rank 1: RuntimeError: the injected fault" in result.stderr
+    assert "in spoil" in result.stderr  # the traceback of the rank
+    assert time.monotonic() - begin < 30
+
+
+def test_a_stuck_rank_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "STALL_S", 1.0)
+    config = BenchConfig(Problem("ag_gemm", 13, 10, 9, "float32", 2), timeout_s=2.0)
+    with pytest.raises(spawn.RankFailedError, match=r"ranks \[0, 1\] reported nothing for 5 s"):
+        launch.spawned(config, lambda *step: None, bench_methods.stuck)
+
+
+def test_what_an_op_refuses_is_told_without_a_traceback() -> None:
+    result = invoke(*SHAPE, *SHORT, "--backend", "abacus")
+    assert result.exit_code == 1
+    assert "backend must be" in result.stderr and "'abacus'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_interrupt_ends_everything() -> None:
+    command = [*FLUX, "bench", "op", *SHAPE, "--repeats", "1000000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            parent = psutil.Process(process.pid)
+            deadline = time.monotonic() + 60
+            while len(parent.children(recursive=True)) < 4 and time.monotonic() < deadline:
+                time.sleep(0.05)  # a tracker, a server, two ranks
+            children = parent.children(recursive=True)
+            assert len(children) >= 4
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+            assert process.stderr is not None and "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--op", "gemm"], "op must be one of ag_gemm, gemm_rs, gemm_ar, got 'gemm'"),
+        (["--dtype", "int8"], "dtype must be one of"),
+        (["--m", "0"], "m must be at least 1, got 0"),
+        (["--repeats", "0"], "repeats must be at least 1"),
+        (["--tile", "12"], "tile must look like 512x1024, got '12'"),
+        (["--order", "random"], "Knobs.order must be one of"),
+        (["--timeout", "0"], "timeout must be above 0"),
+    ],
+)
+def test_usage_errors_start_nothing(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "spawned", None)
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+def test_progress_counts_up_to_the_end() -> None:
+    config = BenchConfig(Problem("gemm_rs", 5, 4, 6, "float32", 2), repeats=4, warmup=2)
+    steps: list[tuple[str, int, int]] = []
+    measurement = launch.spawned(config, lambda *step: steps.append(step))
+    assert [done for _, done, _ in steps] == list(range(8))
+    assert {total for _, _, total in steps} == {8}
+    assert not measurement.complaints
+
+
+def _start(rank: int, world: int) -> list[int]:
+    line = StartLine(world, threads=1)
+    starts = []
+    for _ in range(30):
+        line.wait()
+        starts.append(time.monotonic_ns())
+    return starts
+
+
+def test_ranks_start_together() -> None:
+    first, second = run_ranks(2, _start)
+    apart = sorted(abs(a - b) for a, b in zip(first, second, strict=True))
+    # The median, and generously: other programs may have the cores.
+    assert apart[len(apart) // 2] < 5_000_000, apart
+    assert first == sorted(first)
+
+
+def test_version() -> None:
+    import flux
+
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"flux {flux.__version__}\n")
+
+
+def test_environment_is_as_before() -> None:
+    assert "FLUX_POISON" not in os.environ

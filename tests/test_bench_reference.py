@@ -1,0 +1,150 @@
+"""The benchmark's check: it accepts every correct way to compute, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flux.bench.methods import Unfused
+from flux.bench.problem import DTYPES, OPS, Problem
+from flux.bench.reference import Reference, growth, judge, make_inputs, make_reference
+
+
+def alone(op: str, dtype: str, m: int = 40, n: int = 24, k: int = 512) -> tuple[Problem, Reference]:
+    problem = Problem(op, m, n, k, dtype, world=1)
+    inputs = make_inputs(problem, 0, seed=7)
+    return problem, make_reference(problem, 0, inputs)
+
+
+def right(problem: Problem) -> torch.Tensor:
+    inputs = make_inputs(problem, 0, seed=7)
+    return torch.mm(inputs.x, inputs.weight.t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_accepts_the_right_result(op: str, dtype: str) -> None:
+    problem, reference = alone(op, dtype)
+    verdict = judge(problem, 0, right(problem), reference)
+    assert verdict.ok, verdict.complaint
+    assert 0 <= verdict.max_abs_err < float(reference.bound.max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accepts_any_order_of_summation(dtype: str) -> None:
+    problem, reference = alone("gemm_rs", dtype)
+    inputs = make_inputs(problem, 0, seed=7)
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    backwards = torch.zeros(problem.m, problem.n, dtype=wide)
+    for column in reversed(range(problem.k)):
+        one = slice(column, column + 1)
+        backwards += torch.mm(inputs.x[:, one].to(wide), inputs.weight[:, one].to(wide).t())
+    assert judge(problem, 0, backwards.to(problem.torch_dtype), reference).ok
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_notices_one_missing_product_in_every_row(dtype: str) -> None:
+    problem, reference = alone("ag_gemm", dtype)
+    inputs = make_inputs(problem, 0, seed=7)
+    x = inputs.x.clone()
+    x[:, -1] = 0  # a GEMM that stops one short of K
+    verdict = judge(problem, 0, torch.mm(x, inputs.weight.t()), reference)
+    assert not verdict.ok
+    assert verdict.max_abs_err > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_notices_swapped_rows(dtype: str) -> None:
+    problem, reference = alone("gemm_ar", dtype)
+    swapped = right(problem)
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert not judge(problem, 0, swapped, reference).ok
+
+
+def test_notices_a_result_of_lower_precision() -> None:
+    problem, reference = alone("ag_gemm", "float32")
+    inputs = make_inputs(problem, 0, seed=7)
+    low = torch.mm(inputs.x.bfloat16(), inputs.weight.bfloat16().t()).float()
+    assert not judge(problem, 0, low, reference).ok
+
+
+def test_names_the_element() -> None:
+    problem, reference = alone("ag_gemm", "float32")
+    result = right(problem)
+    result[17, 5] += 1
+    verdict = judge(problem, 0, result, reference)
+    assert not verdict.ok
+    assert "1 of 960 elements are wrong" in verdict.complaint
+    assert "element [17, 5]" in verdict.complaint
+    assert verdict.max_abs_err == pytest.approx(1, rel=1e-3)
+
+
+def test_nan_is_never_right() -> None:
+    problem, reference = alone("ag_gemm", "float32")
+    result = right(problem)
+    result[39, 23] = float("nan")
+    verdict = judge(problem, 0, result, reference)
+    assert not verdict.ok
+    assert "1 NaN" in verdict.complaint
+    assert "element [39, 23]" in verdict.complaint
+
+
+def test_shape_dtype_and_type() -> None:
+    problem, reference = alone("ag_gemm", "float32")
+    assert "expected [40, 24]" in judge(problem, 0, right(problem)[:-1], reference).complaint
+    assert "float64" in judge(problem, 0, right(problem).double(), reference).complaint
+    assert "not a tensor" in judge(problem, 0, None, reference).complaint
+
+
+def test_growth_is_the_smaller_bound() -> None:
+    assert growth(1) == 1
+    assert growth(100) == 100
+    assert growth(10_000) == 1000
+
+
+@given(
+    st.sampled_from(OPS), st.integers(1, 40), st.integers(1, 40), st.integers(1, 40),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_shares_cover_the_problem_once(op: str, m: int, n: int, k: int, world: int) -> None:
+    problem = Problem(op, m, n, k, "float32", world)
+    ranks = range(world)
+    assert sum(end - begin for begin, end in map(problem.rows, ranks)) == m
+    x = [problem.x_shape(rank) for rank in ranks]
+    weight = [problem.weight_shape(rank) for rank in ranks]
+    result = [problem.result_shape(rank) for rank in ranks]
+    if op == "ag_gemm":
+        assert sum(rows for rows, _ in x) == m
+        assert {columns for _, columns in x + weight} == {k}
+        assert sum(rows for rows, _ in weight) == n
+        assert all(shape == (m, rows) for shape, (rows, _) in zip(result, weight, strict=True))
+    else:
+        assert sum(columns for _, columns in x) == sum(columns for _, columns in weight) == k
+        assert {rows for rows, _ in x} == {m}
+        assert {columns for _, columns in result} == {n}
+        assert sum(rows for rows, _ in result) == (m if op == "gemm_rs" else m * world)
+
+
+def _library_path(
+    rank: int, world: int, op: str, dtype: str, shape: tuple[int, int, int]
+) -> tuple[bool, str, list[float]]:
+    problem = Problem(op, *shape, dtype, world)
+    inputs = make_inputs(problem, rank, seed=3)
+    reference = make_reference(problem, rank, inputs)
+    verdict = judge(problem, rank, Unfused(problem, rank)(inputs), reference)
+    return verdict.ok, verdict.complaint, reference.expected.flatten().tolist()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world, shape", [(2, (64, 48, 96)), (3, (7, 5, 4)), (4, (2, 9, 3))])
+def test_library_path_passes_on_ragged_shapes(
+    op: str, world: int, shape: tuple[int, int, int]
+) -> None:
+    for dtype in DTYPES:
+        verdicts = run_ranks(world, _library_path, op, dtype, shape)
+        assert all(ok for ok, _, _ in verdicts), verdicts
+        if op == "gemm_ar":
+            assert all(values == verdicts[0][2] for _, _, values in verdicts)

@@ -1,0 +1,156 @@
+"""What README.md and docs/ say is so: snippets run, links lead somewhere, tables are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scripts import ROOT, run_script
+
+from flux import env
+from flux.bench import metrics, report
+from flux.bench.op import Measurement, MethodResult
+from flux.bench.problem import BenchConfig, Problem
+
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, content) of every fenced block."""
+    return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+def readme_python() -> tuple[list[str], list[tuple[str, str]]]:
+    """README's Python blocks: those that make one script, and (block, what it prints) pairs.
+
+    A block with a ``text`` block right behind it stands by itself and prints that text.
+    """
+    found = blocks(README)
+    script, printing = [], []
+    for (language, content), (next_language, printed) in zip(
+        found, [*found[1:], ("", "")], strict=True
+    ):
+        if language == "python":
+            if next_language == "text":
+                printing.append((content, printed))
+            else:
+                script.append(content)
+    return script, printing
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def section(page: Path, title: str) -> str:
+    """Text from a heading to the next one of any level."""
+    text = prose(page)
+    begin = text.index(f"\n{title}\n") + len(title) + 2
+    end = re.search(r"^#", text[begin:], re.MULTILINE)
+    return text[begin : begin + end.start() if end else None]
+
+
+def first_cells(table: str) -> list[str]:
+    """Names in backquotes in the first column of a table."""
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+@pytest.mark.timeout(300)  # torch.compile runs a C++ compiler on both ranks
+def test_readme_snippets_run_as_one_script_on_two_ranks(tmp_path: Path) -> None:
+    script, _ = readme_python()
+    assert len(script) >= 6
+    path = tmp_path / "readme.py"
+    path.write_text("\n".join(script), encoding="utf-8")
+    run_script(path, ranks=2, timeout_s=280)
+
+
+def test_readme_shows_what_its_snippets_print() -> None:
+    _, printing = readme_python()
+    assert printing
+    for code, expected in printing:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, str(README), "exec"), {})
+        assert printed.getvalue() == expected
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors that a page's headings get: lower case, no punctuation, hyphens for spaces."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            if not re.match(r"[a-z]+:", target):
+                yield page, target
+
+
+def test_relative_links_lead_somewhere() -> None:
+    broken = []
+    for page, target in links():
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{page.name}: {target}")
+    assert not broken
+
+
+def test_files_named_in_the_text_exist() -> None:
+    missing = [
+        f"{page.name}: {name}"
+        for page in PAGES
+        for name in re.findall(
+            r"`((?:csrc|flux|tests|docs|examples|benchmarks|tools)/[\w./-]*)`", prose(page)
+        )
+        if not (ROOT / name).exists()
+    ]
+    assert not missing
+
+
+def test_readme_lists_exactly_the_environment_variables() -> None:
+    listed = first_cells(section(README, "## Environment variables"))
+    assert listed == [variable.name for variable in env.VARIABLES]
+
+
+def percent(value: float | None) -> str:
+    assert value is not None
+    return f"{value:.0%}"
+
+
+def test_worked_examples_of_the_metrics_are_right() -> None:
+    rows = re.findall(
+        r"^\|((?: \d+ \|){4}.*)\|$",
+        section(ROOT / "docs/metrics.md", "## Worked example"),
+        re.MULTILINE,
+    )
+    assert len(rows) == 3
+    for row in rows:
+        gemm, comm, unfused, overall, ect, overlap, bounded, speedup = (
+            cell.strip() for cell in row.split("|")
+        )
+        got = metrics.evaluate(float(overall), float(gemm), float(comm), float(unfused))
+        assert (f"{got.ect_ms:g}", percent(got.overlap_efficiency)) == (ect, overlap)
+        assert (percent(got.bounded_efficiency), f"{got.speedup_vs_unfused:.2f}x") == (
+            bounded,
+            speedup,
+        )
+
+
+def test_json_keys_of_the_benchmark_are_all_described() -> None:
+    config = BenchConfig(Problem("ag_gemm", 4, 4, 4, "float32", 2))
+    figures = metrics.evaluate(2.0, 1.0, 1.0, 2.0)
+    method = MethodResult("flux", figures, 0.0, [2.0], {}, ["wrong somewhere"])
+    content = report.document(config, Measurement([method], {}, 0.0), [])
+    text = section(ROOT / "docs/metrics.md", "## JSON")
+    assert sorted(first_cells(text)) == sorted(content)
+    described = set(re.findall(r"`(\w+)`", text[text.index("Each method has") :]))
+    assert described - {"null"} == set(content["methods"]["flux"])

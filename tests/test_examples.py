@@ -1,0 +1,31 @@
+"""The examples run both ways that their docstrings name, and clean up after themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import nothing_left_in_shared_memory
+from scripts import ROOT, run_script
+
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+# Every example ends with this line, printed after all of its own checks.
+LAST_WORDS = {
+    "01_one_op.py": "largest error of all ranks",
+    "02_changing_m.py": "M = 333: rows per rank",
+    "03_two_layer_mlp.py": "agree with one process's PyTorch",
+}
+
+
+def test_the_list_of_examples_is_complete() -> None:
+    assert [path.name for path in EXAMPLES] == sorted(LAST_WORDS)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [0, 3], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(example: Path, ranks: int) -> None:
+    with nothing_left_in_shared_memory():
+        output = run_script(example, ranks)
+    lines = output.strip().splitlines()
+    assert LAST_WORDS[example.name] in lines[-1], output

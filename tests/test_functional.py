@@ -1,0 +1,126 @@
+"""The functional forms against PyTorch's own definition of them, case by case."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import held, run_ranks
+from torch.distributed._symmetric_memory import (
+    _fused_all_gather_matmul_fallback,
+    _fused_matmul_reduce_scatter_fallback,
+)
+
+import flux
+from flux.ops.workspace import workspace_of
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def _all_gather_cases(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    name = dist.group.WORLD.group_name
+    for shape in ((4, 6), (1, 6), (4, 5, 6), (3, 4, 5, 6)):
+        for dim, return_a in itertools.product(range(-1, len(shape)), (True, False)):
+            last = dim % len(shape) == len(shape) - 1
+            a = torch.randn(*shape, dtype=torch.float64)
+            k = shape[-1] * (world if last else 1)
+            bs = [torch.randn(k, n, dtype=torch.float64) for n in (7, 3)]
+            if dim % 2:  # a layout that needs no copy, as well as one that does
+                a = a.movedim(dim, 0).contiguous().movedim(0, dim)
+            want_a, want = _fused_all_gather_matmul_fallback(a, bs, dim % len(shape), name)
+            got_a, got = flux.ops.fused_all_gather_matmul(a, bs, dim, name, return_A=return_a)
+            assert (got_a is not None) == return_a
+            if return_a:
+                assert torch.equal(got_a, want_a)
+            assert len(got) == len(want)
+            for x, y in zip(got, want, strict=True):
+                _close(x, y)
+
+
+def _reduce_scatter_cases(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    name = dist.group.WORLD.group_name
+    for shape in ((4 * world, 6), (4 * world, 2 * world, 6), (3 * world, world, 5 * world, 6)):
+        for dim, reduce_op in itertools.product(range(len(shape)), ("sum", "avg")):
+            a = torch.randn(*shape, dtype=torch.float64)
+            b = torch.randn(6, 3 * world, dtype=torch.float64)
+            want = _fused_matmul_reduce_scatter_fallback(a, b, reduce_op, dim, name)
+            got = flux.ops.fused_matmul_reduce_scatter(a, b, reduce_op, dim, name)
+            assert got.shape == want.shape
+            _close(got, want)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_gather_matmul_equals_pytorch(world: int) -> None:
+    run_ranks(world, _all_gather_cases)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_matmul_reduce_scatter_equals_pytorch(world: int) -> None:
+    run_ranks(world, _reduce_scatter_cases)
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    name = dist.group.WORLD.group_name
+    a, b = torch.ones(4, 6), torch.ones(6, 4)
+    bad = (
+        lambda: flux.ops.fused_all_gather_matmul(a, [b], 2, name),
+        lambda: flux.ops.fused_all_gather_matmul(a, [], 0, name),
+        lambda: flux.ops.fused_all_gather_matmul(a, [b[:5]], 0, name),
+        lambda: flux.ops.fused_matmul_reduce_scatter(a, b, "max", 0, name),
+        lambda: flux.ops.fused_matmul_reduce_scatter(torch.ones(5, 6), b, "sum", 0, name),
+        lambda: flux.ops.fused_matmul_reduce_scatter(a[0], b, "sum", 0, name),
+    )
+    texts = []
+    for call in bad:
+        # Only rank 1 gets it wrong; the others must hear of it, and the next call must work.
+        with pytest.raises(ValueError) as caught:
+            if rank == 1:
+                call()
+            else:
+                flux.ops.fused_all_gather_matmul(a, [b], 0, name)
+        texts.append(str(caught.value))
+        _, [y] = flux.ops.fused_all_gather_matmul(a, [b], 0, name)
+        assert torch.equal(y, torch.full((4 * world, 4), 6.0))
+    with pytest.raises(ValueError, match="ranks disagree"):  # each fine by itself
+        flux.ops.fused_all_gather_matmul(torch.ones(4 + rank, 6), [b], 0, name)
+    with pytest.raises(TypeError, match="float64"):
+        flux.ops.fused_all_gather_matmul(a, [b.double()], 0, name)
+    return texts
+
+
+def test_refused_on_every_rank_and_nothing_lost() -> None:
+    texts = run_ranks(3, _refusals)
+    for here, there in zip(texts[1], texts[0], strict=True):
+        assert "rank 1 refused" in there
+        assert here[:60] in there
+    assert "gather_dim must be in [-2, 2), got 2" in texts[1][0]
+    assert "divisible by the world 3, got 5" in texts[1][4]
+
+
+def _bounded(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    work = workspace_of(name)
+    before = None
+    for n in range(1, 3 * work.limit):
+        flux.ops.fused_all_gather_matmul(torch.ones(2, 3), [torch.ones(3, n)], 0, name)
+        assert len(work.ops) <= work.limit
+        if n == 2 * work.limit:
+            before = held()
+    assert held() == before
+    for rows in (1, 2, 70, 3):  # growing M rebuilds the op, shrinking does not
+        a = torch.full((rows, 3), float(rows))
+        _, [y] = flux.ops.fused_all_gather_matmul(a, [torch.ones(3, 2)], 0, name)
+        assert torch.equal(y, torch.full((rows * world, 2), 3.0 * rows))
+    flux.ops.clear_workspaces()
+    assert not work.ops
+    flux.ops.fused_all_gather_matmul(torch.ones(2, 3), [torch.ones(3, 2)], 0, name)
+
+
+def test_workspaces_are_cached_and_bounded() -> None:
+    run_ranks(2, _bounded)

@@ -1,0 +1,186 @@
+"""GemmRS against float64, on 1 to 8 ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from flux import GemmRS, Knobs
+from harness import WORLDS, run_ranks
+from op_cases import Call, Case, check_cases, every_dtype, random_cases
+from reference import LAYOUTS, Inputs, Problem, length, share
+
+COUNT = {1: 30, 2: 80, 3: 40, 4: 30, 8: 12}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_random_cases(world: int) -> None:
+    cases = random_cases(2, "gemm_rs", world, COUNT[world])
+    assert run_ranks(world, check_cases, cases) == [sum(len(c.calls) for c in cases)] * world
+
+
+def combinations(op: str, world: int) -> list[Case]:
+    """Every direction, order, swizzle, store and number of copy streams, for ragged sizes of M."""
+    problem = Problem(op, max_m=12 * world, n=(11,), k=9, reduce="avg")
+    product = itertools.product(
+        ("push", "pull"),
+        ("direct", "ring1d", "ring2d", "hierarchical", "numa"),
+        ("none", "rank_shift", "xor"),
+        ("direct", "staged"),
+        (0, 1),
+    )
+    return [
+        Case(
+            problem,
+            Knobs(
+                # Stored directly, a tile must fit the rows of its owner; staged, it may straddle.
+                tile=(2, 3) if store == "direct" else (7, 3),
+                comm_tile_rows=5,
+                direction=direction,
+                order=order,
+                swizzle=swizzle,
+                store=store,
+                copy_streams=streams,
+            ),
+            tuple(Call(m, seed=i * 10 + m) for m in (2 * world, 12 * world, 10 * world - 1)),
+        )
+        for i, (direction, order, swizzle, store, streams) in enumerate(product)
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_combination_of_knobs(world: int) -> None:
+    run_ranks(world, check_cases, combinations("gemm_rs", world))
+
+
+@pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_dtype_layout_and_weight_order(world: int, path: str) -> None:
+    cases = [
+        Case(
+            problem,
+            Knobs(path=path),
+            tuple(
+                Call(m, seed=m, layout=layout, bias=m % 2 == 0)
+                for m, layout in zip((1, 4, 13, 32), LAYOUTS, strict=True)
+            ),
+        )
+        for transposed, reduce in ((False, "sum"), (True, "avg"))
+        for problem in every_dtype(
+            dict(op="gemm_rs", max_m=32, n=(13,), k=31, transpose_weight=transposed, reduce=reduce)
+        )
+    ]
+    run_ranks(world, check_cases, cases)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        Knobs(),
+        Knobs(store="staged", tile=(256, 64), comm_tile_rows=100),
+        Knobs(direction="pull"),
+        Knobs(path="medium"),
+    ],
+)
+def test_a_problem_that_needs_the_copy_thread(knobs: Knobs) -> None:
+    """Megabytes, so that the heuristic's own choice is the worker, several tiles and slabs."""
+    problem = Problem("gemm_rs", max_m=2100, n=(700,), k=96)
+    run_ranks(2, check_cases, [Case(problem, knobs, tuple(Call(m, m) for m in (2100, 1, 1999)))])
+
+
+def direct_store_of_any_m(rank: int, world: int) -> None:
+    problem = Problem("gemm_rs", max_m=40, n=(5,), k=7)
+    with problem.build(tuning=Knobs(store="direct")) as op:
+        for m in (1, 2, 7, 39, 40):
+            assert op.schedule(m).knobs.store == "direct"
+            inputs = Inputs(problem, m, world, seed=m)
+            inputs.check(inputs.call(op, rank), rank)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_heuristic_finds_a_tile_for_store_direct(world: int) -> None:
+    run_ranks(world, direct_store_of_any_m)
+
+
+def fewer_columns_than_ranks(rank: int, world: int) -> None:
+    """Ranks without depth still take part; so do those without rows."""
+    for k, path in itertools.product((1, world - 1, world + 1), ("fused", "medium", "unfused")):
+        problem = Problem("gemm_rs", max_m=9, n=(4,), k=k)
+        with problem.build(tuning=Knobs(path=path)) as op:
+            for m in (1, world - 1, 9):
+                inputs = Inputs(problem, m, world, seed=m)
+                got = inputs.call(op, rank)
+                assert got[0].shape == (length(share(m, world, rank)), 4)
+                inputs.check(got, rank, path)
+
+
+@pytest.mark.parametrize("world", [3, 8])
+def test_fewer_columns_than_ranks(world: int) -> None:
+    run_ranks(world, fewer_columns_than_ranks)
+
+
+def accumulates_in_float32(rank: int, world: int) -> None:
+    """In rank order: 2048 + 1 + 1 + ... stays 2048 in float16, where 1 is half of the last place."""
+    x = torch.full((world, 1), 2048.0 if rank == 0 else 1.0, dtype=torch.float16)
+    with GemmRS(max_m=world, n=3, k=world, dtype=torch.float16) as op:
+        y = op(x, torch.ones(3, 1, dtype=torch.float16))
+    assert torch.equal(y, torch.full((1, 3), 2048.0 + world - 1, dtype=torch.float16)), y
+
+
+@pytest.mark.parametrize("world", [3])
+def test_partials_are_summed_in_float32(world: int) -> None:
+    run_ranks(world, accumulates_in_float32)
+
+
+def sums_in_rank_order(rank: int, world: int) -> None:
+    """(1e8 + 1) - 1e8 is 0 or 1 in float32, depending on the order of the three ranks' terms."""
+    for values, result in (((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0), ((1.0, 1e8, -1e8), 0.0)):
+        for direction, store in itertools.product(("push", "pull"), ("direct", "staged")):
+            knobs = Knobs(direction=direction, store=store, tile=(1, 2), comm_tile_rows=1)
+            with GemmRS(max_m=6, n=2, k=3, tuning=knobs) as op:
+                y = op(torch.full((6, 1), values[rank]), torch.ones(2, 1))
+            assert torch.equal(y, torch.full((2, 2), result)), (values, y)
+
+
+def test_partials_are_summed_in_rank_order() -> None:
+    run_ranks(3, sums_in_rank_order)
+
+
+def expanded(rank: int, world: int) -> None:
+    with GemmRS(max_m=6, n=4, k=5 * world) as op:
+        row, weight = torch.arange(5.0) + rank, torch.arange(5.0)
+        for x, w in (
+            (row.expand(6, 5), weight.expand(4, 5)),
+            (torch.tensor(2.0 + rank).expand(6, 5), torch.tensor(3.0).expand(4, 5)),
+            (torch.arange(6.0)[:, None].expand(6, 5), torch.arange(4.0)[:, None].expand(4, 5)),
+        ):
+            assert torch.equal(op(x, w), op(x.contiguous(), w.contiguous()))
+        zero = torch.zeros(1).expand(4)
+        assert torch.equal(op(x, w, zero), op(x, w))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_expanded_inputs(world: int) -> None:
+    run_ranks(world, expanded)
+
+
+def outputs_are_fresh(rank: int, world: int) -> None:
+    for store in ("direct", "staged"):
+        knobs = Knobs(store=store, tile=(4, 2))
+        with GemmRS(max_m=4 * world, n=2, k=3 * world, tuning=knobs) as op:
+            x, w = torch.randn(4 * world, 3), torch.randn(2, 3)
+            before = x.clone(), w.clone()
+            y = op(x, w)
+            kept = y.clone()
+            op(x + 1, w)
+            assert torch.equal(y, kept)
+            y[:] = 0
+            assert torch.equal(op(x, w), kept)
+            assert torch.equal(x, before[0]) and torch.equal(w, before[1])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_outputs_do_not_alias(world: int) -> None:
+    run_ranks(world, outputs_are_fresh)

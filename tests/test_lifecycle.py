@@ -1,0 +1,356 @@
+"""What an op holds and gives back; several ops and several groups at once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flux
+from flux import AGGemm, GemmAR, GemmRS, Knobs
+from harness import held, nothing_left_in_shared_memory, resident_bytes, run_ranks
+from reference import Inputs, Problem
+
+OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+THREADED = Knobs(copy_streams=1)
+
+
+def warm_up() -> None:
+    """What stays for good is started by the first op: the tracker of shared memory, caches."""
+    with AGGemm(max_m=8, n=dist.get_world_size(), k=8, tuning=THREADED) as op:
+        op(torch.zeros(1, 8), torch.zeros(1, 8))
+    dist.barrier()
+
+
+def workspace(rank: int, world: int) -> dict[str, tuple[int, int]]:
+    m, n, k, item = 1001, 700, 600, 4
+    chunk = -(-m // world)
+    blocks = (world - 1) * chunk * n * item
+    needed = {
+        "ag_gemm": m * k * item,
+        "gemm_rs": blocks,
+        "gemm_ar": blocks + chunk * n * item,  # the own result, for the peers to pull
+        "unfused": 0,
+    }
+    sizes = {}
+    for name, least in needed.items():
+        op_name, path = ("gemm_rs", "unfused") if name == "unfused" else (name, "fused")
+        with Problem(op_name, m, (n,), k).build(tuning=Knobs(path=path)) as op:
+            sizes[name] = (op.workspace_bytes, least)
+    return sizes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_workspace_is_what_the_algorithm_needs(world: int) -> None:
+    for sizes in run_ranks(world, workspace):
+        unfused, _ = sizes.pop("unfused")
+        assert unfused <= 8192
+        for name, (stated, needed) in sizes.items():
+            assert needed <= stated <= 1.1 * needed, f"{name}: {stated} bytes for {needed}"
+
+
+def stated_size_is_mapped(rank: int, world: int) -> None:
+    warm_up()
+
+    def mapped() -> int:
+        size = 0
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                if "/dev/shm/psm_" in line:
+                    begin, end = line.split()[0].split("-")
+                    size += int(end, 16) - int(begin, 16)
+        return size
+
+    before = mapped()
+    with GemmRS(max_m=300, n=500, k=4) as op:
+        pages = -(-op.workspace_bytes // 4096) * 4096
+        assert mapped() - before == world * pages
+    assert mapped() == before
+
+
+def test_workspace_bytes_is_what_is_mapped() -> None:
+    run_ranks(3, stated_size_is_mapped)
+
+
+def world_of_one(rank: int, world: int) -> None:
+    before = held()
+    for op_name in OPS:
+        problem = Problem(op_name, 9, (5,), 7)
+        op = problem.build()
+        assert op.workspace_bytes == 0 and held() == before
+        inputs = Inputs(problem, 9, 1, seed=0)
+        inputs.check(inputs.call(op, 0), 0)
+        op.close()
+
+
+def test_a_world_of_one_needs_nothing() -> None:
+    run_ranks(1, world_of_one)
+
+
+def gives_back(rank: int, world: int, how: str) -> None:
+    warm_up()
+    gc.collect()
+    before = held()
+    for op_name in OPS:
+        problem = Problem(op_name, 40, (50,), 60)
+        op = problem.build(tuning=THREADED)
+        inputs = Inputs(problem, 40, world, seed=0)
+        out = inputs.call(op, rank, gather=problem.gathers)
+        during = held()
+        assert during["segments"] == before["segments"] + world
+        assert during["threads"] == before["threads"] + 1
+        assert during["descriptors"] == before["descriptors"]  # mapped segments need none
+        if how == "close":
+            op.close()
+            op.close()
+        elif how == "with":
+            with op:
+                pass
+        elif how == "del":
+            del op  # at once: no reference cycle waits for the collector
+        else:  # an exception that passes through the block
+            with pytest.raises(ZeroDivisionError), op:
+                _ = 1 / 0
+        assert held() == before, f"{op_name} after {how}: {before} -> {held()}"
+        inputs.check(out, rank)  # results outlive the op
+        dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["close", "with", "del", "exception"])
+def test_everything_is_given_back(how: str) -> None:
+    with nothing_left_in_shared_memory():
+        run_ranks(3, gives_back, how)
+
+
+def refused_construction(rank: int, world: int) -> None:
+    warm_up()
+    before = held()
+    for _ in range(3):
+        with pytest.raises(ValueError):
+            AGGemm(max_m=8, n=8, k=8 + rank)
+        with pytest.raises(OSError):
+            AGGemm(max_m=2**20, n=8, k=2**18)  # 1 TiB
+    assert held() == before, (before, held())
+
+
+def test_a_refused_construction_holds_nothing() -> None:
+    with nothing_left_in_shared_memory():
+        run_ranks(2, refused_construction)
+
+
+def closing_while_peers_still_read(rank: int, world: int) -> None:
+    """The last call of some ranks may still be going on when others close."""
+    for op_name in OPS:
+        problem = Problem(op_name, 24, (12,), 12)
+        for direction in ("push", "pull"):
+            for streams in (0, 1):
+                knobs = Knobs(
+                    direction=direction, copy_streams=streams, comm_tile_rows=2, order="ring1d"
+                )
+                op = problem.build(tuning=knobs)
+                if rank == world - 1:
+                    op._backend.engine.set_delay(2e-3, 7)
+                inputs = Inputs(problem, 24, world, seed=3)
+                got = inputs.call(op, rank)
+                op.close()
+                inputs.check(got, rank)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_may_close_as_soon_as_it_has_its_result(world: int) -> None:
+    run_ranks(world, closing_while_peers_still_read)
+
+
+def memory_over_many_calls(rank: int, world: int, calls: int) -> int:
+    problem = Problem("gemm_ar", 64, (256,), 64)
+    with (
+        problem.build(tuning=THREADED) as op,
+        AGGemm(max_m=64, n=256, k=64) as gather,
+    ):
+        sizes = (64, 1, 33, 50)
+        cases = [Inputs(problem, m, world, seed=m).local(rank) for m in sizes]
+        shards = [torch.zeros(-(-m // world), 64) for m in sizes]
+        weight = torch.zeros(256 // world, 64)
+
+        def run(count: int) -> int:
+            for i in range(count):
+                op(*cases[i % 4])
+                gather(shards[i % 4], weight)
+            gc.collect()
+            return resident_bytes()
+
+        before = run(calls // 10)
+        return run(calls) - before
+
+
+def test_resident_memory_is_flat() -> None:
+    for grown in run_ranks(2, memory_over_many_calls, 5000, timeout=100):
+        assert grown < 1 << 20, f"grew by {grown} bytes in 5000 calls"
+
+
+def schedules_of_many_m(rank: int, world: int) -> int:
+    with AGGemm(max_m=3000, n=2, k=1) as op:
+        weight = torch.zeros(1, 1)
+
+        def run() -> int:
+            for m in range(1, 3001):
+                op(torch.zeros(-(-m // world), 1)[: max(0, m - rank * -(-m // world))], weight, m=m)
+            return resident_bytes()
+
+        before = run()
+        return run() - before
+
+
+def test_memory_is_bounded_when_every_m_is_new() -> None:
+    for grown in run_ranks(2, schedules_of_many_m):
+        assert grown < 4 << 20, f"grew by {grown} bytes"
+
+
+def build_and_close(rank: int, world: int) -> int:
+    before = 0
+    for count in range(60):
+        if count == 20:
+            gc.collect()
+            before = resident_bytes()
+        with GemmRS(max_m=256, n=1024, k=4 * world, tuning=THREADED) as op:
+            op(torch.zeros(256, 4), torch.zeros(1024, 4))
+    return resident_bytes() - before
+
+
+def test_ops_built_again_and_again_do_not_pile_up() -> None:
+    for grown in run_ranks(2, build_and_close):
+        assert grown < 8 << 20, f"grew by {grown} bytes in 40 ops of 2 MiB"
+
+
+def interleaved(rank: int, world: int) -> None:
+    problems = [Problem(op, 20, (8,), 12) for op in (*OPS, "ag_gemm")]
+    ops = [p.build(tuning=Knobs(copy_streams=i % 2)) for i, p in enumerate(problems)]
+    for step in range(120):
+        which = step * 7 % 4 if step % 3 else step % 4
+        m = 1 + step * 5 % 20
+        inputs = Inputs(problems[which], m, world, seed=step)
+        inputs.check(inputs.call(ops[which], rank), rank)
+        if step == 60:  # one leaves, and another one comes
+            ops[3].close()
+            ops[3] = problems[3].build()
+    for op in ops:
+        op.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_ops_on_one_group(world: int) -> None:
+    run_ranks(world, interleaved)
+
+
+def two_groups(rank: int, world: int) -> None:
+    """Every rank is in a small group and in the whole one, with ops on both."""
+    halves = [dist.new_group([1, 3]), dist.new_group([2, 0])]
+    mine = halves[0] if rank % 2 else halves[1]
+    inside = dist.get_rank(mine)
+    problems = [Problem(op, 15, (6,), 8) for op in OPS]
+    # By object, by name, and all of them.
+    small = [p.build(mine if i % 2 else mine.group_name) for i, p in enumerate(problems)]
+    large = [p.build() for p in problems]
+    for step in range(40):
+        which, m = step % 3, 1 + step * 4 % 15
+        assert (small[which].rank, small[which].world) == (inside, 2)
+        for op, at, size, seed in (
+            (small[which], inside, 2, 50 + step + 1000 * (rank % 2)),
+            (large[which], rank, world, step),
+        ):
+            inputs = Inputs(problems[which], m, size, seed)
+            inputs.check(inputs.call(op, at), at)
+    for op in small + large:
+        op.close()
+    dist.barrier()
+    dist.destroy_process_group(mine)
+
+
+def test_two_groups_at_once() -> None:
+    run_ranks(4, two_groups)
+
+
+def two_groups_in_threads(rank: int, world: int) -> None:
+    """Ops may run in different threads at once, each op in one."""
+    groups = [dist.new_group(list(range(world))) for _ in range(2)]
+    problems = [Problem("ag_gemm", 16, (6,), 8), Problem("gemm_rs", 16, (6,), 8)]
+    ops = [p.build(g, tuning=THREADED) for p, g in zip(problems, groups, strict=True)]
+    errors: list[BaseException] = []
+
+    def work(which: int) -> None:
+        try:
+            for step in range(100):
+                inputs = Inputs(problems[which], 1 + step % 16, world, seed=step)
+                inputs.check(inputs.call(ops[which], rank), rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for op in ops:
+        op.close()
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+    if errors:
+        raise errors[0]
+
+
+def test_ops_in_different_threads() -> None:
+    run_ranks(2, two_groups_in_threads)
+
+
+def life_of_an_op(rank: int, world: int) -> None:
+    op: Any = AGGemm(max_m=6, n=2 * world, k=3)
+    assert (op.rank, op.world, op.closed) == (rank, world, False)
+    assert repr(op).startswith("AGGemm(max_m=6,")
+    assert f"rank={rank}" in repr(op) and "closed" not in repr(op)
+    schedule = op.schedule(6)
+    assert schedule is flux.make_schedule(
+        "ag_gemm", (6, 2 * world, 3), world, rank, knobs=op.knobs, itemsize=4
+    )
+    for m in (0, 7, -1):
+        with pytest.raises(ValueError, match=rf"M must be in \[1, 6\], got {m}"):
+            op.schedule(m)
+    with op as entered:
+        assert entered is op
+    assert op.closed and "closed" in repr(op)
+    alive = weakref.ref(op)
+    del op, entered
+    assert alive() is None
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_life_of_an_op(world: int) -> None:
+    run_ranks(world, life_of_an_op)
+
+
+def at_exit(rank: int, world: int, how: str) -> None:
+    """The interpreter ends with a live op whose worker sleeps; it must neither hang nor crash."""
+    op = GemmAR(max_m=8, n=8, k=8, tuning=THREADED)
+    op(torch.zeros(8, -(-8 // world)), torch.zeros(8, -(-8 // world)))
+    if how == "cycle":
+        cycle: list[Any] = [op]
+        cycle.append(cycle)
+        del op, cycle
+        gc.collect()
+        return
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    op.close()
+
+
+@pytest.mark.parametrize("how", ["cycle", "fork"])
+def test_an_op_never_closed(how: str) -> None:
+    run_ranks(2, at_exit, how)
