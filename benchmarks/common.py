@@ -26,7 +26,7 @@ def bench_op(
     arguments += ["--dtype", "float32", "--nproc", str(world), "--threads", "1"]
     arguments += ["--repeats", str(repeats), "--quiet", "--json", target.as_posix(), *extra]
     print(f"flux {' '.join(arguments)}", file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, "-m", "flux.cli", *arguments], cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, "-m", "flux", *arguments], cwd=ROOT, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
     document: dict[str, Any] = json.loads((ROOT / target).read_text(encoding="utf-8"))

@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_slabs.py [--json FILE]
 
-Local GEMMs of AGGemm and GemmRS for 2 ranks, fp32, one thread, as a whole and in 2 and 4 slabs, in CPU
-time of the thread (which other load on the machine disturbs less than wall time), interleaved; and the
-copy of one rank's shard beside them.
+Local GEMMs of AGGemm and GemmRS for 2 ranks, fp32, one thread, whole and in 2 and 4 slabs, in CPU
+time of the thread (which other load on the machine disturbs less than wall time), interleaved; and
+the copy of one rank's shard beside them.
 """
 
 from __future__ import annotations

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -121,7 +123,7 @@ def bench_op(
     and the exit status is 1.
 
     Starts its own ranks, or joins torchrun's. torchrun takes --m for one of its own options unless
-    told where those end: torchrun --nproc-per-node 2 --no-python -- flux bench op --m 2048
+    told where those end: torchrun --nproc-per-node 2 -m -- flux bench op --m 2048
     """
     from flux.bench.launch import torchrun_rank, torchrun_world
     from flux.bench.problem import BenchConfig, Problem, dtype_name
@@ -153,11 +155,24 @@ def bench_op(
         _refuse(str(error))
     speaks = world is None or torchrun_rank() == 0
     silent = quiet or json_target == "-" or not speaks
+    if speaks and json_target not in (None, "-"):
+        _check_writable(json_target)
     measurement = _measure(config, joining=world is not None, silent=silent)
     if speaks:
         _report(config, measurement, json_target, silent=silent)
     if measurement.complaints:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _check_writable(target: str) -> None:
+    """Find out before the measurement, not after it."""
+    path = Path(target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _refuse(f"cannot write {target}: {error.strerror}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        _refuse(f"cannot write {target}")
 
 
 def _measure(config: BenchConfig, *, joining: bool, silent: bool) -> Measurement:

@@ -1,7 +1,7 @@
 """Default knobs of the CPU backend, for shapes that nobody has tuned.
 
-Three measurements on a 2-core AVX-512 machine shape them (fp32, one thread per rank, CPU time of the
-thread, `benchmarks/cpu_slabs.py`):
+Three measurements on a 2-core AVX-512 machine shape them (fp32, one thread per rank, CPU time;
+`benchmarks/cpu_slabs.py`):
 
 * A GEMM cut into two slabs of rows packs its weight twice. Slabs of 1024 rows and more cost 0 to 5%
   over the whole GEMM, slabs of 512 rows 7 to 10%, slabs of 256 rows 20% and more.
@@ -30,7 +30,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def slab_rows(m: int, world: int) -> int:
-    """Rows of a GEMM tile: whole chunks, MIN_SLAB_ROWS or more; all of M if that leaves one tile."""
+    """Rows of a GEMM tile: whole chunks of MIN_SLAB_ROWS or more, or M if there are not two."""
     chunk = ceil_div(m, world)
     if m < 2 * MIN_SLAB_ROWS:
         return m

@@ -7,7 +7,7 @@ tests, and people: ``print(schedule)`` shows who moves what when.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -118,7 +118,7 @@ class TileSchedule:
         m, n, k = self.shape
         lines = [
             f"{self.op} m={m} n={n} k={k}, rank {self.rank} of {self.world} ({self.topology})",
-            f"knobs: {self.knobs}",
+            f"knobs: {self._knobs_text()}",
             f"GEMM tiles ({len(self.visits)}):",
         ]
         lines += [f"  {i:>3}  {self._visit_text(v)}" for i, v in enumerate(self.visits)]
@@ -126,6 +126,10 @@ class TileSchedule:
         if self.results:
             lines += self._transfer_lines("transfers of the result", self.results)
         return "\n".join(lines)
+
+    def _knobs_text(self) -> str:
+        gathers = self.op == "ag_gemm"
+        return str(replace(self.knobs, store=None) if gathers else self.knobs)
 
     def _visit_text(self, v: Visit) -> str:
         text = f"rows [{v.row_begin}, {v.row_end})  columns [{v.col_begin}, {v.col_end})"

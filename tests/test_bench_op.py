@@ -12,18 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bench_methods
 import psutil
 import pytest
-from harness import nothing_left_in_shared_memory, run_ranks
 from typer.testing import CliRunner
 
+import bench_methods
 from flux.bench import launch, spawn
 from flux.bench.problem import BenchConfig, Problem
 from flux.bench.timing import StartLine
 from flux.cli import app
+from harness import nothing_left_in_shared_memory, run_ranks
 
-FLUX = [sys.executable, "-m", "flux.cli"]
+FLUX = [sys.executable, "-m", "flux"]
 SHAPE = ["--m", "13", "--n", "10", "--k", "9"]
 SHORT = ["--repeats", "3", "--warmup", "1"]
 KEYS = [
@@ -157,7 +157,7 @@ def test_json_on_stdout_is_alone_there() -> None:
 def test_joins_torchrun(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*run, "-m", "--", "flux.cli", "bench", "op", "--op", "gemm_rs", *SHAPE, *SHORT]
+    command = [*run, "-m", "--", "flux", "bench", "op", "--op", "gemm_rs", *SHAPE, *SHORT]
     done = subprocess.run(
         [*command, "--json", str(target)], capture_output=True, text=True, timeout=100
     )
@@ -276,6 +276,8 @@ def test_interrupt_ends_everything() -> None:
         (["--tile", "12"], "tile must look like 512x1024, got '12'"),
         (["--order", "random"], "Knobs.order must be one of"),
         (["--timeout", "0"], "timeout must be above 0"),
+        (["--json", "/dev/null/out.json"], "cannot write /dev/null/out.json"),
+        (["--json", "/"], "cannot write /"),
     ],
 )
 def test_usage_errors_start_nothing(

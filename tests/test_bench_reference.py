@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flux.bench.methods import Unfused
 from flux.bench.problem import DTYPES, OPS, Problem
 from flux.bench.reference import Reference, growth, judge, make_inputs, make_reference
+from harness import run_ranks
 
 
 def alone(op: str, dtype: str, m: int = 40, n: int = 24, k: int = 512) -> tuple[Problem, Reference]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import nothing_left_in_shared_memory
 from typer.testing import CliRunner
 
 import flux
 from flux import doctor, env, host, toolchain
 from flux.cli import app
+from harness import nothing_left_in_shared_memory
 
 SECTIONS = [
     "software",

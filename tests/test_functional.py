@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from harness import held, run_ranks
 from torch.distributed._symmetric_memory import (
     _fused_all_gather_matmul_fallback,
     _fused_matmul_reduce_scatter_fallback,
@@ -15,6 +14,7 @@ from torch.distributed._symmetric_memory import (
 
 import flux
 from flux.ops.workspace import workspace_of
+from harness import held, run_ranks
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:

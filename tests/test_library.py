@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
 
 import flux
 from flux._C import core
+from harness import run_ranks
 
 
 def _opcheck(rank: int, world: int) -> None:
@@ -174,7 +174,9 @@ def _partial_gradients(rank: int, world: int) -> None:
     with flux.AGGemm(max_m=8, n=(world, 2 * world), k=3, **kw) as op:
         x, w1, w2 = torch.ones(4, 3, **kw), torch.ones(1, 3, **kw), torch.ones(2, 3, **kw)
         for needs in ((True, False, False), (False, True, False), (True, True, True)):
-            leaves = [_leaf(t).requires_grad_(need) for t, need in zip((x, w1, w2), needs)]
+            leaves = [
+                _leaf(t).requires_grad_(need) for t, need in zip((x, w1, w2), needs, strict=True)
+            ]
             y1, y2 = op(leaves[0], leaves[1:])
             (y1.sum() + 2 * y2.sum()).backward()
             assert [leaf.grad is not None for leaf in leaves] == list(needs)
@@ -192,7 +194,9 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 
 def _padded(rank: int, world: int) -> None:
     with flux.AGGemm(max_m=8, n=world, k=2, dtype=torch.float64) as op:
-        x = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)  # ceil(5 / 2), last row unused
+        x = torch.ones(
+            3, 2, dtype=torch.float64, requires_grad=True
+        )  # ceil(5 / 2), last row unused
         op(x, torch.ones(1, 2, dtype=torch.float64), m=5).sum().backward()
         own = op.own_rows(5)
         assert torch.equal(x.grad[:own], torch.full((own, 2), float(world), dtype=torch.float64))
@@ -210,13 +214,13 @@ def _use_after(make: Callable[[], object]) -> str:
 
 
 def _closed(rank: int, world: int) -> None:
-    op = flux.GemmRS(max_m=4, n=2, k=world)
-    handle = op.handle
-    op.close()
+    ops = [flux.GemmRS(max_m=4, n=2, k=world)]
+    handle = ops[0].handle
+    ops[0].close()
     args = (torch.ones(2, 1), torch.ones(2, 1))
-    assert "closed" in _use_after(lambda: op(*args))
+    assert "closed" in _use_after(lambda: ops[0](*args))
     assert "closed" in _use_after(lambda: torch.ops.flux.gemm_rs(*args, [], handle))
-    del op
+    ops.clear()
     gc.collect()  # the exceptions above hold it
     assert str(handle) in _use_after(lambda: torch.ops.flux.gemm_rs(*args, [], handle))
 

@@ -25,8 +25,10 @@ UNITS = (
 )
 FLAGS = {"plain": [], "tsan": ["-fsanitize=thread"]}
 KINDS = pytest.mark.parametrize("kind", FLAGS)
-CALLS = {"plain": "1500", "tsan": "400"}  # per op and world: tens of thousands in all
+CALLS = {"plain": "1500", "tsan": "300"}  # per op and world: tens of thousands in all
 COMPILER = os.environ.get("CXX") or "g++"
+
+pytestmark = pytest.mark.timeout(400)  # of a busy machine; 15 s each otherwise
 
 
 def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:

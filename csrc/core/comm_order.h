@@ -2,22 +2,18 @@
 //
 // An order is a pure integer map (rank, step) -> (chunk, peer). Relative to rank r, step s brings
 // the chunk at `offset(s)` from the peer at `via(s)`; both are offsets on a mesh of ranks, so that
-// the map of one rank is the map of every rank, shifted. Two facts follow, and the tests check
-// them:
+// the map of one rank is the map of every rank, shifted. Two facts follow, and the tests check them:
 //   - at each step the ranks that send and the ranks that receive are permutations of each other,
-//   so
-//     no destination is written by two ranks at one step;
+//     so no destination is written by two ranks at one step;
 //   - a chunk that is passed on (via != offset) had reached the peer at an earlier step, so
-//   executing
-//     the steps in order can never deadlock.
+//     executing the steps in order can never deadlock.
 //
 // Orders (Flux paper, 4.3 "Communication order among tiles"), for 4 ranks; rank 1 receives
-//   direct        pull: 2<-2  3<-3  0<-0      push: 0<-0  3<-3  2<-2       ("chunk <- peer")
-//   ring1d        0<-0  3<-0  2<-0            every hop is from the left neighbour
-//   ring2d        mesh 2 x 2: 0<-0  3<-3  2<-0          row ring, then column hop, then row ring
-//   hierarchical  2 nodes x 2: 3<-3  0<-0  2<-0         inter-node first, then own node, then
-//   fan-out numa          1 node, 2 domains x 2: 3<-3  0<-0  2<-0   inter-NUMA first, then inside
-//   the domain
+//   direct        pull 2<-2 3<-3 0<-0, push 0<-0 3<-3 2<-2     ("chunk <- peer")
+//   ring1d        0<-0 3<-0 2<-0     every hop is from the left neighbour
+//   ring2d        0<-0 3<-3 2<-0     2 x 2: along the row, then down the column, then along the row
+//   hierarchical  3<-3 0<-0 2<-0     2 nodes x 2: inter-node first, then own node, then fan-out
+//   numa          3<-3 0<-0 2<-0     2 domains x 2: inter-NUMA first, then inside the domain
 #pragma once
 
 #include "core/problem.h"

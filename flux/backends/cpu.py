@@ -19,7 +19,6 @@ Memory ordering and buffer reuse: csrc/host/signal_pad.h.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from flux import _C
 from flux.env import POISON, SPIN_US
 from flux.errors import PeerTimeoutError
 from flux.heuristic import MAX_COMM_TILES, ceil_div
+from flux.host import available_cores
 from flux.knobs import Knobs, Op
 from flux.ops.call import Call
 from flux.ops.spec import DTYPES, OpSpec
@@ -73,7 +73,7 @@ class Layout:
 def _spin_seconds(world: int) -> float:
     micros = SPIN_US.get()
     if micros < 0:
-        micros = 200.0 if world <= (os.cpu_count() or 1) else 5.0
+        micros = 200.0 if world <= available_cores() else 5.0
     return micros * 1e-6
 
 

@@ -18,8 +18,8 @@ from flux.ops.spec import OpSpec
 from flux.transport.exchange import Exchange
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class UnfusedBackend:
@@ -42,7 +42,7 @@ class UnfusedBackend:
             shard = torch.zeros(chunk, x.shape[1], dtype=x.dtype)
             shard[: x.shape[0]] = x
         full = torch.empty(self.world * chunk, x.shape[1], dtype=x.dtype)
-        self._wait(_all_gather(full, shard, group=self.group, async_op=True))
+        self._wait(all_gather(full, shard, group=self.group, async_op=True))
         return full[:m]
 
     def ag_gemm(self, call: Call, gather: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -76,7 +76,7 @@ class UnfusedBackend:
         if self.world == 1:
             return partial
         out = torch.empty(partial.shape[0] // self.world, partial.shape[1], dtype=partial.dtype)
-        self._wait(_reduce_scatter(out, partial, group=self.group, async_op=True))
+        self._wait(reduce_scatter(out, partial, group=self.group, async_op=True))
         return out[: _C.core.row_count(m, self.world, self.rank)]
 
     def gemm_ar(self, call: Call) -> torch.Tensor:

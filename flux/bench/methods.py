@@ -17,12 +17,10 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from flux.backends.unfused import all_gather, reduce_scatter
+
 from .problem import BenchConfig, Problem
 from .reference import Inputs
-
-# torch 2.13 renamed these two; the old names only warn, but a warning per call costs time.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Method(Protocol):
@@ -61,7 +59,7 @@ class Unfused:
             if self._own < problem.chunk:
                 x = torch.cat([x, x.new_zeros(problem.chunk - self._own, problem.k)])
             gathered = x.new_empty(self._padded, problem.k)
-            _all_gather(gathered, x)
+            all_gather(gathered, x)
             return torch.mm(gathered[: problem.m], weight.t())
         if problem.op == "gemm_ar":
             result = torch.mm(x, weight.t())
@@ -74,7 +72,7 @@ class Unfused:
             torch.mm(x, weight.t(), out=partial[: problem.m])
             partial[problem.m :].zero_()
         own = x.new_empty(problem.chunk, problem.n)
-        _reduce_scatter(own, partial)
+        reduce_scatter(own, partial)
         return own[: self._own]
 
     def knobs(self) -> dict[str, Any]:
@@ -214,9 +212,9 @@ def library_collective(problem: Problem) -> Callable[[], object]:
 
     if problem.op == "ag_gemm":
         own, gathered = touched(problem.chunk, problem.k), touched(padded, problem.k)
-        return lambda: _all_gather(gathered, own)
+        return lambda: all_gather(gathered, own)
     if problem.op == "gemm_rs":
         own, partial = touched(problem.chunk, problem.n), touched(padded, problem.n)
-        return lambda: _reduce_scatter(own, partial)
+        return lambda: reduce_scatter(own, partial)
     result = touched(problem.m, problem.n)
     return lambda: dist.all_reduce(result)

@@ -119,7 +119,7 @@ def run_ranks(
     # One server imports torch, the ranks are forked from it: with many ranks that saves most of the
     # time until the first repeat. The server has no threads, and ends with this process.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flux.cli", "flux.bench.launch"])
+    context.set_forkserver_preload(["typer", "flux.bench.launch"])
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []

@@ -68,6 +68,7 @@ class TensorParallelOp:
         transport: str | None,
         tuning: str | Knobs,
         timeout_s: float,
+        topology: Topology | None,
     ) -> None:
         self._closed = True
         exchange = Exchange(resolve_group(group))
@@ -78,22 +79,24 @@ class TensorParallelOp:
         try:
             spec = OpSpec(self.kind, max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
             knobs = _knobs(label, tuning)
-            check_legal(knobs, Topology.flat(exchange.world))
+            topology = _topology(label, topology, exchange.world)
+            check_legal(knobs, topology)
             _check_options(label, spec, exchange.world, backend, transport, timeout_s)
             for variable in VARIABLES:
                 variable.get()
         except (TypeError, ValueError) as error:
             problem = error
         fields = spec.fields() if spec else {}
-        exchange.agree(label, problem, {**fields, "knobs": str(knobs), "timeout_s": timeout_s})
-        assert spec is not None
+        options = {"knobs": str(knobs), "timeout_s": timeout_s, "topology": str(topology)}
+        exchange.agree(label, problem, {**fields, **options})
+        assert spec is not None and topology is not None
         one_host = _check_hosts(label, exchange, knobs)
         self.spec = spec
         self.knobs = knobs
         self.world = exchange.world
         self.rank = exchange.rank
         self.timeout_s = timeout_s
-        self.topology = Topology.flat(self.world)
+        self.topology = topology
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._broken: str | None = None
@@ -157,7 +160,7 @@ class TensorParallelOp:
     # -- calls -------------------------------------------------------------------------------------
 
     def _check_types(self, *tensors: object) -> None:
-        """Refuse what the dispatcher would turn away, or answer with a fake, unheard by the peers."""
+        """Refuse what the dispatcher would turn away, or fake, without the peers hearing of it."""
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 kind = type(tensor).__name__
@@ -253,6 +256,15 @@ def _knobs(label: str, tuning: str | Knobs) -> Knobs:
     if tuning not in ("cache", "off"):
         raise ValueError(f"{label}: tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}")
     return Knobs()  # no tuned winners exist yet: both mean the heuristic
+
+
+def _topology(label: str, topology: Topology | None, world: int) -> Topology:
+    topology = topology or Topology.flat(world)
+    if topology.world != world:
+        raise ValueError(
+            f"{label}: topology has {topology.world} ranks ({topology}), the group has {world}"
+        )
+    return topology
 
 
 def _check_options(

@@ -12,6 +12,7 @@ from flux.knobs import Knobs, Op
 from flux.ops._base import TensorParallelOp
 from flux.ops.call import Call
 from flux.schedule import TileSchedule
+from flux.topology import Topology
 
 
 class AGGemm(TensorParallelOp):
@@ -32,6 +33,7 @@ class AGGemm(TensorParallelOp):
         tuning: ``"cache"`` (tuned winners where there are any, else the heuristic), ``"off"`` (the
             heuristic), or ``flux.Knobs``.
         timeout_s: how long a call waits for a peer, in seconds.
+        topology: the mesh of ranks that ring2d, hierarchical and numa follow; flat by default.
 
     Raises:
         ValueError, TypeError: on all ranks alike, when any rank's arguments are refused or differ.
@@ -56,6 +58,7 @@ class AGGemm(TensorParallelOp):
         transport: str | None = None,
         tuning: str | Knobs = "cache",
         timeout_s: float = 60.0,
+        topology: Topology | None = None,
     ) -> None:
         super().__init__(
             group,
@@ -69,6 +72,7 @@ class AGGemm(TensorParallelOp):
             transport=transport,
             tuning=tuning,
             timeout_s=timeout_s,
+            topology=topology,
         )
 
     def __call__(

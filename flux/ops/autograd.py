@@ -1,9 +1,11 @@
 """Backward passes of ``torch.ops.flux``: the mirror image of the forward, fused in its turn.
 
-AGGemm    y_i = gather(x) W_i^T        dx = reduce_scatter(sum_i dy_i W_i)    dW_i = dy_i^T
-gather(x) GemmRS    z = scatter(sum_r x W^T)     dx = gather(dz) W                      dW =
-gather(dz)^T x GemmAR    z = sum_r x W^T              dx = dz W                              dW =
-dz^T x
+    AGGemm    y_i = gather(x) W_i^T
+              dx = reduce_scatter(sum_i dy_i W_i)    dW_i = dy_i^T gather(x)
+    GemmRS    z = scatter(sum_r x W^T)
+              dx = gather(dz) W                      dW = gather(dz)^T x
+    GemmAR    z = sum_r x W^T
+              dx = dz W                              dW = dz^T x
 
 GemmAR's dz is taken to be equal on all ranks, as it is when every rank goes on with the same result
 (the identity backward of Megatron's reduce_from_tensor_model_parallel_region).
@@ -36,7 +38,8 @@ for _schema in (
 def _meet(op: TensorParallelOp, m: int, dtype: torch.dtype) -> Workspace:
     work = workspace_of(op._unfused.group)
     spec = op.spec
-    work.agree(f"the backward of {spec.label}(m {m}, n {spec.n}, k {spec.k}, {dtype})")
+    what = f"the backward of {spec.label}(m {m}, n {spec.n}, k {spec.k}, {dtype})"
+    work.agree(what, op.timeout_s)
     return work
 
 
@@ -64,7 +67,8 @@ def _scatter_grad(
     if d_gathered is not None:
         return op._unfused.scatter_rows(torch.addmm(d_gathered, dy, weight))
     m, n = dy.shape[0], sum(op.spec.n)
-    return _meet(op, m, dy.dtype).gemm_rs(m, op.spec.k, n, dy.dtype, "sum")(dy, weight)
+    gemm = _meet(op, m, dy.dtype).gemm_rs(m, op.spec.k, n, dy.dtype, "sum", op.timeout_s)
+    return gemm(dy, weight)
 
 
 @register_fake("scatter_grad")
@@ -80,7 +84,7 @@ def _gather_grad(
 ) -> list[torch.Tensor]:
     """gather(dz) [M, N] @ W -> [M, K/W], and the gathered dz if it is needed."""
     op = op_of(handle)
-    gemm = _meet(op, m, dz.dtype).ag_gemm(m, (op.spec.k,), op.spec.n[0], dz.dtype)
+    gemm = _meet(op, m, dz.dtype).ag_gemm(m, (op.spec.k,), op.spec.n[0], dz.dtype, op.timeout_s)
     result = gemm(dz, _as_nk(op, weight), m=m, return_gathered=need_full)
     return list(result) if need_full else [result]
 

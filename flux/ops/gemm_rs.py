@@ -11,6 +11,7 @@ from flux.knobs import Knobs, Op
 from flux.ops._base import TensorParallelOp
 from flux.ops.call import Call
 from flux.schedule import TileSchedule
+from flux.topology import Topology
 
 
 class GemmRS(TensorParallelOp):
@@ -27,7 +28,7 @@ class GemmRS(TensorParallelOp):
         dtype: float64, float32, bfloat16 or float16.
         transpose_weight: the weight is [K/W, N] instead of [N, K/W].
         reduce: ``"sum"`` or ``"avg"``.
-        backend, transport, tuning, timeout_s: as for AGGemm.
+        backend, transport, tuning, timeout_s, topology: as for AGGemm.
 
     Raises:
         ValueError, TypeError, OSError: as for AGGemm.
@@ -49,6 +50,7 @@ class GemmRS(TensorParallelOp):
         transport: str | None = None,
         tuning: str | Knobs = "cache",
         timeout_s: float = 60.0,
+        topology: Topology | None = None,
     ) -> None:
         super().__init__(
             group,
@@ -62,6 +64,7 @@ class GemmRS(TensorParallelOp):
             transport=transport,
             tuning=tuning,
             timeout_s=timeout_s,
+            topology=topology,
         )
 
     def __call__(

@@ -74,7 +74,7 @@ class Workspace:
         if self._control is not None:
             self._control.refuse(why)
 
-    def agree(self, what: str) -> None:
+    def agree(self, what: str, timeout_s: float = TIMEOUT_S) -> None:
         """Meet the peers; ``what`` names the call and everything that must be equal on all ranks.
 
         Raises:
@@ -84,6 +84,7 @@ class Workspace:
         if self._control is None:
             return
         self._control.what = what
+        self._control.timeout_s = timeout_s
         digest = zlib.crc32(what.encode()) & 0x7FFFFFFF
         schedule = make_schedule("ag_gemm", (1, 1, 1), self.world, self.rank)
         try:
@@ -94,10 +95,17 @@ class Workspace:
             self.close()
             raise
 
-    def ag_gemm(self, m: int, n: tuple[int, ...], k: int, dtype: torch.dtype) -> AGGemm:
+    def ag_gemm(
+        self,
+        m: int,
+        n: tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        timeout_s: float = TIMEOUT_S,
+    ) -> AGGemm:
         """An AGGemm on weights [K, N/W] that serves ``m`` rows; n and k are global."""
         return self._op(
-            (AGGemm, n, k, dtype),
+            (AGGemm, n, k, dtype, timeout_s),
             m,
             lambda max_m: AGGemm(
                 self.group,
@@ -107,14 +115,22 @@ class Workspace:
                 dtype=dtype,
                 transpose_weight=True,
                 tuning=self.knobs,
-                timeout_s=TIMEOUT_S,
+                timeout_s=timeout_s,
             ),
         )
 
-    def gemm_rs(self, m: int, n: int, k: int, dtype: torch.dtype, reduce: str) -> GemmRS:
+    def gemm_rs(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        reduce: str,
+        timeout_s: float = TIMEOUT_S,
+    ) -> GemmRS:
         """A GemmRS on weights [K/W, N] that serves ``m`` rows; n and k are global."""
         return self._op(
-            (GemmRS, n, k, dtype, reduce),
+            (GemmRS, n, k, dtype, reduce, timeout_s),
             m,
             lambda max_m: GemmRS(
                 self.group,
@@ -125,7 +141,7 @@ class Workspace:
                 transpose_weight=True,
                 reduce=reduce,
                 tuning=self.knobs,
-                timeout_s=TIMEOUT_S,
+                timeout_s=timeout_s,
             ),
         )
 

@@ -1,0 +1,474 @@
+"""Ranks that die, stall or leave, and memory that runs out.
+
+Survivors raise PeerTimeoutError in time, say what they waited for, hold nothing afterwards, and go on
+as a new group. Each test has rank processes of its own; groups that sit out a timeout do so together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flux
+from flux import AGGemm, GemmRS, Knobs, PeerTimeoutError
+from harness import (
+    fresh_ranks,
+    held,
+    join_group,
+    nothing_left_in_shared_memory,
+    shared_mappings,
+)
+from reference import OPS, Inputs, Problem
+
+TIMEOUT_S = 0.7
+SLACK_S = 2.0  # this machine may be busy
+
+PROBLEMS = {
+    "ag_gemm": Problem("ag_gemm", 24, (12,), 12),
+    "gemm_rs": Problem("gemm_rs", 24, (12,), 12),
+    "gemm_ar": Problem("gemm_ar", 24, (12,), 12),
+}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check_call(op: Any, problem: Problem, rank: int, world: int, seed: int) -> None:
+    inputs = Inputs(problem, 24, world, seed, bias=False)
+    inputs.check(inputs.call(op, rank), rank)
+
+
+def failing_call(call: Callable[[], Any]) -> dict[str, Any]:
+    """Repeat a call until it raises PeerTimeoutError: what it said, and how long that call took."""
+    for _ in range(4):
+        began = time.monotonic()
+        try:
+            call()
+        except PeerTimeoutError as error:
+            return {"text": str(error), "took": time.monotonic() - began}
+    raise AssertionError("no call failed")
+
+
+def go_on(survivors: list[int], rank: int) -> None:
+    """The survivors as a new group, in the same processes."""
+    dist.destroy_process_group()
+    join_group(f"survivors of {os.getppid()} {survivors}", survivors.index(rank), len(survivors))
+    for problem in PROBLEMS.values():
+        with problem.build() as op:
+            for seed in range(3):
+                check_call(op, problem, op.rank, op.world, seed)
+
+
+# -- killed ----------------------------------------------------------------------------------------
+
+
+def victim_hook(when: str, op: Any) -> None:
+    """Arrange for this rank to be killed at some point of its next call."""
+    if when == "before":
+        die()
+    elif when == "gemm":
+        multiply, calls = torch.mm, []
+
+        def mm(*args: Any, **options: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                die()
+            return multiply(*args, **options)
+
+        torch.mm = mm
+    else:  # while tiles are on their way: the whole call takes seconds now
+        op._backend.engine.set_delay(0.4, 5)
+        threading.Timer(0.3, die).start()
+
+
+def killed(rank: int, world: int, op_name: str, knobs: Knobs, when: str) -> dict[str, Any]:
+    problem, victim = PROBLEMS[op_name], world - 1
+    before = held()
+    op = problem.build(tuning=knobs, timeout_s=TIMEOUT_S)
+    check_call(op, problem, rank, world, seed=0)
+    if rank == victim:
+        victim_hook(when, op)
+    told = failing_call(lambda: check_call(op, problem, rank, world, seed=1))
+    with pytest.raises(RuntimeError, match="is closed: an earlier call failed"):
+        check_call(op, problem, rank, world, seed=2)
+    gc.collect()  # the exceptions' tracebacks hold views of the memory
+    assert op.closed and shared_mappings() == 0, f"{shared_mappings()} segments are still mapped"
+    assert held()["threads"] <= before["threads"]
+    go_on([r for r in range(world) if r != victim], rank)
+    return told
+
+
+KNOBS = {
+    2: Knobs(comm_tile_rows=2, tile=(6, 4), copy_streams=1),
+    3: Knobs(comm_tile_rows=2, tile=(4, 12), copy_streams=0, direction="pull", store="direct"),
+    4: Knobs(comm_tile_rows=2, tile=(5, 4), copy_streams=1, order="ring1d", direction="push"),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "gemm", "copying"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_killed_rank(world: int, when: str) -> None:
+    with nothing_left_in_shared_memory(), contextlib.ExitStack() as stack:
+        groups = {op: stack.enter_context(fresh_ranks(world)) for op in OPS}
+        for op, ranks in groups.items():
+            ranks.start(killed, op, KNOBS[world], when)
+        for op, ranks in groups.items():
+            outcomes = ranks.collect(30)
+            victim = outcomes[world - 1]
+            assert victim is not None and victim.signal == signal.SIGKILL, victim
+            reports = [o.value if o and o.ok else o for o in outcomes[:-1]]
+            label, blamed = OPS[op].__name__, 0
+            for rank, report in enumerate(reports):
+                assert isinstance(report, dict), report
+                text = report["text"]
+                assert re.match(
+                    rf"{label}: rank {rank}, call \d+, "
+                    r"waiting for (the call to begin|tile \d+ of chunk \d+): rank \d ",
+                    text,
+                ), text
+                blamed += f"rank {world - 1} did not deliver within 0.7 s" in text
+                assert report["took"] < TIMEOUT_S + 0.4 + SLACK_S, report
+            assert blamed, reports
+
+
+def killed_in_a_collective(rank: int, world: int) -> dict[str, Any]:
+    problem = PROBLEMS["gemm_rs"]
+    op = problem.build(tuning=Knobs(path="unfused"), timeout_s=TIMEOUT_S)
+    check_call(op, problem, rank, world, seed=0)
+    if rank == 0:
+        torch.mm = lambda *args, **options: die()
+    told = failing_call(lambda: check_call(op, problem, rank, world, seed=1))
+    gc.collect()
+    assert op.closed and shared_mappings() == 0
+    go_on([r for r in range(world) if r != 0], rank)
+    return told
+
+
+def test_a_rank_killed_on_the_library_path() -> None:
+    with nothing_left_in_shared_memory(), fresh_ranks(3) as ranks:
+        ranks.start(killed_in_a_collective)
+        for rank, outcome in enumerate(ranks.collect(20)[1:], 1):
+            assert outcome is not None and outcome.ok, outcome
+            assert outcome.value["text"].startswith(f"GemmRS: rank {rank}"), outcome.value
+            assert outcome.value["took"] < TIMEOUT_S + SLACK_S
+
+
+def killed_while_building(rank: int, world: int, at: str) -> str:
+    if rank == world - 1:
+
+        def fatal(*args: Any) -> None:
+            die()
+
+        setattr(flux._C, at, fatal)
+    began = time.monotonic()
+    try:
+        AGGemm(max_m=100, n=100, k=100)
+    except RuntimeError as error:
+        assert time.monotonic() - began < 5
+        gc.collect()
+        assert shared_mappings() == 0
+        go_on(list(range(world - 1)), rank)
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("was built")
+
+
+@pytest.mark.parametrize("at", ["reserve_shared", "SharedMapping"])
+def test_a_rank_killed_between_creation_and_unlinking(at: str) -> None:
+    """While the segment has a name: before the others know it, and after."""
+    with nothing_left_in_shared_memory(), fresh_ranks(3) as ranks:
+        ranks.start(killed_while_building, at)
+        *outcomes, victim = ranks.collect(30)
+        assert victim is not None and victim.signal == signal.SIGKILL
+        for outcome in outcomes:
+            assert outcome is not None and outcome.ok, outcome
+            assert outcome.value.startswith("PeerTimeoutError: AGGemm"), outcome.value
+
+
+# -- stalled ---------------------------------------------------------------------------------------
+
+
+def wait_until_stopped(pid: int) -> None:
+    for _ in range(1000):
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
+            return
+        time.sleep(0.01)
+    raise AssertionError("the rank did not stop")
+
+
+def stalled(rank: int, world: int, op_name: str, timeout_s: float, where: str) -> dict[str, Any]:
+    problem = PROBLEMS[op_name]
+    op = problem.build(tuning=Knobs(comm_tile_rows=2, copy_streams=1), timeout_s=timeout_s)
+    check_call(op, problem, rank, world, seed=0)
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if rank == 1:
+        if where == "before":
+            stop()
+        else:
+            op._backend.engine.set_delay(0.1, 1)
+            threading.Timer(0.1, stop).start()
+    began = time.monotonic()
+    told = {"text": ""}
+    try:
+        check_call(op, problem, rank, world, seed=1)
+        check_call(op, problem, rank, world, seed=2)
+    except PeerTimeoutError as error:
+        told = {"text": str(error)}
+        gc.collect()
+        assert op.closed and shared_mappings() == 0
+    told["took"] = time.monotonic() - began
+    op.close()
+    return told
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_a_stalled_rank(where: str) -> None:
+    """The others give it up; when it goes on, it hears of that at once."""
+    with contextlib.ExitStack() as stack:
+        groups = {op: stack.enter_context(fresh_ranks(3)) for op in OPS}
+        for op, ranks in groups.items():
+            ranks.start(stalled, op, TIMEOUT_S, where)
+        for ranks in groups.values():
+            wait_until_stopped(ranks.pids[1])
+        for op, ranks in groups.items():
+            ranks.collect(0.1)
+            deadline = time.monotonic() + 15
+            while sum(o is not None for o in ranks.collect(0.05)) < 2:
+                assert time.monotonic() < deadline, f"{op}: the survivors wait for ever"
+            for rank in (0, 2):
+                outcome = ranks.collect(0)[rank]
+                assert outcome is not None and outcome.ok, outcome
+                assert f"{OPS[op].__name__}: rank {rank}, call" in outcome.value["text"]
+                assert outcome.value["took"] < 2 * TIMEOUT_S + SLACK_S
+        for op, ranks in groups.items():
+            os.kill(ranks.pids[1], signal.SIGCONT)
+            late = ranks.collect(10)[1]
+            assert late is not None and late.ok, late
+            assert re.search(r"rank [02] (gave up|did not deliver)", late.value["text"]), late
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_a_rank_that_stalls_for_a_while(where: str) -> None:
+    """Shorter than the timeout: everybody just waits, and the numbers are right."""
+    with contextlib.ExitStack() as stack:
+        groups = {op: stack.enter_context(fresh_ranks(3)) for op in OPS}
+        for op, ranks in groups.items():
+            ranks.start(stalled, op, 20.0, where)
+        for ranks in groups.values():
+            wait_until_stopped(ranks.pids[1])
+        time.sleep(0.5)
+        for ranks in groups.values():
+            assert not any(ranks.collect(0)), "did not wait for the stalled rank"
+            os.kill(ranks.pids[1], signal.SIGCONT)
+        for ranks in groups.values():
+            for outcome in ranks.collect(30):
+                assert outcome is not None and outcome.ok, outcome
+                assert outcome.value["text"] == ""
+
+
+# -- interrupted, and leaving ----------------------------------------------------------------------
+
+
+def interrupted(rank: int, world: int, op_name: str) -> float:
+    problem = PROBLEMS[op_name]
+    op = problem.build(tuning=Knobs(copy_streams=1), timeout_s=30)
+    check_call(op, problem, rank, world, seed=0)
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        began = time.monotonic()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            check_call(op, problem, rank, world, seed=1)
+        took = time.monotonic() - began - 0.3
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        gc.collect()
+        assert op.closed and shared_mappings() == 0
+        dist.barrier()
+    else:
+        dist.barrier()  # rank 0 waits for us in its call meanwhile
+        began = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match="gave up"):
+            check_call(op, problem, rank, world, seed=1)
+        took = time.monotonic() - began
+    return took
+
+
+def test_ctrl_c_while_waiting() -> None:
+    with nothing_left_in_shared_memory(), contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(fresh_ranks(3)) for _ in OPS]
+        for op, ranks in zip(OPS, groups, strict=True):
+            ranks.start(interrupted, op)
+        for ranks in groups:
+            for outcome in ranks.collect(20):
+                assert outcome is not None and outcome.ok, outcome
+                assert outcome.value < SLACK_S, "noticed too late"
+
+
+def leaving(rank: int, world: int, op_name: str, how: str) -> str:
+    problem = PROBLEMS[op_name]
+    op = problem.build(timeout_s=30)
+    check_call(op, problem, rank, world, seed=0)
+    if rank == 1:
+        time.sleep(0.2)
+        if how == "close":
+            op.close()
+        else:
+            del op
+        return ""
+    began = time.monotonic()
+    with pytest.raises(PeerTimeoutError) as caught:
+        check_call(op, problem, rank, world, seed=1)
+    assert time.monotonic() - began < SLACK_S, "noticed too late"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_a_peer_closes_the_op_while_we_wait(how: str) -> None:
+    with fresh_ranks(2) as ranks:
+        for op in OPS:
+            text, _ = ranks.run(leaving, op, how, timeout=20)
+            assert "waiting for the call to begin: rank 1 has closed the op" in text, text
+
+
+def failing_inside(rank: int, world: int) -> str:
+    """An unexpected error in one rank's call: its peers need not wait for the timeout."""
+    problem = PROBLEMS["gemm_rs"]
+    op = problem.build(timeout_s=30)
+    check_call(op, problem, rank, world, seed=0)
+    began = time.monotonic()
+    if rank == 1:
+        multiply = torch.mm
+
+        def broken(*args: Any, **options: Any) -> None:
+            raise MemoryError("no memory for this tile")
+
+        torch.mm = broken
+        with pytest.raises(MemoryError):
+            check_call(op, problem, rank, world, seed=1)
+        torch.mm = multiply
+        text = ""
+    else:
+        with pytest.raises(PeerTimeoutError) as caught:
+            check_call(op, problem, rank, world, seed=1)
+        text = str(caught.value)
+    assert time.monotonic() - began < SLACK_S, "noticed too late"
+    with pytest.raises(RuntimeError, match="is closed"):
+        check_call(op, problem, rank, world, seed=1)
+    return text
+
+
+def test_an_error_inside_a_call() -> None:
+    with fresh_ranks(2) as ranks:
+        assert "rank 1 gave up" in ranks.run(failing_inside, timeout=20)[0]
+
+
+def forked_child_ends(rank: int, world: int) -> None:
+    """A child that runs off its end as a normal program does: destructors, atexit and all."""
+    problem = PROBLEMS["ag_gemm"]
+    op = problem.build(tuning=Knobs(copy_streams=1))
+    check_call(op, problem, rank, world, seed=0)
+    pid = os.fork()
+    if pid == 0:
+        # What the interpreter does with an op that is still alive when the module goes.
+        del op
+        gc.collect()
+        os._exit(7)
+    deadline = time.monotonic() + 10
+    while (done := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("the child hangs")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(done[1]) == 7
+    for seed in range(5):
+        check_call(op, problem, rank, world, seed)
+    op.close()
+
+
+def test_a_forked_child_ends_with_the_op_alive() -> None:
+    with nothing_left_in_shared_memory(), fresh_ranks(2) as ranks:
+        ranks.run(forked_child_ends, timeout=30)
+
+
+# -- out of memory ---------------------------------------------------------------------------------
+
+
+def far_too_large(rank: int, world: int) -> tuple[str, float]:
+    began = time.monotonic()
+    with pytest.raises(OSError) as caught:
+        AGGemm(max_m=2**20, n=8, k=2**18)
+    took = time.monotonic() - began
+    gc.collect()
+    assert shared_mappings() == 0
+    with AGGemm(max_m=8, n=world, k=8) as op:  # the group is as good as before
+        op(torch.zeros(1, 8), torch.zeros(1, 8))
+    return str(caught.value), took
+
+
+def test_more_shared_memory_than_there_is() -> None:
+    with nothing_left_in_shared_memory(), fresh_ranks(3) as ranks:
+        for text, took in ranks.run(far_too_large, timeout=30):
+            assert re.search(r"AGGemm: rank 0 could not get 10995\d+ bytes \(1048576\.\d MiB\)", text)
+            assert "No space left on device; enlarge /dev/shm" in text
+            assert took < 5
+
+
+CLONE_FS, CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x200, 0x20000, 0x4000, 0x40000
+
+
+def with_small_shared_memory(rank: int, world: int, size: int) -> list[str] | None:
+    """All ranks in one mount namespace, whose /dev/shm holds ``size`` bytes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    ok = libc.unshare(CLONE_FS | (CLONE_NEWNS if rank == 0 else 0)) == 0
+    if rank == 0:
+        ok = ok and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        ok = ok and libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=%d" % size) == 0
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, (ok, os.getpid()))
+    if rank != 0 and ok and told[0][0]:
+        with open(f"/proc/{told[0][1]}/ns/mnt") as namespace:
+            ok = libc.setns(namespace.fileno(), CLONE_NEWNS) == 0
+    dist.all_gather_object(told, ok)
+    if not all(told):
+        return None
+    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == size
+    texts = []
+    for _ in range(2):
+        with pytest.raises(OSError) as caught:
+            GemmRS(max_m=1000, n=400, k=4)  # 0.8 MB per rank, of which one fits
+        texts.append(str(caught.value))
+        gc.collect()
+        dist.barrier()
+        assert shared_mappings() == 0 and os.listdir("/dev/shm") == []
+        assert os.statvfs("/dev/shm").f_bfree * os.statvfs("/dev/shm").f_frsize == size
+        dist.barrier()
+    with GemmRS(max_m=200, n=400, k=2) as op:
+        op(torch.zeros(200, 1), torch.zeros(400, 1))
+    return texts
+
+
+def test_a_full_shared_memory() -> None:
+    with fresh_ranks(2) as ranks:
+        results = ranks.run(with_small_shared_memory, 1 << 20, timeout=30)
+    if None in results:
+        pytest.skip("mounting a small /dev/shm needs privileges")
+    for texts in results:
+        for text in texts:
+            assert re.search(r"GemmRS: rank [01] could not get 8\d{5} bytes \(0\.8 MiB\)", text), text
+            assert "No space left on device" in text
