@@ -31,7 +31,6 @@ from flux import host
 from flux.bench.metrics import median, slowest_rank
 from flux.bench.spawn import run_ranks
 from flux.bench.timing import StartLine, quiet_collector, timed
-from flux.ops.call import check_call
 
 WORLD = 2
 LARGE = (2048, 4096, 2048)
@@ -104,7 +103,7 @@ def call_cost(name: str, calls: int, rank: int, alone: dist.ProcessGroup) -> dic
         lone = microseconds(lambda: single(full_x, full_weight, **options), calls)
         parts["torch.mm"] = microseconds(lambda: torch.mm(full_x, full_weight.t()), calls)
         parts["argument checks"] = microseconds(
-            lambda: check_call(op.spec, WORLD, rank, x, [weight], [None], m), calls
+            lambda: op._checker.check(x, [weight], [None], m), calls
         )
         # A group of one does the same but for everything that has to do with peers.
         parts["dispatch, lock, rest of a lone call"] = lone - sum(parts.values())

@@ -1,9 +1,9 @@
 """Rank processes for tests: started once, reused by every test, gone when pytest is.
 
-``run_ranks(world, fn, *args)`` runs ``fn(rank, world, *args)`` on every rank of a gloo group. The ranks
-of each world size are forked from a server that has imported torch and flux already, and they stay for
-the next test; after a failure or a hang they are killed and the next test gets new ones. Tests that
-kill ranks take ``fresh_ranks(world)``, which is theirs alone.
+``run_ranks(world, fn, *args)`` runs ``fn(rank, world, *args)`` on every rank of a gloo group. The
+ranks of each world size are forked from a server that has imported torch and flux already, and they
+stay for the next test; after a failure or a hang they are killed and the next test gets new ones.
+Tests that kill ranks take ``fresh_ranks(world)``, which is theirs alone.
 
 Nothing is left behind: the server and the ranks watch pytest and end when it does, however it ends.
 """
@@ -73,14 +73,17 @@ class Outcome:
 # -- in the rank processes -------------------------------------------------------------------------
 
 _port = 0
+_name = ""
 
 
 def join_group(name: str, rank: int, world: int) -> None:
-    """Make ``world`` processes the default gloo group. ``name`` is new for every group."""
-    store = dist.TCPStore("127.0.0.1", _port, is_master=False, timeout=timedelta(seconds=COLLECTIVE_S))
+    """Make ``world`` of these ranks the default gloo group; each of their groups has a ``name``."""
+    store = dist.TCPStore(
+        "127.0.0.1", _port, is_master=False, timeout=timedelta(seconds=COLLECTIVE_S)
+    )
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(name, store),
+        store=dist.PrefixStore(f"{_name}/{name}", store),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=COLLECTIVE_S),
@@ -95,8 +98,8 @@ def _end_with_parent() -> None:
 
 
 def _rank_main(rank: int, world: int, port: int, name: str, folder: str, pipe: Connection) -> None:
-    global _port
-    _port = port
+    global _port, _name
+    _port, _name = port, name
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
     stacks = open(Path(folder) / f"{rank}.txt", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -107,7 +110,7 @@ def _rank_main(rank: int, world: int, port: int, name: str, folder: str, pipe: C
     resource_tracker._resource_tracker._pid = None
     os.environ["FLUX_POISON"] = "1"
     torch.set_num_threads(1)
-    join_group(name, rank, world)
+    join_group("all", rank, world)
     pipe.send_bytes(b"ready")
     while True:
         try:

@@ -1,19 +1,19 @@
 """Random cases of the fused ops, and the function that runs them on the ranks.
 
-Cases are drawn in pytest, with a seed, and run in batches: a case costs milliseconds, most of them for
-building the op.
+Cases are drawn in pytest, with a seed, and run in batches: a case costs milliseconds, most of them
+for building the op.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from flux import Knobs
+from flux import Knobs, Topology
 from reference import DTYPES, LAYOUTS, Inputs, Problem
 
 
@@ -37,16 +37,17 @@ class Case:
     knobs: Knobs
     calls: tuple[Call, ...]
     delay_s: float = 0.0
+    topology: Topology | None = None
 
     def __str__(self) -> str:
-        return f"{self.problem}\n  knobs: {self.knobs}\n  delay: {self.delay_s} s"
+        return f"{self.problem}\n  knobs: {self.knobs}\n  {self.topology}, delay: {self.delay_s} s"
 
 
 def check_cases(rank: int, world: int, cases: Sequence[Case]) -> int:
     """Run cases on one rank and compare every result with float64. Returns the number of calls."""
     calls = 0
     for case in cases:
-        with case.problem.build(tuning=case.knobs) as op:
+        with case.problem.build(tuning=case.knobs, topology=case.topology) as op:
             if case.delay_s and op._backend:
                 op._backend.engine.set_delay(case.delay_s, case.calls[0].seed * 31 + rank)
             for call in case.calls:
@@ -104,6 +105,16 @@ def random_knobs(rng: random.Random, world: int, chunk: int, columns: int) -> Kn
     )
 
 
+def meshes(world: int) -> list[Topology]:
+    """Every way to arrange ``world`` ranks in nodes, domains and lanes."""
+    return [
+        Topology(nodes, domains, world // nodes // domains)
+        for nodes in range(1, world + 1)
+        for domains in range(1, world + 1)
+        if world % (nodes * domains) == 0
+    ]
+
+
 def random_case(rng: random.Random, op: str, world: int, calls: int = 4) -> Case:
     """One random case of ``op``."""
     gathers = op == "ag_gemm"
@@ -150,6 +161,7 @@ def random_case(rng: random.Random, op: str, world: int, calls: int = 4) -> Case
             for m in sizes
         ),
         delay_s=rng.choice((0.0, 0.0, 0.0, 1e-4)),
+        topology=rng.choice((None, *meshes(world))),
     )
 
 
@@ -159,11 +171,12 @@ def random_cases(seed: int, op: str, world: int, count: int) -> list[Case]:
     return [random_case(rng, op, world) for _ in range(count)]
 
 
-def every_dtype(problem: dict[str, Any]) -> list[Problem]:
+def every_dtype(problem: Problem) -> list[Problem]:
     """The problem in each supported dtype."""
-    return [Problem(**problem, dtype=dtype) for dtype in DTYPES]
+    return [replace(problem, dtype=dtype) for dtype in DTYPES]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bitwise equality; NaN and -0 count for what they are."""
-    return a.shape == b.shape and a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+    bits = [t.contiguous().view(torch.uint8) for t in (a, b)]
+    return a.shape == b.shape and torch.equal(*bits)

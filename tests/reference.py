@@ -1,14 +1,15 @@
 """Right answers in float64, and how far a correct op may be from them, element by element.
 
-The bound is derived from K, the dtype's precision and the magnitudes at hand. With u the unit roundoff
-of the accumulator (float32 for the 16-bit dtypes), a sum of K products in any order errs by at most
+The bound is derived from K, the dtype's precision and the magnitudes at hand. With u the unit
+roundoff of the accumulator (float32 for the 16-bit dtypes), a sum of K products in any order errs
+by at most
 
     K * u * (|A| @ |B|)                                            to first order
 
 Results in a 16-bit dtype are rounded besides. How often follows from what the op promises: AGGemm
 rounds once; the fused GemmRS and GemmAR round every rank's partial product once, then add up in
-float32 and round the sum once. The library's reduction (path = unfused) rounds after each of its W - 1
-additions as well, and before the mean and the bias.
+float32 and round the sum once. The library's reduction (path = unfused) rounds after each of its
+W - 1 additions as well, and before the mean and the bias.
 """
 
 from __future__ import annotations
@@ -121,7 +122,13 @@ class Inputs:
         return (x, weights, biases) if len(p.n) > 1 else (x, weights[0], biases[0])
 
     def call(
-        self, op: Any, rank: int, *, layout: str = "dense", padded: bool = False, gather: bool = False
+        self,
+        op: Any,
+        rank: int,
+        *,
+        layout: str = "dense",
+        padded: bool = False,
+        gather: bool = False,
     ) -> list[torch.Tensor]:
         """Run the op; its results, the gathered x last if asked for."""
         x, weight, bias = self.local(rank, layout, padded)
@@ -206,7 +213,7 @@ def _judge(
     at = tuple(wrong.nonzero()[0].tolist())
     rows = sorted(set(wrong.nonzero()[:, 0].tolist()))
     raise AssertionError(
-        f"{what}: {int(wrong.sum())} of {got.numel()} elements are wrong, {int(got.isnan().sum())} are "
-        f"NaN, rows {rows[0]}..{rows[-1]} ({len(rows)}); {list(at)} is {float(got[at]):.9g}, expected "
-        f"{float(right[at]):.9g} within {float(bound[at]):.3g}"
+        f"{what}: {int(wrong.sum())} of {got.numel()} elements are wrong, "
+        f"{int(got.isnan().sum())} are NaN, rows {rows[0]}..{rows[-1]} ({len(rows)}); {list(at)} "
+        f"is {float(got[at]):.9g}, expected {float(right[at]):.9g} within {float(bound[at]):.3g}"
     )

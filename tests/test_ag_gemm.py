@@ -9,7 +9,7 @@ import torch
 
 from flux import AGGemm, Knobs
 from harness import WORLDS, run_ranks
-from op_cases import Call, Case, check_cases, every_dtype, random_cases
+from op_cases import Call, Case, check_cases, every_dtype, meshes, random_cases
 from reference import LAYOUTS, Inputs, Problem, length, share
 
 COUNT = {1: 30, 2: 80, 3: 40, 4: 30, 8: 12}
@@ -43,6 +43,7 @@ def test_every_combination_of_knobs(world: int) -> None:
                 copy_streams=streams,
             ),
             tuple(Call(m, seed=i * 10 + m, gather=True) for m in (1, world, 29, 40)),
+            topology=meshes(world)[i % len(meshes(world))],
         )
         for i, (direction, order, swizzle, streams) in enumerate(combinations)
     ]
@@ -63,13 +64,15 @@ def test_every_dtype_layout_and_weight_order(world: int, path: str) -> None:
         )
         for transposed in (False, True)
         for problem in every_dtype(
-            dict(op="ag_gemm", max_m=32, n=(13,), k=31, transpose_weight=transposed)
+            Problem("ag_gemm", max_m=32, n=(13,), k=31, transpose_weight=transposed)
         )
     ]
     run_ranks(world, check_cases, cases)
 
 
-@pytest.mark.parametrize("knobs", [Knobs(), Knobs(tile=(256, 64), comm_tile_rows=100), Knobs(path="medium")])
+@pytest.mark.parametrize(
+    "knobs", [Knobs(), Knobs(tile=(256, 64), comm_tile_rows=100), Knobs(path="medium")], ids=str
+)
 def test_a_problem_that_needs_the_copy_thread(knobs: Knobs) -> None:
     """Megabytes, so that the heuristic's own choice is the worker, several tiles and slabs."""
     problem = Problem("ag_gemm", max_m=2100, n=(96,), k=700)

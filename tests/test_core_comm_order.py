@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from core_cases import (
     DIRECT,
     DIRECTIONS,
@@ -19,9 +22,6 @@ from core_cases import (
     Mesh,
     meshes,
 )
-from hypothesis import example, given
-from hypothesis import strategies as st
-
 from flux import _C
 
 core = _C.core

@@ -10,6 +10,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from core_cases import (
     AG_GEMM,
     DIRECT,
@@ -27,8 +30,6 @@ from core_cases import (
     Case,
     cases,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from schedule_model import Call, Wrong, agents_of, run_exhaustively, run_randomly
 
 

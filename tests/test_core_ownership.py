@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from core_cases import AG_GEMM, GEMM_AR, GEMM_RS
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from core_cases import AG_GEMM, GEMM_AR, GEMM_RS
 from flux import _C
 
 core = _C.core

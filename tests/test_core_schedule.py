@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from core_cases import (
     AG_GEMM,
     DIRECT,
@@ -29,8 +32,6 @@ from core_cases import (
     cases,
     tile_order,
 )
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 ag_cases = cases(ops=(AG_GEMM,))
 rs_cases = cases(ops=(GEMM_RS, GEMM_AR))

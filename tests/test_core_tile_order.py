@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from core_cases import (
     AG_GEMM,
     DIRECT,
@@ -23,9 +26,6 @@ from core_cases import (
     cases,
     tile_order,
 )
-from hypothesis import example, given
-from hypothesis import strategies as st
-
 from flux import _C
 
 core = _C.core

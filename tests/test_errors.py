@@ -30,7 +30,7 @@ def refusal(call: Callable[[], Any]) -> str:
 
 # -- construction ----------------------------------------------------------------------------------
 
-GOOD: dict[str, Any] = dict(max_m=8, n=6, k=4)
+GOOD: dict[str, Any] = {"max_m": 8, "n": 6, "k": 4}
 
 
 def bad_construction(rank: int, world: int, op: str, options: dict[str, Any], words: str) -> None:
@@ -69,6 +69,8 @@ def bad_construction(rank: int, world: int, op: str, options: dict[str, Any], wo
         ({"backend": "cuda"}, "'cuda'"),
         ({"transport": "tcp"}, "'tcp'"),
         ({"tuning": "fast"}, "'fast'"),
+        ({"topology": flux.Topology(3, 1, 1)}, "topology has 3 ranks"),
+        ({"topology": (1, 1, 2)}, "(1, 1, 2)"),
         ({"tuning": 3}, "3"),
         ({"tuning": {"path": "fused"}}, "fused"),
         ({"timeout_s": 0}, "timeout_s must be a positive number"),
@@ -106,6 +108,7 @@ def differing_construction(rank: int, world: int, options: dict[str, Any], words
         ({"reduce": "avg"}, "reduce = 'avg'"),
         ({"tuning": Knobs(direction="pull")}, "direction=pull"),
         ({"timeout_s": 5.0}, "timeout_s = 5.0"),
+        ({"topology": flux.Topology(2, 1, 2)}, "topology = '2 node"),
     ],
 )
 def test_ranks_that_differ_are_named(options: dict[str, Any], words: str) -> None:

@@ -1,7 +1,8 @@
 """Ranks that die, stall or leave, and memory that runs out.
 
-Survivors raise PeerTimeoutError in time, say what they waited for, hold nothing afterwards, and go on
-as a new group. Each test has rank processes of its own; groups that sit out a timeout do so together.
+Survivors raise PeerTimeoutError in time, say what they waited for, hold nothing afterwards, and go
+on as a new group. Each test has rank processes of its own; groups that sit out a timeout do so
+together.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def failing_call(call: Callable[[], Any]) -> dict[str, Any]:
 def go_on(survivors: list[int], rank: int) -> None:
     """The survivors as a new group, in the same processes."""
     dist.destroy_process_group()
-    join_group(f"survivors of {os.getppid()} {survivors}", survivors.index(rank), len(survivors))
+    join_group("survivors", survivors.index(rank), len(survivors))
     for problem in PROBLEMS.values():
         with problem.build() as op:
             for seed in range(3):
@@ -167,7 +168,7 @@ def test_a_rank_killed_on_the_library_path() -> None:
             assert outcome.value["took"] < TIMEOUT_S + SLACK_S
 
 
-def killed_while_building(rank: int, world: int, at: str) -> str:
+def killed_while_building(rank: int, world: int, at: str) -> Any:
     if rank == world - 1:
 
         def fatal(*args: Any) -> None:
@@ -175,15 +176,12 @@ def killed_while_building(rank: int, world: int, at: str) -> str:
 
         setattr(flux._C, at, fatal)
     began = time.monotonic()
-    try:
-        AGGemm(max_m=100, n=100, k=100)
-    except RuntimeError as error:
-        assert time.monotonic() - began < 5
-        gc.collect()
-        assert shared_mappings() == 0
-        go_on(list(range(world - 1)), rank)
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("was built")
+    text = failing_call(lambda: AGGemm(max_m=100, n=100, k=100))["text"]
+    assert time.monotonic() - began < 5
+    gc.collect()
+    assert shared_mappings() == 0
+    go_on(list(range(world - 1)), rank)
+    return text
 
 
 @pytest.mark.parametrize("at", ["reserve_shared", "SharedMapping"])
@@ -195,7 +193,7 @@ def test_a_rank_killed_between_creation_and_unlinking(at: str) -> None:
         assert victim is not None and victim.signal == signal.SIGKILL
         for outcome in outcomes:
             assert outcome is not None and outcome.ok, outcome
-            assert outcome.value.startswith("PeerTimeoutError: AGGemm"), outcome.value
+            assert re.match(r"AGGemm: rank [01] lost a peer", outcome.value), outcome.value
 
 
 # -- stalled ---------------------------------------------------------------------------------------
@@ -256,7 +254,7 @@ def test_a_stalled_rank(where: str) -> None:
                 assert outcome is not None and outcome.ok, outcome
                 assert f"{OPS[op].__name__}: rank {rank}, call" in outcome.value["text"]
                 assert outcome.value["took"] < 2 * TIMEOUT_S + SLACK_S
-        for op, ranks in groups.items():
+        for ranks in groups.values():
             os.kill(ranks.pids[1], signal.SIGCONT)
             late = ranks.collect(10)[1]
             assert late is not None and late.ok, late
@@ -378,34 +376,6 @@ def test_an_error_inside_a_call() -> None:
         assert "rank 1 gave up" in ranks.run(failing_inside, timeout=20)[0]
 
 
-def forked_child_ends(rank: int, world: int) -> None:
-    """A child that runs off its end as a normal program does: destructors, atexit and all."""
-    problem = PROBLEMS["ag_gemm"]
-    op = problem.build(tuning=Knobs(copy_streams=1))
-    check_call(op, problem, rank, world, seed=0)
-    pid = os.fork()
-    if pid == 0:
-        # What the interpreter does with an op that is still alive when the module goes.
-        del op
-        gc.collect()
-        os._exit(7)
-    deadline = time.monotonic() + 10
-    while (done := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            raise AssertionError("the child hangs")
-        time.sleep(0.01)
-    assert os.waitstatus_to_exitcode(done[1]) == 7
-    for seed in range(5):
-        check_call(op, problem, rank, world, seed)
-    op.close()
-
-
-def test_a_forked_child_ends_with_the_op_alive() -> None:
-    with nothing_left_in_shared_memory(), fresh_ranks(2) as ranks:
-        ranks.run(forked_child_ends, timeout=30)
-
-
 # -- out of memory ---------------------------------------------------------------------------------
 
 
@@ -424,7 +394,9 @@ def far_too_large(rank: int, world: int) -> tuple[str, float]:
 def test_more_shared_memory_than_there_is() -> None:
     with nothing_left_in_shared_memory(), fresh_ranks(3) as ranks:
         for text, took in ranks.run(far_too_large, timeout=30):
-            assert re.search(r"AGGemm: rank 0 could not get 10995\d+ bytes \(1048576\.\d MiB\)", text)
+            assert re.search(
+                r"AGGemm: rank 0 could not get 10995\d+ bytes \(1048576.\d MiB\)", text
+            )
             assert "No space left on device; enlarge /dev/shm" in text
             assert took < 5
 
@@ -470,5 +442,7 @@ def test_a_full_shared_memory() -> None:
         pytest.skip("mounting a small /dev/shm needs privileges")
     for texts in results:
         for text in texts:
-            assert re.search(r"GemmRS: rank [01] could not get 8\d{5} bytes \(0\.8 MiB\)", text), text
+            assert re.search(r"GemmRS: rank [01] could not get 8\d{5} bytes \(0.8 MiB\)", text), (
+                text
+            )
             assert "No space left on device" in text

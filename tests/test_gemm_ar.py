@@ -39,7 +39,7 @@ def test_every_dtype_layout_and_weight_order(world: int, path: str) -> None:
         )
         for transposed, reduce in ((False, "avg"), (True, "sum"))
         for problem in every_dtype(
-            dict(op="gemm_ar", max_m=32, n=(13,), k=31, transpose_weight=transposed, reduce=reduce)
+            Problem("gemm_ar", 32, (13,), 31, transpose_weight=transposed, reduce=reduce)
         )
     ]
     run_ranks(world, check_cases, cases)

@@ -1,8 +1,8 @@
 """Races: delayed transports, stragglers, and thousands of calls back to back.
 
-FLUX_POISON fills outputs and idle workspaces with NaN and every call has inputs of its own, so what is
-read too early, or overwritten too early, is not the right number. Nothing about the arithmetic depends
-on timing, so equal inputs must give equal bits, however the tiles travelled.
+FLUX_POISON fills outputs and idle workspaces with NaN and every call has inputs of its own, so what
+is read too early, or overwritten too early, is not the right number. Nothing about the arithmetic
+depends on timing, so equal inputs must give equal bits, however the tiles travelled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def small_problem(op: str, dtype: torch.dtype = torch.float32) -> Problem:
 def ways(op: str) -> list[dict[str, Any]]:
     """Every way for tiles to travel: direction x store or order x copy thread or not."""
     if op == "ag_gemm":
-        routes = [{"order": order} for order in ORDERS]
+        routes: list[dict[str, Any]] = [{"order": order} for order in ORDERS]
     else:
         routes = [{"store": "direct", "tile": (1, 12)}, {"store": "staged", "tile": (5, 7)}]
     return [
@@ -80,7 +80,7 @@ def back_to_back(rank: int, world: int, op_name: str, way: dict[str, Any], calls
             x, weight, bias = local[which]
             m = {"m": SIZES[which]} if problem.gathers else {}
             y = op(x, weight, bias, **m)
-            assert same_bits(y, first[which]), f"call {call}, M = {SIZES[which]}: other bits than before"
+            assert same_bits(y, first[which]), f"call {call}, M = {SIZES[which]}: other bits"
 
 
 @pytest.mark.parametrize("op", OPS)

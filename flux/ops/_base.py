@@ -19,7 +19,8 @@ from flux.backends.cpu import CpuBackend
 from flux.backends.unfused import UnfusedBackend
 from flux.env import VARIABLES
 from flux.knobs import Knobs, Op, check_legal
-from flux.ops.call import Call, check_call
+from flux.ops import torch_internals
+from flux.ops.call import Call, CallChecker
 from flux.ops.spec import OpSpec, as_sizes
 from flux.schedule import TileSchedule, make_schedule
 from flux.topology import Topology
@@ -28,6 +29,9 @@ from flux.transport.shm import host_identity
 
 T = TypeVar("T")
 
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+MAX_SCHEDULES = 1024  # kept per op
 MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
 _REGISTRY: weakref.WeakValueDictionary[int, TensorParallelOp] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
@@ -71,7 +75,7 @@ class TensorParallelOp:
         topology: Topology | None,
     ) -> None:
         self._closed = True
-        exchange = Exchange(resolve_group(group))
+        exchange = Exchange(resolve_group(group), type(self).__name__)
         spec: OpSpec | None = None
         knobs = Knobs()
         problem: Exception | None = None
@@ -97,6 +101,8 @@ class TensorParallelOp:
         self.rank = exchange.rank
         self.timeout_s = timeout_s
         self.topology = topology
+        self._checker = CallChecker(spec, self.world, self.rank)
+        self._schedules: dict[int, TileSchedule] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._broken: str | None = None
@@ -116,10 +122,15 @@ class TensorParallelOp:
         Raises:
             ValueError: m is not in [1, max_m].
         """
+        found = self._schedules.get(m)
+        if found is not None:
+            return found
         if not 1 <= m <= self.spec.max_m:
             raise ValueError(f"{self.spec.label}: M must be in [1, {self.spec.max_m}], got {m}")
+        if len(self._schedules) >= MAX_SCHEDULES:
+            self._schedules.clear()
         shape = (m, sum(self.spec.n), self.spec.k)
-        return make_schedule(
+        found = self._schedules[m] = make_schedule(
             self.kind.name,
             shape,
             self.world,
@@ -128,6 +139,7 @@ class TensorParallelOp:
             self.knobs,
             itemsize=self.spec.itemsize,
         )
+        return found
 
     def own_rows(self, m: int) -> int:
         """Rows that this rank owns of ``m`` global rows."""
@@ -158,6 +170,17 @@ class TensorParallelOp:
         )
 
     # -- calls -------------------------------------------------------------------------------------
+
+    def _plain(self, *tensors: torch.Tensor) -> bool:
+        """Whether a call may skip the dispatcher, which costs more than all else we do in Python.
+
+        It may not when somebody else wants to see the call: autograd, torch.compile, a mode or a
+        tensor subclass.
+        """
+        if torch.compiler.is_compiling() or torch_internals.modes_are_active():
+            return False
+        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return not wants_grad and all(type(t) in _PLAIN_TYPES for t in tensors)
 
     def _check_types(self, *tensors: object) -> None:
         """Refuse what the dispatcher would turn away, or fake, without the peers hearing of it."""
@@ -191,7 +214,7 @@ class TensorParallelOp:
     ) -> tuple[Call, TileSchedule]:
         """Check a call, and make its schedule: knobs may be illegal for this M."""
         try:
-            call = check_call(self.spec, self.world, self.rank, x, weights, biases, m)
+            call = self._checker.check(x, weights, biases, m)
             return call, self.schedule(call.m)
         except (TypeError, ValueError) as error:
             self._refuse(error)
@@ -259,7 +282,10 @@ def _knobs(label: str, tuning: str | Knobs) -> Knobs:
 
 
 def _topology(label: str, topology: Topology | None, world: int) -> Topology:
-    topology = topology or Topology.flat(world)
+    if topology is None:
+        return Topology.flat(world)
+    if not isinstance(topology, Topology):
+        raise TypeError(f"{label}: topology must be a flux.Topology or None, got {topology!r}")
     if topology.world != world:
         raise ValueError(
             f"{label}: topology has {topology.world} ranks ({topology}), the group has {world}"

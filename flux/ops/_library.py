@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from flux.ops import effects
+from flux.ops import torch_internals
 from flux.ops._base import op_of
 from flux.ops.ag_gemm import AGGemm
 from flux.ops.gemm_rs import GemmRS
@@ -109,7 +109,7 @@ def keep_in_order(*names: str) -> None:
     because this rank's shapes make it look better, leaves the other ranks waiting in another place.
     """
     for name in names:
-        effects.register(getattr(torch.ops.flux, name).default)
+        torch_internals.register_ordered(getattr(torch.ops.flux, name).default)
 
 
 keep_in_order("ag_gemm", "gemm_rs", "gemm_ar")

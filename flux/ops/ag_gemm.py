@@ -101,22 +101,26 @@ class AGGemm(TensorParallelOp):
             RuntimeError: the op is closed, or belongs to another process.
         """
         several = _is_sequence(weight)
-        weights = list(weight) if several else [weight]
-        biases = list(bias) if _is_sequence(bias) else [bias]
+        weights: list[Any] = list(weight) if several else [weight]
+        biases: list[Any] = list(bias) if _is_sequence(bias) else [bias]
         if bias is None:
             biases *= len(weights)
-        self._check_types(x_shard, *weights, *(b for b in biases if b is not None))
+        given = [b for b in biases if b is not None]
+        self._check_types(x_shard, *weights, *given)
         if m is not None and not isinstance(m, (int, torch.SymInt)):
             self._turn_away(TypeError(f"AGGemm: m must be an integer or None, got {m!r}"))
-        outs = torch.ops.flux.ag_gemm(
-            x_shard,
-            weights,
-            [b for b in biases if b is not None],
-            [b is not None for b in biases],
-            -1 if m is None else m,
-            return_gathered,
-            self.handle,
-        )
+        if self._plain(x_shard, *weights, *given):
+            outs = self._run(x_shard, weights, biases, m, return_gathered)
+        else:
+            outs = torch.ops.flux.ag_gemm(
+                x_shard,
+                weights,
+                given,
+                [b is not None for b in biases],
+                -1 if m is None else m,
+                return_gathered,
+                self.handle,
+            )
         y = outs[: len(weights)] if several else outs[0]
         return (y, outs[len(weights)]) if return_gathered else y
 

@@ -12,7 +12,7 @@ from flux.knobs import Op
 from flux.ops.spec import OpSpec
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """Checked arguments of one call on one rank.
 
@@ -29,53 +29,65 @@ class Call:
     biases: tuple[torch.Tensor | None, ...]
 
 
-def check_call(
-    spec: OpSpec,
-    world: int,
-    rank: int,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    m: int | None,
-) -> Call:
-    """Check a call's arguments against the op's specification.
+class CallChecker:
+    """Checks the calls of one op on one rank; what is the same for all is worked out once."""
 
-    Raises:
-        TypeError: a wrong dtype, or something that is not a tensor.
-        ValueError: a wrong shape, device, or M out of range; the message says what was expected.
-    """
-    k = spec.local_k(world, rank)
-    _check_tensor(spec, "x", x)
-    if x.dim() != 2 or x.shape[1] != k:
-        raise ValueError(f"{spec.label}: x must be [rows, {k}], got {list(x.shape)}")
-    m, rows = _rows(spec, world, rank, x.shape[0], m)
-    columns = spec.local_n(world, rank)
-    if len(weights) != len(columns) or len(biases) != len(columns):
-        raise ValueError(
-            f"{spec.label}: expected {len(columns)} weight(s) and bias(es), "
-            f"got {len(weights)} and {len(biases)}"
-        )
-    views = []
-    for weight, n in zip(weights, columns, strict=True):
-        _check_tensor(spec, "weight", weight)
-        expected = (k, n) if spec.transpose_weight else (n, k)
-        if tuple(weight.shape) != expected:
+    def __init__(self, spec: OpSpec, world: int, rank: int) -> None:
+        self.spec = spec
+        self.world = world
+        self.rank = rank
+        self.k = spec.local_k(world, rank)
+        self.columns = spec.local_n(world, rank)
+        self.shapes = [(self.k, n) if spec.transpose_weight else (n, self.k) for n in self.columns]
+
+    def check(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        m: int | None,
+    ) -> Call:
+        """Check a call's arguments against the op's specification.
+
+        Raises:
+            TypeError: a wrong dtype, or something that is not a tensor.
+            ValueError: a wrong shape or device, or M out of range; the message says what was
+                expected.
+        """
+        spec = self.spec
+        _check_tensor(spec, "x", x)
+        if x.dim() != 2 or x.shape[1] != self.k:
+            raise ValueError(f"{spec.label}: x must be [rows, {self.k}], got {list(x.shape)}")
+        m, rows = _rows(spec, self.world, self.rank, x.shape[0], m)
+        if len(weights) != len(self.columns) or len(biases) != len(self.columns):
             raise ValueError(
-                f"{spec.label}: weight must be {list(expected)}"
-                f"{' (transpose_weight)' if spec.transpose_weight else ''}, "
-                f"got {list(weight.shape)}"
+                f"{spec.label}: expected {len(self.columns)} weight(s) and bias(es), "
+                f"got {len(weights)} and {len(biases)}"
             )
-        views.append(weight if spec.transpose_weight else weight.t())
-    for bias, n in zip(biases, columns, strict=True):
+        views = []
+        for weight, expected in zip(weights, self.shapes, strict=True):
+            _check_tensor(spec, "weight", weight)
+            if weight.shape != expected:
+                raise ValueError(
+                    f"{spec.label}: weight must be {list(expected)}"
+                    f"{' (transpose_weight)' if spec.transpose_weight else ''}, "
+                    f"got {list(weight.shape)}"
+                )
+            views.append(weight if spec.transpose_weight else weight.t())
+        dense = [self._bias(bias, n) for bias, n in zip(biases, self.columns, strict=True)]
+        if rows != x.shape[0]:
+            x = x[:rows]
+        if x.stride(1) != 1 and x.numel() > 0:
+            x = x.contiguous()
+        return Call(m, x, tuple(views), tuple(dense))
+
+    def _bias(self, bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
         if bias is None:
-            continue
-        _check_tensor(spec, "bias", bias)
-        if tuple(bias.shape) != (n,):
-            raise ValueError(f"{spec.label}: bias must be [{n}], got {list(bias.shape)}")
-    x = x[:rows]
-    if x.stride(1) != 1 and x.numel() > 0:
-        x = x.contiguous()
-    return Call(m, x, tuple(views), tuple(None if b is None else b.contiguous() for b in biases))
+            return None
+        _check_tensor(self.spec, "bias", bias)
+        if bias.shape != (n,):
+            raise ValueError(f"{self.spec.label}: bias must be [{n}], got {list(bias.shape)}")
+        return bias.contiguous()
 
 
 def _rows(spec: OpSpec, world: int, rank: int, given: int, m: int | None) -> tuple[int, int]:
@@ -104,7 +116,7 @@ def _check_tensor(spec: OpSpec, name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{spec.label}: {name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype != spec.dtype:
         raise TypeError(f"{spec.label}: {name} must be {spec.dtype}, got {tensor.dtype}")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"{spec.label}: {name} must be on the CPU, got {tensor.device}")
     if tensor.layout != torch.strided:
         raise ValueError(f"{spec.label}: {name} must be a dense tensor, got {tensor.layout}")

@@ -85,6 +85,8 @@ class GemmRS(TensorParallelOp):
         """
         biases = [] if bias is None else [bias]
         self._check_types(x, weight, *biases)
+        if self._plain(x, weight, *biases):
+            return self._run(x, weight, biases)
         run = torch.ops.flux.gemm_rs if self.kind is Op.gemm_rs else torch.ops.flux.gemm_ar
         out: torch.Tensor = run(x, weight, biases, self.handle)
         return out

@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from flux.errors import PeerTimeoutError
+
 T = TypeVar("T")
 
 
@@ -38,19 +40,29 @@ def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 class Exchange:
     """The ranks of one group, numbered within the group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, label: str = "flux") -> None:
         self.group = group
+        self.label = label
         self.rank: int = dist.get_rank(group)
         self.world: int = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the group")
 
     def all_gather(self, value: T) -> list[T]:
-        """Everybody's value, by rank. Collective."""
+        """Everybody's value, by rank. Collective.
+
+        Raises:
+            PeerTimeoutError: a peer died or stalled; when, is up to the group and its timeout.
+        """
         if self.world == 1:
             return [value]
         values: list[T] = [value] * self.world
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise PeerTimeoutError(
+                f"{self.label}: rank {self.rank} lost a peer while building the op: {error}"
+            ) from error
         return values
 
     def agree(self, label: str, problem: Exception | None, spec: Mapping[str, object]) -> None:

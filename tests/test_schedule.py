@@ -1,0 +1,232 @@
+"""flux.make_schedule: a pure, cached, printable function that says no in time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from flux import Knobs, TileSchedule, Topology, make_schedule
+from flux.schedule import _make
+
+OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+SHAPE = (16, 12, 8)
+KNOBS = Knobs(tile=(4, 12), comm_tile_rows=2)
+
+
+def of_rank(rank: int, op: str = "ag_gemm", **options: Any) -> TileSchedule:
+    return make_schedule(op, SHAPE, 4, rank, **{"knobs": KNOBS, **options})
+
+
+# -- a value ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_equal_arguments_give_equal_schedules(op: str) -> None:
+    first, again = of_rank(1, op), of_rank(1, op, knobs=Knobs(tile=(4, 12), comm_tile_rows=2))
+    assert first is again  # cached
+    assert first == again and hash(first) == hash(again)
+    copy = dataclasses.replace(first)
+    assert copy is not first and copy == first and hash(copy) == hash(first)
+    assert copy.visits == first.visits and copy.transfers == first.transfers
+    assert len({first, again, copy}) == 1
+
+
+def test_every_argument_counts() -> None:
+    base = of_rank(1)
+    others = [
+        of_rank(2),
+        of_rank(1, "gemm_rs"),
+        of_rank(1, topology=Topology(2, 1, 2)),
+        of_rank(1, knobs=Knobs(tile=(4, 12), comm_tile_rows=3)),
+        make_schedule("ag_gemm", (17, 12, 8), 4, 1, knobs=KNOBS),
+        make_schedule("ag_gemm", SHAPE, 2, 1, knobs=KNOBS),
+    ]
+    assert len({base, *others}) == 1 + len(others)
+
+
+def test_a_schedule_cannot_be_changed() -> None:
+    schedule = of_rank(0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        schedule.rank = 2  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        schedule.visits[0].owner = 3  # type: ignore[misc]
+
+
+def test_the_cache_is_bounded() -> None:
+    for m in range(1, 3000):
+        make_schedule("ag_gemm", (m, 1, 1), 2, 0)
+    info = _make.cache_info()
+    assert info.maxsize is not None and info.currsize <= info.maxsize
+
+
+# -- what the heuristic fills in -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
+def test_all_knobs_are_set_and_equal_on_all_ranks(op: str, path: str) -> None:
+    for m in (1, 3, 100, 4096):
+        schedules = [make_schedule(op, (m, 7, 5), 4, r, knobs=Knobs(path=path)) for r in range(4)]
+        assert len({s.knobs for s in schedules}) == 1
+        knobs = schedules[0].knobs
+        unset = {f.name for f in dataclasses.fields(knobs) if getattr(knobs, f.name) is None}
+        assert unset <= ({"store"} if op == "ag_gemm" else set())
+        assert knobs.path == path
+        assert 1 <= knobs.comm_tile_rows <= -(-m // 4)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fixed_knobs_are_kept(op: str) -> None:
+    fixed = Knobs(
+        tile=(2, 2),
+        raster=2,
+        comm_tile_rows=3,
+        direction="pull",
+        order="ring1d",
+        swizzle="xor",
+        store="staged",
+        reduce="local",
+        copy_streams=1,
+    )
+    assert make_schedule(op, SHAPE, 4, 0, knobs=fixed).knobs == fixed
+
+
+def test_medium_moves_one_chunk_per_rank_round_a_ring() -> None:
+    schedule = make_schedule("ag_gemm", SHAPE, 4, 1, knobs=Knobs(path="medium"))
+    assert [t.chunk for t in schedule.transfers] == [1, 0, 3]
+    assert [t.forwarded for t in schedule.transfers] == [False, True, True]
+    assert {(t.src, t.dst) for t in schedule.transfers} == {(1, 2)}
+
+
+# -- what people see -------------------------------------------------------------------------------
+
+
+def test_all_gather_in_print() -> None:
+    lines = str(of_rank(1)).splitlines()
+    assert lines[0] == "ag_gemm m=16 n=12 k=8, rank 1 of 4 (1 node(s) x 1 domain(s) x 4 rank(s))"
+    assert "tile=4x3" in lines[1] and "direction=push" in lines[1]
+    # Own rows first, then the others in the order in which they arrive.
+    assert [line.split("rows ")[1].split(")")[0] for line in lines[3:7]] == [
+        "[4, 8",
+        "[0, 4",
+        "[12, 16",
+        "[8, 12",
+    ]
+    assert "own rows, no wait" in lines[3]
+    assert "waits for signals [0, 2)" in lines[4]
+    assert lines[7] == "transfers (6, push, direct):"
+    moves = [" ".join(line.split()) for line in lines[8:]]
+    assert moves == [
+        f"{i} step {i // 2} rank 1 -> {peer} rows [{row}, {row + 2}) chunk 1 tile {i % 2} "
+        f"raises signal {2 + i % 2}"
+        for i, (peer, row) in enumerate([(2, 4), (2, 6), (3, 4), (3, 6), (0, 4), (0, 6)])
+    ]
+
+
+def test_reduce_scatter_in_print() -> None:
+    text = str(of_rank(1, "gemm_rs"))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 rows [8, 12) columns [0, 12) owner 2 then transfers [0, 2) leave" in lines
+    assert "3 rows [4, 8) columns [0, 12) owner 1 then transfers [6, 8) leave" in lines
+    assert "transfers (8, push, store direct):" in lines
+    assert "6 step 3 stays at 1 rows [4, 6) chunk 1 tile 0 raises signal 2" in lines
+    # Ranks begin with different owners, so that no two write to one at the same time.
+    first = [of_rank(rank, "gemm_rs").visits[0].owner for rank in range(4)]
+    assert first == [1, 2, 3, 0]
+
+
+def test_all_reduce_in_print() -> None:
+    text = str(of_rank(1, "gemm_ar"))
+    assert "transfers of the result (6, pull, store direct):" in text
+    assert "rank 2 -> 1  rows [8, 10)  chunk 2 tile 0" in text
+    assert "rank 1 -> 2" in str(of_rank(1, "gemm_ar", knobs=Knobs(direction="push")))
+
+
+def test_ragged_and_forwarded_tiles_in_print() -> None:
+    schedule = make_schedule(
+        "ag_gemm",
+        (7, 12, 8),
+        4,
+        3,
+        topology=Topology(2, 1, 2),
+        knobs=Knobs(tile=(4, 12), comm_tile_rows=2, order="hierarchical", direction="pull"),
+    )
+    text = str(schedule)
+    assert "rank 3 of 4 (2 node(s) x 1 domain(s) x 2 rank(s))" in text
+    assert "rows [6, 7)" in text and "stays at 3" in text and "(forwarded)" in text
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("gemm", SHAPE, 4, 0), "op must be one of ag_gemm, gemm_rs, gemm_ar, got 'gemm'"),
+        (("ag_gemm", (0, 12, 8), 4, 0), r"must be positive, got \(0, 12, 8\)"),
+        (("ag_gemm", (16, -1, 8), 4, 0), r"must be positive, got \(16, -1, 8\)"),
+        (("gemm_rs", (16, 12, 0), 4, 0), r"must be positive, got \(16, 12, 0\)"),
+        (("ag_gemm", SHAPE, 4, 4), r"rank must be in \[0, 4\), got 4"),
+        (("ag_gemm", SHAPE, 4, -1), r"rank must be in \[0, 4\), got -1"),
+        (("ag_gemm", SHAPE, 0, 0), "got 0"),
+        (("ag_gemm", SHAPE, 4, 0, Topology(2, 1, 1)), "topology has 2 ranks, world is 4"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_schedule(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"path": "quick"}, "Knobs.path must be one of fused, medium, unfused, got 'quick'"),
+        ({"direction": "both"}, "Knobs.direction must be one of push, pull, got 'both'"),
+        ({"order": "ring"}, "Knobs.order must be one of direct, ring1d.*got 'ring'"),
+        ({"swizzle": "morton"}, "Knobs.swizzle must be one of.*got 'morton'"),
+        ({"store": "tma"}, "Knobs.store must be one of direct, staged, got 'tma'"),
+        ({"reduce": "in_flight"}, "Knobs.reduce must be one of local, got 'in_flight'"),
+        ({"tile": (0, 4)}, r"two positive integers, got \(0, 4\)"),
+        ({"tile": (4,)}, r"two positive integers, got \(4,\)"),
+        ({"tile": 4}, "two positive integers, got 4"),
+        ({"tile": (4.0, 4)}, r"two positive integers, got \(4.0, 4\)"),
+        ({"raster": 0}, "Knobs.raster must be a positive integer, got 0"),
+        ({"raster": 1.5}, "Knobs.raster must be a positive integer, got 1.5"),
+        ({"comm_tile_rows": -2}, "Knobs.comm_tile_rows must be a positive integer, got -2"),
+        ({"comm_tile_rows": "8"}, "Knobs.comm_tile_rows must be a positive integer, got '8'"),
+        ({"copy_streams": 2}, "Knobs.copy_streams must be 0 or 1, got 2"),
+    ],
+    ids=str,
+)
+def test_illegal_knobs(knobs: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Knobs(**knobs)
+
+
+@pytest.mark.parametrize("world", [3, 6])
+@pytest.mark.parametrize("op", OPS)
+def test_xor_needs_a_power_of_two(op: str, world: int) -> None:
+    with pytest.raises(ValueError, match=f"swizzle xor needs a power-of-two world, got {world}"):
+        make_schedule(op, SHAPE, world, 0, knobs=Knobs(swizzle="xor"))
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+def test_store_direct_needs_tiles_inside_one_owner(op: str) -> None:
+    words = "tile_m 3 straddles the chunks of 4 rows; use store staged"
+    with pytest.raises(ValueError, match=words):
+        make_schedule(op, SHAPE, 4, 0, knobs=Knobs(store="direct", tile=(3, 4)))
+    # Left to itself, the heuristic takes a tile that fits.
+    for m in (1, 5, 16, 4097):
+        schedule = make_schedule(op, (m, 12, 8), 4, 0, knobs=Knobs(store="direct"))
+        assert schedule.knobs.store == "direct"
+        assert all(v.owner >= 0 for v in schedule.visits)
+
+
+def test_bad_topologies() -> None:
+    for bad in ({"nodes": 0}, {"domains": -1}, {"lanes": 0}):
+        (name, value), *_ = bad.items()
+        with pytest.raises(ValueError, match=rf"Topology.{name} must be at least 1, got {value}"):
+            Topology(**bad)
