@@ -118,12 +118,14 @@ void Engine::fail(const FailureReport& report) {
   notify(*local_);
 }
 
-// Waits for `ready`, which looks at words of `pad`'s pad that `peer` writes. Gives up when the
-// deadline passes or when the peer has failed or left; a peer that raised what we wait for and
-// *then* left has done its part, hence the second look.
-template <class Ready>
-bool Engine::await(int pad_of, int peer, const Transfer* what, const Limit& limit, Ready&& ready) {
+// Waits until `observe`, which reads the epoch in a word of that pad that `peer` writes, has reached
+// this call. Gives up when the deadline passes or when the peer has failed or left; a peer that
+// raised what we wait for and *then* left has done its part, hence the second look.
+template <class Observe>
+bool Engine::await(int pad_of, int peer, const Transfer* what, const Limit& limit,
+                   Observe&& observe) {
   SignalPad& awaited = pad(pad_of);
+  const auto ready = [&] { return epoch_reached(observe(), epoch_); };
   auto spin = limit.spin;
   for (;;) {
     if (failed() || stop_.load(std::memory_order_relaxed)) return false;
@@ -132,10 +134,11 @@ bool Engine::await(int pad_of, int peer, const Transfer* what, const Limit& limi
     spin = std::chrono::nanoseconds(0);
     FailureReport report;
     report.peer = peer;
+    report.expected = epoch_;
+    report.observed = observe();
     if (what != nullptr) {
       report.chunk = what->chunk;
       report.tile = what->tile;
-      report.expected = epoch_;
     }
     const auto state = static_cast<PadState>(pad(peer).state.load(std::memory_order_seq_cst));
     if (peer != rank_ && state != PadState::kOpen) {
@@ -155,18 +158,16 @@ bool Engine::await(int pad_of, int peer, const Transfer* what, const Limit& limi
 
 bool Engine::await_signal(int pad_of, int peer, const Transfer& what, int index,
                           const Limit& limit) {
-  SignalPad& awaited = pad(pad_of);
-  return await(pad_of, peer, &what, limit, [&] { return signal_reached(awaited, index, epoch_); });
+  const Word& signal = pad(pad_of).signals()[index];
+  return await(pad_of, peer, &what, limit, [&] { return signal.load(std::memory_order_seq_cst); });
 }
 
 bool Engine::wait_entries(const Limit& limit) {
   for (int i = 1; i < world(); ++i) {
     const int peer = wrap(rank_ + i, world());
     std::uint64_t entry = 0;
-    if (!await(peer, peer, nullptr, limit,
-               [&] { return has_entered(pad(peer), epoch_, &entry); })) {
-      return false;
-    }
+    const auto entered = [&] { return read_entry(pad(peer), epoch_, &entry); };
+    if (!await(peer, peer, nullptr, limit, entered)) return false;
     if (entry != entry_of(epoch_, digest_)) {
       FailureReport report;
       report.kind = Failure::kMismatch;

@@ -120,8 +120,8 @@ class Engine {
  private:
   int world() const { return static_cast<int>(symmetric_.pads.size()); }
   void next_epoch();
-  template <class Ready>
-  bool await(int pad, int peer, const Transfer* what, const Limit& limit, Ready&& ready);
+  template <class Observe>
+  bool await(int pad, int peer, const Transfer* what, const Limit& limit, Observe&& observe);
   bool await_signal(int pad, int peer, const Transfer& what, int index, const Limit& limit);
   bool await_computed(int count, const Limit& limit);
   bool run_program(const Limit& limit);

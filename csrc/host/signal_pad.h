@@ -107,10 +107,11 @@ inline void publish_entry(SignalPad& pad, std::uint32_t epoch, std::uint32_t dig
   notify(pad);
 }
 
-// The pad's entry for `epoch` has been written (or, by a rank that ran ahead, already overwritten).
-inline bool has_entered(SignalPad& pad, std::uint32_t epoch, std::uint64_t* entry) {
+// The pad's entry for `epoch`, and the epoch that it is really of: an earlier one before its owner has
+// entered, a later one when a rank that refused its calls ran ahead.
+inline std::uint32_t read_entry(SignalPad& pad, std::uint32_t epoch, std::uint64_t* entry) {
   *entry = pad.entries[epoch % kEntryHistory].load(std::memory_order_seq_cst);
-  return epoch_reached(static_cast<std::uint32_t>(*entry >> 32), epoch);
+  return static_cast<std::uint32_t>(*entry >> 32);
 }
 
 // The explanation is published by the release store of the refusing entry and is read after its

@@ -188,7 +188,7 @@ void a_failure_travels_with_its_culprit() {
   begin(group[2], plan, Buffers{}, false, kLong);
   on_all_ranks(2, [&](int r) {
     std::uint64_t entry = 0;  // rank 1 must not be late as well, on a busy machine
-    while (r == 0 && !has_entered(group[0].pad(1), 1, &entry)) std::this_thread::yield();
+    while (r == 0 && read_entry(group[0].pad(1), 1, &entry) != 1) std::this_thread::yield();
     CHECK_TRUE(!gather_once(group[r], plan, true, r == 0 ? kShort : nanoseconds(kLong)),
                "no chunk 2");
     if (r == 0) group[0].close(PadState::kFailed, group[0].failure().peer);

@@ -260,8 +260,11 @@ class CpuBackend:
             raise ValueError(self._mismatch_text(f))
         tile = f"tile {f['tile']} of chunk {f['chunk']}" if f["tile"] >= 0 else "the call to begin"
         where = f"{label}: rank {self.rank}, call {self.engine.epoch}, waiting for {tile}"
+        seen = ""
+        if f["tile"] >= 0:
+            seen = f" (signal: expected {f['expected']}, observed {f['observed']})"
         what = {
-            "timeout": f"rank {peer} did not deliver within {self.timeout_s:g} s",
+            "timeout": f"rank {peer} did not deliver within {self.timeout_s:g} s{seen}",
             "peer_closed": f"rank {peer} has closed the op",
             "peer_failed": f"rank {peer} gave up"
             + (f" on rank {f['culprit']}" if f["culprit"] not in (-1, 0xFFFFFFFF, peer) else ""),
