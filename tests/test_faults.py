@@ -280,6 +280,29 @@ def test_a_rank_that_stalls_for_a_while(where: str) -> None:
                 assert outcome.value["text"] == ""
 
 
+def slow_but_steady(rank: int, world: int, op_name: str) -> float:
+    problem, timeout_s = PROBLEMS[op_name], 0.6
+    knobs = Knobs(tile=(1, 12), comm_tile_rows=1, copy_streams=1)
+    with problem.build(tuning=knobs, timeout_s=timeout_s) as op:
+        if rank == 1:
+            op._backend.engine.set_delay(0.16, 1)
+        began = time.monotonic()
+        check_call(op, problem, rank, world, seed=1)
+        return (time.monotonic() - began) / timeout_s
+
+
+def test_a_slow_peer_that_makes_progress_is_waited_for() -> None:
+    """The timeout is for what one GEMM tile waits for, not for the call."""
+    with contextlib.ExitStack() as stack:
+        groups = {op: stack.enter_context(fresh_ranks(2)) for op in ("ag_gemm", "gemm_rs")}
+        for op, ranks in groups.items():
+            ranks.start(slow_but_steady, op)
+        for ranks in groups.values():
+            for outcome in ranks.collect(30):
+                assert outcome is not None and outcome.ok, outcome
+                assert outcome.value > 1.5, "too quick to mean anything"
+
+
 # -- interrupted, and leaving ----------------------------------------------------------------------
 
 
