@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripts import ROOT, run_script
 
 from flux import env
 from flux.bench import metrics, report
 from flux.bench.op import Measurement, MethodResult
 from flux.bench.problem import BenchConfig, Problem
+from scripts import ROOT, run_script
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

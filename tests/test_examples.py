@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from harness import nothing_left_in_shared_memory
 from scripts import ROOT, run_script
 
