@@ -71,7 +71,14 @@ def test_every_dtype_layout_and_weight_order(world: int, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs", [Knobs(), Knobs(tile=(256, 64), comm_tile_rows=100), Knobs(path="medium")], ids=str
+    "knobs",
+    [
+        Knobs(),
+        Knobs(tile=(256, 64), comm_tile_rows=100),
+        Knobs(comm_tile_rows=1),
+        Knobs(path="medium"),
+    ],
+    ids=str,
 )
 def test_a_problem_that_needs_the_copy_thread(knobs: Knobs) -> None:
     """Megabytes, so that the heuristic's own choice is the worker, several tiles and slabs."""

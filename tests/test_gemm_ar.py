@@ -45,7 +45,9 @@ def test_every_dtype_layout_and_weight_order(world: int, path: str) -> None:
     run_ranks(world, check_cases, cases)
 
 
-@pytest.mark.parametrize("knobs", [Knobs(), Knobs(direction="push"), Knobs(store="staged")])
+@pytest.mark.parametrize(
+    "knobs", [Knobs(), Knobs(direction="push"), Knobs(store="staged", comm_tile_rows=1)], ids=str
+)
 def test_a_problem_that_needs_the_copy_thread(knobs: Knobs) -> None:
     """Megabytes, so that the heuristic's own choice is the worker, several tiles and slabs."""
     problem = Problem("gemm_ar", max_m=2100, n=(700,), k=96)

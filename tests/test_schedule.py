@@ -6,8 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from flux import Knobs, TileSchedule, Topology, make_schedule
+from flux.backends.cpu import Layout
+from flux.knobs import Op
+from flux.ops.spec import OpSpec
 from flux.schedule import _make
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
@@ -98,6 +102,24 @@ def test_medium_moves_one_chunk_per_rank_round_a_ring() -> None:
     assert [t.chunk for t in schedule.transfers] == [1, 0, 3]
     assert [t.forwarded for t in schedule.transfers] == [False, True, True]
     assert {(t.src, t.dst) for t in schedule.transfers} == {(1, 2)}
+
+
+@pytest.mark.parametrize("knobs", [Knobs(), Knobs(comm_tile_rows=3), Knobs(path="medium")], ids=str)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_the_workspace_holds_the_schedule_of_every_m(world: int, op: str, knobs: Knobs) -> None:
+    for max_m in (1, 7, 300, 1001):
+        for n, k in (
+            (5, 7),
+            (1 << 17, 1 << 17),
+        ):  # rows of megabytes: as many tiles as there can be
+            spec = OpSpec(Op[op], max_m, (n,), k, torch.float32, False, "sum")
+            layout = Layout.of(spec, world, knobs)
+            for m in {1, world, max_m // 3 + 1, max_m - 1 or 1, max_m}:
+                if m <= max_m:
+                    needed = make_schedule(op, (m, n, k), world, 0, knobs=knobs).native.signals
+                    assert needed <= layout.signals, f"M = {m} of {max_m}, N = {n}, K = {k}"
+                    assert -(-m // world) * layout.row_bytes <= layout.slot_bytes or op == "ag_gemm"
 
 
 # -- what people see -------------------------------------------------------------------------------
