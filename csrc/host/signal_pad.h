@@ -84,6 +84,8 @@ bool wait_until(SignalPad& pad, Clock::time_point until, std::chrono::nanosecond
   do {
     for (int i = 0; i < 32; ++i) cpu_relax();
     if (ready()) return true;
+    // The peer may be queued on this very core, behind us.
+    std::this_thread::yield();
   } while (Clock::now() < spin_end);
   pad.waiters.fetch_add(1, std::memory_order_seq_cst);
   bool is_ready = false;
