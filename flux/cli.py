@@ -98,6 +98,12 @@ def bench_op(
     nproc: Annotated[
         int | None, typer.Option(help="Ranks to start; 2 if not given. Under torchrun: its.")
     ] = None,
+    hosts: Annotated[
+        str, typer.Option(help="Hosts to make and spread the ranks over: 2, or 3+1. Needs root.")
+    ] = "1",
+    link_rate: Annotated[
+        str | None, typer.Option(help="Speed of every host's link, as 500mbit or 1gbit.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Executor; chosen if not given.")] = None,
     transport: Annotated[str | None, typer.Option(help="Transport; chosen if not given.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats of every method.")] = 15,
@@ -131,6 +137,8 @@ def bench_op(
     world = torchrun_world()
     if world is not None and nproc not in (None, world):
         _refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
+    if world is not None and hosts != "1":
+        _refuse("--hosts makes hosts of its own; under torchrun the ranks are where it started them")
     try:
         config = BenchConfig(
             problem=Problem(op, m, n, k, dtype_name(dtype), world or nproc or 2),
@@ -150,6 +158,8 @@ def bench_op(
             ),
             timeout_s=timeout,
             seed=seed,
+            hosts=hosts,
+            link_rate=link_rate,
         )
     except (ValueError, TypeError) as error:
         _refuse(str(error))
@@ -177,12 +187,15 @@ def _check_writable(target: str) -> None:
 
 def _measure(config: BenchConfig, *, joining: bool, silent: bool) -> Measurement:
     from flux.bench import launch
+    from flux.bench.hosts import HostsUnavailableError
     from flux.bench.spawn import RankFailedError
 
     console = Console()
     with _progress_bar(console, shown=console.is_terminal and not silent) as progress:
         try:
             return (launch.joined if joining else launch.spawned)(config, progress)
+        except HostsUnavailableError as error:
+            _refuse(str(error))
         except RankFailedError as error:
             failure = error
         except KeyboardInterrupt:

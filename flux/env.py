@@ -72,6 +72,19 @@ SPIN_US = Variable(
     "microseconds a CPU rank spins for a signal before it sleeps; unset: 200 when every rank of "
     "the host has a core of its own, else 5",
 )
+HOST = Variable(
+    "FLUX_HOST",
+    str,
+    "",
+    "name of this host: ranks that give different names share no memory and talk over the network; "
+    "unset: found out",
+)
+WINDOW_MB = Variable(
+    "FLUX_WINDOW_MB",
+    _positive,
+    8.0,
+    "megabytes that may be under way to, and from, each peer on another host",
+)
 WORKSPACE_CACHE = Variable(
     "FLUX_WORKSPACE_CACHE",
     _count,
@@ -79,8 +92,10 @@ WORKSPACE_CACHE = Variable(
     "workspaces that the functional ops keep per process group, least recently used dropped first",
 )
 
-VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int], ...] = (
+VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str], ...] = (
     POISON,
     SPIN_US,
+    HOST,
+    WINDOW_MB,
     WORKSPACE_CACHE,
 )

@@ -4,10 +4,12 @@ Three measurements on a 2-core AVX-512 machine shape them (fp32, one thread per 
 `benchmarks/cpu_slabs.py`):
 
 * A GEMM cut into two slabs of rows packs its weight twice. Slabs of 1024 rows and more cost 0 to 5%
-  over the whole GEMM, slabs of 512 rows 7 to 10%, slabs of 256 rows 20% and more.
-* Copying a shard costs 1 to 1.5% of the GEMM that reads it. When every core has a rank to run there
-  is no core for the copy to hide on, so below slabs of 1024 rows it is quicker to gather all rows
-  first (through shared memory: several times faster than the library collective) and run one GEMM.
+  over the whole GEMM, slabs of 512 rows 4 to 10%, slabs of 256 rows 7 to 20%.
+* Copying a shard costs 0.5 to 1.5% of the GEMM that reads it. When every core has a rank to run
+  there is no core for the copy to hide on, so below slabs of 2048 rows it is quicker to gather all
+  rows first (through shared memory: several times faster than the library collective) and run one
+  GEMM. Partials are worth more: a GEMM that writes them where their owner reads them saves both the
+  copy and the memory, so a ReduceScatter is cut from 1024 rows on.
 * Handing work to the copy thread costs two wake-ups, 50 to 100 us together, in which the calling
   thread copies some 256 KiB by itself. With one GEMM tile there is nothing to overlap with at all.
 """
@@ -18,7 +20,7 @@ from dataclasses import replace
 
 from flux.knobs import Knobs, Op
 
-MIN_SLAB_ROWS = 1024
+MIN_SLAB_ROWS = {Op.ag_gemm: 2048, Op.gemm_rs: 1024, Op.gemm_ar: 1024}
 COMM_TILE_BYTES = 1 << 20
 MAX_COMM_TILES = 64
 INLINE_BYTES = 256 << 10
@@ -29,16 +31,35 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def slab_rows(m: int, world: int) -> int:
+def slab_rows(op: Op, m: int, world: int) -> int:
     """Rows of a GEMM tile: whole chunks of MIN_SLAB_ROWS or more, or M if there are not two."""
     chunk = ceil_div(m, world)
-    if m < 2 * MIN_SLAB_ROWS:
+    if m < 2 * MIN_SLAB_ROWS[op]:
         return m
-    return min(m, chunk * ceil_div(MIN_SLAB_ROWS, chunk))
+    return min(m, chunk * ceil_div(MIN_SLAB_ROWS[op], chunk))
+
+
+def across_hosts(op: Op, knobs: Knobs, nodes: int) -> Knobs:
+    """Set what is decided by the number of nodes alone: the order, and who moves tiles.
+
+    Between hosts memory cannot be pulled from, and every byte should cross once.
+    """
+    order = knobs.order
+    if order is None:
+        order = "ring1d" if knobs.path == "medium" else "hierarchical" if nodes > 1 else "direct"
+    pulls = op is Op.gemm_ar and nodes == 1
+    return replace(knobs, order=order, direction=knobs.direction or ("pull" if pulls else "push"))
 
 
 def resolve(
-    op: Op, m: int, local_n: int, local_k: int, world: int, itemsize: int, knobs: Knobs
+    op: Op,
+    m: int,
+    local_n: int,
+    local_k: int,
+    world: int,
+    itemsize: int,
+    knobs: Knobs,
+    nodes: int = 1,
 ) -> Knobs:
     """Fill in the fields that the user left open. Pure: equal arguments, equal result on all ranks.
 
@@ -48,13 +69,15 @@ def resolve(
         world: number of ranks.
         itemsize: bytes per element.
         knobs: what the user fixed.
+        nodes: number of hosts.
     """
+    knobs = across_hosts(op, knobs, nodes)
     chunk = ceil_div(m, world)
     medium = knobs.path == "medium"
     row_bytes = itemsize * (local_k if op is Op.ag_gemm else local_n)
     # What is stored straight into its owner's memory must not straddle two owners.
     by_chunk = medium or (knobs.store == "direct" and op is not Op.ag_gemm)
-    tile = knobs.tile or ((chunk if by_chunk else slab_rows(m, world)), local_n)
+    tile = knobs.tile or ((chunk if by_chunk else slab_rows(op, m, world)), local_n)
     tile = (min(tile[0], m), min(tile[1], local_n))
     aligned = tile[0] == chunk or world == 1
     store = knobs.store or ("direct" if aligned and not medium else "staged")
@@ -75,8 +98,6 @@ def resolve(
         tile=tile,
         raster=knobs.raster or 1,
         comm_tile_rows=comm_rows,
-        direction=knobs.direction or ("pull" if op is Op.gemm_ar else "push"),
-        order=knobs.order or ("ring1d" if medium else "direct"),
         swizzle=knobs.swizzle or "rank_shift",
         store=store,
         reduce=knobs.reduce or "local",

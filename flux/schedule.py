@@ -8,6 +8,7 @@ tests, and people: ``print(schedule)`` shows who moves what when.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -15,6 +16,15 @@ from flux import _C
 from flux.heuristic import resolve
 from flux.knobs import Direction, Knobs, Op, Order, Store, Swizzle, check_legal
 from flux.topology import Topology
+
+
+class ParcelKind(IntEnum):
+    """What a parcel holds; values as in csrc/host/schedule.h."""
+
+    gather = 0
+    partial = 1
+    combined = 2
+    result = 3
 
 
 class Transfer(NamedTuple):
@@ -34,6 +44,21 @@ class Transfer(NamedTuple):
     row_end: int
     signal: int
     forwarded: bool
+
+
+class Parcel(NamedTuple):
+    """One communication tile for a rank on another host, in the order in which it leaves.
+
+    ``kind`` is what it holds: rows of x, a partial, a sum over the ranks of a host, or a result.
+    ``signal`` is raised in the receiver's pad; ``block`` is where partials go in its memory.
+    """
+
+    kind: ParcelKind
+    chunk: int
+    row_begin: int
+    row_end: int
+    signal: int
+    block: int
 
 
 class Visit(NamedTuple):
@@ -92,6 +117,7 @@ class TileSchedule:
             order=Order[knobs.order or "direct"],
             swizzle=Swizzle[knobs.swizzle or "rank_shift"],
             store=Store[knobs.store or "staged"],
+            hosts=self.topology.placement,
         )
 
     @cached_property
@@ -110,6 +136,20 @@ class TileSchedule:
         return tuple(Transfer(*t) for t in self.native.results)
 
     @cached_property
+    def homes(self) -> tuple[tuple[int, int], ...]:
+        """ReduceScatter, by owner: the rank in whose memory this rank's partial rows go, and the
+        block there."""
+        return self.native.homes
+
+    def of_rank(self, rank: int) -> TileSchedule:
+        """The schedule of another rank for the same call."""
+        return _of_rank(self, rank)
+
+    def parcels_for(self, peer: int) -> list[Parcel]:
+        """Tiles that this rank sends to ``peer`` when that is on another host, in order."""
+        return [Parcel(ParcelKind(kind), *rest) for kind, *rest in self.native.parcels_for(peer)]
+
+    @cached_property
     def signals(self) -> int:
         """Signals that each rank's pad holds for this call."""
         return self.native.signals
@@ -124,7 +164,12 @@ class TileSchedule:
         lines += [f"  {i:>3}  {self._visit_text(v)}" for i, v in enumerate(self.visits)]
         lines += self._transfer_lines("transfers", self.transfers)
         if self.results:
-            lines += self._transfer_lines("transfers of the result", self.results)
+            lines += self._transfer_lines(
+                "transfers of the result",
+                self.results,
+                # Nobody waits for what a rank has fetched for itself at the end of its call.
+                lands="waits for" if self.knobs.direction == "pull" else "raises",
+            )
         return "\n".join(lines)
 
     def _knobs_text(self) -> str:
@@ -142,19 +187,27 @@ class TileSchedule:
         text += f"  owner {v.owner}" if v.owner >= 0 else "  several owners"
         return text + (f"  then transfers [{first}, {last}) leave" if last > first else "")
 
-    def _transfer_lines(self, title: str, transfers: tuple[Transfer, ...]) -> list[str]:
+    def _transfer_lines(
+        self, title: str, transfers: tuple[Transfer, ...], lands: str = "raises"
+    ) -> list[str]:
         how = f"{self.knobs.direction}, store {self.knobs.store}"
         if self.op == "ag_gemm":
             how = f"{self.knobs.direction}, {self.knobs.order}"
         lines = [f"{title} ({len(transfers)}, {how}):"]
         for i, t in enumerate(transfers):
+            verb = lands if t.src != t.dst else "raises"
             route = f"rank {t.src} -> {t.dst}" if t.src != t.dst else f"stays at {t.dst}  "
             lines.append(
                 f"  {i:>3}  step {t.step:>2}  {route}  rows [{t.row_begin}, {t.row_end})"
-                f"  chunk {t.chunk} tile {t.tile}  raises signal {t.signal}"
+                f"  chunk {t.chunk} tile {t.tile}  {verb} signal {t.signal}"
                 + ("  (forwarded)" if t.forwarded else "")
             )
         return lines
+
+
+@lru_cache(maxsize=1024)
+def _of_rank(schedule: TileSchedule, rank: int) -> TileSchedule:
+    return replace(schedule, rank=rank)
 
 
 @lru_cache(maxsize=1024)
@@ -172,7 +225,7 @@ def _make(
     check_legal(knobs, topology)
     # Rank 0 never has less than others; knobs must come out alike on all ranks.
     local_n, local_k = _C.core.local_n(kind, n, world, 0), _C.core.local_k(kind, k, world, 0)
-    knobs = resolve(kind, m, local_n, local_k, world, itemsize, knobs)
+    knobs = resolve(kind, m, local_n, local_k, world, itemsize, knobs, topology.nodes)
     schedule = TileSchedule(op, shape, world, rank, topology, knobs)
     _ = schedule.native  # illegal combinations are refused here, not at the first use
     return schedule

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from flux import _C
+from flux import _C, schedule
 
 AG_GEMM, GEMM_RS, GEMM_AR = OPS = range(3)
 DIRECT, RING1D, RING2D, HIERARCHICAL, NUMA = ORDERS = range(5)
@@ -23,34 +23,16 @@ GATHER, SEND, REDUCE, RESULT, RECEIVE = range(5)  # kinds of actions in a progra
 Mesh = tuple[int, int, int]
 
 
-class Transfer(NamedTuple):
-    """A communication tile on its way; fields as in csrc/host/schedule.h."""
-
-    step: int
-    src: int
-    dst: int
-    chunk: int
-    tile: int
-    row_begin: int
-    row_end: int
-    signal: int
-    forwarded: bool
+class Transfer(schedule.Transfer):
+    """A communication tile on its way."""
 
     @property
     def rows(self) -> range:
         return range(self.row_begin, self.row_end)
 
 
-class Visit(NamedTuple):
-    """A GEMM tile; fields as in csrc/host/schedule.h."""
-
-    row_begin: int
-    row_end: int
-    col_begin: int
-    col_end: int
-    waits: tuple[int, int]
-    owner: int
-    completes: tuple[int, int]
+class Visit(schedule.Visit):
+    """A GEMM tile."""
 
     @property
     def rows(self) -> range:
@@ -59,6 +41,23 @@ class Visit(NamedTuple):
     @property
     def cols(self) -> range:
         return range(self.col_begin, self.col_end)
+
+
+class Reduction(NamedTuple):
+    """One sum; shares are (source, signal, block). Fields as in csrc/host/schedule.h."""
+
+    owner: int
+    tile: int
+    row_begin: int
+    row_end: int
+    shares: tuple[tuple[int, int, int], ...]
+    target: int
+    signal: int
+    block: int
+
+    @property
+    def rows(self) -> range:
+        return range(self.row_begin, self.row_end)
 
 
 class Case(NamedTuple):
@@ -77,6 +76,37 @@ class Case(NamedTuple):
     order: int
     swizzle: int
     store: int
+    hosts: tuple[int, ...] = ()
+
+    @property
+    def host_of(self) -> tuple[int, ...]:
+        """The host of each rank: as given, else the node of the mesh."""
+        per_node = self.mesh[1] * self.mesh[2]
+        return self.hosts or tuple(rank // per_node for rank in range(self.world))
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks on the host of ``rank``, itself included."""
+        return [r for r, host in enumerate(self.host_of) if host == self.host_of[rank]]
+
+    def holder(self, owner: int, source: int) -> int:
+        """Who adds up the partial of ``source`` for ``owner``."""
+        here = self.members(source)
+        if not self.two_levels or owner in here or len(here) == 1:
+            return owner
+        return here[self.members(owner).index(owner) % len(here)]
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether chunks are visited in an order that csrc/core does not know."""
+        if self.swizzle != RANK_SHIFT or self.order != HIERARCHICAL:
+            return False
+        return self.two_levels if self.op != AG_GEMM else bool(self.hosts)
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether partials are summed inside hosts first, then across them."""
+        reduces = self.op != AG_GEMM and self.direction == PUSH
+        return reduces and self.order == HIERARCHICAL and len(set(self.host_of)) > 1
 
     @property
     def world(self) -> int:
@@ -130,6 +160,9 @@ class Schedule:
         self.transfers = [Transfer(*t) for t in native.transfers]
         self.results = [Transfer(*t) for t in native.results]
         self.receipts = [Transfer(*t) for t in native.receipts]
+        self.reductions = [Reduction(*r) for r in native.reductions]
+        self.homes: list[tuple[int, int]] = list(native.homes)
+        self.parcels_for = native.parcels_for
         self.program: list[tuple[int, int]] = list(native.program)
         self.signals: int = native.signals
         self.publishes_own: bool = native.publishes_own
@@ -174,6 +207,11 @@ def cases(
     op = draw(st.sampled_from(ops))
     mesh = draw(meshes(max_world))
     world = mesh[0] * mesh[1] * mesh[2]
+    hosts: tuple[int, ...] = ()
+    if draw(st.integers(0, 3)) == 0:  # no mesh: hosts of any size, their ranks in any order
+        names = draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
+        hosts = tuple(sorted(set(names)).index(name) for name in names)
+        mesh = (1, 1, world)
     m = draw(st.integers(1, max_m))
     chunk = -(-m // world)
     aligned = draw(st.booleans())
@@ -199,4 +237,5 @@ def cases(
         order=draw(st.sampled_from(ORDERS)),
         swizzle=draw(st.sampled_from(swizzles)),
         store=draw(st.sampled_from(STORES if single else (STORE_STAGED,))),
+        hosts=hosts,
     )

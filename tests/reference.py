@@ -190,7 +190,8 @@ def _product(
             (x[:, part] @ weight[:, part].t()).abs() * scale
             for part in (share(p.k, world, r) for r in range(world))
         )
-        roundings = (world + 1 if path == "unfused" else 1) if world > 1 else 0
+        # Partials; what is summed inside a host is rounded once more, a library sum at every step.
+        roundings = {"unfused": world + 1, "two_levels": 2}.get(path, 1) if world > 1 else 0
         bound = bound + kept.eps / 2 * (roundings * carried + right.abs() + bound)
         if not p.gathers and (path == "unfused" or world == 1):
             bound = bound + kept.eps / 2 * (carried + offset.abs())  # the product, before the bias

@@ -32,6 +32,7 @@ from core_cases import (
     STORE_DIRECT,
     STORE_STAGED,
     Case,
+    Reduction,
     Transfer,
 )
 
@@ -138,17 +139,18 @@ class Rank:
 
     # ReduceScatter and AllReduce -----------------------------------------------------------------
 
-    def partial(self, source: int, row: int, staged: bool) -> Place:
-        """Where the partial row of ``source`` lies: at home, or in the slot of its owner."""
+    def partial(self, row: int, staged: bool) -> Place:
+        """Where this rank's partial row lies: at home, or in the block of its owner's."""
         owner = self.case.owner(row)
-        if staged or source == owner:
-            return ("partial", source, row)
-        holder, other = (source, owner) if self.case.direction == PULL else (owner, source)
-        return ("slot", holder, other, self.offset(row))
+        holder, block = self.schedule.homes[owner]
+        if staged or block < 0:
+            return ("partial", self.rank, row)
+        return ("block", holder, block, self.offset(row))
 
-    def row_values(self, place: Place, source: int, row: int) -> Values:
-        """A complete partial row: all of its columns."""
-        return tuple(((place, col), (self.epoch, source, row, col)) for col in range(self.case.n))
+    def row_values(self, place: Place, sources: Iterable[int], row: int) -> Values:
+        """A complete row, summed over ``sources``: all of its columns."""
+        terms = frozenset(sources)
+        return tuple(((place, col), (self.epoch, terms, row, col)) for col in range(self.case.n))
 
     def result(self, holder: int, row: int) -> Place:
         pull = self.case.direction == PULL
@@ -162,8 +164,9 @@ class Rank:
             self.wait_entries(self.main)
         for v in self.schedule.visits:
             for row in v.rows:
-                place = self.partial(rank, row, staged=not direct)
-                values = (((place, col), (epoch, rank, row, col)) for col in v.cols)
+                place = self.partial(row, staged=not direct)
+                terms = frozenset({rank})
+                values = (((place, col), (epoch, terms, row, col)) for col in v.cols)
                 self.main.append(Step("write", tuple(values)))
             for index in range(*v.completes):
                 t = self.schedule.transfers[index]
@@ -192,8 +195,11 @@ class Rank:
         to.append(Step("write", ((dst, (self.epoch, row)),)))
 
     def push_result(self, to: list[Step], t: Transfer) -> None:
+        if t.forwarded:
+            self.wait_signal(to, "result", self.rank, [t.signal])
         for row in t.rows:
-            self.move(to, row, ("out", self.rank, row), self.result(t.dst, row))
+            place = self.result(self.rank, row) if t.forwarded else ("out", self.rank, row)
+            self.move(to, row, place, self.result(t.dst, row))
         self.raise_signal(to, "signal", t.dst, t.signal)
 
     def take_result(self, to: list[Step], t: Transfer, holder: int) -> None:
@@ -205,26 +211,41 @@ class Rank:
         t = self.schedule.transfers[index]
         self.wait(to, "computed", ("computed", self.rank, index))
         for row in t.rows if t.dst != self.rank else ():
-            home, away = self.partial(self.rank, row, True), self.partial(self.rank, row, False)
-            to.append(Step("read", self.row_values(home, self.rank, row)))
-            to.append(Step("write", self.row_values(away, self.rank, row)))
+            home, away = self.partial(row, True), self.partial(row, False)
+            to.append(Step("read", self.row_values(home, [self.rank], row)))
+            to.append(Step("write", self.row_values(away, [self.rank], row)))
         self.raise_signal(to, "signal", t.dst, t.signal)
 
-    def reduce(self, to: list[Step], tile: int) -> None:
-        c, rank = self.case, self.rank
-        signals = [source * c.tiles_per_chunk + tile for source in range(c.world)]
-        self.wait_signal(to, "reduce", rank, signals)
-        rows = c.own_rows(rank)[tile * c.comm_rows : (tile + 1) * c.comm_rows]
-        for row in rows:
-            for source in range(c.world):
-                staged = c.store == STORE_STAGED and source == rank
-                place = self.partial(source, row, staged)
-                to.append(Step("read", self.row_values(place, source, row)))
-            to.append(Step("write", ((("out", rank, row), (self.epoch, row)),)))
-        if c.op == GEMM_AR and c.direction == PULL and c.world > 1:
-            for row in rows:
+    def terms(self, r: Reduction, source: int) -> list[int]:
+        """The ranks whose partials one share holds: what another host sends is its ranks' sum."""
+        c = self.case
+        summed = c.two_levels and r.target == r.owner == self.rank
+        return c.members(source) if summed and c.host_of[source] != c.host_of[self.rank] else [source]
+
+    def reduce(self, to: list[Step], index: int) -> None:
+        c, rank, r = self.case, self.rank, self.schedule.reductions[index]
+        pull = c.direction == PULL
+        self.wait_signal(to, "reduce", rank, [signal for _, signal, _ in r.shares])
+        summed = sorted(term for source, _, _ in r.shares for term in self.terms(r, source))
+        group = range(c.world) if r.target == rank else c.members(rank)
+        assert summed == list(group), "every partial once"
+        for row in r.rows:
+            for source, _, block in r.shares:
+                place: Place = ("block", source if pull else rank, block, self.offset(row))
+                if source == rank:
+                    place = self.partial(row, c.store == STORE_STAGED)
+                to.append(Step("read", self.row_values(place, self.terms(r, source), row)))
+            if r.target == rank:
+                to.append(Step("write", ((("out", rank, row), (self.epoch, row)),)))
+            else:
+                place = ("block", r.target, r.block, self.offset(row))
+                to.append(Step("write", self.row_values(place, group, row)))
+        if r.target != rank:
+            self.raise_signal(to, "signal", r.target, r.signal)
+        elif c.op == GEMM_AR and pull and c.world > 1:
+            for row in r.rows:
                 to.append(Step("write", ((self.result(rank, row), (self.epoch, row)),)))
-            self.raise_signal(to, "signal", rank, c.signal_count + c.signal_of_row(rows[0]))
+            self.raise_signal(to, "signal", rank, r.signal)
 
 
 def agents_of(calls: list[Call], drop: str = "") -> list[list[Step]]:

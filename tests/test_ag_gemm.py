@@ -1,4 +1,4 @@
-"""AGGemm against float64, on 1 to 8 ranks."""
+"""What only AGGemm promises; the rest is in test_every_op.py."""
 
 from __future__ import annotations
 
@@ -9,82 +9,7 @@ import torch
 
 from flux import AGGemm, Knobs
 from harness import WORLDS, run_ranks
-from op_cases import Call, Case, check_cases, every_dtype, meshes, random_cases
-from reference import LAYOUTS, Inputs, Problem, length, share
-
-COUNT = {1: 30, 2: 80, 3: 40, 4: 30, 8: 12}
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_random_cases(world: int) -> None:
-    cases = random_cases(1, "ag_gemm", world, COUNT[world])
-    assert run_ranks(world, check_cases, cases) == [sum(len(c.calls) for c in cases)] * world
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_combination_of_knobs(world: int) -> None:
-    combinations = itertools.product(
-        ("push", "pull"),
-        ("direct", "ring1d", "ring2d", "hierarchical", "numa"),
-        ("none", "rank_shift", "xor"),
-        (0, 1),
-    )
-    problem = Problem("ag_gemm", max_m=40, n=(11,), k=9)
-    cases = [
-        Case(
-            problem,
-            # Tiles that straddle chunks, communication tiles that divide neither.
-            Knobs(
-                tile=(7, 3),
-                comm_tile_rows=3,
-                direction=direction,
-                order=order,
-                swizzle=swizzle,
-                copy_streams=streams,
-            ),
-            tuple(Call(m, seed=i * 10 + m, gather=True) for m in (1, world, 29, 40)),
-            topology=meshes(world)[i % len(meshes(world))],
-        )
-        for i, (direction, order, swizzle, streams) in enumerate(combinations)
-    ]
-    run_ranks(world, check_cases, cases)
-
-
-@pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_dtype_layout_and_weight_order(world: int, path: str) -> None:
-    cases = [
-        Case(
-            problem,
-            Knobs(path=path),
-            tuple(
-                Call(m, seed=m, layout=layout, padded=True, gather=True, bias=m % 2 == 0)
-                for m, layout in zip((1, 4, 13, 32), LAYOUTS, strict=True)
-            ),
-        )
-        for transposed in (False, True)
-        for problem in every_dtype(
-            Problem("ag_gemm", max_m=32, n=(13,), k=31, transpose_weight=transposed)
-        )
-    ]
-    run_ranks(world, check_cases, cases)
-
-
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        Knobs(),
-        Knobs(tile=(256, 64), comm_tile_rows=100),
-        Knobs(comm_tile_rows=1),
-        Knobs(path="medium"),
-    ],
-    ids=str,
-)
-def test_a_problem_that_needs_the_copy_thread(knobs: Knobs) -> None:
-    """Megabytes, so that the heuristic's own choice is the worker, several tiles and slabs."""
-    problem = Problem("ag_gemm", max_m=2100, n=(96,), k=700)
-    calls = tuple(Call(m, seed=m, gather=True) for m in (2100, 1, 1999))
-    run_ranks(2, check_cases, [Case(problem, knobs, calls)])
+from reference import Inputs, Problem, length, share
 
 
 def several_weights(rank: int, world: int) -> None:

@@ -42,7 +42,9 @@ def histories(draw: st.DrawFn, max_world: int, max_m: int) -> list[Call]:
         again = draw(cases(ops=(first.op,), max_world=1, max_m=max_m, max_n=3))
         chunk = -(-again.m // first.world)
         tile_m = chunk if again.store == STORE_DIRECT else again.tile_m
-        case = again._replace(mesh=first.mesh, n=first.n, tile_m=tile_m, swizzle=first.swizzle)
+        case = again._replace(
+            mesh=first.mesh, hosts=first.hosts, n=first.n, tile_m=tile_m, swizzle=first.swizzle
+        )
         calls.append(Call(case, draw(st.booleans())))
     return calls
 

@@ -15,6 +15,7 @@ from core_cases import (
     GATHER,
     GEMM_AR,
     GEMM_RS,
+    HIERARCHICAL,
     PULL,
     PUSH,
     RANK_SHIFT,
@@ -61,7 +62,8 @@ def test_visits_cover_the_output_exactly_once(c: Case, data: st.DataObject) -> N
     covered: Counter[tuple[int, int]] = Counter()
     rows_seen = set()
     for slot, v in enumerate(schedule.visits):
-        assert (v.row_begin // c.tile_m, v.col_begin // c.tile_n) == t.tile_at(slot)
+        if not c.has_sequence:
+            assert (v.row_begin // c.tile_m, v.col_begin // c.tile_n) == t.tile_at(slot)
         covered.update((row, col) for row in v.rows for col in v.cols)
         rows_seen.update(v.rows)
         owners = {c.owner(row) for row in v.rows}
@@ -131,12 +133,15 @@ def test_every_gathered_tile_is_moved_exactly_once(c: Case) -> None:
 def test_every_partial_tile_leaves_exactly_once_and_when_it_is_complete(c: Case) -> None:
     for rank, schedule in enumerate(c.build_all()):
         assert_well_formed(c, schedule.transfers)
-        assert sorted((t.dst, t.tile) for t in schedule.transfers) == [
+        assert sorted((t.chunk, t.tile) for t in schedule.transfers) == [
             (owner, tile) for owner in range(c.world) for tile in range(len(comm_tiles(c, owner)))
         ]
-        assert all((t.src, t.chunk) == (rank, t.dst) for t in schedule.transfers)
-        position = {tile_order(c, rank).chunk_at(p): p for p in range(c.world)}
-        assert all(t.step == position[t.dst] for t in schedule.transfers)
+        assert all(
+            (t.src, t.dst) == (rank, c.holder(t.chunk, rank)) for t in schedule.transfers
+        )
+        if not c.has_sequence:
+            position = {tile_order(c, rank).chunk_at(p): p for p in range(c.world)}
+            assert all(t.step == position[t.chunk] for t in schedule.transfers)
         # In the order of the transfers, so that progress is a single number, each exactly once.
         assert [i for v in schedule.visits for i in range(*v.completes)] == list(
             range(len(schedule.transfers))
@@ -162,7 +167,9 @@ def test_no_signal_is_raised_twice_in_a_call(c: Case) -> None:
             raised.update(
                 {(t.src, t.signal) for s in schedules for t in s.results if t.src == rank}
             )
-        assert schedule.signals == c.signal_count * (2 if c.op == GEMM_AR else 1)
+        raised.update((r.target, r.signal) for r in schedule.reductions if r.target != rank)
+        if not c.two_levels:
+            assert schedule.signals == c.signal_count * (2 if c.op == GEMM_AR else 1)
     assert set(raised.values()) <= {1}
     assert all(signal < schedules[0].signals for _, signal in raised)
 
@@ -171,18 +178,20 @@ def test_no_signal_is_raised_twice_in_a_call(c: Case) -> None:
 def test_every_result_tile_reaches_everyone_exactly_once(c: Case) -> None:
     schedules = c.build_all()
     everyone = Counter(
-        (src, dst, tile)
-        for src in range(c.world)
-        for tile in range(len(comm_tiles(c, src)))
+        (owner, dst, tile)
+        for owner in range(c.world)
+        for tile in range(len(comm_tiles(c, owner)))
         for dst in range(c.world)
-        if src != dst
+        if owner != dst
     )
     results = [t for s in schedules for t in s.results]
     assert_well_formed(c, results)
-    assert Counter((t.src, t.dst, t.tile) for t in results) == everyone
-    assert all(t.chunk == t.src and not t.forwarded for t in results)
-    # A region of signals of its own: partials of the same call use the first one.
-    assert all(t.signal == c.signal_count + c.signal_of_row(t.row_begin) for t in results)
+    assert Counter((t.chunk, t.dst, t.tile) for t in results) == everyone
+    assert all(t.forwarded == (t.chunk != t.src) for t in results)
+    assert c.two_levels or not any(t.forwarded for t in results)
+    # A region of signals of its own, behind those for partials of the same call.
+    first = schedules[0].signals - c.signal_count
+    assert all(t.signal == first + c.signal_of_row(t.row_begin) for t in results)
     receipts = [t for s in schedules for t in s.receipts]
     assert sorted(receipts) == (sorted(results) if c.direction == PUSH else [])
     for rank, schedule in enumerate(schedules):
@@ -199,17 +208,60 @@ def test_reduction_programs_are_complete_and_ordered(c: Case) -> None:
         staged = c.store == STORE_STAGED
         assert by_kind[GATHER] == []
         assert by_kind[SEND] == (list(range(len(schedule.transfers))) if staged else [])
-        assert by_kind[REDUCE] == list(range(len(comm_tiles(c, rank))))
+        assert by_kind[REDUCE] == list(range(len(schedule.reductions)))
+        own = [r.tile for r in schedule.reductions if r.target == rank]
+        assert own == list(range(len(comm_tiles(c, rank))))
+        combined = [(r.owner, r.tile) for r in schedule.reductions if r.target != rank]
+        assert combined == [
+            (t.chunk, t.tile) for t in schedule.transfers if t.dst == rank != t.chunk
+        ]
         assert by_kind[RESULT] == list(range(len(schedule.results)))
         assert by_kind[RECEIVE] == list(range(len(schedule.receipts)))
-        # Sends wait for nobody, so they come first; taking results in waits for everybody.
+        # Sends wait for nobody, so they come first, but for sums that leave at once, which all ranks
+        # of a host come to in one order; taking results in waits for everybody.
         kinds = [kind for kind, _ in program]
-        assert kinds[: len(by_kind[SEND])] == [SEND] * len(by_kind[SEND])
+        if not c.has_sequence:
+            assert kinds[: len(by_kind[SEND])] == [SEND] * len(by_kind[SEND])
+        elif staged:
+            for i, r in enumerate(schedule.reductions):
+                sent = [t.chunk == r.owner and t.tile == r.tile for t in schedule.transfers]
+                assert program.index((SEND, sent.index(True))) < program.index((REDUCE, i))
         assert kinds[len(kinds) - len(by_kind[RECEIVE]) :] == [RECEIVE] * len(by_kind[RECEIVE])
         for kind, i in program:
-            if kind == RESULT and schedule.results[i].src == rank:
-                reduced = program.index((REDUCE, schedule.results[i].tile))
+            if kind == RESULT and schedule.results[i].chunk == rank:
+                tile = schedule.results[i].tile
+                targets = [(r.target, r.tile) for r in schedule.reductions]
+                reduced = program.index((REDUCE, targets.index((rank, tile))))
                 assert reduced < program.index((RESULT, i))
+
+
+@given(c=cases())
+def test_parcels_are_what_two_ranks_exchange_in_the_senders_order(c: Case) -> None:
+    """Across hosts nothing else moves: every signal a peer awaits from here, exactly once."""
+    schedules = c.build_all()
+    for rank, schedule in enumerate(schedules):
+        for peer in range(c.world):
+            if peer == rank or c.direction == PULL:
+                continue
+            sent = [signal for _, _, _, _, signal, _ in schedule.parcels_for(peer)]
+            moved = [*schedule.transfers, *schedule.results]
+            expected = [t.signal for t in moved if t.dst == peer]
+            expected += [r.signal for r in schedule.reductions if r.target == peer]
+            assert sorted(sent) == sorted(expected) and len(set(sent)) == len(sent)
+
+
+@given(c=cases())
+def test_hierarchical_sends_every_row_to_each_other_host_once(c: Case) -> None:
+    """The least that can be sent: one copy of each row, or one sum per host, twice for AllReduce."""
+    if c.order != HIERARCHICAL or c.direction == PULL:
+        return
+    hosts = len(set(c.host_of))
+    crossing = 0
+    for rank, schedule in enumerate(c.build_all()):
+        for peer in range(c.world):
+            if c.host_of[peer] != c.host_of[rank]:
+                crossing += sum(p[3] - p[2] for p in schedule.parcels_for(peer))
+    assert crossing == (hosts - 1) * c.m * (2 if c.op == GEMM_AR else 1)
 
 
 @given(c=cases(ops=(AG_GEMM,), max_m=30), data=st.data())

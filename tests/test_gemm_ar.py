@@ -1,4 +1,4 @@
-"""GemmAR against float64, on 1 to 8 ranks; every rank must hold the same bits."""
+"""What only GemmAR promises, the same bits on every rank; the rest is in test_every_op.py."""
 
 from __future__ import annotations
 
@@ -7,51 +7,7 @@ import torch
 
 from flux import GemmAR, Knobs
 from harness import WORLDS, run_ranks
-from op_cases import Call, Case, check_cases, every_dtype, random_cases
-from reference import LAYOUTS, Inputs, Problem
-from test_gemm_rs import combinations
-
-COUNT = {1: 30, 2: 80, 3: 40, 4: 30, 8: 12}
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_random_cases(world: int) -> None:
-    cases = random_cases(3, "gemm_ar", world, COUNT[world])
-    assert run_ranks(world, check_cases, cases) == [sum(len(c.calls) for c in cases)] * world
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_combination_of_knobs(world: int) -> None:
-    run_ranks(world, check_cases, combinations("gemm_ar", world))
-
-
-@pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_dtype_layout_and_weight_order(world: int, path: str) -> None:
-    cases = [
-        Case(
-            problem,
-            Knobs(path=path),
-            tuple(
-                Call(m, seed=m, layout=layout, bias=m % 2 == 0)
-                for m, layout in zip((1, 4, 13, 32), LAYOUTS, strict=True)
-            ),
-        )
-        for transposed, reduce in ((False, "avg"), (True, "sum"))
-        for problem in every_dtype(
-            Problem("gemm_ar", 32, (13,), 31, transpose_weight=transposed, reduce=reduce)
-        )
-    ]
-    run_ranks(world, check_cases, cases)
-
-
-@pytest.mark.parametrize(
-    "knobs", [Knobs(), Knobs(direction="push"), Knobs(store="staged", comm_tile_rows=1)], ids=str
-)
-def test_a_problem_that_needs_the_copy_thread(knobs: Knobs) -> None:
-    """Megabytes, so that the heuristic's own choice is the worker, several tiles and slabs."""
-    problem = Problem("gemm_ar", max_m=2100, n=(700,), k=96)
-    run_ranks(2, check_cases, [Case(problem, knobs, tuple(Call(m, m) for m in (2100, 1, 1999)))])
+from reference import Inputs, Problem
 
 
 def results(rank: int, world: int, knobs: Knobs, dtype: torch.dtype) -> list[bytes]:

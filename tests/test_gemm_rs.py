@@ -1,4 +1,4 @@
-"""GemmRS against float64, on 1 to 8 ranks."""
+"""What only GemmRS promises; the rest is in test_every_op.py."""
 
 from __future__ import annotations
 
@@ -8,87 +8,8 @@ import pytest
 import torch
 
 from flux import GemmRS, Knobs
-from harness import WORLDS, run_ranks
-from op_cases import Call, Case, check_cases, every_dtype, meshes, random_cases
-from reference import LAYOUTS, Inputs, Problem, length, share
-
-COUNT = {1: 30, 2: 80, 3: 40, 4: 30, 8: 12}
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_random_cases(world: int) -> None:
-    cases = random_cases(2, "gemm_rs", world, COUNT[world])
-    assert run_ranks(world, check_cases, cases) == [sum(len(c.calls) for c in cases)] * world
-
-
-def combinations(op: str, world: int) -> list[Case]:
-    """Every direction, swizzle, store and number of copy streams, for ragged sizes of M.
-
-    Orders and meshes, which only permute the owners, take turns.
-    """
-    problem = Problem(op, max_m=12 * world, n=(11,), k=9, reduce="avg")
-    product = itertools.product(
-        ("push", "pull"), ("none", "rank_shift", "xor"), ("direct", "staged"), (0, 1)
-    )
-    orders = ("direct", "ring1d", "ring2d", "hierarchical", "numa")
-    return [
-        Case(
-            problem,
-            Knobs(
-                # Stored directly, a tile must fit the rows of its owner; staged, it may straddle.
-                tile=(2, 3) if store == "direct" else (7, 3),
-                comm_tile_rows=5,
-                direction=direction,
-                order=orders[i % 5],
-                swizzle=swizzle,
-                store=store,
-                copy_streams=streams,
-            ),
-            tuple(Call(m, seed=i * 10 + m) for m in (2 * world, 12 * world, 10 * world - 1)),
-            topology=meshes(world)[i % len(meshes(world))],
-        )
-        for i, (direction, swizzle, store, streams) in enumerate(product)
-    ]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_combination_of_knobs(world: int) -> None:
-    run_ranks(world, check_cases, combinations("gemm_rs", world))
-
-
-@pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_dtype_layout_and_weight_order(world: int, path: str) -> None:
-    cases = [
-        Case(
-            problem,
-            Knobs(path=path),
-            tuple(
-                Call(m, seed=m, layout=layout, bias=m % 2 == 0)
-                for m, layout in zip((1, 4, 13, 32), LAYOUTS, strict=True)
-            ),
-        )
-        for transposed, reduce in ((False, "sum"), (True, "avg"))
-        for problem in every_dtype(
-            Problem("gemm_rs", 32, (13,), 31, transpose_weight=transposed, reduce=reduce)
-        )
-    ]
-    run_ranks(world, check_cases, cases)
-
-
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        Knobs(),
-        Knobs(store="staged", tile=(256, 64), comm_tile_rows=100),
-        Knobs(direction="pull"),
-        Knobs(path="medium"),
-    ],
-)
-def test_a_problem_that_needs_the_copy_thread(knobs: Knobs) -> None:
-    """Megabytes, so that the heuristic's own choice is the worker, several tiles and slabs."""
-    problem = Problem("gemm_rs", max_m=2100, n=(700,), k=96)
-    run_ranks(2, check_cases, [Case(problem, knobs, tuple(Call(m, m) for m in (2100, 1, 1999)))])
+from harness import run_ranks
+from reference import Inputs, Problem, length, share
 
 
 def direct_store_of_any_m(rank: int, world: int) -> None:

@@ -84,13 +84,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_ranks_end_with_pytest_however_it_ends() -> None:
+def test_ranks_end_with_pytest_however_it_ends(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED],
         stdout=subprocess.PIPE,
         text=True,
         timeout=60,
         cwd=Path(__file__).parent,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # what it leaves there goes with the test
     )
     left = [int(pid) for pid in done.stdout.split()]
     assert len(left) == 2 and done.returncode == -signal.SIGKILL

@@ -35,6 +35,8 @@ struct TileOrder {
   Direction direction;
   Mesh mesh;
   int rank;
+  // W chunks in visiting order, for hosts that form no mesh; null means the maps of comm_order.h.
+  const int* sequence = nullptr;
 };
 
 struct TileCoord {
@@ -49,6 +51,7 @@ FLUX_HD constexpr int tile_count(const TileOrder& t) { return tiles_m(t) * tiles
 // Chunk at position p of this rank's sequence; a permutation of [0, W). See comm_order.h for
 // pictures.
 FLUX_HD constexpr int chunk_at(const TileOrder& t, int position) {
+  if (t.sequence != nullptr) return t.sequence[position];
   return t.op == OpKind::kAGGemm
              ? ag_chunk_at(t.swizzle, t.order, t.mesh, t.direction, t.rank, position)
              : rs_owner_at(t.swizzle, t.order, t.mesh, t.rank, position);

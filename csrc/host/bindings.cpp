@@ -43,12 +43,14 @@ bool wait_interruptibly(Engine& engine, double timeout_s, double spin_s, Wait&& 
 }
 
 std::unique_ptr<Engine> make_engine(int rank, const std::vector<std::uintptr_t>& pads,
-                                    const std::vector<std::uintptr_t>& data, std::size_t row_bytes,
+                                    const std::vector<std::uintptr_t>& data,
+                                    std::vector<bool> remote, std::size_t row_bytes,
                                     std::size_t slot_bytes, std::size_t result_offset, int dtype,
                                     int signals) {
   Symmetric symmetric;
   for (const auto p : pads) symmetric.pads.push_back(pointer<SignalPad>(p));
   for (const auto p : data) symmetric.data.push_back(pointer<char>(p));
+  symmetric.remote = std::move(remote);
   symmetric.row_bytes = row_bytes;
   symmetric.slot_bytes = slot_bytes;
   symmetric.result_offset = result_offset;
@@ -88,7 +90,7 @@ py::dict failure(Engine& engine) {
 void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("rank"), py::arg("pads"), py::arg("data"),
-           py::arg("row_bytes"), py::arg("slot_bytes"), py::arg("result_offset"), py::arg("dtype"),
+           py::arg("remote"), py::arg("row_bytes"), py::arg("slot_bytes"), py::arg("result_offset"), py::arg("dtype"),
            py::arg("signals"))
       .def("begin", &begin, py::arg("schedule"), py::arg("digest"), py::arg("threaded"),
            py::arg("timeout_s"), py::arg("x") = 0, py::arg("x_stride") = 0, py::arg("partial") = 0,
@@ -112,7 +114,20 @@ void bind_engine(py::module_& m) {
            })
       .def("visit_done", &Engine::visit_done, py::arg("visit"))
       .def("settle", &Engine::settle, py::call_guard<py::gil_scoped_release>())
-      .def("slot_index", &Engine::slot_index, py::arg("holder"), py::arg("other"))
+      .def("await_parcel", &Engine::await_parcel, py::arg("peer"), py::arg("signal"),
+           py::arg("epoch"), py::call_guard<py::gil_scoped_release>())
+      .def("await_agreement", &Engine::await_agreement, py::arg("epoch"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("announce", &Engine::announce, py::arg("signal"), py::arg("epoch"))
+      .def("peer_entered", &Engine::peer_entered, py::arg("peer"), py::arg("epoch"),
+           py::arg("digest"))
+      .def("peer_refused", &Engine::peer_refused, py::arg("peer"), py::arg("epoch"), py::arg("why"))
+      .def(
+          "peer_left",
+          [](Engine& e, int peer, bool failed, int culprit) {
+            e.peer_left(peer, failed ? PadState::kFailed : PadState::kClosed, culprit);
+          },
+          py::arg("peer"), py::arg("failed"), py::arg("culprit") = -1)
       .def("failure", &failure)
       .def(
           "close",

@@ -35,7 +35,7 @@ TileOrder tile_order(int op, int m, int n, int tile_m, int tile_n, int raster, i
 std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
                                         const MeshTuple& mesh, int tile_m, int tile_n, int raster,
                                         int comm_rows, int direction, int order, int swizzle,
-                                        int store) {
+                                        int store, std::vector<int> hosts) {
   ScheduleSpec spec;
   spec.problem = Problem{static_cast<OpKind>(op), m, n, k, world_of(mesh_of(mesh))};
   // A world that build_schedule is going to refuse must not be divided by.
@@ -44,12 +44,30 @@ std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
       tile_order(op, m, columns, tile_m, tile_n, raster, swizzle, order, direction, mesh, rank);
   spec.comm = CommTiling{m, spec.problem.world, comm_rows};
   spec.store = static_cast<Store>(store);
+  spec.hosts = std::move(hosts);
   return std::make_shared<Schedule>(build_schedule(spec));
 }
 
 py::tuple tuple_of(const Transfer& t) {
   return py::make_tuple(t.step, t.src, t.dst, t.chunk, t.tile, t.rows.begin, t.rows.end, t.signal,
                         t.forwarded);
+}
+
+py::tuple tuple_of(const Home& h) { return py::make_tuple(h.holder, h.block); }
+
+py::tuple tuple_of(const Share& s) { return py::make_tuple(s.source, s.signal, s.block); }
+
+template <class T>
+py::tuple tuples_of(const std::vector<T>& list);
+
+py::tuple tuple_of(const Reduction& r) {
+  return py::make_tuple(r.owner, r.tile, r.rows.begin, r.rows.end, tuples_of(r.shares), r.target,
+                        r.signal, r.block);
+}
+
+py::tuple tuple_of(const Parcel& p) {
+  return py::make_tuple(static_cast<int>(p.kind), p.chunk, p.rows.begin, p.rows.end, p.signal,
+                        p.block);
 }
 
 py::tuple tuple_of(const Visit& v) {
@@ -141,17 +159,28 @@ void bind_schedule(py::module_& m) {
                                }
                                return out;
                              })
-      .def_property_readonly(
-          "signals",
-          [](const Schedule& s) { return signals_needed(s.spec.problem.op, s.spec.comm); })
+      .def_property_readonly("reductions",
+                             [](const Schedule& s) { return tuples_of(s.reductions); })
+      .def_property_readonly("homes", [](const Schedule& s) { return tuples_of(s.homes); })
+      .def(
+          "parcels_for",
+          [](const Schedule& s, int peer) { return tuples_of(parcels_for(s, peer)); },
+          py::arg("peer"))
+      .def_property_readonly("signals", [](const Schedule& s) { return signals_needed(s.spec); })
       .def_readonly("publishes_own", &Schedule::publishes_own);
   m.def("build_schedule", &make_schedule, py::kw_only(), py::arg("op"), py::arg("m"), py::arg("n"),
         py::arg("k"), py::arg("rank"), py::arg("mesh"), py::arg("tile_m"), py::arg("tile_n"),
         py::arg("raster"), py::arg("comm_rows"), py::arg("direction"), py::arg("order"),
-        py::arg("swizzle"), py::arg("store"));
-  m.def("signals_needed", [](int op, int m_rows, int world, int comm_rows) {
-    return signals_needed(static_cast<OpKind>(op), CommTiling{m_rows, world, comm_rows});
-  });
+        py::arg("swizzle"), py::arg("store"), py::arg("hosts") = std::vector<int>());
+  m.def(
+      "room_for",
+      [](int op, int order, int direction, const MeshTuple& mesh, const std::vector<int>& hosts) {
+        const Room room = room_for(static_cast<OpKind>(op), static_cast<Order>(order),
+                                   static_cast<Direction>(direction), mesh_of(mesh), hosts);
+        return std::make_pair(room.blocks, room.regions);
+      },
+      py::kw_only(), py::arg("op"), py::arg("order"), py::arg("direction"), py::arg("mesh"),
+      py::arg("hosts") = std::vector<int>());
 }
 
 }  // namespace flux::host

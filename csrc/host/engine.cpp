@@ -20,7 +20,9 @@ constexpr std::uint32_t kRenewal = std::uint32_t{1} << 30;
 }  // namespace
 
 Engine::Engine(int rank, Symmetric symmetric)
-    : rank_(rank), pid_(getpid()), symmetric_(std::move(symmetric)), local_(new SignalPad()) {}
+    : rank_(rank), pid_(getpid()), symmetric_(std::move(symmetric)), local_(new SignalPad()) {
+  symmetric_.remote.resize(symmetric_.pads.size());  // on one host nobody is remote
+}
 
 Engine::~Engine() {
   if (getpid() != pid_) {
@@ -52,11 +54,13 @@ void Engine::close(PadState state, int culprit) {
 void Engine::next_epoch() {
   ++epoch_;
   if (epoch_ % kRenewal != 0) return;
-  SignalPad& own = pad(rank_);
-  for (int i = 0; i < symmetric_.signals; ++i) {
-    own.signals()[i].store(epoch_ - 1, std::memory_order_seq_cst);
+  for (int rank = 0; rank < world(); ++rank) {
+    if (rank != rank_ && !symmetric_.remote[rank]) continue;
+    for (int i = 0; i < symmetric_.signals; ++i) {
+      pad(rank).signals()[i].store(epoch_ - 1, std::memory_order_seq_cst);
+    }
+    notify(pad(rank));
   }
-  notify(own);
 }
 
 void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buffers,
@@ -245,7 +249,7 @@ bool Engine::run(const Action& action, const Limit& limit) {
     case ActionKind::kSend:
       return send(action.index, limit);
     case ActionKind::kReduce:
-      return reduce_tile(action.index, limit);
+      return reduce_tile(s.reductions[action.index], limit);
     case ActionKind::kResult:
       return move_result(s.results[action.index], limit);
     case ActionKind::kReceive:
@@ -264,7 +268,9 @@ bool Engine::gather(const Transfer& t, const Limit& limit) {
   if (!from_shard && !await_signal(t.src, raiser, t, t.signal, limit)) return false;
   const std::size_t row_bytes = symmetric_.row_bytes;
   char* dst = symmetric_.data[t.dst] + static_cast<std::size_t>(t.rows.begin) * row_bytes;
-  if (from_shard) {
+  if (symmetric_.remote[t.dst]) {
+    // The network takes it from where it lies.
+  } else if (from_shard) {
     copy_rows(dst, row_bytes, buffers_.x + offset_in_chunk(rank_, t.rows.begin) * buffers_.x_stride,
               buffers_.x_stride, t.rows);
   } else {
@@ -280,13 +286,12 @@ bool Engine::gather(const Transfer& t, const Limit& limit) {
 bool Engine::send(int index, const Limit& limit) {
   const Transfer& t = schedule_->transfers[index];
   if (!await_computed(index + 1, limit)) return false;
-  if (t.dst != rank_) {
+  if (t.dst != rank_ && !symmetric_.remote[t.dst]) {
     const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
     const std::size_t row_bytes = symmetric_.row_bytes;
-    copy_rows(
-        slot(pull ? rank_ : t.dst, t.dst, rank_) + offset_in_chunk(t.dst, t.rows.begin) * row_bytes,
-        row_bytes, buffers_.partial + static_cast<std::size_t>(t.rows.begin) * row_bytes, row_bytes,
-        t.rows);
+    copy_rows(block_row(pull ? rank_ : t.dst, t.block, t.chunk, t.rows.begin), row_bytes,
+              buffers_.partial + static_cast<std::size_t>(t.rows.begin) * row_bytes, row_bytes,
+              t.rows);
   }
   raise(t.dst, t.signal);
   return true;
@@ -322,55 +327,80 @@ bool Engine::await_computed(int count, const Limit& limit) {
   return true;
 }
 
-// Sums the partials of one own tile, in rank order, when the last of them is there.
-bool Engine::reduce_tile(int tile, const Limit& limit) {
-  const ScheduleSpec& spec = schedule_->spec;
-  const bool pull = spec.tiles.direction == Direction::kPull;
-  const Range rows = comm_tile_rows(spec.comm, rank_, tile);
-  const std::size_t offset = offset_in_chunk(rank_, rows.begin) * symmetric_.row_bytes;
-  // The own share first: our own GEMM takes its time, which is no failure of anyone, so the peers'
-  // deadline starts when it is done.
+// Waits for everything that one reduction adds up: the own part first. Our own GEMM takes its time,
+// which is no failure of anyone, so the peers' deadline starts when it is done.
+bool Engine::await_shares(const Reduction& r, const Limit& limit) {
   Limit patient = limit;
-  const int own = signal_index(spec.comm, rank_, tile);
-  if (!signal_reached(pad(rank_), own, epoch_)) {
-    const Transfer what{0, rank_, rank_, rank_, tile, rows, 0, false};
-    const Limit unbounded{limit.until, Clock::time_point::max(), limit.spin};
-    const bool is_done = await_signal(rank_, rank_, what, own, unbounded);
-    last_progress_ = Clock::now();
-    if (!is_done) return false;
-    patient.deadline = std::max(limit.deadline, last_progress_ + timeout_);
-  }
-  std::vector<const void*> sources(world());
-  for (int source = 0; source < world(); ++source) {
-    if (source == rank_) {
-      const std::size_t row = static_cast<std::size_t>(rows.begin) * symmetric_.row_bytes;
-      sources[source] = spec.store == Store::kStaged ? buffers_.partial + row : out_row(rows.begin);
-    } else {
-      const Transfer what{0, source, rank_, rank_, tile, rows, 0, false};
-      if (!await_signal(rank_, source, what, signal_index(spec.comm, source, tile), patient)) {
-        return false;
+  for (const bool own : {true, false}) {
+    for (const Share& s : r.shares) {
+      if ((s.source == rank_) != own) continue;
+      const Transfer what{0, s.source, rank_, r.owner, r.tile, r.rows, s.signal, false};
+      if (!own) {
+        if (!await_signal(rank_, s.source, what, s.signal, patient)) return false;
+      } else if (!signal_reached(pad(rank_), s.signal, epoch_)) {
+        const Limit unbounded{limit.until, Clock::time_point::max(), limit.spin};
+        const bool is_done = await_signal(rank_, rank_, what, s.signal, unbounded);
+        last_progress_ = Clock::now();
+        if (!is_done) return false;
+        patient.deadline = std::max(limit.deadline, last_progress_ + timeout_);
       }
-      sources[source] = slot(pull ? source : rank_, rank_, source) + offset;
     }
-  }
-  const std::size_t columns = symmetric_.row_bytes / size_of(symmetric_.dtype);
-  reduce(ReduceArgs{symmetric_.dtype, sources.data(), world(), out_row(rows.begin), buffers_.bias,
-                    columns * static_cast<std::size_t>(rows.end - rows.begin), columns,
-                    buffers_.scale});
-  if (spec.problem.op == OpKind::kGemmAR && pull && world() > 1) {
-    copy_rows(result_row(rank_, rank_, rows.begin), symmetric_.row_bytes, out_row(rows.begin),
-              symmetric_.row_bytes, rows);
-    raise(rank_, signal_count(spec.comm) + signal_index(spec.comm, rank_, tile));
   }
   return true;
 }
 
-// One tile of a GemmAR result: pushed into a peer's buffer, or pulled straight into the output.
+// Where the rows of one share lie. The own ones are where the GEMM wrote them.
+const char* Engine::share(const Reduction& r, const Share& s) const {
+  const ScheduleSpec& spec = schedule_->spec;
+  if (s.source != rank_) {
+    const bool pull = spec.tiles.direction == Direction::kPull;
+    return block_row(pull ? s.source : rank_, s.block, r.owner, r.rows.begin);
+  }
+  if (spec.store == Store::kStaged) {
+    return buffers_.partial + static_cast<std::size_t>(r.rows.begin) * symmetric_.row_bytes;
+  }
+  return r.owner == rank_ ? out_row(r.rows.begin)
+                          : block_row(rank_, schedule_->homes[r.owner].block, r.owner, r.rows.begin);
+}
+
+// Sums the partials of one tile, in rank order, when the last of them is there. Where the sum
+// overwrites a share, it is the own one, at the same place: the kernel reads before it writes.
+bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
+  if (!await_shares(r, limit)) return false;
+  const ScheduleSpec& spec = schedule_->spec;
+  const bool own = r.target == rank_;
+  std::vector<const void*> sources;
+  for (const Share& s : r.shares) sources.push_back(share(r, s));
+  const std::size_t columns = symmetric_.row_bytes / size_of(symmetric_.dtype);
+  char* sum = own ? out_row(r.rows.begin) : block_row(r.target, r.block, r.owner, r.rows.begin);
+  reduce(ReduceArgs{symmetric_.dtype, sources.data(), static_cast<int>(sources.size()), sum,
+                    own ? buffers_.bias : nullptr,
+                    columns * static_cast<std::size_t>(r.rows.end - r.rows.begin), columns,
+                    own ? buffers_.scale : 1.0});
+  if (!own) {
+    raise(r.target, r.signal);
+  } else if (spec.problem.op == OpKind::kGemmAR && spec.tiles.direction == Direction::kPull &&
+             world() > 1) {
+    copy_rows(result_row(rank_, rank_, r.rows.begin), symmetric_.row_bytes, sum,
+              symmetric_.row_bytes, r.rows);
+    raise(rank_, r.signal);
+  }
+  return true;
+}
+
+// One tile of a GemmAR result: pushed into a peer's buffer, or pulled straight into the output. A
+// tile that is passed on lies in the own buffer, where whoever handed it to us has put it.
 bool Engine::move_result(const Transfer& t, const Limit& limit) {
   const std::size_t row_bytes = symmetric_.row_bytes;
   if (t.src == rank_) {
-    copy_rows(result_row(t.dst, rank_, t.rows.begin), row_bytes, out_row(t.rows.begin), row_bytes,
-              t.rows);
+    if (t.forwarded && !await_signal(rank_, schedule_->supplier[t.chunk], t, t.signal, limit)) {
+      return false;
+    }
+    if (!symmetric_.remote[t.dst]) {
+      const char* from =
+          t.forwarded ? result_row(rank_, t.chunk, t.rows.begin) : out_row(t.rows.begin);
+      copy_rows(result_row(t.dst, t.chunk, t.rows.begin), row_bytes, from, row_bytes, t.rows);
+    }
     raise(t.dst, t.signal);
     return true;
   }
@@ -383,15 +413,14 @@ bool Engine::move_result(const Transfer& t, const Limit& limit) {
 bool Engine::receive_result(const Transfer& t, const Limit& limit) {
   if (!await_signal(rank_, t.src, t, t.signal, limit)) return false;
   const std::size_t row_bytes = symmetric_.row_bytes;
-  copy_rows(out_row(t.rows.begin), row_bytes, result_row(rank_, t.src, t.rows.begin), row_bytes,
+  copy_rows(out_row(t.rows.begin), row_bytes, result_row(rank_, t.chunk, t.rows.begin), row_bytes,
             t.rows);
   return true;
 }
 
-char* Engine::slot(int holder, int owner, int source) const {
-  const int other = holder == owner ? source : owner;
-  return symmetric_.data[holder] +
-         static_cast<std::size_t>(slot_index(holder, other)) * symmetric_.slot_bytes;
+char* Engine::block_row(int holder, int block, int owner, int row) const {
+  return symmetric_.data[holder] + static_cast<std::size_t>(block) * symmetric_.slot_bytes +
+         offset_in_chunk(owner, row) * symmetric_.row_bytes;
 }
 
 // A pulled result lies in its owner's block, a pushed one at its place in a full [M, N].
@@ -433,6 +462,49 @@ void Engine::raise(int pad_of, int index) {
   pause();
   if (stop_.load(std::memory_order_relaxed)) return;  // the copy before it may be incomplete
   raise_signal(pad(pad_of), index, epoch_);
+}
+
+bool Engine::await_parcel(int peer, int signal, std::uint32_t epoch) {
+  const auto gone = [&] { return failed() || stop_.load(std::memory_order_relaxed); };
+  const auto ready = [&] { return gone() || signal_reached(pad(peer), signal, epoch); };
+  while (!wait_until(pad(peer), Clock::now() + kSlice, std::chrono::nanoseconds(0), ready)) {
+  }
+  return !gone();
+}
+
+bool Engine::await_agreement(std::uint32_t epoch) {
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank_) continue;
+    std::uint64_t entry = 0;
+    const auto ready = [&] {
+      return failed() || stop_.load(std::memory_order_relaxed) ||
+             epoch_reached(read_entry(pad(peer), epoch, &entry), epoch);
+    };
+    while (!wait_until(pad(peer), Clock::now() + kSlice, std::chrono::nanoseconds(0), ready)) {
+    }
+    if (entry != entry_of(epoch, digest_)) return false;
+  }
+  return true;
+}
+
+void Engine::announce(int signal, std::uint32_t epoch) {
+  if (stop_.load(std::memory_order_relaxed)) return;
+  raise_signal(pad(rank_), signal, epoch);
+}
+
+void Engine::peer_entered(int peer, std::uint32_t epoch, std::uint32_t digest) {
+  publish_entry(pad(peer), epoch, digest);
+}
+
+void Engine::peer_refused(int peer, std::uint32_t epoch, const std::string& why) {
+  publish_refusal(pad(peer), epoch, why);
+}
+
+void Engine::peer_left(int peer, PadState state, int culprit) {
+  pad(peer).culprit.store(static_cast<std::uint32_t>(culprit), std::memory_order_relaxed);
+  pad(peer).state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
+  notify(pad(peer));
+  notify(pad(rank_));
 }
 
 void Engine::set_delay(std::chrono::nanoseconds longest, std::uint64_t seed) {

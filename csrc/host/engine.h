@@ -27,6 +27,10 @@ namespace flux::host {
 struct Symmetric {
   std::vector<SignalPad*> pads;   // by rank
   std::vector<char*> data;        // by rank, behind the pad
+  // Ranks on other hosts. Their pads and data are stand-ins in private memory: what is written and
+  // raised there is what has yet to travel, and the network (flux/transport/send_recv.py) does the
+  // same for their writes to this rank's own memory and pad.
+  std::vector<bool> remote;
   std::size_t row_bytes = 0;      // bytes of a row that travels: K (AllGather) or N elements
   std::size_t slot_bytes = 0;     // ReduceScatter: distance of two partial blocks
   std::size_t result_offset = 0;  // GemmAR: where the reduced result begins
@@ -99,10 +103,15 @@ class Engine {
   // A GEMM tile of a ReduceScatter is complete: its rows may leave.
   void visit_done(int visit);
 
-  // ReduceScatter: every rank holds W-1 blocks of partials, those of its peers for itself (push) or
-  // its own for its peers (pull). Either way block i is shared with the peer i+1 to the holder's
-  // right.
-  int slot_index(int holder, int other) const { return wrap(other - holder - 1, world()); }
+  // For the network, on threads of its own. A tile that is to leave is ready when its signal stands
+  // in the stand-in's pad; one that has arrived is announced in the own pad. What a peer said of its
+  // call is published in its stand-in, as the peer would have published it on this host.
+  bool await_parcel(int peer, int signal, std::uint32_t epoch);
+  bool await_agreement(std::uint32_t epoch);
+  void announce(int signal, std::uint32_t epoch);
+  void peer_entered(int peer, std::uint32_t epoch, std::uint32_t digest);
+  void peer_refused(int peer, std::uint32_t epoch, const std::string& why);
+  void peer_left(int peer, PadState state, int culprit);
 
   // Marks the own pad and stops the worker; idempotent. Memory may be unmapped afterwards.
   void close(PadState state, int culprit);
@@ -128,11 +137,13 @@ class Engine {
   bool run(const Action& action, const Limit& limit);
   bool gather(const Transfer& t, const Limit& limit);
   bool send(int index, const Limit& limit);
-  bool reduce_tile(int tile, const Limit& limit);
+  bool reduce_tile(const Reduction& r, const Limit& limit);
+  bool await_shares(const Reduction& r, const Limit& limit);
+  const char* share(const Reduction& r, const Share& s) const;
   bool move_result(const Transfer& t, const Limit& limit);
   bool receive_result(const Transfer& t, const Limit& limit);
   void fail(const FailureReport& report);
-  char* slot(int holder, int owner, int source) const;
+  char* block_row(int holder, int block, int owner, int row) const;
   char* result_row(int holder, int owner, int row) const;
   char* out_row(int row) const;
   std::size_t offset_in_chunk(int owner, int row) const;

@@ -29,6 +29,9 @@ void check(const ScheduleSpec& s) {
               str(t.mesh.lanes) + ")");
   require(world_of(t.mesh) == p.world,
           "mesh has " + str(world_of(t.mesh)) + " ranks, world is " + str(p.world));
+  require(s.hosts.empty() || static_cast<int>(s.hosts.size()) == p.world,
+          "hosts of " + str(static_cast<int>(s.hosts.size())) + " ranks given, world is " +
+              str(p.world));
   require(t.rank >= 0 && t.rank < p.world,
           "rank must be in [0, " + str(p.world) + "), got " + str(t.rank));
   require(p.m >= 1 && p.n >= 1 && p.k >= 1,
@@ -65,6 +68,48 @@ void build_visits(Schedule* s) {
   }
 }
 
+bool is_push(const ScheduleSpec& s) { return s.tiles.direction == Direction::kPush; }
+
+Placement placement_of(const ScheduleSpec& s) {
+  return s.hosts.empty() ? Placement::of(s.tiles.mesh) : Placement(s.hosts);
+}
+
+// Hosts that form no mesh have routes of their own, under the one order that looks at hosts.
+bool is_irregular(const ScheduleSpec& s) {
+  return !s.hosts.empty() && s.tiles.order == Order::kHierarchical;
+}
+
+// What reaches `rank`, in order.
+std::vector<Hop> arrivals(const ScheduleSpec& s, int rank) {
+  if (is_irregular(s)) return placement_of(s).arrivals(rank);
+  std::vector<Hop> hops;
+  for (int step = 0; step < s.problem.world - 1; ++step) {
+    hops.push_back(recv_hop(s.tiles.order, s.tiles.mesh, s.tiles.direction, rank, step));
+  }
+  return hops;
+}
+
+struct Departure {
+  int step;
+  Hop hop;  // the chunk, and whom it goes to
+};
+
+// What `rank` sends, in order: the arrivals of everybody else, seen from the other end.
+std::vector<Departure> departures(const ScheduleSpec& s, int rank) {
+  const int world = s.problem.world;
+  std::vector<std::vector<Hop>> of_peer(world);
+  for (int peer = 0; peer < world; ++peer) of_peer[peer] = arrivals(s, peer);
+  std::vector<Departure> list;
+  for (int step = 0; step < world - 1; ++step) {
+    for (int i = 1; i < world; ++i) {
+      const int peer = wrap(rank + i, world);
+      const Hop hop = of_peer[peer][step];
+      if (hop.peer == rank) list.push_back({step, Hop{hop.chunk, peer}});
+    }
+  }
+  return list;
+}
+
 // AllGather. Push: this rank moves what it sends; pull: what it receives. In either case the tile
 // (chunk, tile) lies in rank q's gathered buffer exactly when q's pad carries its signal, which is
 // also what a forwarding hop or a pulling peer waits for.
@@ -79,7 +124,7 @@ void build_all_gather(Schedule* s) {
     mixed |= v.owner < 0 && row_begin(t.m, s->spec.problem.world, rank) < v.rows.end &&
              row_end(t.m, s->spec.problem.world, rank) > v.rows.begin;
   }
-  const bool pull = t.direction == Direction::kPull;
+  const bool pull = !is_push(s->spec);
   s->publishes_own = s->spec.problem.world > 1 && (pull || mixed);
   const auto publish = [&] {
     for_each_comm_tile(c, rank, [&](int tile, Range rows) {
@@ -91,27 +136,142 @@ void build_all_gather(Schedule* s) {
   // read by this rank's own straddling tiles, so the peers are served first.
   if (pull) publish();
   s->supplier.assign(s->spec.problem.world, rank);
-  for (int step = 0; step < s->spec.problem.world - 1; ++step) {
-    const Hop arrival = recv_hop(t.order, t.mesh, t.direction, rank, step);
-    const Hop hop = pull ? arrival : send_hop(t.order, t.mesh, t.direction, rank, step);
-    s->supplier[arrival.chunk] = arrival.peer;
-    const int src = pull ? hop.peer : rank;
-    const int dst = pull ? rank : hop.peer;
+  const std::vector<Hop> in = arrivals(s->spec, rank);
+  for (const Hop& hop : in) s->supplier[hop.chunk] = hop.peer;
+  const auto move = [&](int step, const Hop& hop, int src, int dst) {
     for_each_comm_tile(c, hop.chunk, [&](int tile, Range rows) {
       s->transfers.push_back({step, src, dst, hop.chunk, tile, rows,
                               signal_index(c, hop.chunk, tile), hop.chunk != src});
     });
+  };
+  if (pull) {
+    for (int step = 0; step < static_cast<int>(in.size()); ++step) {
+      move(step, in[step], in[step].peer, rank);
+    }
+    return;
   }
-  if (!pull && s->publishes_own) publish();
+  for (const Departure& d : departures(s->spec, rank)) move(d.step, d.hop, rank, d.hop.peer);
+  if (s->publishes_own) publish();
 }
 
-// ReduceScatter. Every (owner, tile) leaves once, when the last GEMM tile that computes a part of
-// it is done; transfers are listed in that order so that progress is a single counter. The signal
-// index is that of (source, tile): the owner waits for one signal per source. It is raised in the
-// owner's pad for pushed and for pulled partials alike.
-void build_reduce_scatter(Schedule* s) {
+// Who adds up what in a ReduceScatter, and where the partials lie meanwhile.
+//
+// Flat: every rank's partial goes to the owner of its rows (push: block wrap(source - owner - 1) of
+// the owner's memory; pull: block wrap(owner - source - 1) of the source's).
+//
+// Two levels (order hierarchical, push, several hosts): the ranks of a host send their partials for
+// an owner elsewhere to one of them, its proxy there, which adds them up and sends the sum. Between
+// hosts so travels one block instead of one per rank. 2 hosts x 2 ranks, rows of rank 2:
+//
+//   rank 0 (proxy)  own + 1's --sum--> block of rank 2
+//   rank 1          ----^              rank 2: (0 + 1) + own + 3's
+class Reducing {
+ public:
+  explicit Reducing(const ScheduleSpec& s)
+      : spec_(s), placement_(placement_of(s)), world_(s.problem.world) {
+    two_levels_ = s.tiles.order == Order::kHierarchical && is_push(s) && placement_.hosts() > 1;
+  }
+
+  bool two_levels() const { return two_levels_; }
+  const Placement& placement() const { return placement_; }
+
+  // The rank that adds up the partials of `source`'s host for `owner`: often the owner.
+  int holder(int owner, int source) const {
+    if (!two_levels_) return owner;
+    const int host = placement_.host(source);
+    const bool alone = placement_.members(host).size() == 1;
+    return alone ? owner : placement_.proxy(host, owner);
+  }
+
+  // The sources whose blocks `holder` adds up for `owner`, in the order of the sum.
+  std::vector<int> sources(int holder, int owner) const {
+    std::vector<int> list;
+    for (int rank = 0; rank < world_; ++rank) {
+      if (this->holder(owner, rank) == holder) list.push_back(rank);
+    }
+    if (holder == owner && two_levels_) {
+      // Of another host comes one sum, from the proxy there; unless that is one rank, listed already.
+      for (int host = 0; host < placement_.hosts(); ++host) {
+        if (host != placement_.host(owner) && placement_.members(host).size() > 1) {
+          list.push_back(placement_.proxy(host, owner));
+        }
+      }
+    }
+    std::sort(list.begin(), list.end());
+    return list;
+  }
+
+  // Owners whose rows `rank` adds up: itself, then those it stands in for.
+  std::vector<int> owners(int rank) const {
+    std::vector<int> list{rank};
+    if (two_levels_) {
+      const auto combined = placement_.combined_by(rank);
+      list.insert(list.end(), combined.begin(), combined.end());
+    }
+    return list;
+  }
+
+  // Group of W signals in the pad of `holder` for the partials of `owner`.
+  int region(int holder, int owner) const {
+    const auto held = owners(holder);
+    return static_cast<int>(std::find(held.begin(), held.end(), owner) - held.begin());
+  }
+
+  int signal(int holder, int owner, int source, int tile) const {
+    return region(holder, owner) * signal_count(spec_.comm) +
+           signal_index(spec_.comm, source, tile);
+  }
+
+  // Block in the memory of `holder` (pull: of `source`) for the rows of `owner`.
+  int block(int holder, int owner, int source) const {
+    if (!is_push(spec_)) return wrap(owner - source - 1, world_);
+    if (!two_levels_) return wrap(source - owner - 1, world_);
+    const auto list = blocks(holder);
+    const auto found = std::find(list.begin(), list.end(), std::make_pair(owner, source));
+    return static_cast<int>(found - list.begin());
+  }
+
+  // Blocks and groups of signals that the largest holder needs.
+  Room room() const {
+    Room room{world_ - 1, 1};
+    for (int rank = 0; two_levels_ && rank < world_; ++rank) {
+      room.blocks = std::max(room.blocks, static_cast<int>(blocks(rank).size()));
+      room.regions = std::max(room.regions, static_cast<int>(owners(rank).size()));
+    }
+    return room;
+  }
+
+ private:
+  // Two levels: (owner, source) of each block in the memory of `holder`. The own partial of own rows
+  // goes to the own output instead.
+  std::vector<std::pair<int, int>> blocks(int holder) const {
+    std::vector<std::pair<int, int>> list;
+    for (const int owner : owners(holder)) {
+      for (const int source : sources(holder, owner)) {
+        if (owner != holder || source != holder) list.emplace_back(owner, source);
+      }
+    }
+    return list;
+  }
+
+  const ScheduleSpec& spec_;
+  Placement placement_;
+  int world_;
+  bool two_levels_ = false;
+};
+
+// Every (owner, tile) leaves once, when the last GEMM tile that computes a part of it is done;
+// transfers are listed in that order so that progress is a single counter.
+void build_sends(Schedule* s, const Reducing& plan) {
   const TileOrder& t = s->spec.tiles;
   const CommTiling& c = s->spec.comm;
+  for (int owner = 0; owner < s->spec.problem.world; ++owner) {
+    const int holder = plan.holder(owner, t.rank);
+    const bool pull = !is_push(s->spec);
+    Home home{owner == t.rank || pull ? t.rank : holder, -1};
+    if (owner != t.rank) home.block = plan.block(holder, owner, t.rank);
+    s->homes.push_back(home);
+  }
   std::vector<int> last_visit(signal_count(c), -1);
   for (int slot = 0; slot < static_cast<int>(s->visits.size()); ++slot) {
     const Visit& v = s->visits[slot];
@@ -131,71 +291,162 @@ void build_reduce_scatter(Schedule* s) {
   for (const int i : order) {
     const int owner = i / tiles_per_chunk(c);
     const int tile = i % tiles_per_chunk(c);
+    const int holder = plan.holder(owner, t.rank);
     Visit& v = s->visits[last_visit[i]];
     const int index = static_cast<int>(s->transfers.size());
     if (v.completes.begin == v.completes.end) v.completes = Range{index, index};
     ++v.completes.end;
-    s->transfers.push_back({position_of_chunk(t, owner), t.rank, owner, owner, tile,
-                            comm_tile_rows(c, owner, tile), signal_index(c, t.rank, tile), false});
+    s->transfers.push_back({position_of_chunk(t, owner), t.rank, holder, owner, tile,
+                            comm_tile_rows(c, owner, tile),
+                            plan.signal(holder, owner, t.rank, tile), false,
+                            s->homes[owner].block});
   }
 }
 
-// GemmAR, second phase: reduced tiles travel from their owners to everyone, directly (the reduction
-// has serialised them already, so a ring would only add hops). A pushing owner sends each tile to
-// all peers as soon as it is reduced; a pulling rank takes one owner's tiles after the other.
-void build_results(Schedule* s) {
+int result_signal(const Reducing& plan, const CommTiling& c, int owner, int tile) {
+  return plan.room().regions * signal_count(c) + signal_index(c, owner, tile);
+}
+
+// What this rank adds up: for others, in the order in which it computes its own part; then its own
+// rows.
+void build_reductions(Schedule* s, const Reducing& plan) {
+  const TileOrder& t = s->spec.tiles;
+  const CommTiling& c = s->spec.comm;
+  const auto add = [&](int owner, int tile, Range rows) {
+    Reduction r{owner, tile, rows, {}, owner, 0, -1};
+    for (const int source : plan.sources(t.rank, owner)) {
+      r.shares.push_back({source, plan.signal(t.rank, owner, source, tile),
+                          source == t.rank ? -1 : plan.block(t.rank, owner, source)});
+    }
+    if (owner == t.rank) {
+      r.signal = result_signal(plan, c, owner, tile);
+    } else {
+      r.signal = plan.signal(owner, owner, t.rank, tile);
+      r.block = plan.block(owner, owner, t.rank);
+    }
+    s->reductions.push_back(std::move(r));
+  };
+  for (const Transfer& sent : s->transfers) {
+    if (sent.dst == t.rank && sent.chunk != t.rank) add(sent.chunk, sent.tile, sent.rows);
+  }
+  for_each_comm_tile(c, t.rank, [&](int tile, Range rows) { add(t.rank, tile, rows); });
+}
+
+// GemmAR, second phase: reduced tiles travel from their owners to everyone. On one host directly
+// (the reduction has serialised them already, so a ring would only add hops): a pushing owner sends
+// each tile to all peers as soon as it is reduced; a pulling rank takes one owner's tiles after the
+// other. Under two levels the owner sends to its own host and to one rank of each other host, which
+// passes on what it has received.
+void build_results(Schedule* s, const Reducing& plan) {
   const TileOrder& t = s->spec.tiles;
   const CommTiling& c = s->spec.comm;
   const int world = s->spec.problem.world;
-  const auto transfer = [&](int step, int src, int dst, int tile, Range rows) {
-    return Transfer{step, src, dst, src, tile, rows, signal_count(c) + signal_index(c, src, tile),
-                    false};
+  s->supplier.assign(world, t.rank);
+  const auto transfer = [&](int step, int src, int dst, int owner, int tile, Range rows) {
+    return Transfer{step,
+                    src,
+                    dst,
+                    owner,
+                    tile,
+                    rows,
+                    result_signal(plan, c, owner, tile),
+                    src != owner};
   };
-  const auto from_peers = [&](int sign, std::vector<Transfer>* list) {
-    for (int step = 0; step < world - 1; ++step) {
-      const int src = wrap(t.rank + sign * (step + 1), world);
-      for_each_comm_tile(c, src, [&](int tile, Range rows) {
-        list->push_back(transfer(step, src, t.rank, tile, rows));
-      });
+  const auto take = [&](int step, const Hop& hop, std::vector<Transfer>* list) {
+    s->supplier[hop.chunk] = hop.peer;
+    for_each_comm_tile(c, hop.chunk, [&](int tile, Range rows) {
+      list->push_back(transfer(step, hop.peer, t.rank, hop.chunk, tile, rows));
+    });
+  };
+  std::vector<Departure> out;
+  if (plan.two_levels()) {
+    const auto in = plan.placement().arrivals(t.rank);
+    for (int step = 0; step < world - 1; ++step) take(step, in[step], &s->receipts);
+    ScheduleSpec gathering = s->spec;  // departures() asks for the arrivals of all ranks
+    for (int rank = 0; rank < world; ++rank) {
+      if (gathering.hosts.empty()) gathering.hosts.resize(world);
+      gathering.hosts[rank] = plan.placement().host(rank);
     }
-  };
-  if (t.direction == Direction::kPull) {
-    from_peers(1, &s->results);
-    return;
-  }
-  for_each_comm_tile(c, t.rank, [&](int tile, Range rows) {
+    out = departures(gathering, t.rank);
+  } else {
+    const bool pull = !is_push(s->spec);
     for (int step = 0; step < world - 1; ++step) {
-      s->results.push_back(transfer(step, t.rank, wrap(t.rank + step + 1, world), tile, rows));
+      const int peer = wrap(t.rank + (pull ? 1 : -1) * (step + 1), world);
+      take(step, Hop{peer, peer}, pull ? &s->results : &s->receipts);
+      out.push_back({step, Hop{t.rank, wrap(t.rank + step + 1, world)}});
+    }
+    if (pull) return;
+  }
+  // Own tiles by tile, so that each leaves as soon as it is reduced; then what is passed on.
+  for_each_comm_tile(c, t.rank, [&](int tile, Range rows) {
+    for (const Departure& d : out) {
+      if (d.hop.chunk == t.rank) {
+        s->results.push_back(transfer(d.step, t.rank, d.hop.peer, t.rank, tile, rows));
+      }
     }
   });
-  from_peers(-1, &s->receipts);
+  for (const Departure& d : out) {
+    if (d.hop.chunk == t.rank) continue;
+    for_each_comm_tile(c, d.hop.chunk, [&](int tile, Range rows) {
+      s->results.push_back(transfer(d.step, t.rank, d.hop.peer, d.hop.chunk, tile, rows));
+    });
+  }
 }
 
 // Sends depend on the own GEMM only, reductions on the peers' sends, results on reductions:
 // executed in this order on every rank, no rank can wait for something that waits for it.
+//
+// One exception keeps links between hosts busy: a tile that is combined for another host is combined
+// as soon as the own part has been sent, before later tiles are. It waits for the same tile of the
+// other members of the host, which come to it in the same order when they follow the common sequence.
 void build_program(Schedule* s) {
-  const auto add_all = [&](ActionKind kind, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) s->program.push_back({kind, static_cast<int>(i)});
+  const auto add = [&](ActionKind kind, std::size_t i) {
+    s->program.push_back({kind, static_cast<int>(i)});
   };
   const ScheduleSpec& spec = s->spec;
+  const int rank = spec.tiles.rank;
   if (spec.problem.world == 1 && spec.problem.op == OpKind::kAGGemm) return;
   if (spec.problem.op == OpKind::kAGGemm) {
-    add_all(ActionKind::kGather, s->transfers.size());
+    for (std::size_t i = 0; i < s->transfers.size(); ++i) add(ActionKind::kGather, i);
     return;
   }
-  if (spec.store == Store::kStaged) add_all(ActionKind::kSend, s->transfers.size());
-  const bool push_results =
-      spec.problem.op == OpKind::kGemmAR && spec.tiles.direction == Direction::kPush;
-  const int peers = spec.problem.world - 1;
-  int next = 0;
-  for_each_comm_tile(spec.comm, spec.tiles.rank, [&](int tile, Range) {
-    s->program.push_back({ActionKind::kReduce, tile});
-    for (int i = 0; push_results && i < peers; ++i) {
-      s->program.push_back({ActionKind::kResult, next++});
+  const bool in_step = spec.tiles.sequence != nullptr;
+  std::size_t reduced = 0;
+  for (std::size_t i = 0; spec.store == Store::kStaged && i < s->transfers.size(); ++i) {
+    add(ActionKind::kSend, i);
+    const Transfer& t = s->transfers[i];
+    if (in_step && t.dst == rank && t.chunk != rank) add(ActionKind::kReduce, reduced++);
+  }
+  const bool push_results = spec.problem.op == OpKind::kGemmAR && is_push(spec);
+  std::size_t pushed = 0;
+  for (; reduced < s->reductions.size(); ++reduced) {
+    add(ActionKind::kReduce, reduced);
+    const Reduction& r = s->reductions[reduced];
+    while (push_results && r.owner == rank && pushed < s->results.size() &&
+           s->results[pushed].chunk == rank && s->results[pushed].tile == r.tile) {
+      add(ActionKind::kResult, pushed++);
     }
-  });
-  if (!push_results) add_all(ActionKind::kResult, s->results.size());
-  add_all(ActionKind::kReceive, s->receipts.size());
+  }
+  for (; pushed < s->results.size(); ++pushed) add(ActionKind::kResult, pushed);
+  for (std::size_t i = 0; i < s->receipts.size(); ++i) add(ActionKind::kReceive, i);
+}
+
+// The order in which this rank visits chunks, where csrc/core has no closed form for it.
+void choose_sequence(Schedule* s) {
+  ScheduleSpec& spec = s->spec;
+  const Swizzle swizzle = spec.tiles.swizzle;
+  if (swizzle != Swizzle::kRankShift) return;
+  const int rank = spec.tiles.rank;
+  if (spec.problem.op == OpKind::kAGGemm) {
+    if (!is_irregular(spec)) return;
+    s->sequence.push_back(rank);
+    for (const Hop& hop : arrivals(spec, rank)) s->sequence.push_back(hop.chunk);
+  } else {
+    const Reducing plan(spec);
+    if (!plan.two_levels()) return;
+    s->sequence = plan.placement().far_first(rank);
+  }
+  spec.tiles.sequence = s->sequence.data();
 }
 
 }  // namespace
@@ -204,6 +455,7 @@ Schedule build_schedule(const ScheduleSpec& spec) {
   check(spec);
   Schedule s;
   s.spec = spec;
+  choose_sequence(&s);
   build_visits(&s);
   if (spec.problem.op == OpKind::kAGGemm) {
     build_all_gather(&s);
@@ -217,10 +469,47 @@ Schedule build_schedule(const ScheduleSpec& spec) {
                 std::to_string(chunk_rows(spec.problem.m, spec.problem.world)) +
                 " rows; use store staged");
   }
-  build_reduce_scatter(&s);
-  if (spec.problem.op == OpKind::kGemmAR) build_results(&s);
+  const Reducing plan(s.spec);
+  build_sends(&s, plan);
+  build_reductions(&s, plan);
+  if (spec.problem.op == OpKind::kGemmAR) build_results(&s, plan);
   build_program(&s);
   return s;
+}
+
+Room room_for(OpKind op, Order order, Direction direction, const Mesh& mesh,
+              const std::vector<int>& hosts) {
+  ScheduleSpec spec{};
+  spec.problem = Problem{op, 1, 1, 1, world_of(mesh)};
+  spec.tiles.order = order;
+  spec.tiles.direction = direction;
+  spec.tiles.mesh = mesh;
+  spec.hosts = hosts;
+  return Reducing(spec).room();
+}
+
+int signals_needed(const ScheduleSpec& spec) {
+  if (spec.problem.op == OpKind::kAGGemm) return signal_count(spec.comm);
+  const int regions = Reducing(spec).room().regions;
+  return signal_count(spec.comm) * (regions + (spec.problem.op == OpKind::kGemmAR ? 1 : 0));
+}
+
+std::vector<Parcel> parcels_for(const Schedule& s, int peer) {
+  std::vector<Parcel> list;
+  const bool gathers = s.spec.problem.op == OpKind::kAGGemm;
+  for (const Transfer& t : s.transfers) {
+    if (t.dst != peer) continue;
+    const auto kind = gathers ? ParcelKind::kGather : ParcelKind::kPartial;
+    list.push_back({kind, t.chunk, t.rows, t.signal, t.block});
+  }
+  for (const Reduction& r : s.reductions) {
+    if (r.target != peer) continue;
+    list.push_back({ParcelKind::kCombined, r.owner, r.rows, r.signal, r.block});
+  }
+  for (const Transfer& t : s.results) {
+    if (t.dst == peer) list.push_back({ParcelKind::kResult, t.chunk, t.rows, t.signal, -1});
+  }
+  return list;
 }
 
 }  // namespace flux::host

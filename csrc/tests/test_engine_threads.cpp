@@ -128,15 +128,14 @@ class Caller {
   }
 
   // Where the partial result of `row` is computed.
-  float* target(const Plan& plan, int row, float* partial, float* out) {
+  float* target(const Plan& plan, const Schedule& schedule, int row, float* partial, float* out) {
     if (plan.store == Store::kStaged) return partial + row * kColumns;
     const int owner = owner_of(plan.m, world_, row);
     const int offset = row - row_begin(plan.m, world_, owner);
     if (owner == rank_) return out + (plan.op == OpKind::kGemmAR ? row : offset) * kColumns;
-    const bool pull = plan.direction == Direction::kPull;
-    const int holder = pull ? rank_ : owner;
-    const int slot = engine_.slot_index(holder, pull ? owner : rank_);
-    char* block = symmetric_.data[holder] + static_cast<std::size_t>(slot) * symmetric_.slot_bytes;
+    const Home home = schedule.homes[owner];
+    char* block =
+        symmetric_.data[home.holder] + static_cast<std::size_t>(home.block) * symmetric_.slot_bytes;
     return reinterpret_cast<float*>(block) + offset * kColumns;
   }
 
@@ -159,7 +158,7 @@ class Caller {
     for (int i = 0; i < static_cast<int>(schedule->visits.size()); ++i) {
       const Visit& v = schedule->visits[i];
       for (int row = v.rows.begin; row < v.rows.end; ++row) {
-        float* to = target(plan, row, partial.data(), out.data());
+        float* to = target(plan, *schedule, row, partial.data(), out.data());
         for (int c = v.cols.begin; c < v.cols.end; ++c) to[c] = value_of(epoch, rank_, row, c);
       }
       engine_.visit_done(i);
@@ -185,11 +184,12 @@ class Caller {
 };
 
 void race(OpKind op, int world, int calls, std::uint32_t start, int seed) {
-  // As CpuBackend lays it out: the gathered input, or W-1 blocks of partials and then the result.
+  // As CpuBackend lays it out: the gathered input, or blocks of partials and then the result; with
+  // room for the largest number of blocks and signals of any mesh of so few ranks.
   const std::size_t slot = static_cast<std::size_t>(chunk_rows(kMaxM, world)) * kRowBytes;
-  const std::size_t slots = static_cast<std::size_t>(world - 1) * slot;
+  const std::size_t slots = static_cast<std::size_t>(world * world) * slot;
   const std::size_t data = op == OpKind::kAGGemm ? kMaxM * kRowBytes : slots + kMaxM * kRowBytes;
-  Fabric fabric(world, signals_needed(op, CommTiling{kMaxM, world, 1}), data);
+  Fabric fabric(world, (world + 1) * signal_count(CommTiling{kMaxM, world, 1}), data);
   fabric.symmetric.row_bytes = kRowBytes;
   fabric.symmetric.slot_bytes = slot;
   fabric.symmetric.result_offset = slots;

@@ -1,4 +1,4 @@
-"""CPU backend: executes tile schedules in real processes, over shared memory.
+"""CPU backend: executes tile schedules in real processes, over shared memory and the network.
 
 The calling thread runs the GEMM tiles (ATen) in schedule order. Beside it the native engine
 (csrc/host/engine.h) moves communication tiles, raises and awaits signals, and reduces.
@@ -12,31 +12,45 @@ The calling thread runs the GEMM tiles (ATen) in schedule order. Beside it the n
 With ``store = direct`` the GEMM of a ReduceScatter writes straight into the owner's memory, as the
 epilogue of the fused GPU kernel does (Flux paper, Algorithm 1), so nothing is left to copy. Slabs
 of rows are the GEMM tiles of this backend; which slabs there are depends on the schedule alone,
-never on what happens to have arrived, so results are bitwise equal from run to run.
+never on what happens to have arrived, so results are bitwise equal from run to run. Rows that need
+no communication are never cut: the own rows are one slab.
+
+Ranks on other hosts have stand-ins in private memory, which transport/send_recv.py makes true.
 
 Memory ordering and buffer reuse: csrc/host/signal_pad.h.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from flux import _C
-from flux.env import POISON, SPIN_US
+from flux.env import POISON, SPIN_US, WINDOW_MB
 from flux.errors import PeerTimeoutError
-from flux.heuristic import MAX_COMM_TILES, ceil_div
+from flux.heuristic import MAX_COMM_TILES, across_hosts, ceil_div
 from flux.host import available_cores
-from flux.knobs import Knobs, Op
+from flux.knobs import Direction, Knobs, Op, Order
 from flux.ops.call import Call
 from flux.ops.spec import DTYPES, OpSpec
-from flux.schedule import TileSchedule, Visit
+from flux.schedule import Parcel, ParcelKind, TileSchedule, Visit
+from flux.topology import Topology
 from flux.transport import shm
 from flux.transport.exchange import Exchange
+from flux.transport.send_recv import Network, Piece
 
 REFUSED = 0xFFFFFFFF
+
+
+@dataclass
+class _Sources:
+    """Memory of one call that tiles for other hosts come from."""
+
+    x: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    partial: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    out: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @dataclass(frozen=True)
@@ -45,13 +59,16 @@ class Layout:
 
     signals: int  # count
     row_bytes: int
-    slot_bytes: int  # one block of partials
+    blocks: int  # of partials, count
+    slot_bytes: int  # one of them
     result_offset: int
     data_bytes: int
 
     @staticmethod
-    def of(spec: OpSpec, world: int, knobs: Knobs) -> Layout:
+    def of(spec: OpSpec, topology: Topology, knobs: Knobs) -> Layout:
         """The least memory that serves every M up to ``spec.max_m``."""
+        world = topology.world
+        knobs = across_hosts(spec.op, knobs, topology.nodes)
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements() * spec.itemsize
         tiles = min(chunk, MAX_COMM_TILES)
@@ -59,15 +76,23 @@ class Layout:
             tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
         signals = world * tiles
         if knobs.path == "unfused":
-            return Layout(0, row, 0, 0, 0)
+            return Layout(0, row, 0, 0, 0, 0)
         if spec.op is Op.ag_gemm:
-            return Layout(signals, row, 0, 0, spec.max_m * row)
-        partials = (world - 1) * chunk * row
+            return Layout(signals, row, 0, 0, 0, spec.max_m * row)
+        blocks, regions = _C.room_for(
+            op=spec.op,
+            order=Order[knobs.order or "direct"],
+            direction=Direction[knobs.direction or "push"],
+            mesh=topology.mesh,
+            hosts=topology.placement,
+        )
+        partials = blocks * chunk * row
         if spec.op is Op.gemm_rs:
-            return Layout(signals, row, chunk * row, partials, partials)
+            return Layout(regions * signals, row, blocks, chunk * row, partials, partials)
         # GemmAR: a pulled result needs the own block only, a pushed one the whole [M, N].
         result = (spec.max_m if knobs.direction == "push" else chunk) * row
-        return Layout(2 * signals, row, chunk * row, partials, partials + result)
+        bytes_ = partials + result
+        return Layout((regions + 1) * signals, row, blocks, chunk * row, partials, bytes_)
 
 
 def _spin_seconds(world: int) -> float:
@@ -80,20 +105,31 @@ def _spin_seconds(world: int) -> float:
 class CpuBackend:
     """Executor of one op on one rank. Construction is collective; calls are serial."""
 
-    def __init__(self, spec: OpSpec, exchange: Exchange, knobs: Knobs, timeout_s: float) -> None:
+    def __init__(
+        self,
+        spec: OpSpec,
+        exchange: Exchange,
+        knobs: Knobs,
+        topology: Topology,
+        local: Sequence[bool],
+        timeout_s: float,
+    ) -> None:
+        """``local`` says, by rank, who shares this rank's memory; the others are on other hosts."""
         self.spec = spec
         self.rank = exchange.rank
         self.world = exchange.world
         self.timeout_s = timeout_s
         self.spin_s = _spin_seconds(self.world)
         self.poison = POISON.get()
-        layout = Layout.of(spec, self.world, knobs)
-        memory = shm.allocate(exchange, layout.signals, layout.data_bytes, spec.label)
+        layout = Layout.of(spec, topology, knobs)
+        memory = shm.allocate(exchange, local, layout.signals, layout.data_bytes, spec.label)
+        data = memory.data
         self.workspace_bytes = memory.nbytes
         self.engine = _C.Engine(
             rank=self.rank,
             pads=memory.pads,
-            data=[d.data_ptr() for d in memory.data],
+            data=[d.data_ptr() for d in data],
+            remote=[not here for here in local],
             row_bytes=layout.row_bytes,
             slot_bytes=layout.slot_bytes,
             result_offset=layout.result_offset,
@@ -101,19 +137,25 @@ class CpuBackend:
             signals=layout.signals,
         )
         self._memory: shm.SymmetricMemory | None = memory
+        self._merged: dict[int, tuple[TileSchedule, list[tuple[int, int, Visit]]]] = {}
         row = spec.row_elements()
+        # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
         self.gathered = torch.empty(0, row, dtype=spec.dtype)
         self.slots: list[torch.Tensor] = []
-        if layout.data_bytes == 0:
-            return
-        if spec.op is Op.ag_gemm:
-            self.gathered = self._view(memory.data[self.rank], spec.max_m * row).view(-1, row)
-            return
-        chunk = ceil_div(spec.max_m, self.world)
-        self.slots = [
-            self._view(d, (self.world - 1) * chunk * row).view(self.world - 1, chunk, row)
-            for d in memory.data
-        ]
+        if layout.blocks:
+            chunk = ceil_div(spec.max_m, self.world)
+            self.slots = [
+                self._view(d, layout.blocks * chunk * row).view(layout.blocks, chunk, row)
+                for d in data
+            ]
+        if layout.data_bytes - layout.result_offset >= spec.max_m * layout.row_bytes:
+            rest = data[self.rank][layout.result_offset :]
+            self.gathered = self._view(rest, spec.max_m * row).view(-1, row)
+        self.network: Network | None = None
+        if not all(local):
+            remote = [rank for rank in range(self.world) if not local[rank]]
+            window = int(WINDOW_MB.get() * 1e6)
+            self.network = Network(exchange, remote, self.engine, timeout_s, window)
 
     def _view(self, data: torch.Tensor, elements: int) -> torch.Tensor:
         return data[: elements * self.spec.itemsize].view(self.spec.dtype)
@@ -130,6 +172,8 @@ class CpuBackend:
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
         engine, x = self.engine, call.x
+        if self.network is not None:
+            x = x.contiguous()
         outs = [self.empty(call.m, w.shape[1]) for w in call.weights]
         x_full = self.empty(call.m, self.spec.k) if gather else None
         threaded = schedule.knobs.copy_streams == 1
@@ -141,21 +185,24 @@ class CpuBackend:
             x=x.data_ptr(),
             x_stride=x.stride(0) * self.spec.itemsize,
         )
+        self._begin_network(schedule, call.m, _Sources(x=x))
         if not threaded:
             self._await(engine.finish)
         begin = _C.core.row_begin(call.m, self.world, self.rank)
-        for index, v in enumerate(schedule.visits):
+        for first, last, v in self._slabs(schedule):
             if v.owner == self.rank:
                 a = x[v.row_begin - begin : v.row_end - begin]
             else:
-                if not engine.wait_visit(index, self.timeout_s, self.spin_s):
-                    self._raise_failure()
+                for index in range(first, last):
+                    if not engine.wait_visit(index, self.timeout_s, self.spin_s):
+                        self._raise_failure()
                 a = self.gathered[v.row_begin : v.row_end]
             if x_full is not None and v.col_begin == 0:
                 x_full[v.row_begin : v.row_end] = a
             self._columns(a, v, call, outs)
         if threaded:
             self._await(engine.finish)
+        self._finish_network()
         if self.poison:
             self._poison_gathered(schedule, call.m)
         return outs, x_full
@@ -169,10 +216,11 @@ class CpuBackend:
         direct = schedule.knobs.store == "direct"
         partial = out[:0] if direct else self.empty(call.m, spec.n[0])
         bias = call.biases[0]
+        digest = call.m * 2 + (bias is not None)
         threaded = schedule.knobs.copy_streams == 1
         engine.begin(
             schedule.native,
-            call.m * 2 + (bias is not None),
+            digest,
             threaded,
             self.timeout_s,
             partial=partial.data_ptr(),
@@ -180,10 +228,11 @@ class CpuBackend:
             bias=0 if bias is None else bias.data_ptr(),
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
         )
+        self._begin_network(schedule, digest, _Sources(partial=partial, out=out))
         if direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
         weight = call.weights[0]
-        for index, v in enumerate(schedule.visits):
+        for first, last, v in self._slabs(schedule):
             target = (
                 self._partial_rows(schedule, v, out, full)
                 if direct
@@ -195,10 +244,13 @@ class CpuBackend:
                 weight if whole else weight[:, v.col_begin : v.col_end],
                 out=target if whole else target[:, v.col_begin : v.col_end],
             )
-            engine.visit_done(index)
+            for index in range(first, last):
+                engine.visit_done(index)
         self._await(engine.finish)
+        self._finish_network()
         if self.poison and self.slots and schedule.knobs.direction == "push":
             self.slots[self.rank].fill_(float("nan"))  # nobody writes here before we enter again
+            self.gathered.fill_(float("nan"))
         return out
 
     gemm_ar = gemm_rs
@@ -206,7 +258,10 @@ class CpuBackend:
     def check_entries(self, schedule: TileSchedule, digest: int) -> None:
         """Meet the peers without moving anything, so that a mismatch is found (path unfused)."""
         self.engine.begin(schedule.native, digest, False, self.timeout_s)
+        if self.network is not None:
+            self.network.begin(self.engine.epoch, digest, lambda peer: (), lambda peer: ())
         self._await(self.engine.wait_entries)
+        self._finish_network()
 
     # -- pieces ------------------------------------------------------------------------------------
 
@@ -235,9 +290,78 @@ class CpuBackend:
         rows = slice(v.row_begin - base, v.row_end - base)
         if v.owner == self.rank:
             return out[v.row_begin : v.row_end] if full else out[rows]
-        pull = schedule.knobs.direction == "pull"
-        holder, other = (self.rank, v.owner) if pull else (v.owner, self.rank)
-        return self.slots[holder][self.engine.slot_index(holder, other), rows]
+        holder, block = schedule.homes[v.owner]
+        return self.slots[holder][block, rows]
+
+    def _slabs(self, schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
+        """What is multiplied at once: (first, last) GEMM tiles, and the rows and columns of all.
+
+        Neighbouring tiles of the own rows are one: nobody waits for them, nor do they for anybody.
+        """
+        found = self._merged.get(schedule.shape[0])
+        if found is not None and found[0] is schedule:
+            return found[1]
+        slabs: list[tuple[int, int, Visit]] = []
+        for index, v in enumerate(schedule.visits):
+            if slabs:
+                first, _, last = slabs[-1]
+                columns = (last.col_begin, last.col_end) == (v.col_begin, v.col_end)
+                if last.owner == v.owner == self.rank and columns and last.row_end == v.row_begin:
+                    slabs[-1] = (first, index + 1, last._replace(row_end=v.row_end))
+                    continue
+            slabs.append((index, index + 1, v))
+        self._merged[schedule.shape[0]] = (schedule, slabs)
+        return slabs
+
+    # -- other hosts -------------------------------------------------------------------------------
+
+    def _begin_network(self, schedule: TileSchedule, digest: int, sources: _Sources) -> None:
+        if self.network is None:
+            return
+
+        def outgoing(peer: int) -> Iterator[Piece]:
+            for p in schedule.parcels_for(peer):
+                yield self._outgoing(schedule, sources, peer, p)
+
+        def incoming(peer: int) -> Iterator[Piece]:
+            for p in schedule.of_rank(peer).parcels_for(self.rank):
+                yield Piece(self._landing(p, schedule), p.signal, p.chunk)
+
+        self.network.begin(self.engine.epoch, digest, outgoing, incoming)
+
+    def _outgoing(
+        self, schedule: TileSchedule, sources: _Sources, peer: int, p: Parcel
+    ) -> Piece:
+        """Where a tile for another host lies here. Only own rows of x are there from the start."""
+        rows = slice(p.row_begin, p.row_end)
+        base = _C.core.row_begin(schedule.shape[0], self.world, p.chunk)
+        in_chunk = slice(p.row_begin - base, p.row_end - base)
+        if p.kind is ParcelKind.gather:
+            own = p.chunk == self.rank
+            tensor = sources.x[in_chunk] if own else self.gathered[rows]
+            return Piece(tensor, None if own else p.signal, p.chunk)
+        if p.kind is ParcelKind.result:
+            tensor = sources.out[rows] if p.chunk == self.rank else self.gathered[rows]
+        elif p.kind is ParcelKind.partial and schedule.knobs.store == "staged":
+            tensor = sources.partial[rows]
+        else:
+            tensor = self.slots[peer][p.block, in_chunk]
+        return Piece(tensor, p.signal, p.chunk)
+
+    def _landing(self, p: Parcel, schedule: TileSchedule) -> torch.Tensor:
+        """Where a tile from another host goes."""
+        if p.kind in (ParcelKind.gather, ParcelKind.result):
+            return self.gathered[p.row_begin : p.row_end]
+        base = _C.core.row_begin(schedule.shape[0], self.world, p.chunk)
+        return self.slots[self.rank][p.block, p.row_begin - base : p.row_end - base]
+
+    def _finish_network(self) -> None:
+        why = None if self.network is None else self.network.finish()
+        if why is not None:
+            self.close(failed=True)
+            raise PeerTimeoutError(
+                f"{self.spec.label}: rank {self.rank}, call {self.engine.epoch}: {why}"
+            )
 
     def _poison_gathered(self, schedule: TileSchedule, m: int) -> None:
         """Spoil the rows that no peer can still be reading, until we enter the next call."""
@@ -259,6 +383,8 @@ class CpuBackend:
         label, peer = self.spec.label, f["peer"]
         if f["kind"] == "mismatch":
             self.engine.settle()
+            if self.network is not None:
+                self.network.settle()
             raise ValueError(self._mismatch_text(f))
         tile = f"tile {f['tile']} of chunk {f['chunk']}" if f["tile"] >= 0 else "the call to begin"
         where = f"{label}: rank {self.rank}, call {self.engine.epoch}, waiting for {tile}"
@@ -271,8 +397,9 @@ class CpuBackend:
             "peer_failed": f"rank {peer} gave up"
             + (f" on rank {f['culprit']}" if f["culprit"] not in (-1, 0xFFFFFFFF, peer) else ""),
         }[f["kind"]]
+        detail = self.network.problem_with(peer) if self.network is not None else ""
         self.close(failed=True, culprit=peer)
-        raise PeerTimeoutError(f"{where}: {what}")
+        raise PeerTimeoutError(f"{where}: {what}{f' ({detail})' if detail else ''}")
 
     def _mismatch_text(self, f: _C.FailureDict) -> str:
         label, peer = self.spec.label, f["peer"]
@@ -290,12 +417,16 @@ class CpuBackend:
     def refuse(self, why: str) -> None:
         """Tell the peers, who are about to make the same call, that this rank's input is bad."""
         self.engine.refuse(why)
+        if self.network is not None:
+            self.network.refuse(self.engine.epoch, why)
 
     def close(self, failed: bool = False, culprit: int = -1) -> None:
         """Stop the worker and let go of the shared memory. Idempotent."""
         if self._memory is None:
             return
         self.engine.close(failed, culprit)
+        if self.network is not None:
+            self.network.close(failed)
         self._memory = None
         self.slots = []
         self.gathered = torch.empty(0)

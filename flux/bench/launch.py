@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .hosts import Hosts
 from .methods import Factory
 from .op import Measurement, Progress, measure
 from .problem import BenchConfig
@@ -38,15 +40,19 @@ def spawned(config: BenchConfig, progress: Progress, factory: Factory | None = N
 
     Raises:
         RankFailedError: a rank raised, died or stalled; none is left running.
+        HostsUnavailableError: several hosts were asked for, and this machine cannot make them.
     """
-    result: Measurement = run_ranks(
-        _one_rank,
-        (config, factory),
-        config.problem.world,
-        threads=config.threads,
-        timeout_s=config.timeout_s,
-        progress=progress,
-    )
+    count = len(set(config.host_of))
+    with Hosts(count, config.link_rate) if count > 1 else nullcontext() as hosts:
+        result: Measurement = run_ranks(
+            _one_rank,
+            (config, factory),
+            config.problem.world,
+            threads=config.threads,
+            timeout_s=config.timeout_s,
+            progress=progress,
+            places=hosts.placed(config.host_of) if hosts is not None else None,
+        )
     return result
 
 

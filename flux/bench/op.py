@@ -12,13 +12,15 @@ finding the caches as the same predecessor left them. All ranks make the same se
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import metrics
+from .hosts import link_bytes
 from .methods import (
     Factory,
     Method,
@@ -48,6 +50,17 @@ class MethodResult:
     repeats_ms: list[float]
     knobs: dict[str, Any]
     complaints: list[str]
+    comm_cpu_ms: float | None = None
+    link_bytes: float | None = None
+
+
+@dataclass
+class _Samples:
+    """One rank's figures of one timed call, by repeat."""
+
+    wall_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)  # of all threads of the rank
+    sent: list[float] = field(default_factory=list)  # bytes that left the rank's host
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,7 @@ class _Run:
         inputs = make_inputs(self._problem, self._rank, self._config.seed + 1)
         right = [method for method in methods if not self._complaints[method.name]]
         calls = self._calls(right, inputs)
-        times, skews, last = self._rounds(calls, inputs)
+        samples, skews, last = self._rounds(calls, inputs)
 
         self._step("checking results")
         reference = make_reference(self._problem, self._rank, inputs)
@@ -136,13 +149,10 @@ class _Run:
             self._record(method.name, verdict, "after timing")
 
         everybody: list[Any] = [None] * self._problem.world
-        dist.all_gather_object(everybody, (times, skews))
-        slowest = {
-            name: metrics.slowest_rank([rank_times[name] for rank_times, _ in everybody])
-            for name in calls
-        }
+        dist.all_gather_object(everybody, (samples, skews))
+        of_ranks = {name: [rank_samples[name] for rank_samples, _ in everybody] for name in calls}
         skew = metrics.median(metrics.slowest_rank([rank_skews for _, rank_skews in everybody]))
-        return self._results(methods, slowest, skew)
+        return self._results(methods, of_ranks, skew)
 
     def _calls(self, methods: list[Method], inputs: Inputs) -> dict[str, Callable[[], object]]:
         calls: dict[str, Callable[[], object]] = {
@@ -159,10 +169,11 @@ class _Run:
 
     def _rounds(
         self, calls: dict[str, Callable[[], object]], inputs: Inputs
-    ) -> tuple[dict[str, list[float]], list[float], dict[str, object]]:
+    ) -> tuple[dict[str, _Samples], list[float], dict[str, object]]:
         config = self._config
         line = StartLine(self._problem.world, config.threads)
-        times: dict[str, list[float]] = {name: [] for name in calls}
+        samples = {name: _Samples() for name in calls}
+        across = len(set(config.host_of)) > 1
         skews: list[float] = []
         last: dict[str, object] = {}
         names = list(calls)
@@ -175,18 +186,33 @@ class _Run:
                 shift = index % len(names)
                 for name in names[shift:] + names[:shift]:
                     last.pop(name, None)  # freed as a loop variable would be, not within the timing
+                    sent = link_bytes() if across else 0
                     line.wait()
+                    cpu = time.process_time_ns()
                     last[name], elapsed = timed(calls[name])
+                    cpu = time.process_time_ns() - cpu
                     if index >= 0:
-                        times[name].append(elapsed)
+                        samples[name].wall_ms.append(elapsed)
+                        samples[name].cpu_ms.append(cpu * 1e-6)
+                        samples[name].sent.append(link_bytes() - sent if across else 0)
                         skews.append(line.late_ns * 1e-6)
-        return times, skews, last
+        return samples, skews, last
 
     def _results(
-        self, methods: list[Method], slowest: dict[str, list[float]], skew_ms: float
+        self, methods: list[Method], of_ranks: dict[str, list[_Samples]], skew_ms: float
     ) -> Measurement:
+        slowest = {
+            name: metrics.slowest_rank([rank.wall_ms for rank in ranks])
+            for name, ranks in of_ranks.items()
+        }
+        cpu = {
+            name: metrics.median(metrics.slowest_rank([rank.cpu_ms for rank in ranks]))
+            for name, ranks in of_ranks.items()
+        }
         medians = {name: metrics.median(times) for name, times in slowest.items()}
-        gemm_ms = min(ms for name, ms in medians.items() if name.startswith(_GEMM))
+        gemms = [name for name in medians if name.startswith(_GEMM)]
+        gemm_ms = min(medians[name] for name in gemms)
+        gemm_cpu_ms = min(cpu[name] for name in gemms)
         wrong = {name for name, complaints in self._complaints.items() if complaints}
         unfused_ms = None if "unfused" in wrong else medians.get(_METHOD + "unfused")
         results = []
@@ -204,7 +230,17 @@ class _Run:
                     repeats,
                     method.knobs(),
                     self._complaints[name],
+                    None if name in wrong else cpu[_METHOD + name] - gemm_cpu_ms,
+                    None if name in wrong else self._sent(of_ranks[_METHOD + name]),
                 )
             )
         parts = {name: ms for name, ms in medians.items() if not name.startswith(_METHOD)}
         return Measurement(results, parts, skew_ms)
+
+    def _sent(self, ranks: list[_Samples]) -> float | None:
+        """Bytes of one call that left any host; the first rank of each host speaks for it."""
+        hosts = self._config.host_of
+        if len(set(hosts)) == 1:
+            return None
+        speakers = [hosts.index(host) for host in sorted(set(hosts))]
+        return metrics.median([sum(at) for at in zip(*(ranks[r].sent for r in speakers), strict=True)])

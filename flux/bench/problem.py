@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from .hosts import parse_hosts, parse_rate
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 
@@ -96,6 +99,17 @@ class Problem:
         rows = end - begin if self.op == "gemm_rs" else self.m
         return (rows, self.weight_shape(rank)[0])
 
+    def link_bytes_minimum(self, hosts: Sequence[int]) -> int:
+        """Bytes that must leave the hosts in one call, all hosts together, headers not counted.
+
+        Every row is wanted by, or made up of what comes from, every host but its owner's: between
+        hosts travels one copy of it, or one sum per host. All-reduce is both.
+        """
+        crossings = len(set(hosts)) - 1
+        columns = self.k if self.gathers else self.n
+        twice = 2 if self.op == "gemm_ar" else 1
+        return twice * crossings * self.m * columns * self.torch_dtype.itemsize
+
 
 @dataclass(frozen=True)
 class BenchConfig:
@@ -110,6 +124,8 @@ class BenchConfig:
     knobs: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 60.0
     seed: int = 0
+    hosts: str = "1"
+    link_rate: str | None = None
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -120,3 +136,12 @@ class BenchConfig:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout must be above 0 s, got {self.timeout_s}")
+        if self.link_rate is not None:
+            parse_rate(self.link_rate)
+            if len(set(self.host_of)) < 2:
+                raise ValueError("a link rate needs at least 2 hosts")
+
+    @property
+    def host_of(self) -> tuple[int, ...]:
+        """The host of each rank."""
+        return parse_hosts(self.hosts, self.problem.world)

@@ -43,6 +43,8 @@ def document(
         methods[method.name] = {
             **figures,
             "max_abs_err": error if math.isfinite(error) else None,
+            "comm_cpu_ms": method.comm_cpu_ms,
+            "link_bytes": method.link_bytes,
             "repeats_ms": method.repeats_ms,
             "knobs": method.knobs,
         }
@@ -55,10 +57,12 @@ def document(
         "k": problem.k,
         "dtype": problem.dtype,
         "world": problem.world,
-        "hosts": 1,
+        "hosts": len(set(config.host_of)),
         "backend": config.backend or "cpu",
-        "transport": config.transport or "shm",
+        "transport": config.transport or _transports(config),
         "device": host.device(),
+        "link_rate": config.link_rate,
+        "link_bytes_minimum": problem.link_bytes_minimum(config.host_of),
         "versions": host.versions(),
         "methods": methods,
         "threads": config.threads,
@@ -69,6 +73,13 @@ def document(
         "start_skew_ms": measurement.start_skew_ms,
         "command": command,
     }
+
+
+def _transports(config: BenchConfig) -> str:
+    hosts = config.host_of
+    if len(set(hosts)) == 1:
+        return "shm"
+    return "send_recv" if len(set(hosts)) == len(hosts) else "shm+send_recv"
 
 
 def write_json(content: dict[str, Any], target: str) -> None:

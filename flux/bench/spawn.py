@@ -11,10 +11,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .hosts import Placed, wait_for_link
 from .op import Progress
 
 _GRACE_S = 1.5
@@ -62,7 +64,8 @@ def _end_with_parent() -> None:
 def _rank_main(
     rank: int,
     world: int,
-    port: int,
+    meeting: int | str,
+    place: Placed | None,
     threads: int,
     timeout_s: float,
     entry: Entry,
@@ -79,9 +82,17 @@ def _rank_main(
         pipe.poll(1.0) and pipe.recv()
 
     try:
+        if place is not None:
+            place.enter()
+            wait_for_link()
         torch.set_num_threads(threads)
         limit = timedelta(seconds=timeout_s)
-        store = dist.TCPStore("127.0.0.1", port, world, False, limit)
+        store: dist.Store
+        if isinstance(meeting, int):
+            store = dist.TCPStore("127.0.0.1", meeting, world, False, limit)
+        else:  # hosts of our own making share files, but no loopback
+            store = dist.FileStore(meeting, world)
+            store.set_timeout(limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         result = entry(argument, rank, progress)
         pipe.send(("done", result if rank == 0 else None))
@@ -103,6 +114,7 @@ def run_ranks(
     threads: int = 1,
     timeout_s: float = 60.0,
     progress: Progress = lambda what, done, total: None,
+    places: Sequence[Placed] | None = None,
 ) -> Any:
     """Run `entry` on `world` new processes joined in a gloo group; return rank 0's result.
 
@@ -112,6 +124,7 @@ def run_ranks(
         threads: intra-op threads of each rank.
         timeout_s: limit on every rendezvous and collective; a rank 0 that reports nothing for twice
             as long and a minute is considered stuck.
+        places: the host of each rank (hosts.Hosts); this one if not given.
 
     Raises:
         RankFailedError: a rank raised, died or stalled; no rank is left running.
@@ -120,7 +133,11 @@ def run_ranks(
     # time until the first repeat. The server has no threads, and ends with this process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["typer", "flux.bench.launch"])
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    folder = tempfile.TemporaryDirectory(prefix="flux-ranks-") if places else None
+    store = None
+    if folder is None:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    meeting = store.port if store is not None else f"{folder.name}/store" if folder else ""
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     try:
@@ -128,7 +145,17 @@ def run_ranks(
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_rank_main,
-                args=(rank, world, store.port, threads, timeout_s, entry, argument, theirs),
+                args=(
+                    rank,
+                    world,
+                    meeting,
+                    places[rank] if places else None,
+                    threads,
+                    timeout_s,
+                    entry,
+                    argument,
+                    theirs,
+                ),
                 name=f"flux-rank-{rank}",
                 daemon=True,
             )
@@ -141,6 +168,8 @@ def run_ranks(
         _end(processes)
         for pipe in pipes:
             pipe.close()
+        if folder is not None:
+            folder.cleanup()
 
 
 def _brief(text: str) -> str:

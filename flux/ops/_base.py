@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -80,12 +81,16 @@ class TensorParallelOp:
         knobs = Knobs()
         problem: Exception | None = None
         label = type(self).__name__
+        hosts = exchange.all_gather(host_identity())
+        if transport == "send_recv":
+            hosts = [str(rank) for rank in range(exchange.world)]  # nobody shares memory
         try:
             spec = OpSpec(self.kind, max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
             knobs = _knobs(label, tuning)
-            topology = _topology(label, topology, exchange.world)
+            topology = _topology(label, topology, hosts)
             check_legal(knobs, topology)
             _check_options(label, spec, exchange.world, backend, transport, timeout_s)
+            knobs = _check_hosts(label, len(set(hosts)), knobs, transport)
             for variable in VARIABLES:
                 variable.get()
         except (TypeError, ValueError) as error:
@@ -94,7 +99,6 @@ class TensorParallelOp:
         options = {"knobs": str(knobs), "timeout_s": timeout_s, "topology": str(topology)}
         exchange.agree(label, problem, {**fields, **options})
         assert spec is not None and topology is not None
-        one_host = _check_hosts(label, exchange, knobs)
         self.spec = spec
         self.knobs = knobs
         self.world = exchange.world
@@ -102,14 +106,16 @@ class TensorParallelOp:
         self.timeout_s = timeout_s
         self.topology = topology
         self._checker = CallChecker(spec, self.world, self.rank)
+        # make_schedule caches too, but to hash its arguments costs more than a call may.
         self._schedules: dict[int, TileSchedule] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._broken: str | None = None
         self._unfused = UnfusedBackend(spec, exchange, timeout_s)
         self._backend: CpuBackend | None = None
-        if self.world > 1 and one_host:
-            self._backend = CpuBackend(spec, exchange, knobs, timeout_s)
+        if self.world > 1:
+            local = [host == hosts[self.rank] for host in hosts]
+            self._backend = CpuBackend(spec, exchange, knobs, topology, local, timeout_s)
         self.handle = next(_handles)
         _REGISTRY[self.handle] = self
         self._closed = False
@@ -281,9 +287,10 @@ def _knobs(label: str, tuning: str | Knobs) -> Knobs:
     return Knobs()  # no tuned winners exist yet: both mean the heuristic
 
 
-def _topology(label: str, topology: Topology | None, world: int) -> Topology:
+def _topology(label: str, topology: Topology | None, hosts: Sequence[str]) -> Topology:
+    world = len(hosts)
     if topology is None:
-        return Topology.flat(world)
+        return Topology.of_hosts(hosts)
     if not isinstance(topology, Topology):
         raise TypeError(f"{label}: topology must be a flux.Topology or None, got {topology!r}")
     if topology.world != world:
@@ -303,8 +310,10 @@ def _check_options(
 ) -> None:
     if backend not in (None, "cpu"):
         raise ValueError(f"{label}: backend must be None or 'cpu', got {backend!r}")
-    if transport not in (None, "shm"):
-        raise ValueError(f"{label}: transport must be None or 'shm', got {transport!r}")
+    if transport not in (None, "shm", "send_recv"):
+        raise ValueError(
+            f"{label}: transport must be None, 'shm' or 'send_recv', got {transport!r}"
+        )
     if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S):
         raise ValueError(
             f"{label}: timeout_s must be a positive number up to {MAX_TIMEOUT_S:g}, "
@@ -317,12 +326,18 @@ def _check_options(
         )
 
 
-def _check_hosts(label: str, exchange: Exchange, knobs: Knobs) -> bool:
-    """Whether all ranks are on one host; refused if not, unless the library path is asked for."""
-    hosts = len(set(exchange.all_gather(host_identity())))
-    if hosts > 1 and knobs.path != "unfused":
+def _check_hosts(label: str, hosts: int, knobs: Knobs, transport: str | None) -> Knobs:
+    """Knobs that work on this many hosts: memory cannot be pulled from another one."""
+    if hosts == 1:
+        return knobs
+    if transport == "shm":
         raise ValueError(
-            f"{label}: the ranks of the group are on {hosts} hosts; shared memory serves one host "
-            "only. Use tuning=flux.Knobs(path='unfused') across hosts"
+            f"{label}: the ranks of the group are on {hosts} hosts, and transport='shm' serves one; "
+            "leave transport open"
         )
-    return hosts == 1
+    if knobs.direction == "pull":
+        raise ValueError(
+            f"{label}: direction = pull needs memory that peers can read, but the ranks are on "
+            f"{hosts} hosts; use push"
+        )
+    return replace(knobs, direction="push")

@@ -19,7 +19,7 @@ from flux.ops.gemm_rs import GemmRS
 
 LIBRARY: torch.library.Library = torch.library.Library("flux", "DEF")
 LIBRARY.define(
-    "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, SymInt m, "
+    "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, SymInt? m, "
     "bool return_gathered, int handle) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -49,12 +49,12 @@ def _ag_gemm(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
     has_bias: Sequence[bool],
-    m: int,
+    m: int | None,
     return_gathered: bool,
     handle: int,
 ) -> list[torch.Tensor]:
     op = cast(AGGemm, op_of(handle))
-    return op._run(x, weights, _spread(biases, has_bias), None if m == -1 else m, return_gathered)
+    return op._run(x, weights, _spread(biases, has_bias), m, return_gathered)
 
 
 def _gemm(
@@ -79,7 +79,7 @@ def _ag_gemm_fake(
     handle: int,
 ) -> list[torch.Tensor]:
     op = op_of(handle)
-    rows = x.shape[0] * op.world if isinstance(m, int) and m < 0 else m
+    rows = x.shape[0] * op.world if m is None else m
     side = 1 if op.spec.transpose_weight else 0
     outs = [x.new_empty(rows, w.shape[side]) for w in weights]
     return [*outs, x.new_empty(rows, x.shape[1])] if return_gathered else outs

@@ -29,11 +29,13 @@ class AGGemm(TensorParallelOp):
         dtype: float64, float32, bfloat16 or float16.
         transpose_weight: weights are [K, N/W] instead of [N/W, K].
         backend: None or ``"cpu"``.
-        transport: None or ``"shm"``.
+        transport: None (shared memory inside a host, send_recv between hosts), ``"shm"`` or
+            ``"send_recv"`` (no shared memory, even on one host).
         tuning: ``"cache"`` (tuned winners where there are any, else the heuristic), ``"off"`` (the
             heuristic), or ``flux.Knobs``.
         timeout_s: how long a call waits for a peer, in seconds.
-        topology: the mesh of ranks that ring2d, hierarchical and numa follow; flat by default.
+        topology: the mesh of ranks that ring2d, hierarchical and numa follow; by default the hosts
+            that the ranks are on.
 
     Raises:
         ValueError, TypeError: on all ranks alike, when any rank's arguments are refused or differ.
@@ -117,7 +119,7 @@ class AGGemm(TensorParallelOp):
                 weights,
                 given,
                 [b is not None for b in biases],
-                -1 if m is None else m,
+                m,
                 return_gathered,
                 self.handle,
             )

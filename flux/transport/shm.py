@@ -12,33 +12,50 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 
 import torch
 
 from flux import _C
+from flux.env import HOST
 from flux.transport.exchange import Exchange
 
 
 @dataclass(frozen=True)
 class SymmetricMemory:
-    """The ranks' segments as this process sees them.
+    """The ranks' segments as this process sees them; private stand-ins for ranks on other hosts.
 
     Attributes:
-        pads: address of each rank's signal pad, by rank.
-        data: each rank's data as a flat ``uint8`` tensor, by rank. The tensors keep the mapping
-            alive; it goes when the last of them does.
-        nbytes: bytes of this rank's segment.
+        segments: each rank's segment, pad first, as a flat ``uint8`` tensor, by rank. The tensors
+            keep the mapping alive; it goes when the last of them does.
+        pad_bytes: bytes of the signal pad at the start of a segment.
     """
 
-    pads: tuple[int, ...]
-    data: tuple[torch.Tensor, ...]
-    nbytes: int
+    segments: tuple[torch.Tensor, ...]
+    pad_bytes: int
+
+    @property
+    def pads(self) -> list[int]:
+        """Address of each rank's signal pad."""
+        return [segment.data_ptr() for segment in self.segments]
+
+    @property
+    def data(self) -> list[torch.Tensor]:
+        """Each rank's data, behind the pad."""
+        return [segment[self.pad_bytes :] for segment in self.segments]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one segment."""
+        return self.segments[0].numel()
 
 
 def host_identity() -> str:
     """A string that two processes share only if they can share memory by name."""
+    if HOST.get():
+        return HOST.get()
     try:
         boot = open("/proc/sys/kernel/random/boot_id").read().strip()  # noqa: SIM115
         device = os.stat("/dev/shm").st_dev
@@ -47,11 +64,15 @@ def host_identity() -> str:
     return f"{boot}/{device}"
 
 
-def allocate(exchange: Exchange, signals: int, data_bytes: int, label: str) -> SymmetricMemory:
+def allocate(
+    exchange: Exchange, local: Sequence[bool], signals: int, data_bytes: int, label: str
+) -> SymmetricMemory:
     """Create, exchange and map one segment per rank. Collective.
 
     Args:
-        exchange: the group's ranks, which must all be on one host.
+        exchange: the group's ranks.
+        local: by rank, whether its segment can be mapped here; the others get stand-ins, whose pages
+            cost memory only once they are written.
         signals: number of 32-bit signals in each pad.
         data_bytes: bytes of data behind each pad.
         label: what the memory is for; part of error messages.
@@ -64,7 +85,7 @@ def allocate(exchange: Exchange, signals: int, data_bytes: int, label: str) -> S
     nbytes = pad_bytes + max(data_bytes, 1)
     own: SharedMemory | None = None
     failure: tuple[int, str] | None = None
-    mappings: list[_C.SharedMapping] = []
+    mappings: list[_C.SharedMapping | None] = []
     try:
         try:
             own = SharedMemory(create=True, size=nbytes)
@@ -74,7 +95,10 @@ def allocate(exchange: Exchange, signals: int, data_bytes: int, label: str) -> S
         names = exchange.all_gather(None if failure or own is None else own.name.lstrip("/"))
         if all(names):
             try:
-                mappings = [_C.SharedMapping(str(name), nbytes) for name in names]
+                mappings = [
+                    _C.SharedMapping(str(name), nbytes) if here else None
+                    for name, here in zip(names, local, strict=True)
+                ]
             except OSError as error:
                 failure = _explain(error, nbytes)
         failures = exchange.all_gather(failure)
@@ -86,11 +110,20 @@ def allocate(exchange: Exchange, signals: int, data_bytes: int, label: str) -> S
         if told is not None:
             code, why = told
             raise OSError(code, f"{label}: rank {rank} {why}")
-    data = tuple(
-        torch.frombuffer(m, dtype=torch.uint8, offset=pad_bytes, count=nbytes - pad_bytes)
-        for m in mappings
+    return SymmetricMemory(
+        tuple(_stand_in(nbytes, pad_bytes) if m is None else _tensor(m) for m in mappings),
+        pad_bytes,
     )
-    return SymmetricMemory(tuple(m.address for m in mappings), data, nbytes)
+
+
+def _tensor(mapping: _C.SharedMapping) -> torch.Tensor:
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _stand_in(nbytes: int, pad_bytes: int) -> torch.Tensor:
+    segment = torch.empty(nbytes, dtype=torch.uint8)
+    segment[:pad_bytes] = 0
+    return segment
 
 
 def _explain(problem: OSError, nbytes: int) -> tuple[int, str]:

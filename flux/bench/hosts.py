@@ -1,0 +1,262 @@
+"""Several hosts on one machine: network namespaces joined by a bridge over links of known speed.
+
+    host 0 --eth0 (tbf)--.
+    host 1 --eth0 (tbf)--+-- bridge, in a namespace of its own
+    host 2 --eth0 (tbf)--'
+
+Each link is a veth pair whose two ends are rate-limited by a token bucket (`tc ... tbf`), so both
+directions have the full rate, as on a switch. Nothing is added to the machine's own namespace.
+Needs root and the `ip` and `tc` commands; Linux only.
+
+Names hold the process that made them: namespaces of a process that is gone are leftovers (of a crash
+or a SIGKILL), and the next run removes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self
+
+MTU = 9000
+SUBNET = "10.77.0"
+INTERFACE = "eth0"
+MAX_HOSTS = 64
+_PREFIX = "flux-"
+_NAME = re.compile(rf"{_PREFIX}(\d+)-(\d+)-(sw|h\d+)$")
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(k|m|g)?bit", re.IGNORECASE)
+_CLONE_NEWNET = 0x40000000
+_FOLDER = Path("/run/netns")
+
+
+class HostsUnavailableError(RuntimeError):
+    """This machine cannot make hosts; the message says what is missing."""
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second of a rate as tc writes it: ``500mbit``, ``1gbit``.
+
+    Raises:
+        ValueError: anything else, or a rate of 0.
+    """
+    found = _RATE.fullmatch(text.strip())
+    scale = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+    rate = float(found[1]) * scale[(found[2] or "").lower()] if found else 0.0
+    if rate <= 0:
+        raise ValueError(f"link rate must look like 500mbit or 1gbit, got {text!r}")
+    return rate
+
+
+def parse_hosts(text: str, world: int) -> tuple[int, ...]:
+    """The host of each rank: ``2`` spreads the ranks evenly, ``3+1`` says how many each host gets.
+
+    Raises:
+        ValueError: malformed, more hosts than ranks, or a sum that is not the number of ranks.
+    """
+    try:
+        sizes = [int(part) for part in text.split("+")]
+    except ValueError:
+        raise ValueError(f"hosts must look like 2 or 3+1, got {text!r}") from None
+    if len(sizes) == 1:
+        count = sizes[0]
+        if not 1 <= count <= min(world, MAX_HOSTS):
+            raise ValueError(f"hosts must be in [1, {min(world, MAX_HOSTS)}], got {count}")
+        sizes = [world // count + (host < world % count) for host in range(count)]
+    if min(sizes) < 1 or sum(sizes) != world:
+        raise ValueError(f"hosts {text} have {sum(sizes)} ranks, but there are {world}")
+    return tuple(host for host, size in enumerate(sizes) for _ in range(size))
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
+        raise HostsUnavailableError(f"`{' '.join(command)}` failed: {why}")
+    return done.stdout
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process was started, in clock ticks since boot; None when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def check_available() -> None:
+    """Find out whether this machine can make hosts.
+
+    Raises:
+        HostsUnavailableError: it cannot; says what is missing.
+    """
+    if not sys.platform.startswith("linux"):
+        raise HostsUnavailableError("several hosts on one machine need Linux network namespaces")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise HostsUnavailableError(f"the command {tool} is missing: install iproute2")
+    if os.geteuid() != 0:
+        raise HostsUnavailableError("network namespaces need root: run as root, or on real hosts")
+
+
+def remove_leftovers() -> list[str]:
+    """Remove namespaces whose maker is gone, and what still runs in them; returns their names."""
+    removed = []
+    for path in sorted(_FOLDER.glob(f"{_PREFIX}*")):
+        found = _NAME.match(path.name)
+        if found and _start_time(int(found[1])) != int(found[2]):
+            _remove(path.name)
+            removed.append(path.name)
+    return removed
+
+
+def _remove(name: str) -> None:
+    done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for pid in done.stdout.split():
+        if int(pid) != os.getpid():
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it has ended by itself
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where one rank runs; goes to the rank by pickling."""
+
+    namespace: str
+    host: int
+
+    def enter(self) -> None:
+        """Move this thread, and all that it will start, onto the host.
+
+        Call it before any socket is opened.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(_FOLDER / self.namespace) as handle:
+            if libc.setns(handle.fileno(), _CLONE_NEWNET) != 0:
+                error = ctypes.get_errno()
+                raise OSError(error, f"cannot enter {self.namespace}: {os.strerror(error)}")
+        os.environ["FLUX_HOST"] = self.namespace
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+class Hosts:
+    """``count`` hosts and the links between them, for the time of a ``with`` block.
+
+    Args:
+        count: number of hosts.
+        link_rate: of every link, in both directions, as tc writes it; None leaves links unlimited.
+
+    Raises:
+        HostsUnavailableError: rights, commands or kernel support are missing; nothing is left.
+    """
+
+    def __init__(self, count: int, link_rate: str | None = None) -> None:
+        check_available()
+        self.count = count
+        self.link_rate = link_rate
+        self._rate = None if link_rate is None else parse_rate(link_rate)
+        self._id = f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}"
+        self.names = [f"{self._id}-h{host}" for host in range(count)]
+        self._switch = f"{self._id}-sw"
+
+    def __enter__(self) -> Self:
+        remove_leftovers()
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hosts and whatever still runs on them. Idempotent."""
+        for name in (*self.names, self._switch):
+            if (_FOLDER / name).exists():
+                _remove(name)
+
+    def placed(self, hosts: Sequence[int]) -> list[Placed]:
+        """Where each rank runs, given the host of each."""
+        return [Placed(self.names[host], host) for host in hosts]
+
+    def set_link(self, host: int, up: bool) -> None:
+        """Cut the link of a host, or join it again, as pulling its cable would."""
+        _run("ip", "-n", self._switch, "link", "set", f"p{host}", "up" if up else "down")
+
+    def _build(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "br0", "mtu", str(MTU), "up")
+        for host, name in enumerate(self.names):
+            port, inside = f"p{host}", ["ip", "-n", name]
+            _run("ip", "netns", "add", name)
+            _run(*inside, "link", "set", "lo", "up")
+            create = ["link", "add", INTERFACE, "mtu", str(MTU), "type", "veth"]
+            _run(*inside, *create, "peer", "name", port, "mtu", str(MTU), "netns", self._switch)
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+            _run(*inside, "addr", "add", f"{SUBNET}.{host + 1}/24", "dev", INTERFACE)
+            _run(*inside, "link", "set", INTERFACE, "up")
+            self._limit(name, INTERFACE)
+            self._limit(self._switch, port)
+            self._tune(name)
+
+    def _limit(self, namespace: str, device: str) -> None:
+        """A token bucket. Bursts of 64 KiB and more pass the kernel's large segments unsplit, which
+        a real card would split in hardware; the queue holds 20 ms."""
+        if self._rate is None:
+            return
+        burst = max(128 << 10, int(self._rate / 8 * 1e-3))
+        limit = burst + int(self._rate / 8 * 20e-3)
+        shape = ["rate", f"{self._rate:.0f}bit", "burst", str(burst), "limit", str(limit)]
+        _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+
+    @staticmethod
+    def _tune(namespace: str) -> None:
+        """Congestion control that behaves alike everywhere, where the kernel lets us choose."""
+        setting = "net.ipv4.tcp_congestion_control=cubic"
+        command = ["ip", "netns", "exec", namespace, "sysctl", "-q", "-w", setting]
+        subprocess.run(command, capture_output=True, check=False)
+
+
+def link_bytes() -> int:
+    """Bytes that have left this host so far, headers included; call it on a rank."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    return 0
+
+
+def wait_for_link(timeout_s: float = 5.0) -> None:
+    """Return when the own interface is up; a new bridge port may take a moment.
+
+    Raises:
+        HostsUnavailableError: it did not come up in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if "state UP" in _run("ip", "link", "show", INTERFACE):
+            return
+        time.sleep(0.01)
+    raise HostsUnavailableError(f"link {INTERFACE} did not come up within {timeout_s:g} s")
