@@ -138,7 +138,9 @@ def bench_op(
     if world is not None and nproc not in (None, world):
         _refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
     if world is not None and hosts != "1":
-        _refuse("--hosts makes hosts of its own; under torchrun the ranks are where it started them")
+        _refuse(
+            "--hosts makes hosts of its own; under torchrun the ranks are where it started them"
+        )
     try:
         config = BenchConfig(
             problem=Problem(op, m, n, k, dtype_name(dtype), world or nproc or 2),

@@ -82,7 +82,7 @@ HOST = Variable(
 WINDOW_MB = Variable(
     "FLUX_WINDOW_MB",
     _positive,
-    8.0,
+    32.0,
     "megabytes that may be under way to, and from, each peer on another host",
 )
 WORKSPACE_CACHE = Variable(

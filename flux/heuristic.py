@@ -10,6 +10,8 @@ Three measurements on a 2-core AVX-512 machine shape them (fp32, one thread per 
   rows first (through shared memory: several times faster than the library collective) and run one
   GEMM. Partials are worth more: a GEMM that writes them where their owner reads them saves both the
   copy and the memory, so a ReduceScatter is cut from 1024 rows on.
+* Between hosts (two with one rank each, 1 Gbit/s) each communication tile costs some 100 us of CPU,
+  so there tiles are as large as slabs, up to 8 MiB.
 * Handing work to the copy thread costs two wake-ups, 50 to 100 us together, in which the calling
   thread copies some 256 KiB by itself. With one GEMM tile there is nothing to overlap with at all.
 """
@@ -22,6 +24,7 @@ from flux.knobs import Knobs, Op
 
 MIN_SLAB_ROWS = {Op.ag_gemm: 2048, Op.gemm_rs: 1024, Op.gemm_ar: 1024}
 COMM_TILE_BYTES = 1 << 20
+NETWORK_TILE_BYTES = 8 << 20
 MAX_COMM_TILES = 64
 INLINE_BYTES = 256 << 10
 
@@ -37,6 +40,21 @@ def slab_rows(op: Op, m: int, world: int) -> int:
     if m < 2 * MIN_SLAB_ROWS[op]:
         return m
     return min(m, chunk * ceil_div(MIN_SLAB_ROWS[op], chunk))
+
+
+def network_slab_rows(op: Op, m: int, world: int) -> int:
+    """Rows of a GEMM tile between hosts: whole parts of a chunk, or chunks when they are small.
+
+    A ReduceScatter computes other hosts' rows first: small slabs let the first of them leave early.
+    An AllGather is left with the last tile when the wire falls silent; the tiles before it are
+    computed as one (backends/cpu.py).
+    """
+    chunk = ceil_div(m, world)
+    if chunk < 1024:
+        return chunk
+    low, high = (ceil_div(chunk, 4), chunk // 2) if op is Op.ag_gemm else (512, 1023)
+    fitting = (rows for rows in range(low, high + 1) if chunk % rows == 0)
+    return next(fitting, chunk if op is Op.ag_gemm else low)
 
 
 def across_hosts(op: Op, knobs: Knobs, nodes: int) -> Knobs:
@@ -77,22 +95,27 @@ def resolve(
     row_bytes = itemsize * (local_k if op is Op.ag_gemm else local_n)
     # What is stored straight into its owner's memory must not straddle two owners.
     by_chunk = medium or (knobs.store == "direct" and op is not Op.ag_gemm)
-    tile = knobs.tile or ((chunk if by_chunk else slab_rows(op, m, world)), local_n)
+    slab = slab_rows(op, m, world) if nodes == 1 else network_slab_rows(op, m, world)
+    tile = knobs.tile or ((chunk if medium or (by_chunk and nodes == 1) else slab), local_n)
     tile = (min(tile[0], m), min(tile[1], local_n))
-    aligned = tile[0] == chunk or world == 1
+    aligned = world == 1 or (chunk % tile[0] == 0 if nodes > 1 else tile[0] == chunk)
     store = knobs.store or ("direct" if aligned and not medium else "staged")
     if knobs.comm_tile_rows is not None:
         comm_rows = min(knobs.comm_tile_rows, chunk)
     elif medium:
         comm_rows = chunk
     else:
-        comm_rows = max(COMM_TILE_BYTES // row_bytes, ceil_div(chunk, MAX_COMM_TILES), 1)
+        tile_bytes = COMM_TILE_BYTES if nodes == 1 else NETWORK_TILE_BYTES
+        comm_rows = max(tile_bytes // row_bytes, ceil_div(chunk, MAX_COMM_TILES), 1)
+        comm_rows = min(comm_rows, chunk if nodes == 1 else max(tile[0], 1))
         comm_rows = min(comm_rows, chunk)
     copy_streams = knobs.copy_streams
     if copy_streams is None:
         moved = (world - 1) * chunk * row_bytes
         one_tile = tile[0] >= m and tile[1] >= local_n
-        copy_streams = int(moved > INLINE_BYTES and world > 1 and not one_tile)
+        # A rank alone on its host has nothing to copy: the network's own threads move its tiles.
+        alone = world == nodes
+        copy_streams = int(moved > INLINE_BYTES and not alone and not one_tile)
     return replace(
         knobs,
         tile=tile,

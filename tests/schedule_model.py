@@ -220,7 +220,9 @@ class Rank:
         """The ranks whose partials one share holds: what another host sends is its ranks' sum."""
         c = self.case
         summed = c.two_levels and r.target == r.owner == self.rank
-        return c.members(source) if summed and c.host_of[source] != c.host_of[self.rank] else [source]
+        return (
+            c.members(source) if summed and c.host_of[source] != c.host_of[self.rank] else [source]
+        )
 
     def reduce(self, to: list[Step], index: int) -> None:
         c, rank, r = self.case, self.rank, self.schedule.reductions[index]

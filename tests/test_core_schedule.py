@@ -136,9 +136,7 @@ def test_every_partial_tile_leaves_exactly_once_and_when_it_is_complete(c: Case)
         assert sorted((t.chunk, t.tile) for t in schedule.transfers) == [
             (owner, tile) for owner in range(c.world) for tile in range(len(comm_tiles(c, owner)))
         ]
-        assert all(
-            (t.src, t.dst) == (rank, c.holder(t.chunk, rank)) for t in schedule.transfers
-        )
+        assert all((t.src, t.dst) == (rank, c.holder(t.chunk, rank)) for t in schedule.transfers)
         if not c.has_sequence:
             position = {tile_order(c, rank).chunk_at(p): p for p in range(c.world)}
             assert all(t.step == position[t.chunk] for t in schedule.transfers)
@@ -217,8 +215,8 @@ def test_reduction_programs_are_complete_and_ordered(c: Case) -> None:
         ]
         assert by_kind[RESULT] == list(range(len(schedule.results)))
         assert by_kind[RECEIVE] == list(range(len(schedule.receipts)))
-        # Sends wait for nobody, so they come first, but for sums that leave at once, which all ranks
-        # of a host come to in one order; taking results in waits for everybody.
+        # Sends wait for nobody, so they come first, but for sums that leave at once, which all
+        # ranks of a host come to in one order; taking results in waits for everybody.
         kinds = [kind for kind, _ in program]
         if not c.has_sequence:
             assert kinds[: len(by_kind[SEND])] == [SEND] * len(by_kind[SEND])
@@ -252,7 +250,7 @@ def test_parcels_are_what_two_ranks_exchange_in_the_senders_order(c: Case) -> No
 
 @given(c=cases())
 def test_hierarchical_sends_every_row_to_each_other_host_once(c: Case) -> None:
-    """The least that can be sent: one copy of each row, or one sum per host, twice for AllReduce."""
+    """The least that can be sent: one copy of each row, or one sum per host; both: AllReduce."""
     if c.order != HIERARCHICAL or c.direction == PULL:
         return
     hosts = len(set(c.host_of))

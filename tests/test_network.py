@@ -6,17 +6,30 @@ between them crosses the loopback. tests/test_hosts.py uses links of limited spe
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from flux import Knobs, Topology
-from harness import run_ranks
+import flux
+from flux import AGGemm, GemmRS, Knobs, PeerTimeoutError, Topology
+from flux.ops.workspace import clear_workspaces
+from harness import fresh_ranks, held, nothing_left_in_shared_memory, run_ranks
 from op_cases import Case, check_cases, meshes, random_case
 from reference import Inputs, Problem
 
@@ -57,3 +70,257 @@ def test_random_cases(op: str, hosts: str) -> None:
     rng = random.Random(f"{op} {hosts}")
     cases = [networked(random_case(rng, op, len(hosts)), rng) for _ in range(12)]
     run_ranks(len(hosts), check_on_hosts, hosts, cases)
+
+
+def every_size(rank: int, world: int, hosts: str, calls: int) -> list[str]:
+    """Back-to-back calls of changing M; the results' bits."""
+    digests = []
+    with on_host(hosts[rank]):
+        for op_name in OPS:
+            problem = Problem(op_name, 60, (16,), 24)
+            with problem.build(tuning=Knobs(comm_tile_rows=3)) as op:
+                rng = random.Random(7)
+                for call in range(calls):
+                    m = rng.randint(1, 60)
+                    inputs = Inputs(problem, m, world, seed=call % 5)
+                    got = inputs.call(op, rank)
+                    if call % 10 == 0:
+                        inputs.check(got, rank)
+                    digests.append(sha256(got[0].numpy().tobytes()).hexdigest())
+    return digests
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_back_to_back_calls_repeat_bitwise(hosts: str) -> None:
+    first = run_ranks(len(hosts), every_size, hosts, 300, timeout=120)
+    assert run_ranks(len(hosts), every_size, hosts, 300, timeout=120) == first
+
+
+def large(rank: int, world: int, hosts: str) -> None:
+    """Megabytes: slabs, several tiles under way, and the heuristic's own choice."""
+    with on_host(hosts[rank]):
+        for op_name, n, k in (("ag_gemm", 64, 700), ("gemm_rs", 700, 64), ("gemm_ar", 700, 64)):
+            problem = Problem(op_name, 4200, (n,), k)
+            with problem.build() as op:
+                for m in (4200, 5, 4096, 3989):
+                    inputs = Inputs(problem, m, world, seed=m)
+                    inputs.check(inputs.call(op, rank), rank)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+def test_large_problems(hosts: str) -> None:
+    run_ranks(len(hosts), large, hosts)
+
+
+def windowed(rank: int, world: int) -> None:
+    os.environ["FLUX_WINDOW_MB"] = "0"  # two tiles at a time, the least
+    try:
+        large(rank, world, "ab")
+    finally:
+        del os.environ["FLUX_WINDOW_MB"]
+
+
+def test_a_small_window() -> None:
+    run_ranks(2, windowed)
+
+
+def without_shared_memory(rank: int, world: int) -> None:
+    for op_name in OPS:
+        problem = Problem(op_name, 30, (7,), 9)
+        with problem.build(transport="send_recv") as op:
+            assert op.topology == Topology(world, 1, 1)
+            assert sorted(op._backend.network.bytes_sent) == [r for r in range(world) if r != rank]
+            inputs = Inputs(problem, 30, world, seed=1)
+            inputs.check(inputs.call(op, rank), rank)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_transport_send_recv_needs_no_shared_memory(world: int) -> None:
+    run_ranks(world, without_shared_memory)
+
+
+def sent_between_hosts(rank: int, world: int, hosts: str, order: str) -> dict[str, int]:
+    sent = {}
+    with on_host(hosts[rank]):
+        for op_name in OPS:
+            problem = Problem(op_name, 48, (10,), 6 * world)
+            with problem.build(tuning=Knobs(order=order)) as op:
+                inputs = Inputs(problem, 48, world, seed=1)
+                inputs.check(inputs.call(op, rank), rank, "two_levels")
+                sent[op_name] = sum(op._backend.network.bytes_sent.values())
+    return sent
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab", "aaab", "aabb", "abab", "aabbc"])
+def test_hierarchical_sends_the_least(hosts: str) -> None:
+    """And direct sends what it must: every rank to every rank on another host."""
+    world, others = len(hosts), len(set(hosts)) - 1
+    least = {"ag_gemm": 48 * 6 * world * 4 * others, "gemm_rs": 48 * 10 * 4 * others}
+    least["gemm_ar"] = 2 * least["gemm_rs"]
+    for order in ("hierarchical", "direct"):
+        by_rank = run_ranks(world, sent_between_hosts, hosts, order)
+        total = {op: sum(sent[op] for sent in by_rank) for op in OPS}
+        if order == "hierarchical":
+            assert total == least
+        elif world > len(set(hosts)):
+            assert all(total[op] > least[op] for op in OPS)
+
+
+# -- refused and disagreeing calls -----------------------------------------------------------------
+
+
+def refusals(rank: int, world: int, hosts: str) -> None:
+    with on_host(hosts[rank]), AGGemm(max_m=8, n=2 * world, k=3) as op:
+        x, w = torch.ones(2, 3), torch.ones(2, 3)
+        good = op(x, w)
+        with pytest.raises((ValueError, TypeError), match="float64"):
+            op(x.double() if rank == 0 else x, w)
+        assert torch.equal(op(x, w), good)
+        with pytest.raises(ValueError, match=r"ranks disagree: rank \d has M = "):
+            op(x, w, m=2 * world - (rank == 1) if rank < 2 else 2 * world)
+        assert torch.equal(op(x, w), good)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
+def test_all_ranks_hear_of_a_refusal(hosts: str) -> None:
+    run_ranks(len(hosts), refusals, hosts)
+
+
+def constructions(rank: int, world: int) -> None:
+    with on_host("ab"[rank]):
+        with pytest.raises(ValueError, match="2 hosts"):
+            GemmRS(max_m=4, n=4, k=4, transport="shm")
+        with pytest.raises(ValueError, match="push"):
+            GemmRS(max_m=4, n=4, k=4, tuning=Knobs(direction="pull"))
+
+
+def test_what_does_not_work_across_hosts_is_refused() -> None:
+    run_ranks(2, constructions)
+
+
+def functional(rank: int, world: int, hosts: str) -> None:
+    with on_host(hosts[rank]):
+        group = dist.group.WORLD
+        assert group is not None
+        x, w = torch.randn(3, 4), torch.randn(4, 5)
+        x_full, (y,) = flux.ops.fused_all_gather_matmul(x, [w], 0, group.group_name)
+        parts = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(parts, x)
+        assert torch.equal(x_full, torch.cat(parts))
+        torch.testing.assert_close(y, torch.cat(parts) @ w)
+        a = torch.randn(2 * world, 4)
+        z = flux.ops.fused_matmul_reduce_scatter(a, w, "sum", 0, group.group_name)
+        whole = a @ w
+        dist.all_reduce(whole)
+        torch.testing.assert_close(z, whole[2 * rank : 2 * rank + 2])
+        clear_workspaces()
+
+
+def gradients(rank: int, world: int, hosts: str) -> None:
+    with on_host(hosts[rank]), AGGemm(max_m=4 * world, n=3 * world, k=5) as op:
+        x = torch.randn(4, 5, requires_grad=True)
+        w = torch.randn(3, 5, requires_grad=True)
+        op(x, w).sum().backward()
+        columns = w.detach().sum(0)
+        dist.all_reduce(columns)
+        assert x.grad is not None and w.grad is not None
+        torch.testing.assert_close(x.grad, columns.expand(4, 5))
+        clear_workspaces()
+
+
+@pytest.mark.parametrize("body", [functional, gradients])
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_functional_forms_and_gradients(hosts: str, body: Any) -> None:
+    run_ranks(len(hosts), body, hosts)
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+def open_and_close(rank: int, world: int, hosts: str) -> None:
+    problem = Problem("gemm_ar", 8, (4,), 6)
+    with on_host(hosts[rank]):
+        for round_ in range(12):
+            if round_ == 2:
+                before = held()
+            with problem.build() as op:
+                inputs = Inputs(problem, 8, world, seed=round_)
+                inputs.check(inputs.call(op, rank), rank, "two_levels")
+            dist.barrier()
+        gc.collect()
+        after = held()
+        assert all(after[what] <= before[what] for what in before), (before, after)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_nothing_is_left_of_closed_ops(hosts: str) -> None:
+    run_ranks(len(hosts), open_and_close, hosts)
+
+
+def ends(rank: int, world: int, hosts: str, how: str) -> dict[str, Any]:
+    """The last rank dies, closes, stalls or fails to compute; what the others are told, and when."""
+    problem = Problem("gemm_rs", 12, (4,), 6)
+    with on_host(hosts[rank]):
+        op = problem.build(timeout_s=1.5)
+        inputs = Inputs(problem, 12, world, seed=1)
+        inputs.check(inputs.call(op, rank), rank, "two_levels")
+        dist.barrier()
+        if rank == world - 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "closes":
+                op.close()
+            else:
+                time.sleep(4)
+            return {}
+        began = time.monotonic()
+        with pytest.raises(PeerTimeoutError) as told:
+            for _ in range(3):
+                inputs.call(op, rank)
+        took = time.monotonic() - began
+        with pytest.raises(RuntimeError, match="is closed"):
+            inputs.call(op, rank)
+        return {"text": str(told.value), "took": took, "threads": threading.active_count()}
+
+
+@pytest.mark.parametrize("how", ["killed", "closes", "stalls"])
+@pytest.mark.parametrize("hosts", ["ab", "aab", "abb"])
+def test_survivors_hear_of_it_in_time(hosts: str, how: str) -> None:
+    world = len(hosts)
+    with nothing_left_in_shared_memory(), fresh_ranks(world) as ranks:
+        ranks.start(ends, hosts, how)
+        outcomes = ranks.collect(30)
+        for rank, outcome in enumerate(outcomes[:-1]):
+            assert outcome is not None and outcome.ok, outcome
+            told = outcome.value
+            assert told["took"] < 1.5 + 2.0, told
+            assert re.match(rf"GemmRS: rank {rank}, call \d+", told["text"]), told
+            assert f"rank {world - 1}" in told["text"], told
+            assert told["threads"] == 1 + (ranks is not None), told  # the watcher of the parent
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, flux
+rank = int(sys.argv[1])
+os.environ["FLUX_HOST"] = "ab"[rank]
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+op = flux.AGGemm(max_m=4, n=2, k=3)
+assert torch.equal(op(torch.ones(2, 3), torch.ones(1, 3)), torch.full((4, 1), 3.0))
+print("done", flush=True)
+"""
+
+
+def test_a_process_may_end_without_closing(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0 and out == "done\n", err

@@ -135,7 +135,9 @@ def test_the_workspace_holds_the_schedule_of_every_m(
                     ]
                     needed = schedules[0].native.signals
                     assert needed <= layout.signals, f"M = {m} of {max_m}, N = {n}, K = {k}"
-                    blocks = [p.block for s in schedules for r in range(world) for p in s.parcels_for(r)]
+                    blocks = [
+                        p.block for s in schedules for r in range(world) for p in s.parcels_for(r)
+                    ]
                     blocks += [block for s in schedules for _, block in s.homes]
                     assert max(blocks, default=-1) < max(layout.blocks, 1)
                     assert -(-m // world) * layout.row_bytes <= layout.slot_bytes or op == "ag_gemm"

@@ -25,8 +25,8 @@ namespace flux::host {
 // Where the ranks' symmetric memory is mapped in this process, and how an op lays out its data
 // there.
 struct Symmetric {
-  std::vector<SignalPad*> pads;   // by rank
-  std::vector<char*> data;        // by rank, behind the pad
+  std::vector<SignalPad*> pads;  // by rank
+  std::vector<char*> data;       // by rank, behind the pad
   // Ranks on other hosts. Their pads and data are stand-ins in private memory: what is written and
   // raised there is what has yet to travel, and the network (flux/transport/send_recv.py) does the
   // same for their writes to this rank's own memory and pad.
@@ -78,6 +78,9 @@ struct Limit {
 
 class Engine {
  public:
+  // How long a sleeping thread may go without looking for an abort or for a peer that has failed.
+  static constexpr std::chrono::milliseconds kSlice{20};
+
   Engine(int rank, Symmetric symmetric);
   ~Engine();
   Engine(const Engine&) = delete;

@@ -95,6 +95,36 @@ class Layout:
         return Layout((regions + 1) * signals, row, blocks, chunk * row, partials, bytes_)
 
 
+def merge_visits(schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
+    """Neighbouring GEMM tiles that are better computed at once, since every cut costs packing.
+
+    Tiles of the own rows wait for nobody, and nobody waits for them. Tiles of an AllGather from
+    another host come over a wire that is slower than memory: all of a chunk but the last tile are
+    one, so that little is left to compute when the last byte arrives (what the own rows take to
+    compute, the wire has for the others).
+    """
+    m, world, rank = schedule.shape[0], schedule.world, schedule.rank
+    tail_only = schedule.op == "ag_gemm" and schedule.topology.nodes > 1
+    hosts = schedule.topology.hosts
+
+    def joins(v: Visit) -> bool:
+        if v.owner == rank:
+            return True
+        far = tail_only and v.owner >= 0 and hosts[v.owner] != hosts[rank]
+        return far and v.row_end < _C.core.row_end(m, world, v.owner)
+
+    slabs: list[tuple[int, int, Visit]] = []
+    for index, v in enumerate(schedule.visits):
+        if slabs:
+            first, _, last = slabs[-1]
+            columns = (last.col_begin, last.col_end) == (v.col_begin, v.col_end)
+            if last.owner == v.owner and columns and last.row_end == v.row_begin and joins(v):
+                slabs[-1] = (first, index + 1, last._replace(row_end=v.row_end))
+                continue
+        slabs.append((index, index + 1, v))
+    return slabs
+
+
 def _spin_seconds(world: int) -> float:
     micros = SPIN_US.get()
     if micros < 0:
@@ -137,7 +167,7 @@ class CpuBackend:
             signals=layout.signals,
         )
         self._memory: shm.SymmetricMemory | None = memory
-        self._merged: dict[int, tuple[TileSchedule, list[tuple[int, int, Visit]]]] = {}
+        self._kept_slabs: dict[int, tuple[TileSchedule, list[tuple[int, int, Visit]]]] = {}
         row = spec.row_elements()
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
         self.gathered = torch.empty(0, row, dtype=spec.dtype)
@@ -294,24 +324,11 @@ class CpuBackend:
         return self.slots[holder][block, rows]
 
     def _slabs(self, schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
-        """What is multiplied at once: (first, last) GEMM tiles, and the rows and columns of all.
-
-        Neighbouring tiles of the own rows are one: nobody waits for them, nor do they for anybody.
-        """
-        found = self._merged.get(schedule.shape[0])
-        if found is not None and found[0] is schedule:
-            return found[1]
-        slabs: list[tuple[int, int, Visit]] = []
-        for index, v in enumerate(schedule.visits):
-            if slabs:
-                first, _, last = slabs[-1]
-                columns = (last.col_begin, last.col_end) == (v.col_begin, v.col_end)
-                if last.owner == v.owner == self.rank and columns and last.row_end == v.row_begin:
-                    slabs[-1] = (first, index + 1, last._replace(row_end=v.row_end))
-                    continue
-            slabs.append((index, index + 1, v))
-        self._merged[schedule.shape[0]] = (schedule, slabs)
-        return slabs
+        """What is multiplied at once: (first, last) GEMM tiles, and the rows and columns of all."""
+        kept = self._kept_slabs.get(schedule.shape[0])
+        if kept is None or kept[0] is not schedule:
+            kept = self._kept_slabs[schedule.shape[0]] = (schedule, merge_visits(schedule))
+        return kept[1]
 
     # -- other hosts -------------------------------------------------------------------------------
 
@@ -329,9 +346,7 @@ class CpuBackend:
 
         self.network.begin(self.engine.epoch, digest, outgoing, incoming)
 
-    def _outgoing(
-        self, schedule: TileSchedule, sources: _Sources, peer: int, p: Parcel
-    ) -> Piece:
+    def _outgoing(self, schedule: TileSchedule, sources: _Sources, peer: int, p: Parcel) -> Piece:
         """Where a tile for another host lies here. Only own rows of x are there from the start."""
         rows = slice(p.row_begin, p.row_end)
         base = _C.core.row_begin(schedule.shape[0], self.world, p.chunk)

@@ -8,8 +8,8 @@ Each link is a veth pair whose two ends are rate-limited by a token bucket (`tc 
 directions have the full rate, as on a switch. Nothing is added to the machine's own namespace.
 Needs root and the `ip` and `tc` commands; Linux only.
 
-Names hold the process that made them: namespaces of a process that is gone are leftovers (of a crash
-or a SIGKILL), and the next run removes them.
+Names hold the process that made them: namespaces of a process that is gone are leftovers (of a
+crash or a SIGKILL), and the next run removes them.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def remove_leftovers() -> list[str]:
 
 
 def _remove(name: str) -> None:
-    done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+    )
     for pid in done.stdout.split():
         if int(pid) != os.getpid():
             try:
@@ -219,7 +221,6 @@ class Hosts:
             _run(*inside, "link", "set", INTERFACE, "up")
             self._limit(name, INTERFACE)
             self._limit(self._switch, port)
-            self._tune(name)
 
     def _limit(self, namespace: str, device: str) -> None:
         """A token bucket. Bursts of 64 KiB and more pass the kernel's large segments unsplit, which
@@ -230,13 +231,6 @@ class Hosts:
         limit = burst + int(self._rate / 8 * 20e-3)
         shape = ["rate", f"{self._rate:.0f}bit", "burst", str(burst), "limit", str(limit)]
         _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)
-
-    @staticmethod
-    def _tune(namespace: str) -> None:
-        """Congestion control that behaves alike everywhere, where the kernel lets us choose."""
-        setting = "net.ipv4.tcp_congestion_control=cubic"
-        command = ["ip", "netns", "exec", namespace, "sysctl", "-q", "-w", setting]
-        subprocess.run(command, capture_output=True, check=False)
 
 
 def link_bytes() -> int:

@@ -11,8 +11,8 @@ finding the caches as the same predecessor left them. All ranks make the same se
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -243,4 +243,6 @@ class _Run:
         if len(set(hosts)) == 1:
             return None
         speakers = [hosts.index(host) for host in sorted(set(hosts))]
-        return metrics.median([sum(at) for at in zip(*(ranks[r].sent for r in speakers), strict=True)])
+        return metrics.median(
+            [sum(at) for at in zip(*(ranks[r].sent for r in speakers), strict=True)]
+        )

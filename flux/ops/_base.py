@@ -332,8 +332,8 @@ def _check_hosts(label: str, hosts: int, knobs: Knobs, transport: str | None) ->
         return knobs
     if transport == "shm":
         raise ValueError(
-            f"{label}: the ranks of the group are on {hosts} hosts, and transport='shm' serves one; "
-            "leave transport open"
+            f"{label}: the ranks of the group are on {hosts} hosts, and transport='shm' serves "
+            "one; leave transport open"
         )
     if knobs.direction == "pull":
         raise ValueError(

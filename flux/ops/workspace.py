@@ -27,6 +27,7 @@ from flux.ops.ag_gemm import AGGemm
 from flux.ops.gemm_rs import GemmRS
 from flux.ops.spec import OpSpec
 from flux.schedule import make_schedule
+from flux.topology import Topology
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.shm import host_identity
 
@@ -59,15 +60,14 @@ class Workspace:
         self.rank, self.world = self.exchange.rank, self.exchange.world
         self.limit = WORKSPACE_CACHE.get()
         self.ops: OrderedDict[tuple[object, ...], TensorParallelOp] = OrderedDict()
-        self.knobs = Knobs()
         self._control: _Control | None = None
         if self.world == 1:
             return
-        if len(set(self.exchange.all_gather(host_identity()))) > 1:
-            self.knobs = Knobs(path="unfused")
-            return
+        hosts = self.exchange.all_gather(host_identity())
+        local = [host == hosts[self.rank] for host in hosts]
         spec = OpSpec(Op.ag_gemm, 1, (1,), 1, torch.float32, False, "sum")
-        self._control = _Control(spec, self.exchange, Knobs(path="unfused"), TIMEOUT_S)
+        knobs, topology = Knobs(path="unfused"), Topology.of_hosts(hosts)
+        self._control = _Control(spec, self.exchange, knobs, topology, local, TIMEOUT_S)
 
     def refuse(self, why: str) -> None:
         """Tell the peers, who are about to make the same call, that this rank refused it."""
@@ -114,7 +114,6 @@ class Workspace:
                 k=k,
                 dtype=dtype,
                 transpose_weight=True,
-                tuning=self.knobs,
                 timeout_s=timeout_s,
             ),
         )
@@ -140,7 +139,6 @@ class Workspace:
                 dtype=dtype,
                 transpose_weight=True,
                 reduce=reduce,
-                tuning=self.knobs,
                 timeout_s=timeout_s,
             ),
         )

@@ -71,8 +71,8 @@ def allocate(
 
     Args:
         exchange: the group's ranks.
-        local: by rank, whether its segment can be mapped here; the others get stand-ins, whose pages
-            cost memory only once they are written.
+        local: by rank, whether its segment can be mapped here; the others get stand-ins, whose
+            pages cost memory only once they are written.
         signals: number of 32-bit signals in each pad.
         data_bytes: bytes of data behind each pad.
         label: what the memory is for; part of error messages.
