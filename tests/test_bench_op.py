@@ -86,7 +86,9 @@ def check_document(document: dict[str, Any], op: str, world: int = 2) -> None:
     assert set(document["versions"]) >= {"flux", "torch", "python"}
     assert list(document["methods"]) == ["unfused", "medium", "flux"]
     for method in document["methods"].values():
-        assert list(method) == METHOD_KEYS
+        assert list(method) == [*METHOD_KEYS, "comm_cpu_ms", "link_bytes"]
+        assert type(method["comm_cpu_ms"]) is float
+        assert method["link_bytes"] is None, "one host has no link"
         assert all(type(method[key]) is float for key in FIGURES)
         assert all(type(method[key]) in (float, type(None)) for key in RATIOS)
         assert len(method["repeats_ms"]) == document["repeats"]

@@ -249,7 +249,7 @@ def open_and_close(rank: int, world: int, hosts: str) -> None:
             dist.barrier()
         gc.collect()
         after = held()
-        assert all(after[what] <= before[what] for what in before), (before, after)
+        assert all(after[w] <= before[w] for w in before), (before, after)
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab"])

@@ -174,6 +174,7 @@ class _Run:
         line = StartLine(self._problem.world, config.threads)
         samples = {name: _Samples() for name in calls}
         across = len(set(config.host_of)) > 1
+        seen = link_bytes()
         skews: list[float] = []
         last: dict[str, object] = {}
         names = list(calls)
@@ -186,7 +187,6 @@ class _Run:
                 shift = index % len(names)
                 for name in names[shift:] + names[:shift]:
                     last.pop(name, None)  # freed as a loop variable would be, not within the timing
-                    sent = link_bytes() if across else 0
                     line.wait()
                     cpu = time.process_time_ns()
                     last[name], elapsed = timed(calls[name])
@@ -194,8 +194,12 @@ class _Run:
                     if index >= 0:
                         samples[name].wall_ms.append(elapsed)
                         samples[name].cpu_ms.append(cpu * 1e-6)
-                        samples[name].sent.append(link_bytes() - sent if across else 0)
                         skews.append(line.late_ns * 1e-6)
+                    if across:
+                        dist.barrier()  # others on this host may still be sending
+                        seen, counted = link_bytes(), seen
+                        if index >= 0:
+                            samples[name].sent.append(seen - counted)
         return samples, skews, last
 
     def _results(

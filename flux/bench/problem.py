@@ -136,9 +136,10 @@ class BenchConfig:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout must be above 0 s, got {self.timeout_s}")
+        hosts = len(set(self.host_of))
         if self.link_rate is not None:
             parse_rate(self.link_rate)
-            if len(set(self.host_of)) < 2:
+            if hosts < 2:
                 raise ValueError("a link rate needs at least 2 hosts")
 
     @property

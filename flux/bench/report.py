@@ -43,10 +43,10 @@ def document(
         methods[method.name] = {
             **figures,
             "max_abs_err": error if math.isfinite(error) else None,
-            "comm_cpu_ms": method.comm_cpu_ms,
-            "link_bytes": method.link_bytes,
             "repeats_ms": method.repeats_ms,
             "knobs": method.knobs,
+            "comm_cpu_ms": method.comm_cpu_ms,
+            "link_bytes": method.link_bytes,
         }
         if method.complaints:
             methods[method.name]["wrong"] = method.complaints
@@ -61,10 +61,10 @@ def document(
         "backend": config.backend or "cpu",
         "transport": config.transport or _transports(config),
         "device": host.device(),
-        "link_rate": config.link_rate,
-        "link_bytes_minimum": problem.link_bytes_minimum(config.host_of),
         "versions": host.versions(),
         "methods": methods,
+        "link_rate": config.link_rate,
+        "link_bytes_minimum": problem.link_bytes_minimum(config.host_of),
         "threads": config.threads,
         "repeats": config.repeats,
         "warmup": config.warmup,
@@ -108,33 +108,49 @@ def table(content: dict[str, Any]) -> Table:
     """The comparison of one document's methods."""
     view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     view.add_column("method", style="bold", no_wrap=True)
+    across = content["hosts"] > 1
     for name in ("overall\nms", "GEMM\nms", "comm\nms", "ECT\nms"):
         view.add_column(name, justify="right", no_wrap=True)
-    for name in ("overlap\neff", "bounded\neff", "vs\nunfused", "max\nerror"):
+    if across:
+        for name in ("comm\nCPU", "bytes\n/least"):
+            view.add_column(name, justify="right", no_wrap=True)
+    ratios = ("overlap\neff", "bounded\neff", "vs\nunfused", "max\nerror")
+    # Two columns more, and still no wider than a terminal; the JSON has the errors too.
+    for name in ("over-\nlap", "bound-\ned", "vs un-\nfused") if across else ratios:
         view.add_column(name, justify="right", no_wrap=True)
     for name, method in content["methods"].items():
         error = _number(method["max_abs_err"], ".1e")
         if method["overall_ms"] is None:
-            wrong = [Text("WRONG", "bold red")] + [Text("-")] * 6
-            view.add_row(name, *wrong, Text(error, "red"))
+            wrong = [Text("WRONG", "bold red")] + [Text("-")] * (8 if across else 6)
+            view.add_row(name, *wrong, *(() if across else (Text(error, "red"),)))
             continue
         view.add_row(
             name,
             *(_milliseconds(method[key]) for key in _FIGURES[:4]),
+            *((_milliseconds(method["comm_cpu_ms"]), _excess(content, method)) if across else ()),
             *(_number(method[key], ".0%") for key in _FIGURES[4:6]),
             _number(method["speedup_vs_unfused"], ".2f", "x"),
-            error,
+            *(() if across else (error,)),
         )
     return view
+
+
+def _excess(content: dict[str, Any], method: dict[str, Any]) -> str:
+    """Bytes between hosts over the least that the op needs; headers make it more than 1."""
+    return _number(method["link_bytes"] / content["link_bytes_minimum"], ".2f")
 
 
 def _headline(content: dict[str, Any]) -> Text:
     m, n, k = content["m"], content["n"], content["k"]
     ranks, threads = content["world"], content["threads"]
+    where = ""
+    if content["hosts"] > 1:
+        rate = f" at {content['link_rate']}" if content["link_rate"] else ""
+        where = f", {content['hosts']} hosts{rate}"
     return Text(
         f"{content['op']} {m} x {n} x {k} (M x N x K) {content['dtype']}, "
         f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}, "
-        f"{content['backend']}/{content['transport']}",
+        f"{content['backend']}/{content['transport']}{where}",
         "bold",
     )
 
@@ -150,7 +166,8 @@ def _footer(content: dict[str, Any]) -> Text:
 
 
 def _milliseconds(value: float | None) -> str:
-    return _number(value, ".3f" if value is not None and abs(value) < 10 else ".2f")
+    size = 0.0 if value is None else abs(value)
+    return _number(value, ".3f" if size < 10 else ".2f" if size < 100 else ".1f")
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -16,9 +16,9 @@ ranks are posted in the same order at both ends, so backends without tags do too
 Memory ordering and buffer reuse. A receive is posted for call e only after this rank has begun e
 and has seen every rank enter e (``await_agreement``): on this host nobody reads the target for e-1
 any more, for the same reason as in csrc/host/signal_pad.h. A sender cannot overtake that:
-point-to-point data lands in posted receives only. The signal is raised after the receive has completed, by the
-thread that saw it complete. A sent tile is read until its send completes, and ``finish`` returns no
-earlier, so inputs, partials and stand-ins may be overwritten afterwards.
+point-to-point data lands in posted receives only. The signal is raised after the receive has
+completed, by the thread that saw it complete. A sent tile is read until its send completes, and
+``finish`` returns no earlier, so inputs, partials and stand-ins may be overwritten afterwards.
 
 Ends. Threads wait for their operations without a deadline, since only the engine decides when a
 peer is late. Closing breaks the connections, which ends every pending operation of both sides at

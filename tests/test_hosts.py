@@ -1,0 +1,273 @@
+"""Hosts made of network namespaces: links of known speed, that stall, are cut, and go away.
+
+What needs root and iproute2 is skipped, with the reason, where they are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flux import PeerTimeoutError
+from flux.bench import hosts as hosts_module
+from flux.bench.hosts import (
+    Hosts,
+    HostsUnavailableError,
+    link_bytes,
+    parse_hosts,
+    parse_rate,
+    remove_leftovers,
+)
+from flux.bench.problem import BenchConfig
+from flux.bench.problem import Problem as BenchProblem
+from flux.bench.spawn import run_ranks
+from reference import Inputs, Problem
+
+
+def why_not() -> str:
+    """What keeps this machine from making hosts, or an empty string."""
+    try:
+        with Hosts(2, "1gbit"):
+            return ""
+    except HostsUnavailableError as error:
+        return str(error)
+
+
+REASON = why_not()
+needs_hosts = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+def namespaces() -> set[str]:
+    folder = Path("/run/netns")
+    return {path.name for path in folder.glob("flux-*")} if folder.exists() else set()
+
+
+# -- what people write -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("1gbit", 1e9), ("500mbit", 5e8), ("2.5Gbit", 2.5e9), ("8kbit", 8e3)]
+)
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "fast", "0mbit", "-1gbit", "1gb", "1 gbit/s"])
+def test_rates_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="link rate must look like"):
+        parse_rate(text)
+
+
+def test_ranks_are_spread_over_hosts() -> None:
+    assert parse_hosts("1", 3) == (0, 0, 0)
+    assert parse_hosts("2", 4) == (0, 0, 1, 1)
+    assert parse_hosts("2", 3) == (0, 0, 1)
+    assert parse_hosts("3+1", 4) == (0, 0, 0, 1)
+    for text, world in (("0", 2), ("3", 2), ("2+1", 4), ("2+0", 2), ("a", 2), ("", 2)):
+        with pytest.raises(ValueError, match="hosts"):
+            parse_hosts(text, world)
+
+
+def test_a_rate_without_hosts_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 hosts"):
+        BenchConfig(BenchProblem("ag_gemm", 8, 8, 8, "float32", 2), link_rate="1gbit")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda patch: patch.setattr(os, "geteuid", lambda: 1000), "need root"),
+        (lambda patch: patch.setattr(hosts_module.shutil, "which", lambda tool: None), "iproute2"),
+        (lambda patch: patch.setattr(sys, "platform", "darwin"), "Linux"),
+    ],
+)
+def test_what_is_missing_is_said(
+    change: Callable[[pytest.MonkeyPatch], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(monkeypatch)
+    with pytest.raises(HostsUnavailableError, match=message):
+        Hosts(2)
+
+
+@needs_hosts
+def test_a_kernel_that_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = hosts_module._run
+
+    def without_tbf(*command: str) -> str:
+        return run(*(word.replace("tbf", "no-such-qdisc") for word in command))
+
+    monkeypatch.setattr(hosts_module, "_run", without_tbf)
+    before = namespaces()
+    with pytest.raises(HostsUnavailableError, match=r"`tc .*` failed"), Hosts(2, "1gbit"):
+        pass
+    assert namespaces() == before
+
+
+# -- hosts that are there --------------------------------------------------------------------------
+
+
+def throughput(megabytes: int, rank: int, progress: Any) -> tuple[float, int]:
+    """Seconds that a transfer from rank 0 to rank 1 took, and the bytes that left rank 0's host."""
+    data = torch.ones(megabytes << 18)
+    before = link_bytes()
+    dist.barrier()
+    began = time.monotonic()
+    dist.send(data, 1) if rank == 0 else dist.recv(data, 0)
+    dist.barrier()
+    return time.monotonic() - began, link_bytes() - before
+
+
+@needs_hosts
+def test_a_link_has_its_speed() -> None:
+    with Hosts(2, "200mbit") as hosts:
+        took, sent = run_ranks(throughput, 8, 2, places=hosts.placed((0, 1)))
+    wire = (8 << 20) * 8 / 200e6
+    assert 0.9 * wire < took < 2.0 * wire
+    assert 8 << 20 <= sent < 1.05 * (8 << 20)
+    assert not {name for name in namespaces() if f"-{os.getpid()}-" in name}
+
+
+KILLED = """
+import time
+from flux.bench.hosts import Hosts
+with Hosts(2, "1gbit") as hosts:
+    print(*hosts.names, flush=True)
+    time.sleep(60)
+"""
+
+
+@needs_hosts
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
+def test_hosts_of_a_dead_process_are_removed(sign: signal.Signals) -> None:
+    """At once when it could still clean up, else by whoever makes hosts next."""
+    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    names = set(process.stdout.readline().split())
+    assert len(names) == 2 and names <= namespaces()
+    process.send_signal(sign)
+    process.wait(30)
+    assert bool(names & namespaces()) == (sign == signal.SIGKILL)
+    remove_leftovers()
+    assert not names & namespaces()
+
+
+# -- links that fail -------------------------------------------------------------------------------
+
+
+def ports_of(names: list[str]) -> str:
+    return names[0].rpartition("-")[0] + "-sw"
+
+
+def cut(switch: str, host: int, up: bool) -> None:
+    state = "up" if up else "down"
+    command = ["ip", "-n", switch, "link", "set", f"p{host}", state]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def stall_and_return(argument: tuple[str, float], rank: int, progress: Any) -> list[str]:
+    """Calls go on; now and then rank 0 pulls a cable, and plugs it in again."""
+    switch, pause = argument
+    world, told = 2, []
+    problem = Problem("gemm_rs", 512, (512,), 64)
+    with problem.build(timeout_s=20.0) as op:
+        for call in range(12):
+            if rank == 0 and call % 4 == 1:
+                cut(switch, 1, up=False)
+                os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", f"sleep {pause}; {up(switch)}")
+            inputs = Inputs(problem, 512, world, seed=call)
+            inputs.check(inputs.call(op, rank), rank)
+            told.append("right")
+    return told
+
+
+def up(switch: str) -> str:
+    return f"ip -n {switch} link set p1 up"
+
+
+@needs_hosts
+def test_calls_complete_when_the_link_returns_in_time() -> None:
+    with Hosts(2, "1gbit") as hosts:
+        argument = (ports_of(hosts.names), 0.4)
+        done = run_ranks(stall_and_return, argument, 2, places=hosts.placed((0, 1)))
+    assert done == ["right"] * 12
+
+
+def host_disappears(switch: str, rank: int, progress: Any) -> dict[str, Any]:
+    problem = Problem("ag_gemm", 30, (30,), 64)
+    op = problem.build(timeout_s=1.5)
+    inputs = Inputs(problem, 30, 3, seed=1)
+    inputs.check(inputs.call(op, rank), rank)
+    dist.barrier()
+    if rank == 0:
+        cut(switch, 1, up=False)
+    time.sleep(0.3)
+    began = time.monotonic()
+    try:
+        inputs.call(op, rank)
+    except PeerTimeoutError as error:
+        return {"text": str(error), "took": time.monotonic() - began}
+    raise AssertionError("the call did not notice")
+
+
+@needs_hosts
+def test_a_host_that_disappears_is_noticed_in_time() -> None:
+    with Hosts(2, "1gbit") as hosts:
+        places = hosts.placed((0, 0, 1))
+        told = run_ranks(host_disappears, ports_of(hosts.names), 3, places=places)
+    assert told["took"] < 1.5 + 2.0 and told["text"].startswith("AGGemm: rank 0, call 2"), told
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flux", "bench", "op", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+SMALL = ("--m", "256", "--n", "256", "--k", "128", "--repeats", "3", "--warmup", "1")
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("op", "hosts", "nproc"),
+    [("ag_gemm", "2", "2"), ("gemm_rs", "2+1", "3"), ("gemm_ar", "2", "4")],
+)
+def test_bench_op_over_hosts(op: str, hosts: str, nproc: str, tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    where = ("--nproc", nproc, "--hosts", hosts, "--link-rate", "1gbit")
+    done = bench("--op", op, *SMALL, *where, "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    content = json.loads(target.read_text())
+    assert content["hosts"] == 2 and content["link_rate"] == "1gbit"
+    assert content["transport"] == ("send_recv" if nproc == "2" else "shm+send_recv")
+    least = content["link_bytes_minimum"]
+    assert least == 256 * (128 if op == "ag_gemm" else 256) * 4 * (2 if op == "gemm_ar" else 1)
+    for name in ("flux", "medium"):
+        method = content["methods"][name]
+        assert method["overall_ms"] > 0 and method["comm_cpu_ms"] is not None
+        assert method["link_bytes"] >= least
+    # Headers and acknowledgements come on top of small messages.
+    assert content["methods"]["flux"]["link_bytes"] < 1.2 * least + 40_000
+    assert not {name for name in namespaces() if "-h" in name and f"-{os.getpid()}-" not in name}
+
+
+def test_bench_op_says_what_is_wrong_with_hosts() -> None:
+    for arguments, message in (
+        (("--hosts", "3", "--nproc", "2"), "hosts must be in [1, 2]"),
+        (("--hosts", "2", "--link-rate", "quick"), "link rate must look like"),
+        (("--link-rate", "1gbit"), "at least 2 hosts"),
+    ):
+        done = bench(*SMALL, *arguments)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
