@@ -76,7 +76,8 @@ class Knobs:
         comm_tile_rows: rows of a communication tile, in [1, ceil(M/W)].
         direction: ``push`` | ``pull``.
         order: ``direct`` | ``ring1d`` | ``ring2d`` | ``hierarchical`` | ``numa``. GemmRS and GemmAR
-            send partials straight to their owner; for them it only orders the owners.
+            send partials straight to their owner, and it only orders the owners; but pushed and
+            ``hierarchical``, the ranks of a node first add up what they have for other nodes.
         swizzle: ``none`` | ``rank_shift`` | ``xor``.
         store: ``direct`` (the GEMM writes into the owner's buffer) | ``staged`` (it writes to
             private memory, from where tiles are copied).

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[1] / "csrc"
+ENGINE = ("host/engine", "host/engine_reduce", "host/engine_network")
 UNITS = (
-    "host/engine",
+    *ENGINE,
+    "host/routes",
     "host/schedule",
     "host/reduce",
     "tests/test_engine_threads",
@@ -75,8 +77,8 @@ class Builds:
         text = path.read_text()
         assert text.count(old) == 1, f"{header_or_source} no longer has {old!r}: adapt this test"
         path.write_text(text.replace(old, new))
-        engine = compiled(kind, copy, "host/engine", copy)
-        return linked(kind, [engine, *self.objects[kind][1:]], copy / "program")
+        engine = [compiled(kind, copy, unit, copy) for unit in ENGINE]
+        return linked(kind, [*engine, *self.objects[kind][len(ENGINE) :]], copy / "program")
 
     def _check(self, kind: str) -> None:
         if shutil.which(COMPILER) is None:

@@ -18,8 +18,8 @@ struct ScheduleSpec {
   Problem problem;
   TileOrder tiles;
   CommTiling comm;
-  Store store;             // GemmRS and GemmAR only
-  std::vector<int> hosts;  // host of each rank, where they form no mesh; else empty
+  Store store;                  // GemmRS and GemmAR only
+  std::vector<int> hosts = {};  // host of each rank, where they form no mesh; else empty
 };
 
 // One communication tile on its way. AllGather: rows of x; ReduceScatter: rows of a partial result;

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -56,12 +59,16 @@ def spawned(config: BenchConfig, progress: Progress, factory: Factory | None = N
     return result
 
 
-def joined(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
-    """Run as one of torchrun's ranks; returns the measurement on every one of them.
+def on_hosts(config: BenchConfig, identities: Sequence[str]) -> BenchConfig:
+    """The configuration of ranks that turn out to be on these hosts, by rank."""
+    sizes = [len(list(ranks)) for _, ranks in groupby(identities)]
+    if len(sizes) != len(set(identities)):
+        raise ValueError("ranks of one host must be numbered one after the other, as torchrun does")
+    return replace(config, hosts="+".join(map(str, sizes)), common_clock=len(sizes) == 1)
 
-    Raises:
-        ValueError: the ranks are not all on one host, whose clock and memory they would share.
-    """
+
+def joined(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
+    """Run as one of torchrun's ranks, on one host or several; returns the measurement on each."""
     from flux.transport.shm import host_identity
 
     torch.set_num_threads(config.threads)
@@ -70,8 +77,7 @@ def joined(config: BenchConfig, progress: Progress, factory: Factory | None = No
     try:
         hosts: list[Any] = [None] * config.problem.world
         dist.all_gather_object(hosts, host_identity())
-        if len(set(hosts)) > 1:
-            raise ValueError(f"all ranks must be on one host, got {len(set(hosts))} hosts")
+        config = on_hosts(config, hosts)
         return _one_rank((config, factory), rank, progress)
     finally:
         sys.stdout.flush()

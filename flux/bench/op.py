@@ -171,7 +171,7 @@ class _Run:
         self, calls: dict[str, Callable[[], object]], inputs: Inputs
     ) -> tuple[dict[str, _Samples], list[float], dict[str, object]]:
         config = self._config
-        line = StartLine(self._problem.world, config.threads)
+        line = StartLine(self._problem.world, config.threads, common_clock=config.common_clock)
         samples = {name: _Samples() for name in calls}
         across = len(set(config.host_of)) > 1
         seen = link_bytes()
@@ -246,6 +246,8 @@ class _Run:
         hosts = self._config.host_of
         if len(set(hosts)) == 1:
             return None
+        if not self._config.common_clock:
+            return None  # real hosts: other traffic uses their links too
         speakers = [hosts.index(host) for host in sorted(set(hosts))]
         return metrics.median(
             [sum(at) for at in zip(*(ranks[r].sent for r in speakers), strict=True)]

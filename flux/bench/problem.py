@@ -126,6 +126,7 @@ class BenchConfig:
     seed: int = 0
     hosts: str = "1"
     link_rate: str | None = None
+    common_clock: bool = True  # of all ranks; hosts that we make ourselves share one too
 
     def __post_init__(self) -> None:
         if self.repeats < 1:

@@ -137,7 +137,8 @@ def table(content: dict[str, Any]) -> Table:
 
 def _excess(content: dict[str, Any], method: dict[str, Any]) -> str:
     """Bytes between hosts over the least that the op needs; headers make it more than 1."""
-    return _number(method["link_bytes"] / content["link_bytes_minimum"], ".2f")
+    sent = method["link_bytes"]
+    return _number(None if sent is None else sent / content["link_bytes_minimum"], ".2f")
 
 
 def _headline(content: dict[str, Any]) -> Text:

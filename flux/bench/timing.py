@@ -8,8 +8,8 @@ one all-reduce, on an instant a little in the future, and each waits for it by i
     rank 1  ----all_reduce----|...sleep...|~spin~|call
                                                  ^ agreed instant
 
-The processes of one host share CLOCK_MONOTONIC, which is what Python's monotonic clock is. That is
-why all ranks must be on one host.
+The processes of one machine share CLOCK_MONOTONIC, which is what Python's monotonic clock is. Where
+there is no such clock, ranks start as they leave a barrier.
 """
 
 from __future__ import annotations
@@ -36,8 +36,15 @@ _LATE_NS = 50_000
 class StartLine:
     """Lines up the ranks of a group. Collective: all ranks make the same calls."""
 
-    def __init__(self, world: int, threads: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        world: int,
+        threads: int,
+        group: dist.ProcessGroup | None = None,
+        common_clock: bool = True,
+    ) -> None:
         self._group = group
+        self._common_clock = common_clock
         self._instant = torch.zeros(1, dtype=torch.int64)
         # With more ranks than cores, a spinning rank keeps another one from reaching the line.
         self._spin_ns = _SPIN_NS if world * threads <= available_cores() else 0
@@ -46,6 +53,9 @@ class StartLine:
 
     def wait(self) -> None:
         """Return at the instant that all ranks agreed on."""
+        if not self._common_clock:
+            dist.barrier(group=self._group)
+            return
         self._instant[0] = time.monotonic_ns() + self._lead_ns
         dist.all_reduce(self._instant, op=dist.ReduceOp.MAX, group=self._group)
         instant = int(self._instant.item())
