@@ -258,7 +258,7 @@ def test_nothing_is_left_of_closed_ops(hosts: str) -> None:
 
 
 def ends(rank: int, world: int, hosts: str, how: str) -> dict[str, Any]:
-    """The last rank dies, closes, stalls or fails to compute; what the others are told, and when."""
+    """The last rank dies, closes or stalls; what the others are told, and when."""
     problem = Problem("gemm_rs", 12, (4,), 6)
     with on_host(hosts[rank]):
         op = problem.build(timeout_s=1.5)

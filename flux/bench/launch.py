@@ -64,7 +64,9 @@ def on_hosts(config: BenchConfig, identities: Sequence[str]) -> BenchConfig:
     sizes = [len(list(ranks)) for _, ranks in groupby(identities)]
     if len(sizes) != len(set(identities)):
         raise ValueError("ranks of one host must be numbered one after the other, as torchrun does")
-    return replace(config, hosts="+".join(map(str, sizes)), common_clock=len(sizes) == 1)
+    if len(sizes) == 1:
+        return config
+    return replace(config, hosts="+".join(map(str, sizes)), common_clock=False)
 
 
 def joined(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
