@@ -46,6 +46,10 @@ def cell(document: dict[str, Any], cores: int) -> str:
     return f"{milliseconds(fused)} ({milliseconds(unfused)}) {limit(document, cores)}"
 
 
+def file_name(op: str, m: int, world: int) -> str:
+    return f"{op}_{m}x{N}x{K}_float32_w{world}.json"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
@@ -61,7 +65,7 @@ def main() -> None:
         for m in options.rows:
             line = [str(m)]
             for world in options.worlds:
-                target = RESULTS / "growth" / f"{op}_{m}x{N}x{K}_float32_w{world}.json"
+                target = RESULTS / "growth" / file_name(op, m, world)
                 repeats = options.repeats or (15 if m > 1024 else repeats_for(m))
                 document = bench_op(
                     op, m, N, K, world=world, repeats=repeats, target=target, extra=extra

@@ -99,7 +99,6 @@ def call_cost(name: str, calls: int, rank: int, alone: dist.ProcessGroup) -> dic
         OPS[name](max_m=1, n=TINY, k=TINY) as op,
         OPS[name](alone, max_m=1, n=TINY, k=TINY) as single,
     ):
-        whole = microseconds(lambda: op(x, weight, **options), calls)
         lone = microseconds(lambda: single(full_x, full_weight, **options), calls)
         parts["torch.mm"] = microseconds(lambda: torch.mm(full_x, full_weight.t()), calls)
         parts["argument checks"] = microseconds(
@@ -111,8 +110,8 @@ def call_cost(name: str, calls: int, rank: int, alone: dist.ProcessGroup) -> dic
         engine = TimedEngine(op._backend.engine)
         op._backend.engine = engine
         dist.barrier()
-        for _ in range(calls):
-            op(x, weight, **options)
+        # The whole and the engine's share of it from the same calls: what waits for a peer varies.
+        whole = microseconds(lambda: op(x, weight, **options), calls)
         op._backend.engine = engine.inner
     spent = {method: median(times) for method, times in engine.spent_us.items()}
     parts["engine: begin"] = spent.pop("begin")
@@ -181,7 +180,7 @@ def memory(name: str, calls: int, rank: int) -> list[int]:
 def measure(options: dict[str, int], rank: int, progress: Callable[..., None]) -> dict[str, Any]:
     """All of it, for each op; the result counts on rank 0."""
     alone = [dist.new_group([peer]) for peer in range(WORLD)][rank]
-    costs, large, resident = {}, {}, {}
+    costs, large, resident, workspaces = {}, {}, {}, {}
     for name in OPS:
         progress(name, 0, 0)  # a sign of life: the parent ends ranks that are silent for long
         costs[name] = call_cost(name, options["calls"], rank, alone)
@@ -194,10 +193,32 @@ def measure(options: dict[str, int], rank: int, progress: Callable[..., None]) -
         }
         progress(name, 0, 0)
         resident[name] = memory(name, options["flat_calls"], rank)
-    return {"call_cost_us": costs, "large_gemm_ms": large, "resident_kib": resident}
+        workspaces[name] = workspace(name)
+    return {
+        "call_cost_us": costs,
+        "large_gemm_ms": large,
+        "resident_kib": resident,
+        "workspace_bytes": workspaces,
+    }
 
 
-def tables(found: dict[str, Any], options: dict[str, int]) -> str:
+def workspace(name: str) -> dict[str, int]:
+    """Symmetric memory of one rank, and what the algorithm needs of it."""
+    m, n, k = LARGE
+    with OPS[name](max_m=m, n=n, k=k) as op:
+        item = op.spec.itemsize
+        chunk = -(-m // WORLD)
+        needed = {
+            "ag_gemm": m * k,  # the gathered input
+            "gemm_rs": (WORLD - 1) * chunk * n,  # a block of partials from every peer
+            "gemm_ar": WORLD * chunk * n,  # and the own block of the result
+        }[name]
+        return {"allocated": op.workspace_bytes, "needed": needed * item}
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Markdown of all that was found."""
+    options = found["options"]
     costs = found["call_cost_us"]
     parts = [part for part in next(iter(costs.values())) if part != "call"]
     cost_rows = [[part, *(f"{costs[op][part]:.1f}" for op in costs)] for part in parts]
@@ -214,6 +235,10 @@ def tables(found: dict[str, Any], options: dict[str, int]) -> str:
         [op, f"{marks[0] / 1024:.1f}", f"{marks[-1] / 1024:.1f}", f"{marks[-1] - marks[0]:+d}"]
         for op, marks in found["resident_kib"].items()
     ]
+    workspace_rows = [
+        [op, str(w["allocated"]), str(w["needed"]), f"{w['allocated'] / w['needed']:.4f}"]
+        for op, w in found["workspace_bytes"].items()
+    ]
     calls, flat = options["calls"], options["flat_calls"]
     m, n, k = LARGE
     return "\n\n".join(
@@ -224,6 +249,8 @@ def tables(found: dict[str, Any], options: dict[str, int]) -> str:
             markdown(["op", "torch.mm", "world 1", "signals preset"], large_rows),
             f"Resident memory of rank 0 over {flat} calls with M drawn from 1 to {TINY}:",
             markdown(["op", "MiB before", "MiB after", "KiB grown"], memory_rows),
+            f"Symmetric workspace of a rank, max_m, N, K = {m}, {n}, {k} (`op.workspace_bytes`):",
+            markdown(["op", "bytes", "the algorithm needs", "ratio"], workspace_rows),
         ]
     )
 
@@ -245,7 +272,7 @@ def main() -> None:
     target = ROOT / RESULTS / "overhead.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(tables(found, options))
+    print(tables(content))
 
 
 if __name__ == "__main__":

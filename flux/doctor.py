@@ -252,13 +252,8 @@ def _choices() -> list[Item]:
     return [
         Item("backend", "cpu", note="one process per rank, GEMM tiles by torch"),
         Item("transport", "shm", note="shared memory between the ranks of one host"),
+        Item("transport between hosts", "send_recv", note="torch.distributed, point to point"),
         Item("not backend cuda", "not used", ABSENT, no_cuda),
-        Item(
-            "not across hosts",
-            "not used",
-            ABSENT,
-            "shared memory ends at the host; Knobs(path='unfused') runs over torch.distributed",
-        ),
     ]
 
 

@@ -10,8 +10,8 @@ Three measurements on a 2-core AVX-512 machine shape them (fp32, one thread per 
   rows first (through shared memory: several times faster than the library collective) and run one
   GEMM. Partials are worth more: a GEMM that writes them where their owner reads them saves both the
   copy and the memory, so a ReduceScatter is cut from 1024 rows on.
-* Between hosts (two with one rank each, 1 Gbit/s) each communication tile costs some 100 us of CPU,
-  so there tiles are as large as slabs, up to 8 MiB.
+* Between hosts (two with one rank each, 1 Gbit/s) each communication tile costs 0.1 to 2 ms of the
+  core that multiplies, so tiles are few there, up to 8 MiB each.
 * Handing work to the copy thread costs two wake-ups, 50 to 100 us together, in which the calling
   thread copies some 256 KiB by itself. With one GEMM tile there is nothing to overlap with at all.
 """
@@ -107,8 +107,9 @@ def resolve(
     else:
         tile_bytes = COMM_TILE_BYTES if nodes == 1 else NETWORK_TILE_BYTES
         comm_rows = max(tile_bytes // row_bytes, ceil_div(chunk, MAX_COMM_TILES), 1)
-        comm_rows = min(comm_rows, chunk if nodes == 1 else max(tile[0], 1))
-        comm_rows = min(comm_rows, chunk)
+        # Between hosts: a partial leaves with its slab; rows of x come as two messages.
+        message = tile[0] if op is not Op.ag_gemm else ceil_div(chunk, 2)
+        comm_rows = min(comm_rows, chunk if nodes == 1 else message, chunk)
     copy_streams = knobs.copy_streams
     if copy_streams is None:
         moved = (world - 1) * chunk * row_bytes

@@ -6,11 +6,16 @@ import os
 import platform
 
 
-def available_cores() -> int:
-    """CPU cores that this process may run on."""
+def usable_cores() -> set[int]:
+    """The CPU cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def available_cores() -> int:
+    """How many they are."""
+    return len(usable_cores())
 
 
 def cpu_model() -> str:

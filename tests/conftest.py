@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from flux.bench.hosts import Hosts, HostsUnavailableError
 
 # "ci" draws the same examples on every run, so that a red build means that the change is at fault.
 # Look further with HYPOTHESIS_PROFILE=explore.
@@ -13,3 +18,20 @@ settings.register_profile(
     "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def make_hosts() -> Iterator[Callable[..., Hosts]]:
+    """``make_hosts(count, link_rate)``: hosts and links for one test (flux/bench/hosts.py).
+
+    Skips the test, with the reason, on machines that cannot make them.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def make(count: int, link_rate: str | None = None) -> Hosts:
+            try:
+                return stack.enter_context(Hosts(count, link_rate))
+            except HostsUnavailableError as error:
+                pytest.skip(str(error))
+
+        yield make

@@ -34,6 +34,8 @@ from flux.bench.problem import Problem as BenchProblem
 from flux.bench.spawn import run_ranks
 from reference import Inputs, Problem
 
+MakeHosts = Callable[..., Hosts]
+
 
 def why_not() -> str:
     """What keeps this machine from making hosts, or an empty string."""
@@ -128,13 +130,13 @@ def throughput(megabytes: int, rank: int, progress: Any) -> tuple[float, int]:
     return time.monotonic() - began, link_bytes() - before
 
 
-@needs_hosts
-def test_a_link_has_its_speed() -> None:
-    with Hosts(2, "200mbit") as hosts:
-        took, sent = run_ranks(throughput, 8, 2, places=hosts.placed((0, 1)))
+def test_a_link_has_its_speed(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(2, "200mbit")
+    took, sent = run_ranks(throughput, 8, 2, places=hosts.placed((0, 1)))
     wire = (8 << 20) * 8 / 200e6
     assert 0.9 * wire < took < 2.0 * wire
     assert 8 << 20 <= sent < 1.05 * (8 << 20)
+    hosts.close()
     assert not {name for name in namespaces() if f"-{os.getpid()}-" in name}
 
 
@@ -165,10 +167,6 @@ def test_hosts_of_a_dead_process_are_removed(sign: signal.Signals) -> None:
 # -- links that fail -------------------------------------------------------------------------------
 
 
-def ports_of(names: list[str]) -> str:
-    return names[0].rpartition("-")[0] + "-sw"
-
-
 def cut(switch: str, host: int, up: bool) -> None:
     state = "up" if up else "down"
     command = ["ip", "-n", switch, "link", "set", f"p{host}", state]
@@ -195,11 +193,9 @@ def up(switch: str) -> str:
     return f"ip -n {switch} link set p1 up"
 
 
-@needs_hosts
-def test_calls_complete_when_the_link_returns_in_time() -> None:
-    with Hosts(2, "1gbit") as hosts:
-        argument = (ports_of(hosts.names), 0.4)
-        done = run_ranks(stall_and_return, argument, 2, places=hosts.placed((0, 1)))
+def test_calls_complete_when_the_link_returns_in_time(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(2, "1gbit")
+    done = run_ranks(stall_and_return, (hosts.switch, 0.4), 2, places=hosts.placed((0, 1)))
     assert done == ["right"] * 12
 
 
@@ -220,11 +216,9 @@ def host_disappears(switch: str, rank: int, progress: Any) -> dict[str, Any]:
     raise AssertionError("the call did not notice")
 
 
-@needs_hosts
-def test_a_host_that_disappears_is_noticed_in_time() -> None:
-    with Hosts(2, "1gbit") as hosts:
-        places = hosts.placed((0, 0, 1))
-        told = run_ranks(host_disappears, ports_of(hosts.names), 3, places=places)
+def test_a_host_that_disappears_is_noticed_in_time(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(2, "1gbit")
+    told = run_ranks(host_disappears, hosts.switch, 3, places=hosts.placed((0, 0, 1)))
     assert told["took"] < 1.5 + 2.0 and told["text"].startswith("AGGemm: rank 0, call 2"), told
 
 
@@ -271,3 +265,18 @@ def test_bench_op_says_what_is_wrong_with_hosts() -> None:
     ):
         done = bench(*SMALL, *arguments)
         assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def leaves_at_once(argument: None, rank: int, progress: Any) -> None:
+    """Rank 0 has nothing to wait for: it closes while what it sent is still on its way."""
+    problem = Problem("ag_gemm", 1, (2,), 1 << 20)  # one row of 4 MiB, rank 0's
+    op = problem.build(timeout_s=20.0)
+    inputs = Inputs(problem, 1, 2, seed=3)
+    got = inputs.call(op, rank)
+    op.close()
+    inputs.check(got, rank)
+
+
+def test_closing_loses_nothing_that_is_on_its_way(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(2, "50mbit")
+    run_ranks(leaves_at_once, None, 2, places=hosts.placed((0, 1)))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import flux
 from flux import AGGemm, GemmRS, Knobs, PeerTimeoutError, Topology
 from flux.ops.workspace import clear_workspaces
-from harness import fresh_ranks, held, nothing_left_in_shared_memory, run_ranks
+from harness import fresh_ranks, held, join_group, nothing_left_in_shared_memory, run_ranks
 from op_cases import Case, check_cases, meshes, random_case
 from reference import Inputs, Problem
 
@@ -280,7 +280,19 @@ def ends(rank: int, world: int, hosts: str, how: str) -> dict[str, Any]:
         took = time.monotonic() - began
         with pytest.raises(RuntimeError, match="is closed"):
             inputs.call(op, rank)
-        return {"text": str(told.value), "took": took, "threads": threading.active_count()}
+        gc.collect()
+        threads = threading.active_count()
+        form_again(problem, hosts, rank, world)
+        return {"text": str(told.value), "took": took, "threads": threads}
+
+
+def form_again(problem: Problem, hosts: str, rank: int, world: int) -> None:
+    """All but the last rank go on as a new group, in the same processes."""
+    dist.destroy_process_group()
+    join_group("again", rank, world - 1)
+    with problem.build() as op:
+        inputs = Inputs(problem, 12, world - 1, seed=2)
+        inputs.check(inputs.call(op, rank), rank, "two_levels")
 
 
 @pytest.mark.parametrize("how", ["killed", "closes", "stalls"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from flux import Knobs, TileSchedule, Topology, make_schedule
-from flux.backends.cpu import Layout
+from flux.backends.cpu import Layout, merge_visits
 from flux.knobs import Op
 from flux.ops.spec import OpSpec
 from flux.schedule import _make
@@ -141,6 +142,38 @@ def test_the_workspace_holds_the_schedule_of_every_m(
                     blocks += [block for s in schedules for _, block in s.homes]
                     assert max(blocks, default=-1) < max(layout.blocks, 1)
                     assert -(-m // world) * layout.row_bytes <= layout.slot_bytes or op == "ag_gemm"
+
+
+# -- what is multiplied at once -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aabb", "aaab", "abab"])
+def test_slabs_are_the_tiles_in_order_and_own_rows_are_one(op: str, hosts: str) -> None:
+    topology = Topology.of_hosts(hosts)
+    world, tile = len(hosts), 4
+    for rank, m in itertools.product(range(world), (16 * world, 16 * world - 3, 5)):
+        knobs = Knobs(tile=(tile, 100), store=None if op == "ag_gemm" else "staged")
+        schedule = make_schedule(op, (m, 8, 8), world, rank, topology, knobs)
+        slabs = merge_visits(schedule)
+        assert [i for first, last, _ in slabs for i in range(first, last)] == list(
+            range(len(schedule.visits))
+        )
+        for first, last, v in slabs:
+            visits = schedule.visits[first:last]
+            assert [row for u in visits for row in range(u.row_begin, u.row_end)] == list(
+                range(v.row_begin, v.row_end)
+            )
+        if m == 16 * world:
+            sizes = {
+                owner: [last - first for first, last, v in slabs if v.owner == owner]
+                for owner in range(world)
+            }
+            far = [owner for owner in range(world) if hosts[owner] != hosts[rank]]
+            assert sizes[rank] == [16 // tile]
+            for owner in set(range(world)) - {rank}:
+                merged = op == "ag_gemm" and owner in far
+                assert sizes[owner] == ([16 // tile - 1, 1] if merged else [1] * (16 // tile))
 
 
 # -- what people see -------------------------------------------------------------------------------

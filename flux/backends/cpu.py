@@ -31,7 +31,7 @@ from flux import _C
 from flux.env import POISON, SPIN_US, WINDOW_MB
 from flux.errors import PeerTimeoutError
 from flux.heuristic import MAX_COMM_TILES, across_hosts, ceil_div
-from flux.host import available_cores
+from flux.host import usable_cores
 from flux.knobs import Direction, Knobs, Op, Order
 from flux.ops.call import Call
 from flux.ops.spec import DTYPES, OpSpec
@@ -125,10 +125,14 @@ def merge_visits(schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
     return slabs
 
 
-def _spin_seconds(world: int) -> float:
+def _spin_seconds(exchange: Exchange, local: Sequence[bool]) -> float:
+    """How long to spin: not for long when ranks of this host share cores. Collective."""
+    cores: set[int] = set()
+    for here, of_rank in zip(local, exchange.all_gather(usable_cores()), strict=True):
+        cores |= of_rank if here else set()
     micros = SPIN_US.get()
     if micros < 0:
-        micros = 200.0 if world <= available_cores() else 5.0
+        micros = 200.0 if sum(local) <= len(cores) else 5.0
     return micros * 1e-6
 
 
@@ -149,7 +153,7 @@ class CpuBackend:
         self.rank = exchange.rank
         self.world = exchange.world
         self.timeout_s = timeout_s
-        self.spin_s = _spin_seconds(self.world)
+        self.spin_s = _spin_seconds(exchange, local)
         self.poison = POISON.get()
         layout = Layout.of(spec, topology, knobs)
         memory = shm.allocate(exchange, local, layout.signals, layout.data_bytes, spec.label)

@@ -173,7 +173,7 @@ class Hosts:
         self._rate = None if link_rate is None else parse_rate(link_rate)
         self._id = f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}"
         self.names = [f"{self._id}-h{host}" for host in range(count)]
-        self._switch = f"{self._id}-sw"
+        self.switch = f"{self._id}-sw"
 
     def __enter__(self) -> Self:
         remove_leftovers()
@@ -194,7 +194,7 @@ class Hosts:
 
     def close(self) -> None:
         """Remove the hosts and whatever still runs on them. Idempotent."""
-        for name in (*self.names, self._switch):
+        for name in (*self.names, self.switch):
             if (_FOLDER / name).exists():
                 _remove(name)
 
@@ -204,23 +204,23 @@ class Hosts:
 
     def set_link(self, host: int, up: bool) -> None:
         """Cut the link of a host, or join it again, as pulling its cable would."""
-        _run("ip", "-n", self._switch, "link", "set", f"p{host}", "up" if up else "down")
+        _run("ip", "-n", self.switch, "link", "set", f"p{host}", "up" if up else "down")
 
     def _build(self) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "br0", "mtu", str(MTU), "up")
+        _run("ip", "netns", "add", self.switch)
+        _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self.switch, "link", "set", "br0", "mtu", str(MTU), "up")
         for host, name in enumerate(self.names):
             port, inside = f"p{host}", ["ip", "-n", name]
             _run("ip", "netns", "add", name)
             _run(*inside, "link", "set", "lo", "up")
             create = ["link", "add", INTERFACE, "mtu", str(MTU), "type", "veth"]
-            _run(*inside, *create, "peer", "name", port, "mtu", str(MTU), "netns", self._switch)
-            _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+            _run(*inside, *create, "peer", "name", port, "mtu", str(MTU), "netns", self.switch)
+            _run("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
             _run(*inside, "addr", "add", f"{SUBNET}.{host + 1}/24", "dev", INTERFACE)
             _run(*inside, "link", "set", INTERFACE, "up")
             self._limit(name, INTERFACE)
-            self._limit(self._switch, port)
+            self._limit(self.switch, port)
 
     def _limit(self, namespace: str, device: str) -> None:
         """A token bucket. Bursts of 64 KiB and more pass the kernel's large segments unsplit, which

@@ -15,6 +15,7 @@ there is no such clock, ranks start as they leave a barrier.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,7 +48,9 @@ class StartLine:
         self._common_clock = common_clock
         self._instant = torch.zeros(1, dtype=torch.int64)
         # With more ranks than cores, a spinning rank keeps another one from reaching the line.
-        self._spin_ns = _SPIN_NS if world * threads <= available_cores() else 0
+        # (Ranks may be pinned to some cores each, so it is those of the machine that count.)
+        cores = os.cpu_count() or available_cores()
+        self._spin_ns = _SPIN_NS if world * threads <= cores else 0
         self._lead_ns = _LEAD_NS
         self.late_ns = 0
 

@@ -22,7 +22,8 @@ completed, by the thread that saw it complete. A sent tile is read until its sen
 
 Ends. Threads wait for their operations without a deadline, since only the engine decides when a
 peer is late. Closing breaks the connections, which ends every pending operation of both sides at
-once; a clean close says so in a header first.
+once. It also discards what the kernel has yet to deliver, so a clean close says so in a header
+first, and waits for the answer: the peer gives it when it has received everything before it.
 """
 
 from __future__ import annotations
@@ -58,12 +59,15 @@ _HEADER = struct.Struct("<III")  # kind, call, digest; then text
 HEADER_TAG, DATA_TAG, ABORT_TAG = 1, 2, 3
 FOREVER = timedelta(days=365)
 JOIN_S = 10.0
+LINGER_S = 5.0
+"""How long a clean close waits for peers to receive what was sent before."""
 
 
 class _Kind(IntEnum):
     enter = 0
     refuse = 1
     close = 2
+    closed = 3  # the answer
 
 
 @dataclass
@@ -190,6 +194,7 @@ class Network:
         """Wait until the threads have let go of a call that has failed."""
         for link in self._links:
             link.wait(self.timeout_s)
+            link.forget()
 
     def problem_with(self, peer: int) -> str:
         """What the connection to ``peer`` broke with, or an empty string."""
@@ -212,8 +217,10 @@ class Network:
             return
         self._closing = True
         if not failed:
-            for link in self._links:
-                link.say_goodbye(self._send_header(link.peer, _Kind.close, 0, 0))
+            deadline = time.monotonic() + LINGER_S
+            headers = [self._send_header(link.peer, _Kind.close, 0, 0) for link in self._links]
+            for link, header in zip(self._links, headers, strict=True):
+                link.part(header, deadline)
         self._abort()
         for link in self._links:
             link.join()
@@ -286,13 +293,15 @@ class _Link:
                     return f"rank {self.peer} took or delivered nothing for {timeout_s:g} s"
         return self.problem or None
 
-    def say_goodbye(self, header: Any) -> None:
-        """Let a last header leave; whether it arrives is only of interest to messages."""
-        if header is not None and not self.problem:
-            try:
-                header.wait(timedelta(seconds=1))
-            except RuntimeError as error:
-                self.problem = str(error)
+    def forget(self) -> None:
+        """Let go of what a call that did not happen was about to send."""
+        self._current = ()
+
+    def part(self, goodbye: Any, deadline: float) -> None:
+        """Wait until the peer has answered our goodbye, said its own, or broken the connection."""
+        self._inbox.put(None)  # a peer that goes on to a call of its own gets no answer
+        if goodbye is not None:
+            self._threads[1].join(max(0.0, deadline - time.monotonic()))
 
     def join(self) -> None:
         self._outbox.put(None)
@@ -338,6 +347,11 @@ class _Link:
         kind, epoch, digest = _HEADER.unpack_from(raw)
         if kind == _Kind.close:
             self._engine.peer_left(self.peer, failed=False)
+            answer = self._network._send_header(self.peer, _Kind.closed, 0, 0)
+            if answer is not None:
+                answer.wait(FOREVER)
+            raise _Gone
+        if kind == _Kind.closed:
             raise _Gone
         if kind == _Kind.refuse:
             text = raw[_HEADER.size :].rstrip(b"\0").decode(errors="replace")

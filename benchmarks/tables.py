@@ -1,0 +1,108 @@
+"""Write the tables of README.md and benchmarks/README.md from the raw JSON under results/.
+
+    python benchmarks/tables.py
+
+A table stands between two comments, `<!-- results:NAME -->` and `<!-- /results:NAME -->`; the text
+around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cpu_foundation
+import cpu_growth
+import cpu_overhead
+import multi_host
+from common import RESULTS, ROOT, conditions, markdown, percent, ratio
+
+LABELS = {"ag_gemm": "AGGemm", "gemm_rs": "GemmRS", "gemm_ar": "GemmAR"}
+
+
+def load(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    return document
+
+
+def foundation() -> str:
+    """Time over the unfused path, medium's in brackets, and overlap efficiency."""
+    header = ["M, N, K"]
+    for label in LABELS.values():
+        header += [label, "overlap"]
+    rows = []
+    shapes = [*cpu_foundation.LARGE, *reversed(cpu_foundation.SMALL)]
+    documents: list[dict[str, Any]] = []
+    for m, n, k in shapes:
+        line = [f"{m}, {n}, {k}"]
+        for op in LABELS:
+            documents.append(load(RESULTS / f"{op}_{m}x{n}x{k}_float32_w2.json"))
+            fused = documents[-1]["methods"]["flux"]
+            shares = (
+                f"**{ratio(documents[-1], 'flux'):.2f}** ({ratio(documents[-1], 'medium'):.2f})"
+            )
+            line += [shares, percent(fused["overlap_efficiency"])]
+        rows.append(line)
+    return f"{markdown(header, rows)}\n\n{conditions(documents[0])}"
+
+
+def overhead() -> str:
+    """The three tables of cpu_overhead.py."""
+    document = load(RESULTS / "overhead.json")
+    return cpu_overhead.tables(document)
+
+
+def growth() -> str:
+    """Per op, M against ranks: flux over unfused, over the whole GEMM, and what limits it."""
+    parts = []
+    for op in cpu_growth.OPS:
+        rows, last = [], None
+        for m in cpu_growth.ROWS:
+            line = [str(m)]
+            for world in cpu_growth.WORLDS:
+                path = RESULTS / "growth" / cpu_growth.file_name(op, m, world)
+                if (ROOT / path).exists():
+                    last = load(path)
+                    line.append(
+                        cpu_growth.cell(last, int(re.findall(r"(\d+) core", last["device"])[0]))
+                    )
+            if len(line) == len(cpu_growth.WORLDS) + 1:
+                rows.append(line)
+        if last is not None:
+            header = ["M", *(f"{w} rank{'s' if w > 1 else ''}" for w in cpu_growth.WORLDS)]
+            parts.append(f"**{op}**\n\n{markdown(header, rows)}")
+    return "\n\n".join(parts)
+
+
+def hosts() -> str:
+    """Every run between hosts, then hierarchical against flat."""
+    documents = {
+        path.stem: load(path) for path in sorted((ROOT / multi_host.RESULTS).glob("*bit*.json"))
+    }
+    return multi_host.tables(documents)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "cpu": foundation,
+    "overhead": overhead,
+    "growth": growth,
+    "hosts": hosts,
+}
+
+
+def main() -> None:
+    for page in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
+        text = page.read_text(encoding="utf-8")
+        for name, make in TABLES.items():
+            marks = rf"(<!-- results:{name} -->\n).*?(<!-- /results:{name} -->)"
+            if re.search(marks, text, re.DOTALL):
+                table = make()
+                text = re.sub(marks, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
+        page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
