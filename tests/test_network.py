@@ -68,7 +68,7 @@ def networked(case: Case, rng: random.Random) -> Case:
 @pytest.mark.parametrize("hosts", PLACEMENTS)
 def test_random_cases(op: str, hosts: str) -> None:
     rng = random.Random(f"{op} {hosts}")
-    cases = [networked(random_case(rng, op, len(hosts)), rng) for _ in range(12)]
+    cases = [networked(random_case(rng, op, len(hosts)), rng) for _ in range(9)]
     run_ranks(len(hosts), check_on_hosts, hosts, cases)
 
 
@@ -92,8 +92,8 @@ def every_size(rank: int, world: int, hosts: str, calls: int) -> list[str]:
 
 @pytest.mark.parametrize("hosts", ["ab", "aab"])
 def test_back_to_back_calls_repeat_bitwise(hosts: str) -> None:
-    first = run_ranks(len(hosts), every_size, hosts, 300, timeout=120)
-    assert run_ranks(len(hosts), every_size, hosts, 300, timeout=120) == first
+    first = run_ranks(len(hosts), every_size, hosts, 150, timeout=120)
+    assert run_ranks(len(hosts), every_size, hosts, 150, timeout=120) == first
 
 
 def large(rank: int, world: int, hosts: str) -> None:

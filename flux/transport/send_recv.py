@@ -347,9 +347,12 @@ class _Link:
         kind, epoch, digest = _HEADER.unpack_from(raw)
         if kind == _Kind.close:
             self._engine.peer_left(self.peer, failed=False)
-            answer = self._network._send_header(self.peer, _Kind.closed, 0, 0)
-            if answer is not None:
-                answer.wait(FOREVER)
+            # A rank that is closing too has said so, and its own goodbye is the answer: the peer
+            # listens for one only.
+            if not self._network._closing:
+                answer = self._network._send_header(self.peer, _Kind.closed, 0, 0)
+                if answer is not None:
+                    answer.wait(FOREVER)
             raise _Gone
         if kind == _Kind.closed:
             raise _Gone
