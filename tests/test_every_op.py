@@ -14,7 +14,7 @@ from reference import LAYOUTS, Problem
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 ORDERS = ("direct", "ring1d", "ring2d", "hierarchical", "numa")
 SWIZZLES = ("none", "rank_shift", "xor")
-COUNT = {1: 30, 2: 80, 3: 40, 4: 30, 8: 12}
+COUNT = {1: 20, 2: 50, 3: 25, 4: 20, 8: 8}
 
 each_op = pytest.mark.parametrize("op", OPS)
 

@@ -68,7 +68,7 @@ def networked(case: Case, rng: random.Random) -> Case:
 @pytest.mark.parametrize("hosts", PLACEMENTS)
 def test_random_cases(op: str, hosts: str) -> None:
     rng = random.Random(f"{op} {hosts}")
-    cases = [networked(random_case(rng, op, len(hosts)), rng) for _ in range(9)]
+    cases = [networked(random_case(rng, op, len(hosts)), rng) for _ in range(6)]
     run_ranks(len(hosts), check_on_hosts, hosts, cases)
 
 
