@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import threading
 import time
 from typing import Any
@@ -24,7 +23,7 @@ from multi_host import RESULTS
 
 import flux
 from flux import host
-from flux.bench.hosts import Hosts
+from flux.bench.hosts import Hosts, set_link
 from flux.bench.problem import Problem
 from flux.bench.reference import judge, make_inputs, make_reference
 from flux.bench.spawn import run_ranks
@@ -42,16 +41,12 @@ class Saboteur(threading.Thread):
         self.enough = threading.Event()
         self.stalls = 0
 
-    def set_link(self, host_index: int, state: str) -> None:
-        command = ["ip", "-n", self.switch, "link", "set", f"p{host_index}", state]
-        subprocess.run(command, check=True)
-
     def run(self) -> None:
         while not self.enough.wait(self.random.uniform(0.05, 1.0)):
             victim = self.random.randrange(self.hosts)
-            self.set_link(victim, "down")
+            set_link(self.switch, victim, up=False)
             time.sleep(self.random.uniform(0.001, 0.06))
-            self.set_link(victim, "up")
+            set_link(self.switch, victim, up=True)
             self.stalls += 1
 
 

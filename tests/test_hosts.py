@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from flux.bench.hosts import (
     parse_hosts,
     parse_rate,
     remove_leftovers,
+    set_link,
 )
 from flux.bench.problem import BenchConfig
 from flux.bench.problem import Problem as BenchProblem
@@ -167,12 +169,6 @@ def test_hosts_of_a_dead_process_are_removed(sign: signal.Signals) -> None:
 # -- links that fail -------------------------------------------------------------------------------
 
 
-def cut(switch: str, host: int, up: bool) -> None:
-    state = "up" if up else "down"
-    command = ["ip", "-n", switch, "link", "set", f"p{host}", state]
-    subprocess.run(command, check=True, capture_output=True)
-
-
 def stall_and_return(argument: tuple[str, float], rank: int, progress: Any) -> list[str]:
     """Calls go on; now and then rank 0 pulls a cable, and plugs it in again."""
     switch, pause = argument
@@ -181,16 +177,12 @@ def stall_and_return(argument: tuple[str, float], rank: int, progress: Any) -> l
     with problem.build(timeout_s=20.0) as op:
         for call in range(12):
             if rank == 0 and call % 4 == 1:
-                cut(switch, 1, up=False)
-                os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", f"sleep {pause}; {up(switch)}")
+                set_link(switch, 1, up=False)
+                threading.Timer(pause, set_link, (switch, 1), {"up": True}).start()
             inputs = Inputs(problem, 512, world, seed=call)
             inputs.check(inputs.call(op, rank), rank)
             told.append("right")
     return told
-
-
-def up(switch: str) -> str:
-    return f"ip -n {switch} link set p1 up"
 
 
 def test_calls_complete_when_the_link_returns_in_time(make_hosts: MakeHosts) -> None:
@@ -206,7 +198,7 @@ def host_disappears(switch: str, rank: int, progress: Any) -> dict[str, Any]:
     inputs.check(inputs.call(op, rank), rank)
     dist.barrier()
     if rank == 0:
-        cut(switch, 1, up=False)
+        set_link(switch, 1, up=False)
     time.sleep(0.3)
     began = time.monotonic()
     try:

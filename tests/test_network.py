@@ -308,7 +308,7 @@ def test_survivors_hear_of_it_in_time(hosts: str, how: str) -> None:
             assert told["took"] < 1.5 + 2.0, told
             assert re.match(rf"GemmRS: rank {rank}, call \d+", told["text"]), told
             assert f"rank {world - 1}" in told["text"], told
-            assert told["threads"] == 1 + (ranks is not None), told  # the watcher of the parent
+            assert told["threads"] == 2, told  # this one, and the watcher of the parent
 
 
 SCRIPT = """

@@ -174,12 +174,12 @@ void bind_schedule(py::module_& m) {
         py::arg("swizzle"), py::arg("store"), py::arg("hosts") = std::vector<int>());
   m.def(
       "room_for",
-      [](int op, int order, int direction, const MeshTuple& mesh, const std::vector<int>& hosts) {
-        const Room room = room_for(static_cast<OpKind>(op), static_cast<Order>(order),
-                                   static_cast<Direction>(direction), mesh_of(mesh), hosts);
+      [](int order, int direction, const MeshTuple& mesh, const std::vector<int>& hosts) {
+        const Room room = room_for(static_cast<Order>(order), static_cast<Direction>(direction),
+                                   mesh_of(mesh), hosts);
         return std::make_pair(room.blocks, room.regions);
       },
-      py::kw_only(), py::arg("op"), py::arg("order"), py::arg("direction"), py::arg("mesh"),
+      py::kw_only(), py::arg("order"), py::arg("direction"), py::arg("mesh"),
       py::arg("hosts") = std::vector<int>());
 }
 

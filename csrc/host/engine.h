@@ -132,6 +132,9 @@ class Engine {
  private:
   int world() const { return static_cast<int>(symmetric_.pads.size()); }
   void next_epoch();
+  bool gone() const;
+  template <class Ready>
+  void await_unless_gone(SignalPad& awaited, Ready&& ready);
   template <class Observe>
   bool await(int pad, int peer, const Transfer* what, const Limit& limit, Observe&& observe);
   bool await_signal(int pad, int peer, const Transfer& what, int index, const Limit& limit);

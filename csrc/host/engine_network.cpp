@@ -3,11 +3,18 @@
 
 namespace flux::host {
 
-bool Engine::await_parcel(int peer, int signal, std::uint32_t epoch) {
-  const auto gone = [&] { return failed() || stop_.load(std::memory_order_relaxed); };
-  const auto ready = [&] { return gone() || signal_reached(pad(peer), signal, epoch); };
-  while (!wait_until(pad(peer), Clock::now() + kSlice, std::chrono::nanoseconds(0), ready)) {
+bool Engine::gone() const { return failed() || stop_.load(std::memory_order_relaxed); }
+
+// Without a deadline, which the threads that wait for the network's tiles have; they end this too.
+template <class Ready>
+void Engine::await_unless_gone(SignalPad& awaited, Ready&& ready) {
+  const auto over = [&] { return gone() || ready(); };
+  while (!wait_until(awaited, Clock::now() + kSlice, std::chrono::nanoseconds(0), over)) {
   }
+}
+
+bool Engine::await_parcel(int peer, int signal, std::uint32_t epoch) {
+  await_unless_gone(pad(peer), [&] { return signal_reached(pad(peer), signal, epoch); });
   return !gone();
 }
 
@@ -15,12 +22,8 @@ bool Engine::await_agreement(std::uint32_t epoch) {
   for (int peer = 0; peer < world(); ++peer) {
     if (peer == rank_) continue;
     std::uint64_t entry = 0;
-    const auto ready = [&] {
-      return failed() || stop_.load(std::memory_order_relaxed) ||
-             epoch_reached(read_entry(pad(peer), epoch, &entry), epoch);
-    };
-    while (!wait_until(pad(peer), Clock::now() + kSlice, std::chrono::nanoseconds(0), ready)) {
-    }
+    await_unless_gone(pad(peer),
+                      [&] { return epoch_reached(read_entry(pad(peer), epoch, &entry), epoch); });
     if (entry != entry_of(epoch, digest_)) return false;
   }
   return true;

@@ -29,6 +29,11 @@ class Reducing {
   explicit Reducing(const ScheduleSpec& s)
       : spec_(s), placement_(placement_of(s)), world_(s.problem.world) {
     two_levels_ = s.tiles.order == Order::kHierarchical && is_push(s) && placement_.hosts() > 1;
+    room_ = Room{world_ - 1, 1};
+    for (int rank = 0; two_levels_ && rank < world_; ++rank) {
+      room_.blocks = std::max(room_.blocks, static_cast<int>(blocks(rank).size()));
+      room_.regions = std::max(room_.regions, static_cast<int>(owners(rank).size()));
+    }
   }
 
   bool two_levels() const { return two_levels_; }
@@ -91,14 +96,7 @@ class Reducing {
   }
 
   // Blocks and groups of signals that the largest holder needs.
-  Room room() const {
-    Room room{world_ - 1, 1};
-    for (int rank = 0; two_levels_ && rank < world_; ++rank) {
-      room.blocks = std::max(room.blocks, static_cast<int>(blocks(rank).size()));
-      room.regions = std::max(room.regions, static_cast<int>(owners(rank).size()));
-    }
-    return room;
-  }
+  Room room() const { return room_; }
 
  private:
   // Two levels: (owner, source) of each block in the memory of `holder`. The own partial of own rows
@@ -117,6 +115,7 @@ class Reducing {
   Placement placement_;
   int world_;
   bool two_levels_ = false;
+  Room room_{};
 };
 
 }  // namespace flux::host

@@ -23,6 +23,7 @@ class Placement {
   int world() const { return static_cast<int>(host_of_.size()); }
   int hosts() const { return static_cast<int>(members_.size()); }
   int host(int rank) const { return host_of_[rank]; }
+  const std::vector<int>& host_of() const { return host_of_; }
   const std::vector<int>& members(int host) const { return members_[host]; }
 
   // Position of a rank among the members of its host.

@@ -245,11 +245,8 @@ void build_results(Schedule* s, const Reducing& plan) {
   if (plan.two_levels()) {
     const auto in = plan.placement().arrivals(t.rank);
     for (int step = 0; step < world - 1; ++step) take(step, in[step], &s->receipts);
-    ScheduleSpec gathering = s->spec;  // departures() asks for the arrivals of all ranks
-    for (int rank = 0; rank < world; ++rank) {
-      if (gathering.hosts.empty()) gathering.hosts.resize(world);
-      gathering.hosts[rank] = plan.placement().host(rank);
-    }
+    ScheduleSpec gathering = s->spec;  // a mesh too by the routes of its placement
+    gathering.hosts = plan.placement().host_of();
     out = departures(gathering, t.rank);
   } else {
     const bool pull = !is_push(s->spec);
@@ -360,10 +357,9 @@ Schedule build_schedule(const ScheduleSpec& spec) {
   return s;
 }
 
-Room room_for(OpKind op, Order order, Direction direction, const Mesh& mesh,
-              const std::vector<int>& hosts) {
+Room room_for(Order order, Direction direction, const Mesh& mesh, const std::vector<int>& hosts) {
   ScheduleSpec spec{};
-  spec.problem = Problem{op, 1, 1, 1, world_of(mesh)};
+  spec.problem.world = world_of(mesh);
   spec.tiles.order = order;
   spec.tiles.direction = direction;
   spec.tiles.mesh = mesh;

@@ -116,8 +116,7 @@ struct Room {
   int blocks;   // of partials, of one chunk each
   int regions;  // groups of W signals for partials in the pad
 };
-Room room_for(OpKind op, Order order, Direction direction, const Mesh& mesh,
-              const std::vector<int>& hosts);
+Room room_for(Order order, Direction direction, const Mesh& mesh, const std::vector<int>& hosts);
 
 // Throws std::invalid_argument, naming the operand values, when the specification is illegal.
 Schedule build_schedule(const ScheduleSpec& spec);

@@ -80,7 +80,6 @@ class Layout:
         if spec.op is Op.ag_gemm:
             return Layout(signals, row, 0, 0, 0, spec.max_m * row)
         blocks, regions = _C.room_for(
-            op=spec.op,
             order=Order[knobs.order or "direct"],
             direction=Direction[knobs.direction or "push"],
             mesh=topology.mesh,
@@ -346,7 +345,7 @@ class CpuBackend:
 
         def incoming(peer: int) -> Iterator[Piece]:
             for p in schedule.of_rank(peer).parcels_for(self.rank):
-                yield Piece(self._landing(p, schedule), p.signal, p.chunk)
+                yield Piece(self._landing(p, schedule), p.signal)
 
         self.network.begin(self.engine.epoch, digest, outgoing, incoming)
 
@@ -358,14 +357,14 @@ class CpuBackend:
         if p.kind is ParcelKind.gather:
             own = p.chunk == self.rank
             tensor = sources.x[in_chunk] if own else self.gathered[rows]
-            return Piece(tensor, None if own else p.signal, p.chunk)
+            return Piece(tensor, None if own else p.signal)
         if p.kind is ParcelKind.result:
             tensor = sources.out[rows] if p.chunk == self.rank else self.gathered[rows]
         elif p.kind is ParcelKind.partial and schedule.knobs.store == "staged":
             tensor = sources.partial[rows]
         else:
             tensor = self.slots[peer][p.block, in_chunk]
-        return Piece(tensor, p.signal, p.chunk)
+        return Piece(tensor, p.signal)
 
     def _landing(self, p: Parcel, schedule: TileSchedule) -> torch.Tensor:
         """Where a tile from another host goes."""

@@ -25,7 +25,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -184,12 +183,7 @@ class Hosts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -201,10 +195,6 @@ class Hosts:
     def placed(self, hosts: Sequence[int]) -> list[Placed]:
         """Where each rank runs, given the host of each."""
         return [Placed(self.names[host], host) for host in hosts]
-
-    def set_link(self, host: int, up: bool) -> None:
-        """Cut the link of a host, or join it again, as pulling its cable would."""
-        _run("ip", "-n", self.switch, "link", "set", f"p{host}", "up" if up else "down")
 
     def _build(self) -> None:
         _run("ip", "netns", "add", self.switch)
@@ -231,6 +221,11 @@ class Hosts:
         limit = burst + int(self._rate / 8 * 20e-3)
         shape = ["rate", f"{self._rate:.0f}bit", "burst", str(burst), "limit", str(limit)]
         _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+
+
+def set_link(switch: str, host: int, up: bool) -> None:
+    """Cut the link of a host, or join it again, as pulling its cable would; from any process."""
+    _run("ip", "-n", switch, "link", "set", f"p{host}", "up" if up else "down")
 
 
 def link_bytes() -> int:

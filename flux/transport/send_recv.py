@@ -72,14 +72,13 @@ class _Kind(IntEnum):
 
 @dataclass
 class Piece:
-    """One tile to send or receive: its memory, the signal that stands for it, if any, and its name.
+    """One tile to send or receive: its memory, and the signal that stands for it, if any.
 
     A piece to send without a signal is ready from the start.
     """
 
     tensor: torch.Tensor
     signal: int | None
-    chunk: int
 
 
 @dataclass
