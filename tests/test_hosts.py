@@ -169,26 +169,33 @@ def test_hosts_of_a_dead_process_are_removed(sign: signal.Signals) -> None:
 # -- links that fail -------------------------------------------------------------------------------
 
 
-def stall_and_return(argument: tuple[str, float], rank: int, progress: Any) -> list[str]:
+def stall_and_return(argument: tuple[str, float, int], rank: int, progress: Any) -> dict[str, Any]:
     """Calls go on; now and then rank 0 pulls a cable, and plugs it in again."""
-    switch, pause = argument
-    world, told = 2, []
+    switch, pause, every = argument
     problem = Problem("gemm_rs", 512, (512,), 64)
+    longest = 0.0
     with problem.build(timeout_s=20.0) as op:
-        for call in range(12):
-            if rank == 0 and call % 4 == 1:
+        for call in range(2 * every):
+            inputs = Inputs(problem, 512, 2, seed=call)
+            dist.barrier()
+            if rank == 0 and call % every == 1:
                 set_link(switch, 1, up=False)
                 threading.Timer(pause, set_link, (switch, 1), {"up": True}).start()
-            inputs = Inputs(problem, 512, world, seed=call)
-            inputs.check(inputs.call(op, rank), rank)
-            told.append("right")
-    return told
+            began = time.monotonic()
+            got = inputs.call(op, rank)
+            longest = max(longest, time.monotonic() - began)
+            inputs.check(got, rank)
+    return {"calls": 2 * every, "longest": longest}
 
 
-def test_calls_complete_when_the_link_returns_in_time(make_hosts: MakeHosts) -> None:
+@pytest.mark.parametrize(("pause", "every"), [(0.4, 6), (5.0, 2)])
+def test_calls_complete_when_the_link_returns_in_time(
+    pause: float, every: int, make_hosts: MakeHosts
+) -> None:
     hosts = make_hosts(2, "1gbit")
-    done = run_ranks(stall_and_return, (hosts.switch, 0.4), 2, places=hosts.placed((0, 1)))
-    assert done == ["right"] * 12
+    argument = (hosts.switch, pause, every)
+    done = run_ranks(stall_and_return, argument, 2, places=hosts.placed((0, 1)))
+    assert done["calls"] == 2 * every and done["longest"] > 0.9 * pause, done
 
 
 def host_disappears(switch: str, rank: int, progress: Any) -> dict[str, Any]:

@@ -336,3 +336,69 @@ def test_a_process_may_end_without_closing(tmp_path: Path) -> None:
     for process in processes:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0 and out == "done\n", err
+
+
+RESTARTING = """
+import os, signal, sys, time, torch, torch.distributed as dist, flux
+rank, folder, hosts, restarted = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "again"
+os.environ["FLUX_HOST"], world = hosts[rank], len(hosts)
+
+def generation(name):
+    store = dist.FileStore(f"{folder}/{name}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    op = flux.GemmAR(max_m=8, n=5, k=3 * world, timeout_s=1.5)
+    check(op, 8)
+    return op
+
+def check(op, m):
+    x = torch.full((m, 3), rank + 1.0)
+    total = 3.0 * world * (world + 1) / 2
+    assert torch.equal(op(x, torch.ones(5, 3)), torch.full((m, 5), total))
+
+if not restarted:
+    op = generation("first")
+    dist.barrier()
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            check(op, 7)
+        raise SystemExit("the calls did not notice")
+    except flux.PeerTimeoutError:
+        print(f"noticed {time.monotonic() - began:.2f}", flush=True)
+    dist.destroy_process_group()
+op = generation("second")
+for m in range(1, 9):
+    check(op, m)
+op.close()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab", "abb"])
+def test_a_rank_that_starts_again_joins_the_survivors(hosts: str, tmp_path: Path) -> None:
+    world = len(hosts)
+
+    def start(rank: int, how: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", RESTARTING, str(rank), str(tmp_path), hosts, how]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+
+    with nothing_left_in_shared_memory():
+        processes = [start(rank, "first") for rank in range(world)]
+        try:
+            assert processes[-1].wait(timeout=60) == -signal.SIGKILL
+            processes[-1] = start(world - 1, "again")
+            for rank, process in enumerate(processes):
+                out, err = process.communicate(timeout=60)
+                assert process.returncode == 0, err
+                lines = out.splitlines()
+                assert lines[-1] == "done", out
+                if rank < world - 1:
+                    assert float(lines[0].removeprefix("noticed ")) < 1.5 + 2.0, out
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
