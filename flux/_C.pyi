@@ -84,6 +84,24 @@ class core:
         def tile_row_at(self, slot: int) -> int: ...
         def tile_at(self, slot: int) -> tuple[int, int]: ...
 
+    class TileMap:
+        runs: list[tuple[int, int]]  # (first tile row, row slots up to its end)
+        def __init__(self, order: core.TileOrder) -> None: ...
+        def tile_at(self, slot: int) -> tuple[int, int]: ...
+
+    class ScatterTiling:
+        def __init__(self, m: int, n: int, world: int, tile_m: int, tile_n: int) -> None: ...
+        def owners_of_tile(self, tile: int) -> tuple[int, int]: ...
+        def tiles_of_owner(self, owner: int) -> tuple[int, int]: ...
+        def flag_rows(self) -> int: ...
+        def flag_columns(self) -> int: ...
+        def flag_count(self) -> int: ...
+        def flag_index(
+            self, source: int, owner: int, tile_row: int, tile_column: int
+        ) -> int: ...
+
+    max_runs: int
+
 HomeTuple = tuple[int, int]
 ShareTuple = tuple[int, int, int]
 ReductionTuple = tuple[int, int, int, int, tuple[ShareTuple, ...], int, int, int]
@@ -184,3 +202,90 @@ def reduce(
     columns: int,
     scale: float = 1.0,
 ) -> None: ...
+
+ABI_VERSION: int
+MAX_KERNEL_WORLD: int
+STATUS_WORDS: int
+
+class KernelOrder:
+    world: int
+    rank: int
+    order: int
+    direction: int
+    swizzle: int
+    nodes: int
+    domains: int
+    lanes: int
+    raster: int
+    comm_tile_rows: int
+
+class KernelSync:
+    epoch: int
+    timeout_ns: int
+    status: int
+
+class GemmArgs:
+    """FluxGemmArgs of csrc/cuda/abi.h. Pointers are addresses."""
+
+    m: int
+    n: int
+    k: int
+    alpha: float
+    a: int
+    b: int
+    d: int
+    bias: int
+    scale_a: int
+    scale_b: int
+    lda: int
+    ldb: int
+    ldd: int
+    order: KernelOrder
+    sync: KernelSync
+    signals: int
+    slot_ld: int
+    entries: int
+    workspace: int
+    workspace_bytes: int
+    sm_count: int
+    device: int
+    def __init__(self) -> None: ...
+    def set_slots(self, slots: Sequence[int]) -> None: ...
+    def set_flags(self, flags: Sequence[int]) -> None: ...
+    def set_sequence(self, sequence: Sequence[int]) -> None: ...
+    def tile_map(self, op: int, tile_m: int, tile_n: int) -> core.TileMap: ...
+    def comm_tiling(self) -> tuple[int, int, int]: ...
+
+class ReduceArgs:
+    """FluxReduceArgs of csrc/cuda/abi.h. Pointers are addresses."""
+
+    rows: int
+    n: int
+    first_row: int
+    m: int
+    tile_m: int
+    tile_n: int
+    world: int
+    rank: int
+    slot_ld: int
+    flags: int
+    out_count: int
+    out_ld: int
+    bias: int
+    scale: float
+    sm_count: int
+    sync: KernelSync
+    def __init__(self) -> None: ...
+    def set_slots(self, slots: Sequence[int]) -> None: ...
+    def set_outs(self, outs: Sequence[int]) -> None: ...
+    def set_out_flags(self, flags: Sequence[int]) -> None: ...
+
+class Kernel:
+    name: str
+    tile: tuple[int, int]
+    reduces: bool
+    def __init__(self, library: str, symbol: str) -> None: ...
+    def prepare(self, device: int) -> None: ...
+    def workspace_bytes(self, args: GemmArgs) -> int: ...
+    def launch(self, args: GemmArgs, stream: int) -> None: ...
+    def reduce(self, args: ReduceArgs, stream: int) -> None: ...

@@ -83,40 +83,58 @@ FLUX_HD constexpr int position_of_tile(const TileOrder& t, int tile) {
   return best;
 }
 
+// Tile rows that are visited with one chunk: `count` of them from `first` on. Only the first and the
+// last tile row of a chunk can belong to another chunk's position.
+struct TileRun {
+  int first;
+  int count;
+};
+
+// Tile rows visited with the chunk at position p of the sequence.
+//   M = 8 tiles, 4 ranks, rank 1, AllGather direct pull:  p 0 1 2 3  ->  first 2 4 6 0, count 2
+FLUX_HD constexpr TileRun tile_run_at(const TileOrder& t, int p) {
+  const int world = world_of(t.mesh);
+  const int chunk = chunk_at(t, p);
+  const int begin = row_begin(t.m, world, chunk);
+  const int end = row_end(t.m, world, chunk);
+  if (begin == end) return TileRun{0, 0};
+  int first = begin / t.tile_m;
+  int last = (end - 1) / t.tile_m;
+  if (position_of_tile(t, first) != p) ++first;
+  if (last >= first && position_of_tile(t, last) != p) --last;
+  return TileRun{first, max_of(last - first + 1, 0)};
+}
+
 // The slot-th tile row in visiting order; a permutation of [0, tiles_m). Walks the chunks in order
-// and counts the tile rows visited with each: only the first and the last tile row of a chunk can
-// belong to another chunk's position, so this costs O(W * tiles straddled), not O(tiles_m).
+// and counts the tile rows visited with each, so this costs O(W * tiles straddled), not O(tiles_m).
 //   M = 8 tiles, 4 ranks, rank 1, AllGather direct pull:  slot 0 1 2 3 ... -> 2 3 4 5 6 7 0 1
 FLUX_HD constexpr int tile_row_at(const TileOrder& t, int slot) {
-  const int world = world_of(t.mesh);
   int left = slot;
-  for (int p = 0; p < world; ++p) {
-    const int chunk = chunk_at(t, p);
-    const int begin = row_begin(t.m, world, chunk);
-    const int end = row_end(t.m, world, chunk);
-    if (begin == end) continue;
-    int first = begin / t.tile_m;
-    int last = (end - 1) / t.tile_m;
-    if (position_of_tile(t, first) != p) ++first;
-    if (last >= first && position_of_tile(t, last) != p) --last;
-    const int here = last - first + 1;
-    if (left < here) return first + left;
-    left -= max_of(here, 0);
+  for (int p = 0; p < world_of(t.mesh); ++p) {
+    const TileRun run = tile_run_at(t, p);
+    if (left < run.count) return run.first + left;
+    left -= run.count;
   }
   return -1;
 }
 
-// The slot-th tile. Bands of `raster` tile rows are swept column by column, so that the band's rows
-// of A and each column of B stay in cache. raster = 2, 2 tile columns, rank 1 above:
+// Bands of `raster` tile rows are swept column by column, so that the band's rows of A and each
+// column of B stay in cache: the row slot and the column of the slot-th tile.
+FLUX_HD constexpr TileCoord raster_slot(int rows, int columns, int raster, int slot) {
+  const int height_of_all = min_of(raster, rows);
+  const int band = slot / (height_of_all * columns);
+  const int in_band = slot - band * height_of_all * columns;
+  const int height = min_of(height_of_all, rows - band * height_of_all);
+  const int column = in_band / height;
+  return TileCoord{band * height_of_all + in_band - column * height, column};
+}
+
+// The slot-th tile. raster = 2, 2 tile columns, rank 1 above:
 //   slot     0     1     2     3     4     5   ...
 //   (m, n)   (2,0) (3,0) (2,1) (3,1) (4,0) (5,0)
 FLUX_HD constexpr TileCoord tile_at(const TileOrder& t, int slot) {
-  const int columns = tiles_n(t);
-  const int raster = min_of(t.raster, tiles_m(t));
-  const int band = slot / (raster * columns);
-  const int in_band = slot - band * raster * columns;
-  const int height = min_of(raster, tiles_m(t) - band * raster);
-  return TileCoord{tile_row_at(t, band * raster + in_band % height), in_band / height};
+  const TileCoord at = raster_slot(tiles_m(t), tiles_n(t), t.raster, slot);
+  return TileCoord{tile_row_at(t, at.m), at.n};
 }
 
 }  // namespace flux

@@ -194,4 +194,5 @@ PYBIND11_MODULE(_C, m) {
   flux::host::bind_engine(m);
   flux::host::bind_memory(m);
   flux::host::bind_reduce(m);
+  flux::host::bind_kernels(m);
 }

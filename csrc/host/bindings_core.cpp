@@ -2,6 +2,8 @@
 // tuples.
 #include <pybind11/stl.h>
 
+#include "core/scatter.h"
+#include "core/tile_map.h"
 #include "host/bindings.h"
 #include "host/schedule.h"
 
@@ -82,6 +84,41 @@ py::tuple tuples_of(const std::vector<T>& list) {
   return out;
 }
 
+RangeTuple tuple_of(OwnerRange r) { return {r.begin, r.end}; }
+
+// What kernels alone evaluate.
+void bind_kernel_maps(py::module_& core) {
+  py::class_<TileMap>(core, "TileMap")
+      .def(py::init([](const TileOrder& t) { return tile_map(t); }), py::arg("order"))
+      .def_property_readonly("runs",
+                             [](const TileMap& map) {
+                               std::vector<RangeTuple> runs;
+                               for (int i = 0; i < map.runs; ++i) {
+                                 runs.emplace_back(map.first[i], map.past[i]);
+                               }
+                               return runs;
+                             })
+      .def("tile_at", [](const TileMap& map, int slot) {
+        const TileCoord c = tile_at(map, slot);
+        return std::make_pair(c.m, c.n);
+      });
+  py::class_<ScatterTiling>(core, "ScatterTiling")
+      .def(py::init([](int m, int n, int world, int tile_m, int tile_n) {
+             return ScatterTiling{m, n, world, tile_m, tile_n};
+           }),
+           py::arg("m"), py::arg("n"), py::arg("world"), py::arg("tile_m"), py::arg("tile_n"))
+      .def("owners_of_tile",
+           [](const ScatterTiling& s, int tile) { return tuple_of(owners_of_tile(s, tile)); })
+      .def("tiles_of_owner",
+           [](const ScatterTiling& s, int owner) { return tuple_of(tiles_of_owner(s, owner)); })
+      .def("flag_rows", &flag_rows)
+      .def("flag_columns", &flag_columns)
+      .def("flag_count", &flag_count)
+      .def("flag_index", &flag_index, py::arg("source"), py::arg("owner"), py::arg("tile_row"),
+           py::arg("tile_column"));
+  core.attr("max_runs") = kMaxRuns;
+}
+
 }  // namespace
 
 void bind_core(py::module_& m) {
@@ -142,6 +179,7 @@ void bind_core(py::module_& m) {
         const TileCoord c = tile_at(t, slot);
         return std::make_pair(c.m, c.n);
       });
+  bind_kernel_maps(core);
 }
 
 void bind_schedule(py::module_& m) {

@@ -1,0 +1,132 @@
+/* The C ABI between flux and its CUDA kernels.
+ *
+ * A kernel library (flux/kernels builds them, at most four configurations in one) exports one
+ * FluxKernel per configuration, under the name that its manifest gives. Libraries are loaded with
+ * dlopen by csrc/host, which needs neither CUDA nor its headers; nothing here depends on PyTorch,
+ * so one build serves every version of it.
+ *
+ * All sizes are in elements unless said otherwise. Pointers are to device-accessible memory, but
+ * for those marked (host). Plain C, so that host compilers, nvcc and tests read the same layout.
+ */
+#ifndef FLUX_CUDA_ABI_H_
+#define FLUX_CUDA_ABI_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Raised whenever a struct here changes; libraries of another version are refused. */
+#define FLUX_ABI_VERSION 1
+/* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
+#define FLUX_MAX_WORLD 16
+
+/* Where each rank's tile goes in visiting order: the fields of flux::TileOrder and CommTiling
+ * (csrc/core) that are not extents of the GEMM. */
+typedef struct FluxOrder {
+  int32_t world;
+  int32_t rank;
+  int32_t order;     /* flux::Order */
+  int32_t direction; /* flux::Direction */
+  int32_t swizzle;   /* flux::Swizzle */
+  int32_t nodes, domains, lanes;
+  int32_t raster;          /* rows of tiles swept together; of clusters, where a kernel has them */
+  int32_t comm_tile_rows;  /* rows of a communication tile (AllGather) */
+  const int32_t* sequence; /* (host) W chunks in visiting order, or null: by order and mesh */
+} FluxOrder;
+
+/* Waits. Signals hold the epoch of the call that raised them (csrc/core/signal.h). */
+typedef struct FluxSync {
+  uint32_t epoch;
+  uint32_t pad_;
+  uint64_t timeout_ns; /* a wait that takes longer is recorded in `status` and given up */
+  uint64_t* status;    /* FLUX_STATUS_WORDS words of this rank; all zero: no wait has failed */
+} FluxSync;
+
+/* What a failed wait leaves in FluxSync.status. The first one to fail writes; later waits of the
+ * same call see word 0 and do not wait any more. */
+enum {
+  FLUX_STATUS_CODE = 0,     /* FLUX_WAIT_* */
+  FLUX_STATUS_TILE = 1,     /* row of GEMM tiles (AllGather), or tile of the reduction */
+  FLUX_STATUS_SIGNAL = 2,   /* index of the signal, flag or entry that was not reached */
+  FLUX_STATUS_EXPECTED = 3, /* epoch */
+  FLUX_STATUS_OBSERVED = 4,
+  FLUX_STATUS_WORDS = 8
+};
+enum {
+  FLUX_WAIT_NONE = 0,
+  FLUX_WAIT_GATHER = 1, /* rows of x: a signal of the own pad */
+  FLUX_WAIT_ENTRY = 2,  /* a peer whose memory is to be written has not begun the call */
+  FLUX_WAIT_PARTIAL = 3 /* partials for the own rows: a flag of the own pad */
+};
+
+typedef struct FluxGemmArgs {
+  /* d[m, n] = act(alpha * scale_a[m] * scale_b[n] * (a[m, k] b[n, k]^T) + bias[n]), rows of a and
+   * d contiguous. b is [n, k], or [k, n] in kernels for transposed weights. Global problem:
+   * AllGather: m rows of all ranks, n columns of this one. ReduceScatter: k of this one. */
+  int32_t m, n, k;
+  float alpha;
+  const void* a;
+  const void* b;
+  void* d; /* AllGather and plain kernels */
+  const void* bias;
+  const float* scale_a; /* [m], or one value in kernels that scale by tensor */
+  const float* scale_b; /* [n], or one value */
+  int64_t lda, ldb, ldd;
+  FluxOrder order;
+  FluxSync sync;
+  /* AllGather: signals of this rank's pad, flux::signal_count of them. Null: nothing to wait for. */
+  const uint32_t* signals;
+  /* ReduceScatter: by owner, where this rank's partial of the owner's rows goes ([rows, n], rows ld
+   * apart), the flags this rank raises there, and the entries of this rank's pad, by owner. With
+   * reduce in flight, `slots` is the owner's zeroed result. Null flags: nobody is told. */
+  void* slots[FLUX_MAX_WORLD];
+  int64_t slot_ld;
+  uint32_t* flags[FLUX_MAX_WORLD];
+  const uint32_t* entries;
+  /* Resources. */
+  void* workspace; /* workspace_bytes(), zeroed once before the first launch that uses it */
+  uint64_t workspace_bytes;
+  int32_t sm_count; /* SMs to occupy; 0: all of the device */
+  int32_t device;
+} FluxGemmArgs;
+
+/* The reduction that follows a scattering GEMM: out[row] = scale * sum over ranks + bias. */
+typedef struct FluxReduceArgs {
+  int32_t rows, n;        /* own rows and their columns */
+  int32_t first_row;      /* of the [M, n] matrix */
+  int32_t m;              /* M */
+  int32_t tile_m, tile_n; /* of the GEMM, whose tiles raise one flag each (core/scatter.h) */
+  int32_t world, rank;
+  const void* slots[FLUX_MAX_WORLD]; /* [rows, n] of each source, ld slot_ld */
+  int64_t slot_ld;
+  const uint32_t* flags;      /* of this rank's pad */
+  void* outs[FLUX_MAX_WORLD]; /* one destination, or (AllReduce) one per rank: row 0 of M */
+  uint32_t* out_flags[FLUX_MAX_WORLD]; /* AllReduce: raised at every rank; else null */
+  int32_t out_count;
+  int32_t pad_;
+  int64_t out_ld;
+  const void* bias;
+  float scale;
+  int32_t sm_count;
+  FluxSync sync;
+} FluxReduceArgs;
+
+enum {
+  FLUX_OK = 0,
+  FLUX_REFUSED = -1,  /* the kernel cannot do these arguments; flux.kernels.is_legal agrees */
+  FLUX_TOO_SMALL = -2 /* workspace */
+  /* positive: a cudaError_t */
+};
+
+/* One configuration. */
+typedef struct FluxKernel {
+  uint32_t abi_version;
+  uint32_t args_bytes; /* sizeof(FluxGemmArgs) as the library was compiled */
+  const char* name;    /* as in the manifest */
+  int32_t tile_m, tile_n;
+  uint64_t (*workspace_bytes)(const FluxGemmArgs* args);
+  int (*prepare)(int device);                              /* loads the code; before any overlap */
+  int (*launch)(const FluxGemmArgs* args, void* stream);   /* asynchronous */
+  int (*reduce)(const FluxReduceArgs* args, void* stream); /* gemm_rs, else null */
+} FluxKernel;
+
+#endif

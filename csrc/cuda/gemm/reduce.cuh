@@ -1,0 +1,160 @@
+// The reduction that ends GEMM + ReduceScatter: this rank's rows, summed over sources in rank order and
+// in fp32 whatever order they arrive in, so that results repeat bit for bit.
+//
+// It starts on a strip of a tile as soon as all sources have raised the tile's flag. Launched behind
+// the GEMM on the same stream, it needs no multiprocessor before the own GEMM gives some back, so it
+// cannot keep a peer's GEMM on the same device from running.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/scatter.h"
+#include "cuda/sync.cuh"
+#include "cutlass/array.h"
+#include "cutlass/numeric_conversion.h"
+
+namespace flux {
+
+constexpr int kStripRows = 16;  // rows that a block takes at once
+constexpr int kReduceThreads = 256;
+
+// Sum of `Width` neighbouring elements over all sources, in rank order.
+template <class Element, int Width>
+__device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduceArgs const& args,
+                                                                       std::int64_t offset) {
+  using Vector = cutlass::AlignedArray<Element, Width>;
+  cutlass::NumericArrayConverter<float, Element, Width> to_float;
+  cutlass::Array<float, Width> sum;
+  sum.clear();
+  // Four sources at a time: their loads are under way together.
+  for (int first = 0; first < args.world; first += 4) {
+    Vector loaded[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + i >= args.world) break;
+      auto const* at = static_cast<Element const*>(args.slots[first + i]) + offset;
+      // Past L1, which is not coherent with what peers wrote.
+      if constexpr (sizeof(Vector) == 16) {
+        *reinterpret_cast<uint4*>(&loaded[i]) = __ldcg(reinterpret_cast<uint4 const*>(at));
+      } else {
+        *reinterpret_cast<unsigned short*>(&loaded[i]) =
+            __ldcg(reinterpret_cast<unsigned short const*>(at));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + i >= args.world) break;
+      const auto addend = to_float(loaded[i]);
+#pragma unroll
+      for (int e = 0; e < Width; ++e) sum[e] += addend[e];
+    }
+  }
+  return sum;
+}
+
+// Rows [row, row + rows) of the own rows, columns [column, column + columns).
+template <class Element, int Width>
+__device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int column,
+                             int columns) {
+  using Vector = cutlass::AlignedArray<Element, Width>;
+  const int vectors = columns / Width;
+  for (int at = threadIdx.x; at < rows * vectors; at += kReduceThreads) {
+    const int r = row + at / vectors;
+    const int c = column + at % vectors * Width;
+    auto sum = sum_of_sources<Element, Width>(args, r * args.slot_ld + c);
+    Vector result;
+#pragma unroll
+    for (int e = 0; e < Width; ++e) {
+      float value = sum[e] * args.scale;
+      if (args.bias != nullptr) value += float(static_cast<Element const*>(args.bias)[c + e]);
+      result[e] = Element(value);
+    }
+    for (int out = 0; out < args.out_count; ++out) {
+      *reinterpret_cast<Vector*>(static_cast<Element*>(args.outs[out]) + r * args.out_ld + c) =
+          result;
+    }
+  }
+}
+
+template <class Element, int Width>
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_kernel(const __grid_constant__ FluxReduceArgs args) {
+  const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
+  const OwnerRange tiles = tiles_of_owner(s, args.rank);
+  const int strips = ceil_div(args.tile_m, kStripRows);
+  const int columns = flag_columns(s);
+  const int units = (tiles.end - tiles.begin) * columns * strips;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int tile_row = tiles.begin + unit / (columns * strips);
+    const int column = unit / strips % columns;
+    const int begin = max_of(tile_row * s.tile_m + unit % strips * kStripRows, args.first_row);
+    const int end = min_of(
+        min_of(tile_row * s.tile_m + (unit % strips + 1) * kStripRows, (tile_row + 1) * s.tile_m),
+        args.first_row + args.rows);
+    if (begin < end) {
+      if (args.flags != nullptr && static_cast<int>(threadIdx.x) < args.world) {
+        const int flag = flag_index(s, static_cast<int>(threadIdx.x), args.rank, tile_row, column);
+        await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, tile_row);
+      }
+      __syncthreads();
+      const int first = column * s.tile_n;
+      reduce_strip<Element, Width>(args, begin - args.first_row, end - begin, first,
+                                   min_of(s.tile_n, args.n - first));
+    }
+    if (args.out_flags[0] != nullptr) {  // AllReduce: one flag per unit at every rank
+      __syncthreads();
+      if (static_cast<int>(threadIdx.x) < args.out_count) {
+        __threadfence_system();
+        store_release_sys(args.out_flags[threadIdx.x] + unit, args.sync.epoch);
+      }
+    }
+  }
+}
+
+inline bool aligned16(const void* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+}
+
+// Whether all rows can be read and written 16 bytes at a time.
+template <class Element>
+bool wide(FluxReduceArgs const& args) {
+  constexpr int kWidth = 16 / sizeof(Element);
+  bool ok = args.n % kWidth == 0 && args.tile_n % kWidth == 0 && args.slot_ld % kWidth == 0 &&
+            args.out_ld % kWidth == 0;
+  for (int i = 0; i < args.world; ++i) ok = ok && aligned16(args.slots[i]);
+  for (int i = 0; i < args.out_count; ++i) ok = ok && aligned16(args.outs[i]);
+  return ok;
+}
+
+// Launches it: FluxKernel.reduce of the kernels whose output is Element.
+template <class Element>
+int reduce_partials(FluxReduceArgs const* args, void* stream) {
+  if (args->world > FLUX_MAX_WORLD || args->out_count > FLUX_MAX_WORLD) return FLUX_REFUSED;
+  if (args->rows == 0) return FLUX_OK;
+  const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
+  const OwnerRange tiles = tiles_of_owner(s, args->rank);
+  const int units =
+      (tiles.end - tiles.begin) * flag_columns(s) * ceil_div(args->tile_m, kStripRows);
+  // Eight blocks of 256 threads fill a multiprocessor.
+  const int blocks = min_of(units, 8 * max_of(args->sm_count, 1));
+  auto* queue = static_cast<cudaStream_t>(stream);
+  if (wide<Element>(*args)) {
+    reduce_kernel<Element, 16 / sizeof(Element)><<<blocks, kReduceThreads, 0, queue>>>(*args);
+  } else {
+    reduce_kernel<Element, 1><<<blocks, kReduceThreads, 0, queue>>>(*args);
+  }
+  return static_cast<int>(cudaGetLastError());
+}
+
+template <class Element>
+int prepare_reduce() {
+  cudaFuncAttributes attributes;
+  cudaError_t status =
+      cudaFuncGetAttributes(&attributes, reduce_kernel<Element, 16 / sizeof(Element)>);
+  if (status == cudaSuccess) {
+    status = cudaFuncGetAttributes(&attributes, reduce_kernel<Element, 1>);
+  }
+  return static_cast<int>(status);
+}
+
+}  // namespace flux

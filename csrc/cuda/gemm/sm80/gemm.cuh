@@ -1,0 +1,277 @@
+// A GEMM on sm_80 and newer from CUTLASS 2.x: multistage, or stream-K. Tiles come in Flux's order,
+// and rows are waited for where a block learns which tile is its own: in the threadblock swizzle.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/gemm/kernel.cuh"
+#include "cuda/sync.cuh"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/thread/activation.h"
+#include "cutlass/gemm/kernel/default_gemm_universal_with_visitor.h"
+#include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
+// After the kernels: CUTLASS's header relies on names that those declare.
+#include "cutlass/epilogue/threadblock/fusion/visitors.hpp"
+
+namespace flux::sm80 {
+
+// What a block must know beyond CUTLASS's own parameters: which tile a slot is, what must be there
+// before it is read, and where a scattering epilogue stores.
+struct BlockParams {
+  TileMap map{};
+  const std::uint32_t* signals = nullptr;
+  CommTiling tiling{};
+  int tile_m = 0;
+  FluxSync sync{};
+  ScatterTargets targets{};
+};
+
+// The block's copy of it, in shared memory: CUTLASS's stream-K kernel keeps its parameters in local
+// memory, where tables that are indexed at run time would be slow.
+CUTLASS_DEVICE BlockParams& block_params() {
+  __shared__ __align__(16) char memory[sizeof(BlockParams)];
+  return *reinterpret_cast<BlockParams*>(memory);
+}
+
+CUTLASS_DEVICE void share_block_params(BlockParams const& params) {
+  static_assert(sizeof(BlockParams) % 4 == 0);
+  auto const* from = reinterpret_cast<unsigned const*>(&params);
+  auto* to = reinterpret_cast<unsigned*>(&block_params());
+  for (unsigned i = threadIdx.x; i < sizeof(BlockParams) / 4; i += blockDim.x) to[i] = from[i];
+  __syncthreads();
+}
+
+// Every thread of the block waits for itself: each acquires what it then reads with cp.async, which
+// belongs to the generic proxy, so neither a barrier nor a proxy fence is needed.
+CUTLASS_DEVICE cutlass::gemm::GemmCoord tile_of_slot(int slot) {
+  BlockParams const& p = block_params();
+  if (slot >= p.map.rows * p.map.columns) return {p.map.rows, p.map.columns, 0};
+  const TileCoord at = tile_at(p.map, slot);
+  if (p.signals != nullptr) {
+    const int begin = at.m * p.tile_m;
+    const Range range = signals_of_rows(p.tiling, begin, min_of(begin + p.tile_m, p.tiling.m));
+    for (int i = range.begin; i < range.end; ++i)
+      await(p.signals, i, p.sync, FLUX_WAIT_GATHER, at.m);
+  }
+  return {at.m, at.n, 0};
+}
+
+// Multistage: one block for each slot.
+struct OrderedSwizzle : cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<> {
+  CUTLASS_DEVICE cutlass::gemm::GemmCoord get_tile_offset(int) const {
+    return tile_of_slot(blockIdx.x);
+  }
+};
+
+// Stream-K: CUTLASS says which slots, or which parts of them, a block computes.
+struct OrderedStreamKSwizzle : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
+  using Base = cutlass::gemm::threadblock::ThreadblockSwizzleStreamK;
+  using Base::Base;
+  CUTLASS_DEVICE cutlass::gemm::GemmCoord get_tile_offset(int slot) const {
+    return tile_of_slot(slot);
+  }
+};
+
+template <class C>
+struct Types {
+  using Element = typename C::Element;
+  using Output = typename C::Output;
+  using LayoutA = cutlass::layout::RowMajor;
+  using LayoutB = std::conditional_t<C::kTransposedWeight, cutlass::layout::RowMajor,
+                                     cutlass::layout::ColumnMajor>;
+  using Tile = cutlass::gemm::GemmShape<C::kTileM, C::kTileN, C::kTileK>;
+  using Warp = cutlass::gemm::GemmShape<C::kTileM / C::kWarpsM, C::kTileN / C::kWarpsN, C::kTileK>;
+  using Instruction = cutlass::gemm::GemmShape<16, 8, 16>;
+  static constexpr bool kStreamK = C::kSchedule == flux::Schedule::kStreamK;
+  using Swizzle = std::conditional_t<kStreamK, OrderedStreamKSwizzle, OrderedSwizzle>;
+  using Threads =
+      cutlass::epilogue::threadblock::OutputTileThreadLayout<Tile, Warp, Output, C::kAlignment, 1>;
+};
+
+template <class C, class Visitor>
+using Kernel = typename cutlass::gemm::kernel::DefaultGemmWithVisitor<
+    typename Types<C>::Element, typename Types<C>::LayoutA, cutlass::ComplexTransform::kNone,
+    C::kAlignment, typename Types<C>::Element, typename Types<C>::LayoutB,
+    cutlass::ComplexTransform::kNone, C::kAlignment, typename Types<C>::Output,
+    cutlass::layout::RowMajor, C::kAlignment, float, float, cutlass::arch::OpClassTensorOp,
+    cutlass::arch::Sm80, typename Types<C>::Tile, typename Types<C>::Warp,
+    typename Types<C>::Instruction, Visitor, typename Types<C>::Swizzle, C::kStages,
+    cutlass::arch::OpMultiplyAdd, 1>::GemmKernel;
+
+namespace visit {
+using namespace cutlass::epilogue::threadblock;
+constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
+using RowStride = cute::Stride<std::int64_t, cute::_1, cute::_0>;
+template <template <class> class Function>
+using Compute = VisitorCompute<Function, float, float, kRound>;
+
+struct Scaled {
+  using Alpha = VisitorScalarBroadcast<float>;
+  using Node = Sm80EVT<Compute<cutlass::multiplies>, Alpha, VisitorAccFetch>;
+  static typename Node::Arguments arguments(FluxGemmArgs const& args) {
+    return {{{args.alpha}}, {}, {}};
+  }
+};
+
+// activation(alpha * accumulator + bias[n]); a null bias adds nothing.
+template <class C, Activation = C::kActivation>
+struct Activated {
+  using Bias = VisitorRowBroadcast<typename Types<C>::Threads, typename C::Output,
+                                   cute::Stride<cute::_0, cute::_1, cute::_0>>;
+  using Node = Sm80EVT<Compute<cutlass::plus>, Bias, Scaled::Node>;
+  static typename Node::Arguments arguments(FluxGemmArgs const& args) {
+    auto const* bias = static_cast<typename C::Output const*>(args.bias);
+    return {{bias, typename C::Output(0), {}}, Scaled::arguments(args), {}};
+  }
+};
+template <class C, template <class> class Function>
+struct WithFunction {
+  using Linear = Activated<C, Activation::kNone>;
+  using Node = Sm80EVT<Compute<Function>, typename Linear::Node>;
+  static typename Node::Arguments arguments(FluxGemmArgs const& args) {
+    return {Linear::arguments(args), {}};
+  }
+};
+template <class C>
+struct Activated<C, Activation::kGelu> : WithFunction<C, cutlass::epilogue::thread::GELU> {};
+template <class C>
+struct Activated<C, Activation::kSilu> : WithFunction<C, cutlass::epilogue::thread::SiLu> {};
+
+// d[m, n], one matrix.
+template <class C>
+struct Stored {
+  using Value = Activated<C>;
+  using Store = VisitorAuxStore<typename Types<C>::Threads, typename C::Output, kRound, RowStride>;
+  using Node = Sm80EVT<Store, typename Value::Node>;
+  static typename Node::Arguments arguments(FluxGemmArgs const& args) {
+    const RowStride stride = cute::make_stride(args.ldd, cute::_1{}, cute::_0{});
+    return {Value::arguments(args), {static_cast<typename C::Output*>(args.d), stride}};
+  }
+};
+}  // namespace visit
+
+template <class Base>
+struct Params {
+  typename Base::Params base;
+  BlockParams block;
+};
+
+template <class Base, bool kStreamK>
+__global__ void __launch_bounds__(Base::kThreadCount)
+    kernel(const __grid_constant__ Params<Base> params) {
+  extern __shared__ __align__(128) char memory[];
+  auto& storage = *reinterpret_cast<typename Base::SharedStorage*>(memory);
+  share_block_params(params.block);
+  if constexpr (kStreamK) {
+    Base::invoke(params.base, storage);
+  } else {
+    OrderedSwizzle swizzle;
+    Base().run_with_swizzle(params.base, storage, swizzle);
+  }
+}
+
+// Launches a kernel whose visitor arguments `Visited` makes, for the op `kOp`.
+template <class C, class Visited, OpKind kOp>
+struct Launcher {
+  using Base = Kernel<C, typename Visited::Node>;
+  static constexpr bool kStreamK = Types<C>::kStreamK;
+  using Params = sm80::Params<Base>;
+  static constexpr int kSharedBytes = static_cast<int>(sizeof(typename Base::SharedStorage));
+  static constexpr auto kKernel = &kernel<Base, kStreamK>;
+
+  static int prepare(int device) {
+    int before = 0;
+    cudaError_t status = cudaGetDevice(&before);
+    if (status == cudaSuccess) status = cudaSetDevice(device);
+    if (status != cudaSuccess) return status;
+    status =
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    const cudaError_t restored = cudaSetDevice(before);
+    return status != cudaSuccess ? status : restored;
+  }
+
+  // Multiprocessors to use and blocks that fit on one of them.
+  static int resources(FluxGemmArgs const& args, int* sm_count, int* blocks_per_sm) {
+    cudaError_t status = cudaSuccess;
+    *sm_count = args.sm_count;
+    if (*sm_count <= 0) {
+      status = cudaDeviceGetAttribute(sm_count, cudaDevAttrMultiProcessorCount, args.device);
+    }
+    if (status == cudaSuccess) {
+      status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks_per_sm, kKernel,
+                                                             Base::kThreadCount, kSharedBytes);
+    }
+    return static_cast<int>(status);
+  }
+
+  static Params params(FluxGemmArgs const& args, int sm_count, int blocks_per_sm) {
+    typename Base::Arguments given(
+        cutlass::gemm::GemmUniversalMode::kGemm, {args.m, args.n, args.k}, 1,
+        Visited::arguments(args), args.a, args.b, nullptr, nullptr, 0, 0, 0, 0,
+        typename Types<C>::LayoutA::Stride::LongIndex(args.lda),
+        typename Types<C>::LayoutB::Stride::LongIndex(args.ldb), std::int64_t(0), std::int64_t(0));
+    Params out{typename Base::Params(given, sm_count, blocks_per_sm), {}};
+    BlockParams& at = out.block;
+    at.map = tile_map(tile_order(args, kOp, C::kTileM, C::kTileN));
+    at.signals = kOp == OpKind::kAGGemm ? args.signals : nullptr;
+    at.tiling = comm_tiling(args);
+    at.tile_m = C::kTileM;
+    at.sync = args.sync;
+    at.targets = scatter_targets(args, C::kTileM, C::kTileN);
+    // Partial sums of a tile are added up by the block that finishes it: one epilogue per tile.
+    if constexpr (kStreamK) out.base.block_mapping.reduction_blocks = 0;
+    return out;
+  }
+
+  static std::uint64_t workspace_bytes(FluxGemmArgs const& args) {
+    if constexpr (kStreamK) {
+      int sms = 0;
+      int blocks = 0;
+      if (resources(args, &sms, &blocks) != 0) return 0;
+      return params(args, sms, blocks).base.get_workspace_size();
+    }
+    return 0;
+  }
+
+  static int launch(FluxGemmArgs const& args, void* stream) {
+    if (args.order.world > kMaxRuns) return FLUX_REFUSED;
+    if (args.lda % C::kAlignment != 0 || args.ldb % C::kAlignment != 0) return FLUX_REFUSED;
+    if (args.n % C::kAlignment != 0 || args.k % C::kAlignment != 0) return FLUX_REFUSED;
+    int sms = 0;
+    int blocks = 0;
+    if (const int status = resources(args, &sms, &blocks); status != 0) return status;
+    auto* queue = static_cast<cudaStream_t>(stream);
+    Params p = params(args, sms, blocks);
+    dim3 grid(p.block.map.rows * p.block.map.columns);
+    if constexpr (kStreamK) {
+      if (p.base.get_workspace_size() > args.workspace_bytes) return FLUX_TOO_SMALL;
+      if (p.base.init_workspace(args.workspace, queue) != cutlass::Status::kSuccess) {
+        return FLUX_REFUSED;
+      }
+      grid = p.base.get_grid_dims();
+    }
+    kKernel<<<grid, Base::kThreadCount, kSharedBytes, queue>>>(p);
+    return static_cast<int>(cudaGetLastError());
+  }
+};
+
+// The functions of one kernel, as FLUX_KERNEL takes them.
+template <class C, class Visited, OpKind kOp>
+struct Offered {
+  using Launch = Launcher<C, Visited, kOp>;
+  static constexpr int kTileM = C::kTileM;
+  static constexpr int kTileN = C::kTileN;
+  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
+    return Launch::workspace_bytes(*args);
+  }
+  static int launch(FluxGemmArgs const* args, void* stream) {
+    return Launch::launch(*args, stream);
+  }
+  static int prepare(int device) { return Launch::prepare(device); }
+  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
+};
+
+template <class C>
+struct Gemm : Offered<C, visit::Stored<C>, OpKind::kGemmRS> {};
+
+}  // namespace flux::sm80

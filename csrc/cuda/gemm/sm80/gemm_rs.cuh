@@ -1,0 +1,106 @@
+// GEMM + ReduceScatter in one kernel, for sm_80 and newer (Flux paper, 3.1 and Algorithm 1): each
+// vector of a tile is stored with the owner of its row; then the owners are told.
+#pragma once
+
+#include "cuda/gemm/reduce.cuh"
+#include "cuda/gemm/sm80/gemm.cuh"
+
+namespace flux::sm80 {
+
+// CUTLASS's auxiliary store, with the destination chosen row by row. Ordering: a block writes to an
+// owner after the owner's entry of this call was seen, so that nobody reads the slot any more; every
+// thread makes its stores visible to the system before the barrier after which the flags are
+// released (cuda/sync.cuh).
+template <class Base, class Element>
+struct ScatterStore : Base {
+  CUTLASS_HOST_DEVICE ScatterStore() {}
+  CUTLASS_HOST_DEVICE ScatterStore(typename Base::Params const& params,
+                                   typename Base::SharedStorage const& storage)
+      : Base(params, storage) {}
+
+  template <class BaseCallbacks>
+  struct Callbacks : BaseCallbacks {
+    CUTLASS_DEVICE Callbacks(BaseCallbacks&& base, int tile_m, int tile_n)
+        : BaseCallbacks(static_cast<BaseCallbacks&&>(base)),
+          targets_(&block_params().targets),
+          tile_m_(tile_m),
+          tile_n_(tile_n) {}
+
+    CUTLASS_DEVICE void begin_epilogue() {
+      if (targets_->entries == nullptr) return;
+      const OwnerRange owners = owners_of_tile(targets_->tiling, tile_m_);
+      for (int owner = owners.begin; owner < owners.end; ++owner) {
+        await(targets_->entries, owner, targets_->sync, FLUX_WAIT_ENTRY, tile_m_);
+      }
+    }
+
+    CUTLASS_DEVICE void end_step(int step) {
+      const ScatterTiling& s = targets_->tiling;
+      auto values = cute::filter(this->tC_rAux);
+      auto coords = cute::filter(this->tC_cAux(cute::_, cute::_, cute::_, step));
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(values); ++i) {
+        const int row = cute::get<0>(coords(i));
+        const int column = cute::get<1>(coords(i));
+        const bool inside = row < s.m && column < s.n;
+        const int owner = inside ? owner_of(s.m, s.world, row) : 0;
+        auto* to = static_cast<Element*>(targets_->slots[owner]) +
+                   (row - row_begin(s.m, s.world, owner)) * targets_->ld + column;
+        using Vector = typename Base::VecType;
+        cutlass::arch::global_store<Vector, sizeof(Vector)>(values(i), to, inside);
+      }
+    }
+
+    CUTLASS_DEVICE void end_epilogue() {
+      __threadfence_system();
+      __syncthreads();
+      const OwnerRange owners = owners_of_tile(targets_->tiling, tile_m_);
+      const int owner = owners.begin + static_cast<int>(threadIdx.x);
+      if (owner < owners.end && targets_->flags[owner] != nullptr) {
+        const int flag = flag_index(targets_->tiling, targets_->rank, owner, tile_m_, tile_n_);
+        store_release_sys(targets_->flags[owner] + flag, targets_->sync.epoch);
+      }
+    }
+
+   private:
+    ScatterTargets const* targets_;
+    int tile_m_;
+    int tile_n_;
+  };
+
+  // The base's own destination is null and never written to; it only gives the shape of things.
+  template <class Problem>
+  CUTLASS_DEVICE auto get_callbacks(cutlass::gemm::GemmCoord tile, int thread, Problem problem) {
+    auto base = Base::get_callbacks(tile, thread, problem);
+    return Callbacks<decltype(base)>(static_cast<decltype(base)&&>(base), tile.m(), tile.n());
+  }
+};
+
+template <class C>
+struct Scattered {
+  using Output = typename C::Output;
+  using Store = ScatterStore<
+      visit::VisitorAuxStore<typename Types<C>::Threads, Output, visit::kRound, visit::RowStride>,
+      Output>;
+  using Node = visit::Sm80EVT<Store, visit::Scaled::Node>;
+  static typename Node::Arguments arguments(FluxGemmArgs const& args) {
+    return {visit::Scaled::arguments(args), {}};
+  }
+};
+
+template <class C>
+struct GemmRS : Offered<C, Scattered<C>, OpKind::kGemmRS> {
+  using Launch = Launcher<C, Scattered<C>, OpKind::kGemmRS>;
+  static constexpr int (*kReduce)(FluxReduceArgs const*,
+                                  void*) = &reduce_partials<typename C::Output>;
+  static int prepare(int device) {
+    const int status = Launch::prepare(device);
+    return status != 0 ? status : prepare_reduce<typename C::Output>();
+  }
+  static int launch(FluxGemmArgs const* args, void* stream) {
+    if (args->order.world > FLUX_MAX_WORLD) return FLUX_REFUSED;
+    return Launch::launch(*args, stream);
+  }
+};
+
+}  // namespace flux::sm80

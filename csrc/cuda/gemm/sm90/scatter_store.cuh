@@ -1,0 +1,197 @@
+// The store of GEMM + ReduceScatter: an epilogue visitor that sends each tile to the owner of its
+// rows (Flux paper, 3.1 and Algorithm 1), and then tells the owner.
+//
+// There is one TMA tensor map per owner, of exactly the rows that the owner has and that this rank
+// fills there. A tile's coordinates are made relative to that map. TMA leaves out what lies beyond a
+// map on either side, coordinates below zero included, so a tile that straddles owners is stored once
+// for each of them and every row lands with its owner only; ragged tails of M and N are clipped in
+// the same way. Nothing is padded, and there is no second path of plain stores.
+//
+// Ordering, per tile:
+//   1. before its first store to an owner the block waits for the owner's entry of this call: by then
+//      the owner has finished reading what an earlier call left in the slot;
+//   2. one elected thread issues the bulk stores;
+//   3. at the block's next tile, or when it ends, the warp waits for their completion (not merely for
+//      their shared memory), so the rows are in the owner's memory, and releases the tile's flag at
+//      the owner at system scope. Waiting at once would stall the warp group for the latency of the
+//      link; a tile later nothing is left to wait for. Flags hold the epoch: never reset.
+#pragma once
+
+#include "cuda/gemm/sm90/gemm.cuh"
+#include "cuda/sync.cuh"
+
+namespace flux::sm90 {
+
+// Base is CUTLASS's auxiliary store: it converts the fragments and writes them to shared memory.
+// CopyOp moves them on: SM90_TMA_STORE, or SM90_TMA_REDUCE_ADD to add them up in flight.
+template <class Base, class CopyOp>
+struct ScatterStore : Base {
+  using Element = typename Base::ElementAux;
+  using Stride = cute::Stride<std::int64_t, cute::_1, cute::_0>;
+
+  using SharedStorage = typename Base::SharedStorage;
+  struct Arguments {
+    ScatterTargets targets;
+  };
+  struct Params : Base::Params {
+    using Map = decltype(cute::make_tma_copy(
+        CopyOp{},
+        cute::make_tensor(static_cast<Element*>(nullptr),
+                          cute::repeat_like(Stride{}, std::int32_t(0)), Stride{}),
+        typename Base::SmemLayoutTma{}));
+    Map maps[FLUX_MAX_WORLD];
+    ScatterTargets targets;
+  };
+
+  // TMA wants rows that begin at multiples of 16 bytes.
+  template <class Problem>
+  static bool can_implement(Problem const&, Arguments const& args) {
+    bool aligned = args.targets.ld * sizeof(Element) % 16 == 0;
+    for (int owner = 0; owner < args.targets.tiling.world; ++owner) {
+      aligned = aligned && reinterpret_cast<std::uintptr_t>(args.targets.slots[owner]) % 16 == 0;
+    }
+    return aligned && args.targets.tiling.world <= FLUX_MAX_WORLD;
+  }
+  template <class Problem>
+  static std::size_t get_workspace_size(Problem const&, Arguments const&) {
+    return 0;
+  }
+  template <class Problem>
+  static cutlass::Status initialize_workspace(Problem const&, Arguments const&, void*, cudaStream_t,
+                                              cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+
+  // The base's own map only gives the shape of things: coordinates of the whole [M, N].
+  template <class Problem>
+  static Params to_underlying_arguments(Problem const& problem, Arguments const& args,
+                                        void* workspace) {
+    const ScatterTargets& to = args.targets;
+    const ScatterTiling& s = to.tiling;
+    Params params;
+    Stride stride{};
+    cute::get<0>(stride) = to.ld;
+    const auto map_of = [&](int owner) {
+      auto* base = static_cast<Element*>(to.slots[owner]);
+      const int rows = max_of(row_count(s.m, s.world, owner), 1);
+      return cute::make_tma_copy(
+          CopyOp{},
+          cute::make_tensor(base, cute::make_layout(cute::make_shape(rows, s.n, 1), stride)),
+          typename Base::SmemLayoutTma{});
+    };
+    static_cast<typename Base::Params&>(params) = Base::to_underlying_arguments(
+        problem, {static_cast<Element*>(to.slots[to.rank]), stride}, workspace);
+    for (int owner = 0; owner < s.world; ++owner) params.maps[owner] = map_of(owner);
+    params.targets = to;
+    return params;
+  }
+
+  CUTLASS_HOST_DEVICE ScatterStore() {}
+  CUTLASS_HOST_DEVICE ScatterStore(Params const& params, SharedStorage const& storage)
+      : Base(params, storage), params_(&params) {}
+
+  // Lives as long as its block works: the flags of the last tile are raised here.
+  CUTLASS_HOST_DEVICE ~ScatterStore() {
+#if defined(__CUDA_ARCH__)
+    raise_flags();
+#endif
+  }
+
+  template <class BaseCallbacks, class Shift>
+  struct Callbacks : BaseCallbacks {
+    CUTLASS_DEVICE Callbacks(BaseCallbacks&& base, Shift shift, ScatterStore* store, int tile_m,
+                             int tile_n, int epilogue_rows, int thread)
+        : BaseCallbacks(static_cast<BaseCallbacks&&>(base)),
+          shift_(shift),
+          store_(store),
+          tile_m_(tile_m),
+          tile_n_(tile_n),
+          epilogue_rows_(epilogue_rows),
+          thread_(thread) {}
+
+    CUTLASS_DEVICE void begin() {
+      if (thread_ >= 32) return;
+      store_->raise_flags();
+      store_->await_entries(tile_m_, thread_);
+    }
+
+    CUTLASS_DEVICE void tma_store(int epi_m, int epi_n, int iteration, bool issue) {
+      if (!issue || !cute::elect_one_sync()) return;
+      const ScatterTiling& s = store_->params_->targets.tiling;
+      const int first = tile_m_ * s.tile_m + epi_m * epilogue_rows_;
+      const OwnerRange owners = owners_of_rows(s.m, s.world, first, first + epilogue_rows_);
+      auto source = this->bSG_sAux(cute::_, cute::_, cute::_, iteration % kStages);
+      auto target = this->bSG_gAux(cute::_, cute::_, cute::_, epi_m, epi_n);
+      for (int owner = owners.begin; owner < owners.end; ++owner) {
+        auto moved = cute::make_tensor(target.data() + shift_(row_begin(s.m, s.world, owner)),
+                                       target.layout());
+        cute::copy(store_->params_->maps[owner], source, moved);
+      }
+    }
+
+    CUTLASS_DEVICE void end() {
+      if (thread_ >= 32) return;
+      store_->pending_m_ = tile_m_;
+      store_->pending_n_ = tile_n_;
+    }
+
+   private:
+    static constexpr int kStages = cute::size<2>(typename Base::SmemLayout{});
+
+    Shift shift_;
+    ScatterStore* store_;
+    int tile_m_;
+    int tile_n_;
+    int epilogue_rows_;
+    int thread_;
+  };
+
+  template <bool kReferenceSource, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    auto base = Base::template get_consumer_store_callbacks<kReferenceSource>(args);
+    auto [m, n, k, l] = args.problem_shape_mnkl;
+    auto [tile_m, tile_n, tile_k, tile_l] = args.tile_coord_mnkl;
+    const auto layout = params_->tma_store_aux.get_tma_tensor(cute::make_shape(m, n, l)).layout();
+    // Coordinates of a row of [M, N] become those in the map of an owner whose rows begin there.
+    auto shift = [layout](int rows) { return layout(cute::make_coord(-rows, 0, 0)); };
+    return Callbacks<decltype(base), decltype(shift)>(
+        static_cast<decltype(base)&&>(base), shift, this, tile_m, tile_n,
+        static_cast<int>(cute::size<0>(args.epi_tile)), args.thread_idx);
+  }
+
+ private:
+  // The warp that stores: a lane for each owner of the tile.
+  CUTLASS_DEVICE void raise_flags() {
+    if (pending_m_ < 0) return;
+    const ScatterTargets& to = params_->targets;
+    const OwnerRange owners = owners_of_tile(to.tiling, pending_m_);
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+    __syncwarp();
+    const int owner = owners.begin + static_cast<int>(threadIdx.x % 32);
+    if (owner < owners.end && to.flags[owner] != nullptr) {
+      const int flag = flag_index(to.tiling, to.rank, owner, pending_m_, pending_n_);
+      store_release_sys(to.flags[owner] + flag, to.sync.epoch);
+    }
+    pending_m_ = -1;
+  }
+
+  CUTLASS_DEVICE void await_entries(int tile_m, int lane) {
+    const ScatterTargets& to = params_->targets;
+    if (to.entries == nullptr) return;
+    const OwnerRange owners = owners_of_tile(to.tiling, tile_m);
+    const int owner = owners.begin + lane;
+    const bool news = owner < owners.end && ((entered_ >> owner) & 1u) == 0;
+    if (!__any_sync(~0u, news)) return;
+    if (news) await(to.entries, owner, to.sync, FLUX_WAIT_ENTRY, tile_m);
+    entered_ |= __reduce_or_sync(~0u, news ? 1u << owner : 0u);
+  }
+
+  Params const* params_ = nullptr;
+  std::uint32_t entered_ = 0;  // bit of each owner whose entry has been seen
+  int pending_m_ = -1;         // the tile whose flags are not raised yet
+  int pending_n_ = 0;
+};
+
+}  // namespace flux::sm90

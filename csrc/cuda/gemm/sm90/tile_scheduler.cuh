@@ -1,0 +1,127 @@
+// CUTLASS's persistent and stream-K tile schedulers, visiting tiles in Flux's order ("tile coordinate
+// swizzling", Flux paper 3.1).
+//
+// The scheduler of CUTLASS hands out linear slots and turns each into coordinates. It is told to do
+// so row by row, which makes its coordinates the slot number again; core/tile_map.h says which tile
+// that slot is. Clusters move as a whole: a slot is a cluster, and a block keeps its place in it.
+//
+// Stream-K finds the blocks that share a tile by the coordinates that CUTLASS gave, so those are kept
+// in the work tile and put back whenever CUTLASS is asked about it.
+#pragma once
+
+#include "core/tile_map.h"
+#include "cutlass/gemm/kernel/tile_scheduler.hpp"
+
+namespace flux::sm90 {
+
+template <class Base, class ClusterShape>
+class OrderedTileScheduler : public Base {
+ public:
+  struct Arguments : Base::Arguments {
+    TileMap map;
+  };
+  struct Params : Base::Params {
+    TileMap map;
+  };
+  struct WorkTileInfo : Base::WorkTileInfo {
+    int slot_m = 0;
+    int slot_n = 0;
+
+    CUTLASS_HOST_DEVICE typename Base::WorkTileInfo of_base() const {
+      typename Base::WorkTileInfo info = *this;
+      info.M_idx = slot_m;
+      info.N_idx = slot_n;
+      return info;
+    }
+  };
+
+  template <class Problem, class Tile, class... Rest>
+  static Params to_underlying_arguments(Problem problem, Tile tile, ClusterShape cluster,
+                                        cutlass::KernelHardwareInfo const& hardware,
+                                        Arguments const& args, Rest... rest) {
+    Params params;
+    static_cast<typename Base::Params&>(params) =
+        Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...);
+    params.map = args.map;
+    return params;
+  }
+
+  CUTLASS_DEVICE explicit OrderedTileScheduler(Params const& params)
+      : Base(params), map_(&params.map) {}
+
+  CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(ClusterShape) { return get_current_work(); }
+
+  CUTLASS_DEVICE WorkTileInfo get_current_work() { return ordered(Base::get_current_work()); }
+
+  // As the schedulers of CUTLASS do it: first what is left of this unit, then the next one.
+  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo work) {
+    typename Base::WorkTileInfo info = work.of_base();
+    if (Base::continue_current_work(info)) return cute::make_tuple(ordered(info), true);
+    Base::advance_to_next_work();
+    return cute::make_tuple(get_current_work(), true);
+  }
+  template <class Pipeline, class State>
+  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo work, Pipeline&, State) {
+    return fetch_next_work(work);
+  }
+
+  template <class Accumulators>
+  CUTLASS_DEVICE static void fixup(Params const& params, WorkTileInfo const& work,
+                                   Accumulators& accumulators, std::uint32_t barriers,
+                                   std::uint32_t barrier) {
+    Base::fixup(params, work.of_base(), accumulators, barriers, barrier);
+  }
+
+ private:
+  CUTLASS_DEVICE WorkTileInfo ordered(typename Base::WorkTileInfo const& info) const {
+    WorkTileInfo work;
+    static_cast<typename Base::WorkTileInfo&>(work) = info;
+    work.slot_m = info.M_idx;
+    work.slot_n = info.N_idx;
+    if (!work.is_valid()) return work;
+    constexpr int kClusterM = cute::size<0>(ClusterShape{});
+    constexpr int kClusterN = cute::size<1>(ClusterShape{});
+    const int row = info.M_idx / kClusterM;
+    const int column = info.N_idx / kClusterN;
+    const TileCoord tile = tile_at(*map_, row * map_->columns + column);
+    work.M_idx = tile.m * kClusterM + info.M_idx % kClusterM;
+    work.N_idx = tile.n * kClusterN + info.N_idx % kClusterN;
+    return work;
+  }
+
+  TileMap const* map_;
+};
+
+// Tags with which GemmUniversal selects it.
+struct OrderedPersistent {};
+struct OrderedStreamK {};
+
+// Row by row, so that slots are what the map expects.
+template <class Scheduler>
+typename Scheduler::Arguments scheduler_arguments(TileMap const& map) {
+  typename Scheduler::Arguments args{};
+  args.max_swizzle_size = 1;
+  args.raster_order = Scheduler::RasterOrderOptions::AlongN;
+  args.map = map;
+  return args;
+}
+
+}  // namespace flux::sm90
+
+namespace cutlass::gemm::kernel::detail {
+
+template <class TileShape, class ClusterShape, uint32_t Stages>
+struct TileSchedulerSelector<flux::sm90::OrderedPersistent, arch::Sm90, TileShape, ClusterShape,
+                             Stages> {
+  using Scheduler = flux::sm90::OrderedTileScheduler<PersistentTileSchedulerSm90, ClusterShape>;
+};
+
+template <class TileShape, class ClusterShape, uint32_t Stages>
+struct TileSchedulerSelector<flux::sm90::OrderedStreamK, arch::Sm90, TileShape, ClusterShape,
+                             Stages> {
+  using Scheduler =
+      flux::sm90::OrderedTileScheduler<PersistentTileSchedulerSm90StreamK<TileShape, ClusterShape>,
+                                       ClusterShape>;
+};
+
+}  // namespace cutlass::gemm::kernel::detail

@@ -1,0 +1,73 @@
+// Signals between the GPUs of a group, as a thread sees them: acquire, release, and waits that end.
+//
+// Memory ordering. Whoever moves a tile (copy engine, or the epilogue of a peer) writes its data and
+// then its signal; a stream memory operation and st.release.sys both order the two. A waiter reads
+// the signal with ld.acquire.sys, so what the signal announces is visible to its later reads. TMA
+// reads through another proxy: after the acquire, and before the first TMA instruction that touches
+// the data, the thread that issues it (or one ordered before it by a barrier) executes
+// fence.proxy.async. In the other direction, bulk stores are complete only after
+// cp.async.bulk.wait_group (not .read, which says no more than that their shared memory is free);
+// only then may the thread that waited release a flag.
+#pragma once
+
+#include <cstdint>
+
+#include "core/signal.h"
+#include "cuda/abi.h"
+
+namespace flux {
+
+__device__ __forceinline__ std::uint32_t load_acquire_sys(const std::uint32_t* word) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_sys(std::uint32_t* word, std::uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ std::uint64_t nanoseconds() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+// Keeps the first failure of a launch; the host reads it when the kernel has ended.
+__device__ inline void record_failure(const FluxSync& sync, int code, int tile, int signal,
+                                      std::uint32_t observed) {
+  auto* status = reinterpret_cast<unsigned long long*>(sync.status);
+  if (atomicCAS(status + FLUX_STATUS_CODE, 0ull, static_cast<unsigned long long>(code)) != 0)
+    return;
+  status[FLUX_STATUS_TILE] = static_cast<unsigned long long>(tile);
+  status[FLUX_STATUS_SIGNAL] = static_cast<unsigned long long>(signal);
+  status[FLUX_STATUS_EXPECTED] = sync.epoch;
+  status[FLUX_STATUS_OBSERVED] = observed;
+}
+
+// Spins until `words[index]` has reached the epoch. Gives up when the time is over, or when another
+// wait has: the kernel then ends, with a wrong result that the host throws away. Out of line and
+// cold: the caller has seen that the signal is not there yet.
+__device__ __noinline__ void await_epoch(const std::uint32_t* words, int index,
+                                         const FluxSync& sync, int code, int tile) {
+  const volatile std::uint64_t* failed = sync.status + FLUX_STATUS_CODE;
+  const std::uint64_t begin = nanoseconds();
+  for (;;) {
+    const std::uint32_t seen = load_acquire_sys(words + index);
+    if (epoch_reached(seen, sync.epoch) || *failed != 0) return;
+    if (nanoseconds() - begin > sync.timeout_ns) {
+      record_failure(sync, code, tile, index, seen);
+      return;
+    }
+    __nanosleep(32);
+  }
+}
+
+// Waits for one signal; quick when it is there.
+__device__ __forceinline__ void await(const std::uint32_t* words, int index, const FluxSync& sync,
+                                      int code, int tile) {
+  if (epoch_reached(load_acquire_sys(words + index), sync.epoch)) return;
+  await_epoch(words, index, sync, code, tile);
+}
+
+}  // namespace flux

@@ -1,0 +1,40 @@
+// CUDA kernels behind the C ABI (cuda/abi.h): libraries are opened at run time, so that this module
+// is the same on machines with and without a GPU.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "cuda/abi.h"
+
+namespace flux::host {
+
+// One kernel of an open library. The library stays open as long as a kernel of it is held.
+class Kernel {
+ public:
+  // Throws std::runtime_error: the library cannot be opened, has no such kernel, or was built for
+  // another version of the ABI.
+  Kernel(const std::string& library, const std::string& symbol);
+
+  std::string name() const { return table_->name; }
+  int tile_m() const { return table_->tile_m; }
+  int tile_n() const { return table_->tile_n; }
+  bool reduces() const { return table_->reduce != nullptr; }
+
+  // Loads the code onto a device, which must not happen while another kernel spins there.
+  void prepare(int device) const;
+  std::uint64_t workspace_bytes(const FluxGemmArgs& args) const;
+  // Asynchronous, on a cudaStream_t. Throws std::invalid_argument when the kernel cannot do the
+  // arguments, and std::runtime_error when the launch fails.
+  void launch(const FluxGemmArgs& args, std::uintptr_t stream) const;
+  void reduce(const FluxReduceArgs& args, std::uintptr_t stream) const;
+
+ private:
+  void check(int status, const char* what) const;
+
+  std::shared_ptr<void> library_;
+  const FluxKernel* table_ = nullptr;
+};
+
+}  // namespace flux::host

@@ -1,0 +1,171 @@
+"""What kernels evaluate for themselves (core/tile_map.h, scatter.h), and what they are given."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from core_cases import (
+    AG_GEMM,
+    DIRECT,
+    GEMM_RS,
+    PULL,
+    RANK_SHIFT,
+    STORE_STAGED,
+    Case,
+    cases,
+    tile_order,
+)
+from flux import _C
+
+core = _C.core
+
+
+def case(op: int, m: int, world: int, tile_m: int, n: int = 1) -> Case:
+    knobs = (tile_m, 1, 1, 1, PULL, DIRECT, RANK_SHIFT, STORE_STAGED)
+    return Case(op, m, n, 1, (1, 1, world), *knobs)
+
+
+# -- tile map --------------------------------------------------------------------------------------
+
+
+@given(c=cases(max_world=16, max_m=150), data=st.data())
+@example(c=case(AG_GEMM, 1, 8, 4), data=None)
+@example(c=case(GEMM_RS, 5, 4, 3, n=3), data=None)
+def test_the_map_is_the_order(c: Case, data: st.DataObject | None) -> None:
+    rank = 0 if data is None else data.draw(st.integers(0, c.world - 1))
+    order = tile_order(c, rank)
+    tile_map = core.TileMap(order)
+    slots = range(order.tile_count())
+    assert [tile_map.tile_at(s) for s in slots] == [order.tile_at(s) for s in slots]
+
+
+def test_runs_are_joined_where_chunks_follow_each_other() -> None:
+    order = tile_order(case(AG_GEMM, 8, 4, 1), 1)
+    assert [order.tile_row_at(s) for s in range(8)] == [2, 3, 4, 5, 6, 7, 0, 1]
+    assert core.TileMap(order).runs == [(2, 6), (0, 8)]
+
+
+def test_a_world_beyond_the_map_has_no_runs() -> None:
+    assert core.TileMap(tile_order(case(AG_GEMM, 200, core.max_runs, 1), 0)).runs != []
+    assert core.TileMap(tile_order(case(AG_GEMM, 200, core.max_runs + 1, 1), 0)).runs == []
+
+
+# -- scatter ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """(m, n, world, tile_m, tile_n), ragged in every way."""
+    sizes = st.integers(1, 60)
+    return (
+        draw(sizes),
+        draw(st.integers(1, 12)),
+        draw(st.integers(1, 9)),
+        draw(sizes),
+        draw(st.integers(1, 14)),
+    )
+
+
+def rows_of(m: int, world: int, owner: int) -> set[int]:
+    chunk = -(-m // world)
+    return set(range(min(m, owner * chunk), min(m, (owner + 1) * chunk)))
+
+
+@given(t=tilings())
+@example(t=(8, 2, 2, 3, 1))
+@example(t=(1, 1, 8, 128, 256))
+def test_tiles_and_owners_agree(t: tuple[int, int, int, int, int]) -> None:
+    m, _, world, tile_m, _ = t
+    s = core.ScatterTiling(*t)
+    for tile in range(-(-m // tile_m) + 2):  # rows of tiles that a cluster adds lie beyond M
+        rows = set(range(tile * tile_m, min(m, (tile + 1) * tile_m)))
+        owners = [o for o in range(world) if rows & rows_of(m, world, o)]
+        assert list(range(*s.owners_of_tile(tile))) == owners
+    for owner in range(world):
+        tiles = sorted({row // tile_m for row in rows_of(m, world, owner)})
+        assert list(range(*s.tiles_of_owner(owner))) == tiles
+        assert len(tiles) <= s.flag_rows()
+
+
+@given(t=tilings())
+@example(t=(8, 2, 2, 3, 1))
+def test_every_source_and_tile_has_a_flag_of_its_own(t: tuple[int, int, int, int, int]) -> None:
+    _, _, world, _, _ = t
+    s = core.ScatterTiling(*t)
+    for owner in range(world):
+        flags = [
+            s.flag_index(source=source, owner=owner, tile_row=row, tile_column=column)
+            for source in range(world)
+            for row in range(*s.tiles_of_owner(owner))
+            for column in range(s.flag_columns())
+        ]
+        assert len(set(flags)) == len(flags)
+        assert all(0 <= flag < s.flag_count() for flag in flags)
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def gemm_args(c: Case, rank: int) -> _C.GemmArgs:
+    args = _C.GemmArgs()
+    args.m, args.n, args.k = c.m, c.local_n(rank), c.k
+    order = args.order
+    order.world, order.rank = c.world, rank
+    order.order, order.direction, order.swizzle = c.order, c.direction, c.swizzle
+    order.nodes, order.domains, order.lanes = c.mesh
+    order.raster, order.comm_tile_rows = c.raster, c.comm_rows
+    return args
+
+
+@given(c=cases(max_world=8, max_m=80), data=st.data())
+def test_kernels_visit_what_the_schedule_says(c: Case, data: st.DataObject) -> None:
+    """Whole clusters in the schedule's order; the very tiles of the CPU backend."""
+    assume(not c.has_sequence)
+    rank = data.draw(st.integers(0, c.world - 1))
+    found = gemm_args(c, rank).tile_map(c.op, c.tile_m, c.tile_n)
+    visits = c.build(rank).visits
+    for slot, visit in enumerate(visits):
+        m, n = found.tile_at(slot)
+        assert m * c.tile_m == visit.row_begin and n * c.tile_n == visit.col_begin
+
+
+def test_a_sequence_of_chunks_is_followed() -> None:
+    c = case(AG_GEMM, 12, 4, 1)
+    args = gemm_args(c, 0)
+    args.set_sequence([2, 0, 3, 1])
+    found = args.tile_map(AG_GEMM, 3, 1)
+    assert [found.tile_at(s)[0] for s in range(4)] == [2, 0, 3, 1]
+    args.set_sequence([])
+    assert args.tile_map(AG_GEMM, 3, 1).tile_at(0) == (0, 0)
+
+
+def test_a_plain_launch_goes_row_by_row() -> None:
+    args = _C.GemmArgs()
+    args.m, args.n, args.k = 5, 4, 1
+    found = args.tile_map(GEMM_RS, 2, 2)
+    assert [found.tile_at(s) for s in range(6)] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(0, 1), (3, 3), (100, 4)])
+def test_communication_tiles_are_at_most_a_chunk(rows: int, expected: int) -> None:
+    args = gemm_args(case(AG_GEMM, 14, 4, 1), 0)
+    args.order.comm_tile_rows = rows
+    assert args.comm_tiling() == (14, 4, expected)
+
+
+def test_arguments_keep_addresses_and_refuse_too_many_ranks() -> None:
+    args = _C.GemmArgs()
+    args.a, args.sync.status, args.sync.epoch = 2**63 + 16, 4096, 2**32 - 1
+    assert (args.a, args.sync.status, args.sync.epoch) == (2**63 + 16, 4096, 2**32 - 1)
+    args.set_slots([16] * _C.MAX_KERNEL_WORLD)
+    with pytest.raises(ValueError, match="at most 16 ranks, got 17"):
+        args.set_flags([16] * (_C.MAX_KERNEL_WORLD + 1))
+
+
+def test_a_library_that_is_none_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"cannot open /nowhere\.so"):
+        _C.Kernel("/nowhere.so", "flux_kernel")
+    with pytest.raises(RuntimeError, match="has no kernel flux_kernel"):
+        _C.Kernel(_C.__file__, "flux_kernel")
