@@ -4,6 +4,7 @@
 #   TORCH=torch==2.9.1       which torch .venv gets; a change of either makes .venv anew
 #   ARGS="-k ragged -x"      further arguments for pytest or for flux bench op
 #   CMAKE_ARGS=...           further arguments for CMake
+#   SET=default ARCHS=90a    which CUDA kernels `make kernels` builds, for which architectures
 #
 # PYTHON and TORCH are remembered, so they need to be given only once.
 
@@ -15,7 +16,7 @@ TORCH ?= $(or $(MADE_WITH_TORCH),torch==2.13.0)
 BIN := $(VENV)/bin
 STAMPS := build/stamps
 CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
-CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 # Directories too: their times change when a file is added or removed.
 NATIVE_INPUTS := $(shell find csrc -not -name '.*') CMakeLists.txt setup.py pyproject.toml
 # ThreadSanitizer of older compilers cannot place its shadow memory where the kernel randomises a lot.
@@ -24,12 +25,15 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 BENCH_OPS := ag_gemm gemm_rs gemm_ar
 BENCH_SHAPE := --m 2048 --n 4096 --k 2048 --dtype float32 --nproc 2
 
+SET := minimal
+ARCHS := 80,90a
+
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help bench test lint format tsan check-device clean distclean FORCE
+.PHONY: help bench test lint format tsan check-device kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -60,8 +64,11 @@ check-device: $(VENV)/requirements-installed ## compile csrc/core for the GPU (w
 	$(CMAKE) -B build/device -DFLUX_BUILD_PYTHON=OFF -DFLUX_CHECK_DEVICE=ON
 	$(BIN)/cmake --build build/device
 
+kernels: $(VENV)/cuda-installed ## build CUDA kernels into flux/lib/kernels (no GPU needed)
+	$(BIN)/python tools/compile_kernels.py --set $(SET) --arch $(ARCHS) --out flux/lib/kernels $(ARGS)
+
 clean: ## remove everything that was built; keeps .venv
-	rm -rf build dist *.egg-info flux/_C*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist *.egg-info flux/_C*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv
@@ -83,6 +90,14 @@ $(VENV)/made:
 $(VENV)/requirements-installed: $(VENV)/made pyproject.toml tools/requirements.py
 	$(BIN)/python tools/requirements.py > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)' -r $(VENV)/requirements.txt
+	@touch $@
+
+# CUTLASS, and nvcc where the machine has none.
+$(VENV)/cuda-installed: $(VENV)/requirements-installed
+	$(BIN)/python tools/requirements.py cuda \
+	  $$(test -x "$${CUDA_HOME:-}/bin/nvcc" || command -v nvcc > /dev/null || echo nvcc) \
+	  > $(VENV)/requirements-cuda.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r $(VENV)/requirements-cuda.txt
 	@touch $@
 
 # Users' compilers may warn where ours do not, so warnings are errors only when testing. A build that

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -64,7 +65,8 @@ class CMakeBuild(build_ext):
             configure.append("--fresh")
         subprocess.run(configure, check=True)
         record.write_text(command)
-        subprocess.run([cmake, "--build", str(build_dir), "--target", "_C"], check=True)
+        # `kernels` does nothing unless FLUX_KERNEL_SET asks for some.
+        subprocess.run([cmake, "--build", str(build_dir), "--target", "_C", "kernels"], check=True)
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +74,37 @@ class CMakeBuild(build_ext):
         fresh = target.with_suffix(".new")
         shutil.copy2(build_dir / target.name, fresh)
         os.replace(fresh, target)
+        self.copy_kernels(build_dir, target.parent / "lib" / "kernels")
+
+    def copy_kernels(self, build_dir: Path, destination: Path) -> None:
+        """Put the kernels that CMake built into the wheel; in the checkout they are in place."""
+        built = ROOT / "flux" / "lib" / "kernels"
+        if destination == built:
+            return
+        shutil.rmtree(destination, ignore_errors=True)  # of an earlier build
+        if "FLUX_KERNEL_SET:STRING=none" in (build_dir / "CMakeCache.txt").read_text():
+            return
+        for library in built.glob("libflux_*/*.so"):
+            shutil.copytree(library.parent, destination / library.parent.name)
 
 
-setup(ext_modules=[Extension("flux._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+class BuildPy(build_py):
+    """Adds the headers that `flux compile` needs, so that it works from a wheel too."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # they are found in the checkout
+            return
+        destination = Path(self.build_lib) / "flux" / "csrc"
+        shutil.rmtree(destination, ignore_errors=True)  # a header may be gone since
+        for pattern in ("core/**/*.h", "cuda/**/*.h", "cuda/**/*.cuh"):
+            for header in (ROOT / "csrc").glob(pattern):
+                copy = destination / header.relative_to(ROOT / "csrc")
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(header, copy)
+
+
+setup(
+    ext_modules=[Extension("flux._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "build_py": BuildPy},
+)

@@ -9,11 +9,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from flux.kernels.cli import compile_kernels
+from flux.terminal import EXIT_FAILED, EXIT_INTERRUPTED, PLAIN, refuse
 
 if TYPE_CHECKING:
     from flux.bench.op import Measurement, Progress
@@ -28,11 +31,6 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure fused ops against the unfused path.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-
-_PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True}  # one line stays one line
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 
 
 def _version(wanted: bool) -> None:
@@ -67,9 +65,7 @@ def doctor(
     raise typer.Exit(0 if findings.usable else EXIT_FAILED)
 
 
-def _refuse(message: str) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", **_PLAIN)
-    raise typer.Exit(EXIT_USAGE)
+app.command("compile")(compile_kernels)
 
 
 def _knobs(**chosen: Any) -> dict[str, Any]:
@@ -136,11 +132,9 @@ def bench_op(
 
     world = torchrun_world()
     if world is not None and nproc not in (None, world):
-        _refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
+        refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
     if world is not None and hosts != "1":
-        _refuse(
-            "--hosts makes hosts of its own; under torchrun the ranks are where it started them"
-        )
+        refuse("--hosts makes hosts of its own; under torchrun the ranks are where it started them")
     try:
         config = BenchConfig(
             problem=Problem(op, m, n, k, dtype_name(dtype), world or nproc or 2),
@@ -164,7 +158,7 @@ def bench_op(
             link_rate=link_rate,
         )
     except (ValueError, TypeError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     speaks = world is None or torchrun_rank() == 0
     silent = quiet or json_target == "-" or not speaks
     if speaks and json_target not in (None, "-"):
@@ -182,9 +176,9 @@ def _check_writable(target: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _refuse(f"cannot write {target}: {error.strerror}")
+        refuse(f"cannot write {target}: {error.strerror}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        _refuse(f"cannot write {target}")
+        refuse(f"cannot write {target}")
 
 
 def _measure(config: BenchConfig, *, joining: bool, silent: bool) -> Measurement:
@@ -197,15 +191,15 @@ def _measure(config: BenchConfig, *, joining: bool, silent: bool) -> Measurement
         try:
             return (launch.joined if joining else launch.spawned)(config, progress)
         except HostsUnavailableError as error:
-            _refuse(str(error))
+            refuse(str(error))
         except RankFailedError as error:
             failure = error
         except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+            raise typer.Exit(EXIT_INTERRUPTED) from None
     errors = Console(stderr=True)
     if failure.details:
-        errors.print(escape(failure.details.rstrip()), style="dim", **_PLAIN)
-    errors.print(f"[bold red]error:[/] {escape(str(failure))}", **_PLAIN)
+        errors.print(escape(failure.details.rstrip()), style="dim", **PLAIN)
+    errors.print(f"[bold red]error:[/] {escape(str(failure))}", **PLAIN)
     raise typer.Exit(EXIT_FAILED)
 
 
@@ -219,7 +213,7 @@ def _report(
         report.show(content, Console())
     errors = Console(stderr=True)
     for complaint in measurement.complaints:
-        errors.print(f"[bold red]wrong result:[/] {escape(complaint)}", **_PLAIN)
+        errors.print(f"[bold red]wrong result:[/] {escape(complaint)}", **PLAIN)
     if json_target is not None:
         report.write_json(content, json_target)
         if not silent:

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -28,6 +29,7 @@ from rich.text import Text
 
 import flux
 from flux import _C, env, host, toolchain
+from flux.kernels.registry import Registry, cache_root
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
 _STYLE = {OK: "green", ABSENT: "dim", WARNING: "yellow", BROKEN: "bold red"}
@@ -74,6 +76,7 @@ def examine() -> Findings:
         "torch.distributed": _distributed,
         "cuda": _cuda,
         "kernel toolchain": _toolchain,
+        "kernels": _kernels,
         "environment": _environment,
         "will be used": _choices,
     }
@@ -229,6 +232,30 @@ def _tool(name: str, tool: toolchain.Tool | None, otherwise: str) -> Item:
     if tool is None:
         return Item(name, "none", ABSENT, otherwise)
     return Item(name, tool.version or "?", WARNING if tool.problem else OK, tool.describe())
+
+
+def _kernels() -> list[Item]:
+    built = Registry.load()
+    items = [Item("cache", str(cache_root()), note="FLUX_KERNEL_CACHE names another")]
+    counts = Counter((kernel.config.op, kernel.config.arch) for kernel in built.kernels.values())
+    if counts:
+        items.append(Item("libraries", str(len(built.libraries)), note=_roots_of(built)))
+    else:
+        items.append(Item("libraries", "none", ABSENT, "flux compile builds them"))
+    for (op, arch), count in sorted(counts.items()):
+        items.append(Item(f"{op} sm_{arch}", f"{count} config{'s' if count > 1 else ''}"))
+    if built.stale:
+        note = "made from other sources, not used; flux compile makes new ones"
+        items.append(Item("stale libraries", str(len(built.stale)), WARNING, note))
+    if built.damaged:
+        note = "set aside, not used; can be deleted: " + ", ".join(map(str, built.damaged))
+        items.append(Item("damaged libraries", str(len(built.damaged)), WARNING, note))
+    return items
+
+
+def _roots_of(built: Registry) -> str:
+    directories = Counter(library.directory.parent for library in built.libraries)
+    return ", ".join(f"{count} in {directory}" for directory, count in directories.items())
 
 
 def _environment() -> list[Item]:

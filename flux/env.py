@@ -91,6 +91,18 @@ WORKSPACE_CACHE = Variable(
     8,
     "workspaces that the functional ops keep per process group, least recently used dropped first",
 )
+KERNEL_CACHE = Variable(
+    "FLUX_KERNEL_CACHE",
+    str,
+    "~/.cache/flux/kernels",
+    "directory of the CUDA kernels that `flux compile` builds",
+)
+CCACHE = Variable(
+    "FLUX_CCACHE",
+    _flag,
+    True,
+    "compile kernels through ccache where that is on PATH (0 or 1)",
+)
 
 VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str], ...] = (
     POISON,
@@ -98,4 +110,6 @@ VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str
     HOST,
     WINDOW_MB,
     WORKSPACE_CACHE,
+    KERNEL_CACHE,
+    CCACHE,
 )

@@ -71,6 +71,12 @@ def _nvcc_candidates() -> list[tuple[str, str]]:
     return found
 
 
+def cutlass_includes(cutlass: Tool) -> list[str]:
+    """The directories of CUTLASS's headers: the library's, and its utilities' where there."""
+    utilities = Path(cutlass.path).parent / "tools" / "util" / "include"
+    return [cutlass.path, *([str(utilities)] if utilities.is_dir() else [])]
+
+
 def cutlass() -> Tool | None:
     """The CUTLASS headers of the nvidia-cutlass package."""
     spec = importlib.util.find_spec("cutlass_library")

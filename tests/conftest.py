@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from flux.bench.hosts import Hosts, HostsUnavailableError
 
+pytest_plugins = ["kernel_sandbox"]
+
 # "ci" draws the same examples on every run, so that a red build means that the change is at fault.
 # Look further with HYPOTHESIS_PROFILE=explore.
 settings.register_profile("ci", derandomize=True, deadline=None, database=None)

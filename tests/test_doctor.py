@@ -24,6 +24,7 @@ SECTIONS = [
     "torch.distributed",
     "cuda",
     "kernel toolchain",
+    "kernels",
     "environment",
     "will be used",
 ]

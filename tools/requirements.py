@@ -1,11 +1,14 @@
 """Prints what .venv must hold, one requirement per line, read from pyproject.toml.
 
+With arguments: only what those extras of the package need.
+
 The Makefile builds without pip's build isolation (so that a rebuild compiles only what changed) and
 therefore installs the build requirements itself. Reading them here keeps one list of them.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 try:
@@ -17,6 +20,7 @@ EXTRAS = ("test", "lint")
 
 config = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
 project = config["project"]
-print(*config["build-system"]["requires"], *project["dependencies"], sep="\n")
-for extra in EXTRAS:
+if not sys.argv[1:]:
+    print(*config["build-system"]["requires"], *project["dependencies"], sep="\n")
+for extra in sys.argv[1:] or EXTRAS:
     print(*project["optional-dependencies"][extra], sep="\n")

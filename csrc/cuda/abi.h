@@ -99,8 +99,7 @@ typedef struct FluxReduceArgs {
   const void* slots[FLUX_MAX_WORLD]; /* [rows, n] of each source, ld slot_ld */
   int64_t slot_ld;
   const uint32_t* flags;      /* of this rank's pad */
-  void* outs[FLUX_MAX_WORLD]; /* one destination, or (AllReduce) one per rank: row 0 of M */
-  uint32_t* out_flags[FLUX_MAX_WORLD]; /* AllReduce: raised at every rank; else null */
+  void* outs[FLUX_MAX_WORLD]; /* one destination, or (AllReduce) one per rank: of own row 0 */
   int32_t out_count;
   int32_t pad_;
   int64_t out_ld;

@@ -5,7 +5,7 @@
 // the signal with ld.acquire.sys, so what the signal announces is visible to its later reads. TMA
 // reads through another proxy: after the acquire, and before the first TMA instruction that touches
 // the data, the thread that issues it (or one ordered before it by a barrier) executes
-// fence.proxy.async. In the other direction, bulk stores are complete only after
+// fence.proxy.async.global. In the other direction, bulk stores are complete only after
 // cp.async.bulk.wait_group (not .read, which says no more than that their shared memory is free);
 // only then may the thread that waited release a flag.
 #pragma once

@@ -5,6 +5,8 @@
 
 #include "cuda/arguments.h"
 #include "host/bindings.h"
+#include "host/driver.h"
+#include "host/gather_tiles.h"
 #include "host/kernels.h"
 
 namespace py = pybind11;
@@ -132,14 +134,41 @@ void bind_reduce_args(py::module_& m) {
   bound
       .def("set_slots",
            [](ReduceArgs& a, const std::vector<std::uintptr_t>& slots) { fill(a.slots, slots); })
-      .def("set_outs",
-           [](ReduceArgs& a, const std::vector<std::uintptr_t>& outs) {
-             fill(a.outs, outs);
-             a.out_count = static_cast<std::int32_t>(outs.size());
-           })
-      .def("set_out_flags", [](ReduceArgs& a, const std::vector<std::uintptr_t>& flags) {
-        fill(a.out_flags, flags);
+      .def("set_outs", [](ReduceArgs& a, const std::vector<std::uintptr_t>& outs) {
+        fill(a.outs, outs);
+        a.out_count = static_cast<std::int32_t>(outs.size());
       });
+}
+
+// Streams and addresses are integers in Python, as torch gives them.
+void bind_driver(py::module_& m) {
+  py::class_<Driver, std::shared_ptr<Driver>>(m, "Driver",
+                                              "The CUDA driver, looked up at run time.")
+      .def(py::init<const std::string&>(), py::arg("library") = "libcuda.so.1")
+      .def("create_stream", &Driver::create_stream)
+      .def("destroy_stream", &Driver::destroy_stream, py::arg("stream"))
+      .def("synchronize", &Driver::synchronize, py::arg("stream"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("ready", &Driver::ready, py::arg("stream"))
+      .def("order_after", &Driver::order_after, py::arg("later"), py::arg("earlier"))
+      .def("copy", &Driver::copy, py::arg("stream"), py::arg("to"), py::arg("from_"),
+           py::arg("bytes"))
+      .def("signal", &Driver::signal, py::arg("stream"), py::arg("word"), py::arg("value"))
+      .def("await_signal", &Driver::await_signal, py::arg("stream"), py::arg("word"),
+           py::arg("value"))
+      .def("fill", &Driver::fill, py::arg("stream"), py::arg("words"), py::arg("value"),
+           py::arg("count"));
+  m.def(
+      "gather_tiles",
+      [](Driver& driver, const Schedule& schedule, std::uintptr_t stream, std::uint32_t epoch,
+         std::uintptr_t x, std::int64_t row_bytes, const std::vector<std::uintptr_t>& gathered,
+         const std::vector<std::uintptr_t>& entries, const std::vector<std::uintptr_t>& signals) {
+        gather_tiles(driver, schedule,
+                     GatherCall{stream, epoch, x, row_bytes, gathered, entries, signals});
+      },
+      py::kw_only(), py::arg("driver"), py::arg("schedule"), py::arg("stream"), py::arg("epoch"),
+      py::arg("x"), py::arg("row_bytes"), py::arg("gathered"), py::arg("entries"),
+      py::arg("signals"));
 }
 
 }  // namespace
@@ -163,6 +192,7 @@ void bind_kernels(py::module_& m) {
       .def("reduce", [](const Kernel& k, const ReduceArgs& args, std::uintptr_t stream) {
         k.reduce(args, stream);
       });
+  bind_driver(m);
   m.attr("ABI_VERSION") = FLUX_ABI_VERSION;
   m.attr("MAX_KERNEL_WORLD") = FLUX_MAX_WORLD;
   m.attr("STATUS_WORDS") = static_cast<int>(FLUX_STATUS_WORDS);

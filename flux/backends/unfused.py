@@ -15,7 +15,6 @@ from flux import _C
 from flux.errors import PeerTimeoutError
 from flux.ops.call import Call
 from flux.ops.spec import OpSpec
-from flux.transport.exchange import Exchange
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,11 +24,18 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class UnfusedBackend:
     """Executor of the unfused path of one op on one rank."""
 
-    def __init__(self, spec: OpSpec, exchange: Exchange, timeout_s: float) -> None:
+    def __init__(
+        self,
+        spec: OpSpec,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        world: int,
+        timeout_s: float,
+    ) -> None:
         self.spec = spec
-        self.group = exchange.group
-        self.rank = exchange.rank
-        self.world = exchange.world
+        self.group = group
+        self.rank = rank
+        self.world = world
         self.timeout = timedelta(seconds=timeout_s)
 
     def gather_rows(self, x: torch.Tensor, m: int) -> torch.Tensor:

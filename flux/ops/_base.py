@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from flux import _C
 from flux.backends.cpu import CpuBackend
+from flux.backends.cuda import CudaBackend
 from flux.backends.unfused import UnfusedBackend
 from flux.env import VARIABLES
 from flux.knobs import Knobs, Op, check_legal
@@ -27,6 +28,7 @@ from flux.schedule import TileSchedule, make_schedule
 from flux.topology import Topology
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.shm import host_identity
+from flux.transport.virtual import VirtualExchange, VirtualRank
 
 T = TypeVar("T")
 
@@ -61,7 +63,7 @@ class TensorParallelOp:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | str | None,
+        group: dist.ProcessGroup | VirtualRank | str | None,
         *,
         max_m: int,
         n: int | Sequence[int],
@@ -76,7 +78,8 @@ class TensorParallelOp:
         topology: Topology | None,
     ) -> None:
         self._closed = True
-        exchange = Exchange(resolve_group(group), type(self).__name__)
+        exchange = _exchange(group, type(self).__name__)
+        virtual = exchange.of if isinstance(exchange, VirtualExchange) else None
         spec: OpSpec | None = None
         knobs = Knobs()
         problem: Exception | None = None
@@ -89,7 +92,8 @@ class TensorParallelOp:
             knobs = _knobs(label, tuning)
             topology = _topology(label, topology, hosts)
             check_legal(knobs, topology)
-            _check_options(label, spec, exchange.world, backend, transport, timeout_s)
+            _check_options(label, spec, exchange.world, timeout_s)
+            _check_executor(label, virtual is not None, knobs, backend, transport)
             knobs = _check_hosts(label, len(set(hosts)), knobs, transport)
             for variable in VARIABLES:
                 variable.get()
@@ -105,15 +109,19 @@ class TensorParallelOp:
         self.rank = exchange.rank
         self.timeout_s = timeout_s
         self.topology = topology
-        self._checker = CallChecker(spec, self.world, self.rank)
+        device = virtual.device.torch_device if virtual else torch.device("cpu")
+        self._checker = CallChecker(spec, self.world, self.rank, device)
         # make_schedule caches too, but to hash its arguments costs more than a call may.
         self._schedules: dict[int, TileSchedule] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._broken: str | None = None
-        self._unfused = UnfusedBackend(spec, exchange, timeout_s)
-        self._backend: CpuBackend | None = None
-        if self.world > 1:
+        group = None if isinstance(exchange, VirtualExchange) else exchange.group
+        self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
+        self._backend: CpuBackend | CudaBackend | None = None
+        if self.world > 1 and isinstance(exchange, VirtualExchange):
+            self._backend = CudaBackend(spec, exchange, knobs, topology, timeout_s)
+        elif self.world > 1 and isinstance(exchange, Exchange):
             local = [host == hosts[self.rank] for host in hosts]
             self._backend = CpuBackend(spec, exchange, knobs, topology, local, timeout_s)
         self.handle = next(_handles)
@@ -250,6 +258,17 @@ class TensorParallelOp:
         finally:
             self._lock.release()
 
+    def wait(self) -> None:
+        """Wait until this rank's calls are done. On the CPU they are when they return.
+
+        Raises:
+            PeerTimeoutError: a wait of one of them took longer than the timeout; so does the next
+                call that finds out.
+        """
+        backend = self._backend
+        if isinstance(backend, CudaBackend):
+            self._guarded(backend.check)
+
     # -- end ---------------------------------------------------------------------------------------
 
     def _release(self, failed: bool) -> None:
@@ -304,16 +323,8 @@ def _check_options(
     label: str,
     spec: OpSpec,
     world: int,
-    backend: str | None,
-    transport: str | None,
     timeout_s: float,
 ) -> None:
-    if backend not in (None, "cpu"):
-        raise ValueError(f"{label}: backend must be None or 'cpu', got {backend!r}")
-    if transport not in (None, "shm", "send_recv"):
-        raise ValueError(
-            f"{label}: transport must be None, 'shm' or 'send_recv', got {transport!r}"
-        )
     if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S):
         raise ValueError(
             f"{label}: timeout_s must be a positive number up to {MAX_TIMEOUT_S:g}, "
@@ -324,6 +335,35 @@ def _check_options(
             f"{label}: with several weights each n must be divisible by the world of {world}, "
             f"got {spec.n}"
         )
+
+
+def _exchange(
+    group: dist.ProcessGroup | VirtualRank | str | None, label: str
+) -> Exchange | VirtualExchange:
+    if isinstance(group, VirtualRank):
+        return VirtualExchange(group, label)
+    return Exchange(resolve_group(group), label)
+
+
+def _check_executor(
+    label: str, virtual: bool, knobs: Knobs, backend: str | None, transport: str | None
+) -> None:
+    """Who executes and what moves tiles; a virtual rank decides both."""
+    backends = ("cuda",) if virtual else ("cpu",)
+    transports = ("virtual",) if virtual else ("shm", "send_recv")
+    where = "a rank of a VirtualWorld" if virtual else "a process group"
+    if backend not in (None, *backends):
+        raise ValueError(f"{label}: with {where}, backend must be {_or(backends)}, got {backend!r}")
+    if transport not in (None, *transports):
+        raise ValueError(
+            f"{label}: with {where}, transport must be {_or(transports)}, got {transport!r}"
+        )
+    if virtual and knobs.path == "unfused":
+        raise ValueError(f"{label}: path = unfused needs a process group, got {where}")
+
+
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(["None", *map(repr, names)])
 
 
 def _check_hosts(label: str, hosts: int, knobs: Knobs, transport: str | None) -> Knobs:

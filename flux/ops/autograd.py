@@ -36,8 +36,10 @@ for _schema in (
 
 
 def _meet(op: TensorParallelOp, m: int, dtype: torch.dtype) -> Workspace:
-    work = workspace_of(op._unfused.group)
-    spec = op.spec
+    spec, group = op.spec, op._unfused.group
+    if group is None:
+        raise RuntimeError(f"{spec.label}: the backward needs a process group, not a virtual rank")
+    work = workspace_of(group)
     what = f"the backward of {spec.label}(m {m}, n {spec.n}, k {spec.k}, {dtype})"
     work.agree(what, op.timeout_s)
     return work

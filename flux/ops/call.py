@@ -29,11 +29,15 @@ class Call:
     biases: tuple[torch.Tensor | None, ...]
 
 
+_CPU = torch.device("cpu")
+
+
 class CallChecker:
     """Checks the calls of one op on one rank; what is the same for all is worked out once."""
 
-    def __init__(self, spec: OpSpec, world: int, rank: int) -> None:
+    def __init__(self, spec: OpSpec, world: int, rank: int, device: torch.device = _CPU) -> None:
         self.spec = spec
+        self.device = device
         self.world = world
         self.rank = rank
         self.k = spec.local_k(world, rank)
@@ -55,7 +59,7 @@ class CallChecker:
                 expected.
         """
         spec = self.spec
-        _check_tensor(spec, "x", x)
+        self._tensor("x", x)
         if x.dim() != 2 or x.shape[1] != self.k:
             raise ValueError(f"{spec.label}: x must be [rows, {self.k}], got {list(x.shape)}")
         m, rows = _rows(spec, self.world, self.rank, x.shape[0], m)
@@ -66,7 +70,7 @@ class CallChecker:
             )
         views = []
         for weight, expected in zip(weights, self.shapes, strict=True):
-            _check_tensor(spec, "weight", weight)
+            self._tensor("weight", weight)
             if weight.shape != expected:
                 raise ValueError(
                     f"{spec.label}: weight must be {list(expected)}"
@@ -81,10 +85,22 @@ class CallChecker:
             x = x.contiguous()
         return Call(m, x, tuple(views), tuple(dense))
 
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        spec = self.spec
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{spec.label}: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype != spec.dtype:
+            raise TypeError(f"{spec.label}: {name} must be {spec.dtype}, got {tensor.dtype}")
+        if tensor.device != self.device:
+            where = "the CPU" if self.device == _CPU else self.device
+            raise ValueError(f"{spec.label}: {name} must be on {where}, got {tensor.device}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{spec.label}: {name} must be a dense tensor, got {tensor.layout}")
+
     def _bias(self, bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
         if bias is None:
             return None
-        _check_tensor(self.spec, "bias", bias)
+        self._tensor("bias", bias)
         if bias.shape != (n,):
             raise ValueError(f"{self.spec.label}: bias must be [{n}], got {list(bias.shape)}")
         return bias.contiguous()
@@ -109,14 +125,3 @@ def _rows(spec: OpSpec, world: int, rank: int, given: int, m: int | None) -> tup
             f"{own} rows, or {chunk} with padding at the end, got {given}"
         )
     return m, own
-
-
-def _check_tensor(spec: OpSpec, name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{spec.label}: {name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype != spec.dtype:
-        raise TypeError(f"{spec.label}: {name} must be {spec.dtype}, got {tensor.dtype}")
-    if not tensor.is_cpu:
-        raise ValueError(f"{spec.label}: {name} must be on the CPU, got {tensor.device}")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{spec.label}: {name} must be a dense tensor, got {tensor.layout}")

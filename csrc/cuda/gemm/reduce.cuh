@@ -101,13 +101,6 @@ __global__ void __launch_bounds__(kReduceThreads)
       reduce_strip<Element, Width>(args, begin - args.first_row, end - begin, first,
                                    min_of(s.tile_n, args.n - first));
     }
-    if (args.out_flags[0] != nullptr) {  // AllReduce: one flag per unit at every rank
-      __syncthreads();
-      if (static_cast<int>(threadIdx.x) < args.out_count) {
-        __threadfence_system();
-        store_release_sys(args.out_flags[threadIdx.x] + unit, args.sync.epoch);
-      }
-    }
   }
 }
 

@@ -156,7 +156,8 @@ struct Params {
   BlockParams block;
 };
 
-template <class Base, bool kStreamK>
+// C is there for the name alone: profiles and the compiler's report show it.
+template <class C, class Base, bool kStreamK>
 __global__ void __launch_bounds__(Base::kThreadCount)
     kernel(const __grid_constant__ Params<Base> params) {
   extern __shared__ __align__(128) char memory[];
@@ -177,7 +178,7 @@ struct Launcher {
   static constexpr bool kStreamK = Types<C>::kStreamK;
   using Params = sm80::Params<Base>;
   static constexpr int kSharedBytes = static_cast<int>(sizeof(typename Base::SharedStorage));
-  static constexpr auto kKernel = &kernel<Base, kStreamK>;
+  static constexpr auto kKernel = &kernel<C, Base, kStreamK>;
 
   static int prepare(int device) {
     int before = 0;

@@ -63,7 +63,7 @@ struct WaitingMainloop : Base {
     }
     __syncwarp();
     // TMA reads through the async proxy what other agents wrote: see cuda/sync.cuh.
-    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("fence.proxy.async.global;" ::: "memory");
     seen_ |= bits;
   }
 
@@ -81,9 +81,9 @@ struct AGGemm {
   using Visitor = visit::Activated<C>;
   using Epilogue = sm90::Epilogue<C, typename Visitor::Node, typename C::Output>;
   using Mainloop = WaitingMainloop<sm90::Mainloop<C, Epilogue>, C::kTileM>;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<
-      cute::Shape<int, int, int, int>, Mainloop, Epilogue,
-      std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>;
+  using Kernel =
+      sm90::Kernel<C, Mainloop, Epilogue,
+                   std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>;
   using Launch = Launcher<C, Kernel>;
   static constexpr int kTileM = C::kTileM;
   static constexpr int kTileN = C::kTileN;

@@ -24,9 +24,9 @@ struct GemmRS {
                              CopyOp>;
   using Visitor = cutlass::epilogue::fusion::Sm90EVT<Store, typename visit::Scaled<C>::Node>;
   using Epilogue = sm90::Epilogue<C, Visitor, void>;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<
-      cute::Shape<int, int, int, int>, sm90::Mainloop<C, Epilogue>, Epilogue,
-      std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>;
+  using Kernel =
+      sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue,
+                   std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>;
   using Launch = Launcher<C, Kernel>;
   static constexpr int kTileM = C::kTileM;
   static constexpr int kTileN = C::kTileN;

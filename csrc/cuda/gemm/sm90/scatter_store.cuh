@@ -122,6 +122,7 @@ struct ScatterStore : Base {
       const OwnerRange owners = owners_of_rows(s.m, s.world, first, first + epilogue_rows_);
       auto source = this->bSG_sAux(cute::_, cute::_, cute::_, iteration % kStages);
       auto target = this->bSG_gAux(cute::_, cute::_, cute::_, epi_m, epi_n);
+      CUTLASS_PRAGMA_NO_UNROLL
       for (int owner = owners.begin; owner < owners.end; ++owner) {
         auto moved = cute::make_tensor(target.data() + shift_(row_begin(s.m, s.world, owner)),
                                        target.layout());
@@ -167,7 +168,7 @@ struct ScatterStore : Base {
     const ScatterTargets& to = params_->targets;
     const OwnerRange owners = owners_of_tile(to.tiling, pending_m_);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncwarp();
     const int owner = owners.begin + static_cast<int>(threadIdx.x % 32);
     if (owner < owners.end && to.flags[owner] != nullptr) {

@@ -1,0 +1,129 @@
+#include "host/driver.h"
+
+#include <dlfcn.h>
+
+#include <stdexcept>
+
+namespace flux::host {
+
+namespace {
+
+// Values of the driver API (cuda.h), which never change.
+constexpr int kSuccess = 0;
+constexpr int kNotReady = 600;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kWriteDefault = 0;
+constexpr unsigned kWaitGreaterOrEqual = 0;  // (int32)(*address - value) >= 0
+
+template <class Function>
+void look_up(void* library, const char* name, Function** entry) {
+  *entry = reinterpret_cast<Function*>(dlsym(library, name));
+  if (*entry == nullptr) throw std::runtime_error(std::string("the CUDA driver has no ") + name);
+}
+
+}  // namespace
+
+struct Driver::Entries {
+  int (*error_string)(int, const char**);
+  int (*priority_range)(int*, int*);
+  int (*stream_create)(void**, unsigned, int);
+  int (*stream_destroy)(void*);
+  int (*stream_synchronize)(void*);
+  int (*stream_query)(void*);
+  int (*event_create)(void**, unsigned);
+  int (*event_destroy)(void*);
+  int (*event_record)(void*, void*);
+  int (*stream_wait_event)(void*, void*, unsigned);
+  int (*copy)(Address, Address, std::size_t, void*);
+  int (*write_value)(void*, Address, std::uint32_t, unsigned);
+  int (*wait_value)(void*, Address, std::uint32_t, unsigned);
+  int (*fill)(Address, unsigned, std::size_t, void*);
+};
+
+Driver::Driver(const std::string& library) {
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    const char* why = dlerror();
+    throw std::runtime_error("cannot open the CUDA driver: " + std::string(why ? why : library));
+  }
+  library_ = std::shared_ptr<void>(handle, [](void* h) { dlclose(h); });
+  entries_ = std::make_shared<Entries>();
+  look_up(handle, "cuGetErrorString", &entries_->error_string);
+  look_up(handle, "cuCtxGetStreamPriorityRange", &entries_->priority_range);
+  look_up(handle, "cuStreamCreateWithPriority", &entries_->stream_create);
+  look_up(handle, "cuStreamDestroy_v2", &entries_->stream_destroy);
+  look_up(handle, "cuStreamSynchronize", &entries_->stream_synchronize);
+  look_up(handle, "cuStreamQuery", &entries_->stream_query);
+  look_up(handle, "cuEventCreate", &entries_->event_create);
+  look_up(handle, "cuEventDestroy_v2", &entries_->event_destroy);
+  look_up(handle, "cuEventRecord", &entries_->event_record);
+  look_up(handle, "cuStreamWaitEvent", &entries_->stream_wait_event);
+  look_up(handle, "cuMemcpyAsync", &entries_->copy);
+  look_up(handle, "cuStreamWriteValue32_v2", &entries_->write_value);
+  look_up(handle, "cuStreamWaitValue32_v2", &entries_->wait_value);
+  look_up(handle, "cuMemsetD32Async", &entries_->fill);
+}
+
+void Driver::check(int result, const char* what) const {
+  if (result == kSuccess) return;
+  const char* text = nullptr;
+  entries_->error_string(result, &text);
+  throw std::runtime_error(std::string(what) + " failed: " +
+                           (text != nullptr ? text : "CUDA error " + std::to_string(result)));
+}
+
+Stream Driver::create_stream() {
+  int least = 0;
+  int greatest = 0;
+  check(entries_->priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  void* stream = nullptr;
+  check(entries_->stream_create(&stream, kStreamNonBlocking, greatest),
+        "cuStreamCreateWithPriority");
+  return reinterpret_cast<Stream>(stream);
+}
+
+void Driver::destroy_stream(Stream stream) {
+  check(entries_->stream_destroy(reinterpret_cast<void*>(stream)), "cuStreamDestroy");
+}
+
+void Driver::synchronize(Stream stream) {
+  check(entries_->stream_synchronize(reinterpret_cast<void*>(stream)), "cuStreamSynchronize");
+}
+
+bool Driver::ready(Stream stream) {
+  const int result = entries_->stream_query(reinterpret_cast<void*>(stream));
+  if (result == kNotReady) return false;
+  check(result, "cuStreamQuery");
+  return true;
+}
+
+void Driver::order_after(Stream later, Stream earlier) {
+  void* event = nullptr;
+  check(entries_->event_create(&event, kEventDisableTiming), "cuEventCreate");
+  const std::shared_ptr<void> owned(event, [this](void* e) { entries_->event_destroy(e); });
+  check(entries_->event_record(event, reinterpret_cast<void*>(earlier)), "cuEventRecord");
+  check(entries_->stream_wait_event(reinterpret_cast<void*>(later), event, 0), "cuStreamWaitEvent");
+}
+
+void Driver::copy(Stream stream, Address to, Address from, std::size_t bytes) {
+  if (bytes == 0) return;
+  check(entries_->copy(to, from, bytes, reinterpret_cast<void*>(stream)), "cuMemcpyAsync");
+}
+
+void Driver::signal(Stream stream, Address word, std::uint32_t value) {
+  check(entries_->write_value(reinterpret_cast<void*>(stream), word, value, kWriteDefault),
+        "cuStreamWriteValue32");
+}
+
+void Driver::await_signal(Stream stream, Address word, std::uint32_t value) {
+  check(entries_->wait_value(reinterpret_cast<void*>(stream), word, value, kWaitGreaterOrEqual),
+        "cuStreamWaitValue32");
+}
+
+void Driver::fill(Stream stream, Address words, std::uint32_t value, std::size_t count) {
+  if (count == 0) return;
+  check(entries_->fill(words, value, count, reinterpret_cast<void*>(stream)), "cuMemsetD32Async");
+}
+
+}  // namespace flux::host

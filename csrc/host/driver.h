@@ -1,0 +1,47 @@
+// The few entry points of the CUDA driver that move tiles and signals, looked up at run time: this
+// links and loads on machines without a driver, and needs no CUDA headers.
+//
+// A memory operation on a stream is ordered after all earlier work of the stream, and writes of that
+// work are visible to the system before it (the driver's default, without
+// CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER). So "copy, then signal" on one stream is what
+// cuda/sync.cuh asks of whoever raises a signal.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace flux::host {
+
+using Stream = std::uintptr_t;  // CUstream
+using Address = std::uintptr_t;
+
+class Driver {
+ public:
+  // Throws std::runtime_error: no such library, or it lacks an entry point.
+  explicit Driver(const std::string& library);
+
+  // All of these throw std::runtime_error with the driver's own words when it refuses.
+  // A stream of the current context, of the highest priority: tiles must not queue behind kernels.
+  Stream create_stream();
+  void destroy_stream(Stream stream);
+  void synchronize(Stream stream);
+  // Whether all work of the stream is done.
+  bool ready(Stream stream);
+  // Work put on `later` from now on runs after what is on `earlier` now.
+  void order_after(Stream later, Stream earlier);
+  void copy(Stream stream, Address to, Address from, std::size_t bytes);
+  void signal(Stream stream, Address word, std::uint32_t value);
+  // Holds the stream until the word has reached `value`, as flux::epoch_reached compares.
+  void await_signal(Stream stream, Address word, std::uint32_t value);
+  void fill(Stream stream, Address words, std::uint32_t value, std::size_t count);
+
+ private:
+  struct Entries;
+  void check(int result, const char* what) const;
+
+  std::shared_ptr<void> library_;
+  std::shared_ptr<Entries> entries_;
+};
+
+}  // namespace flux::host

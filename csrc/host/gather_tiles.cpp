@@ -1,0 +1,98 @@
+#include "host/gather_tiles.h"
+
+namespace flux::host {
+
+namespace {
+
+constexpr Address kWord = sizeof(std::uint32_t);
+
+class Gather {
+ public:
+  Gather(Driver& driver, const Schedule& schedule, const GatherCall& call)
+      : driver_(driver),
+        schedule_(schedule),
+        call_(call),
+        rank_(schedule.spec.tiles.rank),
+        world_(schedule.spec.problem.world),
+        entered_(world_, false) {}
+
+  void run() {
+    const bool pull = schedule_.spec.tiles.direction == Direction::kPull;
+    if (pull) {
+      for (int peer = 0; peer < world_; ++peer) await_entry(peer);
+    }
+    keep_own();
+    for (const Transfer& t : schedule_.transfers) {
+      if (t.src == t.dst) continue;  // own rows are there already
+      pull ? fetch(t) : send(t);
+    }
+  }
+
+ private:
+  Address row_of(int rank, int row) const {
+    return call_.gathered[rank] + static_cast<Address>(row) * call_.row_bytes;
+  }
+  Address word(const std::vector<Address>& words, int rank, int index) const {
+    return words[rank] + index * kWord;
+  }
+  std::size_t bytes(Range rows) const {
+    return static_cast<std::size_t>(rows.end - rows.begin) * call_.row_bytes;
+  }
+  Address own_row(int row) const {
+    const int begin = row_begin(schedule_.spec.problem.m, world_, rank_);
+    return call_.x + static_cast<Address>(row - begin) * call_.row_bytes;
+  }
+
+  void await_entry(int peer) {
+    if (peer == rank_ || entered_[peer]) return;
+    driver_.await_signal(call_.stream, word(call_.entries, rank_, peer), call_.epoch);
+    entered_[peer] = true;
+  }
+
+  void keep_own() {
+    const CommTiling& c = schedule_.spec.comm;
+    for (int tile = 0; tile < tiles_per_chunk(c); ++tile) {
+      const Range rows = comm_tile_rows(c, rank_, tile);
+      if (rows.begin == rows.end) continue;
+      driver_.copy(call_.stream, row_of(rank_, rows.begin), own_row(rows.begin), bytes(rows));
+      raise(rank_, signal_index(c, rank_, tile));
+    }
+  }
+
+  void send(const Transfer& t) {
+    if (t.forwarded) await_tile(rank_, t.signal);
+    await_entry(t.dst);
+    const Address from = t.forwarded ? row_of(rank_, t.rows.begin) : own_row(t.rows.begin);
+    driver_.copy(call_.stream, row_of(t.dst, t.rows.begin), from, bytes(t.rows));
+    raise(t.dst, t.signal);
+  }
+
+  void fetch(const Transfer& t) {
+    await_tile(t.src, t.signal);
+    driver_.copy(call_.stream, row_of(rank_, t.rows.begin), row_of(t.src, t.rows.begin),
+                 bytes(t.rows));
+    raise(rank_, t.signal);
+  }
+
+  void await_tile(int rank, int signal) {
+    driver_.await_signal(call_.stream, word(call_.signals, rank, signal), call_.epoch);
+  }
+  void raise(int rank, int signal) {
+    driver_.signal(call_.stream, word(call_.signals, rank, signal), call_.epoch);
+  }
+
+  Driver& driver_;
+  const Schedule& schedule_;
+  const GatherCall& call_;
+  int rank_;
+  int world_;
+  std::vector<bool> entered_;
+};
+
+}  // namespace
+
+void gather_tiles(Driver& driver, const Schedule& schedule, const GatherCall& call) {
+  Gather(driver, schedule, call).run();
+}
+
+}  // namespace flux::host

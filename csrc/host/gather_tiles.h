@@ -1,0 +1,35 @@
+// The copies of an AllGather on a GPU: the transfers of a schedule, put on a copy stream.
+//
+//   copy stream of rank r, push:  own rows -> own buffer, signal | await entry of d, rows -> d, signal d ...
+//                          pull:  await all entries, own rows -> own buffer, signal |
+//                                 await s's signal at s, rows of s -> own buffer, signal ...
+//
+// Buffer reuse. A rank's gathered rows are last read by its kernel of call e - 1. It raises its entry
+// of call e, at every peer, in the order of its own stream, so after that kernel. Push: a peer writes
+// to the rank only after that entry. Pull: peers read the rank's own rows, and have done so when they
+// enter call e + 1, which the rank awaits before it writes its own rows of call e + 1. The rank's own
+// rows and pulled rows it writes itself, behind its own kernel. The caller's stream waits for the copy
+// stream at the end of a call, so an entry also says that the rank has forwarded what it had to.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "host/driver.h"
+#include "host/schedule.h"
+
+namespace flux::host {
+
+struct GatherCall {
+  Stream stream;
+  std::uint32_t epoch;
+  Address x;  // own rows, without gaps
+  std::int64_t row_bytes;
+  const std::vector<Address>& gathered;  // by rank: [M, K] without gaps
+  const std::vector<Address>& entries;   // by rank: W words of its pad
+  const std::vector<Address>& signals;   // by rank: the signals of its pad
+};
+
+void gather_tiles(Driver& driver, const Schedule& schedule, const GatherCall& call);
+
+}  // namespace flux::host

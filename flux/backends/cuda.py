@@ -1,0 +1,388 @@
+"""CUDA backend: executes tile schedules with the fused kernels, copy streams and signals of a GPU.
+
+    AGGemm   caller's stream   entry -> all peers | kernel: wait for rows, multiply, ... | join
+             copy stream       own rows, signal | rows of peers, their signals ...
+
+    GemmRS   caller's stream   entry -> all peers | kernel: tile -> its owner, flag | reduction
+
+Everything is put on streams in one go; the host waits for nothing. Who may write to which buffer
+when: csrc/host/gather_tiles.h (gathered rows), csrc/cuda/gemm/sm90/scatter_store.cuh (partials). An
+entry is raised by a stream operation behind all that the stream did before, so it says that the
+rank's buffers are no longer read. Signals, flags and entries hold the epoch of the call and are
+never reset.
+
+Waits inside kernels give up after the timeout and leave a record, which the next call, or
+``check``, finds and raises. Streams that wait for memory cannot give up: ``close`` after a failure
+raises all words of the own pad, which lets them go.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from flux import _C
+from flux.backends.device import Device
+from flux.env import POISON
+from flux.errors import PeerTimeoutError
+from flux.heuristic import MAX_COMM_TILES, ceil_div
+from flux.kernels.choice import choose
+from flux.kernels.legality import GemmProblem
+from flux.kernels.registry import BuiltKernel
+from flux.knobs import Direction, Knobs, Op, Order, Swizzle
+from flux.ops.call import Call
+from flux.ops.spec import OpSpec
+from flux.schedule import TileSchedule
+from flux.topology import Topology
+from flux.transport.virtual import VirtualExchange
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+WORD = 4  # bytes of a signal
+ALIGNMENT = 256  # bytes; of every region of symmetric memory
+FLAG_TILE = 16  # the smallest tile, in rows and columns, that flags are counted for
+_WAITS = {
+    1: "rows of x (AllGather signal {signal})",
+    2: "the entry of rank {signal}, whose memory was to be written",
+    3: "partials of a peer (flag {signal})",
+}
+
+
+def _up(size: int) -> int:
+    return ceil_div(size, ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Symmetric memory of one rank: words of its pad, and bytes of its data.
+
+    Pad: W entries, W words "my result is everywhere" (GemmAR), then signals or flags.
+    Data: gathered rows; or W slots of partials, one per source, then (GemmAR) the result.
+    """
+
+    words: int
+    slot_bytes: int
+    result_offset: int
+    data_bytes: int
+    row_bytes: int
+
+    @staticmethod
+    def of(spec: OpSpec, world: int, knobs: Knobs, tile: tuple[int, int]) -> Layout:
+        """The least memory that serves every M up to ``spec.max_m``."""
+        chunk = ceil_div(spec.max_m, world)
+        row = spec.row_elements() * spec.itemsize
+        if spec.op is Op.ag_gemm:
+            tiles = min(chunk, MAX_COMM_TILES)
+            if knobs.comm_tile_rows is not None:
+                tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
+            return Layout(2 * world + world * tiles, 0, 0, _up(spec.max_m * row), row)
+        flags = world * (ceil_div(chunk - 1, tile[0]) + 1) * ceil_div(spec.n[0], tile[1])
+        slots = world * _up(chunk * row)
+        result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
+        return Layout(2 * world + flags, _up(chunk * row), slots, slots + result, row)
+
+
+class CudaBackend:
+    """Executor of one op on one rank. Calls are asynchronous, and serial."""
+
+    def __init__(
+        self,
+        spec: OpSpec,
+        exchange: VirtualExchange,
+        knobs: Knobs,
+        topology: Topology,
+        timeout_s: float,
+    ) -> None:
+        """Raises ValueError if no built kernel can do the op, RuntimeError if one won't load."""
+        self.spec = spec
+        self.exchange = exchange
+        self.rank, self.world = exchange.rank, exchange.world
+        self.topology = topology
+        self.timeout_s = timeout_s
+        self.poison = POISON.get()
+        self.device: Device = exchange.of.device
+        self.sm_count = max(1, self.device.sm_count // self.world)
+        self.kernels = [self._kernel(n) for n in spec.local_n(self.world, self.rank)]
+        tile = self.kernels[0].tile
+        self.layout = Layout.of(spec, self.world, knobs, tile)
+        memory = exchange.of.memory(exchange.op, self.layout.words, self.layout.data_bytes)
+        self.pads = [pad.data_ptr() for pad in memory.pads]
+        self.data = [data.data_ptr() for data in memory.data]
+        self._own_data = memory.data[self.rank]
+        self._status = self.device.zeros(_C.STATUS_WORDS, torch.int64)
+        self._report = self.device.host_words(_C.STATUS_WORDS)
+        self.driver = self.device.driver
+        self.copy_stream = self.driver.create_stream()
+        self._workspaces: dict[int, torch.Tensor] = {}
+        self._streams: set[int] = set()
+        self.epoch = 0
+        self._refusal = ""
+        self._open = True
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Symmetric memory of this rank."""
+        return self.layout.words * WORD + self.layout.data_bytes
+
+    def _kernel(self, n: int) -> _C.Kernel:
+        built = self._choose(n)
+        kernel = _C.Kernel(str(built.library), built.symbol)
+        kernel.prepare(self.device.index)
+        return kernel
+
+    def _choose(self, n: int) -> BuiltKernel:
+        spec = self.spec
+        dtype = DTYPES.get(spec.dtype)
+        if dtype is None:
+            raise ValueError(
+                f"{spec.label}: backend cuda needs bfloat16 or float16, got {spec.dtype}"
+            )
+        problem = GemmProblem(
+            spec.max_m, max(n, 1), max(spec.local_k(self.world, self.rank), 1), self.world
+        )
+        candidates = self.device.registry.candidates(
+            "ag_gemm" if spec.op is Op.ag_gemm else "gemm_rs",
+            dtype,
+            self.device.capability,
+            problem,
+            weight="kn" if spec.transpose_weight else "nk",
+        )
+        found = choose(candidates, problem, self.sm_count)
+        if found is None:
+            raise ValueError(
+                f"{spec.label}: no built kernel does {problem} in {dtype} on compute capability "
+                f"{self.device.capability}: build some with `flux compile`"
+            )
+        return found
+
+    # -- ops ---------------------------------------------------------------------------------------
+
+    def ag_gemm(
+        self, schedule: TileSchedule, call: Call, gather: bool
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
+        stream = self._begin()
+        x = call.x.contiguous()
+        outs = [self._empty(call.m, w.shape[1]) for w in call.weights]
+        self.driver.order_after(later=self.copy_stream, earlier=stream)
+        _C.gather_tiles(
+            driver=self.driver,
+            schedule=schedule.native,
+            stream=self.copy_stream,
+            epoch=self.epoch,
+            x=x.data_ptr(),
+            row_bytes=self.layout.row_bytes,
+            gathered=self.data,
+            entries=self.pads,
+            signals=[pad + 2 * self.world * WORD for pad in self.pads],
+        )
+        gathered = self._own_data[: call.m * self.layout.row_bytes].view(self.spec.dtype)
+        gathered = gathered.view(call.m, self.spec.k)
+        for kernel, w, bias, out in zip(self.kernels, call.weights, call.biases, outs, strict=True):
+            if out.numel() == 0:
+                continue
+            args, weight = self._gemm_args(schedule, gathered, w)
+            self.device.keep(weight, out)
+            args.d, args.ldd = out.data_ptr(), out.stride(0)
+            args.bias = 0 if bias is None else bias.data_ptr()
+            args.signals = self.pads[self.rank] + 2 * self.world * WORD
+            self._launch(kernel, args, stream)
+        # x may be overwritten, and the gathered rows reused, by what follows on the stream.
+        self.driver.order_after(later=stream, earlier=self.copy_stream)
+        self.device.keep(x)
+        x_full = None
+        if gather:
+            x_full = self._empty(call.m, self.spec.k)
+            self.driver.copy(
+                stream, x_full.data_ptr(), gathered.data_ptr(), call.m * self.layout.row_bytes
+            )
+        self._end(stream)
+        return outs, x_full
+
+    def gemm_rs(self, schedule: TileSchedule, call: Call) -> torch.Tensor:
+        """[M, K/W] x [K/W, N] -> [own rows, N]; GemmAR: [M, N]."""
+        stream = self._begin()
+        spec, layout, n = self.spec, self.layout, self.spec.n[0]
+        own = _C.core.row_count(call.m, self.world, self.rank)
+        first = _C.core.row_begin(call.m, self.world, self.rank)
+        flags = [pad + 2 * self.world * WORD for pad in self.pads]
+        args, weight = self._gemm_args(schedule, call.x, call.weights[0])
+        self.device.keep(call.x, weight)
+        args.set_slots([data + self.rank * layout.slot_bytes for data in self.data])
+        args.set_flags(flags)
+        args.slot_ld = n
+        args.entries = self.pads[self.rank]
+        kernel = self.kernels[0]
+        self._launch(kernel, args, stream)
+        full = spec.op is Op.gemm_ar
+        out = self._empty(0 if full else own, n)
+        reduction = _C.ReduceArgs()
+        reduction.rows, reduction.n, reduction.m, reduction.first_row = own, n, call.m, first
+        reduction.tile_m, reduction.tile_n = kernel.tile
+        reduction.world, reduction.rank = self.world, self.rank
+        own_data = self.data[self.rank]
+        reduction.set_slots([own_data + s * layout.slot_bytes for s in range(self.world)])
+        reduction.slot_ld = reduction.out_ld = n
+        reduction.flags = flags[self.rank]
+        bias = call.biases[0]
+        reduction.bias = 0 if bias is None else bias.data_ptr()
+        reduction.scale = 1.0 / self.world if spec.reduce == "avg" else 1.0
+        reduction.sm_count = self.sm_count
+        self._sync(reduction.sync)
+        if full:
+            at = layout.result_offset + first * layout.row_bytes
+            reduction.set_outs([data + at for data in self.data])
+        else:
+            reduction.set_outs([out.data_ptr()])
+        kernel.reduce(reduction, stream)
+        if full:
+            out = self._collect(call.m, stream)
+        self._end(stream)
+        return out
+
+    gemm_ar = gemm_rs
+
+    def _collect(self, m: int, stream: int) -> torch.Tensor:
+        """GemmAR: the result, once everybody's rows of it have been written here."""
+        done = self.world * WORD
+        for pad in self.pads:
+            self.driver.signal(stream, pad + done + self.rank * WORD, self.epoch)
+        for peer in range(self.world):
+            word = self.pads[self.rank] + done + peer * WORD
+            self.driver.await_signal(stream, word, self.epoch)
+        begin, size = self.layout.result_offset, m * self.layout.row_bytes
+        result = self._own_data[begin : begin + size].view(self.spec.dtype)
+        out = self._empty(m, self.spec.n[0])
+        self.driver.copy(stream, out.data_ptr(), result.data_ptr(), size)
+        return out
+
+    # -- pieces ------------------------------------------------------------------------------------
+
+    def _begin(self) -> int:
+        """Start a call on the caller's stream: tell the peers that this rank's buffers are free."""
+        self.check(wait=False)
+        self.epoch += 1
+        stream = self.device.current_stream()
+        self._streams.add(stream)
+        if self.poison and self._own_data.numel():
+            words = self._own_data.numel() // WORD
+            self.driver.fill(stream, self.data[self.rank], 0xFFFFFFFF, words)  # NaN
+        for pad in self.pads:
+            self.driver.signal(stream, pad + self.rank * WORD, self.epoch & 0xFFFFFFFF)
+        return stream
+
+    def _end(self, stream: int) -> None:
+        size = _C.STATUS_WORDS * 8
+        self.driver.copy(stream, self._report.data_ptr(), self._status.data_ptr(), size)
+
+    def _empty(self, rows: int, columns: int) -> torch.Tensor:
+        out = torch.empty(rows, columns, dtype=self.spec.dtype, device=self.device.torch_device)
+        return out.fill_(float("nan")) if self.poison else out
+
+    def _sync(self, sync: _C.KernelSync) -> None:
+        sync.epoch = self.epoch & 0xFFFFFFFF
+        sync.timeout_ns = int(self.timeout_s * 1e9)
+        sync.status = self._status.data_ptr()
+
+    def _gemm_args(
+        self, schedule: TileSchedule, a: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[_C.GemmArgs, torch.Tensor]:
+        """Arguments of every kernel, and the tensor that must live until they are launched."""
+        knobs = schedule.knobs
+        transposed = self.spec.transpose_weight
+        unit = 1 if transposed else 0
+        if weight.stride(unit) != 1:  # [K, columns], unit stride along columns or along K
+            weight = weight.contiguous() if transposed else weight.t().contiguous().t()
+        args = _C.GemmArgs()
+        args.m, args.n, args.k = a.shape[0], weight.shape[1], a.shape[1]
+        args.alpha = 1.0
+        args.a, args.lda = a.data_ptr(), a.stride(0)
+        args.b, args.ldb = weight.data_ptr(), weight.stride(1 - unit)
+        order = args.order
+        order.world, order.rank = self.world, self.rank
+        order.order = Order[knobs.order or "direct"]
+        order.direction = Direction[knobs.direction or "push"]
+        order.swizzle = Swizzle[knobs.swizzle or "rank_shift"]
+        order.nodes, order.domains, order.lanes = self.topology.mesh
+        order.raster = knobs.raster or 1
+        order.comm_tile_rows = knobs.comm_tile_rows or 1
+        args.sm_count, args.device = self.sm_count, self.device.index
+        self._sync(args.sync)
+        return args, weight
+
+    def _launch(self, kernel: _C.Kernel, args: _C.GemmArgs, stream: int) -> None:
+        size = kernel.workspace_bytes(args)
+        if size:
+            kept = self._workspaces.get(stream)
+            if kept is None or kept.numel() < size:
+                kept = self._workspaces[stream] = self.device.zeros(size, torch.uint8)
+            args.workspace, args.workspace_bytes = kept.data_ptr(), kept.numel()
+        kernel.launch(args, stream)
+
+    # -- faults and the end ------------------------------------------------------------------------
+
+    def check(self, wait: bool = True) -> None:
+        """Raise what waits of earlier calls have found; with ``wait``, once those are done.
+
+        Raises:
+            PeerTimeoutError: a wait took longer than the timeout.
+        """
+        done = True
+        for stream in self._streams if wait else ():
+            done &= self._drained(stream)
+        code, tile, signal, expected, observed = self._report[:5].tolist()
+        who = f"{self.spec.label}: rank {self.rank}"
+        if code:
+            what = _WAITS[code].format(signal=signal)
+            raise PeerTimeoutError(
+                f"{who} waited more than {self.timeout_s:g} s for {what}, tile {tile}, "
+                f"call {expected}: the word was at {observed}"
+            )
+        if not done:
+            raise PeerTimeoutError(
+                f"{who}: call {self.epoch} was not done after {self.timeout_s:g} s: a stream "
+                "waited for a peer's signal"
+            )
+
+    def _drained(self, stream: int) -> bool:
+        """Wait until a stream is done; False if it had to be let go, as it waited for what never
+        came. Kernels give up by themselves within the timeout."""
+        deadline = time.monotonic() + self.timeout_s + 1.0
+        while not self.driver.ready(stream):
+            if time.monotonic() > deadline:
+                self._let_go()
+                self.driver.synchronize(stream)
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def _let_go(self) -> None:
+        """Raise every word of the own pad, so that no stream of this rank waits any more."""
+        rescue = self.driver.create_stream()
+        value = self.epoch & 0xFFFFFFFF
+        self.driver.fill(rescue, self.pads[self.rank], value, self.layout.words)
+        self.driver.synchronize(rescue)
+        self.driver.destroy_stream(rescue)
+
+    def check_entries(self, schedule: TileSchedule, digest: int) -> None:
+        """The unfused path has no peers to meet on one GPU."""
+        raise ValueError(f"{self.spec.label}: path = unfused needs a process group")
+
+    def refuse(self, why: str) -> None:
+        """A rank of this process was called with bad input: its caller hears of it at once, and the
+        other ranks wait in vain. Nothing to tell them here."""
+        self._refusal = why
+
+    def close(self, failed: bool = False, culprit: int = -1) -> None:
+        """Wait for what is under way and give everything back. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        if failed:
+            self._let_go()
+        for stream in (*self._streams, self.copy_stream):
+            self._drained(stream)
+        self.driver.destroy_stream(self.copy_stream)
+        self._own_data = torch.empty(0)
+        self.exchange.of.leave_op(self.exchange.op, self.rank)

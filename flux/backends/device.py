@@ -1,0 +1,107 @@
+"""What the CUDA backend asks of a device, so that tests can put an emulated one in its place."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from flux import _C
+from flux.kernels.registry import Registry
+
+
+class Device(Protocol):
+    """One GPU.
+
+    Attributes:
+        torch_device: where tensors live.
+        index: number of the device, as kernels take it.
+        sm_count: multiprocessors.
+        capability: compute capability, (major, minor).
+        driver: stream operations. Streams are integers.
+        registry: the kernels that are built.
+    """
+
+    torch_device: torch.device
+    index: int
+    sm_count: int
+    capability: tuple[int, int]
+
+    @property
+    def driver(self) -> _C.Driver: ...
+
+    @property
+    def registry(self) -> Registry: ...
+
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Device memory for the peers to write to."""
+        ...
+
+    def current_stream(self) -> int:
+        """The stream that the caller's work is put on."""
+        ...
+
+    def on_stream(self, stream: int) -> AbstractContextManager[Any]:
+        """Make a stream the current one."""
+        ...
+
+    def host_words(self, count: int) -> torch.Tensor:
+        """int64 words of the host that the device can copy to."""
+        ...
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Keep tensors from being reused before what is on the current stream now is done."""
+        ...
+
+
+class CudaDevice:
+    """A CUDA device of this process.
+
+    Args:
+        index: number of the device; the current one by default.
+
+    Raises:
+        RuntimeError: torch sees no CUDA device.
+    """
+
+    def __init__(self, index: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("backend cuda needs a CUDA device that torch can see; there is none")
+        self.index = torch.cuda.current_device() if index is None else index
+        self.torch_device = torch.device("cuda", self.index)
+        properties = torch.cuda.get_device_properties(self.index)
+        self.sm_count: int = properties.multi_processor_count
+        self.capability = (properties.major, properties.minor)
+
+    @cached_property
+    def driver(self) -> _C.Driver:
+        """The driver that torch has loaded already."""
+        torch.zeros(1, device=self.torch_device)  # streams are made in a context, which this makes
+        return _C.Driver()
+
+    @cached_property
+    def registry(self) -> Registry:
+        """Kernels of the package and of the cache, as they were at the first look."""
+        return Registry.load()
+
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Device memory for the peers to write to."""
+        return torch.zeros(count, dtype=dtype, device=self.torch_device)
+
+    def current_stream(self) -> int:
+        """torch's current stream of this device."""
+        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+
+    def on_stream(self, stream: int) -> AbstractContextManager[Any]:
+        """Make a stream torch's current one."""
+        external = torch.cuda.ExternalStream(stream, device=self.torch_device)
+        return torch.cuda.stream(external)
+
+    def host_words(self, count: int) -> torch.Tensor:
+        """Pinned memory."""
+        return torch.zeros(count, dtype=torch.int64, pin_memory=True)
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Nothing to do: torch's allocator hands memory out again in the order of the stream."""

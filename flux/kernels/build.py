@@ -1,0 +1,279 @@
+"""Builds one library of kernels: with which tools, under which key, and how it gets into place."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from flux import env, toolchain
+from flux.kernels import manifest, ptxas, sources
+from flux.kernels.children import Cancelled, Children
+from flux.kernels.config import GemmConfig
+from flux.kernels.generator import library_name, translation_unit
+from flux.kernels.manifest import DamagedLibraryError, Library
+
+SOURCE = "kernels.cu"
+_OBJECT = "kernels.o"
+_EXCERPT_LINES = 12
+
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-DNDEBUG",
+    "--expt-relaxed-constexpr",
+    "--expt-extended-lambda",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xptxas=-v",
+)
+_CODE = {
+    # The fallback on newer GPUs: code for Hopper as well, where it is used beside sm_90a (both from
+    # one front-end run), and PTX for what comes after.
+    "80": "arch=compute_80,code=[sm_80,sm_90,compute_80]",
+    "90a": "arch=compute_90a,code=sm_90a",
+}
+_LINK_FLAGS = (
+    "-shared",
+    # Static: no libcudart of a particular version has to be found at run time.
+    "-cudart=static",
+    "-Xlinker=--exclude-libs=ALL",
+    # What is missing shows here, rather than when the library is loaded.
+    "-Xlinker=--no-undefined",
+)
+# Variables that nvcc reads by itself.
+_NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
+
+
+class MissingToolError(RuntimeError):
+    """Something without which no kernel can be built; the message says how to get it."""
+
+
+class CompileError(RuntimeError):
+    """A library did not compile; the message names its configs and has nvcc's first errors."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What builds kernels: programs, headers, versions."""
+
+    nvcc: toolchain.Tool
+    cutlass: toolchain.Tool
+    csrc: Path
+    ccache: str | None = None
+
+    def flags(self, arch: str) -> tuple[str, ...]:
+        """Of the compiler, but for where things lie; with what nvcc takes from the environment."""
+        inherited = [f"{name}={os.environ[name]}" for name in _NVCC_VARIABLES if name in os.environ]
+        return (*_FLAGS, f"-gencode={_CODE[arch]}", *inherited)
+
+    def compile_command(self, arch: str) -> list[str]:
+        """To be run in the directory that has the source."""
+        prefix = [self.ccache] if self.ccache else []
+        # CUDA's own headers and libraries are found by nvcc, its package's too.
+        headers = [str(self.csrc), *toolchain.cutlass_includes(self.cutlass)]
+        flags = [*_FLAGS, f"-gencode={_CODE[arch]}", *(f"-I{directory}" for directory in headers)]
+        return [*prefix, self.nvcc.path, *flags, "-c", SOURCE, "-o", _OBJECT]
+
+    def link_command(self, output: str) -> list[str]:
+        """To be run in the same directory."""
+        return [self.nvcc.path, *_LINK_FLAGS, _OBJECT, "-o", output]
+
+
+def find_tools() -> Tools:
+    """nvcc, CUTLASS and our headers.
+
+    Raises:
+        MissingToolError: one of them is not there, or does not work.
+    """
+    nvcc, cutlass, csrc = toolchain.nvcc(), toolchain.cutlass(), sources.csrc()
+    if nvcc is None:
+        raise MissingToolError(
+            "nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or the nvidia-cuda-nvcc package: "
+            "install the CUDA toolkit, or pip install nvidia-cuda-nvcc"
+        )
+    if nvcc.problem:
+        raise MissingToolError(f"nvcc cannot be used: {nvcc.describe()}")
+    if cutlass is None:
+        raise MissingToolError("CUTLASS was not found: pip install nvidia-cutlass==4.2.0.0")
+    if csrc is None:
+        raise MissingToolError(
+            "flux's CUDA headers were not found, neither beside the package nor in it: "
+            "install flux-overlap again"
+        )
+    ccache = shutil.which("ccache") if env.CCACHE.get() else None
+    return Tools(nvcc, cutlass, csrc, ccache)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One library to be built: its configs and what identifies it."""
+
+    configs: tuple[GemmConfig, ...]
+    sources: str
+    key: str
+
+    @property
+    def name(self) -> str:
+        """Of the library."""
+        return library_name(self.configs, self.key)
+
+    @property
+    def arch(self) -> str:
+        return self.configs[0].arch
+
+    @property
+    def what(self) -> str:
+        """For people: what it has, in a few words."""
+        first = self.configs[0]
+        return f"{first.op} sm_{first.arch} {first.dtype} x{len(self.configs)}"
+
+
+def make_unit(configs: Sequence[GemmConfig], tools: Tools) -> Unit:
+    """Compute the key of a library of these configs, as these tools would build it."""
+    hashed = sources.sources_hash(configs, tools.csrc)
+    key = sources.library_key(
+        hashed,
+        cutlass=tools.cutlass.version or "unknown",
+        nvcc=tools.nvcc.version or "unknown",
+        flags=(*tools.flags(configs[0].arch), *_LINK_FLAGS),
+    )
+    return Unit(tuple(configs), hashed, key)
+
+
+def build(
+    unit: Unit,
+    root: Path,
+    tools: Tools,
+    children: Children,
+    started: Callable[[], None] = lambda: None,
+) -> tuple[Library, bool]:
+    """Build ``unit`` in ``root`` unless it is there; returns it, and whether it was built now.
+
+    One of several processes that want the same library builds it, while the others wait. It is
+    made in a directory of its own and renamed into place, so that nobody sees half of it.
+
+    Args:
+        started: called when compiling starts.
+
+    Raises:
+        CompileError: it does not compile or link.
+        Cancelled: ``children`` were killed meanwhile.
+        OSError: ``root`` cannot be written.
+    """
+    guard = manifest.lock(root, unit.name)
+    _acquire(guard, children.cancelled)
+    try:
+        directory = root / unit.name
+        if directory.exists():
+            try:
+                return manifest.read(directory), False
+            except DamagedLibraryError as error:
+                manifest.set_aside(directory, str(error))
+        started()
+        # A name that does not change, so that ccache sees the same paths; whoever left such a
+        # directory behind is dead, or it would have the lock.
+        staging = root / f".building-{unit.name}"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        try:
+            _build_in(staging, unit, root, tools, children)
+            os.rename(staging, directory)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return manifest.read(directory), True
+    finally:
+        guard.release()
+
+
+def _acquire(guard: FileLock, cancelled: threading.Event) -> None:
+    while True:
+        if cancelled.is_set():
+            raise Cancelled
+        try:
+            guard.acquire(timeout=0.2)
+        except Timeout:
+            continue
+        return
+
+
+def _build_in(staging: Path, unit: Unit, root: Path, tools: Tools, children: Children) -> None:
+    begin = time.monotonic()
+    library = f"{unit.name}.so"
+    text = translation_unit(unit.configs)
+    (staging / SOURCE).write_text(text, encoding="utf-8")
+    temporary = staging / "tmp"
+    temporary.mkdir()
+    # nvcc's temporary files go where they are removed even if it is killed.
+    variables = {**os.environ, "TMPDIR": str(temporary), "CCACHE_NOHASHDIR": "1"}
+    report = ""
+    for command in (tools.compile_command(unit.arch), tools.link_command(library)):
+        status, output = children.run(command, staging, variables)
+        if status != 0:
+            raise _failure(unit, root, command, status, output)
+        report += output
+    seconds = time.monotonic() - begin
+    # The headers may have been edited since the key was computed.
+    if sources.sources_hash(unit.configs, tools.csrc) != unit.sources:
+        raise CompileError(f"{_names(unit)}: headers changed while this was compiled; try again")
+    (staging / f"{unit.name}.ptxas.txt").write_text(report, encoding="utf-8")
+    path = staging / library
+    manifest.write(
+        Library(
+            name=unit.name,
+            size=path.stat().st_size,
+            sha256=manifest.file_hash(path),
+            abi_version=sources.abi_version(tools.csrc),
+            arch=unit.arch,
+            nvcc=tools.nvcc.version or "unknown",
+            cutlass=tools.cutlass.version or "unknown",
+            flags=tools.flags(unit.arch),
+            sources=unit.sources,
+            key=unit.key,
+            kernels={config.name: config for config in unit.configs},
+            usage=ptxas.usage(report, unit.configs),
+            warnings=tuple(ptxas.warnings(report)),
+            seconds=seconds,
+        ),
+        staging,
+    )
+    shutil.rmtree(temporary)
+    (staging / _OBJECT).unlink()
+    failure_log(root, unit).unlink(missing_ok=True)
+
+
+def failure_log(root: Path, unit: Unit) -> Path:
+    """Where all that nvcc said is kept when ``unit`` does not compile."""
+    return root / f"{unit.name}.failed.txt"
+
+
+def _failure(
+    unit: Unit, root: Path, command: Sequence[str], status: int, output: str
+) -> CompileError:
+    log = failure_log(root, unit)
+    log.write_text(f"{' '.join(command)}\n{output}", encoding="utf-8")
+    how = f"exit status {status}" if status > 0 else f"signal {-status}"
+    if re.search(r"\bKilled\b|out of memory", output) or status == -9:
+        how += ", probably for want of memory: try --jobs 1"
+    excerpt = "\n".join(f"  {line}" for line in first_errors(output))
+    return CompileError(f"{_names(unit)}: nvcc failed ({how}):\n{excerpt}\n  all of it: {log}")
+
+
+def _names(unit: Unit) -> str:
+    return ", ".join(config.name for config in unit.configs)
+
+
+def first_errors(output: str) -> list[str]:
+    """The lines of a compiler's output that matter most: from the first error on."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    error = re.compile(r"\b(error|fatal|undefined reference|No such file)\b", re.IGNORECASE)
+    first = next((index for index, line in enumerate(lines) if error.search(line)), None)
+    if first is None:
+        return lines[-_EXCERPT_LINES:]
+    return lines[first : first + _EXCERPT_LINES]

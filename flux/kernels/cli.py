@@ -1,0 +1,265 @@
+"""`flux compile`: build kernels ahead of time, with or without a GPU."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from flux.terminal import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    PLAIN,
+    complain,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    from flux.kernels.build import Unit
+    from flux.kernels.config import GemmConfig
+    from flux.kernels.driver import Observer, Outcome, Plan
+    from flux.kernels.manifest import Library
+
+
+def compile_kernels(
+    arch: Annotated[str, typer.Option(help="Architectures, with commas between.")] = "80,90a",
+    set_name: Annotated[str, typer.Option("--set", help="minimal | default | full")] = "default",
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compilers at once; by cores and free memory if not given."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Instead of the kernel cache.")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only kernels whose name has this in it.")
+    ] = None,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Show the kernels, and which are built; build nothing.")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Build CUDA kernels ahead of time. Needs nvcc and CUTLASS, but no GPU.
+
+    What is built already, from the same sources with the same tools, is not built again. The exit
+    status is 1 if a kernel does not compile; the others are built all the same.
+    """
+    from flux.kernels.registry import cache_root
+
+    configs = _chosen(arch, set_name, only)
+    root = (out or cache_root()).expanduser().absolute()
+    if list_only:
+        _list(configs, root, json_output=json_output)
+    else:
+        _compile(configs, root, jobs, is_cache=out is None, json_output=json_output)
+
+
+def _chosen(arch: str, set_name: str, only: str | None) -> list[GemmConfig]:
+    from flux.kernels.sets import config_set
+
+    archs = [part.strip().removeprefix("sm_") for part in arch.split(",") if part.strip()]
+    try:
+        configs = config_set(set_name, archs)
+    except ValueError as error:
+        refuse(str(error))
+    chosen = [config for config in configs if only is None or only in config.name]
+    if not chosen:
+        refuse(f"no kernel of the set {set_name} for {arch} has {only!r} in its name; see --list")
+    return chosen
+
+
+def _list(configs: Sequence[GemmConfig], root: Path, *, json_output: bool) -> None:
+    from flux.kernels.registry import Registry
+
+    registry = Registry.load([root])
+    built = {symbol: str(kernel.library) for symbol, kernel in registry.kernels.items()}
+    if json_output:
+        kernels = [
+            {"name": config.name, "library": built.get(config.name), "config": config.as_dict()}
+            for config in configs
+        ]
+        print(json.dumps({"root": str(root), "kernels": kernels}, indent=1))
+        return
+    for config in configs:
+        print(f"{'built' if config.name in built else '-':<6}{config.name}")
+
+
+def _compile(
+    configs: Sequence[GemmConfig],
+    root: Path,
+    jobs: int | None,
+    *,
+    is_cache: bool,
+    json_output: bool,
+) -> None:
+    from flux.kernels import build, driver
+
+    try:
+        tools = build.find_tools()
+    except (build.MissingToolError, ValueError) as error:
+        refuse(str(error))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"cannot write {root}: {error.strerror}")
+    begin = time.monotonic()
+    plan = driver.plan(configs, root, tools)
+    limit = driver.job_limit(len(plan.units), jobs)
+    try:
+        with _ends_as_interrupted(), _progress(len(plan.units), silent=json_output) as observer:
+            outcomes = driver.build_all(plan.units, root, tools, limit, observer)
+    except KeyboardInterrupt:
+        complain("interrupted; what was built so far is kept")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    failed = [outcome for outcome in outcomes if outcome.error]
+    if not is_cache and not failed:
+        driver.remove_superseded(root, tools)
+    seconds = time.monotonic() - begin
+    if json_output:
+        print(json.dumps(_document(root, plan, outcomes, limit, seconds), indent=1))
+    else:
+        _report(root, plan, outcomes, seconds)
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _document(
+    root: Path, plan: Plan, outcomes: Sequence[Outcome], jobs: int, seconds: float
+) -> dict[str, Any]:
+    libraries = [_entry(library, "ready") for library in plan.ready]
+    for outcome in outcomes:
+        if outcome.library is not None:
+            libraries.append(_entry(outcome.library, "built" if outcome.fresh else "ready"))
+        else:
+            kernels = [config.name for config in outcome.unit.configs]
+            libraries.append({"status": "failed", "kernels": kernels, "error": outcome.error})
+    return {
+        "root": str(root),
+        "jobs": jobs,
+        "seconds": round(seconds, 1),
+        "libraries": libraries,
+    }
+
+
+def _entry(library: Library, status: str) -> dict[str, Any]:
+    return {
+        "status": status,
+        "path": str(library.path),
+        "seconds": library.seconds,
+        "kernels": {symbol: library.usage[symbol].as_dict() for symbol in library.kernels},
+        "warnings": list(library.warnings),
+    }
+
+
+def _report(root: Path, plan: Plan, outcomes: Sequence[Outcome], seconds: float) -> None:
+    errors = Console(stderr=True)
+    built = [outcome.library for outcome in outcomes if outcome.library and outcome.fresh]
+    found = [outcome.library for outcome in outcomes if outcome.library and not outcome.fresh]
+    for library in built:
+        for symbol, usage in library.usage.items():
+            if usage.stack_bytes or usage.spill_store_bytes or usage.spill_load_bytes:
+                errors.print(
+                    f"[yellow]slow:[/] {escape(symbol)} keeps {usage.stack_bytes} bytes of stack "
+                    f"and {usage.spill_store_bytes} bytes of spilled registers in memory",
+                    **PLAIN,
+                )
+    failed = [outcome for outcome in outcomes if outcome.error]
+    for outcome in failed:
+        complain(outcome.error)
+    ready = [*plan.ready, *found]
+    print(
+        f"{_count(built)} built in {seconds:.0f} s, {_count(ready)} there already, "
+        f"{sum(len(outcome.unit.configs) for outcome in failed)} failed: {root}"
+    )
+
+
+def _count(libraries: Sequence[Library]) -> str:
+    kernels = sum(len(library.kernels) for library in libraries)
+    return f"{kernels} kernel{'' if kernels == 1 else 's'}"
+
+
+@contextmanager
+def _ends_as_interrupted() -> Iterator[None]:
+    """Being terminated ends the compilers too, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _progress(total: int, *, silent: bool) -> Iterator[Observer]:
+    """A line per library that is being compiled, on a terminal; else one for each that ended."""
+    from flux.kernels.driver import Observer
+
+    if silent or not total:
+        yield Observer()
+        return
+    console = Console()
+    if not console.is_terminal:
+        yield _lines(total)
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, MofNCompleteColumn(), console=console, transient=True) as bar:
+        overall = bar.add_task("libraries", total=total)
+        running: dict[str, TaskID] = {}
+
+        class Bar(Observer):
+            def started(self, unit: Unit) -> None:
+                running[unit.name] = bar.add_task(escape(unit.what), total=None)
+
+            def ended(self, outcome: Outcome) -> None:
+                task = running.pop(outcome.unit.name, None)
+                if task is not None:
+                    bar.remove_task(task)
+                bar.advance(overall)
+
+        yield Bar()
+
+
+def _lines(total: int) -> Observer:
+    from flux.kernels.driver import Observer
+
+    class Lines(Observer):
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self._ended = 0
+
+        def ended(self, outcome: Outcome) -> None:
+            with self._lock:
+                self._ended += 1
+                how = "failed" if outcome.error else "built" if outcome.fresh else "there already"
+                print(
+                    f"[{self._ended}/{total}] {outcome.unit.what}: {how}, {outcome.seconds:.0f} s"
+                )
+                sys.stdout.flush()
+
+    return Lines()

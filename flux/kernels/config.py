@@ -1,0 +1,176 @@
+"""`GemmConfig`: every template parameter of a kernel. Only the standard library, so that builds,
+which have no torch, can import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+OPS = ("gemm", "ag_gemm", "gemm_rs")
+ARCHS = ("80", "90a")
+DTYPES = ("bf16", "fp16", "e4m3")
+WEIGHTS = ("nk", "kn")
+SCHEDULES = {"80": ("multistage", "stream_k"), "90a": ("cooperative", "pingpong", "stream_k")}
+ACTIVATIONS = ("none", "gelu", "silu")
+SCALINGS = ("none", "tensor", "row")
+REDUCES = ("local", "in_flight")
+
+ITEMSIZE = {"bf16": 2, "fp16": 2, "e4m3": 1}
+TMA_BYTES = 16
+"""What TMA wants every address and row to be a multiple of."""
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "op": OPS,
+    "arch": ARCHS,
+    "dtype": DTYPES,
+    "weight": WEIGHTS,
+    "schedule": ("cooperative", "pingpong", "stream_k", "multistage"),
+    "activation": ACTIVATIONS,
+    "scaling": SCALINGS,
+    "reduce": REDUCES,
+}
+_EXTENTS = {"tile": 3, "cluster": 2, "warps": 2}
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One kernel. What can be a run-time argument (raster, order, swizzle, communication tile rows)
+    is one, and does not stand here.
+
+    Constructing one checks each field by itself; ``flux.kernels.legality`` says which combinations
+    there are kernels for.
+
+    Attributes:
+        op: ``gemm`` (plain, the yardstick) | ``ag_gemm`` | ``gemm_rs``.
+        arch: ``80`` (CUTLASS 2.x; also runs on newer GPUs) | ``90a`` (Hopper: TMA, WGMMA).
+        dtype: of both operands: ``bf16`` | ``fp16`` | ``e4m3``. The result of e4m3 is bf16, that of
+            the others their own.
+        weight: ``nk`` ([N, K], as PyTorch's Linear) | ``kn`` ([K, N]).
+        tile: (m, n, k) of a thread block, in elements.
+        schedule: 90a: ``cooperative`` (two consumer warp groups share a tile) | ``pingpong`` (each
+            has its own) | ``stream_k``. 80: ``multistage`` | ``stream_k``.
+        cluster: (m, n) thread blocks that share what they load; (1, 1) on 80.
+        stages: of the shared-memory pipeline. 90a: 0 is as many as fit; 80: 2 to 5.
+        activation: after scaling and bias.
+        scaling: of e4m3 operands: one factor per ``tensor``, or one per ``row`` of x and of the
+            weight's [N, K].
+        reduce: ``local`` (the owner sums, in rank order) | ``in_flight`` (memory sums, in the order
+            of arrival).
+        warps: (m, n) of a thread block on 80; None on 90a, where the schedule implies them.
+        alignment: elements that addresses and rows are multiples of, on 80; 0 on 90a, where TMA
+            wants 16 bytes.
+    """
+
+    op: str
+    arch: str
+    dtype: str
+    tile: tuple[int, int, int]
+    schedule: str
+    weight: str = "nk"
+    cluster: tuple[int, int] = (1, 1)
+    stages: int = 0
+    activation: str = "none"
+    scaling: str = "none"
+    reduce: str = "local"
+    warps: tuple[int, int] | None = None
+    alignment: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        for name, length in _EXTENTS.items():
+            value = getattr(self, name)
+            if value is None and name == "warps":
+                continue
+            if not (
+                isinstance(value, tuple)
+                and len(value) == length
+                and all(type(extent) is int and extent >= 1 for extent in value)
+            ):
+                raise ValueError(f"{name} must be {length} positive integers, got {value!r}")
+        for name in ("stages", "alignment"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+
+    @property
+    def name(self) -> str:
+        """A C identifier, different for different configs; what has its default is left out."""
+        parts = ["flux", self.op, f"sm{self.arch}", self.dtype, self.weight, _by_x(self.tile)]
+        if self.arch == "90a":
+            parts.append(_by_x(self.cluster))
+        parts.append(self.schedule)
+        if self.stages:
+            parts.append(f"s{self.stages}")
+        if self.warps is not None:
+            parts.append(f"w{_by_x(self.warps)}")
+        if self.alignment:
+            parts.append(f"a{self.alignment}")
+        for value, default in (
+            (self.activation, "none"),
+            (self.scaling, "none"),
+            (self.reduce, "local"),
+        ):
+            if value != default:
+                parts.append(value)
+        # Not offered on 80, but it can be written down, and then it is another config.
+        if self.arch == "80" and self.cluster != (1, 1):
+            parts.append(f"c{_by_x(self.cluster)}")
+        return "_".join(parts)
+
+    @property
+    def output(self) -> str:
+        """dtype of the result."""
+        return "bf16" if self.dtype == "e4m3" else self.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the operands."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def output_itemsize(self) -> int:
+        """Bytes of an element of the result."""
+        return ITEMSIZE[self.output]
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """(rows, columns) of the result that a cluster makes: what the tile order visits."""
+        return self.tile[0] * self.cluster[0], self.tile[1] * self.cluster[1]
+
+    @property
+    def alignment_elements(self) -> int:
+        """Elements of the operands that addresses and rows must be multiples of."""
+        return self.alignment or TMA_BYTES // self.itemsize
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GemmConfig:
+        """The inverse of ``as_dict``.
+
+        Raises:
+            ValueError: a field is missing, unknown, or has an impossible value.
+        """
+        known = {field.name for field in fields(cls)}
+        if set(values) != known:
+            wrong = sorted(set(values) ^ known)
+            raise ValueError(f"not the fields of a GemmConfig: {', '.join(wrong)}")
+        arguments: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**arguments)
+
+
+def _by_x(extents: tuple[int, ...]) -> str:
+    return "x".join(map(str, extents))

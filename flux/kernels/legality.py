@@ -1,0 +1,264 @@
+"""Which kernels there can be, where they run, and which problems they can do: stated once, here.
+
+The sets, the heuristic, the tuner's pruner and the tests all ask these functions. Answers are
+reasons: None, or one sentence that says what is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flux.kernels.config import ITEMSIZE, SCHEDULES, TMA_BYTES, GemmConfig
+
+MAX_WORLD = 16
+"""FLUX_MAX_WORLD of csrc/cuda/abi.h: ranks whose memory one kernel can address."""
+
+KIB = 1024
+# Shared memory that one thread block may have, by compute capability (CUDA programming guide,
+# "Technical Specifications per Compute Capability").
+_SHARED_BYTES = {
+    (8, 0): 163 * KIB,
+    (8, 6): 99 * KIB,
+    (8, 7): 163 * KIB,
+    (8, 9): 99 * KIB,
+    (9, 0): 227 * KIB,
+    (10, 0): 227 * KIB,
+    (10, 3): 227 * KIB,
+    (11, 0): 227 * KIB,
+    (12, 0): 99 * KIB,
+    (12, 1): 99 * KIB,
+}
+_SMALLEST_SHARED_BYTES = 99 * KIB
+
+# fp32 accumulators of one thread. 90a: of the 232 registers that CUTLASS gives to a thread of a
+# consumer warp group, about 40 are needed for all else. 80: of 255.
+_SM90_ACCUMULATORS = 192
+_SM80_ACCUMULATORS = 128
+
+_SM90_BARRIER_BYTES = 16  # per stage: one full and one empty barrier
+_SM90_SCHEDULER_BYTES = 1 * KIB  # barriers of the load order, of the epilogue, of the scheduler
+_SM90_EPILOGUE_COLUMNS = 32  # CUTLASS's automatic epilogue tile
+_SM90_EPILOGUE_STAGES = 2
+
+_SM80_TILE_K = (32, 64)
+_SM80_STAGES = range(2, 6)
+_SM80_WARPS = range(2, 9)
+_WARP_THREADS = 32
+_VECTOR_BYTES = 16  # what a thread copies to shared memory at once on 80
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """The GEMM that one rank's kernel sees.
+
+    Attributes:
+        m: rows, of all ranks.
+        n: columns: of this rank for ag_gemm, of all for gemm_rs.
+        k: depth: of all ranks for ag_gemm, of this one for gemm_rs.
+        world: ranks.
+        aligned_bytes: power of two that all addresses and distances between rows are multiples of,
+            as far as known: 16 for tensors that PyTorch allocates, whose rows follow one another
+            (n and k are looked at anyway).
+    """
+
+    m: int
+    n: int
+    k: int
+    world: int = 1
+    aligned_bytes: int = TMA_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k", "world", "aligned_bytes"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise ValueError(f"{name} must be an integer in [1, 2**31), got {value!r}")
+
+
+def is_legal(config: GemmConfig, problem: GemmProblem) -> bool:
+    """Whether this kernel can exist and do this problem, whatever the GPU."""
+    return why_not(config, problem) is None
+
+
+def why_not(config: GemmConfig, problem: GemmProblem) -> str | None:
+    """Why ``config`` cannot do ``problem``; None if it can."""
+    reason = why_illegal(config)
+    if reason is not None:
+        return reason
+    if config.op == "gemm_rs" and problem.world > MAX_WORLD:
+        return f"gemm_rs addresses at most {MAX_WORLD} ranks, got {problem.world}"
+    elements = config.alignment_elements
+    needed = elements * config.itemsize
+    if problem.aligned_bytes % needed:
+        return (
+            f"addresses and distances between rows must be multiples of {needed} bytes, "
+            f"got {problem.aligned_bytes}"
+        )
+    rows = [("K", problem.k, elements)]
+    if config.weight == "kn":
+        rows.append(("N", problem.n, elements))
+    # The result's rows; on 80 they are stored as many elements at a time as operands are loaded.
+    rows.append(("N", problem.n, config.alignment or TMA_BYTES // config.output_itemsize))
+    for extent, value, multiple in rows:
+        if value % multiple:
+            return f"{extent} must be a multiple of {multiple}, got {value}"
+    return None
+
+
+def why_not_on(config: GemmConfig, capability: tuple[int, int]) -> str | None:
+    """Why the kernel does not run on GPUs of this compute capability; None if it does."""
+    major, minor = capability
+    if config.arch == "90a":
+        if capability != (9, 0):
+            return f"sm_90a code runs on compute capability 9.0 only, not on {major}.{minor}"
+        return None
+    if capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, got {major}.{minor}"
+    available = _SHARED_BYTES.get(capability, _SMALLEST_SHARED_BYTES)
+    needed = shared_bytes(config)
+    if needed > available:
+        return (
+            f"needs {needed} bytes of shared memory, compute capability {major}.{minor} has "
+            f"{available}"
+        )
+    return None
+
+
+def runs_on(config: GemmConfig, capability: tuple[int, int]) -> bool:
+    """Whether the kernel runs on GPUs of this compute capability."""
+    return why_not_on(config, capability) is None
+
+
+def why_illegal(config: GemmConfig) -> str | None:
+    """Why there is no such kernel, whatever the problem; None if there can be."""
+    if config.schedule not in SCHEDULES[config.arch]:
+        offered = ", ".join(SCHEDULES[config.arch])
+        return f"sm_{config.arch} has the schedules {offered}, not {config.schedule}"
+    by_arch = _why_illegal_sm90 if config.arch == "90a" else _why_illegal_sm80
+    return _why_illegal_data(config) or by_arch(config)
+
+
+def shared_bytes(config: GemmConfig) -> int:
+    """Shared memory of a thread block; on 90a with ``stages`` 0, of the two stages it must have."""
+    m, n, k = config.tile
+    stage = (m + n) * k * config.itemsize
+    if config.arch == "80":
+        return config.stages * stage  # the epilogue reuses it
+    rows = 64 if config.schedule == "pingpong" else 128
+    epilogue = _SM90_EPILOGUE_STAGES * rows * _SM90_EPILOGUE_COLUMNS * config.output_itemsize
+    vectors = 2 * n * ITEMSIZE["bf16"] + (4 * (m + n) if config.scaling == "row" else 0)
+    stages = max(config.stages, 2)
+    return stages * (stage + _SM90_BARRIER_BYTES) + epilogue + vectors + _SM90_SCHEDULER_BYTES
+
+
+def _why_illegal_data(config: GemmConfig) -> str | None:
+    """What is about the data, whatever the architecture."""
+    if config.dtype == "e4m3":
+        if config.arch != "90a":
+            return f"e4m3 needs sm_90a, got sm_{config.arch}"
+        if config.weight != "nk":
+            return (
+                f"e4m3 is multiplied with K contiguous only: weight must be nk, got {config.weight}"
+            )
+        if config.scaling == "none":
+            return "e4m3 needs scaling by tensor or row, got none"
+    elif config.scaling != "none":
+        return f"scaling is for e4m3: must be none for {config.dtype}, got {config.scaling}"
+    if config.activation != "none" and config.op == "gemm_rs":
+        return f"gemm_rs sums over ranks first: activation must be none, got {config.activation}"
+    if config.reduce == "in_flight" and (config.op, config.arch) != ("gemm_rs", "90a"):
+        return f"reduce in_flight is for gemm_rs on sm_90a, not {config.op} on sm_{config.arch}"
+    return None
+
+
+def _why_illegal_sm90(config: GemmConfig) -> str | None:
+    m, n, k = config.tile
+    if config.warps is not None:
+        return f"the schedule implies the warps of sm_90a: warps must be None, got {config.warps}"
+    if config.alignment:
+        return f"TMA fixes the alignment of sm_90a: it must be 0, got {config.alignment}"
+    if config.stages == 1:
+        return "a pipeline needs 2 stages or more (0: as many as fit), got 1"
+    if any(extent not in (1, 2, 4) for extent in config.cluster):
+        return f"cluster extents must be 1, 2 or 4, got {config.cluster}"
+    if config.cluster[0] * config.cluster[1] > 8:
+        return f"a cluster has at most 8 thread blocks, got {config.cluster}"
+    # A consumer warp group does 64 rows with one instruction.
+    groups = 1 if config.schedule == "pingpong" else 2
+    if m % (64 * groups):
+        return f"{config.schedule} needs rows in multiples of {64 * groups}, got a tile of {m}"
+    step = 16 if config.dtype == "e4m3" else 8
+    if n % step or n > 256:
+        return f"columns of a tile must be a multiple of {step} and at most 256, got {n}"
+    if k * config.itemsize not in (64, 128):
+        return f"the depth of a tile must be 64 or 128 bytes, got {k * config.itemsize}"
+    accumulators = m * n // (128 * groups)
+    if accumulators > _SM90_ACCUMULATORS:
+        return (
+            f"{config.schedule} {m}x{n} needs {accumulators} accumulators per thread, at most "
+            f"{_SM90_ACCUMULATORS} fit"
+        )
+    return _too_much_shared(config, (9, 0))
+
+
+def _why_illegal_sm80(config: GemmConfig) -> str | None:
+    m, n, k = config.tile
+    if config.warps is None:
+        return "sm_80 needs warps (m, n), got None"
+    if config.cluster != (1, 1):
+        return f"sm_80 has no clusters: cluster must be (1, 1), got {config.cluster}"
+    if config.stages not in _SM80_STAGES:
+        return f"sm_80 needs 2 to 5 stages, got {config.stages}"
+    if config.alignment not in (1, 2, 4, 8):
+        return f"sm_80 needs an alignment of 8, 4, 2 or 1 elements, got {config.alignment}"
+    # cp.async moves 4, 8 or 16 bytes; the pipeline of two stages goes through registers instead.
+    if config.alignment == 1 and config.stages != 2:
+        return f"alignment 1 is below what cp.async moves: needs 2 stages, got {config.stages}"
+    if k not in _SM80_TILE_K:
+        return f"the depth of a tile must be 32 or 64, got {k}"
+    warps_m, warps_n = config.warps
+    if warps_m * warps_n not in _SM80_WARPS:
+        return f"a thread block has 2 to 8 warps, got {config.warps}"
+    if m % (16 * warps_m) or n % (16 * warps_n):
+        return f"warps {config.warps} do not divide a tile of {m}x{n} into multiples of 16x16"
+    threads = _WARP_THREADS * warps_m * warps_n
+    # Every thread loads the same number of vectors of each operand.
+    rows = threads * (_VECTOR_BYTES // config.itemsize) // k
+    if m % rows or (config.weight == "nk" and n % rows):
+        return f"{threads} threads load {rows} rows at once, which does not divide {m}x{n}"
+    # A warp loads 4 rows of 64 elements of [K, N].
+    if config.weight == "kn" and (n % 64 or k % (4 * warps_m * warps_n)):
+        return f"{warps_m * warps_n} warps cannot load a [K, N] tile of {k}x{n} evenly"
+    if not _stores_evenly(n, warps_n, config.alignment):
+        return f"{warps_n} warps cannot store rows of {n} columns evenly"
+    accumulators = m * n // threads
+    if accumulators > _SM80_ACCUMULATORS:
+        return (
+            f"{m}x{n} on {threads} threads needs {accumulators} accumulators per thread, at most "
+            f"{_SM80_ACCUMULATORS} fit"
+        )
+    return _too_much_shared(config, (8, 0))
+
+
+def _stores_evenly(columns: int, warps: int, elements: int) -> bool:
+    """Whether CUTLASS 2.x can divide 8 rows of the result among the warps side by side.
+
+    As OutputTileOptimalThreadMap does it: a thread stores ``elements`` at once, a warp stores 256
+    bytes of a row, or fewer of more rows.
+    """
+    if warps not in (1, 2, 4):  # 8 would store whole rows of 32 threads, which no tile here has
+        return False
+    rows, width = 8 // warps, columns // elements
+    preferred = 256 // (elements * ITEMSIZE["bf16"])
+    if _WARP_THREADS // preferred > rows:
+        access_rows, access_width = rows, _WARP_THREADS // rows
+    else:
+        access_width = min(width, _WARP_THREADS, preferred)
+        access_rows = min(8, _WARP_THREADS // access_width)
+    return rows % access_rows == 0 and width % access_width == 0
+
+
+def _too_much_shared(config: GemmConfig, capability: tuple[int, int]) -> str | None:
+    needed, available = shared_bytes(config), _SHARED_BYTES[capability]
+    if needed > available:
+        return f"needs {needed} bytes of shared memory, a thread block has {available}"
+    return None

@@ -1,0 +1,79 @@
+"""Reads what `nvcc -Xptxas -v` says of each kernel: registers, spills, stack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from flux.kernels.config import GemmConfig
+from flux.kernels.generator import mangled_part
+
+_FUNCTION = re.compile(r"(?:Compiling entry function|Function properties for) '?([\w$.]+)")
+_MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_WARNING = re.compile(r"warning|Potential Performance Loss", re.IGNORECASE)
+_MOST_WARNINGS = 20
+_NOBODY = ""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The worst of a config's device functions.
+
+    Attributes:
+        functions: how many there are, counted once per architecture of the library.
+        registers: per thread.
+        stack_bytes, spill_store_bytes, spill_load_bytes: of local memory per thread; of a kernel
+            that is as fast as it should be, 0.
+    """
+
+    functions: int = 0
+    registers: int = 0
+    stack_bytes: int = 0
+    spill_store_bytes: int = 0
+    spill_load_bytes: int = 0
+
+    def and_one_with(self, stack: int, stores: int, loads: int) -> Usage:
+        """Counts one more function, with these bytes."""
+        return replace(
+            self,
+            functions=self.functions + 1,
+            stack_bytes=max(self.stack_bytes, stack),
+            spill_store_bytes=max(self.spill_store_bytes, stores),
+            spill_load_bytes=max(self.spill_load_bytes, loads),
+        )
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def usage(report: str, configs: Sequence[GemmConfig]) -> dict[str, Usage]:
+    """By config name.
+
+    A function belongs to the config whose struct is in its name. A config that no function names
+    gets the worst of those that name none, so that no spill goes unnoticed.
+    """
+    found = {_NOBODY: Usage(), **{config.name: Usage() for config in configs}}
+    names = {mangled_part(config): config.name for config in configs}
+    current = _NOBODY
+    for line in report.splitlines():
+        function = _FUNCTION.search(line)
+        if function:
+            mangled = function.group(1)
+            current = next((name for part, name in names.items() if part in mangled), _NOBODY)
+        memory = _MEMORY.search(line)
+        if memory:
+            found[current] = found[current].and_one_with(*map(int, memory.groups()))
+        registers = _REGISTERS.search(line)
+        if registers:
+            most = max(found[current].registers, int(registers.group(1)))
+            found[current] = replace(found[current], registers=most)
+    nameless = found.pop(_NOBODY)
+    return {name: own if own.functions else nameless for name, own in found.items()}
+
+
+def warnings(report: str) -> list[str]:
+    """What the tools complained of, the first 20 lines: for example serialised WGMMA."""
+    lines = [line.strip() for line in report.splitlines() if _WARNING.search(line)]
+    return lines[:_MOST_WARNINGS]

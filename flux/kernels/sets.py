@@ -1,0 +1,178 @@
+"""Named sets of kernels: what is built ahead of time. `minimal` is in `default` is in `full`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from flux.kernels.config import ARCHS, OPS, SCHEDULES, GemmConfig
+from flux.kernels.legality import why_illegal
+
+SETS = ("minimal", "default", "full")
+
+FUSED = ("ag_gemm", "gemm_rs")
+
+
+def config_set(name: str, archs: Sequence[str] = ARCHS) -> list[GemmConfig]:
+    """The configs of a set for these architectures, always in the same order.
+
+    Raises:
+        ValueError: no such set or architecture; the message lists those there are.
+    """
+    if name not in SETS:
+        raise ValueError(f"set must be one of {', '.join(SETS)}, got {name!r}")
+    unknown = [arch for arch in archs if arch not in ARCHS]
+    if unknown or not archs:
+        raise ValueError(f"arch must be of {', '.join(ARCHS)}, got {', '.join(unknown) or 'none'}")
+    makers = {
+        "90a": {"minimal": _minimal_sm90, "default": _default_sm90, "full": _full_sm90},
+        "80": {"minimal": _minimal_sm80, "default": _default_sm80, "full": _full_sm80},
+    }
+    configs = [config for arch in ARCHS if arch in archs for config in makers[arch][name]()]
+    return list(dict.fromkeys(configs))
+
+
+def _sm90(
+    op: str,
+    tile: tuple[int, int],
+    schedule: str = "cooperative",
+    cluster: tuple[int, int] = (1, 1),
+    dtype: str = "bf16",
+    scaling: str = "none",
+    reduce: str = "local",
+) -> GemmConfig:
+    """A tile as deep as the swizzle of shared memory is wide: 128 bytes."""
+    depth = 128 if dtype == "e4m3" else 64
+    return GemmConfig(
+        op=op,
+        arch="90a",
+        dtype=dtype,
+        tile=(*tile, depth),
+        schedule=schedule,
+        cluster=cluster,
+        scaling=scaling,
+        reduce=reduce,
+    )
+
+
+def _minimal_sm90() -> Iterator[GemmConfig]:
+    for op in OPS:
+        yield _sm90(op, (128, 256), "cooperative", (2, 1))
+
+
+def _default_sm90() -> Iterator[GemmConfig]:
+    yield from _minimal_sm90()
+    for op in FUSED:
+        yield _sm90(op, (256, 128), "cooperative", (2, 1))
+        yield _sm90(op, (128, 128), "pingpong", (2, 1))
+        # M of 256 to 2048, where whole tiles would leave SMs idle in the last wave.
+        yield _sm90(op, (128, 256), "stream_k", (2, 1))
+        yield _sm90(op, (128, 128), "stream_k")
+        # Decode: 64 rows are as few as one WGMMA does; nothing to share in a cluster.
+        yield _sm90(op, (64, 128), "pingpong")
+    yield _sm90("ag_gemm", (64, 64), "pingpong")
+    yield _sm90("gemm_rs", (128, 256), "cooperative", (2, 1), reduce="in_flight")
+    # Yardsticks: what the fused kernels are compared with.
+    yield _sm90("gemm", (128, 128), "pingpong", (2, 1))
+    yield _sm90("gemm", (64, 128), "pingpong")
+    for op in FUSED:
+        yield _sm90(op, (128, 256), "cooperative", (2, 1), dtype="fp16")
+        yield _sm90(op, (64, 128), "pingpong", dtype="fp16")
+    for op in FUSED:
+        for scaling in ("tensor", "row"):
+            yield _sm90(op, (128, 256), "cooperative", (2, 1), dtype="e4m3", scaling=scaling)
+    yield _sm90("gemm", (128, 256), "cooperative", (2, 1), dtype="e4m3", scaling="tensor")
+
+
+def _full_sm90() -> Iterator[GemmConfig]:
+    yield from _default_sm90()
+    shared_tiles = ((128, 256), (256, 128), (128, 128), (128, 64))
+    own_tiles = ((64, 64), (64, 128), (64, 256), (128, 128), (128, 64))
+    shapes = [
+        (schedule, tile, cluster)
+        for schedule in SCHEDULES["90a"]
+        for tile in (own_tiles if schedule == "pingpong" else shared_tiles)
+        for cluster in ((1, 1), (2, 1), (1, 2))
+    ]
+    for op, dtype, (schedule, tile, cluster) in product(OPS, ("bf16", "fp16", "e4m3"), shapes):
+        for weight, activation, scaling, reduce in product(
+            ("nk", "kn"),
+            ("none", "gelu", "silu") if op == "ag_gemm" else ("none",),
+            ("tensor", "row") if dtype == "e4m3" else ("none",),
+            ("local", "in_flight"),
+        ):
+            base = _sm90(op, tile, schedule, cluster, dtype, scaling, reduce)
+            yield from _legal([replace(base, weight=weight, activation=activation)])
+
+
+def _sm80(
+    op: str,
+    tile: tuple[int, int, int],
+    warps: tuple[int, int],
+    stages: int,
+    schedule: str = "multistage",
+    dtype: str = "bf16",
+    alignment: int = 8,
+) -> GemmConfig:
+    return GemmConfig(
+        op=op,
+        arch="80",
+        dtype=dtype,
+        tile=tile,
+        schedule=schedule,
+        stages=stages,
+        warps=warps,
+        alignment=alignment,
+    )
+
+
+def _minimal_sm80() -> Iterator[GemmConfig]:
+    for op in FUSED:
+        yield _sm80(op, (128, 128, 32), (2, 2), 4)
+
+
+def _default_sm80() -> Iterator[GemmConfig]:
+    yield from _minimal_sm80()
+    for op in FUSED:
+        yield _sm80(op, (128, 256, 32), (2, 4), 3)
+        # Decode: few rows, so parallelism comes from splitting K.
+        yield _sm80(op, (64, 128, 32), (2, 2), 4, "stream_k")
+        yield _sm80(op, (16, 128, 64), (1, 4), 4, "stream_k")
+        # The one kernel that any K and N fit.
+        yield _sm80(op, (64, 64, 32), (2, 2), 2, alignment=1)
+    for op in FUSED:
+        yield _sm80(op, (128, 128, 32), (2, 2), 4, dtype="fp16")
+        yield _sm80(op, (64, 64, 32), (2, 2), 2, dtype="fp16", alignment=1)
+
+
+def _full_sm80() -> Iterator[GemmConfig]:
+    yield from _default_sm80()
+    shapes = (
+        ((128, 256, 32), (2, 4), 3),
+        ((256, 128, 32), (4, 2), 3),
+        ((128, 128, 32), (2, 2), 4),
+        ((128, 64, 32), (2, 2), 4),
+        ((64, 128, 32), (2, 2), 4),
+        ((64, 64, 64), (2, 2), 4),
+        ((32, 128, 64), (1, 4), 4),
+        ((16, 128, 64), (1, 4), 4),
+        ((16, 64, 64), (1, 2), 5),
+    )
+    for op, dtype, schedule, (tile, warps, stages), weight in product(
+        OPS, ("bf16", "fp16"), SCHEDULES["80"], shapes, ("nk", "kn")
+    ):
+        base = replace(_sm80(op, tile, warps, stages, schedule, dtype), weight=weight)
+        yield from _legal(
+            replace(base, activation=activation)
+            for activation in (("none", "gelu", "silu") if op == "ag_gemm" else ("none",))
+        )
+        if tile[:2] in ((128, 128), (64, 64)):
+            yield from _legal(
+                replace(base, alignment=alignment, stages=2 if alignment == 1 else stages)
+                for alignment in (4, 2, 1)
+            )
+
+
+def _legal(configs: Iterable[GemmConfig]) -> Iterator[GemmConfig]:
+    return (config for config in configs if why_illegal(config) is None)

@@ -1,0 +1,95 @@
+"""An emulated GPU (emulated_gpu.cpp), as a flux.backends.device.Device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from flux import _C
+from flux.kernels.config import GemmConfig
+from flux.kernels.ptxas import Usage
+from flux.kernels.registry import BuiltKernel, Registry
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = Path(__file__).with_name("emulated_gpu.cpp")
+
+
+def build(folder: Path) -> Path:
+    """The emulator as a shared library, built with the host's C++ compiler."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    assert compiler, "no C++ compiler"
+    target = folder / "libemulated_gpu.so"
+    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([compiler, *options, str(SOURCE), "-o", str(target)], check=True)
+    return target
+
+
+class EmulatedRegistry(Registry):
+    """Two kernels, that do every problem."""
+
+    def candidates(self, op: str, *_: object, **wanted: object) -> list[BuiltKernel]:
+        assert wanted["weight"] == "nk"
+        return [self.kernels[f"flux_emulated_{op}"]]
+
+
+class EmulatedDevice:
+    """Memory is the process's own, streams are threads."""
+
+    torch_device = torch.device("cpu")
+    index = 0
+    sm_count = 8
+    capability = (9, 0)
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.driver = _C.Driver(str(library))
+        config = GemmConfig("ag_gemm", "90a", "bf16", (64, 64, 64), "pingpong")
+        names = ("flux_emulated_ag_gemm", "flux_emulated_gemm_rs")
+        kernels = {name: BuiltKernel(config, library, name, Usage()) for name in names}
+        self.registry = EmulatedRegistry((), kernels, (), (), ())
+        self._current = self.driver.create_stream()
+        self._main = self._current
+        self._kept: list[torch.Tensor] = []
+
+    def set_delay(self, microseconds: int) -> None:
+        """The most that a copy or a GEMM tile is held back."""
+        self.library.emulator_set_delay(microseconds)
+
+    def streams(self) -> int:
+        """Streams that have not been destroyed."""
+        return int(self.library.emulator_streams())
+
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype)
+
+    def host_words(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64)
+
+    def current_stream(self) -> int:
+        return self._current
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        self._kept += tensors
+
+    def finish(self) -> None:
+        """Wait for the current stream, as a reader of results must."""
+        self.driver.synchronize(self._current)
+        self._kept.clear()
+
+    def close(self) -> None:
+        self.driver.destroy_stream(self._main)

@@ -1,0 +1,318 @@
+// A GPU for tests: the entry points of the CUDA driver that flux looks up, and kernels behind the C
+// ABI, on threads of the CPU. Streams run at the same time and in any interleaving, memory is the
+// process's own, and every copy and kernel tile can be delayed at random. The kernels follow the
+// contract of csrc/cuda/abi.h: same tile order, same waits, same flags, written down once more in the
+// simplest way.
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/arguments.h"
+
+namespace {
+
+using namespace flux;
+using Clock = std::chrono::steady_clock;
+
+std::atomic<int> delay_us{0};
+std::atomic<int> streams_alive{0};
+
+void dawdle() {
+  const int most = delay_us.load();
+  if (most == 0) return;
+  thread_local std::mt19937 random(std::hash<std::thread::id>()(std::this_thread::get_id()));
+  std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
+}
+
+class Stream {
+ public:
+  Stream() : thread_([this] { work(); }) { ++streams_alive; }
+  ~Stream() {
+    put([this] { over_ = true; });
+    thread_.join();
+    --streams_alive;
+  }
+  void put(std::function<void()> task) {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+  bool idle() {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    return tasks_.empty();
+  }
+  void drain() {
+    std::unique_lock<std::mutex> hold(mutex_);
+    changed_.wait(hold, [this] { return tasks_.empty(); });
+  }
+
+ private:
+  void work() {
+    while (!over_) {
+      std::unique_lock<std::mutex> hold(mutex_);
+      changed_.wait(hold, [this] { return !tasks_.empty(); });
+      const std::function<void()> task = tasks_.front();  // counted until it has run
+      hold.unlock();
+      task();
+      hold.lock();
+      tasks_.pop_front();
+      changed_.notify_all();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool over_ = false;
+  std::thread thread_;
+};
+
+struct Event {
+  std::shared_ptr<std::atomic<bool>> done = std::make_shared<std::atomic<bool>>(true);
+};
+
+Stream* stream_of(void* handle) { return static_cast<Stream*>(handle); }
+
+std::uint32_t load(const std::uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+void store(std::uint32_t* word, std::uint32_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+void nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+
+// -- kernels ---------------------------------------------------------------------------------------
+
+constexpr int kTileM = 4;
+constexpr int kTileN = 8;
+
+float to_float(std::uint16_t bits) {
+  const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+std::uint16_t to_bf16(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (value != value) return 0x7fc0;
+  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+void await(const std::uint32_t* words, int index, const FluxSync& sync, int code, int tile) {
+  const auto begin = Clock::now();
+  for (;;) {
+    const std::uint32_t seen = load(words + index);
+    if (epoch_reached(seen, sync.epoch) || sync.status[FLUX_STATUS_CODE] != 0) return;
+    if (Clock::now() - begin > std::chrono::nanoseconds(sync.timeout_ns)) {
+      sync.status[FLUX_STATUS_TILE] = tile;
+      sync.status[FLUX_STATUS_SIGNAL] = index;
+      sync.status[FLUX_STATUS_EXPECTED] = sync.epoch;
+      sync.status[FLUX_STATUS_OBSERVED] = seen;
+      sync.status[FLUX_STATUS_CODE] = code;
+      return;
+    }
+    nap();
+  }
+}
+
+float dot(const FluxGemmArgs& args, int row, int column) {
+  auto const* a = static_cast<const std::uint16_t*>(args.a) + row * args.lda;
+  auto const* b = static_cast<const std::uint16_t*>(args.b) + column * args.ldb;
+  float sum = 0;
+  for (int k = 0; k < args.k; ++k) sum += to_float(a[k]) * to_float(b[k]);
+  return args.alpha * sum;
+}
+
+void store_tile(const FluxGemmArgs& args, TileCoord tile) {
+  for (int r = tile.m * kTileM; r < min_of(args.m, (tile.m + 1) * kTileM); ++r) {
+    for (int c = tile.n * kTileN; c < min_of(args.n, (tile.n + 1) * kTileN); ++c) {
+      float value = dot(args, r, c);
+      if (args.bias != nullptr) value += to_float(static_cast<const std::uint16_t*>(args.bias)[c]);
+      static_cast<std::uint16_t*>(args.d)[r * args.ldd + c] = to_bf16(value);
+    }
+  }
+}
+
+void run_ag_gemm(const FluxGemmArgs& args) {
+  const TileMap map = tile_map(tile_order(args, OpKind::kAGGemm, kTileM, kTileN));
+  const CommTiling tiling = comm_tiling(args);
+  for (int slot = 0; slot < map.rows * map.columns; ++slot) {
+    const TileCoord tile = tile_at(map, slot);
+    const int begin = tile.m * kTileM;
+    const Range waits = signals_of_rows(tiling, begin, min_of(begin + kTileM, args.m));
+    for (int i = waits.begin; args.signals != nullptr && i < waits.end; ++i) {
+      await(args.signals, i, args.sync, FLUX_WAIT_GATHER, tile.m);
+    }
+    dawdle();
+    store_tile(args, tile);
+  }
+}
+
+void run_gemm_rs(const FluxGemmArgs& args) {
+  const TileMap map = tile_map(tile_order(args, OpKind::kGemmRS, kTileM, kTileN));
+  const ScatterTargets to = scatter_targets(args, kTileM, kTileN);
+  for (int slot = 0; slot < map.rows * map.columns; ++slot) {
+    const TileCoord tile = tile_at(map, slot);
+    const OwnerRange owners = owners_of_tile(to.tiling, tile.m);
+    for (int owner = owners.begin; owner < owners.end; ++owner) {
+      if (to.entries != nullptr) await(to.entries, owner, to.sync, FLUX_WAIT_ENTRY, tile.m);
+    }
+    dawdle();
+    for (int r = tile.m * kTileM; r < min_of(args.m, (tile.m + 1) * kTileM); ++r) {
+      const int owner = owner_of(args.m, to.tiling.world, r);
+      auto* row = static_cast<std::uint16_t*>(to.slots[owner]) +
+                  (r - row_begin(args.m, to.tiling.world, owner)) * to.ld;
+      for (int c = tile.n * kTileN; c < min_of(args.n, (tile.n + 1) * kTileN); ++c) {
+        row[c] = to_bf16(dot(args, r, c));
+      }
+    }
+    for (int owner = owners.begin; owner < owners.end; ++owner) {
+      store(to.flags[owner] + flag_index(to.tiling, to.rank, owner, tile.m, tile.n), to.sync.epoch);
+    }
+  }
+}
+
+void run_reduce(const FluxReduceArgs& args) {
+  const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
+  const OwnerRange tiles = tiles_of_owner(s, args.rank);
+  for (int row = tiles.begin; row < tiles.end; ++row) {
+    for (int column = 0; column < flag_columns(s); ++column) {
+      for (int source = 0; source < args.world; ++source) {
+        await(args.flags, flag_index(s, source, args.rank, row, column), args.sync,
+              FLUX_WAIT_PARTIAL, row);
+      }
+    }
+  }
+  for (int r = 0; r < args.rows; ++r) {
+    for (int c = 0; c < args.n; ++c) {
+      float sum = 0;
+      for (int source = 0; source < args.world; ++source) {
+        sum +=
+            to_float(static_cast<const std::uint16_t*>(args.slots[source])[r * args.slot_ld + c]);
+      }
+      sum *= args.scale;
+      if (args.bias != nullptr) sum += to_float(static_cast<const std::uint16_t*>(args.bias)[c]);
+      for (int out = 0; out < args.out_count; ++out) {
+        static_cast<std::uint16_t*>(args.outs[out])[r * args.out_ld + c] = to_bf16(sum);
+      }
+    }
+  }
+}
+
+template <auto kRun, class Args>
+int launch(const Args* args, void* stream) {
+  stream_of(stream)->put([copy = *args] { kRun(copy); });
+  return FLUX_OK;
+}
+std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
+int prepare(int) { return FLUX_OK; }
+
+}  // namespace
+
+extern "C" {
+
+extern const FluxKernel flux_emulated_ag_gemm = {FLUX_ABI_VERSION,
+                                                 sizeof(FluxGemmArgs),
+                                                 "flux_emulated_ag_gemm",
+                                                 kTileM,
+                                                 kTileN,
+                                                 &no_workspace,
+                                                 &prepare,
+                                                 &launch<run_ag_gemm, FluxGemmArgs>,
+                                                 nullptr};
+extern const FluxKernel flux_emulated_gemm_rs = {FLUX_ABI_VERSION,
+                                                 sizeof(FluxGemmArgs),
+                                                 "flux_emulated_gemm_rs",
+                                                 kTileM,
+                                                 kTileN,
+                                                 &no_workspace,
+                                                 &prepare,
+                                                 &launch<run_gemm_rs, FluxGemmArgs>,
+                                                 &launch<run_reduce, FluxReduceArgs>};
+extern const FluxKernel flux_emulated_old = {FLUX_ABI_VERSION + 1,
+                                             sizeof(FluxGemmArgs),
+                                             "flux_emulated_old",
+                                             kTileM,
+                                             kTileN,
+                                             &no_workspace,
+                                             &prepare,
+                                             &launch<run_ag_gemm, FluxGemmArgs>,
+                                             nullptr};
+
+void emulator_set_delay(int us) { delay_us = us; }
+int emulator_streams() { return streams_alive; }
+
+int cuGetErrorString(int, const char** text) {
+  *text = "emulated failure";
+  return 0;
+}
+int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return 0;
+}
+int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+  *stream = new Stream;
+  return 0;
+}
+int cuStreamDestroy_v2(void* stream) {
+  delete stream_of(stream);
+  return 0;
+}
+int cuStreamSynchronize(void* stream) {
+  stream_of(stream)->drain();
+  return 0;
+}
+int cuStreamQuery(void* stream) { return stream_of(stream)->idle() ? 0 : 600; }
+int cuEventCreate(void** event, unsigned) {
+  *event = new Event;
+  return 0;
+}
+int cuEventDestroy_v2(void* event) {
+  delete static_cast<Event*>(event);
+  return 0;
+}
+int cuEventRecord(void* event, void* stream) {
+  auto done = std::make_shared<std::atomic<bool>>(false);
+  static_cast<Event*>(event)->done = done;
+  stream_of(stream)->put([done] { *done = true; });
+  return 0;
+}
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  stream_of(stream)->put([done = static_cast<Event*>(event)->done] {
+    while (!*done) nap();
+  });
+  return 0;
+}
+int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* stream) {
+  stream_of(stream)->put([=] {
+    dawdle();
+    std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+  });
+  return 0;
+}
+int cuStreamWriteValue32_v2(void* stream, std::uintptr_t word, std::uint32_t value, unsigned) {
+  stream_of(stream)->put([=] { store(reinterpret_cast<std::uint32_t*>(word), value); });
+  return 0;
+}
+int cuStreamWaitValue32_v2(void* stream, std::uintptr_t word, std::uint32_t value, unsigned) {
+  stream_of(stream)->put([=] {
+    while (!epoch_reached(load(reinterpret_cast<std::uint32_t*>(word)), value)) nap();
+  });
+  return 0;
+}
+int cuMemsetD32Async(std::uintptr_t words, unsigned value, std::size_t count, void* stream) {
+  stream_of(stream)->put([=] {
+    for (std::size_t i = 0; i < count; ++i) reinterpret_cast<std::uint32_t*>(words)[i] = value;
+  });
+  return 0;
+}
+
+}  // extern "C"

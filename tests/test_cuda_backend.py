@@ -1,0 +1,230 @@
+"""The CUDA backend with all ranks on one device: an emulated one here (emulated_gpu.cpp), whose
+streams are threads, with the same schedules, copies, signals, epochs and flags as on a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flux
+from emulated import EmulatedDevice, build
+from flux import Knobs, PeerTimeoutError, Topology
+from flux.transport.virtual import VirtualWorld
+from reference import Inputs, Problem
+
+BF16 = torch.bfloat16
+OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
+    device = EmulatedDevice(build(tmp_path_factory.mktemp("gpu")))
+    yield device
+    device.set_delay(0)
+    device.close()
+    assert device.streams() == 0
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_POISON", "1")
+
+
+def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) -> Problem:
+    return Problem(op, max_m, (n,), k, BF16, **options)  # type: ignore[arg-type]
+
+
+def knobs_of(rng: random.Random, world: int, topology: Topology) -> Knobs:
+    swizzles = ["none", "rank_shift"] + (["xor"] if world & (world - 1) == 0 else [])
+    orders = ["direct", "ring1d", "ring2d", "hierarchical", "numa"]
+    return Knobs(
+        comm_tile_rows=rng.choice([None, 1, 2, 5]),
+        direction=rng.choice(["push", "pull"]),
+        order=rng.choice(orders),
+        swizzle=rng.choice(swizzles),
+        raster=rng.choice([None, 1, 2, 3]),
+    )
+
+
+def topology_of(rng: random.Random, world: int) -> Topology:
+    meshes = [
+        Topology(a, b, world // (a * b))
+        for a in range(1, world + 1)
+        for b in range(1, world + 1)
+        if world % (a * b) == 0
+    ]
+    return rng.choice(meshes)
+
+
+def call_all(
+    ranks: VirtualWorld, ops: list[Any], inputs: Inputs, gather: bool = False
+) -> list[list[torch.Tensor]]:
+    """One call of every rank, not waited for."""
+    return ranks.run(lambda r: inputs.call(ops[r], r, gather=gather))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
+    rng = random.Random(f"{op} {world}")
+    for _ in range(4):
+        topology = topology_of(rng, world)
+        knobs = knobs_of(rng, world, topology)
+        device.set_delay(rng.choice([0, 300]))
+        p = problem(
+            op,
+            rng.randint(1, 40),
+            rng.randint(world, 30),
+            rng.randint(world, 20),
+            reduce="sum" if op == "ag_gemm" else rng.choice(["sum", "avg"]),
+        )
+        with VirtualWorld(world, device) as ranks:
+            ops = [p.build(ranks.rank(r), tuning=knobs, topology=topology) for r in range(world)]
+            for call in range(4):
+                m = rng.randint(1, p.max_m)
+                inputs = Inputs(p, m, world, seed=call, bias=rng.random() < 0.5)
+                gather = p.gathers and rng.random() < 0.5
+                outs = call_all(ranks, ops, inputs, gather)
+                device.finish()
+                for r in range(world):
+                    inputs.check(outs[r], r)
+            for o in ops:
+                o.close()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_back_to_back_calls_repeat_bitwise(device: EmulatedDevice, op: str, direction: str) -> None:
+    """Nothing waits between calls; M changes, so buffers are reused at once."""
+    world, p = 4, problem(op, 33)
+    rng = random.Random(3)
+    sizes = [rng.randint(1, 33) for _ in range(25)]
+    everything = [Inputs(p, m, world, seed=i) for i, m in enumerate(sizes)]
+    found = []
+    for delay in (0, 200):
+        device.set_delay(delay)
+        with VirtualWorld(world, device) as ranks:
+            knobs = Knobs(direction=direction, comm_tile_rows=3)
+            ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
+            outs = [call_all(ranks, ops, inputs) for inputs in everything]
+            device.finish()
+            for o in ops:
+                o.close()
+        for inputs, of_ranks in zip(everything, outs, strict=True):
+            for r in range(world):
+                inputs.check(of_ranks[r], r)
+        found.append(outs)
+    for one, other in zip(*found, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a[0], b[0])
+
+
+def test_several_ops_share_a_world(device: EmulatedDevice) -> None:
+    device.set_delay(100)
+    world = 3
+    ps = [problem(op, 20) for op in OPS]
+    with VirtualWorld(world, device) as ranks:
+        ops = [[p.build(ranks.rank(r)) for p in ps] for r in range(world)]
+        inputs = [Inputs(p, 17, world, seed=1) for p in ps]
+        outs = ranks.run(
+            lambda r: [
+                i.call(op, r) for _ in range(5) for i, op in zip(inputs, ops[r], strict=True)
+            ]
+        )
+        device.finish()
+        for r in range(world):
+            for number, got in enumerate(outs[r]):
+                inputs[number % 3].check(got, r)
+            for op in ops[r]:
+                op.close()
+
+
+def test_several_weights_share_one_gather(device: EmulatedDevice) -> None:
+    device.set_delay(0)
+    p = Problem("ag_gemm", 24, (8, 12), 10, BF16)
+    with VirtualWorld(2, device) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(2)]
+        inputs = Inputs(p, 19, 2, seed=5)
+        outs = ranks.run(lambda r: inputs.call(ops[r], r, gather=True))
+        device.finish()
+        for r in range(2):
+            inputs.check(outs[r], r)
+            ops[r].close()
+
+
+@pytest.mark.parametrize(
+    ("op", "waiting"),
+    [
+        ("ag_gemm", r"rows of x \(AllGather signal \d+\)"),
+        ("gemm_rs", r"the entry of rank 1|partials of a peer"),
+    ],
+)
+def test_a_rank_that_does_not_call_is_noticed(
+    device: EmulatedDevice, op: str, waiting: str
+) -> None:
+    device.set_delay(0)
+    p = problem(op, 16)
+    before = device.streams()
+    with VirtualWorld(2, device) as ranks:
+        ops = [p.build(ranks.rank(r), timeout_s=0.3) for r in range(2)]
+        inputs = Inputs(p, 16, 2, seed=1)
+        good = ranks.run(lambda r: inputs.call(ops[r], r))
+        device.finish()
+        inputs.check(good[0], 0)
+        ranks.run(lambda r: inputs.call(ops[0], 0) if r == 0 else None)
+        with pytest.raises(PeerTimeoutError, match=rf"rank 0 waited more than 0.3 s for {waiting}"):
+            ops[0].wait()
+        with pytest.raises(RuntimeError, match="is closed"):
+            ops[0](torch.ones(8, 10, dtype=BF16), torch.ones(7, 10, dtype=BF16))
+        for o in ops:
+            o.close()
+        device.finish()
+    assert device.streams() == before
+
+
+def test_ranks_must_build_the_same(device: EmulatedDevice) -> None:
+    with VirtualWorld(2, device) as ranks:
+        first = flux.AGGemm(ranks.rank(0), max_m=8, n=4, k=4, dtype=BF16)
+        with pytest.raises(ValueError, match=r"ranks disagree; rank 1 has n = \(6,\)"):
+            flux.AGGemm(ranks.rank(1), max_m=8, n=6, k=4, dtype=BF16)
+        first.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.float32}, "needs bfloat16 or float16"),
+        ({"backend": "cpu"}, "backend must be None or 'cuda'"),
+        ({"transport": "shm"}, "transport must be None or 'virtual'"),
+        ({"tuning": Knobs(path="unfused")}, "path = unfused needs a process group"),
+    ],
+)
+def test_what_a_virtual_rank_cannot_do(
+    device: EmulatedDevice, options: dict[str, object], message: str
+) -> None:
+    with VirtualWorld(2, device) as ranks, pytest.raises(ValueError, match=message):
+        given = {"dtype": BF16, **options}
+        flux.GemmRS(ranks.rank(0), max_m=8, n=4, k=4, **given)  # type: ignore[arg-type]
+
+
+def test_the_world_and_its_ranks_are_checked(device: EmulatedDevice) -> None:
+    with pytest.raises(ValueError, match="at least 1 rank, got 0"):
+        VirtualWorld(0, device)
+    with VirtualWorld(2, device) as ranks, pytest.raises(ValueError, match=r"in \[0, 2\), got 2"):
+        ranks.rank(2)
+
+
+def test_a_kernel_of_another_abi_is_refused(device: EmulatedDevice) -> None:
+    library = str(device.registry.kernels["flux_emulated_ag_gemm"].library)
+    with pytest.raises(RuntimeError, match=r"version 2 of the kernel ABI, this is 1: build it"):
+        flux._C.Kernel(library, "flux_emulated_old")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_world_says_so() -> None:
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        VirtualWorld(2)
