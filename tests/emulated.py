@@ -59,7 +59,7 @@ class EmulatedDevice:
         self._kept: list[torch.Tensor] = []
 
     def set_delay(self, microseconds: int) -> None:
-        """The most that a copy or a GEMM tile is held back."""
+        """How long one in eight copies and GEMM tiles is held back."""
         self.library.emulator_set_delay(microseconds)
 
     def streams(self) -> int:

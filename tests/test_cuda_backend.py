@@ -67,6 +67,14 @@ def call_all(
     return ranks.run(lambda r: inputs.call(ops[r], r, gather=gather))
 
 
+def call_on_and_on(
+    ranks: VirtualWorld, ops: list[Any], everything: list[Inputs]
+) -> list[list[list[torch.Tensor]]]:
+    """Calls of every rank, none of which waits for another rank's; results by call and rank."""
+    by_rank = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
+    return [list(of_call) for of_call in zip(*by_rank, strict=True)]
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
@@ -74,7 +82,7 @@ def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
     for _ in range(4):
         topology = topology_of(rng, world)
         knobs = knobs_of(rng, world, topology)
-        device.set_delay(rng.choice([0, 300]))
+        device.set_delay(rng.choice([0, 1000]))
         p = problem(
             op,
             rng.randint(1, 40),
@@ -105,12 +113,12 @@ def test_back_to_back_calls_repeat_bitwise(device: EmulatedDevice, op: str, dire
     sizes = [rng.randint(1, 33) for _ in range(25)]
     everything = [Inputs(p, m, world, seed=i) for i, m in enumerate(sizes)]
     found = []
-    for delay in (0, 200):
+    for delay in (0, 1000):
         device.set_delay(delay)
         with VirtualWorld(world, device) as ranks:
             knobs = Knobs(direction=direction, comm_tile_rows=3)
             ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
-            outs = [call_all(ranks, ops, inputs) for inputs in everything]
+            outs = call_on_and_on(ranks, ops, everything)
             device.finish()
             for o in ops:
                 o.close()
@@ -121,6 +129,33 @@ def test_back_to_back_calls_repeat_bitwise(device: EmulatedDevice, op: str, dire
     for one, other in zip(*found, strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("poison", ["0", "1"])
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("op", OPS)
+def test_buffers_are_free_before_they_are_reused(
+    device: EmulatedDevice,
+    op: str,
+    direction: str,
+    poison: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One tile per rank and call, so that a delay lets a rank run a whole call ahead of a copy."""
+    monkeypatch.setenv("FLUX_POISON", poison)
+    p = problem(op, 8, n=16 if op == "ag_gemm" else 8, k=4)
+    everything = [Inputs(p, 8, 2, seed=i) for i in range(100)]
+    device.set_delay(3000)
+    with VirtualWorld(2, device) as ranks:
+        knobs = Knobs(direction=direction)
+        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(2)]
+        outs = call_on_and_on(ranks, ops, everything)
+        device.finish()
+        for o in ops:
+            o.close()
+    for inputs, of_ranks in zip(everything, outs, strict=True):
+        for r in range(2):
+            inputs.check(of_ranks[r], r)
 
 
 def test_several_ops_share_a_world(device: EmulatedDevice) -> None:

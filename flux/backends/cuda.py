@@ -162,7 +162,7 @@ class CudaBackend:
         self, schedule: TileSchedule, call: Call, gather: bool
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
-        stream = self._begin()
+        stream = self._begin(call, pull=schedule.knobs.direction == "pull")
         x = call.x.contiguous()
         outs = [self._empty(call.m, w.shape[1]) for w in call.weights]
         self.driver.order_after(later=self.copy_stream, earlier=stream)
@@ -183,7 +183,7 @@ class CudaBackend:
             if out.numel() == 0:
                 continue
             args, weight = self._gemm_args(schedule, gathered, w)
-            self.device.keep(weight, out)
+            self.device.keep(weight)
             args.d, args.ldd = out.data_ptr(), out.stride(0)
             args.bias = 0 if bias is None else bias.data_ptr()
             args.signals = self.pads[self.rank] + 2 * self.world * WORD
@@ -202,13 +202,13 @@ class CudaBackend:
 
     def gemm_rs(self, schedule: TileSchedule, call: Call) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [own rows, N]; GemmAR: [M, N]."""
-        stream = self._begin()
+        stream = self._begin(call, pull=False)
         spec, layout, n = self.spec, self.layout, self.spec.n[0]
         own = _C.core.row_count(call.m, self.world, self.rank)
         first = _C.core.row_begin(call.m, self.world, self.rank)
         flags = [pad + 2 * self.world * WORD for pad in self.pads]
         args, weight = self._gemm_args(schedule, call.x, call.weights[0])
-        self.device.keep(call.x, weight)
+        self.device.keep(weight)
         args.set_slots([data + self.rank * layout.slot_bytes for data in self.data])
         args.set_flags(flags)
         args.slot_ld = n
@@ -247,10 +247,10 @@ class CudaBackend:
         """GemmAR: the result, once everybody's rows of it have been written here."""
         done = self.world * WORD
         for pad in self.pads:
-            self.driver.signal(stream, pad + done + self.rank * WORD, self.epoch)
+            self.driver.signal(stream, pad + done + self.rank * WORD, self.epoch & 0xFFFFFFFF)
         for peer in range(self.world):
             word = self.pads[self.rank] + done + peer * WORD
-            self.driver.await_signal(stream, word, self.epoch)
+            self.driver.await_signal(stream, word, self.epoch & 0xFFFFFFFF)
         begin, size = self.layout.result_offset, m * self.layout.row_bytes
         result = self._own_data[begin : begin + size].view(self.spec.dtype)
         out = self._empty(m, self.spec.n[0])
@@ -259,18 +259,29 @@ class CudaBackend:
 
     # -- pieces ------------------------------------------------------------------------------------
 
-    def _begin(self) -> int:
+    def _begin(self, call: Call, pull: bool) -> int:
         """Start a call on the caller's stream: tell the peers that this rank's buffers are free."""
         self.check(wait=False)
         self.epoch += 1
+        self.device.keep(call.x, *call.weights, *(b for b in call.biases if b is not None))
         stream = self.device.current_stream()
         self._streams.add(stream)
-        if self.poison and self._own_data.numel():
-            words = self._own_data.numel() // WORD
-            self.driver.fill(stream, self.data[self.rank], 0xFFFFFFFF, words)  # NaN
+        if not pull:
+            self._fill_with_nan(stream)
         for pad in self.pads:
             self.driver.signal(stream, pad + self.rank * WORD, self.epoch & 0xFFFFFFFF)
+        if pull and self.poison:
+            # What peers pull themselves is free when they have begun this call, too.
+            for peer in range(self.world):
+                word = self.pads[self.rank] + peer * WORD
+                self.driver.await_signal(stream, word, self.epoch & 0xFFFFFFFF)
+            self._fill_with_nan(stream)
         return stream
+
+    def _fill_with_nan(self, stream: int) -> None:
+        if self.poison and self._own_data.numel():
+            words = self._own_data.numel() // WORD
+            self.driver.fill(stream, self.data[self.rank], 0xFFFFFFFF, words)
 
     def _end(self, stream: int) -> None:
         size = _C.STATUS_WORDS * 8
@@ -278,6 +289,7 @@ class CudaBackend:
 
     def _empty(self, rows: int, columns: int) -> torch.Tensor:
         out = torch.empty(rows, columns, dtype=self.spec.dtype, device=self.device.torch_device)
+        self.device.keep(out)
         return out.fill_(float("nan")) if self.poison else out
 
     def _sync(self, sync: _C.KernelSync) -> None:
