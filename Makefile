@@ -94,7 +94,7 @@ $(VENV)/requirements-installed: $(VENV)/made pyproject.toml tools/requirements.p
 
 # CUTLASS, and nvcc where the machine has none.
 $(VENV)/cuda-installed: $(VENV)/requirements-installed
-	$(BIN)/python tools/requirements.py cuda \
+	$(BIN)/python tools/requirements.py cuda sass \
 	  $$(test -x "$${CUDA_HOME:-}/bin/nvcc" || command -v nvcc > /dev/null || echo nvcc) \
 	  > $(VENV)/requirements-cuda.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -r $(VENV)/requirements-cuda.txt

@@ -273,7 +273,7 @@ def _environment() -> list[Item]:
 
 def _choices() -> list[Item]:
     if torch.cuda.is_available():
-        no_cuda = "this version of flux has no CUDA executor"
+        no_cuda = "process groups run on the CPU; for all ranks on one GPU: flux.transport.virtual"
     else:
         no_cuda = _why_no_devices(_driver())
     return [

@@ -11,7 +11,7 @@ Three measurements on a 2-core AVX-512 machine shape them (fp32, one thread per 
   GEMM. Partials are worth more: a GEMM that writes them where their owner reads them saves both the
   copy and the memory, so a ReduceScatter is cut from 1024 rows on.
 * Between hosts (two with one rank each, 1 Gbit/s) each communication tile costs 0.1 to 2 ms of the
-  core that multiplies, so tiles are few there, up to 8 MiB each.
+  core that multiplies, so tiles are few there, up to 8 or 16 MiB each.
 * Handing work to the copy thread costs two wake-ups, 50 to 100 us together, in which the calling
   thread copies some 256 KiB by itself. With one GEMM tile there is nothing to overlap with at all.
 """
@@ -24,7 +24,7 @@ from flux.knobs import Knobs, Op
 
 MIN_SLAB_ROWS = {Op.ag_gemm: 2048, Op.gemm_rs: 1024, Op.gemm_ar: 1024}
 COMM_TILE_BYTES = 1 << 20
-NETWORK_TILE_BYTES = 8 << 20
+NETWORK_TILE_BYTES = {Op.ag_gemm: 16 << 20, Op.gemm_rs: 8 << 20, Op.gemm_ar: 8 << 20}
 MAX_COMM_TILES = 64
 INLINE_BYTES = 256 << 10
 
@@ -55,6 +55,14 @@ def network_slab_rows(op: Op, m: int, world: int) -> int:
     low, high = (ceil_div(chunk, 4), chunk // 2) if op is Op.ag_gemm else (512, 1023)
     fitting = (rows for rows in range(low, high + 1) if chunk % rows == 0)
     return next(fitting, chunk if op is Op.ag_gemm else low)
+
+
+def message_rows(op: Op, chunk: int, slab: int) -> int:
+    """Rows that cross between hosts at once: a partial leaves with its slab; rows of x come as what
+    the first slab of their chunk needs, and the rest."""
+    if op is not Op.ag_gemm:
+        return min(slab, chunk)
+    return chunk if slab >= chunk else max(slab, chunk - slab)
 
 
 def across_hosts(op: Op, knobs: Knobs, nodes: int) -> Knobs:
@@ -105,11 +113,9 @@ def resolve(
     elif medium:
         comm_rows = chunk
     else:
-        tile_bytes = COMM_TILE_BYTES if nodes == 1 else NETWORK_TILE_BYTES
+        tile_bytes = COMM_TILE_BYTES if nodes == 1 else NETWORK_TILE_BYTES[op]
         comm_rows = max(tile_bytes // row_bytes, ceil_div(chunk, MAX_COMM_TILES), 1)
-        # Between hosts: a partial leaves with its slab; rows of x come as two messages.
-        message = tile[0] if op is not Op.ag_gemm else ceil_div(chunk, 2)
-        comm_rows = min(comm_rows, chunk if nodes == 1 else message, chunk)
+        comm_rows = min(comm_rows, chunk if nodes == 1 else message_rows(op, chunk, tile[0]))
     copy_streams = knobs.copy_streams
     if copy_streams is None:
         moved = (world - 1) * chunk * row_bytes

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 import flux
 from emulated import EmulatedDevice, build
-from flux import Knobs, PeerTimeoutError, Topology
+from flux import Knobs, PeerTimeoutError
 from flux.transport.virtual import VirtualWorld
 from reference import Inputs, Problem
+from virtual_cases import call_all, call_on_and_on, knobs_of, topology_of
 
 BF16 = torch.bfloat16
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
@@ -38,50 +38,13 @@ def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) ->
     return Problem(op, max_m, (n,), k, BF16, **options)  # type: ignore[arg-type]
 
 
-def knobs_of(rng: random.Random, world: int, topology: Topology) -> Knobs:
-    swizzles = ["none", "rank_shift"] + (["xor"] if world & (world - 1) == 0 else [])
-    orders = ["direct", "ring1d", "ring2d", "hierarchical", "numa"]
-    return Knobs(
-        comm_tile_rows=rng.choice([None, 1, 2, 5]),
-        direction=rng.choice(["push", "pull"]),
-        order=rng.choice(orders),
-        swizzle=rng.choice(swizzles),
-        raster=rng.choice([None, 1, 2, 3]),
-    )
-
-
-def topology_of(rng: random.Random, world: int) -> Topology:
-    meshes = [
-        Topology(a, b, world // (a * b))
-        for a in range(1, world + 1)
-        for b in range(1, world + 1)
-        if world % (a * b) == 0
-    ]
-    return rng.choice(meshes)
-
-
-def call_all(
-    ranks: VirtualWorld, ops: list[Any], inputs: Inputs, gather: bool = False
-) -> list[list[torch.Tensor]]:
-    """One call of every rank, not waited for."""
-    return ranks.run(lambda r: inputs.call(ops[r], r, gather=gather))
-
-
-def call_on_and_on(
-    ranks: VirtualWorld, ops: list[Any], everything: list[Inputs]
-) -> list[list[list[torch.Tensor]]]:
-    """Calls of every rank, none of which waits for another rank's; results by call and rank."""
-    by_rank = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
-    return [list(of_call) for of_call in zip(*by_rank, strict=True)]
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
     rng = random.Random(f"{op} {world}")
     for _ in range(4):
         topology = topology_of(rng, world)
-        knobs = knobs_of(rng, world, topology)
+        knobs = knobs_of(rng, world)
         device.set_delay(rng.choice([0, 1000]))
         p = problem(
             op,

@@ -8,7 +8,9 @@
 #include "core/comm_order.h"
 #include "core/ownership.h"
 #include "core/problem.h"
+#include "core/scatter.h"
 #include "core/signal.h"
+#include "core/tile_map.h"
 #include "core/tile_order.h"
 
 namespace flux {
@@ -23,6 +25,8 @@ struct Digest {
   __device__ void add(Coord c) { add(c.node), add(c.domain), add(c.lane); }
   __device__ void add(Mesh g) { add(g.nodes), add(g.domains), add(g.lanes); }
   __device__ void add(TileCoord c) { add(c.m), add(c.n); }
+  __device__ void add(TileRun r) { add(r.first), add(r.count); }
+  __device__ void add(OwnerRange r) { add(r.begin), add(r.end); }
 };
 
 // problem.h, ownership.h
@@ -89,8 +93,24 @@ __global__ void check_tile_order(TileOrder t, int slot, int* out) {
   d.add(chunk_at(t, slot));
   d.add(position_of_chunk(t, slot));
   d.add(position_of_tile(t, slot));
+  d.add(tile_run_at(t, slot));
   d.add(tile_row_at(t, slot));
+  d.add(raster_slot(tiles_m(t), tiles_n(t), t.raster, slot));
   d.add(tile_at(t, slot));
+  out[threadIdx.x] = d.value;
+}
+
+// tile_map.h, scatter.h
+__global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int row, int* out) {
+  Digest d;
+  d.add(tile_at(tile_map(t), slot));
+  d.add(owners_of_rows(s.m, s.world, row, row + s.tile_m));
+  d.add(owners_of_tile(s, row));
+  d.add(tiles_of_owner(s, slot));
+  d.add(flag_rows(s));
+  d.add(flag_columns(s));
+  d.add(flag_count(s));
+  d.add(flag_index(s, slot, slot, row, row));
   out[threadIdx.x] = d.value;
 }
 
@@ -103,9 +123,10 @@ void launch_checks(int* out) {
   check_signals<<<1, 1>>>(CommTiling{7, 4, 1}, 1, 0, 2, 5, 4, 5, out);
   check_comm_order<<<1, 1>>>(Order::kDirect, Swizzle::kNone, Direction::kPull, mesh, 1, 0,
                              Coord{0, 0, 1}, out);
-  check_tile_order<<<1, 1>>>(TileOrder{OpKind::kAGGemm, 7, 8, 2, 2, 1, Swizzle::kNone,
-                                       Order::kDirect, Direction::kPull, mesh, 1},
-                             0, out);
+  const TileOrder order{OpKind::kAGGemm,  7,    8, 2, 2, 1, Swizzle::kNone, Order::kDirect,
+                        Direction::kPull, mesh, 1};
+  check_tile_order<<<1, 1>>>(order, 0, out);
+  check_kernel_maps<<<1, 1>>>(order, ScatterTiling{7, 8, 4, 2, 2}, 0, 0, out);
 }
 
 // constexpr on the host as well.

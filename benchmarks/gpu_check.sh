@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Everything that needs one GPU, in one call: benchmarks/gpu_check.sh OUT_DIR
+#
+# For a bare machine with a Hopper GPU, nvcc and torch, and no network. Kernels are taken from
+# flux/lib/kernels (make kernels, on any machine), or built if CUTLASS is there. Most important first;
+# each step has its time, and leaves its log and results in OUT_DIR even when a later one fails.
+set -uo pipefail
+out=$(realpath -m "${1:?usage: benchmarks/gpu_check.sh OUT_DIR}")
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mkdir -p "$out"
+export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 CUDA_DEVICE_MAX_CONNECTIONS=32
+python=${PYTHON:-python3}
+failed=()
+
+step() { # name, seconds, command...
+  local name=$1 limit=$2 begin=$SECONDS status=0
+  shift 2
+  echo "=== $name"
+  timeout --kill-after=10 "$limit" "$@" > "$out/$name.log" 2>&1 || status=$?
+  tail -n 12 "$out/$name.log"
+  echo "--- $name: status $status, $((SECONDS - begin)) s" | tee -a "$out/summary.txt"
+  ((status == 0)) || failed+=("$name")
+}
+
+# The machine may lack plugins that pyproject.toml configures.
+tests=("$python" -m pytest -q -o addopts= -p no:cacheprovider tests/test_gpu.py)
+
+# flux._C, with the pybind11 that torch brings: CMake and pip want packages that may not be here.
+build_native() {
+  local headers object
+  headers="-I csrc $("$python" -c 'import sysconfig, pathlib, torch
+print("-I", sysconfig.get_paths()["include"], "-I", pathlib.Path(torch.__file__).parent / "include")')"
+  mkdir -p build/gpu-check
+  # shellcheck disable=SC2086
+  printf '%s\n' csrc/host/*.cpp | xargs -P 8 -I{} sh -c 'g++ -std=c++17 -O2 -fPIC -fvisibility=hidden \
+    -DFLUX_VERSION=\"gpu-check\" '"$headers"' -c {} -o build/gpu-check/$(basename {}).o' || return
+  object=flux/_C$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+  g++ -shared build/gpu-check/*.o -o "$object" -lpthread -ldl -lrt && "$python" -c 'import flux'
+}
+
+build_kernels() {
+  "$python" tools/compile_kernels.py --set minimal --arch 90a,80 --out flux/lib/kernels
+}
+
+nvidia-smi > "$out/nvidia-smi.txt" 2>&1
+export -f build_native build_kernels
+export python
+step native 120 bash -c build_native
+compgen -G 'flux/lib/kernels/*/*.so' > /dev/null || step kernels 400 bash -c build_kernels
+step test_small 60 "${tests[@]}" -x -k "small or plain"
+step test_gpu 150 "${tests[@]}"
+step kernels_bench 120 "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json"
+step memcheck 90 compute-sanitizer --tool memcheck --error-exitcode 1 \
+  "${tests[@]}" -k small
+step racecheck 90 compute-sanitizer --tool racecheck --error-exitcode 1 \
+  "${tests[@]}" -k "small and ag_gemm"
+FLUX_TEST_CASES=85 step many_cases 200 "${tests[@]}" -k random
+
+echo "failed: ${failed[*]:-none}" | tee -a "$out/summary.txt"
+((${#failed[@]} == 0))

@@ -1,0 +1,121 @@
+"""Kernels as the compiler made them: `make kernels` first. No GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flux import _C
+from flux.kernels.config import GemmConfig
+from flux.kernels.registry import BuiltKernel, Registry, package_root
+from flux.kernels.sets import config_set
+
+MINIMAL = config_set("minimal")
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    found = Registry.load([package_root()])
+    if not found.kernels:
+        pytest.skip("no kernels are built for these sources: make kernels SET=minimal")
+    return found
+
+
+def kernel_of(registry: Registry, config: GemmConfig) -> BuiltKernel:
+    kernel = registry.find(config)
+    if kernel is None:
+        pytest.skip(f"{config.name} is not built")
+    return kernel
+
+
+@pytest.mark.parametrize("config", MINIMAL, ids=lambda c: c.name)
+def test_the_library_offers_what_the_manifest_says(registry: Registry, config: GemmConfig) -> None:
+    built = kernel_of(registry, config)
+    kernel = _C.Kernel(str(built.library), built.symbol)
+    assert kernel.name == built.symbol == config.name
+    assert kernel.tile == config.tile[:2]
+    assert kernel.reduces == (config.op == "gemm_rs")
+
+
+def test_nothing_spills(registry: Registry) -> None:
+    """Neither registers nor arrays may live in local memory, which is as slow as device memory."""
+    for kernel in registry.kernels.values():
+        usage = kernel.usage
+        assert usage.functions > 0 and 0 < usage.registers <= 255, kernel.symbol
+        local = (usage.stack_bytes, usage.spill_store_bytes, usage.spill_load_bytes)
+        assert local == (0, 0, 0), f"{kernel.symbol}: {usage}"
+
+
+# -- machine code ----------------------------------------------------------------------------------
+
+
+def find_tool(name: str) -> str | None:
+    """A program of the CUDA toolkit, or of NVIDIA's packages."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations or [] if spec else []
+    folders = [str(path.parent) for root in roots for path in Path(root).glob(f"*/bin/{name}")]
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders) or "/nowhere")
+
+
+def sass_of(kernel: BuiltKernel, arch: str) -> str:
+    """Instructions of the GEMM itself, one per line."""
+    cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
+    if cuobjdump is None or nvdisasm is None:
+        pytest.skip(
+            "no cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+        )
+    environment = {**os.environ, "PATH": f"{Path(nvdisasm).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [cuobjdump, "--dump-sass", "--gpu-architecture", f"sm_{arch}", str(kernel.library)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    functions = re.split(r"^\s*Function : ", done.stdout, flags=re.M)[1:]
+    [gemm] = [f for f in functions if kernel.symbol in f.split("\n", 1)[0]]
+    return "\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.+?);", gemm))
+
+
+def sm90(registry: Registry, op: str) -> str:
+    [config] = [c for c in MINIMAL if (c.op, c.arch) == (op, "90a")]
+    return sass_of(kernel_of(registry, config), "90a")
+
+
+@pytest.mark.parametrize("op", ["gemm", "ag_gemm", "gemm_rs"])
+def test_hopper_kernels_use_hopper(registry: Registry, op: str) -> None:
+    sass = sm90(registry, op)
+    for instruction in ("HGMMA", "UTMALDG", "UTMASTG"):
+        assert instruction in sass, f"no {instruction}"
+    for instruction in ("LDL", "STL", "HMMA."):
+        assert not re.search(rf"^(@!?\w+ )?{instruction}", sass, re.M), instruction
+
+
+def test_rows_are_awaited_before_they_are_loaded(registry: Registry) -> None:
+    """Acquire at system scope, then the proxy fence, then the first TMA load; a plain GEMM does
+    neither."""
+    sass = sm90(registry, "ag_gemm")
+    acquire = sass.index("LDG.E.STRONG.SYS")
+    fence = sass.index("FENCE.VIEW.ASYNC.G", acquire)
+    assert acquire < fence < sass.index("UTMALDG")
+    assert "STRONG.SYS" not in sm90(registry, "gemm")
+
+
+def test_flags_are_raised_after_the_stores_are_complete(registry: Registry) -> None:
+    sass = sm90(registry, "gemm_rs")
+    for flag in re.finditer(r"STG\.E\.STRONG\.SYS", sass):
+        before = sass[: flag.start()]
+        assert "FENCE.VIEW.ASYNC.G" in before and "MEMBAR.ALL.SYS" in before
+    assert "STG.E.STRONG.SYS" in sass
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_ampere_kernels_run_on_newer_devices_too(registry: Registry, op: str) -> None:
+    config = next(c for c in MINIMAL if (c.op, c.arch) == (op, "80"))
+    kernel = kernel_of(registry, config)
+    for arch in ("80", "90"):
+        sass = sass_of(kernel, arch)
+        assert "HMMA.16816" in sass and "LDGSTS" in sass
+        assert "STRONG.SYS" in sass
