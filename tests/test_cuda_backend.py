@@ -3,6 +3,7 @@ streams are threads, with the same schedules, copies, signals, epochs and flags 
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import torch
 import flux
 from emulated import EmulatedDevice, build
 from flux import Knobs, PeerTimeoutError
+from flux.backends import device as device_module
 from flux.transport.virtual import VirtualWorld
 from reference import Inputs, Problem
 from virtual_cases import call_all, call_on_and_on, knobs_of, topology_of
@@ -210,7 +212,7 @@ def test_what_a_virtual_rank_cannot_do(
 
 
 def test_the_world_and_its_ranks_are_checked(device: EmulatedDevice) -> None:
-    with pytest.raises(ValueError, match="at least 1 rank, got 0"):
+    with pytest.raises(ValueError, match="1 to 15 ranks, got 0"):
         VirtualWorld(0, device)
     with VirtualWorld(2, device) as ranks, pytest.raises(ValueError, match=r"in \[0, 2\), got 2"):
         ranks.rank(2)
@@ -226,3 +228,22 @@ def test_a_kernel_of_another_abi_is_refused(device: EmulatedDevice) -> None:
 def test_without_a_device_the_world_says_so() -> None:
     with pytest.raises(RuntimeError, match="needs a CUDA device"):
         VirtualWorld(2)
+
+
+@pytest.mark.parametrize(
+    ("initialised", "given", "fine"), [(0, None, 1), (1, "32", 1), (1, "1", 0)]
+)
+def test_streams_must_not_share_queues(
+    initialised: int, given: str | None, fine: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(initialised))
+    monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(name, given)
+    if fine:
+        device_module._want_queues(32)
+        assert os.environ[name] == "32"
+    else:
+        with pytest.raises(RuntimeError, match=f"{name} is 1: set it to 32"):
+            device_module._want_queues(32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Protocol
@@ -56,6 +57,27 @@ class Device(Protocol):
         ...
 
 
+QUEUES = 32  # the most there are
+
+
+def _want_queues(count: int) -> None:
+    """Streams share the device's queues, and one that waits for memory holds up all that share its
+    queue: the work it waits for must not be among them. Read when CUDA is initialised.
+
+    Raises:
+        RuntimeError: CUDA has fewer, and is initialised already.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(name, str(count))
+    have = int(os.environ.get(name, "8"))
+    if have < count:
+        raise RuntimeError(
+            f"ranks that share a GPU need {count} queues, and {name} is {have}: set it to {count} "
+            "before CUDA is initialised"
+        )
+
+
 class CudaDevice:
     """A CUDA device of this process.
 
@@ -63,12 +85,13 @@ class CudaDevice:
         index: number of the device; the current one by default.
 
     Raises:
-        RuntimeError: torch sees no CUDA device.
+        RuntimeError: torch sees no CUDA device, or CUDA was initialised with too few queues.
     """
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("backend cuda needs a CUDA device that torch can see; there is none")
+        _want_queues(QUEUES)
         self.index = torch.cuda.current_device() if index is None else index
         self.torch_device = torch.device("cuda", self.index)
         properties = torch.cuda.get_device_properties(self.index)

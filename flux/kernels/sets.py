@@ -67,7 +67,7 @@ def _default_sm90() -> Iterator[GemmConfig]:
         yield _sm90(op, (256, 128), "cooperative", (2, 1))
         yield _sm90(op, (128, 128), "pingpong", (2, 1))
         # M of 256 to 2048, where whole tiles would leave SMs idle in the last wave.
-        yield _sm90(op, (128, 256), "stream_k", (2, 1))
+        yield _sm90(op, (128, 128), "stream_k", (2, 1))
         yield _sm90(op, (128, 128), "stream_k")
         # Decode: 64 rows are as few as one WGMMA does; nothing to share in a cluster.
         yield _sm90(op, (64, 128), "pingpong")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from flux.backends.device import CudaDevice, Device
 T = TypeVar("T")
 
 CLOSE_S = 60.0
+MAX_WORLD = 15  # each has two streams, and no two of them may share one of the 32 queues of a GPU
 
 
 @dataclass
@@ -54,13 +54,13 @@ class VirtualWorld:
         device: where they live; the current CUDA device by default.
 
     Raises:
-        ValueError: ``world`` is not positive.
+        ValueError: ``world`` is not in [1, 15].
         RuntimeError: there is no CUDA device.
     """
 
     def __init__(self, world: int, device: Device | None = None) -> None:
-        if world < 1:
-            raise ValueError(f"a virtual world needs at least 1 rank, got {world}")
+        if not 1 <= world <= MAX_WORLD:
+            raise ValueError(f"a virtual world has 1 to {MAX_WORLD} ranks, got {world}")
         self.world = world
         self.device = device or CudaDevice()
         self.streams = [self.device.driver.create_stream() for _ in range(world)]
@@ -117,12 +117,7 @@ class VirtualWorld:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def join_op(self, rank: int, label: str, what: Mapping[str, object]) -> int:
