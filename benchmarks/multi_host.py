@@ -76,17 +76,24 @@ def run(
 def tuned(op: str, shape: tuple[int, ...], layout: str, rate: str) -> list[str]:
     """Knobs for a shape and a link, until there is a tuner that finds them.
 
-    The default splits off the last quarter of what comes from another host, for the case that the
-    wire is slower than the multiply of the own rows. Otherwise everything is there by then, and
-    rows that come as one message and are computed as one cost the cores least. With 2048 columns
-    per rank the two take equally long at 500 Mbit/s on the machine of these figures.
+    AGGemm: the default splits off the last quarter of what comes from another host, for the case
+    that the wire is slower than the multiply of the own rows. Otherwise everything is there by
+    then, and rows that come as one message and are computed as one cost the cores least. With 2048
+    columns per rank the two take equally long at 500 Mbit/s on the machine of these figures.
+
+    GemmRS: where the wire is slower than the multiply (a depth of some 900 per rank at 1 Gbit/s),
+    what counts is how early the first rows leave: small slabs.
     """
     hosts, ranks = map(int, layout.split("x"))
-    m, n, _ = shape
+    m, n, k = shape
     world = hosts * ranks
-    if op != "ag_gemm" or (parse_rate(rate) < 1e9 and n // world < 2048):
-        return []
-    return ["--tile", f"{m // world}x{n // world}", "--comm-tile-rows", str(m // world)]
+    gigabits = parse_rate(rate) / 1e9
+    if op == "ag_gemm" and (gigabits >= 1 or n // world >= 2048):
+        return ["--tile", f"{m // world}x{n // world}", "--comm-tile-rows", str(m // world)]
+    if op == "gemm_rs" and gigabits * k / world < 900:
+        rows = str(min(256, m // world // 2))
+        return ["--tile", f"{rows}x{n}", "--comm-tile-rows", rows]
+    return []
 
 
 def name_of(op: str, shape: tuple[int, ...], layout: str, rate: str, order: str = "") -> str:
@@ -125,11 +132,12 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--shapes", nargs="+", help="MxNxK")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--no-flat", action="store_true", help="skip order=direct on 2x2")
     options = parser.parse_args()
     shapes = [tuple(map(int, s.split("x"))) for s in options.shapes or []] or SHAPES
     documents = {}
     for layout in options.layouts:
-        orders = [""] if layout.endswith("x1") else ["", "direct"]
+        orders = [""] if layout.endswith("x1") or options.no_flat else ["", "direct"]
         for op in options.ops:
             for shape in shapes:
                 for rate in options.rates:
