@@ -46,9 +46,9 @@ __device__ inline void record_failure(const FluxSync& sync, int code, int tile, 
 }
 
 // Spins until `words[index]` has reached the epoch. Gives up when the time is over, or when another
-// wait has: the kernel then ends, with a wrong result that the host throws away. Out of line and
-// cold: the caller has seen that the signal is not there yet.
-__device__ __noinline__ void await_epoch(const std::uint32_t* words, int index,
+// wait has: the kernel then ends, with a wrong result that the host throws away. Inlined: a producer
+// warp has 40 registers, and a call would make it spill those it keeps across.
+__device__ __forceinline__ void await_epoch(const std::uint32_t* words, int index,
                                          const FluxSync& sync, int code, int tile) {
   const volatile std::uint64_t* failed = sync.status + FLUX_STATUS_CODE;
   const std::uint64_t begin = nanoseconds();
