@@ -49,7 +49,7 @@ __device__ inline void record_failure(const FluxSync& sync, int code, int tile, 
 // wait has: the kernel then ends, with a wrong result that the host throws away. Inlined: a producer
 // warp has 40 registers, and a call would make it spill those it keeps across.
 __device__ __forceinline__ void await_epoch(const std::uint32_t* words, int index,
-                                         const FluxSync& sync, int code, int tile) {
+                                            const FluxSync& sync, int code, int tile) {
   const volatile std::uint64_t* failed = sync.status + FLUX_STATUS_CODE;
   const std::uint64_t begin = nanoseconds();
   for (;;) {
