@@ -161,7 +161,7 @@ void run_gemm_rs(const FluxGemmArgs& args) {
   const ScatterTargets to = scatter_targets(args, kTileM, kTileN);
   for (int slot = 0; slot < map.rows * map.columns; ++slot) {
     const TileCoord tile = tile_at(map, slot);
-    const OwnerRange owners = owners_of_tile(to.tiling, tile.m);
+    const Range owners = owners_of_tile(to.tiling, tile.m);
     for (int owner = owners.begin; owner < owners.end; ++owner) {
       if (to.entries != nullptr) await(to.entries, owner, to.sync, FLUX_WAIT_ENTRY, tile.m);
     }
@@ -182,7 +182,7 @@ void run_gemm_rs(const FluxGemmArgs& args) {
 
 void run_reduce(const FluxReduceArgs& args) {
   const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
-  const OwnerRange tiles = tiles_of_owner(s, args.rank);
+  const Range tiles = tiles_of_owner(s, args.rank);
   for (int row = tiles.begin; row < tiles.end; ++row) {
     for (int column = 0; column < flag_columns(s); ++column) {
       for (int source = 0; source < args.world; ++source) {

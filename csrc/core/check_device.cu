@@ -26,7 +26,6 @@ struct Digest {
   __device__ void add(Mesh g) { add(g.nodes), add(g.domains), add(g.lanes); }
   __device__ void add(TileCoord c) { add(c.m), add(c.n); }
   __device__ void add(TileRun r) { add(r.first), add(r.count); }
-  __device__ void add(OwnerRange r) { add(r.begin), add(r.end); }
 };
 
 // problem.h, ownership.h

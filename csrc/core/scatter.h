@@ -11,7 +11,7 @@
 //                       at owner 1:   (1,0) (1,1) (2,0) (2,1)
 #pragma once
 
-#include "core/ownership.h"
+#include "core/signal.h"
 
 namespace flux {
 
@@ -24,25 +24,21 @@ struct ScatterTiling {
 };
 
 // Owners [begin, end) of the rows of tile row `tile`; none when the tile lies beyond M.
-struct OwnerRange {
-  int begin;
-  int end;
-};
-FLUX_HD constexpr OwnerRange owners_of_rows(int m, int world, int begin, int end) {
+FLUX_HD constexpr Range owners_of_rows(int m, int world, int begin, int end) {
   const int last = min_of(end, m) - 1;
-  if (begin > last) return OwnerRange{0, 0};
-  return OwnerRange{owner_of(m, world, begin), owner_of(m, world, last) + 1};
+  if (begin > last) return Range{0, 0};
+  return Range{owner_of(m, world, begin), owner_of(m, world, last) + 1};
 }
-FLUX_HD constexpr OwnerRange owners_of_tile(const ScatterTiling& s, int tile) {
+FLUX_HD constexpr Range owners_of_tile(const ScatterTiling& s, int tile) {
   return owners_of_rows(s.m, s.world, tile * s.tile_m, (tile + 1) * s.tile_m);
 }
 
 // Tile rows [begin, end) that hold rows of `owner`.
-FLUX_HD constexpr OwnerRange tiles_of_owner(const ScatterTiling& s, int owner) {
+FLUX_HD constexpr Range tiles_of_owner(const ScatterTiling& s, int owner) {
   const int begin = row_begin(s.m, s.world, owner);
   const int end = row_end(s.m, s.world, owner);
-  if (begin == end) return OwnerRange{0, 0};
-  return OwnerRange{begin / s.tile_m, ceil_div(end, s.tile_m)};
+  if (begin == end) return Range{0, 0};
+  return Range{begin / s.tile_m, ceil_div(end, s.tile_m)};
 }
 
 // Most tile rows that any chunk can touch: L rows touch at most ceil((L - 1) / T) + 1 tiles of T.

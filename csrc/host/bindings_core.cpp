@@ -84,8 +84,6 @@ py::tuple tuples_of(const std::vector<T>& list) {
   return out;
 }
 
-RangeTuple tuple_of(OwnerRange r) { return {r.begin, r.end}; }
-
 // What kernels alone evaluate.
 void bind_kernel_maps(py::module_& core) {
   py::class_<TileMap>(core, "TileMap")

@@ -41,7 +41,6 @@ from flux.transport.virtual import VirtualExchange
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 WORD = 4  # bytes of a signal
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
-FLAG_TILE = 16  # the smallest tile, in rows and columns, that flags are counted for
 _WAITS = {
     1: "rows of x (AllGather signal {signal})",
     2: "the entry of rank {signal}, whose memory was to be written",
@@ -77,7 +76,7 @@ class Layout:
             if knobs.comm_tile_rows is not None:
                 tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
             return Layout(2 * world + world * tiles, 0, 0, _up(spec.max_m * row), row)
-        flags = world * (ceil_div(chunk - 1, tile[0]) + 1) * ceil_div(spec.n[0], tile[1])
+        flags = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile).flag_count()
         slots = world * _up(chunk * row)
         result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
         return Layout(2 * world + flags, _up(chunk * row), slots, slots + result, row)
@@ -117,7 +116,6 @@ class CudaBackend:
         self._workspaces: dict[int, torch.Tensor] = {}
         self._streams: set[int] = set()
         self.epoch = 0
-        self._refusal = ""
         self._open = True
 
     @property
@@ -384,7 +382,6 @@ class CudaBackend:
     def refuse(self, why: str) -> None:
         """A rank of this process was called with bad input: its caller hears of it at once, and the
         other ranks wait in vain. Nothing to tell them here."""
-        self._refusal = why
 
     def close(self, failed: bool = False, culprit: int = -1) -> None:
         """Wait for what is under way and give everything back. Idempotent."""

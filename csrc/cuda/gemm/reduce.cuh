@@ -80,7 +80,7 @@ template <class Element, int Width>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_kernel(const __grid_constant__ FluxReduceArgs args) {
   const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
-  const OwnerRange tiles = tiles_of_owner(s, args.rank);
+  const Range tiles = tiles_of_owner(s, args.rank);
   const int strips = ceil_div(args.tile_m, kStripRows);
   const int columns = flag_columns(s);
   const int units = (tiles.end - tiles.begin) * columns * strips;
@@ -125,7 +125,7 @@ int reduce_partials(FluxReduceArgs const* args, void* stream) {
   if (args->world > FLUX_MAX_WORLD || args->out_count > FLUX_MAX_WORLD) return FLUX_REFUSED;
   if (args->rows == 0) return FLUX_OK;
   const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
-  const OwnerRange tiles = tiles_of_owner(s, args->rank);
+  const Range tiles = tiles_of_owner(s, args->rank);
   const int units =
       (tiles.end - tiles.begin) * flag_columns(s) * ceil_div(args->tile_m, kStripRows);
   // Eight blocks of 256 threads fill a multiprocessor.

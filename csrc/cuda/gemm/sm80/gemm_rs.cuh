@@ -28,7 +28,7 @@ struct ScatterStore : Base {
 
     CUTLASS_DEVICE void begin_epilogue() {
       if (targets_->entries == nullptr) return;
-      const OwnerRange owners = owners_of_tile(targets_->tiling, tile_m_);
+      const Range owners = owners_of_tile(targets_->tiling, tile_m_);
       for (int owner = owners.begin; owner < owners.end; ++owner) {
         await(targets_->entries, owner, targets_->sync, FLUX_WAIT_ENTRY, tile_m_);
       }
@@ -54,7 +54,7 @@ struct ScatterStore : Base {
     CUTLASS_DEVICE void end_epilogue() {
       __threadfence_system();
       __syncthreads();
-      const OwnerRange owners = owners_of_tile(targets_->tiling, tile_m_);
+      const Range owners = owners_of_tile(targets_->tiling, tile_m_);
       const int owner = owners.begin + static_cast<int>(threadIdx.x);
       if (owner < owners.end && targets_->flags[owner] != nullptr) {
         const int flag = flag_index(targets_->tiling, targets_->rank, owner, tile_m_, tile_n_);

@@ -119,7 +119,7 @@ struct ScatterStore : Base {
       if (!issue || !cute::elect_one_sync()) return;
       const ScatterTiling& s = store_->params_->targets.tiling;
       const int first = tile_m_ * s.tile_m + epi_m * epilogue_rows_;
-      const OwnerRange owners = owners_of_rows(s.m, s.world, first, first + epilogue_rows_);
+      const Range owners = owners_of_rows(s.m, s.world, first, first + epilogue_rows_);
       auto source = this->bSG_sAux(cute::_, cute::_, cute::_, iteration % kStages);
       auto target = this->bSG_gAux(cute::_, cute::_, cute::_, epi_m, epi_n);
       CUTLASS_PRAGMA_NO_UNROLL
@@ -166,7 +166,7 @@ struct ScatterStore : Base {
   CUTLASS_DEVICE void raise_flags() {
     if (pending_m_ < 0) return;
     const ScatterTargets& to = params_->targets;
-    const OwnerRange owners = owners_of_tile(to.tiling, pending_m_);
+    const Range owners = owners_of_tile(to.tiling, pending_m_);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncwarp();
@@ -181,7 +181,7 @@ struct ScatterStore : Base {
   CUTLASS_DEVICE void await_entries(int tile_m, int lane) {
     const ScatterTargets& to = params_->targets;
     if (to.entries == nullptr) return;
-    const OwnerRange owners = owners_of_tile(to.tiling, tile_m);
+    const Range owners = owners_of_tile(to.tiling, tile_m);
     const int owner = owners.begin + lane;
     const bool news = owner < owners.end && ((entered_ >> owner) & 1u) == 0;
     if (!__any_sync(~0u, news)) return;
