@@ -52,6 +52,13 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
+def efficiency(method: dict[str, Any]) -> str:
+    """Overlap efficiency and its interval, which files of older runs do not have."""
+    text = percent(method["overlap_efficiency"])
+    interval = method.get("overlap_efficiency_interval")
+    return text if interval is None else f"{text} ({interval[0]:.0%} to {interval[1]:.0%})"
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table: the first column to the left, figures to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]

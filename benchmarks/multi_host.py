@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from common import bench_op, conditions, markdown, milliseconds, percent, ratio
+from common import bench_op, conditions, efficiency, markdown, milliseconds, percent, ratio
 
 from flux.bench.hosts import parse_rate
 
@@ -43,7 +43,7 @@ def row(document: dict[str, Any]) -> list[str]:
         milliseconds(fused["gemm_non_split_ms"]),
         milliseconds(wire_ms(document)),
         milliseconds(fused["comm_cpu_ms"]),
-        " / ".join(percent(methods[name]["overlap_efficiency"]) for name in ("flux", "medium")),
+        " / ".join(efficiency(methods[name]) for name in ("flux", "medium")),
         percent(fused["bounded_efficiency"]),
         f"{fused['overall_ms'] / floor:.2f}",
         f"{fused['link_bytes'] / document['link_bytes_minimum']:.3f}",

@@ -149,7 +149,7 @@ def test_json_keys_of_the_benchmark_are_all_described() -> None:
     config = BenchConfig(Problem("ag_gemm", 4, 4, 4, "float32", 2))
     figures = metrics.evaluate(2.0, 1.0, 1.0, 2.0)
     method = MethodResult("flux", figures, 0.0, [2.0], {}, ["wrong somewhere"])
-    content = report.document(config, Measurement([method], {}, 0.0), [])
+    content = report.document(config, Measurement([method], {}, {}, 0.0), [])
     text = section(ROOT / "docs/metrics.md", "## JSON")
     assert sorted(first_cells(text)) == sorted(content)
     described = set(re.findall(r"`(\w+)`", text[text.index("Each method has") :]))

@@ -16,6 +16,7 @@ None (null in JSON) rather than a huge number or a division by zero; see ``RESOL
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ RESOLUTION = 0.005
 """Smallest denominator a ratio is formed with, as a share of the unfused time. With world 1, for
 example, nothing is communicated: there is nothing to hide, and the difference of two equal times
 is noise of either sign."""
+
+CONFIDENCE = 0.9
+_RESAMPLES = 1000
+_FEWEST_SAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -118,3 +123,42 @@ def evaluate(
         ),
         speedup_vs_unfused=speedup(overall_ms, non_overlap_ms),
     )
+
+
+def overlap_efficiency_interval(
+    overall_ms: Sequence[float], gemms_ms: Sequence[Sequence[float]], unfused_ms: Sequence[float]
+) -> tuple[float, float] | None:
+    """Where overlap efficiency lies with a confidence of 90%, from the samples of each repeat.
+
+    ECT is a small difference of two times, each of which scatters by some percent, so a figure
+    without its interval invites conclusions that another run of the same program refutes. Bootstrap
+    over repeats: the calls of one repeat ran next to each other and are drawn together, so drift
+    of the machine that hits all of them cancels, as it does in the figure itself.
+
+    Args:
+        overall_ms: [repeat], the method's time.
+        gemms_ms: [variant][repeat]; the variant with the smallest median counts.
+        unfused_ms: [repeat].
+
+    Returns:
+        The ends, or None for fewer than 5 repeats or where the figure itself is undefined.
+    """
+    repeats = len(overall_ms)
+    if repeats < _FEWEST_SAMPLES:
+        return None
+    draw = random.Random(0)  # the same file for the same samples
+    found = []
+    for _ in range(_RESAMPLES):
+        chosen = draw.choices(range(repeats), k=repeats)
+
+        def middle(times: Sequence[float], chosen: list[int] = chosen) -> float:
+            return statistics.median([times[index] for index in chosen])
+
+        gemm = min(middle(times) for times in gemms_ms)
+        value = overlap_efficiency(middle(overall_ms), gemm, middle(unfused_ms))
+        if value is None:
+            return None
+        found.append(value)
+    found.sort()
+    outside = int(_RESAMPLES * (1.0 - CONFIDENCE) / 2)
+    return found[outside], found[-1 - outside]

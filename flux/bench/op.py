@@ -52,6 +52,7 @@ class MethodResult:
     complaints: list[str]
     comm_cpu_ms: float | None = None
     link_bytes: float | None = None
+    efficiency_interval: tuple[float, float] | None = None
 
 
 @dataclass
@@ -67,12 +68,14 @@ class _Samples:
 class Measurement:
     """The outcome of a run, complete on every rank.
 
-    `parts_ms` holds the medians of the GEMM variants and of the collective; `start_skew_ms` is the
-    median, over all timed calls, of how late the last rank started.
+    `parts_ms` holds the medians of the GEMM variants and of the collective, `parts_repeats_ms` what
+    they are the medians of; `start_skew_ms` is the median, over all timed calls, of how late the
+    last rank started.
     """
 
     methods: list[MethodResult]
     parts_ms: dict[str, float]
+    parts_repeats_ms: dict[str, list[float]]
     start_skew_ms: float
 
     @property
@@ -221,11 +224,15 @@ class _Run:
         unfused_ms = None if "unfused" in wrong else medians.get(_METHOD + "unfused")
         results = []
         for method in methods:
-            name, figures, repeats = method.name, None, []
+            name, figures, repeats, interval = method.name, None, [], None
             if name not in wrong:
                 repeats = slowest[_METHOD + name]
                 comm_ms = medians.get(_COMM + name, medians[_LIBRARY])
                 figures = metrics.evaluate(medians[_METHOD + name], gemm_ms, comm_ms, unfused_ms)
+                if unfused_ms is not None:
+                    interval = metrics.overlap_efficiency_interval(
+                        repeats, [slowest[gemm] for gemm in gemms], slowest[_METHOD + "unfused"]
+                    )
             results.append(
                 MethodResult(
                     name,
@@ -236,10 +243,16 @@ class _Run:
                     self._complaints[name],
                     None if name in wrong else cpu[_METHOD + name] - gemm_cpu_ms,
                     None if name in wrong else self._sent(of_ranks[_METHOD + name]),
+                    interval,
                 )
             )
-        parts = {name: ms for name, ms in medians.items() if not name.startswith(_METHOD)}
-        return Measurement(results, parts, skew_ms)
+        parts = [name for name in medians if not name.startswith(_METHOD)]
+        return Measurement(
+            results,
+            {name: medians[name] for name in parts},
+            {name: slowest[name] for name in parts},
+            skew_ms,
+        )
 
     def _sent(self, ranks: list[_Samples]) -> float | None:
         """Bytes of one call that left any host; the first rank of each host speaks for it."""

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from flux import host
 
+from .metrics import CONFIDENCE
 from .op import Measurement
 from .problem import BenchConfig
 
@@ -42,6 +43,7 @@ def document(
         error = method.max_abs_err
         methods[method.name] = {
             **figures,
+            "overlap_efficiency_interval": method.efficiency_interval,
             "max_abs_err": error if math.isfinite(error) else None,
             "repeats_ms": method.repeats_ms,
             "knobs": method.knobs,
@@ -70,6 +72,7 @@ def document(
         "warmup": config.warmup,
         "seed": config.seed,
         "parts_ms": measurement.parts_ms,
+        "parts_repeats_ms": measurement.parts_repeats_ms,
         "start_skew_ms": measurement.start_skew_ms,
         "command": command,
     }
@@ -128,7 +131,8 @@ def table(content: dict[str, Any]) -> Table:
             name,
             *(_milliseconds(method[key]) for key in _FIGURES[:4]),
             *((_milliseconds(method["comm_cpu_ms"]), _excess(content, method)) if across else ()),
-            *(_number(method[key], ".0%") for key in _FIGURES[4:6]),
+            _efficiency(method),
+            _number(method["bounded_efficiency"], ".0%"),
             _number(method["speedup_vs_unfused"], ".2f", "x"),
             *(() if across else (error,)),
         )
@@ -161,9 +165,18 @@ def _footer(content: dict[str, Any]) -> Text:
     return Text(
         f"{content['device']}; {versions}\n"
         f"median of {content['repeats']} interleaved repeats, slowest rank of each; "
-        f"ranks start within {content['start_skew_ms']:.3f} ms",
+        f"ranks start within {content['start_skew_ms']:.3f} ms; ±: {CONFIDENCE:.0%} of resamples",
         "dim",
     )
+
+
+def _efficiency(method: dict[str, Any]) -> str:
+    """With half the width of its interval, the larger half where it is lopsided."""
+    value, interval = method["overlap_efficiency"], method["overlap_efficiency_interval"]
+    text = _number(value, ".0%")
+    if value is None or interval is None:
+        return text
+    return f"{text} ±{100 * max(value - interval[0], interval[1] - value):.0f}"
 
 
 def _milliseconds(value: float | None) -> str:
