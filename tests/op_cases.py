@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flux import Knobs, Topology
-from reference import DTYPES, LAYOUTS, Inputs, Problem
+from reference import ACTIVATIONS, DTYPES, FP8, LAYOUTS, Inputs, Problem
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,17 @@ def random_case(rng: random.Random, op: str, world: int, calls: int = 4) -> Case
     columns = [_some_size(rng) for _ in range(rng.randint(2, 3) if several else 1)]
     if several:  # each must be divisible by the world
         columns = [world * max(1, n // world) for n in columns]
+    dtype = rng.choice((*DTYPES, FP8))
     problem = Problem(
         op=op,
         max_m=limit,
         n=tuple(columns),
         k=_some_size(rng),
-        dtype=rng.choice(DTYPES),
+        dtype=dtype,
         transpose_weight=rng.random() < 0.5,
         reduce=rng.choice(("sum", "avg")) if not gathers else "sum",
+        scaling=rng.choice(("tensor", "row")) if dtype == FP8 else "none",
+        activation=rng.choice(("none", "none", *ACTIVATIONS)) if gathers else "none",
     )
     chunk = -(-limit // world)
     knobs = random_knobs(rng, world, chunk, sum(columns))
@@ -181,8 +184,9 @@ def random_cases(seed: int, op: str, world: int, count: int) -> list[Case]:
 
 
 def every_dtype(problem: Problem) -> list[Problem]:
-    """The problem in each supported dtype."""
-    return [replace(problem, dtype=dtype) for dtype in DTYPES]
+    """The problem in each supported dtype, float8 with both ways of scaling."""
+    scaled = [replace(problem, dtype=FP8, scaling=scaling) for scaling in ("tensor", "row")]
+    return [*(replace(problem, dtype=dtype) for dtype in DTYPES), *scaled]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

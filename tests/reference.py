@@ -22,6 +22,8 @@ import torch
 from flux import AGGemm, GemmAR, GemmRS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
+ACTIVATIONS = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 OPS = {"ag_gemm": AGGemm, "gemm_rs": GemmRS, "gemm_ar": GemmAR}
 LAYOUTS = ("dense", "transposed", "strided", "inside")
 
@@ -37,6 +39,12 @@ class Problem:
     dtype: torch.dtype = torch.float32
     transpose_weight: bool = False
     reduce: str = "sum"
+    scaling: str = "none"
+    activation: str = "none"
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == FP8 else self.dtype
 
     @property
     def gathers(self) -> bool:
@@ -45,7 +53,9 @@ class Problem:
     def build(self, group: Any = None, **options: Any) -> Any:
         """The op under test. Collective."""
         options.setdefault("timeout_s", 30.0)
-        if not self.gathers:
+        if self.gathers:
+            options["activation"] = self.activation
+        else:
             options["reduce"] = self.reduce
         return OPS[self.op](
             group,
@@ -54,6 +64,7 @@ class Problem:
             k=self.k,
             dtype=self.dtype,
             transpose_weight=self.transpose_weight,
+            scaling=self.scaling,
             **options,
         )
 
@@ -68,6 +79,12 @@ def length(part: slice) -> int:
     return part.stop - part.start
 
 
+def all_nan(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """A matrix of NaN, which all bits set are in every dtype."""
+    size = rows * columns * like.itemsize
+    return torch.full((size,), 255, dtype=torch.uint8).view(like.dtype).view(rows, columns)
+
+
 def lay_out(dense: torch.Tensor, layout: str) -> torch.Tensor:
     """The same values, stored in another way. What lies between them is NaN."""
     if layout == "dense":
@@ -76,9 +93,9 @@ def lay_out(dense: torch.Tensor, layout: str) -> torch.Tensor:
         return dense.t().contiguous().t()
     rows, columns = dense.shape
     if layout == "strided":
-        view = dense.new_full((2 * rows, 3 * columns), float("nan"))[::2, ::3]
+        view = all_nan(dense, 2 * rows, 3 * columns)[::2, ::3]
     else:  # inside a larger matrix, at an odd place
-        view = dense.new_full((rows + 3, columns + 5), float("nan"))[1 : rows + 1, 3 : columns + 3]
+        view = all_nan(dense, rows + 3, columns + 5)[1 : rows + 1, 3 : columns + 3]
     view.copy_(dense)
     return view
 
@@ -91,12 +108,31 @@ class Inputs:
         generator = torch.Generator().manual_seed(seed)
         draw = torch.float64 if problem.dtype == torch.float64 else torch.float32
 
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator, dtype=draw).to(problem.dtype)
+        def normal(*shape: int, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=draw).to(dtype)
 
         self.x = normal(m, problem.k)
         self.weights = [normal(n, problem.k) for n in problem.n]
-        self.biases = [normal(n) if bias else None for n in problem.n]
+        out = problem.out_dtype
+        self.biases = [normal(n, dtype=out) if bias else None for n in problem.n]
+        # Scales: of x by rank, since every rank quantises what it has; of weights likewise.
+        self.scale_x: list[torch.Tensor] = []
+        self.scale_weights: list[list[torch.Tensor]] = []
+        if problem.scaling != "none":
+            ranks = range(world)
+            per_row = problem.scaling == "row"
+
+            def scale(size: int) -> torch.Tensor:
+                return torch.rand(size if per_row else 1, generator=generator) + 0.25
+
+            shared = scale(m)
+            apart = not problem.gathers
+            self.scale_x = [scale(m) if apart else shared for _ in ranks]
+            for _ in ranks:
+                of_rank = [scale(n) for n in problem.n]
+                # Columns of an AllGather's weights belong to one rank each.
+                first = self.scale_weights[0] if self.scale_weights else of_rank
+                self.scale_weights.append(of_rank if apart else first)
 
     def local(self, rank: int, layout: str = "dense", padded: bool = False) -> tuple[Any, Any, Any]:
         """(x, weight, bias) as ``rank`` passes them, lists where the op has several weights."""
@@ -105,8 +141,10 @@ class Inputs:
             x = self.x[share(self.m, self.world, rank)]
             parts = [(share(n, self.world, rank), slice(None)) for n in p.n]
             if padded:
-                nan = x.new_full((-(-self.m // self.world) - x.shape[0], p.k), float("nan"))
-                x = torch.cat([x, nan])
+                rows = -(-self.m // self.world)
+                padding = all_nan(x, rows, p.k)
+                padding[: x.shape[0]] = x
+                x = padding
         else:
             columns = share(p.k, self.world, rank)
             x = self.x[:, columns]
@@ -132,24 +170,56 @@ class Inputs:
     ) -> list[torch.Tensor]:
         """Run the op; its results, the gathered x last if asked for."""
         x, weight, bias = self.local(rank, layout, padded)
+        scales = self.scales(rank, x.shape[0])
         if not self.problem.gathers:
-            return [op(x, weight, bias)]
-        got = op(x, weight, bias, m=self.m, return_gathered=gather)
+            return [op(x, weight, bias, **scales)]
+        got = op(x, weight, bias, m=self.m, return_gathered=gather, **scales)
         got, x_full = got if gather else (got, None)
         outs = list(got) if isinstance(got, list) else [got]
         return [*outs, x_full] if gather else outs
+
+    def scales(self, rank: int, rows: int) -> dict[str, Any]:
+        """The scales that ``rank`` passes with ``rows`` rows of x, padding among them."""
+        p = self.problem
+        if p.scaling == "none":
+            return {}
+        of_x, of_weights = self.scale_x[rank], self.scale_weights[rank]
+        if p.gathers and p.scaling == "row":
+            of_x = of_x[share(self.m, self.world, rank)]
+            of_x = torch.cat([of_x, of_x.new_full((rows - len(of_x),), float("nan"))])
+            of_weights = [
+                s[share(n, self.world, rank)] for s, n in zip(of_weights, p.n, strict=True)
+            ]
+        return {"scale_x": of_x, "scale_weight": of_weights if len(p.n) > 1 else of_weights[0]}
+
+    def dequantised(self, weight: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [M, K] and a weight [N, K] in float64, scales multiplied in."""
+        p, x, w = self.problem, self.x.double(), self.weights[weight].double()
+        if p.scaling == "none":
+            return x, w
+        x, w = x.clone(), w.clone()
+        for rank in range(self.world):
+            part = slice(None) if p.gathers else share(p.k, self.world, rank)
+            if p.gathers and rank > 0:
+                break  # the same for all
+            x[:, part] *= self.scale_x[rank].double().view(-1, 1)
+            w[:, part] *= self.scale_weights[rank][weight].double().view(-1, 1)
+        return x, w
 
     def expected(self, rank: int, path: str = "fused") -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(float64 result, largest permitted deviation) of each output of ``rank``."""
         p = self.problem
         if p.gathers:
-            parts = [share(n, self.world, rank) for n in p.n]
-            return [
-                _product(p, self.x, w[part], None if b is None else b[part], 1, path)
-                for w, b, part in zip(self.weights, self.biases, parts, strict=True)
-            ]
+            found = []
+            for number, (n, bias) in enumerate(zip(p.n, self.biases, strict=True)):
+                part = share(n, self.world, rank)
+                x, weight = self.dequantised(number)
+                bias = None if bias is None else bias[part]
+                found.append(_product(p, x, weight[part], bias, 1, path))
+            return found
         rows = slice(None) if p.op == "gemm_ar" else share(self.m, self.world, rank)
-        return [_product(p, self.x[rows], self.weights[0], self.biases[0], self.world, path)]
+        x, weight = self.dequantised(0)
+        return [_product(p, x[rows], weight, self.biases[0], self.world, path)]
 
     def check(self, got: list[torch.Tensor], rank: int, path: str = "fused") -> None:
         """Compare the results of ``call`` with the reference.
@@ -161,9 +231,11 @@ class Inputs:
         if len(got) > len(expected):
             x_full = got[-1]
             assert x_full.shape == self.x.shape, f"gathered {list(x_full.shape)}"
-            assert torch.equal(x_full, self.x), "the gathered x differs from the shards"
+            bits = torch.uint8 if x_full.dtype == FP8 else x_full.dtype  # NaN is not equal to NaN
+            same = torch.equal(x_full.contiguous().view(bits), self.x.view(bits))
+            assert same, "the gathered x differs from the shards"
         for number, (result, (right, bound)) in enumerate(zip(got, expected, strict=False)):
-            _judge(result, right, bound, self.problem.dtype, f"output {number}")
+            _judge(result, right, bound, self.problem.out_dtype, f"output {number}")
 
 
 def _product(
@@ -174,17 +246,17 @@ def _product(
     world: int,
     path: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x, weight = x.double(), weight.double()
-    low = p.dtype in (torch.bfloat16, torch.float16)
+    low = p.out_dtype in (torch.bfloat16, torch.float16)
     unit = torch.finfo(torch.float32 if low else p.dtype).eps / 2
     scale = 1.0 / world if p.reduce == "avg" else 1.0
     right = x @ weight.t() * scale
     magnitude = x.abs() @ weight.abs().t() * scale
     offset = torch.zeros(1, dtype=torch.float64) if bias is None else bias.double()
     right = right + offset
-    bound = (p.k + world + 2) * unit * (magnitude + offset.abs())
+    scalings = 3 if p.scaling != "none" else 0  # two products, and the rounding of their sum
+    bound = (p.k + world + 2 + scalings) * unit * (magnitude + offset.abs())
     if low:
-        kept = torch.finfo(p.dtype)
+        kept = torch.finfo(p.out_dtype)
         # Sum over ranks of the magnitudes of their partial results.
         carried = sum(
             (x[:, part] @ weight[:, part].t()).abs() * scale
@@ -196,6 +268,12 @@ def _product(
         if not p.gathers and (path == "unfused" or world == 1):
             bound = bound + kept.eps / 2 * (carried + offset.abs())  # the product, before the bias
         bound = bound + (roundings + 2) * kept.smallest_normal * kept.eps
+    if p.activation != "none":
+        # Both have slopes of at most 1.13. What is not float8 is rounded before it, too.
+        bound = 1.13 * bound + 8 * unit * right.abs()
+        right = ACTIVATIONS[p.activation](right)
+        if low:
+            bound = bound + kept.eps / 2 * (right.abs() + bound) + kept.smallest_normal * kept.eps
     if p.dtype == torch.float64:
         bound = bound * 2  # the reference errs as much
     return right, bound * 1.01 + torch.finfo(p.dtype).tiny

@@ -14,6 +14,27 @@ from flux._C import core
 from harness import run_ranks
 
 
+def _opcheck_scaled(world: int) -> None:
+    """float8 in, bfloat16 out: fake kernels must know. Other checks cannot compare float8."""
+
+    def check(op: object, args: object) -> None:
+        torch.library.opcheck(op, args, test_utils="test_faketensor")
+
+    fp8, m, k = torch.float8_e4m3fn, 2 * world, 8
+    options = {"max_m": 16, "n": 8 * world, "k": k * world, "dtype": fp8, "scaling": "row"}
+    x, scale = torch.randn(m, k * world).to(fp8), torch.rand(m)
+    with flux.AGGemm(**options, activation="gelu") as ag, flux.GemmRS(**options) as rs:
+        shard = ag.own_rows(m)
+        weight = torch.randn(8, k * world).to(fp8)
+        scales = [scale[:shard], torch.rand(8)]
+        args = (x[:shard], [weight], [], [False], m, True, ag.handle, scales)
+        check(torch.ops.flux.ag_gemm.default, args)
+        weight = torch.randn(8 * world, k).to(fp8)
+        bias = torch.randn(8 * world, dtype=torch.bfloat16)
+        args = (x[:, :k], weight, [bias], rs.handle, [scale, torch.rand(8 * world)])
+        check(torch.ops.flux.gemm_rs.default, args)
+
+
 def _opcheck(rank: int, world: int) -> None:
     check = torch.library.opcheck
     m, n, k = 5, 7, 6
@@ -29,13 +50,14 @@ def _opcheck(rank: int, world: int) -> None:
         for biases, gather in (([b], True), ([], False)):
             check(
                 torch.ops.flux.ag_gemm.default,
-                (x, [w], biases, [bool(biases)], m, gather, ag.handle),
+                (x, [w], biases, [bool(biases)], m, gather, ag.handle, []),
             )
         x = torch.randn(m, 2, requires_grad=True, **kw)
         w = torch.randn(n, 2, requires_grad=True, **kw)
         bias = torch.randn(n, requires_grad=True, **kw)
-        check(torch.ops.flux.gemm_rs.default, (x, w, [bias], rs.handle))
-        check(torch.ops.flux.gemm_ar.default, (x, w.t().contiguous(), [], ar.handle))
+        check(torch.ops.flux.gemm_rs.default, (x, w, [bias], rs.handle, []))
+        check(torch.ops.flux.gemm_ar.default, (x, w.t().contiguous(), [], ar.handle, []))
+    _opcheck_scaled(world)
     name = dist.group.WORLD.group_name
     for dim in range(3):
         last = dim == 2
@@ -219,10 +241,10 @@ def _closed(rank: int, world: int) -> None:
     ops[0].close()
     args = (torch.ones(2, 1), torch.ones(2, 1))
     assert "closed" in _use_after(lambda: ops[0](*args))
-    assert "closed" in _use_after(lambda: torch.ops.flux.gemm_rs(*args, [], handle))
+    assert "closed" in _use_after(lambda: torch.ops.flux.gemm_rs(*args, [], handle, []))
     ops.clear()
     gc.collect()  # the exceptions above hold it
-    assert str(handle) in _use_after(lambda: torch.ops.flux.gemm_rs(*args, [], handle))
+    assert str(handle) in _use_after(lambda: torch.ops.flux.gemm_rs(*args, [], handle, []))
 
 
 def test_a_closed_op_says_so() -> None:

@@ -28,6 +28,14 @@ from dataclasses import dataclass, field
 import torch
 
 from flux import _C
+from flux.backends.epilogue import (
+    Multiplier,
+    pack,
+    scale_of_rows,
+    travelling_dtype,
+    travelling_row_bytes,
+    unpack,
+)
 from flux.env import POISON, SPIN_US, WINDOW_MB
 from flux.errors import PeerTimeoutError
 from flux.heuristic import MAX_COMM_TILES, across_hosts, ceil_div
@@ -70,7 +78,7 @@ class Layout:
         world = topology.world
         knobs = across_hosts(spec.op, knobs, topology.nodes)
         chunk = ceil_div(spec.max_m, world)
-        row = spec.row_elements() * spec.itemsize
+        row = travelling_row_bytes(spec)
         tiles = min(chunk, MAX_COMM_TILES)
         if knobs.comm_tile_rows is not None:
             tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
@@ -166,14 +174,15 @@ class CpuBackend:
             row_bytes=layout.row_bytes,
             slot_bytes=layout.slot_bytes,
             result_offset=layout.result_offset,
-            dtype=DTYPES[spec.dtype],
+            dtype=DTYPES[spec.out_dtype],
             signals=layout.signals,
         )
         self._memory: shm.SymmetricMemory | None = memory
         self._kept_slabs: dict[int, tuple[TileSchedule, list[tuple[int, int, Visit]]]] = {}
-        row = spec.row_elements()
+        self._wire = travelling_dtype(spec)
+        row = layout.row_bytes // self._wire.itemsize
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
-        self.gathered = torch.empty(0, row, dtype=spec.dtype)
+        self.gathered = torch.empty(0, row, dtype=self._wire)
         self.slots: list[torch.Tensor] = []
         if layout.blocks:
             chunk = ceil_div(spec.max_m, self.world)
@@ -191,12 +200,19 @@ class CpuBackend:
             self.network = Network(exchange, remote, self.engine, timeout_s, window)
 
     def _view(self, data: torch.Tensor, elements: int) -> torch.Tensor:
-        return data[: elements * self.spec.itemsize].view(self.spec.dtype)
+        return data[: elements * self._wire.itemsize].view(self._wire)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A fresh output, full of NaN when FLUX_POISON is set."""
-        out = torch.empty(*shape, dtype=self.spec.dtype)
+        out = torch.empty(*shape, dtype=self.spec.out_dtype)
         return out.fill_(float("nan")) if self.poison else out
+
+    def _spoil(self, rows: torch.Tensor) -> None:
+        """Fill what is not to be read any more with NaN; all bits set are NaN in every dtype."""
+        if rows.dtype in (torch.uint8, torch.float8_e4m3fn):
+            rows.view(torch.uint8).fill_(255)
+        else:
+            rows.fill_(float("nan"))
 
     # -- ops ---------------------------------------------------------------------------------------
 
@@ -204,11 +220,13 @@ class CpuBackend:
         self, schedule: TileSchedule, call: Call, gather: bool
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
-        engine, x = self.engine, call.x
+        engine, spec = self.engine, self.spec
+        x = pack(spec, call)
         if self.network is not None:
             x = x.contiguous()
         outs = [self.empty(call.m, w.shape[1]) for w in call.weights]
-        x_full = self.empty(call.m, self.spec.k) if gather else None
+        x_full = torch.empty(call.m, spec.k, dtype=spec.dtype) if gather else None
+        multiply = Multiplier(spec, call)
         threaded = schedule.knobs.copy_streams == 1
         engine.begin(
             schedule.native,
@@ -216,7 +234,7 @@ class CpuBackend:
             threaded,
             self.timeout_s,
             x=x.data_ptr(),
-            x_stride=x.stride(0) * self.spec.itemsize,
+            x_stride=x.stride(0) * x.itemsize,
         )
         self._begin_network(schedule, call.m, _Sources(x=x))
         if not threaded:
@@ -230,9 +248,10 @@ class CpuBackend:
                     if not engine.wait_visit(index, self.timeout_s, self.spin_s):
                         self._raise_failure()
                 a = self.gathered[v.row_begin : v.row_end]
+            rows, scale = unpack(spec, a)
             if x_full is not None and v.col_begin == 0:
-                x_full[v.row_begin : v.row_end] = a
-            self._columns(a, v, call, outs)
+                x_full[v.row_begin : v.row_end] = rows
+            self._columns(rows, call.scale_x if scale is None else scale, v, call, outs, multiply)
         if threaded:
             self._await(engine.finish)
         self._finish_network()
@@ -264,7 +283,7 @@ class CpuBackend:
         self._begin_network(schedule, digest, _Sources(partial=partial, out=out))
         if direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
-        weight = call.weights[0]
+        multiply = Multiplier(spec, call)
         for first, last, v in self._slabs(schedule):
             target = (
                 self._partial_rows(schedule, v, out, full)
@@ -272,18 +291,20 @@ class CpuBackend:
                 else (partial[v.row_begin : v.row_end])
             )
             whole = v.col_end - v.col_begin == spec.n[0]
-            torch.mm(
+            columns = slice(None) if whole else slice(v.col_begin, v.col_end)
+            multiply(
                 call.x[v.row_begin : v.row_end],
-                weight if whole else weight[:, v.col_begin : v.col_end],
-                out=target if whole else target[:, v.col_begin : v.col_end],
+                target if whole else target[:, columns],
+                columns=columns,
+                scale_x=scale_of_rows(call, v.row_begin, v.row_end),
             )
             for index in range(first, last):
                 engine.visit_done(index)
         self._await(engine.finish)
         self._finish_network()
         if self.poison and self.slots and schedule.knobs.direction == "push":
-            self.slots[self.rank].fill_(float("nan"))  # nobody writes here before we enter again
-            self.gathered.fill_(float("nan"))
+            self._spoil(self.slots[self.rank])  # nobody writes here before we enter again
+            self._spoil(self.gathered)
         return out
 
     gemm_ar = gemm_rs
@@ -298,21 +319,25 @@ class CpuBackend:
 
     # -- pieces ------------------------------------------------------------------------------------
 
-    def _columns(self, a: torch.Tensor, v: Visit, call: Call, outs: list[torch.Tensor]) -> None:
-        """Multiply rows ``a`` with the visit's columns of every weight."""
+    def _columns(
+        self,
+        rows: torch.Tensor,
+        scale: torch.Tensor | None,
+        v: Visit,
+        call: Call,
+        outs: list[torch.Tensor],
+        multiply: Multiplier,
+    ) -> None:
+        """Multiply rows of x with the visit's columns of every weight."""
         single = len(outs) == 1
         if not single and v.col_begin != 0:
             return  # several weights are computed whole, at the first tile of their rows
-        for weight, bias, out in zip(call.weights, call.biases, outs, strict=True):
-            target = out[v.row_begin : v.row_end]
+        for number, (bias, out) in enumerate(zip(call.biases, outs, strict=True)):
+            target, columns = out[v.row_begin : v.row_end], slice(None)
             if single and v.col_end - v.col_begin != out.shape[1]:
                 columns = slice(v.col_begin, v.col_end)
-                weight, target = weight[:, columns], target[:, columns]
-                bias = None if bias is None else bias[columns]
-            if bias is None:
-                torch.mm(a, weight, out=target)
-            else:
-                torch.addmm(bias, a, weight, out=target)
+                target = target[:, columns]
+            multiply(rows, target, weight=number, columns=columns, scale_x=scale, bias=bias)
 
     def _partial_rows(
         self, schedule: TileSchedule, v: Visit, out: torch.Tensor, full: bool
@@ -383,12 +408,11 @@ class CpuBackend:
 
     def _poison_gathered(self, schedule: TileSchedule, m: int) -> None:
         """Spoil the rows that no peer can still be reading, until we enter the next call."""
-        nan = float("nan")
         if schedule.knobs.direction == "push":
-            self.gathered.fill_(nan)
+            self._spoil(self.gathered)
         elif schedule.knobs.order == "direct":  # peers pull the own rows only
-            self.gathered[: _C.core.row_begin(m, self.world, self.rank)].fill_(nan)
-            self.gathered[_C.core.row_end(m, self.world, self.rank) :].fill_(nan)
+            self._spoil(self.gathered[: _C.core.row_begin(m, self.world, self.rank)])
+            self._spoil(self.gathered[_C.core.row_end(m, self.world, self.rank) :])
 
     # -- failure and end ---------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from flux import _C
+from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.errors import PeerTimeoutError
 from flux.ops.call import Call
-from flux.ops.spec import OpSpec
+from flux.ops.spec import FP8, OpSpec
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,18 +44,28 @@ class UnfusedBackend:
         if self.world == 1:
             return x
         chunk = _C.core.chunk_rows(m, self.world)
+        dtype = x.dtype
+        if dtype == FP8:  # which collectives do not know
+            x = x.contiguous().view(torch.uint8)
         shard = x.contiguous()
         if shard.shape[0] != chunk:
             shard = torch.zeros(chunk, x.shape[1], dtype=x.dtype)
             shard[: x.shape[0]] = x
         full = torch.empty(self.world * chunk, x.shape[1], dtype=x.dtype)
         self._wait(all_gather(full, shard, group=self.group, async_op=True))
-        return full[:m]
+        return full[:m].view(dtype)
 
     def ag_gemm(self, call: Call, gather: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
-        full = self.gather_rows(call.x, call.m)
-        outs = [_matmul(full, w, b) for w, b in zip(call.weights, call.biases, strict=True)]
+        spec = self.spec
+        full, scale = unpack(spec, self.gather_rows(pack(spec, call), call.m))
+        multiply = Multiplier(spec, call)
+        outs = []
+        for number, bias in enumerate(call.biases):
+            out = torch.empty(call.m, call.weights[number].shape[1], dtype=spec.out_dtype)
+            scale_x = call.scale_x if scale is None else scale
+            multiply(full, out, weight=number, scale_x=scale_x, bias=bias)
+            outs.append(out)
         if gather and self.world == 1:
             full = full.clone()  # an output must not alias the input
         return outs, (full if gather else None)
@@ -62,7 +73,7 @@ class UnfusedBackend:
     def gemm_rs(self, call: Call) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [own rows, N]."""
         partial = self._padded(call.m)
-        torch.mm(call.x, call.weights[0], out=partial[: call.m])
+        Multiplier(self.spec, call)(call.x, partial[: call.m], scale_x=call.scale_x)
         return self._finish(self._scatter(partial, call.m), call.biases[0])
 
     def scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +85,7 @@ class UnfusedBackend:
     def _padded(self, m: int, columns: int | None = None) -> torch.Tensor:
         """Room for M rows, rounded up to equal chunks; what is not used is zero."""
         rows = self.world * _C.core.chunk_rows(m, self.world)
-        out = torch.empty(rows, columns or self.spec.n[0], dtype=self.spec.dtype)
+        out = torch.empty(rows, columns or self.spec.n[0], dtype=self.spec.out_dtype)
         out[m:] = 0
         return out
 
@@ -87,7 +98,8 @@ class UnfusedBackend:
 
     def gemm_ar(self, call: Call) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [M, N]."""
-        out = torch.mm(call.x, call.weights[0])
+        out = torch.empty(call.m, self.spec.n[0], dtype=self.spec.out_dtype)
+        Multiplier(self.spec, call)(call.x, out, scale_x=call.scale_x)
         if self.world > 1:
             self._wait(dist.all_reduce(out, group=self.group, async_op=True))
         return self._finish(out, call.biases[0])
@@ -104,7 +116,3 @@ class UnfusedBackend:
         except RuntimeError as error:
             text = f"{self.spec.label}: rank {self.rank}: the collective of path=unfused failed"
             raise PeerTimeoutError(f"{text}: {error}") from error
-
-
-def _matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)

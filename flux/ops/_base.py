@@ -75,6 +75,8 @@ class TensorParallelOp:
         tuning: str | Knobs,
         timeout_s: float,
         topology: Topology | None,
+        scaling: str = "none",
+        activation: str = "none",
     ) -> None:
         self._closed = True
         exchange = _exchange(group, type(self).__name__)
@@ -87,7 +89,8 @@ class TensorParallelOp:
         if transport == "send_recv":
             hosts = [str(rank) for rank in range(exchange.world)]  # nobody shares memory
         try:
-            spec = OpSpec(self.kind, max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
+            sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
+            spec = OpSpec(self.kind, *sizes, activation, scaling)
             knobs = _knobs(label, tuning)
             topology = _topology(label, topology, hosts)
             check_legal(knobs, topology)
@@ -206,6 +209,18 @@ class TensorParallelOp:
                     ValueError(f"{self.spec.label}: tensors must be on the CPU, got meta")
                 )
 
+    def _check_grad(self, *tensors: torch.Tensor) -> None:
+        """Refuse to be differentiated through what there is no backward for."""
+        if self.spec.plain or not torch.is_grad_enabled():
+            return
+        if any(t.requires_grad for t in tensors):
+            self._turn_away(
+                ValueError(
+                    f"{self.spec.label}: activation and scaling have no backward; use "
+                    "torch.no_grad or tensors that need no gradient"
+                )
+            )
+
     def _turn_away(self, error: TypeError | ValueError) -> NoReturn:
         def refuse() -> NoReturn:
             self._refuse(error)
@@ -224,10 +239,11 @@ class TensorParallelOp:
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
         m: int | None,
+        scales: Sequence[torch.Tensor],
     ) -> tuple[Call, TileSchedule]:
         """Check a call, and make its schedule: knobs may be illegal for this M."""
         try:
-            call = self._checker.check(x, weights, biases, m)
+            call = self._checker.check(x, weights, biases, m, scales)
             return call, self.schedule(call.m)
         except (TypeError, ValueError) as error:
             self._refuse(error)

@@ -20,12 +20,12 @@ from flux.ops.gemm_rs import GemmRS
 LIBRARY: torch.library.Library = torch.library.Library("flux", "DEF")
 LIBRARY.define(
     "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, SymInt? m, "
-    "bool return_gathered, int handle) -> Tensor[]",
+    "bool return_gathered, int handle, Tensor[] scales) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _name in ("gemm_rs", "gemm_ar"):
     LIBRARY.define(
-        f"{_name}(Tensor x, Tensor weight, Tensor[] biases, int handle) -> Tensor",
+        f"{_name}(Tensor x, Tensor weight, Tensor[] biases, int handle, Tensor[] scales) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
 
@@ -52,15 +52,20 @@ def _ag_gemm(
     m: int | None,
     return_gathered: bool,
     handle: int,
+    scales: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     op = cast(AGGemm, op_of(handle))
-    return op._run(x, weights, _spread(biases, has_bias), m, return_gathered)
+    return op._run(x, weights, _spread(biases, has_bias), m, return_gathered, scales)
 
 
 def _gemm(
-    x: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor], handle: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    handle: int,
+    scales: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    return cast(GemmRS, op_of(handle))._run(x, weight, biases)
+    return cast(GemmRS, op_of(handle))._run(x, weight, biases, scales)
 
 
 LIBRARY.impl("ag_gemm", _ag_gemm, "CompositeExplicitAutograd")
@@ -77,29 +82,41 @@ def _ag_gemm_fake(
     m: Any,
     return_gathered: bool,
     handle: int,
+    scales: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     op = op_of(handle)
     rows = x.shape[0] * op.world if m is None else m
     side = 1 if op.spec.transpose_weight else 0
-    outs = [x.new_empty(rows, w.shape[side]) for w in weights]
+    dtype = op.spec.out_dtype
+    outs = [x.new_empty(rows, w.shape[side], dtype=dtype) for w in weights]
     return [*outs, x.new_empty(rows, x.shape[1])] if return_gathered else outs
 
 
 @register_fake("gemm_rs")
 def _gemm_rs_fake(
-    x: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor], handle: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    handle: int,
+    scales: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     op = op_of(handle)
     side = 1 if op.spec.transpose_weight else 0
-    return x.new_empty(op.own_rows_symbolic(x.shape[0]), weight.shape[side])
+    rows = op.own_rows_symbolic(x.shape[0])
+    return x.new_empty(rows, weight.shape[side], dtype=op.spec.out_dtype)
 
 
 @register_fake("gemm_ar")
 def _gemm_ar_fake(
-    x: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor], handle: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    handle: int,
+    scales: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    side = 1 if op_of(handle).spec.transpose_weight else 0
-    return x.new_empty(x.shape[0], weight.shape[side])
+    spec = op_of(handle).spec
+    side = 1 if spec.transpose_weight else 0
+    return x.new_empty(x.shape[0], weight.shape[side], dtype=spec.out_dtype)
 
 
 def keep_in_order(*names: str) -> None:

@@ -26,7 +26,8 @@ class AGGemm(TensorParallelOp):
         max_m: largest number of global rows M of any call.
         n: global columns; a sequence for several weights on one gathered input (QKV, gate + up).
         k: columns of x.
-        dtype: float64, float32, bfloat16 or float16.
+        dtype: of x and the weights: float64, float32, bfloat16, float16, or float8_e4m3fn, whose
+            results, and biases, are bfloat16.
         transpose_weight: weights are [K, N/W] instead of [N/W, K].
         backend: None or ``"cpu"``.
         transport: None (shared memory inside a host, send_recv between hosts), ``"shm"`` or
@@ -36,6 +37,11 @@ class AGGemm(TensorParallelOp):
         timeout_s: how long a call waits for a peer, in seconds.
         topology: the mesh of ranks that ring2d, hierarchical and numa follow; by default the hosts
             that the ranks are on.
+
+        activation: ``"none"``, ``"gelu"`` (exact) or ``"silu"``, applied to y. No backward.
+        scaling: of float8 operands, which calls then give scales for: ``"tensor"`` (one factor per
+            tensor, that of x the same on all ranks) or ``"row"`` (one per row of x_shard, which
+            travel with the rows, and one per column of y). No backward.
 
     Raises:
         ValueError, TypeError: on all ranks alike, when any rank's arguments are refused or differ.
@@ -61,6 +67,8 @@ class AGGemm(TensorParallelOp):
         tuning: str | Knobs = "cache",
         timeout_s: float = 60.0,
         topology: Topology | None = None,
+        activation: str = "none",
+        scaling: str = "none",
     ) -> None:
         super().__init__(
             group,
@@ -75,6 +83,8 @@ class AGGemm(TensorParallelOp):
             tuning=tuning,
             timeout_s=timeout_s,
             topology=topology,
+            activation=activation,
+            scaling=scaling,
         )
 
     def __call__(
@@ -84,6 +94,8 @@ class AGGemm(TensorParallelOp):
         bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         m: int | None = None,
         return_gathered: bool = False,
+        scale_x: torch.Tensor | None = None,
+        scale_weight: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> Any:
         """Run the op. Collective.
 
@@ -93,9 +105,12 @@ class AGGemm(TensorParallelOp):
             bias: [N/W] or None, or a sequence of them.
             m: global rows; None means rows of x_shard times the world.
             return_gathered: return the gathered x too.
+            scale_x: float32; [rows of x_shard] with scaling = row, one value with tensor.
+            scale_weight: float32, [N/W] or one value; a sequence of them for several weights.
 
         Returns:
             y [M, N/W], or a list of them; with ``return_gathered`` a pair (that, x_full [M, K]).
+            With scaling, y = activation(scale_x * scale_weight * (x @ weight.T) + bias).
 
         Raises:
             ValueError, TypeError: refused input, on all ranks alike; the op stays usable.
@@ -108,11 +123,13 @@ class AGGemm(TensorParallelOp):
         if bias is None:
             biases *= len(weights)
         given = [b for b in biases if b is not None]
-        self._check_types(x_shard, *weights, *given)
+        scales = _scales(scale_x, scale_weight)
+        self._check_types(x_shard, *weights, *given, *scales)
+        self._check_grad(x_shard, *weights, *given, *scales)
         if m is not None and not isinstance(m, (int, torch.SymInt)):
             self._turn_away(TypeError(f"AGGemm: m must be an integer or None, got {m!r}"))
-        if self._plain(x_shard, *weights, *given):
-            outs = self._run(x_shard, weights, biases, m, return_gathered)
+        if self._plain(x_shard, *weights, *given, *scales):
+            outs = self._run(x_shard, weights, biases, m, return_gathered, scales)
         else:
             outs = torch.ops.flux.ag_gemm(
                 x_shard,
@@ -122,6 +139,7 @@ class AGGemm(TensorParallelOp):
                 m,
                 return_gathered,
                 self.handle,
+                scales,
             )
         y = outs[: len(weights)] if several else outs[0]
         return (y, outs[len(weights)]) if return_gathered else y
@@ -133,10 +151,11 @@ class AGGemm(TensorParallelOp):
         biases: Sequence[torch.Tensor | None],
         m: int | None,
         gather: bool,
+        scales: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """What ``torch.ops.flux.ag_gemm`` executes."""
         outs, x_full = self._guarded(
-            lambda: self._execute(*self._prepare(x, weights, biases, m), gather)
+            lambda: self._execute(*self._prepare(x, weights, biases, m, scales), gather)
         )
         return outs if x_full is None else [*outs, x_full]
 
@@ -149,6 +168,12 @@ class AGGemm(TensorParallelOp):
             self._backend.check_entries(schedule, call.m)
             return self._unfused.ag_gemm(call, gather)
         return self._backend.ag_gemm(schedule, call, gather)
+
+
+def _scales(of_x: Any, of_weight: Any) -> list[Any]:
+    """Scales as the checks and ``torch.ops.flux`` take them: of x, then of each weight."""
+    weights = list(of_weight) if _is_sequence(of_weight) else [of_weight]
+    return [scale for scale in (of_x, *weights) if scale is not None]
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:

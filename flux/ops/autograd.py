@@ -122,7 +122,8 @@ keep_in_order("scatter_grad", "gather_grad", "gather_rows")
 
 
 def _setup_ag_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, weights, _, has_bias, _, return_gathered, handle = inputs
+    # No scales: what has some is not differentiated.
+    x, weights, _, has_bias, _, return_gathered, handle, _ = inputs
     ctx.save_for_backward(x, *weights)
     ctx.has_bias = list(has_bias)
     ctx.m = output[0].shape[0]
@@ -151,11 +152,11 @@ def _backward_ag_gemm(ctx: Any, grads: Sequence[Grad]) -> tuple[Any, ...]:
         dws = [_weight_grad(op, dy, full) if n else None for dy, n in zip(dys, need_w, strict=True)]
     biased = [dy for dy, present in zip(dys, ctx.has_bias, strict=True) if present]
     dbs = [dy.sum(0) if n else None for dy, n in zip(biased, need_b, strict=True)]
-    return dx, dws, dbs, None, None, None, None
+    return dx, dws, dbs, None, None, None, None, []
 
 
 def _setup_gemm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _, handle = inputs
+    x, weight, _, handle, _ = inputs
     ctx.save_for_backward(x, weight)
     ctx.handle = handle
 
@@ -175,7 +176,7 @@ def _backward_gemm_rs(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
         full = rest[0] if need_w else None
     elif need_w:
         full = torch.ops.flux.gather_rows(dz, m, ctx.handle)
-    return dx, (None if full is None else _weight_grad(op, full, x)), dbs, None
+    return dx, (None if full is None else _weight_grad(op, full, x)), dbs, None, []
 
 
 def _backward_gemm_ar(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
@@ -186,7 +187,7 @@ def _backward_gemm_ar(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
     if op.spec.reduce == "avg":
         dz = dz / op.world
     dx = dz @ _as_nk(op, weight) if need_x else None
-    return dx, (_weight_grad(op, dz, x) if need_w else None), dbs, None
+    return dx, (_weight_grad(op, dz, x) if need_w else None), dbs, None, []
 
 
 for _name, _backward, _setup in (

@@ -21,12 +21,16 @@ class Call:
         x: own rows [own, K] (AllGather) or [M, K/W]; unit stride in its last dimension.
         weights: each as [K, columns], whatever layout the user keeps it in.
         biases: one per weight, or None.
+        scale_x: float32, [rows of x] or [1] (scaling = row | tensor); None without scaling.
+        scale_weights: one per weight, [columns] or [1]; empty without scaling.
     """
 
     m: int
     x: torch.Tensor
     weights: tuple[torch.Tensor, ...]
     biases: tuple[torch.Tensor | None, ...]
+    scale_x: torch.Tensor | None = None
+    scale_weights: tuple[torch.Tensor, ...] = ()
 
 
 _CPU = torch.device("cpu")
@@ -50,8 +54,11 @@ class CallChecker:
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
         m: int | None,
+        scales: Sequence[torch.Tensor] = (),
     ) -> Call:
         """Check a call's arguments against the op's specification.
+
+        ``scales``: of x, then of each weight; empty without scaling.
 
         Raises:
             TypeError: a wrong dtype, or something that is not a tensor.
@@ -79,18 +86,47 @@ class CallChecker:
                 )
             views.append(weight if spec.transpose_weight else weight.t())
         dense = [self._bias(bias, n) for bias, n in zip(biases, self.columns, strict=True)]
+        call = Call(m, x, tuple(views), tuple(dense))
+        if spec.scaling != "none" or scales:
+            scale_x, *of_weights = self._scales(scales, x.shape[0])
+            call.scale_x = scale_x[:rows] if spec.scaling == "row" else scale_x
+            call.scale_weights = tuple(of_weights)
         if rows != x.shape[0]:
-            x = x[:rows]
+            call.x = x = x[:rows]
         if x.stride(1) != 1 and x.numel() > 0:
-            x = x.contiguous()
-        return Call(m, x, tuple(views), tuple(dense))
+            call.x = x.contiguous()
+        return call
 
-    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+    def _scales(self, scales: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        """Scales of x and of each weight, [length] without gaps."""
         spec = self.spec
+        wanted = 0 if spec.scaling == "none" else 1 + len(self.columns)
+        if len(scales) != wanted:
+            raise ValueError(
+                f"{spec.label}: scaling = {spec.scaling} takes {wanted} scales (of x and of each "
+                f"weight), got {len(scales)}"
+            )
+        dense = []
+        names = ["scale_x", *["scale_weight"] * len(self.columns)]
+        for name, scale, length in zip(names, scales, (rows, *self.columns), strict=True):
+            self._tensor(name, scale, torch.float32)
+            length = length if spec.scaling == "row" else 1
+            in_line = scale.dim() <= 2 and max(scale.shape, default=1) == max(length, 1)
+            if scale.numel() != length or (length > 0 and not in_line):
+                raise ValueError(
+                    f"{spec.label}: with scaling = {spec.scaling}, {name} must have {length} "
+                    f"value(s) in one row or column, got {list(scale.shape)}"
+                )
+            dense.append(scale.reshape(length))
+        return dense
+
+    def _tensor(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        spec = self.spec
+        dtype = dtype or spec.dtype
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{spec.label}: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype != spec.dtype:
-            raise TypeError(f"{spec.label}: {name} must be {spec.dtype}, got {tensor.dtype}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{spec.label}: {name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
             where = "the CPU" if self.device == _CPU else self.device
             raise ValueError(f"{spec.label}: {name} must be on {where}, got {tensor.device}")
@@ -100,7 +136,7 @@ class CallChecker:
     def _bias(self, bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
         if bias is None:
             return None
-        self._tensor("bias", bias)
+        self._tensor("bias", bias, self.spec.out_dtype)
         if bias.shape != (n,):
             raise ValueError(f"{self.spec.label}: bias must be [{n}], got {list(bias.shape)}")
         return bias.contiguous()

@@ -25,10 +25,14 @@ class GemmRS(TensorParallelOp):
         max_m: largest number of global rows M of any call.
         n: columns of the result.
         k: global depth; rank r holds [r*ceil(K/W), min(K, (r+1)*ceil(K/W))) of it.
-        dtype: float64, float32, bfloat16 or float16.
+        dtype: of x and the weight: float64, float32, bfloat16, float16, or float8_e4m3fn, whose
+            partials, results and bias are bfloat16.
         transpose_weight: the weight is [K/W, N] instead of [N, K/W].
         reduce: ``"sum"`` or ``"avg"``.
         backend, transport, tuning, timeout_s, topology: as for AGGemm.
+        scaling: of float8 operands, which calls then give scales for: ``"tensor"`` or ``"row"``
+            (one per row of x, one per column of the result). Every rank scales its own partial, so
+            scales may differ between ranks. No backward.
 
     Raises:
         ValueError, TypeError, OSError: as for AGGemm.
@@ -51,6 +55,7 @@ class GemmRS(TensorParallelOp):
         tuning: str | Knobs = "cache",
         timeout_s: float = 60.0,
         topology: Topology | None = None,
+        scaling: str = "none",
     ) -> None:
         super().__init__(
             group,
@@ -65,10 +70,16 @@ class GemmRS(TensorParallelOp):
             tuning=tuning,
             timeout_s=timeout_s,
             topology=topology,
+            scaling=scaling,
         )
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale_x: torch.Tensor | None = None,
+        scale_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the op. Collective.
 
@@ -76,6 +87,8 @@ class GemmRS(TensorParallelOp):
             x: [M, K/W].
             weight: [N, K/W].
             bias: [N] or None; added once, after the reduction.
+            scale_x: float32; [M] with scaling = row, one value with tensor.
+            scale_weight: float32, [N] or one value.
 
         Returns:
             This rank's rows of the result, [own rows, N]; GemmAR: all of it, [M, N].
@@ -84,19 +97,27 @@ class GemmRS(TensorParallelOp):
             As for AGGemm.
         """
         biases = [] if bias is None else [bias]
-        self._check_types(x, weight, *biases)
-        if self._plain(x, weight, *biases):
-            return self._run(x, weight, biases)
+        scales = [scale for scale in (scale_x, scale_weight) if scale is not None]
+        self._check_types(x, weight, *biases, *scales)
+        self._check_grad(x, weight, *biases, *scales)
+        if self._plain(x, weight, *biases, *scales):
+            return self._run(x, weight, biases, scales)
         run = torch.ops.flux.gemm_rs if self.kind is Op.gemm_rs else torch.ops.flux.gemm_ar
-        out: torch.Tensor = run(x, weight, biases, self.handle)
+        out: torch.Tensor = run(x, weight, biases, self.handle, scales)
         return out
 
     def _run(
-        self, x: torch.Tensor, weight: torch.Tensor, biases: Sequence[torch.Tensor]
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        biases: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         """What ``torch.ops.flux.gemm_rs`` and ``gemm_ar`` execute."""
         bias = biases[0] if biases else None
-        return self._guarded(lambda: self._execute(*self._prepare(x, [weight], [bias], None)))
+        return self._guarded(
+            lambda: self._execute(*self._prepare(x, [weight], [bias], None, scales))
+        )
 
     def _execute(self, call: Call, schedule: TileSchedule) -> torch.Tensor:
         unfused = self._unfused.gemm_rs if self.kind is Op.gemm_rs else self._unfused.gemm_ar

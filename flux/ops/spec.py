@@ -19,6 +19,10 @@ DTYPES: dict[torch.dtype, int] = {
 }
 """Supported dtypes and their native codes (csrc/host/reduce.h)."""
 
+FP8 = torch.float8_e4m3fn
+ACTIVATIONS = ("none", "gelu", "silu")
+SCALINGS = ("none", "tensor", "row")
+
 MAX_SIZE = 2**30
 """Largest M, N or K. Twice as much must fit the 32-bit integers of csrc/core."""
 
@@ -28,7 +32,10 @@ LABELS = {Op.ag_gemm: "AGGemm", Op.gemm_rs: "GemmRS", Op.gemm_ar: "GemmAR"}
 @dataclass(frozen=True)
 class OpSpec:
     """A fused op's problem for all M up to ``max_m``. ``n`` and ``k`` are global sizes, in
-    elements."""
+    elements.
+
+    ``dtype`` is that of x and the weights: float8_e4m3fn with a ``scaling`` other than ``none``.
+    """
 
     op: Op
     max_m: int
@@ -37,11 +44,24 @@ class OpSpec:
     dtype: torch.dtype
     transpose_weight: bool
     reduce: str
+    activation: str = "none"
+    scaling: str = "none"
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        if self.dtype not in (*DTYPES, FP8):
+            names = ", ".join(str(d).removeprefix("torch.") for d in (*DTYPES, FP8))
             raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")
+        for name, choices in (("activation", ACTIVATIONS), ("scaling", SCALINGS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(
+                    f"{self.label}: {name} must be one of {', '.join(choices)}, got {value!r}"
+                )
+        if (self.dtype == FP8) != (self.scaling != "none"):
+            raise ValueError(
+                f"{self.label}: float8_e4m3fn needs scaling = tensor or row, and other dtypes "
+                f"none; got {self.dtype} with scaling = {self.scaling}"
+            )
         sizes = {"max_m": (self.max_m,), "n": self.n, "k": (self.k,)}
         for name, values in sizes.items():
             if not values or not all(type(v) is int and 1 <= v <= MAX_SIZE for v in values):
@@ -60,9 +80,19 @@ class OpSpec:
         return LABELS[self.op]
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """dtype of results, partials and biases."""
+        return torch.bfloat16 if self.dtype == FP8 else self.dtype
+
+    @property
     def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.dtype.itemsize
+        """Bytes of an element that travels."""
+        return (self.dtype if self.op is Op.ag_gemm else self.out_dtype).itemsize
+
+    @property
+    def plain(self) -> bool:
+        """Whether results are the product, and a bias, in the dtype of the operands."""
+        return self.scaling == "none" and self.activation == "none"
 
     def local_n(self, world: int, rank: int) -> tuple[int, ...]:
         """Columns of each weight on ``rank``."""

@@ -1,0 +1,123 @@
+"""One tile of a GEMM on the CPU: the product, and what the GPU kernels' epilogue does to it.
+
+    y = activation(scale_x[row] * scale_weight[column] * (x @ weight) + bias)
+
+Operands of float8 are multiplied in float32, which holds every product of two of them, and rounded
+once, to bfloat16, when all is done. Without scaling the product and bias are ATen's.
+
+Scales of rows travel with their rows: on the wire a row of float8 is K bytes and 4 of its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from flux.knobs import Op
+from flux.ops.call import Call
+from flux.ops.spec import OpSpec
+
+SCALE_BYTES = torch.float32.itemsize
+_EVERYTHING = slice(None)
+ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+}
+
+
+def travelling_row_bytes(spec: OpSpec) -> int:
+    """Bytes of a row that travels: of x, with its scale if it has one, or of partial results."""
+    scale = SCALE_BYTES if _packs(spec) else 0
+    return spec.row_elements() * spec.itemsize + scale
+
+
+def travelling_dtype(spec: OpSpec) -> torch.dtype:
+    """dtype that rows which travel are seen as."""
+    if _packs(spec):
+        return torch.uint8
+    return spec.dtype if spec.op is Op.ag_gemm else spec.out_dtype
+
+
+def _packs(spec: OpSpec) -> bool:
+    return spec.op is Op.ag_gemm and spec.scaling == "row"
+
+
+def pack(spec: OpSpec, call: Call) -> torch.Tensor:
+    """The rows of x as they travel: x itself, or (scaling = row) bytes [rows, K + 4]."""
+    if not _packs(spec):
+        return call.x
+    assert call.scale_x is not None
+    scales = call.scale_x.contiguous().view(-1, 1).view(torch.uint8)
+    return torch.cat([call.x.view(torch.uint8), scales], dim=1)
+
+
+def unpack(spec: OpSpec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [rows, K] and the scales [rows] of rows that have travelled (None: x has none of its own).
+
+    ``rows``: as ``pack`` makes them.
+    """
+    if not _packs(spec):
+        return rows, None
+    scale = rows[:, spec.k :].clone(memory_format=torch.contiguous_format)  # aligned, too
+    return rows[:, : spec.k].view(spec.dtype), scale.view(torch.float32).view(-1)
+
+
+def scale_of_rows(call: Call, begin: int, end: int) -> torch.Tensor | None:
+    """The scale of rows of the call's x: one for each, or for all; None without scaling."""
+    scale = call.scale_x
+    return scale if scale is None or scale.shape[0] == 1 else scale[begin:end]
+
+
+class Multiplier:
+    """The multiplications of one call. float8 weights are converted once."""
+
+    def __init__(self, spec: OpSpec, call: Call) -> None:
+        self._spec = spec
+        self._call = call
+        self._weights = call.weights
+        if spec.scaling != "none":
+            self._weights = tuple(w.float() for w in call.weights)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        weight: int = 0,
+        columns: slice = _EVERYTHING,
+        scale_x: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """Compute ``out`` [rows, columns] of rows ``x`` and those columns of a weight.
+
+        Args:
+            x: [rows, K].
+            out: [rows, columns] of the result.
+            weight: which of the call's weights.
+            columns: of the weight.
+            scale_x: [rows] or [1]; with scaling only.
+            bias: [N] of all columns, or None.
+        """
+        b = self._weights[weight]
+        if columns != _EVERYTHING:
+            b = b[:, columns]
+            bias = None if bias is None else bias[columns]
+        if scale_x is None:
+            if bias is None:
+                torch.mm(x, b, out=out)
+            else:
+                torch.addmm(bias, x, b, out=out)
+            if self._spec.activation != "none":
+                out.copy_(ACTIVATE[self._spec.activation](out))
+            return
+        product = torch.mm(x.float(), b)
+        product *= scale_x.view(-1, 1)
+        scale = self._call.scale_weights[weight]
+        product *= scale[columns] if self._spec.scaling == "row" else scale
+        if bias is not None:
+            product += bias
+        if self._spec.activation != "none":
+            product = ACTIVATE[self._spec.activation](product)
+        out.copy_(product)
