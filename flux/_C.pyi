@@ -266,6 +266,7 @@ class ReduceArgs:
     world: int
     rank: int
     slot_ld: int
+    slot_count: int
     flags: int
     out_count: int
     out_ld: int
@@ -307,9 +308,7 @@ def gather_tiles(
     schedule: Schedule,
     stream: int,
     epoch: int,
-    x: int,
-    row_bytes: int,
-    gathered: Sequence[int],
+    parts: Sequence[tuple[int, int, Sequence[int]]],
     entries: Sequence[int],
     signals: Sequence[int],
 ) -> None: ...

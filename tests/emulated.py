@@ -6,9 +6,10 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,12 +32,40 @@ def build(folder: Path) -> Path:
     return target
 
 
-class EmulatedRegistry(Registry):
-    """Two kernels, that do every problem."""
+_VARIANTS: dict[str, dict[str, str]] = {
+    "ag_gemm": {},
+    "ag_gemm_silu": {"activation": "silu"},
+    "ag_gemm_tensor": {"dtype": "e4m3", "scaling": "tensor"},
+    "ag_gemm_row": {"dtype": "e4m3", "scaling": "row"},
+    "gemm_rs": {},
+    "gemm_rs_in_flight": {"reduce": "in_flight"},
+    "gemm_rs_tensor": {"dtype": "e4m3", "scaling": "tensor"},
+    "gemm_rs_row": {"dtype": "e4m3", "scaling": "row"},
+}
 
-    def candidates(self, op: str, *_: object, **wanted: object) -> list[BuiltKernel]:
-        assert wanted["weight"] == "nk"
-        return [self.kernels[f"flux_emulated_{op}"]]
+
+def _kernels(library: Path) -> dict[str, BuiltKernel]:
+    kernels = {}
+    for name, options in _VARIANTS.items():
+        for weight in ("nk", "kn"):
+            op, rest = name[:7], name[7:]
+            fields = {"dtype": "bf16", "weight": weight, **options}
+            config = GemmConfig(op, "90a", tile=(64, 64, 64), schedule="pingpong", **fields)
+            symbol = f"flux_emulated_{op}_{weight}{rest}"
+            kernels[symbol] = BuiltKernel(config, library, symbol, Usage())
+    return kernels
+
+
+class EmulatedRegistry(Registry):
+    """Kernels that do every problem."""
+
+    def candidates(self, op: str, dtype: str, *_: object, **wanted: object) -> list[BuiltKernel]:
+        wanted |= {"op": op, "dtype": dtype}
+        return [
+            kernel
+            for kernel in self.kernels.values()
+            if all(getattr(kernel.config, name) == value for name, value in wanted.items())
+        ]
 
 
 class EmulatedDevice:
@@ -50,13 +79,11 @@ class EmulatedDevice:
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
         self.driver = _C.Driver(str(library))
-        config = GemmConfig("ag_gemm", "90a", "bf16", (64, 64, 64), "pingpong")
-        names = ("flux_emulated_ag_gemm", "flux_emulated_gemm_rs")
-        kernels = {name: BuiltKernel(config, library, name, Usage()) for name in names}
-        self.registry = EmulatedRegistry((), kernels, (), (), ())
+        self.registry = EmulatedRegistry((), _kernels(library), (), (), ())
         self._current = self.driver.create_stream()
         self._main = self._current
         self._kept: list[torch.Tensor] = []
+        self._bodies: list[Any] = []
 
     def set_delay(self, microseconds: int) -> None:
         """How long one in eight copies and GEMM tiles is held back."""
@@ -83,6 +110,11 @@ class EmulatedDevice:
         finally:
             self._current = before
 
+    def enqueue(self, body: Callable[[], None]) -> None:
+        function = ctypes.CFUNCTYPE(None)(body)
+        self._bodies.append(function)
+        self.library.emulator_put(ctypes.c_void_p(self._current), function)
+
     def keep(self, *tensors: torch.Tensor) -> None:
         self._kept += tensors
 
@@ -90,6 +122,7 @@ class EmulatedDevice:
         """Wait for the current stream, as a reader of results must."""
         self.driver.synchronize(self._current)
         self._kept.clear()
+        self._bodies.clear()
 
     def close(self) -> None:
         self.driver.destroy_stream(self._main)

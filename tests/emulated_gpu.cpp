@@ -5,6 +5,7 @@
 // simplest way.
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -123,24 +124,57 @@ void await(const std::uint32_t* words, int index, const FluxSync& sync, int code
   }
 }
 
+// e4m3: no infinities; exponent and mantissa all ones are NaN.
+float to_float(std::uint8_t bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if (exponent == 15 && mantissa == 7) return std::nanf("");
+  const float size = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                   : std::ldexp(1.0f + mantissa / 8.0f, exponent - 7);
+  return (bits & 128) != 0 ? -size : size;
+}
+
+enum class Scaling { kNone, kTensor, kRow };
+enum class Activation { kNone, kSilu };
+
+// What the kernels of flux.kernels have as template parameters.
+template <class E, bool kWeightKN = false, Scaling kScale = Scaling::kNone,
+          Activation kActivate = Activation::kNone, bool kFlying = false>
+struct Config {
+  using Element = E;
+  static constexpr bool kTransposed = kWeightKN;
+  static constexpr Scaling kScaling = kScale;
+  static constexpr Activation kActivation = kActivate;
+  static constexpr bool kInFlight = kFlying;
+};
+
+template <class C>
 float dot(const FluxGemmArgs& args, int row, int column) {
-  auto const* a = static_cast<const std::uint16_t*>(args.a) + row * args.lda;
-  auto const* b = static_cast<const std::uint16_t*>(args.b) + column * args.ldb;
+  using Element = typename C::Element;
+  auto const* a = static_cast<const Element*>(args.a) + row * args.lda;
+  auto const* b = static_cast<const Element*>(args.b);
   float sum = 0;
-  for (int k = 0; k < args.k; ++k) sum += to_float(a[k]) * to_float(b[k]);
+  for (int k = 0; k < args.k; ++k) {
+    sum += to_float(a[k]) *
+           to_float(b[C::kTransposed ? k * args.ldb + column : column * args.ldb + k]);
+  }
+  if (C::kScaling == Scaling::kRow) sum *= args.scale_a[row] * args.scale_b[column];
+  if (C::kScaling == Scaling::kTensor) sum *= args.scale_a[0] * args.scale_b[0];
   return args.alpha * sum;
 }
 
+template <class C>
 void store_tile(const FluxGemmArgs& args, TileCoord tile) {
   for (int r = tile.m * kTileM; r < min_of(args.m, (tile.m + 1) * kTileM); ++r) {
     for (int c = tile.n * kTileN; c < min_of(args.n, (tile.n + 1) * kTileN); ++c) {
-      float value = dot(args, r, c);
+      float value = dot<C>(args, r, c);
       if (args.bias != nullptr) value += to_float(static_cast<const std::uint16_t*>(args.bias)[c]);
+      if (C::kActivation == Activation::kSilu) value /= 1 + std::exp(-value);
       static_cast<std::uint16_t*>(args.d)[r * args.ldd + c] = to_bf16(value);
     }
   }
 }
 
+template <class C>
 void run_ag_gemm(const FluxGemmArgs& args) {
   const TileMap map = tile_map(tile_order(args, OpKind::kAGGemm, kTileM, kTileN));
   const CommTiling tiling = comm_tiling(args);
@@ -152,10 +186,13 @@ void run_ag_gemm(const FluxGemmArgs& args) {
       await(args.signals, i, args.sync, FLUX_WAIT_GATHER, tile.m);
     }
     dawdle();
-    store_tile(args, tile);
+    store_tile<C>(args, tile);
   }
 }
 
+std::mutex adding;  // memory adds element by element, whoever sends
+
+template <class C>
 void run_gemm_rs(const FluxGemmArgs& args) {
   const TileMap map = tile_map(tile_order(args, OpKind::kGemmRS, kTileM, kTileN));
   const ScatterTargets to = scatter_targets(args, kTileM, kTileN);
@@ -171,7 +208,9 @@ void run_gemm_rs(const FluxGemmArgs& args) {
       auto* row = static_cast<std::uint16_t*>(to.slots[owner]) +
                   (r - row_begin(args.m, to.tiling.world, owner)) * to.ld;
       for (int c = tile.n * kTileN; c < min_of(args.n, (tile.n + 1) * kTileN); ++c) {
-        row[c] = to_bf16(dot(args, r, c));
+        const float value = dot<C>(args, r, c);
+        const std::lock_guard<std::mutex> hold(adding);
+        row[c] = to_bf16(C::kInFlight ? to_float(row[c]) + value : value);
       }
     }
     for (int owner = owners.begin; owner < owners.end; ++owner) {
@@ -194,7 +233,7 @@ void run_reduce(const FluxReduceArgs& args) {
   for (int r = 0; r < args.rows; ++r) {
     for (int c = 0; c < args.n; ++c) {
       float sum = 0;
-      for (int source = 0; source < args.world; ++source) {
+      for (int source = 0; source < args.slot_count; ++source) {
         sum +=
             to_float(static_cast<const std::uint16_t*>(args.slots[source])[r * args.slot_ld + c]);
       }
@@ -212,6 +251,7 @@ int launch(const Args* args, void* stream) {
   stream_of(stream)->put([copy = *args] { kRun(copy); });
   return FLUX_OK;
 }
+int reduce(const FluxReduceArgs* args, void* stream) { return launch<run_reduce>(args, stream); }
 std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
 int prepare(int) { return FLUX_OK; }
 
@@ -219,34 +259,34 @@ int prepare(int) { return FLUX_OK; }
 
 extern "C" {
 
-extern const FluxKernel flux_emulated_ag_gemm = {FLUX_ABI_VERSION,
-                                                 sizeof(FluxGemmArgs),
-                                                 "flux_emulated_ag_gemm",
-                                                 kTileM,
-                                                 kTileN,
-                                                 &no_workspace,
-                                                 &prepare,
-                                                 &launch<run_ag_gemm, FluxGemmArgs>,
-                                                 nullptr};
-extern const FluxKernel flux_emulated_gemm_rs = {FLUX_ABI_VERSION,
-                                                 sizeof(FluxGemmArgs),
-                                                 "flux_emulated_gemm_rs",
-                                                 kTileM,
-                                                 kTileN,
-                                                 &no_workspace,
-                                                 &prepare,
-                                                 &launch<run_gemm_rs, FluxGemmArgs>,
-                                                 &launch<run_reduce, FluxReduceArgs>};
-extern const FluxKernel flux_emulated_old = {FLUX_ABI_VERSION + 1,
-                                             sizeof(FluxGemmArgs),
-                                             "flux_emulated_old",
-                                             kTileM,
-                                             kTileN,
-                                             &no_workspace,
-                                             &prepare,
-                                             &launch<run_ag_gemm, FluxGemmArgs>,
-                                             nullptr};
+#define EMULATED(symbol, version, reduction, ...)                                   \
+  extern const FluxKernel symbol = {                                                \
+      version,  sizeof(FluxGemmArgs), #symbol,  kTileM,                             \
+      kTileN,   &no_workspace,        &prepare, &launch<__VA_ARGS__, FluxGemmArgs>, \
+      reduction};
+#define EMULATED_AG(suffix, ...)                                     \
+  EMULATED(flux_emulated_ag_gemm##suffix, FLUX_ABI_VERSION, nullptr, \
+           run_ag_gemm<Config<__VA_ARGS__>>)
+#define EMULATED_RS(suffix, ...)                                     \
+  EMULATED(flux_emulated_gemm_rs##suffix, FLUX_ABI_VERSION, &reduce, \
+           run_gemm_rs<Config<__VA_ARGS__>>)
 
+#define EMULATED_BOTH_WEIGHTS(suffix, kn)                                                     \
+  EMULATED_AG(suffix, std::uint16_t, kn)                                                      \
+  EMULATED_AG(suffix##_silu, std::uint16_t, kn, Scaling::kNone, Activation::kSilu)            \
+  EMULATED_AG(suffix##_tensor, std::uint8_t, kn, Scaling::kTensor)                            \
+  EMULATED_AG(suffix##_row, std::uint8_t, kn, Scaling::kRow)                                  \
+  EMULATED_RS(suffix, std::uint16_t, kn)                                                      \
+  EMULATED_RS(suffix##_in_flight, std::uint16_t, kn, Scaling::kNone, Activation::kNone, true) \
+  EMULATED_RS(suffix##_tensor, std::uint8_t, kn, Scaling::kTensor)                            \
+  EMULATED_RS(suffix##_row, std::uint8_t, kn, Scaling::kRow)
+
+EMULATED_BOTH_WEIGHTS(_nk, false)
+EMULATED_BOTH_WEIGHTS(_kn, true)
+EMULATED(flux_emulated_old, FLUX_ABI_VERSION + 1, nullptr, run_ag_gemm<Config<std::uint16_t>>)
+
+// Runs a function of the host on a stream.
+void emulator_put(void* stream, void (*body)()) { stream_of(stream)->put(body); }
 void emulator_set_delay(int us) { delay_us = us; }
 int emulator_streams() { return streams_alive; }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -13,13 +13,15 @@ import torch
 import flux
 from emulated import EmulatedDevice, build
 from flux import Knobs, PeerTimeoutError
+from flux.backends import cuda as cuda_module
 from flux.backends import device as device_module
 from flux.transport.virtual import VirtualWorld
+from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
+from op_cases import Call, Case, random_cases
 from reference import Inputs, Problem
-from virtual_cases import call_all, call_on_and_on, knobs_of, topology_of
+from virtual_cases import call_on_and_on, check_cases
 
 BF16 = torch.bfloat16
-OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 
 
 @pytest.fixture(scope="module")
@@ -40,33 +42,69 @@ def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) ->
     return Problem(op, max_m, (n,), k, BF16, **options)  # type: ignore[arg-type]
 
 
+def check(device: EmulatedDevice, world: int, cases: Sequence[Case]) -> None:
+    calls = 0
+    for case in cases:
+        device.set_delay(int(case.delay_s * 1e7))
+        calls += check_cases(device, world, [case], device.finish)
+    assert calls == sum(len(case.calls) for case in cases)
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
-    rng = random.Random(f"{op} {world}")
-    for _ in range(4):
-        topology = topology_of(rng, world)
-        knobs = knobs_of(rng, world)
-        device.set_delay(rng.choice([0, 1000]))
-        p = problem(
-            op,
-            rng.randint(1, 40),
-            rng.randint(world, 30),
-            rng.randint(world, 20),
-            reduce="sum" if op == "ag_gemm" else rng.choice(["sum", "avg"]),
-        )
-        with VirtualWorld(world, device) as ranks:
-            ops = [p.build(ranks.rank(r), tuning=knobs, topology=topology) for r in range(world)]
-            for call in range(4):
-                m = rng.randint(1, p.max_m)
-                inputs = Inputs(p, m, world, seed=call, bias=rng.random() < 0.5)
-                gather = p.gathers and rng.random() < 0.5
-                outs = call_all(ranks, ops, inputs, gather)
-                device.finish()
-                for r in range(world):
-                    inputs.check(outs[r], r)
-            for o in ops:
-                o.close()
+    check(device, world, random_cases(10 + OPS.index(op), op, world, {2: 30, 8: 6}.get(world, 15)))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_combination_of_knobs(device: EmulatedDevice, op: str, world: int) -> None:
+    check(device, world, every_combination_of_knobs(op, world)[:: world // 2])
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("path", ["fused", "medium"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_dtype_layout_and_weight_order(
+    device: EmulatedDevice, op: str, world: int, path: str
+) -> None:
+    check(device, world, every_dtype_layout_and_weight_order(op, path))
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_reduced_in_flight(device: EmulatedDevice, op: str, world: int) -> None:
+    """Small integers, whose sums are exact in any order."""
+    device.set_delay(1000)
+    p = problem(op, 30, n=24, k=4 * world)
+    with VirtualWorld(world, device) as ranks:
+        knobs = Knobs(reduce="in_flight")
+        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
+        everything = [Inputs(p, m, world, seed=m) for m in (30, 7, 1, 30, 29)]
+        for inputs in everything:
+            inputs.x.round_()
+            inputs.weights[0].clamp_(-2, 2).round_()
+        outs = call_on_and_on(ranks, ops, everything)
+        device.finish()
+        for o in ops:
+            o.close()
+    for inputs, of_ranks in zip(everything, outs, strict=True):
+        for r in range(world):
+            inputs.check(of_ranks[r], r)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_an_activation_without_a_kernel_runs_behind_one(
+    device: EmulatedDevice, activation: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """There is one for silu only."""
+    cuda_module._warned.clear()
+    device.set_delay(500)
+    p = problem("ag_gemm", 20, activation=activation)
+    for _ in range(2):
+        check(device, 2, [Case(p, Knobs(), (Call(20, 1), Call(7, 2)))])
+    said = [str(w.message) for w in recwarn if "kernel of its own" in str(w.message)]
+    assert len(said) == (activation == "gelu")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -197,7 +235,7 @@ def test_ranks_must_build_the_same(device: EmulatedDevice) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": torch.float32}, "needs bfloat16 or float16"),
+        ({"dtype": torch.float32}, "needs bfloat16, float16 or float8_e4m3fn"),
         ({"backend": "cpu"}, "backend must be None or 'cuda'"),
         ({"transport": "shm"}, "transport must be None or 'virtual'"),
         ({"tuning": Knobs(path="unfused")}, "path = unfused needs a process group"),
@@ -219,8 +257,8 @@ def test_the_world_and_its_ranks_are_checked(device: EmulatedDevice) -> None:
 
 
 def test_a_kernel_of_another_abi_is_refused(device: EmulatedDevice) -> None:
-    library = str(device.registry.kernels["flux_emulated_ag_gemm"].library)
-    with pytest.raises(RuntimeError, match=r"version 2 of the kernel ABI, this is 1: build it"):
+    library = str(device.registry.kernels["flux_emulated_ag_gemm_nk"].library)
+    with pytest.raises(RuntimeError, match=r"version 3 of the kernel ABI, this is 2: build it"):
         flux._C.Kernel(library, "flux_emulated_old")
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from flux import Knobs, Topology
+from flux.backends.cuda import DTYPES
+from flux.backends.device import Device
+from flux.kernels.legality import GemmProblem
 from flux.transport.virtual import VirtualWorld
-from reference import Inputs
+from op_cases import Case
+from reference import FP8, Inputs, Problem
 
 
 def knobs_of(rng: random.Random, world: int) -> Knobs:
@@ -49,3 +55,85 @@ def call_on_and_on(
     """Calls of every rank, none of which waits for another rank's; results by call and rank."""
     by_rank = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
     return [list(of_call) for of_call in zip(*by_rank, strict=True)]
+
+
+def _is_built(device: Device, p: Problem, world: int, reduce: str) -> bool:
+    """Whether there is a kernel for the problem on every rank."""
+    op = "ag_gemm" if p.gathers else "gemm_rs"
+    for n in p.n:
+        sizes = (n // world, p.k) if p.gathers else (n, p.k // world)
+        found = device.registry.candidates(
+            op,
+            DTYPES.get(p.dtype, ""),
+            device.capability,
+            GemmProblem(p.max_m, max(sizes[0], 1), max(sizes[1], 1), world),
+            weight="kn" if p.transpose_weight else "nk",
+            scaling=p.scaling,
+            reduce=reduce,
+        )
+        if not found:
+            return False
+    return True
+
+
+def _nearest(p: Problem, world: int) -> Iterator[Problem]:
+    """The problem, then ones that more kernels can do: other dtypes, [N, K], aligned sizes."""
+    yield p
+    for dtype in (p.dtype, torch.float16, torch.bfloat16):
+        scaling = p.scaling if dtype == FP8 else "none"
+        step = 16 * world
+        aligned = {"n": tuple(-(-n // step) * step for n in p.n), "k": -(-p.k // step) * step}
+        for change in ({}, {"transpose_weight": False}):
+            yield replace(p, dtype=dtype, scaling=scaling, **change)
+            yield replace(p, dtype=dtype, scaling=scaling, **change, **aligned)
+
+
+def on_one_device(device: Device, case: Case, world: int) -> Case:
+    """The case as far as kernels for it are built."""
+    path = "fused" if case.knobs.path == "unfused" else case.knobs.path  # that has no kernels
+    knobs = replace(case.knobs, path=path)
+    reduce = knobs.reduce or "local"
+    for p in _nearest(case.problem, world):
+        if _is_built(device, p, world, reduce):
+            return replace(case, problem=p, knobs=knobs)
+    raise AssertionError(f"no kernel is built for anything like {case}")
+
+
+def check_cases(
+    device: Device,
+    world: int,
+    cases: Sequence[Case],
+    finish: Callable[[], None],
+    inputs_of: type[Inputs] = Inputs,
+) -> int:
+    """Run cases on virtual ranks and compare every result with float64; how many calls.
+
+    ``finish`` waits until results may be read.
+    """
+    calls = 0
+    for case in (on_one_device(device, c, world) for c in cases):
+        p = case.problem
+        with VirtualWorld(world, device) as ranks:
+            ops = [
+                p.build(ranks.rank(r), tuning=case.knobs, topology=case.topology)
+                for r in range(world)
+            ]
+            for call in case.calls:
+                inputs = inputs_of(p, call.m, world, call.seed, call.bias)
+                outs = ranks.run(
+                    lambda r, inputs=inputs, call=call, ops=ops: inputs.call(
+                        ops[r], r, layout=call.layout, padded=call.padded, gather=call.gather
+                    )
+                )
+                finish()
+                for r in range(world):
+                    try:
+                        ops[r].wait()
+                        inputs.check(outs[r], r)
+                    except Exception as error:
+                        text = f"rank {r} of {world}: {error}\n  {call}\n  {case}"
+                        raise AssertionError(text) from error
+                calls += 1
+            for op in ops:
+                op.close()
+    return calls

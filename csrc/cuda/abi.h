@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 1
+#define FLUX_ABI_VERSION 2
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 16
 
@@ -89,19 +89,19 @@ typedef struct FluxGemmArgs {
   int32_t device;
 } FluxGemmArgs;
 
-/* The reduction that follows a scattering GEMM: out[row] = scale * sum over ranks + bias. */
+/* The reduction that follows a scattering GEMM: out[row] = scale * sum over slots + bias. */
 typedef struct FluxReduceArgs {
   int32_t rows, n;        /* own rows and their columns */
   int32_t first_row;      /* of the [M, n] matrix */
   int32_t m;              /* M */
   int32_t tile_m, tile_n; /* of the GEMM, whose tiles raise one flag each (core/scatter.h) */
   int32_t world, rank;
-  const void* slots[FLUX_MAX_WORLD]; /* [rows, n] of each source, ld slot_ld */
+  const void* slots[FLUX_MAX_WORLD]; /* [rows, n] of each source, or the sum of all; ld slot_ld */
   int64_t slot_ld;
   const uint32_t* flags;      /* of this rank's pad */
   void* outs[FLUX_MAX_WORLD]; /* one destination, or (AllReduce) one per rank: of own row 0 */
   int32_t out_count;
-  int32_t pad_;
+  int32_t slot_count; /* world, or 1 when memory has added up what arrived (reduce in flight) */
   int64_t out_ld;
   const void* bias;
   float scale;

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <tuple>
 
 #include "cuda/arguments.h"
 #include "host/bindings.h"
@@ -123,6 +124,7 @@ void bind_reduce_args(py::module_& m) {
                    .def_readwrite("world", &ReduceArgs::world)
                    .def_readwrite("rank", &ReduceArgs::rank)
                    .def_readwrite("slot_ld", &ReduceArgs::slot_ld)
+                   .def_readonly("slot_count", &ReduceArgs::slot_count)
                    .def_readwrite("out_count", &ReduceArgs::out_count)
                    .def_readwrite("out_ld", &ReduceArgs::out_ld)
                    .def_readwrite("scale", &ReduceArgs::scale)
@@ -133,7 +135,10 @@ void bind_reduce_args(py::module_& m) {
   address<ReduceArgs>(bound, "bias", static_cast<const void* ReduceArgs::*>(&ReduceArgs::bias));
   bound
       .def("set_slots",
-           [](ReduceArgs& a, const std::vector<std::uintptr_t>& slots) { fill(a.slots, slots); })
+           [](ReduceArgs& a, const std::vector<std::uintptr_t>& slots) {
+             fill(a.slots, slots);
+             a.slot_count = static_cast<std::int32_t>(slots.size());
+           })
       .def("set_outs", [](ReduceArgs& a, const std::vector<std::uintptr_t>& outs) {
         fill(a.outs, outs);
         a.out_count = static_cast<std::int32_t>(outs.size());
@@ -161,14 +166,18 @@ void bind_driver(py::module_& m) {
   m.def(
       "gather_tiles",
       [](Driver& driver, const Schedule& schedule, std::uintptr_t stream, std::uint32_t epoch,
-         std::uintptr_t x, std::int64_t row_bytes, const std::vector<std::uintptr_t>& gathered,
+         const std::vector<std::tuple<Address, std::int64_t, std::vector<Address>>>& parts,
          const std::vector<std::uintptr_t>& entries, const std::vector<std::uintptr_t>& signals) {
-        gather_tiles(driver, schedule,
-                     GatherCall{stream, epoch, x, row_bytes, gathered, entries, signals});
+        std::vector<GatherPart> all;
+        for (const auto& [own, row_bytes, gathered] : parts) {
+          all.push_back({own, row_bytes, gathered});
+        }
+        gather_tiles(driver, schedule, GatherCall{stream, epoch, all, entries, signals});
       },
       py::kw_only(), py::arg("driver"), py::arg("schedule"), py::arg("stream"), py::arg("epoch"),
-      py::arg("x"), py::arg("row_bytes"), py::arg("gathered"), py::arg("entries"),
-      py::arg("signals"));
+      py::arg("parts"), py::arg("entries"), py::arg("signals"),
+      "Put an AllGather's copies on a stream. A part: (own rows, bytes per row, gathered by "
+      "rank).");
 }
 
 }  // namespace

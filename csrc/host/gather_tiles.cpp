@@ -5,6 +5,7 @@ namespace flux::host {
 namespace {
 
 constexpr Address kWord = sizeof(std::uint32_t);
+constexpr int kGiven = -1;
 
 class Gather {
  public:
@@ -29,18 +30,23 @@ class Gather {
   }
 
  private:
-  Address row_of(int rank, int row) const {
-    return call_.gathered[rank] + static_cast<Address>(row) * call_.row_bytes;
+  static Address row_of(const GatherPart& part, int rank, int row) {
+    return part.gathered[rank] + static_cast<Address>(row) * part.row_bytes;
   }
   Address word(const std::vector<Address>& words, int rank, int index) const {
     return words[rank] + index * kWord;
   }
-  std::size_t bytes(Range rows) const {
-    return static_cast<std::size_t>(rows.end - rows.begin) * call_.row_bytes;
-  }
-  Address own_row(int row) const {
+  Address own_row(const GatherPart& part, int row) const {
     const int begin = row_begin(schedule_.spec.problem.m, world_, rank_);
-    return call_.x + static_cast<Address>(row - begin) * call_.row_bytes;
+    return part.own + static_cast<Address>(row - begin) * part.row_bytes;
+  }
+  // Rows to the gathered ones of `to`: from those of `from`, or from where the call got them.
+  void copy(int to, Range rows, int from) {
+    for (const GatherPart& part : call_.parts) {
+      const Address source = from < 0 ? own_row(part, rows.begin) : row_of(part, from, rows.begin);
+      driver_.copy(call_.stream, row_of(part, to, rows.begin), source,
+                   static_cast<std::size_t>(rows.end - rows.begin) * part.row_bytes);
+    }
   }
 
   void await_entry(int peer) {
@@ -54,7 +60,7 @@ class Gather {
     for (int tile = 0; tile < tiles_per_chunk(c); ++tile) {
       const Range rows = comm_tile_rows(c, rank_, tile);
       if (rows.begin == rows.end) continue;
-      driver_.copy(call_.stream, row_of(rank_, rows.begin), own_row(rows.begin), bytes(rows));
+      copy(rank_, rows, kGiven);
       raise(rank_, signal_index(c, rank_, tile));
     }
   }
@@ -62,15 +68,13 @@ class Gather {
   void send(const Transfer& t) {
     if (t.forwarded) await_tile(rank_, t.signal);
     await_entry(t.dst);
-    const Address from = t.forwarded ? row_of(rank_, t.rows.begin) : own_row(t.rows.begin);
-    driver_.copy(call_.stream, row_of(t.dst, t.rows.begin), from, bytes(t.rows));
+    copy(t.dst, t.rows, t.forwarded ? rank_ : kGiven);
     raise(t.dst, t.signal);
   }
 
   void fetch(const Transfer& t) {
     await_tile(t.src, t.signal);
-    driver_.copy(call_.stream, row_of(rank_, t.rows.begin), row_of(t.src, t.rows.begin),
-                 bytes(t.rows));
+    copy(rank_, t.rows, t.src);
     raise(rank_, t.signal);
   }
 

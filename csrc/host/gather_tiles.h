@@ -20,14 +20,19 @@
 
 namespace flux::host {
 
+// What is gathered: rows of x and, under the same signals, what goes with each row (its scale).
+struct GatherPart {
+  Address own;  // own rows, without gaps
+  std::int64_t row_bytes;
+  std::vector<Address> gathered;  // by rank: [M, ...] without gaps
+};
+
 struct GatherCall {
   Stream stream;
   std::uint32_t epoch;
-  Address x;  // own rows, without gaps
-  std::int64_t row_bytes;
-  const std::vector<Address>& gathered;  // by rank: [M, K] without gaps
-  const std::vector<Address>& entries;   // by rank: W words of its pad
-  const std::vector<Address>& signals;   // by rank: the signals of its pad
+  const std::vector<GatherPart>& parts;
+  const std::vector<Address>& entries;  // by rank: W words of its pad
+  const std::vector<Address>& signals;  // by rank: the signals of its pad
 };
 
 void gather_tiles(Driver& driver, const Schedule& schedule, const GatherCall& call);

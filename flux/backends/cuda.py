@@ -19,26 +19,30 @@ raises all words of the own pad, which lets them go.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from flux import _C
 from flux.backends.device import Device
+from flux.backends.epilogue import ACTIVATE, SCALE_BYTES, scale_of_rows
 from flux.env import POISON
 from flux.errors import PeerTimeoutError
 from flux.heuristic import MAX_COMM_TILES, ceil_div
 from flux.kernels.choice import choose
+from flux.kernels.config import TMA_BYTES
 from flux.kernels.legality import GemmProblem
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Direction, Knobs, Op, Order, Swizzle
 from flux.ops.call import Call
-from flux.ops.spec import OpSpec
+from flux.ops.spec import FP8, OpSpec
 from flux.schedule import TileSchedule
 from flux.topology import Topology
 from flux.transport.virtual import VirtualExchange
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
 WORD = 4  # bytes of a signal
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
 _WAITS = {
@@ -46,6 +50,15 @@ _WAITS = {
     2: "the entry of rank {signal}, whose memory was to be written",
     3: "partials of a peer (flag {signal})",
 }
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=2)
 
 
 def _up(size: int) -> int:
@@ -57,12 +70,14 @@ class Layout:
     """Symmetric memory of one rank: words of its pad, and bytes of its data.
 
     Pad: W entries, W words "my result is everywhere" (GemmAR), then signals or flags.
-    Data: gathered rows; or W slots of partials, one per source, then (GemmAR) the result.
+    Data: gathered rows, then their scales if they have some; or slots of partials, one per source
+    or (reduce = in_flight) one that all add to, then (GemmAR) the result.
     """
 
     words: int
+    slots: int
     slot_bytes: int
-    result_offset: int
+    rest_offset: int  # of what comes after gathered rows or slots
     data_bytes: int
     row_bytes: int
 
@@ -75,11 +90,14 @@ class Layout:
             tiles = min(chunk, MAX_COMM_TILES)
             if knobs.comm_tile_rows is not None:
                 tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
-            return Layout(2 * world + world * tiles, 0, 0, _up(spec.max_m * row), row)
+            rows = _up(spec.max_m * row)
+            scales = _up(spec.max_m * SCALE_BYTES) if spec.scaling == "row" else 0
+            return Layout(2 * world + world * tiles, 0, 0, rows, rows + scales, row)
         flags = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile).flag_count()
-        slots = world * _up(chunk * row)
+        count = 1 if knobs.reduce == "in_flight" else world
+        slots = count * _up(chunk * row)
         result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
-        return Layout(2 * world + flags, _up(chunk * row), slots, slots + result, row)
+        return Layout(2 * world + flags, count, _up(chunk * row), slots, slots + result, row)
 
 
 class CudaBackend:
@@ -102,6 +120,8 @@ class CudaBackend:
         self.poison = POISON.get()
         self.device: Device = exchange.of.device
         self.sm_count = max(1, self.device.sm_count // self.world)
+        self.knobs = knobs
+        self._activate_after = False
         self.kernels = [self._kernel(n) for n in spec.local_n(self.world, self.rank)]
         tile = self.kernels[0].tile
         self.layout = Layout.of(spec, self.world, knobs, tile)
@@ -134,23 +154,43 @@ class CudaBackend:
         dtype = DTYPES.get(spec.dtype)
         if dtype is None:
             raise ValueError(
-                f"{spec.label}: backend cuda needs bfloat16 or float16, got {spec.dtype}"
+                f"{spec.label}: backend cuda needs bfloat16, float16 or float8_e4m3fn, "
+                f"got {spec.dtype}"
             )
         problem = GemmProblem(
             spec.max_m, max(n, 1), max(spec.local_k(self.world, self.rank), 1), self.world
         )
-        candidates = self.device.registry.candidates(
-            "ag_gemm" if spec.op is Op.ag_gemm else "gemm_rs",
-            dtype,
-            self.device.capability,
-            problem,
-            weight="kn" if spec.transpose_weight else "nk",
-        )
-        found = choose(candidates, problem, self.sm_count)
+        wanted = {
+            "weight": "kn" if spec.transpose_weight else "nk",
+            "scaling": spec.scaling,
+            "reduce": self.knobs.reduce or "local",
+        }
+
+        def best(activation: str) -> BuiltKernel | None:
+            candidates = self.device.registry.candidates(
+                "ag_gemm" if spec.op is Op.ag_gemm else "gemm_rs",
+                dtype,
+                self.device.capability,
+                problem,
+                activation=activation,
+                **wanted,
+            )
+            return choose(candidates, problem, self.sm_count)
+
+        found = best(spec.activation)
+        if found is None and spec.activation != "none":
+            found = best("none")
+            if found is not None:
+                self._activate_after = True
+                _warn_once(
+                    f"{spec.label}: no kernel with {spec.activation} is built for this {dtype} "
+                    f"problem: it runs as a kernel of its own behind {found.symbol}"
+                )
         if found is None:
+            options = ", ".join(f"{name} = {value}" for name, value in wanted.items())
             raise ValueError(
-                f"{spec.label}: no built kernel does {problem} in {dtype} on compute capability "
-                f"{self.device.capability}: build some with `flux compile`"
+                f"{spec.label}: no built kernel does {problem} in {dtype} ({options}) on compute "
+                f"capability {self.device.capability}: build some with `flux compile`"
             )
         return found
 
@@ -164,34 +204,44 @@ class CudaBackend:
         x = call.x.contiguous()
         outs = [self._empty(call.m, w.shape[1]) for w in call.weights]
         self.driver.order_after(later=self.copy_stream, earlier=stream)
+        parts = [(x.data_ptr(), self.layout.row_bytes, self.data)]
+        scales = call.scale_x
+        if scales is not None and self.spec.scaling == "row":
+            scales = scales.contiguous()
+            at = self.layout.rest_offset
+            parts.append((scales.data_ptr(), SCALE_BYTES, [data + at for data in self.data]))
+            self.device.keep(scales)
+            scales = self._own_data[at:].view(torch.float32)
         _C.gather_tiles(
             driver=self.driver,
             schedule=schedule.native,
             stream=self.copy_stream,
             epoch=self.epoch,
-            x=x.data_ptr(),
-            row_bytes=self.layout.row_bytes,
-            gathered=self.data,
+            parts=parts,
             entries=self.pads,
             signals=[pad + 2 * self.world * WORD for pad in self.pads],
         )
         gathered = self._own_data[: call.m * self.layout.row_bytes].view(self.spec.dtype)
         gathered = gathered.view(call.m, self.spec.k)
-        for kernel, w, bias, out in zip(self.kernels, call.weights, call.biases, outs, strict=True):
+        for number, (kernel, out) in enumerate(zip(self.kernels, outs, strict=True)):
             if out.numel() == 0:
                 continue
-            args, weight = self._gemm_args(schedule, gathered, w)
-            self.device.keep(weight)
+            args = self._gemm_args(schedule, gathered, call, number, scales)
+            bias = call.biases[number]
             args.d, args.ldd = out.data_ptr(), out.stride(0)
             args.bias = 0 if bias is None else bias.data_ptr()
             args.signals = self.pads[self.rank] + 2 * self.world * WORD
             self._launch(kernel, args, stream)
+            if self._activate_after:
+                self.device.enqueue(partial(self._activate, out))
         # x may be overwritten, and the gathered rows reused, by what follows on the stream.
         self.driver.order_after(later=stream, earlier=self.copy_stream)
         self.device.keep(x)
+        if gather and not any(out.numel() for out in outs):
+            self._await_rows(schedule, stream)  # no kernel has
         x_full = None
         if gather:
-            x_full = self._empty(call.m, self.spec.k)
+            x_full = self._empty(call.m, self.spec.k, self.spec.dtype)
             self.driver.copy(
                 stream, x_full.data_ptr(), gathered.data_ptr(), call.m * self.layout.row_bytes
             )
@@ -205,9 +255,11 @@ class CudaBackend:
         own = _C.core.row_count(call.m, self.world, self.rank)
         first = _C.core.row_begin(call.m, self.world, self.rank)
         flags = [pad + 2 * self.world * WORD for pad in self.pads]
-        args, weight = self._gemm_args(schedule, call.x, call.weights[0])
-        self.device.keep(weight)
-        args.set_slots([data + self.rank * layout.slot_bytes for data in self.data])
+        if call.x.shape[1] == 0:
+            call = self._of_zeros(call)
+        args = self._gemm_args(schedule, call.x, call, 0, scale_of_rows(call, 0, call.m))
+        mine = self.rank if layout.slots > 1 else 0
+        args.set_slots([data + mine * layout.slot_bytes for data in self.data])
         args.set_flags(flags)
         args.slot_ld = n
         args.entries = self.pads[self.rank]
@@ -220,7 +272,7 @@ class CudaBackend:
         reduction.tile_m, reduction.tile_n = kernel.tile
         reduction.world, reduction.rank = self.world, self.rank
         own_data = self.data[self.rank]
-        reduction.set_slots([own_data + s * layout.slot_bytes for s in range(self.world)])
+        reduction.set_slots([own_data + s * layout.slot_bytes for s in range(layout.slots)])
         reduction.slot_ld = reduction.out_ld = n
         reduction.flags = flags[self.rank]
         bias = call.biases[0]
@@ -229,7 +281,7 @@ class CudaBackend:
         reduction.sm_count = self.sm_count
         self._sync(reduction.sync)
         if full:
-            at = layout.result_offset + first * layout.row_bytes
+            at = layout.rest_offset + first * layout.row_bytes
             reduction.set_outs([data + at for data in self.data])
         else:
             reduction.set_outs([out.data_ptr()])
@@ -249,8 +301,8 @@ class CudaBackend:
         for peer in range(self.world):
             word = self.pads[self.rank] + done + peer * WORD
             self.driver.await_signal(stream, word, self.epoch & 0xFFFFFFFF)
-        begin, size = self.layout.result_offset, m * self.layout.row_bytes
-        result = self._own_data[begin : begin + size].view(self.spec.dtype)
+        begin, size = self.layout.rest_offset, m * self.layout.row_bytes
+        result = self._own_data[begin : begin + size].view(self.spec.out_dtype)
         out = self._empty(m, self.spec.n[0])
         self.driver.copy(stream, out.data_ptr(), result.data_ptr(), size)
         return out
@@ -261,11 +313,16 @@ class CudaBackend:
         """Start a call on the caller's stream: tell the peers that this rank's buffers are free."""
         self.check(wait=False)
         self.epoch += 1
-        self.device.keep(call.x, *call.weights, *(b for b in call.biases if b is not None))
+        biases = (b for b in call.biases if b is not None)
+        self.device.keep(call.x, *call.weights, *biases, *call.scale_weights)
+        if call.scale_x is not None:
+            self.device.keep(call.scale_x)
         stream = self.device.current_stream()
         self._streams.add(stream)
         if not pull:
             self._fill_with_nan(stream)
+        if self.layout.slots == 1:  # what peers add to, once they see the entry
+            self.driver.fill(stream, self.data[self.rank], 0, self.layout.slot_bytes // WORD)
         for pad in self.pads:
             self.driver.signal(stream, pad + self.rank * WORD, self.epoch & 0xFFFFFFFF)
         if pull and self.poison:
@@ -285,10 +342,36 @@ class CudaBackend:
         size = _C.STATUS_WORDS * 8
         self.driver.copy(stream, self._report.data_ptr(), self._status.data_ptr(), size)
 
-    def _empty(self, rows: int, columns: int) -> torch.Tensor:
-        out = torch.empty(rows, columns, dtype=self.spec.dtype, device=self.device.torch_device)
+    def _empty(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        dtype = dtype or self.spec.out_dtype
+        out = torch.empty(rows, columns, dtype=dtype, device=self.device.torch_device)
         self.device.keep(out)
-        return out.fill_(float("nan")) if self.poison else out
+        if self.poison:
+            out.view(torch.uint8).fill_(255)  # NaN in every dtype
+        return out
+
+    def _activate(self, out: torch.Tensor) -> None:
+        out.copy_(ACTIVATE[self.spec.activation](out))
+
+    def _await_rows(self, schedule: TileSchedule, stream: int) -> None:
+        """Hold a stream back until all gathered rows are there."""
+        first = self.pads[self.rank] + 2 * self.world * WORD
+        m, rows = schedule.shape[0], schedule.knobs.comm_tile_rows or 1
+        for owner in range(self.world):
+            begin, end = (f(m, self.world, owner) for f in (_C.core.row_begin, _C.core.row_end))
+            if begin == end:
+                continue
+            for signal in range(*_C.core.signals_of_rows(m, self.world, rows, begin, end)):
+                self.driver.await_signal(stream, first + signal * WORD, self.epoch & 0xFFFFFFFF)
+
+    def _of_zeros(self, call: Call) -> Call:
+        """A product of zeros, for a rank that no part of K is left for: TMA has no empty maps."""
+        rows = max(call.m, self.spec.n[0])
+        zeros = self.device.zeros(rows * TMA_BYTES, torch.uint8).view(self.spec.dtype)
+        zeros = zeros.view(rows, -1)
+        weight = zeros[: self.spec.n[0]].t()
+        self.device.keep(zeros)
+        return replace(call, x=zeros[: call.m], weights=(weight,))
 
     def _sync(self, sync: _C.KernelSync) -> None:
         sync.epoch = self.epoch & 0xFFFFFFFF
@@ -296,17 +379,28 @@ class CudaBackend:
         sync.status = self._status.data_ptr()
 
     def _gemm_args(
-        self, schedule: TileSchedule, a: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[_C.GemmArgs, torch.Tensor]:
-        """Arguments of every kernel, and the tensor that must live until they are launched."""
-        knobs = schedule.knobs
+        self,
+        schedule: TileSchedule,
+        a: torch.Tensor,
+        call: Call,
+        number: int,
+        scale_a: torch.Tensor | None,
+    ) -> _C.GemmArgs:
+        """Arguments of every kernel that multiplies with one of the call's weights."""
+        knobs, weight = schedule.knobs, call.weights[number]
         transposed = self.spec.transpose_weight
         unit = 1 if transposed else 0
         if weight.stride(unit) != 1:  # [K, columns], unit stride along columns or along K
             weight = weight.contiguous() if transposed else weight.t().contiguous().t()
+        self.device.keep(weight)
         args = _C.GemmArgs()
         args.m, args.n, args.k = a.shape[0], weight.shape[1], a.shape[1]
         args.alpha = 1.0
+        if scale_a is not None:
+            scale_b = call.scale_weights[number].contiguous()
+            scale_a = scale_a.contiguous()
+            self.device.keep(scale_a, scale_b)
+            args.scale_a, args.scale_b = scale_a.data_ptr(), scale_b.data_ptr()
         args.a, args.lda = a.data_ptr(), a.stride(0)
         args.b, args.ldb = weight.data_ptr(), weight.stride(1 - unit)
         order = args.order
@@ -319,7 +413,7 @@ class CudaBackend:
         order.comm_tile_rows = knobs.comm_tile_rows or 1
         args.sm_count, args.device = self.sm_count, self.device.index
         self._sync(args.sync)
-        return args, weight
+        return args
 
     def _launch(self, kernel: _C.Kernel, args: _C.GemmArgs, stream: int) -> None:
         size = kernel.workspace_bytes(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Protocol
@@ -46,6 +47,10 @@ class Device(Protocol):
 
     def on_stream(self, stream: int) -> AbstractContextManager[Any]:
         """Make a stream the current one."""
+        ...
+
+    def enqueue(self, body: Callable[[], None]) -> None:
+        """Put operations of torch on the current stream."""
         ...
 
     def host_words(self, count: int) -> torch.Tensor:
@@ -121,6 +126,10 @@ class CudaDevice:
         """Make a stream torch's current one."""
         external = torch.cuda.ExternalStream(stream, device=self.torch_device)
         return torch.cuda.stream(external)
+
+    def enqueue(self, body: Callable[[], None]) -> None:
+        """torch does so by itself."""
+        body()
 
     def host_words(self, count: int) -> torch.Tensor:
         """Pinned memory."""

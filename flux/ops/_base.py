@@ -368,6 +368,8 @@ def _check_executor(
         raise ValueError(
             f"{label}: with {where}, transport must be {_or(transports)}, got {transport!r}"
         )
+    if not virtual and knobs.reduce == "in_flight":
+        raise ValueError(f"{label}: reduce = in_flight needs backend cuda, got {where}")
     if virtual and knobs.path == "unfused":
         raise ValueError(f"{label}: path = unfused needs a process group, got {where}")
 

@@ -27,11 +27,11 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduc
   cutlass::Array<float, Width> sum;
   sum.clear();
   // Four sources at a time: their loads are under way together.
-  for (int first = 0; first < args.world; first += 4) {
+  for (int first = 0; first < args.slot_count; first += 4) {
     Vector loaded[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + i >= args.world) break;
+      if (first + i >= args.slot_count) break;
       auto const* at = static_cast<Element const*>(args.slots[first + i]) + offset;
       // Past L1, which is not coherent with what peers wrote.
       if constexpr (sizeof(Vector) == 16) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduc
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + i >= args.world) break;
+      if (first + i >= args.slot_count) break;
       const auto addend = to_float(loaded[i]);
 #pragma unroll
       for (int e = 0; e < Width; ++e) sum[e] += addend[e];
@@ -114,7 +114,7 @@ bool wide(FluxReduceArgs const& args) {
   constexpr int kWidth = 16 / sizeof(Element);
   bool ok = args.n % kWidth == 0 && args.tile_n % kWidth == 0 && args.slot_ld % kWidth == 0 &&
             args.out_ld % kWidth == 0;
-  for (int i = 0; i < args.world; ++i) ok = ok && aligned16(args.slots[i]);
+  for (int i = 0; i < args.slot_count; ++i) ok = ok && aligned16(args.slots[i]);
   for (int i = 0; i < args.out_count; ++i) ok = ok && aligned16(args.outs[i]);
   return ok;
 }
