@@ -50,6 +50,8 @@ compgen -G 'flux/lib/kernels/*/*.so' > /dev/null || step kernels 400 bash -c bui
 step test_small 60 "${tests[@]}" -x -k "small or plain"
 step test_gpu 150 "${tests[@]}"
 step kernels_bench 120 "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json"
+step fp8_bench 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 \
+  --json "$out/kernels_e4m3.json"
 step memcheck 90 compute-sanitizer --tool memcheck --error-exitcode 1 \
   "${tests[@]}" -k small
 step racecheck 90 compute-sanitizer --tool racecheck --error-exitcode 1 \

@@ -1,6 +1,6 @@
 """One GPU: every built kernel beside torch.mm, with nobody to wait for.
 
-    python benchmarks/gpu_kernels.py --json benchmarks/results/h200/kernels.json
+    python benchmarks/gpu_kernels.py --json benchmarks/results/h200/kernels.json [--dtype e4m3]
 
 Times are medians over rounds, by CUDA events, all methods of a shape interleaved; inputs rotate, so
 that they do not stay in L2. ag_gemm runs with all signals raised before; gemm_rs scatters into 8
@@ -28,24 +28,40 @@ ROWS = [8192, 4096, 2048, 1024, 256, 64, 16]
 WORLD = 8
 COPIES = 3  # sets of inputs
 EPOCH = 7
-DTYPE = torch.bfloat16
+OUT = torch.bfloat16
+DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+BASELINE = {"bf16": "torch.mm", "e4m3": "torch._scaled_mm"}
 
 
 class Shape:
     """Inputs of one problem, and a call of each method on them."""
 
-    def __init__(self, device: CudaDevice, m: int, n: int, k: int) -> None:
-        self.device, self.m, self.n, self.k = device, m, n, k
-        self.x = [torch.randn(m, k, device="cuda", dtype=DTYPE) for _ in range(COPIES)]
-        self.w = [torch.randn(n, k, device="cuda", dtype=DTYPE) for _ in range(COPIES)]
-        self.out = torch.empty(m, n, device="cuda", dtype=DTYPE)
+    def __init__(self, device: CudaDevice, m: int, n: int, k: int, dtype: str) -> None:
+        self.device, self.m, self.n, self.k, self.dtype = device, m, n, k, dtype
+        self.x = [self._normal(m) for _ in range(COPIES)]
+        self.w = [self._normal(n) for _ in range(COPIES)]
+        # One factor for all, or (scaling = row) one each: kernels read what they need.
+        self.scale_x, self.scale_w = (torch.full((s,), 0.5, device="cuda") for s in (m, n))
+        self.out = torch.empty(m, n, device="cuda", dtype=OUT)
         self.chunk = -(-m // WORLD)
-        self.slots = torch.empty(WORLD, self.chunk, n, device="cuda", dtype=DTYPE)
+        self.slots = torch.empty(WORLD, self.chunk, n, device="cuda", dtype=OUT)
         words = 4096 + WORLD * (self.chunk // 16 + 2) * (n // 16 + 1)
         self.words = torch.full((words,), EPOCH, device="cuda", dtype=torch.int32)
         self.status = torch.zeros(_C.STATUS_WORDS, device="cuda", dtype=torch.int64)
         self.workspaces: dict[str, torch.Tensor] = {}
         self.round = 0
+
+    def _normal(self, rows: int) -> torch.Tensor:
+        values = torch.randn(rows, self.k, device="cuda", dtype=torch.bfloat16)
+        return values.to(DTYPES[self.dtype])
+
+    def baseline(self, index: int) -> None:
+        x, w = self.x[index], self.w[index].t()
+        if self.dtype == "bf16":
+            torch.mm(x, w, out=self.out)
+        else:
+            scales = self.scale_x[:1], self.scale_w[:1]
+            torch._scaled_mm(x, w, *scales, out_dtype=OUT, use_fast_accum=True, out=self.out)
 
     def args(self, index: int, order: bool) -> _C.GemmArgs:
         args = _C.GemmArgs()
@@ -53,6 +69,7 @@ class Shape:
         args.m, args.n, args.k, args.alpha = self.m, self.n, self.k, 1.0
         args.a, args.lda, args.b, args.ldb = x.data_ptr(), self.k, w.data_ptr(), self.k
         args.d, args.ldd, args.device = self.out.data_ptr(), self.n, self.device.index
+        args.scale_a, args.scale_b = self.scale_x.data_ptr(), self.scale_w.data_ptr()
         args.order.raster = 8
         if order:
             args.order.world, args.order.rank = WORLD, 0
@@ -99,6 +116,8 @@ class Shape:
     def error(self, op: str) -> float:
         """Largest deviation of the last result from float64, over the largest value."""
         right = self.x[0].double() @ self.w[0].double().t()
+        if self.dtype != "bf16":
+            right *= 0.25
         if op == "gemm_rs":
             rows = [
                 self.slots[o, : max(0, min(self.chunk, self.m - o * self.chunk))]
@@ -125,15 +144,16 @@ def measure(methods: dict[str, Callable[[int], None]], rounds: int) -> dict[str,
     return times
 
 
-def run_shape(device: CudaDevice, m: int, n: int, k: int, rounds: int) -> dict[str, Any]:
-    shape = Shape(device, m, n, k)
-    methods: dict[str, Callable[[int], None]] = {
-        "torch.mm": lambda i: torch.mm(shape.x[i], shape.w[i].t(), out=shape.out)
-    }
+def run_shape(
+    device: CudaDevice, m: int, n: int, k: int, rounds: int, dtype: str
+) -> dict[str, Any]:
+    shape = Shape(device, m, n, k, dtype)
+    baseline = BASELINE[dtype]
+    methods: dict[str, Callable[[int], None]] = {baseline: shape.baseline}
     errors, complaints = {}, []
     for built in device.registry.kernels.values():
         config = built.config
-        usable = config.dtype == "bf16" and config.weight == "nk" and config.activation == "none"
+        usable = config.dtype == dtype and config.weight == "nk" and config.activation == "none"
         problem = GemmProblem(m, n, k, 1 if config.op == "gemm" else WORLD)
         if not (usable and config.reduce == "local" and is_legal(config, problem)):
             continue
@@ -145,7 +165,8 @@ def run_shape(device: CudaDevice, m: int, n: int, k: int, rounds: int) -> dict[s
         run(0)
         torch.cuda.synchronize()
         errors[config.name] = shape.error(config.op)
-        if not errors[config.name] < 1e-2:
+        # Tensor cores keep some 14 bits of sums of float8 (fast accumulation).
+        if not errors[config.name] < (1e-2 if dtype == "bf16" else 3e-2):
             complaints.append(f"{config.name}: wrong by {errors[config.name]}")
             continue
         methods[config.name] = run
@@ -158,9 +179,9 @@ def run_shape(device: CudaDevice, m: int, n: int, k: int, rounds: int) -> dict[s
     read = (WORLD + 1) * shape.chunk * n * 2
     moved = {"reduce": read, "copy": 2 * shape.slots.numel() * 2}
     return {
-        "m": m, "n": n, "k": k,
+        "m": m, "n": n, "k": k, "dtype": dtype, "baseline": baseline,
         "median_ms": medians,
-        "vs_torch_mm": {name: value / medians["torch.mm"] for name, value in medians.items()},
+        "vs_torch": {name: value / medians[baseline] for name, value in medians.items()},
         "tflops": {name: 2e-9 * m * n * k / value for name, value in medians.items()
                    if name not in moved},
         "gb_per_s": {name: moved[name] / medians[name] * 1e-6 for name in moved if name in medians},
@@ -175,6 +196,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     options = parser.parse_args()
     device = CudaDevice()
     content: dict[str, Any] = {
@@ -186,11 +208,12 @@ def main() -> None:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     for m in options.rows:
         for n, k in SHAPES:
-            found = run_shape(device, m, n, k, options.rounds)
+            found = run_shape(device, m, n, k, options.rounds, options.dtype)
             content["shapes"].append(found)
             options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            print(f"{m} x {n} x {k}: torch.mm {found['median_ms']['torch.mm']:.4f} ms")
-            for name, value in found["vs_torch_mm"].items():
+            baseline = found["baseline"]
+            print(f"{m} x {n} x {k}: {baseline} {found['median_ms'][baseline]:.4f} ms")
+            for name, value in found["vs_torch"].items():
                 print(f"  {value:6.3f}x {name}")
             print("  GB/s", {name: round(v) for name, v in found["gb_per_s"].items()})
             for complaint in found["complaints"]:

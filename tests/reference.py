@@ -82,7 +82,8 @@ def length(part: slice) -> int:
 def all_nan(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """A matrix of NaN, which all bits set are in every dtype."""
     size = rows * columns * like.itemsize
-    return torch.full((size,), 255, dtype=torch.uint8).view(like.dtype).view(rows, columns)
+    bits = torch.full((size,), 255, dtype=torch.uint8, device=like.device)
+    return bits.view(like.dtype).view(rows, columns)
 
 
 def lay_out(dense: torch.Tensor, layout: str) -> torch.Tensor:

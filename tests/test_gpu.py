@@ -18,12 +18,20 @@ from flux import _C, Knobs, PeerTimeoutError
 from flux.backends.device import CudaDevice
 from flux.kernels.legality import GemmProblem
 from flux.transport.virtual import VirtualWorld
+from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
+from op_cases import Call, Case, random_cases
 from reference import Inputs, Problem
-from virtual_cases import call_all, call_on_and_on, knobs_of, topology_of
+from virtual_cases import (
+    call_all,
+    call_on_and_on,
+    check_cases,
+    knobs_of,
+    on_one_device,
+    topology_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 CASES = int(os.environ.get("FLUX_TEST_CASES", "12"))
 
 
@@ -42,17 +50,25 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLUX_POISON", "1")
 
 
+def on_gpu(part: Any) -> Any:
+    if isinstance(part, list):
+        return [on_gpu(p) for p in part]
+    return None if part is None else part.cuda()
+
+
 class OnDevice(Inputs):
     """Inputs on the GPU; results are judged on the CPU."""
 
     def local(self, rank: int, layout: str = "dense", padded: bool = False) -> tuple[Any, Any, Any]:
-        def move(part: Any) -> Any:
-            if isinstance(part, list):
-                return [move(p) for p in part]
-            return None if part is None else part.cuda()
+        host = self.x, self.weights, self.biases
+        self.x, self.weights, self.biases = map(on_gpu, host)
+        try:  # laid out there: a copy to the device would close the gaps
+            return super().local(rank, layout, padded)
+        finally:
+            self.x, self.weights, self.biases = host
 
-        x, weights, biases = super().local(rank, layout, padded)
-        return move(x), move(weights), move(biases)
+    def scales(self, rank: int, rows: int) -> dict[str, Any]:
+        return {name: on_gpu(scale) for name, scale in super().scales(rank, rows).items()}
 
     def check(self, got: list[torch.Tensor], rank: int, path: str = "fused") -> None:
         super().check([g.cpu() for g in got], rank, path)
@@ -94,6 +110,27 @@ def test_random_cases(device: CudaDevice, op: str, world: int) -> None:
     rng = random.Random(f"gpu {op} {world}")
     for _ in range(CASES):
         run_case(device, rng, op, world, 700)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_matrix(device: CudaDevice, op: str, world: int) -> None:
+    """The cases of the CPU backend, as far as kernels for them are built."""
+    cases = random_cases(20, op, world, CASES)
+    cases += every_dtype_layout_and_weight_order(op, "fused")
+    cases += every_combination_of_knobs(op, world)[::5]
+    check_cases(device, world, cases, torch.cuda.synchronize, OnDevice)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("op", OPS)
+def test_float8(device: CudaDevice, op: str, scaling: str) -> None:
+    p = Problem(op, 1000, (1024,), 768, torch.float8_e4m3fn, scaling=scaling)
+    calls = tuple(Call(m, seed=m, gather=p.gathers) for m in (1000, 1, 333))
+    case = Case(p, Knobs(), calls)
+    if on_one_device(device, case, 2).problem != p:
+        pytest.skip("no float8 kernels are built: make kernels SET=default")
+    check_cases(device, 2, [case], torch.cuda.synchronize, OnDevice)
 
 
 @pytest.mark.parametrize("op", OPS)

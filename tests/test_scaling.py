@@ -1,0 +1,98 @@
+"""float8 with scales, and activations: what is refused, and what scales may look like. That results
+are right is shown with everything else in test_every_op.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flux
+from harness import run_ranks
+from reference import Inputs, Problem
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "message"),
+    [
+        (flux.AGGemm, {"dtype": FP8}, "needs scaling = tensor or row"),
+        (flux.GemmRS, {"scaling": "row"}, "other dtypes none; got torch.float32"),
+        (flux.AGGemm, {"dtype": FP8, "scaling": "block"}, "one of none, tensor, row, got 'block'"),
+        (flux.AGGemm, {"activation": "relu"}, "one of none, gelu, silu, got 'relu'"),
+        (flux.GemmAR, {"tuning": flux.Knobs(reduce="in_flight")}, "needs backend cuda"),
+    ],
+)
+def test_what_cannot_be_built(op: Any, options: dict[str, Any], message: str) -> None:
+    run_ranks(1, _cannot_be_built, op, options, message)
+
+
+def _cannot_be_built(rank: int, world: int, op: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        op(max_m=8, n=8, k=8, **options)
+
+
+P = Problem("ag_gemm", 8, (6,), 4, FP8, scaling="row")
+
+
+def _refused(rank: int, world: int, change: dict[str, Any], message: str, kind: Any) -> None:
+    """Refused on every rank when rank 0's scales are wrong, and nothing is lost."""
+    with P.build() as op:
+        inputs = Inputs(P, 8, world, seed=1)
+        x, weight, bias = inputs.local(rank)
+        scales = inputs.scales(rank, x.shape[0])
+        if rank == 0:
+            scales = {**scales, **change}
+        with pytest.raises(kind if rank == 0 else ValueError, match=message):
+            op(x, weight, bias, m=8, **scales)
+        inputs.check(inputs.call(op, rank), rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "kind"),
+    [
+        ({"scale_x": None}, r"takes 2 scales .*, got 1", ValueError),
+        ({"scale_x": torch.ones(5)}, r"scale_x must have 4 value\(s\).*\[5\]", ValueError),
+        ({"scale_x": torch.ones(2, 2)}, r"in one row or column, got \[2, 2\]", ValueError),
+        ({"scale_weight": torch.ones(())}, r"scale_weight must have 3 value\(s\)", ValueError),
+        ({"scale_weight": torch.ones(3).bfloat16()}, "must be torch.float32", TypeError),
+        ({"scale_x": 1.0}, "expected a tensor, got float", TypeError),
+        ({"scale_x": torch.ones(4, requires_grad=True)}, "have no backward", ValueError),
+    ],
+)
+def test_wrong_scales_are_refused_on_all_ranks(
+    change: dict[str, Any], message: str, kind: type[Exception]
+) -> None:
+    run_ranks(2, _refused, change, message, kind)
+
+
+def _shapes(rank: int, world: int) -> None:
+    for scaling in ("row", "tensor"):
+        p = Problem("gemm_rs", 8, (6,), 4, FP8, scaling=scaling)
+        with p.build() as op:
+            inputs = Inputs(p, 8, world, seed=2)
+            x, weight, bias = inputs.local(rank)
+            scale_x, scale_weight = inputs.scales(rank, 8).values()
+            shapes = [(-1, 1), (1, -1), (-1,)] + [()] * (scaling == "tensor")
+            for shape in shapes:
+                out = op(x, weight, bias, scale_x.view(shape), scale_weight.view(shape))
+                inputs.check([out], rank)
+
+
+def test_scales_in_a_row_or_a_column() -> None:
+    run_ranks(2, _shapes)
+
+
+def _no_grad(rank: int, world: int) -> None:
+    with flux.AGGemm(max_m=8, n=6, k=4, activation="gelu") as op:
+        x, weight = torch.randn(4, 4), torch.randn(3, 4, requires_grad=True)
+        with pytest.raises(ValueError, match="have no backward; use torch"):
+            op(x, weight)
+        with torch.no_grad():
+            assert op(x, weight).shape == (8, 3)
+
+
+def test_an_activation_is_not_differentiated() -> None:
+    run_ranks(2, _no_grad)
