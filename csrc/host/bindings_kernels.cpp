@@ -158,17 +158,32 @@ void bind_driver(py::module_& m) {
            py::arg("value"))
       .def("fill", &Driver::fill, py::arg("stream"), py::arg("words"), py::arg("value"),
            py::arg("count"));
+  using Addresses = std::vector<std::uintptr_t>;
   m.def(
       "gather_tiles",
-      [](Driver& driver, const Schedule& schedule, std::uintptr_t stream, std::uint32_t epoch,
-         std::uintptr_t x, std::int64_t row_bytes, const std::vector<std::uintptr_t>& gathered,
-         const std::vector<std::uintptr_t>& entries, const std::vector<std::uintptr_t>& signals) {
-        gather_tiles(driver, schedule,
-                     GatherCall{stream, epoch, x, row_bytes, gathered, entries, signals});
+      [](Driver& driver, const Schedule& schedule, std::uintptr_t home, std::uintptr_t stream,
+         std::uint32_t epoch, std::uintptr_t x, std::int64_t row_bytes, const Addresses& gathered,
+         const Addresses& sources, const Addresses& entries, const Addresses& signals) {
+        gather_tiles(
+            driver, schedule,
+            GatherCall{home, stream, epoch, x, row_bytes, gathered, sources, entries, signals});
       },
-      py::kw_only(), py::arg("driver"), py::arg("schedule"), py::arg("stream"), py::arg("epoch"),
-      py::arg("x"), py::arg("row_bytes"), py::arg("gathered"), py::arg("entries"),
-      py::arg("signals"));
+      py::kw_only(), py::arg("driver"), py::arg("schedule"), py::arg("home"), py::arg("stream"),
+      py::arg("epoch"), py::arg("x"), py::arg("row_bytes"), py::arg("gathered"), py::arg("sources"),
+      py::arg("entries"), py::arg("signals"));
+  m.def(
+      "act_as_peer",
+      [](Driver& driver, const Schedule& schedule, int real, std::uintptr_t stream,
+         std::uint32_t epoch, std::uintptr_t x, std::int64_t row_bytes, const Addresses& gathered,
+         const Addresses& sources, const Addresses& entries, const Addresses& signals) {
+        act_as_peer(
+            driver, schedule,
+            GatherCall{stream, stream, epoch, x, row_bytes, gathered, sources, entries, signals},
+            real);
+      },
+      py::kw_only(), py::arg("driver"), py::arg("schedule"), py::arg("real"), py::arg("stream"),
+      py::arg("epoch"), py::arg("x"), py::arg("row_bytes"), py::arg("gathered"), py::arg("sources"),
+      py::arg("entries"), py::arg("signals"));
 }
 
 }  // namespace

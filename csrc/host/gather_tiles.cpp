@@ -17,20 +17,38 @@ class Gather {
         entered_(world_, false) {}
 
   void run() {
-    const bool pull = schedule_.spec.tiles.direction == Direction::kPull;
-    if (pull) {
-      for (int peer = 0; peer < world_; ++peer) await_entry(peer);
+    if (pulls()) {
+      for (int peer = 0; peer < world_; ++peer) await_entry(call_.home, peer);
     }
+    driver_.order_after(call_.stream, call_.home);
     keep_own();
     for (const Transfer& t : schedule_.transfers) {
       if (t.src == t.dst) continue;  // own rows are there already
-      pull ? fetch(t) : send(t);
+      if (pulls()) {
+        fetch(t);
+      } else {
+        if (t.forwarded) await_tile(rank_, t.signal);
+        send(t);
+      }
+    }
+  }
+
+  void run_beside(int real) {
+    for (const Transfer& t : schedule_.transfers) {
+      if (!pulls()) {
+        if (t.dst == real) send(t);
+      } else if (t.src == real) {
+        fetch(t);
+      } else {
+        raise(call_.stream, rank_, t.signal);
+      }
     }
   }
 
  private:
-  Address row_of(int rank, int row) const {
-    return call_.gathered[rank] + static_cast<Address>(row) * call_.row_bytes;
+  bool pulls() const { return schedule_.spec.tiles.direction == Direction::kPull; }
+  Address row_in(const std::vector<Address>& buffers, int rank, int row) const {
+    return buffers[rank] + static_cast<Address>(row) * call_.row_bytes;
   }
   Address word(const std::vector<Address>& words, int rank, int index) const {
     return words[rank] + index * kWord;
@@ -43,9 +61,9 @@ class Gather {
     return call_.x + static_cast<Address>(row - begin) * call_.row_bytes;
   }
 
-  void await_entry(int peer) {
+  void await_entry(Stream stream, int peer) {
     if (peer == rank_ || entered_[peer]) return;
-    driver_.await_signal(call_.stream, word(call_.entries, rank_, peer), call_.epoch);
+    driver_.await_signal(stream, word(call_.entries, rank_, peer), call_.epoch);
     entered_[peer] = true;
   }
 
@@ -54,31 +72,32 @@ class Gather {
     for (int tile = 0; tile < tiles_per_chunk(c); ++tile) {
       const Range rows = comm_tile_rows(c, rank_, tile);
       if (rows.begin == rows.end) continue;
-      driver_.copy(call_.stream, row_of(rank_, rows.begin), own_row(rows.begin), bytes(rows));
-      raise(rank_, signal_index(c, rank_, tile));
+      driver_.copy(call_.home, row_in(call_.gathered, rank_, rows.begin), own_row(rows.begin),
+                   bytes(rows));
+      raise(call_.home, rank_, signal_index(c, rank_, tile));
     }
   }
 
   void send(const Transfer& t) {
-    if (t.forwarded) await_tile(rank_, t.signal);
-    await_entry(t.dst);
-    const Address from = t.forwarded ? row_of(rank_, t.rows.begin) : own_row(t.rows.begin);
-    driver_.copy(call_.stream, row_of(t.dst, t.rows.begin), from, bytes(t.rows));
-    raise(t.dst, t.signal);
+    await_entry(call_.stream, t.dst);
+    const Address from =
+        t.forwarded ? row_in(call_.sources, rank_, t.rows.begin) : own_row(t.rows.begin);
+    driver_.copy(call_.stream, row_in(call_.gathered, t.dst, t.rows.begin), from, bytes(t.rows));
+    raise(call_.stream, t.dst, t.signal);
   }
 
   void fetch(const Transfer& t) {
     await_tile(t.src, t.signal);
-    driver_.copy(call_.stream, row_of(rank_, t.rows.begin), row_of(t.src, t.rows.begin),
-                 bytes(t.rows));
-    raise(rank_, t.signal);
+    driver_.copy(call_.stream, row_in(call_.gathered, rank_, t.rows.begin),
+                 row_in(call_.sources, t.src, t.rows.begin), bytes(t.rows));
+    raise(call_.stream, rank_, t.signal);
   }
 
   void await_tile(int rank, int signal) {
     driver_.await_signal(call_.stream, word(call_.signals, rank, signal), call_.epoch);
   }
-  void raise(int rank, int signal) {
-    driver_.signal(call_.stream, word(call_.signals, rank, signal), call_.epoch);
+  void raise(Stream stream, int rank, int signal) {
+    driver_.signal(stream, word(call_.signals, rank, signal), call_.epoch);
   }
 
   Driver& driver_;
@@ -93,6 +112,10 @@ class Gather {
 
 void gather_tiles(Driver& driver, const Schedule& schedule, const GatherCall& call) {
   Gather(driver, schedule, call).run();
+}
+
+void act_as_peer(Driver& driver, const Schedule& schedule, const GatherCall& call, int real) {
+  Gather(driver, schedule, call).run_beside(real);
 }
 
 }  // namespace flux::host
