@@ -36,9 +36,9 @@ Who may write where, and when, beside what csrc/host/gather_tiles.h and docs/ker
     memory of the peers    written by rank 0 alone in the order of its streams (push: the copy
                            stream, ReduceScatter: the kernels), or by the agent alone (pull); the
                            agent's entry says that it has ended its last call. Nobody reads it.
-    what is provided, and  written by the host, into buffers that no stream reads any more: every
-      epoch words          stream writes the epoch into its word of ``finished`` at the end of a
-                           call, and a buffer is handed out again when all of them have.
+    what is provided, and  written by the host, into buffers that no stream reads any more: rank 0
+      epoch words          writes the epoch into ``finished`` at the end of its call, for which it
+                           has waited for all that agents copy; then they are handed out again.
 """
 
 from __future__ import annotations
@@ -200,17 +200,15 @@ class LoopbackPeers(Peers):
         self.data = [data.data_ptr() for data in memory.data]
         self.signals = [pad + 2 * self.world * WORD for pad in self.pads]
         pinned = of.device.pinned
-        self.finished = pinned(self.world, torch.int32)
+        self.finished = pinned(1, torch.int32)
         self._sets = PinnedPool(lambda: pinned(layout.data_bytes, torch.uint8), self._over)
         self._words = PinnedPool(lambda: pinned(layout.words, torch.int32), self._over)
         self._provided: _Provided | None = None
         self._epoch = 0  # of the last call
 
     def _over(self, epoch: int) -> bool:
-        return all(
-            _C.core.epoch_reached(word & 0xFFFFFFFF, epoch & 0xFFFFFFFF)
-            for word in self.finished.tolist()
-        )
+        finished = int(self.finished[0]) & 0xFFFFFFFF
+        return _C.core.epoch_reached(finished, epoch & 0xFFFFFFFF)
 
     # -- what the user gives -----------------------------------------------------------------------
 
@@ -288,10 +286,6 @@ class LoopbackPeers(Peers):
             self.driver.signal(agent, self.pads[REAL] + peer * WORD, epoch & 0xFFFFFFFF)
         return self._provided.rows.data_ptr()
 
-    def _leave(self, epoch: int) -> None:
-        for peer, agent in self.of.agents.items():
-            self.driver.signal(agent, self.finished.data_ptr() + peer * WORD, epoch & 0xFFFFFFFF)
-
     def gather(self, schedule: TileSchedule, epoch: int, data: list[int]) -> list[int]:
         """Push this rank's gathered rows, or pull from them; where it pulls from itself."""
         rows = self._enter(epoch)
@@ -311,7 +305,6 @@ class LoopbackPeers(Peers):
                 entries=self.pads,
                 signals=self.signals,
             )
-        self._leave(epoch)
         return sources
 
     def scatter(self, schedule: TileSchedule, epoch: int) -> None:
@@ -333,8 +326,6 @@ class LoopbackPeers(Peers):
                 self.driver.signal(agent, address, value)
                 rest = (slab.flags - 1) * WORD
                 self.driver.copy(agent, address + WORD, words.data_ptr(), rest)
-        if self.spec.op is not Op.gemm_ar:
-            self._leave(epoch)
 
     def _slabs(self, tiling: _C.core.ScatterTiling, m: int, rows: int) -> list[_Slab]:
         """This rank's rows in slabs of whole tile rows, about ``rows`` each."""
@@ -362,11 +353,10 @@ class LoopbackPeers(Peers):
             self.driver.copy(agent, self.data[REAL] + begin, provided + begin, size)
             done = self.pads[REAL] + (self.world + peer) * WORD
             self.driver.signal(agent, done, epoch & 0xFFFFFFFF)
-        self._leave(epoch)
 
     def end(self, stream: int, epoch: int) -> None:
-        """Say that this rank no longer reads what was provided."""
-        self.driver.signal(stream, self.finished.data_ptr() + REAL * WORD, epoch & 0xFFFFFFFF)
+        """Say that nobody reads what was provided any more."""
+        self.driver.signal(stream, self.finished.data_ptr(), epoch & 0xFFFFFFFF)
 
     def let_go(self, epoch: int) -> None:
         """Raise every word of the peers' pads, which only agents and this rank's copies await."""
