@@ -302,13 +302,27 @@ class Driver:
     def await_signal(self, stream: int, word: int, value: int) -> None: ...
     def fill(self, stream: int, words: int, value: int, count: int) -> None: ...
 
+_GatherPart = tuple[int, int, Sequence[int], Sequence[int]]
+
 def gather_tiles(
     *,
     driver: Driver,
     schedule: Schedule,
+    home: int,
     stream: int,
     epoch: int,
-    parts: Sequence[tuple[int, int, Sequence[int]]],
+    parts: Sequence[_GatherPart],
+    entries: Sequence[int],
+    signals: Sequence[int],
+) -> None: ...
+def act_as_peer(
+    *,
+    driver: Driver,
+    schedule: Schedule,
+    real: int,
+    stream: int,
+    epoch: int,
+    parts: Sequence[_GatherPart],
     entries: Sequence[int],
     signals: Sequence[int],
 ) -> None: ...

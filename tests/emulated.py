@@ -32,6 +32,16 @@ def build(folder: Path) -> Path:
     return target
 
 
+@contextmanager
+def emulated_device(folder: Path) -> Iterator[EmulatedDevice]:
+    """A device whose streams must all have been given back in the end."""
+    device = EmulatedDevice(build(folder))
+    yield device
+    device.set_delay(0)
+    device.close()
+    assert device.streams() == 0
+
+
 _VARIANTS: dict[str, dict[str, str]] = {
     "ag_gemm": {},
     "ag_gemm_silu": {"activation": "silu"},
@@ -96,8 +106,8 @@ class EmulatedDevice:
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype)
 
-    def host_words(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64)
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype)
 
     def current_stream(self) -> int:
         return self._current

@@ -219,19 +219,9 @@ void run_gemm_rs(const FluxGemmArgs& args) {
   }
 }
 
-void run_reduce(const FluxReduceArgs& args) {
-  const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
-  const Range tiles = tiles_of_owner(s, args.rank);
-  for (int row = tiles.begin; row < tiles.end; ++row) {
-    for (int column = 0; column < flag_columns(s); ++column) {
-      for (int source = 0; source < args.world; ++source) {
-        await(args.flags, flag_index(s, source, args.rank, row, column), args.sync,
-              FLUX_WAIT_PARTIAL, row);
-      }
-    }
-  }
-  for (int r = 0; r < args.rows; ++r) {
-    for (int c = 0; c < args.n; ++c) {
+void sum_tile(const FluxReduceArgs& args, Range rows, Range columns) {
+  for (int r = rows.begin; r < rows.end; ++r) {
+    for (int c = columns.begin; c < columns.end; ++c) {
       float sum = 0;
       for (int source = 0; source < args.slot_count; ++source) {
         sum +=
@@ -242,6 +232,23 @@ void run_reduce(const FluxReduceArgs& args) {
       for (int out = 0; out < args.out_count; ++out) {
         static_cast<std::uint16_t*>(args.outs[out])[r * args.out_ld + c] = to_bf16(sum);
       }
+    }
+  }
+}
+
+// The last tile first: each must rely on its own flags, whatever order they are raised in.
+void run_reduce(const FluxReduceArgs& args) {
+  const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
+  const Range tiles = tiles_of_owner(s, args.rank);
+  for (int row = tiles.end - 1; row >= tiles.begin; --row) {
+    const Range rows{max_of(row * args.tile_m - args.first_row, 0),
+                     min_of((row + 1) * args.tile_m - args.first_row, args.rows)};
+    for (int column = flag_columns(s) - 1; column >= 0; --column) {
+      for (int source = 0; source < args.world; ++source) {
+        await(args.flags, flag_index(s, source, args.rank, row, column), args.sync,
+              FLUX_WAIT_PARTIAL, row);
+      }
+      sum_tile(args, rows, {column * args.tile_n, min_of((column + 1) * args.tile_n, args.n)});
     }
   }
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flux
-from emulated import EmulatedDevice, build
+from emulated import EmulatedDevice, emulated_device
 from flux import Knobs, PeerTimeoutError
 from flux.backends import cuda as cuda_module
 from flux.backends import device as device_module
@@ -26,11 +26,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    device = EmulatedDevice(build(tmp_path_factory.mktemp("gpu")))
-    yield device
-    device.set_delay(0)
-    device.close()
-    assert device.streams() == 0
+    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
+        yield device
 
 
 @pytest.fixture(autouse=True)

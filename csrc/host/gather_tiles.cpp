@@ -18,20 +18,39 @@ class Gather {
         entered_(world_, false) {}
 
   void run() {
-    const bool pull = schedule_.spec.tiles.direction == Direction::kPull;
-    if (pull) {
-      for (int peer = 0; peer < world_; ++peer) await_entry(peer);
+    if (pulls()) {
+      for (int peer = 0; peer < world_; ++peer) await_entry(call_.home, peer);
     }
+    driver_.order_after(call_.stream, call_.home);
     keep_own();
     for (const Transfer& t : schedule_.transfers) {
       if (t.src == t.dst) continue;  // own rows are there already
-      pull ? fetch(t) : send(t);
+      if (pulls()) {
+        fetch(t);
+      } else {
+        if (t.forwarded) await_tile(rank_, t.signal);
+        send(t);
+      }
+    }
+  }
+
+  void run_beside(int real) {
+    for (const Transfer& t : schedule_.transfers) {
+      if (!pulls()) {
+        if (t.dst == real) send(t);
+      } else if (t.src == real) {
+        fetch(t);
+      } else {
+        raise(call_.stream, rank_, t.signal);
+      }
     }
   }
 
  private:
-  static Address row_of(const GatherPart& part, int rank, int row) {
-    return part.gathered[rank] + static_cast<Address>(row) * part.row_bytes;
+  bool pulls() const { return schedule_.spec.tiles.direction == Direction::kPull; }
+  static Address row_in(const GatherPart& part, const std::vector<Address>& buffers, int rank,
+                        int row) {
+    return buffers[rank] + static_cast<Address>(row) * part.row_bytes;
   }
   Address word(const std::vector<Address>& words, int rank, int index) const {
     return words[rank] + index * kWord;
@@ -41,17 +60,18 @@ class Gather {
     return part.own + static_cast<Address>(row - begin) * part.row_bytes;
   }
   // Rows to the gathered ones of `to`: from those of `from`, or from where the call got them.
-  void copy(int to, Range rows, int from) {
+  void copy(Stream stream, int to, Range rows, int from) {
     for (const GatherPart& part : call_.parts) {
-      const Address source = from < 0 ? own_row(part, rows.begin) : row_of(part, from, rows.begin);
-      driver_.copy(call_.stream, row_of(part, to, rows.begin), source,
+      const Address source =
+          from == kGiven ? own_row(part, rows.begin) : row_in(part, part.sources, from, rows.begin);
+      driver_.copy(stream, row_in(part, part.gathered, to, rows.begin), source,
                    static_cast<std::size_t>(rows.end - rows.begin) * part.row_bytes);
     }
   }
 
-  void await_entry(int peer) {
+  void await_entry(Stream stream, int peer) {
     if (peer == rank_ || entered_[peer]) return;
-    driver_.await_signal(call_.stream, word(call_.entries, rank_, peer), call_.epoch);
+    driver_.await_signal(stream, word(call_.entries, rank_, peer), call_.epoch);
     entered_[peer] = true;
   }
 
@@ -60,29 +80,28 @@ class Gather {
     for (int tile = 0; tile < tiles_per_chunk(c); ++tile) {
       const Range rows = comm_tile_rows(c, rank_, tile);
       if (rows.begin == rows.end) continue;
-      copy(rank_, rows, kGiven);
-      raise(rank_, signal_index(c, rank_, tile));
+      copy(call_.home, rank_, rows, kGiven);
+      raise(call_.home, rank_, signal_index(c, rank_, tile));
     }
   }
 
   void send(const Transfer& t) {
-    if (t.forwarded) await_tile(rank_, t.signal);
-    await_entry(t.dst);
-    copy(t.dst, t.rows, t.forwarded ? rank_ : kGiven);
-    raise(t.dst, t.signal);
+    await_entry(call_.stream, t.dst);
+    copy(call_.stream, t.dst, t.rows, t.forwarded ? rank_ : kGiven);
+    raise(call_.stream, t.dst, t.signal);
   }
 
   void fetch(const Transfer& t) {
     await_tile(t.src, t.signal);
-    copy(rank_, t.rows, t.src);
-    raise(rank_, t.signal);
+    copy(call_.stream, rank_, t.rows, t.src);
+    raise(call_.stream, rank_, t.signal);
   }
 
   void await_tile(int rank, int signal) {
     driver_.await_signal(call_.stream, word(call_.signals, rank, signal), call_.epoch);
   }
-  void raise(int rank, int signal) {
-    driver_.signal(call_.stream, word(call_.signals, rank, signal), call_.epoch);
+  void raise(Stream stream, int rank, int signal) {
+    driver_.signal(stream, word(call_.signals, rank, signal), call_.epoch);
   }
 
   Driver& driver_;
@@ -97,6 +116,10 @@ class Gather {
 
 void gather_tiles(Driver& driver, const Schedule& schedule, const GatherCall& call) {
   Gather(driver, schedule, call).run();
+}
+
+void act_as_peer(Driver& driver, const Schedule& schedule, const GatherCall& call, int real) {
+  Gather(driver, schedule, call).run_beside(real);
 }
 
 }  // namespace flux::host

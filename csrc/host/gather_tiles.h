@@ -1,8 +1,11 @@
-// The copies of an AllGather on a GPU: the transfers of a schedule, put on a copy stream.
+// The copies of an AllGather on a GPU: the transfers of a schedule, put on streams.
 //
-//   copy stream of rank r, push:  own rows -> own buffer, signal | await entry of d, rows -> d, signal d ...
-//                          pull:  await all entries, own rows -> own buffer, signal |
-//                                 await s's signal at s, rows of s -> own buffer, signal ...
+//   home of rank r (the stream of its kernel):  pull: await all entries | own rows -> own buffer, signal
+//   copy stream, push:  await entry of d, rows -> d, signal d ...
+//                pull:  (behind the entries)  await s's signal at s, rows of s -> own buffer, signal ...
+//
+// Own rows are copied in front of the kernel and not beside it: a copy inside one device may be done by
+// its multiprocessors, and the kernel that waits for it may hold them all.
 //
 // Buffer reuse. A rank's gathered rows are last read by its kernel of call e - 1. It raises its entry
 // of call e, at every peer, in the order of its own stream, so after that kernel. Push: a peer writes
@@ -25,10 +28,12 @@ struct GatherPart {
   Address own;  // own rows, without gaps
   std::int64_t row_bytes;
   std::vector<Address> gathered;  // by rank: [M, ...] without gaps
+  std::vector<Address> sources;   // by rank: the same, to read from
 };
 
 struct GatherCall {
-  Stream stream;
+  Stream home;    // own rows; behind it everything else
+  Stream stream;  // the copy stream
   std::uint32_t epoch;
   const std::vector<GatherPart>& parts;
   const std::vector<Address>& entries;  // by rank: W words of its pad
@@ -36,5 +41,10 @@ struct GatherCall {
 };
 
 void gather_tiles(Driver& driver, const Schedule& schedule, const GatherCall& call);
+
+// The part of a rank that exists on paper only, in a group where `real` is the one rank that does not
+// (flux/transport/loopback.py): all rows but those of `real` lie at the rank's `sources` from the
+// beginning, so it moves what comes from or goes to `real`, on `stream`, and announces the rest.
+void act_as_peer(Driver& driver, const Schedule& schedule, const GatherCall& call, int real);
 
 }  // namespace flux::host

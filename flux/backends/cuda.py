@@ -1,7 +1,7 @@
 """CUDA backend: executes tile schedules with the fused kernels, copy streams and signals of a GPU.
 
-    AGGemm   caller's stream   entry -> all peers | kernel: wait for rows, multiply, ... | join
-             copy stream       own rows, signal | rows of peers, their signals ...
+    AGGemm   caller's stream   entry -> all peers | own rows | kernel: wait, multiply | join
+             copy stream       rows to or from peers, their signals ...
 
     GemmRS   caller's stream   entry -> all peers | kernel: tile -> its owner, flag | reduction
 
@@ -40,7 +40,7 @@ from flux.ops.call import Call
 from flux.ops.spec import FP8, OpSpec
 from flux.schedule import TileSchedule
 from flux.topology import Topology
-from flux.transport.virtual import VirtualExchange
+from flux.transport.one_gpu import OneGpuExchange, Peers
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
 WORD = 4  # bytes of a signal
@@ -106,7 +106,7 @@ class CudaBackend:
     def __init__(
         self,
         spec: OpSpec,
-        exchange: VirtualExchange,
+        exchange: OneGpuExchange,
         knobs: Knobs,
         topology: Topology,
         timeout_s: float,
@@ -119,7 +119,7 @@ class CudaBackend:
         self.timeout_s = timeout_s
         self.poison = POISON.get()
         self.device: Device = exchange.of.device
-        self.sm_count = max(1, self.device.sm_count // self.world)
+        self.sm_count = exchange.of.sm_share
         self.knobs = knobs
         self._activate_after = False
         self.kernels = [self._kernel(n) for n in spec.local_n(self.world, self.rank)]
@@ -128,9 +128,10 @@ class CudaBackend:
         memory = exchange.of.memory(exchange.op, self.layout.words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
         self.data = [data.data_ptr() for data in memory.data]
+        self.peers = exchange.of.peers(exchange.op, spec, self.layout, tile, memory)
         self._own_data = memory.data[self.rank]
         self._status = self.device.zeros(_C.STATUS_WORDS, torch.int64)
-        self._report = self.device.host_words(_C.STATUS_WORDS)
+        self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
         self.driver = self.device.driver
         self.copy_stream = self.driver.create_stream()
         self._workspaces: dict[int, torch.Tensor] = {}
@@ -203,20 +204,22 @@ class CudaBackend:
         stream = self._begin(call, pull=schedule.knobs.direction == "pull")
         x = call.x.contiguous()
         outs = [self._empty(call.m, w.shape[1]) for w in call.weights]
-        self.driver.order_after(later=self.copy_stream, earlier=stream)
-        parts = [(x.data_ptr(), self.layout.row_bytes, self.data)]
+        sources = self.peers.gather(schedule, self.epoch, self.data)
+        parts = [(x.data_ptr(), self.layout.row_bytes, self.data, sources)]
         scales = call.scale_x
         if scales is not None and self.spec.scaling == "row":
             scales = scales.contiguous()
             at = self.layout.rest_offset
-            parts.append((scales.data_ptr(), SCALE_BYTES, [data + at for data in self.data]))
+            gathered_scales = [data + at for data in self.data]
+            parts.append((scales.data_ptr(), SCALE_BYTES, gathered_scales, gathered_scales))
             self.device.keep(scales)
             scales = self._own_data[at:].view(torch.float32)
         _C.gather_tiles(
             driver=self.driver,
             schedule=schedule.native,
+            home=stream,
             stream=self.copy_stream,
-            epoch=self.epoch,
+            epoch=self.epoch & 0xFFFFFFFF,
             parts=parts,
             entries=self.pads,
             signals=[pad + 2 * self.world * WORD for pad in self.pads],
@@ -264,6 +267,7 @@ class CudaBackend:
         args.slot_ld = n
         args.entries = self.pads[self.rank]
         kernel = self.kernels[0]
+        self.peers.scatter(schedule, self.epoch)
         self._launch(kernel, args, stream)
         full = spec.op is Op.gemm_ar
         out = self._empty(0 if full else own, n)
@@ -281,6 +285,7 @@ class CudaBackend:
         reduction.sm_count = self.sm_count
         self._sync(reduction.sync)
         if full:
+            self.peers.send_results(stream, call.m, self.epoch)
             at = layout.rest_offset + first * layout.row_bytes
             reduction.set_outs([data + at for data in self.data])
         else:
@@ -312,6 +317,7 @@ class CudaBackend:
     def _begin(self, call: Call, pull: bool) -> int:
         """Start a call on the caller's stream: tell the peers that this rank's buffers are free."""
         self.check(wait=False)
+        self.peers.check(call.m)
         self.epoch += 1
         biases = (b for b in call.biases if b is not None)
         self.device.keep(call.x, *call.weights, *biases, *call.scale_weights)
@@ -341,6 +347,7 @@ class CudaBackend:
     def _end(self, stream: int) -> None:
         size = _C.STATUS_WORDS * 8
         self.driver.copy(stream, self._report.data_ptr(), self._status.data_ptr(), size)
+        self.peers.end(stream, self.epoch)
 
     def _empty(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype = dtype or self.spec.out_dtype
@@ -463,6 +470,7 @@ class CudaBackend:
 
     def _let_go(self) -> None:
         """Raise every word of the own pad, so that no stream of this rank waits any more."""
+        self.peers.let_go(self.epoch)
         rescue = self.driver.create_stream()
         value = self.epoch & 0xFFFFFFFF
         self.driver.fill(rescue, self.pads[self.rank], value, self.layout.words)
@@ -489,3 +497,4 @@ class CudaBackend:
         self.driver.destroy_stream(self.copy_stream)
         self._own_data = torch.empty(0)
         self.exchange.of.leave_op(self.exchange.op, self.rank)
+        self.peers = Peers()

@@ -53,8 +53,8 @@ class Device(Protocol):
         """Put operations of torch on the current stream."""
         ...
 
-    def host_words(self, count: int) -> torch.Tensor:
-        """int64 words of the host that the device can copy to."""
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory of the host that the device reads and writes, at the same address."""
         ...
 
     def keep(self, *tensors: torch.Tensor) -> None:
@@ -131,9 +131,9 @@ class CudaDevice:
         """torch does so by itself."""
         body()
 
-    def host_words(self, count: int) -> torch.Tensor:
-        """Pinned memory."""
-        return torch.zeros(count, dtype=torch.int64, pin_memory=True)
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory: with unified addressing, the device uses the host's address."""
+        return torch.zeros(count, dtype=dtype, pin_memory=True)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """Nothing to do: torch's allocator hands memory out again in the order of the stream."""

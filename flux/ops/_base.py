@@ -26,8 +26,8 @@ from flux.ops.spec import OpSpec, as_sizes
 from flux.schedule import TileSchedule, make_schedule
 from flux.topology import Topology
 from flux.transport.exchange import Exchange, resolve_group
+from flux.transport.one_gpu import OneGpuExchange, OneGpuRank, OneGpuWorld
 from flux.transport.shm import host_identity
-from flux.transport.virtual import VirtualExchange, VirtualRank
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class TensorParallelOp:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | VirtualRank | str | None,
+        group: dist.ProcessGroup | OneGpuRank | str | None,
         *,
         max_m: int,
         n: int | Sequence[int],
@@ -80,7 +80,7 @@ class TensorParallelOp:
     ) -> None:
         self._closed = True
         exchange = _exchange(group, type(self).__name__)
-        virtual = exchange.of if isinstance(exchange, VirtualExchange) else None
+        one_gpu = exchange.of if isinstance(exchange, OneGpuExchange) else None
         spec: OpSpec | None = None
         knobs = Knobs()
         problem: Exception | None = None
@@ -95,7 +95,7 @@ class TensorParallelOp:
             topology = _topology(label, topology, hosts)
             check_legal(knobs, topology)
             _check_options(label, spec, exchange.world, timeout_s)
-            _check_executor(label, virtual is not None, knobs, backend, transport)
+            _check_executor(label, spec, one_gpu, knobs, backend, transport)
             knobs = _check_hosts(label, len(set(hosts)), knobs, transport)
             for variable in VARIABLES:
                 variable.get()
@@ -111,17 +111,17 @@ class TensorParallelOp:
         self.rank = exchange.rank
         self.timeout_s = timeout_s
         self.topology = topology
-        device = virtual.device.torch_device if virtual else torch.device("cpu")
+        device = one_gpu.device.torch_device if one_gpu else torch.device("cpu")
         self._checker = CallChecker(spec, self.world, self.rank, device)
         # make_schedule caches too, but to hash its arguments costs more than a call may.
         self._schedules: dict[int, TileSchedule] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._broken: str | None = None
-        group = None if isinstance(exchange, VirtualExchange) else exchange.group
+        group = None if isinstance(exchange, OneGpuExchange) else exchange.group
         self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
         self._backend: CpuBackend | CudaBackend | None = None
-        if self.world > 1 and isinstance(exchange, VirtualExchange):
+        if self.world > 1 and isinstance(exchange, OneGpuExchange):
             self._backend = CudaBackend(spec, exchange, knobs, topology, timeout_s)
         elif self.world > 1 and isinstance(exchange, Exchange):
             local = [host == hosts[self.rank] for host in hosts]
@@ -348,30 +348,39 @@ def _check_options(
 
 
 def _exchange(
-    group: dist.ProcessGroup | VirtualRank | str | None, label: str
-) -> Exchange | VirtualExchange:
-    if isinstance(group, VirtualRank):
-        return VirtualExchange(group, label)
+    group: dist.ProcessGroup | OneGpuRank | str | None, label: str
+) -> Exchange | OneGpuExchange:
+    if isinstance(group, OneGpuRank):
+        return OneGpuExchange(group, label)
     return Exchange(resolve_group(group), label)
 
 
 def _check_executor(
-    label: str, virtual: bool, knobs: Knobs, backend: str | None, transport: str | None
+    label: str,
+    spec: OpSpec,
+    one_gpu: OneGpuWorld | None,
+    knobs: Knobs,
+    backend: str | None,
+    transport: str | None,
 ) -> None:
-    """Who executes and what moves tiles; a virtual rank decides both."""
-    backends = ("cuda",) if virtual else ("cpu",)
-    transports = ("virtual",) if virtual else ("shm", "send_recv")
-    where = "a rank of a VirtualWorld" if virtual else "a process group"
+    """Who executes and what moves tiles; a rank of a world on one GPU decides both."""
+    backends: tuple[str, ...] = ("cpu",)
+    transports: tuple[str, ...] = ("shm", "send_recv")
+    where = "a process group"
+    if one_gpu is not None:
+        backends, transports = ("cuda",), (one_gpu.transport,)
+        where = f"a rank of a {type(one_gpu).__name__}"
     if backend not in (None, *backends):
         raise ValueError(f"{label}: with {where}, backend must be {_or(backends)}, got {backend!r}")
     if transport not in (None, *transports):
         raise ValueError(
             f"{label}: with {where}, transport must be {_or(transports)}, got {transport!r}"
         )
-    if not virtual and knobs.reduce == "in_flight":
+    if one_gpu is None and knobs.reduce == "in_flight":
         raise ValueError(f"{label}: reduce = in_flight needs backend cuda, got {where}")
-    if virtual and knobs.path == "unfused":
-        raise ValueError(f"{label}: path = unfused needs a process group, got {where}")
+    reason = one_gpu.why_not(spec, knobs) if one_gpu is not None else None
+    if reason is not None:
+        raise ValueError(f"{label}: {reason}, got {where}")
 
 
 def _or(names: Sequence[str]) -> str:

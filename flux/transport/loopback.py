@@ -1,0 +1,376 @@
+"""One rank on the GPU, its peers' memory in pinned memory of the host: a real link, PCIe, whose
+time a fused op can hide or not, with a single GPU.
+
+    world = LoopbackWorld(4)
+    op = flux.AGGemm(world.rank(), max_m=8192, n=49152, k=12288, dtype=torch.bfloat16)
+    world.provide(op, 8192, [x1, x2, x3])    # the shards of ranks 1 to 3
+    y = op(x0, w)
+
+Rank 0 is the real one: its kernels, copies, signals and waits are those of any rank. Peers r >= 1
+have their part of the symmetric memory in the host, which the GPU reads and writes at the host's
+own addresses. They compute nothing: their rows, partials and results are given beforehand. What
+they would do to this rank is put on a stream per peer, their *agent*, when the op is called:
+
+    agent of r, always   entry of r -> rank 0 | ...
+    AllGather, push      await entry of 0 | rows of r -> gathered rows of 0, signal 0 | ...
+               pull      signals at r | await signal of 0, rows of 0 -> gathered rows of r, signal r
+    ReduceScatter        await entry of 0 | partial of r, a slab -> slot r of 0, its flags | ...
+    AllReduce            ... | behind the GEMM of 0: result rows of r -> result of 0, "done" -> 0
+
+So both directions of the link are as busy as with real peers, in the order of the peers' own
+schedules. Peers start together with this rank, and are never late. Two things take no time that
+they would take: links between two peers (a chunk that a peer passes on is with it from the start),
+and the peers' GEMMs, which only a result waits for, for as long as this rank's takes.
+
+Flags. A GEMM tile raises one flag, so a slab of partials raises many that lie in a row. The first
+is written by a stream memory operation, which makes the slab visible to the system; behind it the
+rest is copied from pinned words that hold the epoch. A memset would not do: it is done by
+multiprocessors, and the reduction that waits for the flags may hold all of them.
+
+Who may write where, and when, beside what csrc/host/gather_tiles.h and docs/kernels.md say:
+
+    gathered rows, slots,  the entry of rank 0 says that it no longer reads them; the agent awaits
+      result of rank 0     it before its first copy.
+    own gathered rows,     read by agents, who raise their next entry behind that, in the order of
+      pull                 their stream; rank 0 awaits the entries before it writes its own rows.
+    memory of the peers    written by rank 0 alone in the order of its streams (push: the copy
+                           stream, ReduceScatter: the kernels), or by the agent alone (pull); the
+                           agent's entry says that it has ended its last call. Nobody reads it.
+    what is provided, and  written by the host, into buffers that no stream reads any more: rank 0
+      epoch words          writes the epoch into ``finished`` at the end of its call, for which it
+                           has waited for all that agents copy; then they are handed out again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flux import _C
+from flux.backends.device import Device
+from flux.env import POISON
+from flux.knobs import Op
+from flux.transport.one_gpu import Memory, OneGpuRank, OneGpuWorld, Peers
+
+if TYPE_CHECKING:
+    from flux.backends.cuda import Layout
+    from flux.knobs import Knobs
+    from flux.ops._base import TensorParallelOp
+    from flux.ops.spec import OpSpec
+    from flux.schedule import TileSchedule
+
+WORD = 4  # bytes of a signal
+REAL = 0  # the rank on the GPU
+
+
+class LoopbackWorld(OneGpuWorld):
+    """``world`` ranks, of which rank 0 is on the GPU and the others are played.
+
+    Args:
+        world: number of ranks.
+        device: where rank 0 lives; the current CUDA device by default.
+
+    Raises:
+        ValueError: ``world`` is not in [2, 15].
+        RuntimeError: there is no CUDA device.
+    """
+
+    transport = "loopback"
+
+    def __init__(self, world: int, device: Device | None = None) -> None:
+        super().__init__(world, 2, device)
+        self.agents = {peer: self.new_stream() for peer in range(1, world)}
+
+    @property
+    def sm_share(self) -> int:
+        """All of them: copy engines do the peers' part."""
+        return self.device.sm_count
+
+    def why_not(self, spec: OpSpec, knobs: Knobs) -> str | None:
+        """Peers copy; they neither add nor quantise."""
+        if knobs.reduce == "in_flight":
+            return "reduce = in_flight needs peers that add"
+        if spec.op is Op.ag_gemm and spec.scaling == "row":
+            return "scaling = row needs peers with scales of their own"
+        return super().why_not(spec, knobs)
+
+    def rank(self) -> OneGpuRank:
+        """The group argument of ops."""
+        return OneGpuRank(self, REAL)
+
+    def provide(
+        self,
+        op: TensorParallelOp,
+        m: int,
+        rows: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Give an op what its peers would have; for its calls from now on. Copied, not kept.
+
+        Calls that were made before keep what they were made with, whether or not they are done.
+
+        Args:
+            op: an op of this world.
+            m: global rows M of those calls.
+            rows: of ranks 1, 2, ... AGGemm: their shards, [own rows of the rank, K]. GemmRS,
+                GemmAR: their partials of rank 0's rows, [own rows of rank 0, N]. In the op's dtype,
+                on any device.
+            results: GemmAR only, of ranks 1, 2, ...: their rows of the result, [own rows of the
+                rank, N].
+
+        Raises:
+            ValueError: the op is closed or not of this world, or sizes are not as said above.
+            TypeError: a tensor has another dtype than the op.
+        """
+        peers = getattr(op._backend, "peers", None)
+        if op.closed or not (isinstance(peers, LoopbackPeers) and peers.of is self):
+            raise ValueError(f"provide needs an open op of this LoopbackWorld, got {op!r}")
+        peers.provide(m, rows, results)
+
+    def _allocate(self, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return (self.device.zeros if rank == REAL else self.device.pinned)(count, dtype)
+
+    def peers(
+        self, number: int, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory
+    ) -> LoopbackPeers:
+        return LoopbackPeers(self, spec, layout, tile, memory)
+
+    def leave_op(self, number: int, rank: int) -> None:
+        """Free the op's memory, when the agents are done with it."""
+        self.finish(self.agents.values())
+        super().leave_op(number, rank)
+
+
+class PinnedPool:
+    """Pinned buffers of one size, handed out again when the calls that read them are over.
+
+    Args:
+        make: makes a new one.
+        over: whether the calls up to an epoch are over.
+    """
+
+    def __init__(self, make: Callable[[], torch.Tensor], over: Callable[[int], bool]) -> None:
+        self._make = make
+        self._over = over
+        self._given: deque[tuple[int, torch.Tensor]] = deque()
+
+    def take(self) -> torch.Tensor:
+        """A buffer that nobody reads."""
+        if self._given and self._over(self._given[0][0]):
+            return self._given.popleft()[1]
+        return self._make()
+
+    def give(self, buffer: torch.Tensor, epoch: int) -> None:
+        """Take a buffer back that calls up to ``epoch`` read. Epochs never decrease."""
+        self._given.append((epoch, buffer))
+
+
+@dataclass(frozen=True)
+class _Provided:
+    """What the peers have for calls of ``m`` rows.
+
+    ``rows`` is laid out as gathered rows (AllGather), or as slots (ReduceScatter), then the result.
+    """
+
+    m: int
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """Rows of a slot, as bytes, and the flags that their tiles raise, from ``tile_row`` on."""
+
+    begin: int
+    size: int
+    tile_row: int
+    flags: int
+
+
+class LoopbackPeers(Peers):
+    """The peers of rank 0 in one op."""
+
+    def __init__(
+        self,
+        of: LoopbackWorld,
+        spec: OpSpec,
+        layout: Layout,
+        tile: tuple[int, int],
+        memory: Memory,
+    ) -> None:
+        self.of, self.spec, self.layout, self.tile = of, spec, layout, tile
+        self.world = of.world
+        self.memory = memory
+        self.driver = of.device.driver
+        self.pads = [pad.data_ptr() for pad in memory.pads]
+        self.data = [data.data_ptr() for data in memory.data]
+        self.signals = [pad + 2 * self.world * WORD for pad in self.pads]
+        pinned = of.device.pinned
+        self.finished = pinned(1, torch.int32)
+        self._sets = PinnedPool(lambda: pinned(layout.data_bytes, torch.uint8), self._over)
+        self._words = PinnedPool(lambda: pinned(layout.words, torch.int32), self._over)
+        self._provided: _Provided | None = None
+        self._epoch = 0  # of the last call
+
+    def _over(self, epoch: int) -> bool:
+        finished = int(self.finished[0]) & 0xFFFFFFFF
+        return _C.core.epoch_reached(finished, epoch & 0xFFFFFFFF)
+
+    # -- what the user gives -----------------------------------------------------------------------
+
+    def provide(
+        self, m: int, rows: Sequence[torch.Tensor], results: Sequence[torch.Tensor] | None
+    ) -> None:
+        """See LoopbackWorld.provide."""
+        label, layout = self.spec.label, self.layout
+        if not 1 <= m <= self.spec.max_m:
+            raise ValueError(f"{label}: M must be in [1, {self.spec.max_m}], got {m}")
+        gathers, reduces_all = self.spec.op is Op.ag_gemm, self.spec.op is Op.gemm_ar
+        if (results is not None) != reduces_all:
+            given = "none" if results is None else "some"
+            raise ValueError(f"{label}: results are for GemmAR, and needed there, got {given}")
+        count = _C.core.row_count
+        own = [count(m, self.world, peer) for peer in range(1, self.world)]
+        parts = own if gathers else [count(m, self.world, REAL)] * len(own)
+        self._check("rows", rows, parts)
+        self._check("results", results or (), own if reduces_all else [])
+        kept = self._sets.take()
+        if POISON.get():
+            kept.fill_(0xFF)  # NaN
+        for index in range(len(own)):
+            peer = index + 1
+            begin = self._row(m, peer) if gathers else peer * layout.slot_bytes
+            self._put(kept, begin, rows[index])
+            if results is not None:
+                self._put(kept, layout.rest_offset + self._row(m, peer), results[index])
+        if self._provided is not None:
+            self._sets.give(self._provided.rows, self._epoch)
+        self._provided = _Provided(m, kept)
+
+    def _row(self, m: int, rank: int) -> int:
+        """Offset of a rank's first row in [M, ...], in bytes."""
+        return _C.core.row_begin(m, self.world, rank) * self.layout.row_bytes
+
+    def _check(self, what: str, given: Sequence[torch.Tensor], rows: list[int]) -> None:
+        spec = self.spec
+        dtype = spec.dtype if spec.op is Op.ag_gemm else spec.out_dtype
+        if len(given) != len(rows):
+            raise ValueError(
+                f"{spec.label}: {what} must be {len(rows)} tensors, one for each of the ranks 1 to "
+                f"{self.world - 1}, got {len(given)}"
+            )
+        for index, (tensor, count) in enumerate(zip(given, rows, strict=True)):
+            shape, name = [count, spec.row_elements()], f"{spec.label}: {what} of rank {index + 1}"
+            if list(tensor.shape) != shape:
+                raise ValueError(f"{name} must be {shape}, got {list(tensor.shape)}")
+            if tensor.dtype != dtype:
+                raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+
+    def _put(self, kept: torch.Tensor, begin: int, rows: torch.Tensor) -> None:
+        size = rows.numel() * rows.element_size()
+        kept[begin : begin + size].view(rows.dtype).view(rows.shape).copy_(rows)
+
+    def check(self, m: int) -> None:
+        """Refuse a call that the peers have no rows for."""
+        if self._provided is None:
+            raise ValueError(
+                f"{self.spec.label}: the peers have nothing: call LoopbackWorld.provide before the "
+                f"op, with M = {m}"
+            )
+        if self._provided.m != m:
+            raise ValueError(
+                f"{self.spec.label}: the peers have been provided for M = {self._provided.m}, "
+                f"got a call with M = {m}"
+            )
+
+    # -- what they do ------------------------------------------------------------------------------
+
+    def _enter(self, epoch: int) -> int:
+        """The peers begin a call; the address of what they have."""
+        assert self._provided is not None
+        self._epoch = epoch
+        for peer, agent in self.of.agents.items():
+            self.driver.signal(agent, self.pads[REAL] + peer * WORD, epoch & 0xFFFFFFFF)
+        return self._provided.rows.data_ptr()
+
+    def gather(self, schedule: TileSchedule, epoch: int, data: list[int]) -> list[int]:
+        """Push this rank's gathered rows, or pull from them; where it pulls from itself."""
+        rows = self._enter(epoch)
+        m = schedule.shape[0]
+        sources = [data[REAL]] + [rows] * (self.world - 1)
+        for peer, agent in self.of.agents.items():
+            _C.act_as_peer(
+                driver=self.driver,
+                schedule=schedule.of_rank(peer).native,
+                real=REAL,
+                stream=agent,
+                epoch=epoch & 0xFFFFFFFF,
+                parts=[(rows + self._row(m, peer), self.layout.row_bytes, data, sources)],
+                entries=self.pads,
+                signals=self.signals,
+            )
+        return sources
+
+    def scatter(self, schedule: TileSchedule, epoch: int) -> None:
+        """Store the peers' partials of this rank's rows, in slabs of about a communication tile."""
+        partials = self._enter(epoch)
+        value = epoch & 0xFFFFFFFF
+        tiling = _C.core.ScatterTiling(schedule.shape[0], self.spec.n[0], self.world, *self.tile)
+        slabs = self._slabs(tiling, schedule.shape[0], schedule.knobs.comm_tile_rows or 1)
+        words = self._words.take()
+        words[: max((slab.flags for slab in slabs), default=0)] = _as_int32(value)
+        self._words.give(words, epoch)
+        for peer, agent in self.of.agents.items():
+            self.driver.await_signal(agent, self.pads[peer] + REAL * WORD, value)
+            for slab in slabs:
+                at = peer * self.layout.slot_bytes + slab.begin
+                self.driver.copy(agent, self.data[REAL] + at, partials + at, slab.size)
+                flag = tiling.flag_index(peer, REAL, slab.tile_row, 0)
+                address = self.signals[REAL] + flag * WORD
+                self.driver.signal(agent, address, value)
+                rest = (slab.flags - 1) * WORD
+                self.driver.copy(agent, address + WORD, words.data_ptr(), rest)
+
+    def _slabs(self, tiling: _C.core.ScatterTiling, m: int, rows: int) -> list[_Slab]:
+        """This rank's rows in slabs of whole tile rows, about ``rows`` each."""
+        tile_m, row = self.tile[0], self.layout.row_bytes
+        begin, end = (f(m, self.world, REAL) for f in (_C.core.row_begin, _C.core.row_end))
+        first, last = tiling.tiles_of_owner(REAL)
+        step = max(1, rows // tile_m)
+        found = []
+        for tile in range(first, last, step):
+            beyond = min(tile + step, last)
+            low, high = max(tile * tile_m, begin), min(beyond * tile_m, end)
+            flags = (beyond - tile) * tiling.flag_columns()
+            found.append(_Slab((low - begin) * row, (high - low) * row, tile, flags))
+        return found
+
+    def send_results(self, stream: int, m: int, epoch: int) -> None:
+        """Store the peers' rows of the result. A peer reduces when its GEMM is over, which takes as
+        long as this rank's."""
+        assert self._provided is not None
+        for peer, agent in self.of.agents.items():
+            self.driver.order_after(later=agent, earlier=stream)
+            begin = self.layout.rest_offset + self._row(m, peer)
+            size = _C.core.row_count(m, self.world, peer) * self.layout.row_bytes
+            provided = self._provided.rows.data_ptr()
+            self.driver.copy(agent, self.data[REAL] + begin, provided + begin, size)
+            done = self.pads[REAL] + (self.world + peer) * WORD
+            self.driver.signal(agent, done, epoch & 0xFFFFFFFF)
+
+    def end(self, stream: int, epoch: int) -> None:
+        """Say that nobody reads what was provided any more."""
+        self.driver.signal(stream, self.finished.data_ptr(), epoch & 0xFFFFFFFF)
+
+    def let_go(self, epoch: int) -> None:
+        """Raise every word of the peers' pads, which only agents and this rank's copies await."""
+        for pad in self.memory.pads[REAL + 1 :]:
+            pad.fill_(_as_int32(epoch & 0xFFFFFFFF))
+
+
+def _as_int32(value: int) -> int:
+    """The signed number with the bits of an unsigned one."""
+    return (value ^ 0x80000000) - 0x80000000

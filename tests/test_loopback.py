@@ -1,0 +1,349 @@
+"""One rank on the GPU, its peers' memory in the host: on the emulated device, whose streams are
+threads. What is judged is the result of the real rank, and what its peers were sent."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from emulated import EmulatedDevice, emulated_device
+from flux import Knobs, PeerTimeoutError
+from flux.transport.loopback import LoopbackPeers, LoopbackWorld, PinnedPool
+from flux.transport.virtual import VirtualWorld
+from loopback_cases import call, check_peers, provide
+from reference import Inputs, Problem
+from virtual_cases import knobs_of, topology_of
+
+BF16 = torch.bfloat16
+OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
+    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
+        yield device
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_POISON", "1")
+
+
+def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) -> Problem:
+    return Problem(op, max_m, (n,), k, BF16, **options)  # type: ignore[arg-type]
+
+
+def call_on_and_on(
+    ranks: LoopbackWorld, op: Any, everything: list[Inputs]
+) -> list[list[torch.Tensor]]:
+    """Calls with nothing between them; results when all are done."""
+    outs = [call(ranks, op, inputs) for inputs in everything]
+    op.wait()
+    return outs
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
+    rng = random.Random(f"{op} {world}")
+    for _ in range(4):
+        topology, knobs = topology_of(rng, world), knobs_of(rng, world)
+        device.set_delay(rng.choice([0, 1000]))
+        p = problem(
+            op,
+            rng.randint(1, 40),
+            rng.randint(world, 30),
+            rng.randint(world, 20),
+            reduce="sum" if op == "ag_gemm" else rng.choice(["sum", "avg"]),
+        )
+        with (
+            LoopbackWorld(world, device) as ranks,
+            p.build(ranks.rank(), tuning=knobs, topology=topology) as built,
+        ):
+            for seed in range(4):
+                m, bias = rng.randint(1, p.max_m), rng.random() < 0.5
+                inputs = Inputs(p, m, world, seed, bias=bias)
+                out = call(ranks, built, inputs, p.gathers and rng.random() < 0.5)
+                built.wait()
+                inputs.check(out, 0)
+                ranks.finish(ranks.agents.values())
+                check_peers(built, inputs, out)
+
+
+@pytest.mark.parametrize("order", ["direct", "ring1d", "ring2d", "hierarchical", "numa"])
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_every_order(device: EmulatedDevice, order: str, direction: str) -> None:
+    device.set_delay(300)
+    rng = random.Random(order + direction)
+    p = problem("ag_gemm", 37)
+    for world in (4, 8):
+        knobs = Knobs(order=order, direction=direction, comm_tile_rows=2)
+        with (
+            LoopbackWorld(world, device) as ranks,
+            p.build(ranks.rank(), tuning=knobs, topology=topology_of(rng, world)) as built,
+        ):
+            for seed, m in enumerate((37, 5, 32)):
+                inputs = Inputs(p, m, world, seed)
+                out = call(ranks, built, inputs, gather=True)
+                built.wait()
+                inputs.check(out, 0)
+                ranks.finish(ranks.agents.values())
+                check_peers(built, inputs, out)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_back_to_back_calls_repeat_bitwise(device: EmulatedDevice, op: str, direction: str) -> None:
+    """Nothing waits between calls; M and all inputs change, so buffers are reused at once."""
+    world, p = 4, problem(op, 33)
+    rng = random.Random(3)
+    everything = [Inputs(p, rng.randint(1, 33), world, seed=i) for i in range(25)]
+    found = []
+    for delay in (0, 1000):
+        device.set_delay(delay)
+        with LoopbackWorld(world, device) as ranks:
+            knobs = Knobs(direction=direction, comm_tile_rows=3)
+            with p.build(ranks.rank(), tuning=knobs) as built:
+                outs = call_on_and_on(ranks, built, everything)
+        for inputs, out in zip(everything, outs, strict=True):
+            inputs.check(out, 0)
+        found.append(outs)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("poison", ["0", "1"])
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("op", OPS)
+def test_buffers_are_free_before_they_are_reused(
+    device: EmulatedDevice,
+    op: str,
+    direction: str,
+    poison: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One tile per call, so that a delay lets an agent, or rank 0, run whole calls ahead."""
+    monkeypatch.setenv("FLUX_POISON", poison)
+    p = problem(op, 8, n=16 if op == "ag_gemm" else 8, k=4)
+    everything = [Inputs(p, 8, 2, seed=i) for i in range(100)]
+    device.set_delay(3000)
+    with (
+        LoopbackWorld(2, device) as ranks,
+        p.build(ranks.rank(), tuning=Knobs(direction=direction)) as built,
+    ):
+        outs = call_on_and_on(ranks, built, everything)
+    for inputs, out in zip(everything, outs, strict=True):
+        inputs.check(out, 0)
+
+
+@pytest.mark.parametrize("poison", ["0", "1"])
+def test_peers_have_pulled_before_rows_are_overwritten(
+    device: EmulatedDevice, poison: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 3 is rank 0's in the first call of a pair and the peer's in the second, so that what the
+    peer pulled in the first stays in its memory."""
+    monkeypatch.setenv("FLUX_POISON", poison)
+    p = problem("ag_gemm", 8, n=16, k=4)
+    device.set_delay(5000)
+    with (
+        LoopbackWorld(2, device) as ranks,
+        p.build(ranks.rank(), tuning=Knobs(direction="pull")) as built,
+    ):
+        for pair in range(40):
+            first, second = (Inputs(p, m, 2, seed=10 * pair + m) for m in (8, 6))
+            outs = [call(ranks, built, inputs) for inputs in (first, second)]
+            built.wait()
+            first.check(outs[0], 0)
+            second.check(outs[1], 0)
+            ranks.finish(ranks.agents.values())
+            held = built._backend.peers.memory.data[1].view(BF16)[:32].view(8, 4)
+            assert torch.equal(held[3], first.x[3])
+
+
+def test_pinned_buffers_are_used_again(device: EmulatedDevice) -> None:
+    device.set_delay(0)
+    p = problem("gemm_rs", 16)
+    with LoopbackWorld(2, device) as ranks, p.build(ranks.rank()) as built:
+        made = []
+        peers = built._backend.peers
+        for pool in (peers._sets, peers._words):
+            make = pool._make
+            pool._make = lambda make=make: made.append(1) or make()
+        for seed in range(20):
+            inputs = Inputs(p, 16, 2, seed)
+            out = call(ranks, built, inputs)
+            built.wait()
+            ranks.finish(ranks.agents.values())
+            inputs.check(out, 0)
+        assert len(made) <= 4
+
+
+def test_a_pool_hands_out_what_is_over_in_order() -> None:
+    over = 0
+    pool = PinnedPool(lambda: torch.zeros(1), lambda epoch: epoch <= over)
+    first, second = pool.take(), pool.take()
+    pool.give(first, 1)
+    pool.give(second, 2)
+    assert pool.take() is not first
+    over = 1
+    assert pool.take() is first
+    assert pool.take() is not second
+
+
+def test_epochs_wrap(device: EmulatedDevice) -> None:
+    device.set_delay(300)
+    for op in OPS:
+        p = problem(op, 9)
+        with LoopbackWorld(3, device) as ranks, p.build(ranks.rank()) as built:
+            start = 2**32 - 3
+            built._backend.epoch = start
+            for memory in (built._backend.peers.memory.pads, [built._backend.peers.finished]):
+                for words in memory:
+                    words.fill_(start - 2**32)
+            everything = [Inputs(p, 9 - i % 3, 3, seed=i) for i in range(8)]
+            for inputs, out in zip(
+                everything, call_on_and_on(ranks, built, everything), strict=True
+            ):
+                inputs.check(out, 0)
+
+
+def test_what_is_provided_stays_for_later_calls(device: EmulatedDevice) -> None:
+    device.set_delay(300)
+    for op in OPS:
+        p = problem(op, 9)
+        with LoopbackWorld(2, device) as ranks, p.build(ranks.rank()) as built:
+            inputs = Inputs(p, 9, 2, seed=4)
+            provide(ranks, built, inputs)
+            outs = [inputs.call(built, 0) for _ in range(5)]
+            built.wait()
+            for out in outs:
+                inputs.check(out, 0)
+
+
+def test_several_ops_share_a_world(device: EmulatedDevice) -> None:
+    device.set_delay(300)
+    ps = [problem(op, 20) for op in OPS]
+    with LoopbackWorld(3, device) as ranks:
+        ops = [p.build(ranks.rank()) for p in ps]
+        everything = [Inputs(p, 17 - i, 3, seed=i) for i in range(5) for p in ps]
+        outs = [call(ranks, ops[i % 3], inputs) for i, inputs in enumerate(everything)]
+        for op in ops:
+            op.wait()
+        for inputs, out in zip(everything, outs, strict=True):
+            inputs.check(out, 0)
+        for op in ops:
+            op.close()
+
+
+@pytest.mark.parametrize(
+    ("op", "idle", "waiting"),
+    [
+        ("ag_gemm", "gather", r"rows of x \(AllGather signal \d+\)"),
+        ("gemm_rs", "scatter", r"the entry of rank 1"),
+        ("gemm_ar", "send_results", "call 2 was not done after"),
+    ],
+)
+def test_a_peer_that_stalls_is_noticed(
+    device: EmulatedDevice, op: str, idle: str, waiting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.set_delay(0)
+    p = problem(op, 16)
+    before = device.streams()
+    with LoopbackWorld(2, device) as ranks:
+        built = p.build(ranks.rank(), timeout_s=0.3)
+        inputs = Inputs(p, 16, 2, seed=1)
+        good = call(ranks, built, inputs)
+        built.wait()
+        inputs.check(good, 0)
+        monkeypatch.setattr(LoopbackPeers, idle, lambda self, *given: given[-1])
+        call(ranks, built, inputs)
+        with pytest.raises(PeerTimeoutError, match=waiting):
+            built.wait()
+        with pytest.raises(RuntimeError, match="is closed"):
+            inputs.call(built, 0)
+        device.finish()
+        monkeypatch.undo()
+        with p.build(ranks.rank()) as again:
+            out = call(ranks, again, inputs)
+            again.wait()
+            inputs.check(out, 0)
+    assert device.streams() == before
+
+
+def test_calls_that_were_not_provided_for_are_refused(device: EmulatedDevice) -> None:
+    device.set_delay(0)
+    for op in OPS:
+        p = problem(op, 16)
+        with LoopbackWorld(2, device) as ranks, p.build(ranks.rank()) as built:
+            inputs, other = Inputs(p, 16, 2, seed=1), Inputs(p, 15, 2, seed=1)
+            with pytest.raises(ValueError, match=r"the peers have nothing: .* with M = 16"):
+                inputs.call(built, 0)
+            provide(ranks, built, inputs)
+            with pytest.raises(ValueError, match="provided for M = 16, got a call with M = 15"):
+                other.call(built, 0)
+            assert built._backend.epoch == 0
+            out = inputs.call(built, 0)
+            built.wait()
+            inputs.check(out, 0)
+
+
+def test_what_is_provided_is_checked(device: EmulatedDevice) -> None:
+    gather, scatter, reduce = (problem(op, 16, n=6, k=4) for op in OPS)
+    rows, wide = torch.zeros(8, 4, dtype=BF16), torch.zeros(8, 6, dtype=BF16)
+    with LoopbackWorld(2, device) as ranks, LoopbackWorld(2, device) as others:
+        op = gather.build(ranks.rank())
+        with pytest.raises(ValueError, match=r"M must be in \[1, 16\], got 17"):
+            ranks.provide(op, 17, [rows])
+        with pytest.raises(ValueError, match=r"rows must be 1 tensors, .* ranks 1 to 1, got 2"):
+            ranks.provide(op, 16, [rows, rows])
+        with pytest.raises(ValueError, match=r"rows of rank 1 must be \[7, 4\], got \[8, 4\]"):
+            ranks.provide(op, 15, [rows])
+        with pytest.raises(TypeError, match=r"must be torch.bfloat16, got torch.float32"):
+            ranks.provide(op, 16, [rows.float()])
+        with pytest.raises(ValueError, match=r"results are for GemmAR, .* got some"):
+            ranks.provide(op, 16, [rows], [rows])
+        with pytest.raises(ValueError, match="needs an open op of this LoopbackWorld"):
+            others.provide(op, 16, [rows])
+        op.close()
+        with pytest.raises(ValueError, match="needs an open op of this LoopbackWorld"):
+            ranks.provide(op, 16, [rows])
+        with (
+            scatter.build(ranks.rank()) as op,
+            pytest.raises(ValueError, match=r"rows of rank 1 must be \[8, 6\], got \[8, 4\]"),
+        ):
+            ranks.provide(op, 16, [rows])
+        with reduce.build(ranks.rank()) as op:
+            with pytest.raises(ValueError, match=r"results are for GemmAR, .* got none"):
+                ranks.provide(op, 16, [wide])
+            with pytest.raises(ValueError, match=r"results of rank 1 must be \[7, 6\]"):
+                ranks.provide(op, 15, [wide], [wide])
+
+
+def test_the_world_decides_who_executes(device: EmulatedDevice) -> None:
+    p = problem("gemm_rs", 8)
+    with LoopbackWorld(2, device) as ranks:
+        p.build(ranks.rank(), transport="loopback", backend="cuda").close()
+        for options, message in (
+            (
+                {"transport": "virtual"},
+                "a rank of a LoopbackWorld, transport must be None or 'loop",
+            ),
+            ({"backend": "cpu"}, "a rank of a LoopbackWorld, backend must be None or 'cuda'"),
+            ({"tuning": Knobs(path="unfused")}, "needs a process group, got a rank of a Loopback"),
+            ({"tuning": Knobs(reduce="in_flight")}, "in_flight needs peers that add"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                p.build(ranks.rank(), **options)
+    with pytest.raises(ValueError, match="a loopback world has 2 to 15 ranks, got 1"):
+        LoopbackWorld(1, device)
+    with (
+        VirtualWorld(2, device) as virtual,
+        p.build(virtual.rank(0)) as op,
+        LoopbackWorld(2, device) as ranks,
+        pytest.raises(ValueError, match="needs an open op of this LoopbackWorld"),
+    ):
+        ranks.provide(op, 8, [torch.zeros(4, 13, dtype=BF16)])
