@@ -304,17 +304,6 @@ class Driver:
 
 _GatherPart = tuple[int, int, Sequence[int], Sequence[int]]
 
-def gather_tiles(
-    *,
-    driver: Driver,
-    schedule: Schedule,
-    home: int,
-    stream: int,
-    epoch: int,
-    parts: Sequence[_GatherPart],
-    entries: Sequence[int],
-    signals: Sequence[int],
-) -> None: ...
 def act_as_peer(
     *,
     driver: Driver,
@@ -326,3 +315,56 @@ def act_as_peer(
     entries: Sequence[int],
     signals: Sequence[int],
 ) -> None: ...
+
+Rows = tuple[int, int, int, int]
+"""Address, elements between rows, columns, address of the scale or 0."""
+Operand = tuple[int, int, int, int, int, int, int]
+"""Weight, elements between its rows, columns, output, elements between its rows, bias or 0, scale
+or 0: see csrc/host/cuda_op.h."""
+
+class CudaOp:
+    """One rank's calls of a fused op on a GPU: csrc/host/cuda_op.h."""
+
+    epoch: int
+    copy_stream: int
+    failed: bool
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        kernels: Sequence[Kernel],
+        rank: int,
+        pads: Sequence[int],
+        data: Sequence[int],
+        row_bytes: int,
+        slots: int,
+        slot_bytes: int,
+        rest_offset: int,
+        data_bytes: int,
+        scales_travel: bool,
+        all_reduce: bool,
+        scale: float,
+        status: int,
+        report: int,
+        timeout_ns: int,
+        sm_count: int,
+        device: int,
+        poison: bool,
+    ) -> None: ...
+    def close(self) -> None: ...
+    def workspace_bytes(self, schedule: Schedule, operands: Sequence[Operand], k: int) -> int: ...
+    def set_workspace(self, stream: int, address: int, bytes: int) -> None: ...
+    def ag_gemm(
+        self,
+        schedule: Schedule,
+        stream: int,
+        x: Rows,
+        operands: Sequence[Operand],
+        gathered: int,
+        sources: Sequence[int],
+    ) -> None: ...
+    def scatter(self, schedule: Schedule, stream: int, x: Rows, operand: Operand) -> None: ...
+    def reduce(self, schedule: Schedule, stream: int, operand: Operand, out: int) -> None: ...
+    def gemm_rs(
+        self, schedule: Schedule, stream: int, x: Rows, operand: Operand, out: int
+    ) -> None: ...

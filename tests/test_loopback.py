@@ -200,7 +200,7 @@ def test_epochs_wrap(device: EmulatedDevice) -> None:
         p = problem(op, 9)
         with LoopbackWorld(3, device) as ranks, p.build(ranks.rank()) as built:
             start = 2**32 - 3
-            built._backend.epoch = start
+            built._backend.native.epoch = start
             for memory in (built._backend.peers.memory.pads, [built._backend.peers.finished]):
                 for words in memory:
                     words.fill_(start - 2**32)
@@ -285,7 +285,7 @@ def test_calls_that_were_not_provided_for_are_refused(device: EmulatedDevice) ->
             provide(ranks, built, inputs)
             with pytest.raises(ValueError, match="provided for M = 16, got a call with M = 15"):
                 other.call(built, 0)
-            assert built._backend.epoch == 0
+            assert built._backend.native.epoch == 0
             out = inputs.call(built, 0)
             built.wait()
             inputs.check(out, 0)

@@ -195,4 +195,5 @@ PYBIND11_MODULE(_C, m) {
   flux::host::bind_memory(m);
   flux::host::bind_reduce(m);
   flux::host::bind_kernels(m);
+  flux::host::bind_cuda_op(m);
 }

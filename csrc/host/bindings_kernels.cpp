@@ -2,12 +2,10 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <tuple>
 
 #include "cuda/arguments.h"
 #include "host/bindings.h"
 #include "host/driver.h"
-#include "host/gather_tiles.h"
 #include "host/kernels.h"
 
 namespace py = pybind11;
@@ -145,17 +143,6 @@ void bind_reduce_args(py::module_& m) {
       });
 }
 
-using Addresses = std::vector<std::uintptr_t>;
-using Part = std::tuple<Address, std::int64_t, Addresses, Addresses>;
-
-std::vector<GatherPart> gather_parts(const std::vector<Part>& parts) {
-  std::vector<GatherPart> all;
-  for (const auto& [own, row_bytes, gathered, sources] : parts) {
-    all.push_back({own, row_bytes, gathered, sources});
-  }
-  return all;
-}
-
 // Streams and addresses are integers in Python, as torch gives them.
 void bind_driver(py::module_& m) {
   py::class_<Driver, std::shared_ptr<Driver>>(m, "Driver",
@@ -174,28 +161,6 @@ void bind_driver(py::module_& m) {
            py::arg("value"))
       .def("fill", &Driver::fill, py::arg("stream"), py::arg("words"), py::arg("value"),
            py::arg("count"));
-  m.def(
-      "gather_tiles",
-      [](Driver& driver, const Schedule& schedule, std::uintptr_t home, std::uintptr_t stream,
-         std::uint32_t epoch, const std::vector<Part>& parts, const Addresses& entries,
-         const Addresses& signals) {
-        gather_tiles(driver, schedule,
-                     GatherCall{home, stream, epoch, gather_parts(parts), entries, signals});
-      },
-      py::kw_only(), py::arg("driver"), py::arg("schedule"), py::arg("home"), py::arg("stream"),
-      py::arg("epoch"), py::arg("parts"), py::arg("entries"), py::arg("signals"),
-      "Put an AllGather's copies on streams. A part: (own rows, bytes per row, gathered by rank, "
-      "the same to read from).");
-  m.def(
-      "act_as_peer",
-      [](Driver& driver, const Schedule& schedule, int real, std::uintptr_t stream,
-         std::uint32_t epoch, const std::vector<Part>& parts, const Addresses& entries,
-         const Addresses& signals) {
-        act_as_peer(driver, schedule,
-                    GatherCall{stream, stream, epoch, gather_parts(parts), entries, signals}, real);
-      },
-      py::kw_only(), py::arg("driver"), py::arg("schedule"), py::arg("real"), py::arg("stream"),
-      py::arg("epoch"), py::arg("parts"), py::arg("entries"), py::arg("signals"));
 }
 
 }  // namespace
@@ -204,7 +169,8 @@ void bind_kernels(py::module_& m) {
   bind_parts(m);
   bind_gemm_args(m);
   bind_reduce_args(m);
-  py::class_<Kernel>(m, "Kernel", "One kernel of a library that flux.kernels built.")
+  py::class_<Kernel, std::shared_ptr<Kernel>>(m, "Kernel",
+                                              "One kernel of a library that flux.kernels built.")
       .def(py::init<const std::string&, const std::string&>(), py::arg("library"),
            py::arg("symbol"))
       .def_property_readonly("name", &Kernel::name)

@@ -2,7 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <vector>
 
 namespace flux::host {
 
@@ -15,6 +17,22 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kWriteDefault = 0;
 constexpr unsigned kWaitGreaterOrEqual = 0;  // (int32)(*address - value) >= 0
+constexpr int kOpWait = 1;
+constexpr int kOpWrite = 2;
+constexpr std::size_t kMostOps = 256;  // of one cuStreamBatchMemOp
+
+// CUstreamBatchMemOpParams: waits and writes of 32 bits have the same layout in it.
+union BatchOp {
+  struct {
+    int operation;
+    std::uint64_t address;
+    std::uint64_t value;
+    unsigned flags;
+    std::uint64_t alias;  // the driver's own
+  } word;
+  std::uint64_t pad[6];
+};
+static_assert(sizeof(BatchOp) == 48);
 
 template <class Function>
 void look_up(void* library, const char* name, Function** entry) {
@@ -38,6 +56,7 @@ struct Driver::Entries {
   int (*copy)(Address, Address, std::size_t, void*);
   int (*write_value)(void*, Address, std::uint32_t, unsigned);
   int (*wait_value)(void*, Address, std::uint32_t, unsigned);
+  int (*batch)(void*, unsigned, BatchOp*, unsigned);
   int (*fill)(Address, unsigned, std::size_t, void*);
 };
 
@@ -62,6 +81,7 @@ Driver::Driver(const std::string& library) {
   look_up(handle, "cuMemcpyAsync", &entries_->copy);
   look_up(handle, "cuStreamWriteValue32_v2", &entries_->write_value);
   look_up(handle, "cuStreamWaitValue32_v2", &entries_->wait_value);
+  look_up(handle, "cuStreamBatchMemOp_v2", &entries_->batch);
   look_up(handle, "cuMemsetD32Async", &entries_->fill);
 }
 
@@ -102,8 +122,29 @@ void Driver::order_after(Stream later, Stream earlier) {
   void* event = nullptr;
   check(entries_->event_create(&event, kEventDisableTiming), "cuEventCreate");
   const std::shared_ptr<void> owned(event, [this](void* e) { entries_->event_destroy(e); });
-  check(entries_->event_record(event, reinterpret_cast<void*>(earlier)), "cuEventRecord");
-  check(entries_->stream_wait_event(reinterpret_cast<void*>(later), event, 0), "cuStreamWaitEvent");
+  record(reinterpret_cast<Event>(event), earlier);
+  await_event(later, reinterpret_cast<Event>(event));
+}
+
+Event Driver::create_event() {
+  void* event = nullptr;
+  check(entries_->event_create(&event, kEventDisableTiming), "cuEventCreate");
+  return reinterpret_cast<Event>(event);
+}
+
+void Driver::destroy_event(Event event) {
+  check(entries_->event_destroy(reinterpret_cast<void*>(event)), "cuEventDestroy");
+}
+
+void Driver::record(Event event, Stream stream) {
+  check(entries_->event_record(reinterpret_cast<void*>(event), reinterpret_cast<void*>(stream)),
+        "cuEventRecord");
+}
+
+void Driver::await_event(Stream stream, Event event) {
+  check(entries_->stream_wait_event(reinterpret_cast<void*>(stream), reinterpret_cast<void*>(event),
+                                    0),
+        "cuStreamWaitEvent");
 }
 
 void Driver::copy(Stream stream, Address to, Address from, std::size_t bytes) {
@@ -119,6 +160,22 @@ void Driver::signal(Stream stream, Address word, std::uint32_t value) {
 void Driver::await_signal(Stream stream, Address word, std::uint32_t value) {
   check(entries_->wait_value(reinterpret_cast<void*>(stream), word, value, kWaitGreaterOrEqual),
         "cuStreamWaitValue32");
+}
+
+void Driver::memory_ops(Stream stream, const std::vector<MemOp>& ops) {
+  std::vector<BatchOp> batch(std::min(ops.size(), kMostOps));
+  for (std::size_t first = 0; first < ops.size(); first += kMostOps) {
+    const std::size_t count = std::min(kMostOps, ops.size() - first);
+    for (std::size_t i = 0; i < count; ++i) {
+      const MemOp& op = ops[first + i];
+      const bool wait = op.kind == MemOp::kWait;
+      batch[i].word = {wait ? kOpWait : kOpWrite, op.word, op.value,
+                       wait ? kWaitGreaterOrEqual : kWriteDefault, 0};
+    }
+    check(entries_->batch(reinterpret_cast<void*>(stream), static_cast<unsigned>(count),
+                          batch.data(), 0),
+          "cuStreamBatchMemOp");
+  }
 }
 
 void Driver::fill(Stream stream, Address words, std::uint32_t value, std::size_t count) {

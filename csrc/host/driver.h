@@ -10,11 +10,20 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace flux::host {
 
 using Stream = std::uintptr_t;  // CUstream
+using Event = std::uintptr_t;   // CUevent
 using Address = std::uintptr_t;
+
+// A 32-bit word of memory to be written, or to be waited for, as flux::epoch_reached compares.
+struct MemOp {
+  enum Kind { kWait, kWrite } kind;
+  Address word;
+  std::uint32_t value;
+};
 
 class Driver {
  public:
@@ -30,10 +39,17 @@ class Driver {
   bool ready(Stream stream);
   // Work put on `later` from now on runs after what is on `earlier` now.
   void order_after(Stream later, Stream earlier);
+  // The same in two steps, with an event that is kept.
+  Event create_event();
+  void destroy_event(Event event);
+  void record(Event event, Stream stream);
+  void await_event(Stream stream, Event event);
   void copy(Stream stream, Address to, Address from, std::size_t bytes);
   void signal(Stream stream, Address word, std::uint32_t value);
   // Holds the stream until the word has reached `value`, as flux::epoch_reached compares.
   void await_signal(Stream stream, Address word, std::uint32_t value);
+  // Several of these, in this order, by one call of the driver.
+  void memory_ops(Stream stream, const std::vector<MemOp>& ops);
   void fill(Stream stream, Address words, std::uint32_t value, std::size_t count);
 
  private:

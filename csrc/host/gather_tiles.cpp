@@ -21,7 +21,9 @@ class Gather {
     if (pulls()) {
       for (int peer = 0; peer < world_; ++peer) await_entry(call_.home, peer);
     }
-    driver_.order_after(call_.stream, call_.home);
+    flush();
+    driver_.record(call_.forked, call_.home);
+    driver_.await_event(call_.stream, call_.forked);
     keep_own();
     for (const Transfer& t : schedule_.transfers) {
       if (t.src == t.dst) continue;  // own rows are there already
@@ -32,6 +34,7 @@ class Gather {
         send(t);
       }
     }
+    flush();
   }
 
   void run_beside(int real) {
@@ -44,6 +47,7 @@ class Gather {
         raise(call_.stream, rank_, t.signal);
       }
     }
+    flush();
   }
 
  private:
@@ -61,6 +65,7 @@ class Gather {
   }
   // Rows to the gathered ones of `to`: from those of `from`, or from where the call got them.
   void copy(Stream stream, int to, Range rows, int from) {
+    flush();
     for (const GatherPart& part : call_.parts) {
       const Address source =
           from == kGiven ? own_row(part, rows.begin) : row_in(part, part.sources, from, rows.begin);
@@ -69,9 +74,21 @@ class Gather {
     }
   }
 
+  // Memory operations are kept back until something else goes onto their stream: the driver takes
+  // them together, which costs it little more than one.
+  void put(Stream stream, MemOp op) {
+    if (stream != pending_stream_) flush();
+    pending_stream_ = stream;
+    pending_.push_back(op);
+  }
+  void flush() {
+    driver_.memory_ops(pending_stream_, pending_);
+    pending_.clear();
+  }
+
   void await_entry(Stream stream, int peer) {
     if (peer == rank_ || entered_[peer]) return;
-    driver_.await_signal(stream, word(call_.entries, rank_, peer), call_.epoch);
+    put(stream, {MemOp::kWait, word(call_.entries, rank_, peer), call_.epoch});
     entered_[peer] = true;
   }
 
@@ -98,10 +115,10 @@ class Gather {
   }
 
   void await_tile(int rank, int signal) {
-    driver_.await_signal(call_.stream, word(call_.signals, rank, signal), call_.epoch);
+    put(call_.stream, {MemOp::kWait, word(call_.signals, rank, signal), call_.epoch});
   }
   void raise(Stream stream, int rank, int signal) {
-    driver_.signal(stream, word(call_.signals, rank, signal), call_.epoch);
+    put(stream, {MemOp::kWrite, word(call_.signals, rank, signal), call_.epoch});
   }
 
   Driver& driver_;
@@ -110,6 +127,8 @@ class Gather {
   int rank_;
   int world_;
   std::vector<bool> entered_;
+  Stream pending_stream_ = 0;
+  std::vector<MemOp> pending_;
 };
 
 }  // namespace

@@ -34,6 +34,7 @@ struct GatherPart {
 struct GatherCall {
   Stream home;    // own rows; behind it everything else
   Stream stream;  // the copy stream
+  Event forked;   // by which it comes behind it
   std::uint32_t epoch;
   const std::vector<GatherPart>& parts;
   const std::vector<Address>& entries;  // by rank: W words of its pad

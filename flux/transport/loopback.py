@@ -193,6 +193,8 @@ class _Slab:
 class LoopbackPeers(Peers):
     """The peers of rank 0 in one op."""
 
+    idle = False
+
     def __init__(
         self,
         of: LoopbackWorld,

@@ -49,6 +49,9 @@ class Peers:
     """What the backend of one op does for peers that cannot act for themselves: here, nothing, as
     all of them can. The methods are called in this order within a call."""
 
+    idle = True
+    """Whether the methods do nothing."""
+
     def check(self, m: int) -> None:
         """Before anything is put on a stream.
 

@@ -1,0 +1,258 @@
+#include "host/cuda_op.h"
+
+#include <stdexcept>
+
+#include "core/ownership.h"
+
+namespace flux::host {
+
+namespace {
+
+constexpr Address kWord = sizeof(std::uint32_t);
+constexpr std::int64_t kScaleBytes = sizeof(float);
+
+template <class T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
+               CudaOpSetup setup)
+    : driver_(std::move(driver)), kernels_(std::move(kernels)), setup_(std::move(setup)) {
+  const auto world = static_cast<std::size_t>(setup_.world);
+  if (setup_.world < 1 || setup_.world > FLUX_MAX_WORLD || setup_.pads.size() != world ||
+      setup_.data.size() != world || setup_.rank < 0 || setup_.rank >= setup_.world) {
+    throw std::invalid_argument("a CudaOp needs the memory of 1 to " +
+                                std::to_string(FLUX_MAX_WORLD) + " ranks");
+  }
+  for (int rank = 0; rank < setup_.world; ++rank) {
+    signals_.push_back(setup_.pads[rank] + 2 * world * kWord);
+    scales_.push_back(setup_.data[rank] + setup_.rest_offset);
+  }
+  copy_stream_ = driver_->create_stream();
+  forked_ = driver_->create_event();
+  joined_ = driver_->create_event();
+}
+
+CudaOp::~CudaOp() { close(); }
+
+void CudaOp::close() {
+  if (copy_stream_ == 0) return;
+  driver_->destroy_event(forked_);
+  driver_->destroy_event(joined_);
+  driver_->destroy_stream(copy_stream_);
+  copy_stream_ = 0;
+}
+
+bool CudaOp::failed() const {
+  // The device writes it, by a copy.
+  return *pointer<const volatile std::uint64_t>(setup_.report) != FLUX_WAIT_NONE;
+}
+
+// -- what a call is made of ------------------------------------------------------------------------
+
+std::vector<MemOp> CudaOp::raise_everywhere(int word) const {
+  std::vector<MemOp> raised;
+  for (const Address pad : setup_.pads)
+    raised.push_back({MemOp::kWrite, pad + word * kWord, epoch_});
+  return raised;
+}
+
+void CudaOp::begin(Stream stream, bool pull) {
+  ++epoch_;
+  if (!pull) fill_with_nan(stream);
+  if (setup_.slots == 1 && setup_.world > 1) {
+    // What peers add to, once they see the entry.
+    driver_->fill(stream, setup_.data[setup_.rank], 0, setup_.slot_bytes / kWord);
+  }
+  driver_->memory_ops(stream, raise_everywhere(setup_.rank));
+  if (pull && setup_.poison) {
+    // What peers pull themselves is free when they have begun this call, too.
+    std::vector<MemOp> entered;
+    for (int peer = 0; peer < setup_.world; ++peer) {
+      entered.push_back({MemOp::kWait, setup_.pads[setup_.rank] + peer * kWord, epoch_});
+    }
+    driver_->memory_ops(stream, entered);
+    fill_with_nan(stream);
+  }
+}
+
+void CudaOp::fill_with_nan(Stream stream) {
+  if (setup_.poison) {
+    driver_->fill(stream, setup_.data[setup_.rank], 0xFFFFFFFFu, setup_.data_bytes / kWord);
+  }
+}
+
+void CudaOp::end(Stream stream) {
+  driver_->copy(stream, setup_.report, setup_.status, FLUX_STATUS_WORDS * sizeof(std::uint64_t));
+}
+
+FluxSync CudaOp::sync() const {
+  return {epoch_, 0, setup_.timeout_ns, pointer<std::uint64_t>(setup_.status)};
+}
+
+FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
+                               int k) const {
+  const TileOrder& tiles = schedule.spec.tiles;
+  FluxGemmArgs args{};
+  args.m = schedule.spec.problem.m;
+  args.n = operand.n;
+  args.k = k;
+  args.alpha = 1.0f;
+  args.b = pointer<const void>(operand.weight);
+  args.ldb = operand.ld;
+  args.scale_b = pointer<const float>(operand.scale);
+  args.order.world = setup_.world;
+  args.order.rank = setup_.rank;
+  args.order.order = static_cast<int>(tiles.order);
+  args.order.direction = static_cast<int>(tiles.direction);
+  args.order.swizzle = static_cast<int>(tiles.swizzle);
+  args.order.nodes = tiles.mesh.nodes;
+  args.order.domains = tiles.mesh.domains;
+  args.order.lanes = tiles.mesh.lanes;
+  args.order.raster = tiles.raster;
+  args.order.comm_tile_rows = schedule.spec.comm.rows;
+  args.order.sequence = schedule.sequence.empty() ? nullptr : schedule.sequence.data();
+  args.sync = sync();
+  args.sm_count = setup_.sm_count;
+  args.device = setup_.device;
+  const auto room = workspaces_.find(stream);
+  if (room != workspaces_.end()) {
+    args.workspace = pointer<void>(room->second.first);
+    args.workspace_bytes = room->second.second;
+  }
+  return args;
+}
+
+std::uint64_t CudaOp::workspace_bytes(const Schedule& schedule,
+                                      const std::vector<Operand>& operands, int k) const {
+  std::uint64_t most = 0;
+  for (std::size_t i = 0; i < operands.size(); ++i) {
+    if (operands[i].n == 0) continue;
+    const FluxGemmArgs args = gemm_args(schedule, 0, operands[i], k);
+    most = std::max(most, kernels_.at(i)->workspace_bytes(args));
+  }
+  return most;
+}
+
+void CudaOp::set_workspace(Stream stream, Address address, std::uint64_t bytes) {
+  workspaces_[stream] = {address, bytes};
+}
+
+// -- AllGather -------------------------------------------------------------------------------------
+
+void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
+                     const std::vector<Operand>& operands, Address gathered,
+                     const std::vector<Address>& sources) {
+  begin(stream, schedule.spec.tiles.direction == Direction::kPull);
+  const int m = schedule.spec.problem.m;
+  std::vector<GatherPart> parts{
+      {x.x, setup_.row_bytes, setup_.data, sources.empty() ? setup_.data : sources}};
+  if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, scales_, scales_});
+  gather_tiles(*driver_, schedule,
+               GatherCall{stream, copy_stream_, forked_, epoch_, parts, setup_.pads, signals_});
+  bool awaited = false;
+  for (std::size_t i = 0; i < operands.size(); ++i) {
+    if (operands[i].n == 0) continue;
+    FluxGemmArgs args = gemm_args(schedule, stream, operands[i], x.k);
+    args.a = pointer<const void>(setup_.data[setup_.rank]);
+    args.lda = x.k;
+    args.scale_a = pointer<const float>(setup_.scales_travel ? scales_[setup_.rank] : x.scale);
+    args.d = pointer<void>(operands[i].out);
+    args.ldd = operands[i].out_ld;
+    args.bias = pointer<const void>(operands[i].bias);
+    args.signals = pointer<const std::uint32_t>(signals_[setup_.rank]);
+    kernels_.at(i)->launch(args, stream);
+    awaited = true;
+  }
+  // x may be overwritten, and the gathered rows reused, by what follows on the stream.
+  driver_->record(joined_, copy_stream_);
+  driver_->await_event(stream, joined_);
+  if (gathered != 0) {
+    if (!awaited) await_rows(schedule, stream);
+    driver_->copy(stream, gathered, setup_.data[setup_.rank],
+                  static_cast<std::size_t>(m) * setup_.row_bytes);
+  }
+  end(stream);
+}
+
+// Holds a stream back until all gathered rows are there, when no kernel has.
+void CudaOp::await_rows(const Schedule& schedule, Stream stream) {
+  const CommTiling& c = schedule.spec.comm;
+  std::vector<MemOp> waits;
+  for (int owner = 0; owner < setup_.world; ++owner) {
+    const Range rows{row_begin(c.m, c.world, owner), row_end(c.m, c.world, owner)};
+    if (rows.begin == rows.end) continue;
+    const Range signals = signals_of_rows(c, rows.begin, rows.end);
+    for (int signal = signals.begin; signal < signals.end; ++signal) {
+      waits.push_back({MemOp::kWait, signals_[setup_.rank] + signal * kWord, epoch_});
+    }
+  }
+  driver_->memory_ops(stream, waits);
+}
+
+// -- ReduceScatter ---------------------------------------------------------------------------------
+
+void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
+                     const Operand& operand) {
+  begin(stream, false);
+  FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k);
+  args.a = pointer<const void>(x.x);
+  args.lda = x.ld;
+  args.scale_a = pointer<const float>(x.scale);
+  const std::int64_t mine = setup_.slots > 1 ? setup_.rank * setup_.slot_bytes : 0;
+  for (int owner = 0; owner < setup_.world; ++owner) {
+    args.slots[owner] = pointer<void>(setup_.data[owner] + mine);
+    args.flags[owner] = pointer<std::uint32_t>(signals_[owner]);
+  }
+  args.slot_ld = operand.n;
+  args.entries = pointer<const std::uint32_t>(setup_.pads[setup_.rank]);
+  kernels_.at(0)->launch(args, stream);
+}
+
+void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out) {
+  const int m = schedule.spec.problem.m, rank = setup_.rank, world = setup_.world;
+  FluxReduceArgs args{};
+  args.first_row = row_begin(m, world, rank);
+  args.rows = row_count(m, world, rank);
+  args.n = operand.n;
+  args.m = m;
+  args.tile_m = kernels_.at(0)->tile_m();
+  args.tile_n = kernels_.at(0)->tile_n();
+  args.world = world;
+  args.rank = rank;
+  args.slot_count = setup_.slots;
+  for (int slot = 0; slot < setup_.slots; ++slot) {
+    args.slots[slot] = pointer<const void>(setup_.data[rank] + slot * setup_.slot_bytes);
+  }
+  args.slot_ld = args.out_ld = operand.n;
+  args.flags = pointer<const std::uint32_t>(signals_[rank]);
+  args.bias = pointer<const void>(operand.bias);
+  args.scale = setup_.scale;
+  args.sm_count = setup_.sm_count;
+  args.sync = sync();
+  args.out_count = setup_.all_reduce ? world : 1;
+  for (int to = 0; to < args.out_count; ++to) {
+    const Address result = setup_.data[to] + setup_.rest_offset + args.first_row * setup_.row_bytes;
+    args.outs[to] = pointer<void>(setup_.all_reduce ? result : out);
+  }
+  kernels_.at(0)->reduce(args, stream);
+  if (setup_.all_reduce) collect(m, stream, out);
+  end(stream);
+}
+
+// GemmAR: the result, once everybody's rows of it have been written here.
+void CudaOp::collect(int m, Stream stream, Address out) {
+  std::vector<MemOp> done = raise_everywhere(setup_.world + setup_.rank);
+  for (int peer = 0; peer < setup_.world; ++peer) {
+    done.push_back(
+        {MemOp::kWait, setup_.pads[setup_.rank] + (setup_.world + peer) * kWord, epoch_});
+  }
+  driver_->memory_ops(stream, done);
+  driver_->copy(stream, out, setup_.data[setup_.rank] + setup_.rest_offset,
+                static_cast<std::size_t>(m) * setup_.row_bytes);
+}
+
+}  // namespace flux::host

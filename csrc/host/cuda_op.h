@@ -1,0 +1,129 @@
+// One rank's calls of a fused op on a GPU: everything that a call puts on streams, in one native call.
+//
+//   AGGemm   stream       zeros, NaN | entry -> all peers | own rows | kernels: wait, multiply | join
+//            copy stream  rows to or from peers, their signals ...
+//
+//   GemmRS   stream       zeros, NaN | entry -> all peers | kernel: tile -> its owner, flag | reduction
+//   GemmAR                ... | "my rows are everywhere" -> all peers | await all | result -> output
+//
+// The host waits for nothing, allocates no device memory and sets none: signals, flags and entries
+// hold the number of the call (epoch). Who may write to which buffer when: gather_tiles.h (gathered
+// rows), cuda/gemm/sm90/scatter_store.cuh (partials). An entry is raised by a stream operation behind
+// all that the stream did before, so it says that the rank's buffers are no longer read.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "host/driver.h"
+#include "host/gather_tiles.h"
+#include "host/kernels.h"
+#include "host/schedule.h"
+
+namespace flux::host {
+
+// Symmetric memory of one op, as this rank addresses it, and what every launch is told.
+//
+// Pad: W entries, W words "my result is everywhere" (GemmAR), then signals or flags.
+// Data: gathered rows, then their scales if they have some; or slots of partials, one per source or
+// (reduced in flight) one that all add to, then (GemmAR) the result.
+struct CudaOpSetup {
+  int rank;
+  int world;
+  std::vector<Address> pads;  // by rank
+  std::vector<Address> data;  // by rank
+  std::int64_t row_bytes;     // of rows that travel
+  int slots;
+  std::int64_t slot_bytes;
+  std::int64_t rest_offset;  // of what comes after gathered rows or slots
+  std::int64_t data_bytes;
+  bool scales_travel;  // AllGather, one scale per row of x
+  bool all_reduce;
+  float scale;     // of sums
+  Address status;  // FLUX_STATUS_WORDS words of the device, and where the host reads them
+  Address report;
+  std::uint64_t timeout_ns;
+  int sm_count;
+  int device;
+  bool poison;  // fill memory with NaN that is not to be read before it has been written
+};
+
+// One weight, what it is multiplied with beside x, and where the product goes.
+struct Operand {
+  Address weight;
+  std::int64_t ld;
+  int n;
+  Address out;  // AllGather only
+  std::int64_t out_ld;
+  Address bias;
+  Address scale;
+};
+
+// Rows that are multiplied: own rows of x without gaps (AllGather), or [M, K/W].
+struct Rows {
+  Address x;
+  std::int64_t ld;
+  int k;
+  Address scale;
+};
+
+class CudaOp {
+ public:
+  // One kernel per operand.
+  CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
+         CudaOpSetup setup);
+  ~CudaOp();
+  CudaOp(const CudaOp&) = delete;
+
+  // Gives streams and events back, when nothing is on them. Idempotent.
+  void close();
+
+  // Number of the last call. It may be set between calls, on all ranks alike.
+  std::uint32_t epoch() const { return epoch_; }
+  void set_epoch(std::uint32_t epoch) { epoch_ = epoch; }
+  // Whether a wait of a call that is over has failed: see FLUX_STATUS_CODE.
+  bool failed() const;
+  Stream copy_stream() const { return copy_stream_; }
+
+  // Device memory that a call with this schedule needs on each stream that it runs on, in bytes.
+  std::uint64_t workspace_bytes(const Schedule& schedule, const std::vector<Operand>& operands,
+                                int k) const;
+  // Zeroed memory for that; stays the caller's.
+  void set_workspace(Stream stream, Address address, std::uint64_t bytes);
+
+  // [own rows, K] x [K, N/W] each. `gathered`: where [M, K] goes too, or 0. `sources`: by rank, where
+  // rows are pulled from, when that is not their gathered rows.
+  void ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
+               const std::vector<Operand>& operands, Address gathered,
+               const std::vector<Address>& sources);
+
+  // [M, K/W] x [K/W, N] into the owners' slots; then this rank's sums of its own. `out`: [own rows, N],
+  // or (GemmAR) [M, N].
+  void scatter(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
+  void reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out);
+
+ private:
+  void begin(Stream stream, bool pull);
+  void end(Stream stream);
+  void fill_with_nan(Stream stream);
+  void await_rows(const Schedule& schedule, Stream stream);
+  void collect(int m, Stream stream, Address out);
+  FluxSync sync() const;
+  FluxGemmArgs gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
+                         int k) const;
+  std::vector<MemOp> raise_everywhere(int word) const;
+
+  std::shared_ptr<Driver> driver_;
+  std::vector<std::shared_ptr<Kernel>> kernels_;
+  CudaOpSetup setup_;
+  std::vector<Address> signals_;  // by rank
+  std::vector<Address> scales_;   // by rank, gathered
+  std::map<Stream, std::pair<Address, std::uint64_t>> workspaces_;
+  Stream copy_stream_ = 0;
+  Event forked_ = 0;
+  Event joined_ = 0;
+  std::uint32_t epoch_ = 0;
+};
+
+}  // namespace flux::host
