@@ -3,7 +3,9 @@ threads. What is judged is the result of the real rank, and what its peers were 
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,6 +184,28 @@ def test_pinned_buffers_are_used_again(device: EmulatedDevice) -> None:
             ranks.finish(ranks.agents.values())
             inputs.check(out, 0)
         assert len(made) <= 4
+
+
+def test_closing_gives_the_memory_back(device: EmulatedDevice) -> None:
+    device.set_delay(0)
+    for op in OPS:
+        p = problem(op, 16)
+        with LoopbackWorld(2, device) as ranks:
+            built = p.build(ranks.rank())
+            inputs = Inputs(p, 16, 2, seed=1)
+            out = call(ranks, built, inputs)
+            peers = built._backend.peers
+            held = [*peers.memory.pads, *peers.memory.data, peers._provided.rows, peers.finished]
+            memory = [weakref.ref(tensor) for tensor in held]
+            del peers, held
+            gc.disable()
+            try:
+                built.close()
+                assert [m() for m in memory] == [None] * len(memory)
+            finally:
+                gc.enable()
+            device.finish()
+            inputs.check(out, 0)
 
 
 def test_a_pool_hands_out_what_is_over_in_order() -> None:
