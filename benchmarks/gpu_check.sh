@@ -49,6 +49,8 @@ step native 120 bash -c build_native
 compgen -G 'flux/lib/kernels/*/*.so' > /dev/null || step kernels 400 bash -c build_kernels
 step test_small 60 "${tests[@]}" -x -k "small or plain"
 step test_gpu 150 "${tests[@]}"
+step test_loopback 120 "${tests[@]/test_gpu/test_gpu_loopback}"
+step loopback_bench 240 "$python" benchmarks/gpu_loopback.py "$out/loopback.json"
 step kernels_bench 120 "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json"
 step fp8_bench 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 \
   --json "$out/kernels_e4m3.json"

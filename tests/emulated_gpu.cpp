@@ -244,7 +244,7 @@ void run_reduce(const FluxReduceArgs& args) {
     const Range rows{max_of(row * args.tile_m - args.first_row, 0),
                      min_of((row + 1) * args.tile_m - args.first_row, args.rows)};
     for (int column = flag_columns(s) - 1; column >= 0; --column) {
-      for (int source = 0; source < args.world; ++source) {
+      for (int source = 0; args.flags != nullptr && source < args.world; ++source) {
         await(args.flags, flag_index(s, source, args.rank, row, column), args.sync,
               FLUX_WAIT_PARTIAL, row);
       }

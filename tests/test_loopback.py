@@ -3,7 +3,9 @@ threads. What is judged is the result of the real rank, and what its peers were 
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,27 +143,29 @@ def test_buffers_are_free_before_they_are_reused(
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])
-def test_peers_have_pulled_before_rows_are_overwritten(
-    device: EmulatedDevice, poison: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_peers_receive_the_rows_of_each_call(
+    device: EmulatedDevice, direction: str, poison: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 3 is rank 0's in the first call of a pair and the peer's in the second, so that what the
-    peer pulled in the first stays in its memory."""
+    """What the peer holds is kept after every call, in the order of the stream that wrote it."""
     monkeypatch.setenv("FLUX_POISON", poison)
     p = problem("ag_gemm", 8, n=16, k=4)
-    device.set_delay(5000)
+    everything = [Inputs(p, 8, 2, seed=i) for i in range(100)]
+    kept = torch.zeros(len(everything), 4, 4, dtype=BF16)
+    device.set_delay(3000)
     with (
         LoopbackWorld(2, device) as ranks,
-        p.build(ranks.rank(), tuning=Knobs(direction="pull")) as built,
+        p.build(ranks.rank(), tuning=Knobs(direction=direction)) as built,
     ):
-        for pair in range(40):
-            first, second = (Inputs(p, m, 2, seed=10 * pair + m) for m in (8, 6))
-            outs = [call(ranks, built, inputs) for inputs in (first, second)]
-            built.wait()
-            first.check(outs[0], 0)
-            second.check(outs[1], 0)
-            ranks.finish(ranks.agents.values())
-            held = built._backend.peers.memory.data[1].view(BF16)[:32].view(8, 4)
-            assert torch.equal(held[3], first.x[3])
+        backend = built._backend
+        writer = ranks.agents[1] if direction == "pull" else backend.copy_stream
+        for inputs, rows in zip(everything, kept, strict=True):
+            call(ranks, built, inputs)
+            device.driver.copy(writer, rows.data_ptr(), backend.data[1], 4 * 4 * 2)
+        built.wait()
+        ranks.finish(ranks.agents.values())
+    for inputs, rows in zip(everything, kept, strict=True):
+        assert torch.equal(rows, inputs.x[:4])
 
 
 def test_pinned_buffers_are_used_again(device: EmulatedDevice) -> None:
@@ -180,6 +184,28 @@ def test_pinned_buffers_are_used_again(device: EmulatedDevice) -> None:
             ranks.finish(ranks.agents.values())
             inputs.check(out, 0)
         assert len(made) <= 4
+
+
+def test_closing_gives_the_memory_back(device: EmulatedDevice) -> None:
+    device.set_delay(0)
+    for op in OPS:
+        p = problem(op, 16)
+        with LoopbackWorld(2, device) as ranks:
+            built = p.build(ranks.rank())
+            inputs = Inputs(p, 16, 2, seed=1)
+            out = call(ranks, built, inputs)
+            peers = built._backend.peers
+            held = [*peers.memory.pads, *peers.memory.data, peers._provided.rows, peers.finished]
+            memory = [weakref.ref(tensor) for tensor in held]
+            del peers, held
+            gc.disable()
+            try:
+                built.close()
+                assert [m() for m in memory] == [None] * len(memory)
+            finally:
+                gc.enable()
+            device.finish()
+            inputs.check(out, 0)
 
 
 def test_a_pool_hands_out_what_is_over_in_order() -> None:

@@ -211,15 +211,16 @@ class LoopbackPeers(Peers):
         self.data = [data.data_ptr() for data in memory.data]
         self.signals = [pad + 2 * self.world * WORD for pad in self.pads]
         pinned = of.device.pinned
-        self.finished = pinned(1, torch.int32)
-        self._sets = PinnedPool(lambda: pinned(layout.data_bytes, torch.uint8), self._over)
-        self._words = PinnedPool(lambda: pinned(layout.words, torch.int32), self._over)
+        self.finished = finished = pinned(1, torch.int32)
+
+        def over(epoch: int) -> bool:  # refers to no peers: a cycle would hold on to their memory
+            reached = int(finished[0]) & 0xFFFFFFFF
+            return _C.core.epoch_reached(reached, epoch & 0xFFFFFFFF)
+
+        self._sets = PinnedPool(lambda: pinned(layout.data_bytes, torch.uint8), over)
+        self._words = PinnedPool(lambda: pinned(layout.words, torch.int32), over)
         self._provided: _Provided | None = None
         self._epoch = 0  # of the last call
-
-    def _over(self, epoch: int) -> bool:
-        finished = int(self.finished[0]) & 0xFFFFFFFF
-        return _C.core.epoch_reached(finished, epoch & 0xFFFFFFFF)
 
     # -- what the user gives -----------------------------------------------------------------------
 
