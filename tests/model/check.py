@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from flux import _C
-from model.program import NOTHING, Program, Step, Symbol
+from model.program import NOTHING, Item, Program, Step, Symbol, blocks_of
 from model.recording import Kind, What
 
 Reached = Callable[[int, int], bool]
@@ -82,15 +82,15 @@ class _Node:
     """A place in one stream: of the stream itself, or of every block of its current kernel.
 
     Attributes:
-        moves: steps that are next, and the node after each.
+        moves: steps that are next, and the node after each; those that are eager once more.
         under_way: bits of the accesses that may be under way here.
         hazard: bits of the accesses that must not be under way at the same time.
     """
 
-    moves: list[tuple[_Move, int]]
+    moves: list[tuple[_Move, int]] = field(default_factory=list)
+    eager: list[tuple[_Move, int]] = field(default_factory=list)
     under_way: int = 0
     hazard: int = 0
-    eager: list[tuple[_Move, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -141,16 +141,15 @@ class _Space:
         everything = (1 << len(self.steps)) - 1
         found = [0] * len(self.steps)
         for items in self.program.streams:
-            of_stream = 0
-            for item in items:
-                for step in [item] if isinstance(item, Step) else [s for b in item for s in b]:
-                    of_stream |= 1 << step.number
-            for item in items:
-                blocks = [[item]] if isinstance(item, Step) else item
-                bits = [sum(1 << s.number for s in block) for block in blocks]
-                for block, own in zip(blocks, bits, strict=True):
+            kernels = [
+                [sum(1 << step.number for step in block) for block in blocks_of(item)]
+                for item in items
+            ]
+            of_stream = sum(map(sum, kernels))
+            for item, bits in zip(items, kernels, strict=True):
+                for block, own in zip(blocks_of(item), bits, strict=True):
                     for step in block:
-                        found[step.number] = everything & ~of_stream | (sum(bits) & ~own)
+                        found[step.number] = (everything & ~of_stream) | (sum(bits) & ~own)
         return found
 
     def _moves(self, step: Step) -> list[_Move]:
@@ -160,13 +159,12 @@ class _Space:
         harmless = not self.conflicts[step.number] & self.concurrent[step.number]
         return [_Move(step, False, harmless)]
 
-    def _nodes(self, items: list[object]) -> list[_Node]:
+    def _nodes(self, items: list[Item]) -> list[_Node]:
         nodes: list[_Node] = []
         for item in items:
-            blocks = [[item]] if isinstance(item, Step) else item
-            moves = [[m for step in block for m in self._moves(step)] for block in blocks]
+            moves = [[m for step in block for m in self._moves(step)] for block in blocks_of(item)]
             self._product(nodes, moves)
-        nodes.append(_Node([]))
+        nodes.append(_Node())
         return nodes
 
     def _product(self, nodes: list[_Node], blocks: list[list[_Move]]) -> None:
@@ -177,7 +175,7 @@ class _Space:
             size *= len(block) + 1
         size -= 1  # all blocks at their end: the first node of what follows
         for place in range(size):
-            node = _Node([])
+            node = _Node()
             for block, stride in zip(blocks, strides, strict=True):
                 at = place // stride % (len(block) + 1)
                 if at < len(block):

@@ -59,6 +59,11 @@ Blocks = list[list[Step]]
 Item = Step | Blocks  # of a stream: an operation, or a kernel
 
 
+def blocks_of(item: Item) -> Blocks:
+    """Threads that run at the same time: of a single operation there is one."""
+    return [[item]] if isinstance(item, Step) else item
+
+
 @dataclass
 class Program:
     """What the ranks of a scenario do: a list of items for every stream."""
@@ -73,11 +78,8 @@ class Program:
     def steps(self) -> Iterator[Step]:
         for items in self.streams:
             for item in items:
-                if isinstance(item, Step):
-                    yield item
-                else:
-                    for block in item:
-                        yield from block
+                for block in blocks_of(item):
+                    yield from block
 
     def number(self) -> list[Step]:
         """All steps, each of which learns its index."""

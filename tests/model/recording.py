@@ -152,6 +152,9 @@ class Scenario:
         extras += [self.order] if self.order != "direct" else []
         extras += ["poison"] if self.poison else []
         extras += ["gathered x"] if self.gather else []
+        extras += [f"comm tiles of {self.comm_tile_rows}"] if self.comm_tile_rows else []
+        extras += [f"epochs from {self.epochs[0]}"] if self.epochs else []
+        extras += [f"{self.streams} streams"] if self.streams > 1 else []
         what = ", ".join(extras)
         return f"{'+'.join(self.ops)}{f' ({what})' if what else ''}, {self.world} ranks, M = {rows}"
 
