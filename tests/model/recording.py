@@ -1,0 +1,431 @@
+"""What the CUDA backend puts on its streams, written down by recording_gpu.cpp.
+
+``record`` builds real ops on a VirtualWorld, calls them a few times, and returns the operations of
+all streams in order, with their addresses and values. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from emulated import ROOT, EmulatedDevice
+from flux import _C, AGGemm, GemmAR, GemmRS, Knobs, Topology
+from flux.transport.virtual import VirtualWorld
+
+OPS = {"ag_gemm": AGGemm, "gemm_rs": GemmRS, "gemm_ar": GemmAR}
+WORD = 4  # bytes of a signal
+ELEMENT = 2  # bytes of a bfloat16
+MASK = 0xFFFFFFFF
+
+
+class Kind(IntEnum):
+    """Kinds of records; recording_gpu.cpp has the same list."""
+
+    copy = 0
+    fill = 1
+    raise_ = 2
+    await_ = 3
+    event = 4
+    join = 5
+    launch = 6
+    read = 7
+    write = 8
+
+
+class What(IntEnum):
+    """What bytes are; recording_gpu.cpp has the same list."""
+
+    nothing = 0
+    x = 1
+    partial = 2
+    result = 3
+    output = 4
+
+
+class _Record(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("tile", ctypes.c_int32),
+        ("what", ctypes.c_int32),
+        ("source", ctypes.c_int32),
+        ("stream", ctypes.c_uint64),
+        ("at", ctypes.c_uint64),
+        ("from_", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+        ("value", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True)
+class Content:
+    """What ``bytes`` at ``at`` are: a part of a matrix, from byte ``offset`` of it on.
+
+    ``op`` counts the ops of the scenario, ``source`` is the rank that made the content, ``epoch``
+    the call of it. Rows of x count from the first row of their rank.
+    """
+
+    at: int
+    bytes: int
+    what: What
+    op: int
+    source: int
+    epoch: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operation of a stream, or of a tile of the kernel that was launched before."""
+
+    kind: Kind
+    stream: int
+    call: int  # which of the rank's calls, from 0; -1 outside of calls
+    tile: int = -1
+    at: int = 0
+    from_: int = 0
+    bytes: int = 0
+    value: int = 0
+    content: Content | None = None
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory of a rank: ``unit`` bytes are one row, or (in a pad) one word."""
+
+    at: int
+    bytes: int
+    rank: int
+    op: int
+    name: str
+    unit: int
+    is_pad: bool = False
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is recorded: every op called once for each of ``rows``, on all ranks.
+
+    Attributes:
+        ops: called in turn, on the same streams.
+        rows: M of each round of calls.
+        epochs: of each round; by default 1, 2, ...
+        gather: AGGemm returns the gathered x as well.
+        fresh_x: every call has an x of its own; else the caller overwrites the last one.
+        n: global columns of AGGemm; by default every rank has 4.
+        streams: the rank's calls go round this many streams, which nothing else orders.
+    """
+
+    ops: tuple[str, ...]
+    world: int
+    rows: tuple[int, ...]
+    direction: str = "push"
+    order: str = "direct"
+    topology: tuple[int, int, int] | None = None
+    comm_tile_rows: int | None = None
+    poison: bool = False
+    gather: bool = False
+    fresh_x: bool = False
+    n: int | None = None
+    epochs: tuple[int, ...] | None = None
+    streams: int = 1
+
+    def epoch(self, turn: int) -> int:
+        return self.epochs[turn] if self.epochs else turn + 1
+
+    def __str__(self) -> str:
+        """As one line of a table."""
+        rows = ",".join(map(str, self.rows))
+        extras = [self.direction] if "ag_gemm" in self.ops else []
+        extras += [self.order] if self.order != "direct" else []
+        extras += ["poison"] if self.poison else []
+        extras += ["gathered x"] if self.gather else []
+        extras += [f"comm tiles of {self.comm_tile_rows}"] if self.comm_tile_rows else []
+        extras += [f"epochs from {self.epochs[0]}"] if self.epochs else []
+        extras += [f"{self.streams} streams"] if self.streams > 1 else []
+        what = ", ".join(extras)
+        return f"{'+'.join(self.ops)}{f' ({what})' if what else ''}, {self.world} ranks, M = {rows}"
+
+
+@dataclass
+class Recording:
+    """All records, in the order in which the host made them, and what their addresses mean.
+
+    Attributes:
+        streams: handle -> (rank, name); rank -1 is the stream that all others fork from and join.
+        results: what the tensors that were returned should hold in the end.
+        word_before: value of all words before the first call.
+    """
+
+    scenario: Scenario
+    records: list[Record] = field(default_factory=list)
+    streams: dict[int, tuple[int, str]] = field(default_factory=dict)
+    regions: list[Region] = field(default_factory=list)
+    results: list[Content] = field(default_factory=list)
+    word_before: int = 0
+
+
+def build(folder: Path) -> Path:
+    """The recorder as a shared library, built with the host's C++ compiler."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    assert compiler, "no C++ compiler"
+    target = folder / "librecording_gpu.so"
+    options = ["-std=c++17", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
+    source = Path(__file__).with_name("recording_gpu.cpp")
+    subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
+    return target
+
+
+class RecordingDevice(EmulatedDevice):
+    """A device that runs nothing; its kernels go by the names of the emulated ones."""
+
+    def __init__(self, library: Path) -> None:
+        super().__init__(library)
+        self.library.recorder_records.restype = ctypes.POINTER(_Record)
+        self.library.recorder_count.restype = ctypes.c_size_t
+        self.library.recorder_record_bytes.restype = ctypes.c_size_t
+        assert self.library.recorder_record_bytes() == ctypes.sizeof(_Record)
+
+    def clear(self) -> None:
+        self.library.recorder_clear()
+        self._kept.clear()
+
+    def count(self) -> int:
+        return int(self.library.recorder_count())
+
+    def records(self) -> list[_Record]:
+        return list(self.library.recorder_records()[: self.count()])
+
+
+@contextmanager
+def _poison(on: bool) -> Iterator[None]:
+    before = os.environ.get("FLUX_POISON")
+    os.environ["FLUX_POISON"] = "1" if on else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["FLUX_POISON"]
+        else:
+            os.environ["FLUX_POISON"] = before
+
+
+def record(device: RecordingDevice, scenario: Scenario) -> Recording:
+    """Make the scenario's calls, rank after rank, none waiting for another rank's."""
+    device.clear()
+    with _poison(scenario.poison), VirtualWorld(scenario.world, device) as world:
+        session = _Session(device, world, scenario)
+        recording = session.run()
+    return recording
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The records of one call."""
+
+    begin: int
+    end: int
+    op: int
+    call: int
+
+
+class _Session:
+    def __init__(self, device: RecordingDevice, world: VirtualWorld, scenario: Scenario) -> None:
+        self.device, self.world, self.scenario = device, world, scenario
+        self.spans: list[_Span] = []
+        self.out = Recording(scenario)
+        self.out.word_before = (scenario.epoch(0) - 1) & MASK
+        self.out.streams[device.current_stream()] = (-1, "host's stream")
+        for rank, stream in enumerate(world.streams):
+            self.out.streams[stream] = (rank, "caller's stream")
+        ranks = range(scenario.world)
+        self.ops = [[self._build(name, r) for name in scenario.ops] for r in ranks]
+        self.x = [[self._shared_x(op, r) for op in range(len(scenario.ops))] for r in ranks]
+        self.more = [
+            [device.driver.create_stream() for _ in range(scenario.streams - 1)] for _ in ranks
+        ]
+        for rank, streams in enumerate(self.more):
+            for number, stream in enumerate(streams):
+                self.out.streams[stream] = (rank, f"caller's stream {number + 2}")
+        device.clear()
+
+    def _build(self, name: str, rank: int) -> Any:
+        s = self.scenario
+        gathers = name == "ag_gemm"
+        n, k = (s.n or 4 * s.world, 4) if gathers else (8, 2 * s.world)
+        knobs = Knobs(direction=s.direction, order=s.order, comm_tile_rows=s.comm_tile_rows)
+        op = OPS[name](
+            self.world.rank(rank),
+            max_m=max(s.rows),
+            n=n,
+            k=k,
+            dtype=torch.bfloat16,
+            tuning=knobs if gathers else Knobs(),
+            topology=Topology(*s.topology) if s.topology else None,
+            timeout_s=1.0,
+        )
+        backend = op._backend
+        if gathers:
+            self.out.streams[backend.copy_stream] = (rank, "copy stream")
+        self._regions(s.ops.index(name), rank, backend)
+        return op
+
+    def _regions(self, op: int, rank: int, backend: Any) -> None:
+        world, layout = self.scenario.world, backend.layout
+        pad, data = backend.pads[rank], backend.data[rank]
+
+        def region(at: int, size: int, name: str, unit: int) -> None:
+            self.out.regions.append(Region(at, size, rank, op, name, unit))
+
+        others = "flag" if layout.slot_bytes else "signal"
+        counts = (("entry of rank", world), ("'done' of rank", world))
+        for name, count in (*counts, (others, layout.words - 2 * world)):
+            self.out.regions.append(Region(pad, count * WORD, rank, op, name, WORD, True))
+            pad += count * WORD
+        for kept, name in ((backend._status, "status"), (backend._report, "report")):
+            size = kept.numel() * kept.element_size()
+            region(kept.data_ptr(), size, f"{name}, word", size)
+        if not layout.slot_bytes:
+            region(data, layout.data_bytes, "gathered row", layout.row_bytes)
+            return
+        for source in range(world):
+            at = data + source * layout.slot_bytes
+            region(at, layout.slot_bytes, f"slot of source {source}, row", layout.row_bytes)
+        if layout.result_offset:
+            size = layout.data_bytes - layout.result_offset
+            region(data + layout.result_offset, size, "result, row", layout.row_bytes)
+
+    def _shared_x(self, op: int, rank: int) -> list[torch.Tensor]:
+        """The caller's x of every call."""
+        calls = len(self.scenario.rows)
+        if self.scenario.fresh_x:
+            return [self._x(op, rank) for _ in range(calls)]
+        return [self._x(op, rank)] * calls
+
+    def _x(self, op: int, rank: int) -> torch.Tensor:
+        s = self.scenario
+        made = self.ops[rank][op]
+        gathers = s.ops[op] == "ag_gemm"
+        rows = -(-max(s.rows) // s.world) if gathers else max(s.rows)
+        x = torch.zeros(rows, made.spec.local_k(s.world, rank), dtype=torch.bfloat16)
+        row = x.shape[1] * ELEMENT
+        self.out.regions.append(Region(x.data_ptr(), x.numel() * ELEMENT, rank, op, "x, row", row))
+        return x
+
+    def run(self) -> Recording:
+        self.world.run(self._calls_of)
+        for raw in enumerate(self.device.records()):
+            self.out.records.append(self._convert(*raw))
+        for ops in self.ops:
+            for op in ops:
+                op.close()
+        for streams in self.more:
+            for stream in streams:
+                self.device.driver.destroy_stream(stream)
+        return self.out
+
+    def _calls_of(self, rank: int) -> None:
+        s, driver = self.scenario, self.device.driver
+        own = self.device.current_stream()
+        streams = [own, *self.more[rank]]
+        for later in streams[1:]:
+            driver.order_after(later=later, earlier=own)
+        for turn, m in enumerate(s.rows):
+            with self.device.on_stream(streams[turn % len(streams)]):
+                for op in range(len(s.ops)):
+                    begin = self.device.count()
+                    self._call(rank, op, turn, m)
+                    call = turn * len(s.ops) + op
+                    self.spans.append(_Span(begin, self.device.count(), op, call))
+        for earlier in streams[1:]:
+            driver.order_after(later=own, earlier=earlier)
+
+    def _call(self, rank: int, number: int, turn: int, m: int) -> None:
+        s, op, epoch = self.scenario, self.ops[rank][number], self.scenario.epoch(turn)
+        op._backend.epoch = epoch - 1
+        gathers = s.ops[number] == "ag_gemm"
+        x = self.x[rank][number][turn][: op.own_rows(m) if gathers else m]
+        # The caller's own work: it writes x where it pleases, as far as the stream allows.
+        words = x.numel() * ELEMENT // WORD
+        self.device.driver.fill(self.device.current_stream(), x.data_ptr(), epoch & MASK, words)
+        weight = torch.zeros(
+            op.spec.local_n(s.world, rank)[0],
+            op.spec.local_k(s.world, rank),
+            dtype=torch.bfloat16,
+        )
+        if gathers:
+            got = op(x, weight, m=m, return_gathered=s.gather)
+            out, gathered = got if s.gather else (got, None)
+            self._expect_rows(rank, What.output, rank, number, epoch, out)
+            if gathered is not None:
+                for r in range(s.world):
+                    rows = self._share(gathered, m, r)
+                    self._expect_rows(rank, What.x, r, number, epoch, rows)
+            return
+        out = op(x, weight)
+        for r in range(s.world):
+            first = _C.core.row_begin(m, s.world, r) * out.shape[1] * ELEMENT
+            if s.ops[number] == "gemm_ar":
+                rows = self._share(out, m, r)
+                self._expect_rows(rank, What.result, r, number, epoch, rows, first)
+            elif r == rank:
+                self._expect_rows(rank, What.result, r, number, epoch, out, first)
+
+    def _share(self, rows: torch.Tensor, m: int, rank: int) -> torch.Tensor:
+        w = self.scenario.world
+        return rows[_C.core.row_begin(m, w, rank) : _C.core.row_end(m, w, rank)]
+
+    def _expect_rows(
+        self,
+        rank: int,
+        what: What,
+        source: int,
+        op: int,
+        epoch: int,
+        rows: torch.Tensor,
+        offset: int = 0,
+    ) -> None:
+        """These rows were returned to ``rank``: what should they hold in the end?"""
+        if rows.numel():
+            at, size = rows.data_ptr(), rows.numel() * ELEMENT
+            found = Content(at, size, what, op, source, epoch & MASK, offset)
+            self.out.results.append(found)
+            row = rows.shape[1] * ELEMENT
+            self.out.regions.append(Region(at, size, rank, op, "returned rows, row", row))
+
+    def _convert(self, number: int, raw: _Record) -> Record:
+        span = next((s for s in self.spans if s.begin <= number < s.end), None)
+        kind, content = Kind(raw.kind), None
+        op = span.op if span else -1
+        if kind in (Kind.read, Kind.write):
+            what = What(raw.what)
+            content = Content(raw.at, raw.bytes, what, op, raw.source, raw.value, raw.offset)
+        elif kind is Kind.fill and any(
+            r.name == "x, row" and r.at <= raw.at < r.at + r.bytes for r in self.out.regions
+        ):
+            rank = self.out.streams[raw.stream][0]
+            content = Content(raw.at, raw.bytes, What.x, op, rank, raw.value, 0)
+        call = span.call if span else -1
+        return Record(
+            kind,
+            raw.stream,
+            call,
+            raw.tile,
+            raw.at,
+            raw.from_,
+            raw.bytes,
+            raw.value,
+            content,
+        )

@@ -1,0 +1,262 @@
+// A GPU that does nothing and writes everything down: the entry points of the CUDA driver that flux
+// looks up, and kernels behind the C ABI. What the CUDA backend puts on streams becomes a list of
+// records, from which the model checker makes its programs, so that it checks the host code itself and
+// no copy of it. A launch is unrolled into the waits, reads, writes and flags of its tiles, by the
+// functions of csrc/core that the kernels call.
+#include <cstdint>
+#include <vector>
+
+#include "cuda/arguments.h"
+
+namespace {
+
+using namespace flux;
+
+// recording.py has the same lists.
+enum Kind : std::int32_t {
+  kCopy,    // bytes from `from` to `at`
+  kFill,    // bytes at `at` with `value`
+  kRaise,   // word `at` becomes `value`
+  kAwait,   // until word `at` has reached `value`
+  kEvent,   // event number `value` is recorded
+  kJoin,    // until event number `value` has come
+  kLaunch,  // a kernel begins; what follows with tile >= 0 belongs to it
+  kRead,    // of `bytes` at `at`, which should be `what` of rank `source`, from byte `offset` on
+  kWrite    // in the same way
+};
+// Contents, each a matrix without gaps. Rows of x count from the first of the rank that has them.
+enum What : std::int32_t { kNothing, kX, kPartial, kResult, kOutput };
+
+struct Record {
+  std::int32_t kind;
+  std::int32_t tile;  // -1: an operation of the stream itself
+  std::int32_t what;
+  std::int32_t source;
+  std::uint64_t stream;
+  std::uint64_t at;
+  std::uint64_t from;
+  std::uint64_t bytes;
+  std::uint64_t offset;
+  std::uint32_t value;  // with a read or a write: the epoch of what it is
+  std::uint32_t pad;
+};
+
+std::vector<Record> records;
+std::uint32_t events = 0;
+
+Record& add(Kind kind, const void* stream, const void* at = nullptr, std::uint32_t value = 0) {
+  Record r{};
+  r.kind = kind;
+  r.tile = -1;
+  r.stream = reinterpret_cast<std::uint64_t>(stream);
+  r.at = reinterpret_cast<std::uint64_t>(at);
+  r.value = value;
+  records.push_back(r);
+  return records.back();
+}
+
+// -- kernels ---------------------------------------------------------------------------------------
+
+constexpr int kTileM = 2;
+constexpr int kTileN = 8;
+constexpr std::uint64_t kElement = 2;  // bytes
+
+// The records of one tile.
+struct Tile {
+  const void* stream;
+  std::uint32_t epoch;
+  int number;
+
+  void word(Kind kind, const std::uint32_t* words, int index) const {
+    add(kind, stream, words + index, epoch).tile = number;
+  }
+  // `elements` at `at`; `first` is the number of the first one in the matrix that they belong to.
+  void touch(Kind kind, const void* at, int elements, What what, int source,
+             std::int64_t first) const {
+    Record& r = add(kind, stream, at, epoch);
+    r.tile = number;
+    r.what = what;
+    r.source = source;
+    r.bytes = elements * kElement;
+    r.offset = first * kElement;
+  }
+};
+
+template <class Element>
+Element* element(Element* base, std::int64_t at) {
+  using Byte = std::conditional_t<std::is_const_v<Element>, const char, char>;
+  return static_cast<Element*>(static_cast<Byte*>(base) + at * kElement);
+}
+
+int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
+  add(kLaunch, stream);
+  const TileMap map = tile_map(tile_order(*args, OpKind::kAGGemm, kTileM, kTileN));
+  const CommTiling tiling = comm_tiling(*args);
+  for (int slot = 0; slot < map.rows * map.columns; ++slot) {
+    const Tile tile{stream, args->sync.epoch, slot};
+    const TileCoord at = tile_at(map, slot);
+    const int begin = at.m * kTileM;
+    const int end = min_of(begin + kTileM, args->m);
+    const Range waits = signals_of_rows(tiling, begin, end);
+    for (int i = waits.begin; i < waits.end; ++i) tile.word(kAwait, args->signals, i);
+    for (int row = begin; row < end; ++row) {
+      const int owner = owner_of(args->m, tiling.world, row);
+      tile.touch(
+          kRead, element(args->a, row * args->lda), args->k, kX, owner,
+          static_cast<std::int64_t>(row - row_begin(args->m, tiling.world, owner)) * args->k);
+    }
+    const int column = at.n * kTileN;
+    for (int row = begin; row < end; ++row) {
+      const std::int64_t first = static_cast<std::int64_t>(row) * args->n + column;
+      tile.touch(kWrite, element(args->d, row * args->ldd + column),
+                 min_of(kTileN, args->n - column), kOutput, args->order.rank, first);
+    }
+  }
+  return FLUX_OK;
+}
+
+int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
+  add(kLaunch, stream);
+  const TileMap map = tile_map(tile_order(*args, OpKind::kGemmRS, kTileM, kTileN));
+  const ScatterTargets to = scatter_targets(*args, kTileM, kTileN);
+  for (int slot = 0; slot < map.rows * map.columns; ++slot) {
+    const Tile tile{stream, args->sync.epoch, slot};
+    const TileCoord at = tile_at(map, slot);
+    const int begin = at.m * kTileM;
+    const int end = min_of(begin + kTileM, args->m);
+    const Range owners = owners_of_tile(to.tiling, at.m);
+    for (int row = begin; row < end; ++row) {
+      tile.touch(kRead, element(args->a, row * args->lda), args->k, kX, to.rank,
+                 static_cast<std::int64_t>(row) * args->k);
+    }
+    for (int owner = owners.begin; owner < owners.end; ++owner) {
+      tile.word(kAwait, to.entries, owner);
+    }
+    const int column = at.n * kTileN;
+    for (int row = begin; row < end; ++row) {
+      const int owner = owner_of(args->m, to.tiling.world, row);
+      const std::int64_t local = row - row_begin(args->m, to.tiling.world, owner);
+      tile.touch(kWrite, element(to.slots[owner], local * to.ld + column),
+                 min_of(kTileN, args->n - column), kPartial, to.rank,
+                 static_cast<std::int64_t>(row) * args->n + column);
+    }
+    for (int owner = owners.begin; owner < owners.end; ++owner) {
+      tile.word(kRaise, to.flags[owner], flag_index(to.tiling, to.rank, owner, at.m, at.n));
+    }
+  }
+  return FLUX_OK;
+}
+
+int record_reduce(const FluxReduceArgs* args, void* stream) {
+  if (args->rows == 0) return FLUX_OK;
+  add(kLaunch, stream);
+  const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
+  const Range tiles = tiles_of_owner(s, args->rank);
+  const int columns = flag_columns(s);
+  for (int unit = 0; unit < (tiles.end - tiles.begin) * columns; ++unit) {
+    const Tile tile{stream, args->sync.epoch, unit};
+    const int tile_row = tiles.begin + unit / columns;
+    const int first = unit % columns * kTileN;
+    const int width = min_of(kTileN, args->n - first);
+    const int begin = max_of(tile_row * kTileM, args->first_row);
+    const int end = min_of((tile_row + 1) * kTileM, args->first_row + args->rows);
+    for (int source = 0; source < args->world; ++source) {
+      tile.word(kAwait, args->flags, flag_index(s, source, args->rank, tile_row, unit % columns));
+    }
+    for (int row = begin; row < end; ++row) {
+      const std::int64_t local = row - args->first_row;
+      const std::int64_t number = static_cast<std::int64_t>(row) * args->n + first;
+      for (int source = 0; source < args->world; ++source) {
+        tile.touch(kRead, element(args->slots[source], local * args->slot_ld + first), width,
+                   kPartial, source, number);
+      }
+      for (int out = 0; out < args->out_count; ++out) {
+        tile.touch(kWrite, element(args->outs[out], local * args->out_ld + first), width, kResult,
+                   args->rank, number);
+      }
+    }
+  }
+  return FLUX_OK;
+}
+
+std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
+int prepare(int) { return FLUX_OK; }
+
+}  // namespace
+
+extern "C" {
+
+extern const FluxKernel flux_emulated_ag_gemm = {FLUX_ABI_VERSION,
+                                                 sizeof(FluxGemmArgs),
+                                                 "flux_emulated_ag_gemm",
+                                                 kTileM,
+                                                 kTileN,
+                                                 &no_workspace,
+                                                 &prepare,
+                                                 &record_ag_gemm,
+                                                 nullptr};
+extern const FluxKernel flux_emulated_gemm_rs = {
+    FLUX_ABI_VERSION, sizeof(FluxGemmArgs), "flux_emulated_gemm_rs", kTileM, kTileN, &no_workspace,
+    &prepare,         &record_gemm_rs,      &record_reduce};
+
+std::size_t recorder_count() { return records.size(); }
+const Record* recorder_records() { return records.data(); }
+std::size_t recorder_record_bytes() { return sizeof(Record); }
+void recorder_clear() { records.clear(); }
+
+int cuGetErrorString(int, const char** text) {
+  *text = "no failure";
+  return 0;
+}
+int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
+  return 0;
+}
+int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+  *stream = new int;
+  return 0;
+}
+int cuStreamDestroy_v2(void* stream) {
+  delete static_cast<int*>(stream);
+  return 0;
+}
+int cuStreamSynchronize(void*) { return 0; }
+int cuStreamQuery(void*) { return 0; }
+// An event holds the number of its last record: events are recorded anew, and their memory is reused.
+int cuEventCreate(void** event, unsigned) {
+  *event = new std::uint32_t(0);
+  return 0;
+}
+int cuEventDestroy_v2(void* event) {
+  delete static_cast<std::uint32_t*>(event);
+  return 0;
+}
+int cuEventRecord(void* event, void* stream) {
+  *static_cast<std::uint32_t*>(event) = ++events;
+  add(kEvent, stream, nullptr, events);
+  return 0;
+}
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  add(kJoin, stream, nullptr, *static_cast<std::uint32_t*>(event));
+  return 0;
+}
+int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* stream) {
+  Record& r = add(kCopy, stream, reinterpret_cast<void*>(to));
+  r.from = from;
+  r.bytes = bytes;
+  return 0;
+}
+int cuStreamWriteValue32_v2(void* stream, std::uintptr_t word, std::uint32_t value, unsigned) {
+  add(kRaise, stream, reinterpret_cast<void*>(word), value);
+  return 0;
+}
+int cuStreamWaitValue32_v2(void* stream, std::uintptr_t word, std::uint32_t value, unsigned) {
+  add(kAwait, stream, reinterpret_cast<void*>(word), value);
+  return 0;
+}
+int cuMemsetD32Async(std::uintptr_t words, unsigned value, std::size_t count, void* stream) {
+  add(kFill, stream, reinterpret_cast<void*>(words), value).bytes = 4 * count;
+  return 0;
+}
+
+}  // extern "C"

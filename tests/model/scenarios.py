@@ -1,0 +1,54 @@
+"""What is checked: the standard set of scenarios, and those that the protocol does not survive."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from model.recording import Scenario
+
+OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+LAST_EPOCHS = (2**32 - 2, 2**32 - 1, 2**32)  # as many calls, and the 32-bit epoch wraps
+# A large call, then 2**31 calls that leave most of its words alone, then a large call again.
+AGE = {"rows": (8, 2, 2, 8), "epochs": (1, 2**30, 2**31, 2**31 + 2)}
+
+# M of back-to-back calls. Tiles of the GEMM have two rows. By world: chunks of whole tiles; tiles
+# that straddle owners, and ranks that own no rows in between.
+ROWS = {2: ((4, 4, 4), (4, 1, 3)), 3: ((6, 6), (3, 4), (6, 4, 6), (3, 5, 1))}
+
+
+def standard() -> Iterator[Scenario]:
+    """All ops, directions and poison; 2 ranks x 3 calls, 3 ranks x 2 calls and x 3 calls."""
+    for world, op, poison in itertools.product(ROWS, OPS, (False, True)):
+        for direction in ("push", "pull") if op == "ag_gemm" else ("push",):
+            for rows in ROWS[world]:
+                gather = op == "ag_gemm" and poison
+                yield Scenario((op,), world, rows, direction, poison=poison, gather=gather)
+    yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d")
+    yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", direction="pull")
+    yield Scenario(("ag_gemm",), 3, (6, 5), comm_tile_rows=1)
+    yield Scenario(("ag_gemm", "gemm_rs"), 2, (4, 3, 4))
+    yield Scenario(("ag_gemm", "gemm_rs"), 3, (6, 4))
+    yield Scenario(("gemm_ar", "ag_gemm"), 3, (6, 4), direction="pull")
+    for op in ("gemm_rs", "gemm_ar"):
+        yield Scenario((op,), 2, (4, 4, 4), epochs=LAST_EPOCHS)
+        yield Scenario((op,), 4, (8, 5))
+
+
+def drawn(rng: random.Random) -> Scenario:
+    """Any knobs of few ranks and calls."""
+    world = rng.choice([2, 2, 3])
+    ops = rng.choice([("ag_gemm",), ("gemm_rs",), ("gemm_ar",), ("ag_gemm", "gemm_ar")])
+    return Scenario(
+        ops,
+        world,
+        tuple(rng.randint(1, 2 * world + 1) for _ in range(2 if len(ops) > 1 else 3)),
+        direction=rng.choice(["push", "pull"]),
+        order=rng.choice(["direct", "ring1d", "ring2d", "hierarchical", "numa"]),
+        topology=rng.choice([(1, 1, world), (world, 1, 1), (1, world, 1)]),
+        comm_tile_rows=rng.choice([None, 1, 2]),
+        poison=rng.random() < 0.5,
+        gather=rng.random() < 0.5,
+        fresh_x=rng.random() < 0.3,
+    )

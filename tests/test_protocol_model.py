@@ -1,0 +1,244 @@
+"""A model check of the CUDA backend's signals and epochs: docs/protocol.md."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from model.bugs import BUGS, Bug
+from model.check import LimitError, Mode, Report, explore
+from model.program import Program, Step, program_of
+from model.recording import Kind, RecordingDevice, Scenario, build, record
+from model.scenarios import AGE, LAST_EPOCHS, OPS, drawn, standard
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> RecordingDevice:
+    return RecordingDevice(build(tmp_path_factory.mktemp("gpu")))
+
+
+def check(
+    device: RecordingDevice,
+    scenario: Scenario,
+    mode: Mode = Mode.reduced,
+    blocks: int | None = None,
+) -> Report:
+    report = explore(program_of(record(device, scenario), blocks), mode)
+    assert report.violation is None, f"{scenario}\n{report.violation}"
+    return report
+
+
+@pytest.mark.parametrize("scenario", standard(), ids=str)
+def test_no_interleaving_breaks_the_protocol(device: RecordingDevice, scenario: Scenario) -> None:
+    report = check(device, scenario)
+    assert report.states > 10
+
+
+SMALL = [
+    Scenario((op,), 2, rows, direction, poison=poison)
+    for op in OPS
+    for direction in (("push", "pull") if op == "ag_gemm" else ("push",))
+    for rows, poison in (((4, 4, 4), False), ((3, 1), True))
+]
+
+
+@pytest.mark.parametrize("scenario", SMALL, ids=str)
+def test_without_any_reduction(device: RecordingDevice, scenario: Scenario) -> None:
+    literal = check(device, scenario, Mode.literal)
+    reduced = check(device, scenario, Mode.reduced)
+    assert literal.states > 10 * reduced.states
+    # What lets the reduced search tell states apart by their places: memory follows from them.
+    assert literal.places == literal.states
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_with_fewer_blocks_than_tiles(
+    device: RecordingDevice, op: str, blocks: int
+) -> None:
+    """A tile that waits holds up those that its block takes after it."""
+    for direction in ("push", "pull") if op == "ag_gemm" else ("push",):
+        check(device, Scenario((op,), 3, (6, 5), direction, comm_tile_rows=1), blocks=blocks)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_scenarios(device: RecordingDevice, seed: int) -> None:
+    rng = random.Random(seed)
+    check(device, drawn(rng), blocks=rng.choice([None, 1, 2]))
+
+
+# -- bugs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_each_rule_is_needed_and_missed(device: RecordingDevice, bug: Bug) -> None:
+    check(device, bug.scenario)
+    recording = record(device, bug.scenario)
+    for mode in Mode:
+        program = program_of(recording)
+        bug.edit(program)
+        try:
+            violation = explore(program, mode, limit=20_000).violation
+        except LimitError:
+            assert (mode, bug.name) == (Mode.literal, "join-of-forwarding")
+            continue
+        assert violation is not None, f"{mode}: {bug.rule}"
+        assert violation.kind in bug.finds, violation
+
+
+def test_a_counterexample_says_who_did_what(device: RecordingDevice) -> None:
+    bug = next(bug for bug in BUGS if bug.name == "push-entry")
+    program = program_of(record(device, bug.scenario))
+    bug.edit(program)
+    violation = explore(program).violation
+    assert violation is not None
+    assert violation.kind == "race"
+    copy, read = violation.text.split(" while ")
+    if "reads" in copy:
+        copy, read = read, copy
+    for rank in (0, 1):
+        if f"rank {rank}, copy stream, call 2: copies x, row 0-1 at rank {rank}" in copy:
+            assert f"reads gathered row {2 * rank}-{2 * rank + 1} at rank {1 - rank}" in read
+            break
+    else:
+        raise AssertionError(violation.text)
+    assert "call 1, tile" in read
+    assert any("raises signal" in line for line in violation.trace)
+
+
+def unsigned(observed: int, expected: int) -> bool:
+    return observed >= expected
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+def test_epochs_that_are_compared_without_their_wrap(device: RecordingDevice, op: str) -> None:
+    scenario = Scenario((op,), 2, (4, 4, 4), epochs=LAST_EPOCHS)
+    report = explore(program_of(record(device, scenario)), reached=unsigned)
+    assert report.violation is not None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_calls_need_epochs_of_their_own(device: RecordingDevice, op: str) -> None:
+    """A captured graph that is replayed would use the same ones again."""
+    report = explore(program_of(record(device, Scenario((op,), 2, (4, 4), epochs=(1, 1)))))
+    assert report.violation is not None
+
+
+def waits_of(program: Program, rank: int) -> list[Step]:
+    kinds = (Kind.await_, Kind.join)
+    return [s for s in program.number() if s.kind in kinds and s.rank == rank and s.call >= 0]
+
+
+def sort_of(program: Program, wait: Step) -> str:
+    """Which rule a wait belongs to."""
+    if wait.kind is Kind.join:
+        return "join" if "caller" in program.names[wait.stream] else "fork"
+    raisers = [
+        s
+        for s in program.steps()
+        if s.kind is Kind.raise_ and (s.word, s.value) == (wait.word, wait.value)
+    ]
+    if all(s.stream == wait.stream for s in raisers):
+        return "own word"
+    name = program.words[wait.word].split()[0]
+    if wait.call == 0 and name == "entry":
+        return "first entry"
+    poisoned = program.recording.scenario.poison and "copy" in program.names[wait.stream]
+    return f"{name} again" if poisoned and name == "entry" else name
+
+
+# Waits any one of which can be left out:
+#   own word      the own stream has raised it before
+#   first entry   before the first call nobody has read anything
+#   join          of the last call: its x is not written again. Of every call that pulls: the kernel
+#                 has waited for all signals, which this rank's copy stream has raised
+#   entry         GemmAR: 'done' of the last call says as much, but for poison, which comes between
+#   entry again   when pulling with poison: the stream that is forked from has waited for them
+SPARE = {
+    Scenario(("ag_gemm",), 2, (4, 4, 4)): {"first entry", "join"},
+    Scenario(("ag_gemm",), 2, (4, 4, 4), "pull"): {"first entry", "join"},
+    Scenario(("ag_gemm",), 2, (4, 4), "pull", poison=True): {
+        "own word",
+        "first entry",
+        "entry again",
+        "join",
+    },
+    Scenario(("gemm_rs",), 2, (4, 4, 4)): {"own word", "first entry"},
+    Scenario(("gemm_rs",), 2, (4, 4), poison=True): {"own word"},
+    Scenario(("gemm_ar",), 2, (4, 4, 4)): {"own word", "first entry", "entry"},
+    Scenario(("gemm_ar",), 2, (4, 4), poison=True): {"own word"},
+}
+
+
+def leave_out(program: Program, wait: Step) -> None:
+    for items in program.streams:
+        items[:] = [item for item in items if item is not wait]
+        for item in items:
+            if isinstance(item, list):
+                for block in item:
+                    block[:] = [step for step in block if step is not wait]
+
+
+@pytest.mark.parametrize("scenario", SPARE, ids=str)
+def test_every_single_wait_is_missed_if_it_is_left_out(
+    device: RecordingDevice, scenario: Scenario
+) -> None:
+    recording = record(device, scenario)
+    spare: dict[str, list[int]] = {}
+    for number in range(len(waits_of(program_of(recording), 0))):
+        program = program_of(recording)
+        wait = waits_of(program, 0)[number]
+        sort = sort_of(program, wait)
+        leave_out(program, wait)
+        if explore(program).violation is None:
+            spare.setdefault(sort, []).append(wait.call)
+    assert set(spare) == SPARE[scenario]
+    if scenario.direction == "push" and "join" in spare:
+        assert spare["join"] == [len(scenario.rows) - 1]
+
+
+# -- what the protocol does not survive ------------------------------------------------------------
+
+
+def known(scenario: Scenario, why: str, raises: type[Exception] = AssertionError) -> object:
+    marks = pytest.mark.xfail(strict=True, reason=why, raises=raises)
+    return pytest.param(scenario, marks=marks, id=f"{why}: {scenario}")
+
+
+_NO_COLUMNS = {"ops": ("ag_gemm",), "world": 3, "n": 4}
+
+DEFECTS = [
+    known(
+        Scenario(rows=(3,), gather=True, **_NO_COLUMNS),
+        "a rank without columns launches no kernel, so nothing waits for the rows it returns",
+    ),
+    known(
+        Scenario(rows=(3, 3), poison=True, **_NO_COLUMNS),
+        "a rank without columns enters the next call while rows of this one still come",
+    ),
+    known(
+        Scenario(("ag_gemm",), 2, (4, 4, 4), epochs=LAST_EPOCHS),
+        "gather_tiles is given an epoch of more than 32 bits",
+        TypeError,
+    ),
+    *(
+        known(
+            Scenario((op,), 2, comm_tile_rows=1, **AGE),
+            "words that 2**31 calls have not raised count as raised",
+        )
+        for op in OPS
+    ),
+    *(
+        known(
+            Scenario((op,), 2, (4, 4), streams=2, fresh_x=True),
+            "a call on another stream does not come behind the last call",
+        )
+        for op in OPS
+    ),
+]
+
+
+@pytest.mark.parametrize("scenario", DEFECTS)
+def test_known_defects(device: RecordingDevice, scenario: Scenario) -> None:
+    check(device, scenario)
