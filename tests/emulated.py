@@ -94,6 +94,7 @@ class EmulatedDevice:
         self._main = self._current
         self._kept: list[torch.Tensor] = []
         self._bodies: list[Any] = []
+        self.captured = False
 
     def set_delay(self, microseconds: int) -> None:
         """How long one in eight copies and GEMM tiles is held back."""
@@ -119,6 +120,9 @@ class EmulatedDevice:
             yield
         finally:
             self._current = before
+
+    def capturing(self) -> bool:
+        return self.captured
 
     def enqueue(self, body: Callable[[], None]) -> None:
         function = ctypes.CFUNCTYPE(None)(body)

@@ -107,18 +107,19 @@ std::uint16_t to_bf16(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-void await(const std::uint32_t* words, int index, const FluxSync& sync, int code, int tile) {
+bool await(const std::uint32_t* words, int index, const FluxSync& sync, int code, int tile) {
   const auto begin = Clock::now();
   for (;;) {
     const std::uint32_t seen = load(words + index);
-    if (epoch_reached(seen, sync.epoch) || sync.status[FLUX_STATUS_CODE] != 0) return;
+    if (epoch_reached(seen, sync.epoch)) return true;
+    if (__atomic_load_n(sync.status, __ATOMIC_ACQUIRE) != 0) return false;
     if (Clock::now() - begin > std::chrono::nanoseconds(sync.timeout_ns)) {
       sync.status[FLUX_STATUS_TILE] = tile;
       sync.status[FLUX_STATUS_SIGNAL] = index;
       sync.status[FLUX_STATUS_EXPECTED] = sync.epoch;
       sync.status[FLUX_STATUS_OBSERVED] = seen;
-      sync.status[FLUX_STATUS_CODE] = code;
-      return;
+      __atomic_store_n(sync.status, code, __ATOMIC_RELEASE);
+      return false;
     }
     nap();
   }
@@ -199,12 +200,15 @@ void run_gemm_rs(const FluxGemmArgs& args) {
   for (int slot = 0; slot < map.rows * map.columns; ++slot) {
     const TileCoord tile = tile_at(map, slot);
     const Range owners = owners_of_tile(to.tiling, tile.m);
+    bool free[FLUX_MAX_WORLD] = {};
     for (int owner = owners.begin; owner < owners.end; ++owner) {
-      if (to.entries != nullptr) await(to.entries, owner, to.sync, FLUX_WAIT_ENTRY, tile.m);
+      free[owner] =
+          to.entries == nullptr || await(to.entries, owner, to.sync, FLUX_WAIT_ENTRY, tile.m);
     }
     dawdle();
     for (int r = tile.m * kTileM; r < min_of(args.m, (tile.m + 1) * kTileM); ++r) {
       const int owner = owner_of(args.m, to.tiling.world, r);
+      if (!free[owner]) continue;
       auto* row = static_cast<std::uint16_t*>(to.slots[owner]) +
                   (r - row_begin(args.m, to.tiling.world, owner)) * to.ld;
       for (int c = tile.n * kTileN; c < min_of(args.n, (tile.n + 1) * kTileN); ++c) {
@@ -214,15 +218,16 @@ void run_gemm_rs(const FluxGemmArgs& args) {
       }
     }
     for (int owner = owners.begin; owner < owners.end; ++owner) {
+      if (!free[owner]) continue;
       store(to.flags[owner] + flag_index(to.tiling, to.rank, owner, tile.m, tile.n), to.sync.epoch);
     }
   }
 }
 
-void sum_tile(const FluxReduceArgs& args, Range rows, Range columns) {
+void sum_tile(const FluxReduceArgs& args, Range rows, Range columns, bool complete) {
   for (int r = rows.begin; r < rows.end; ++r) {
     for (int c = columns.begin; c < columns.end; ++c) {
-      float sum = 0;
+      float sum = complete ? 0 : std::nanf("");
       for (int source = 0; source < args.slot_count; ++source) {
         sum +=
             to_float(static_cast<const std::uint16_t*>(args.slots[source])[r * args.slot_ld + c]);
@@ -244,11 +249,13 @@ void run_reduce(const FluxReduceArgs& args) {
     const Range rows{max_of(row * args.tile_m - args.first_row, 0),
                      min_of((row + 1) * args.tile_m - args.first_row, args.rows)};
     for (int column = flag_columns(s) - 1; column >= 0; --column) {
+      bool complete = true;
       for (int source = 0; args.flags != nullptr && source < args.world; ++source) {
-        await(args.flags, flag_index(s, source, args.rank, row, column), args.sync,
-              FLUX_WAIT_PARTIAL, row);
+        complete &= await(args.flags, flag_index(s, source, args.rank, row, column), args.sync,
+                          FLUX_WAIT_PARTIAL, row);
       }
-      sum_tile(args, rows, {column * args.tile_n, min_of((column + 1) * args.tile_n, args.n)});
+      const Range columns{column * args.tile_n, min_of((column + 1) * args.tile_n, args.n)};
+      sum_tile(args, rows, columns, complete);
     }
   }
 }

@@ -221,6 +221,79 @@ def test_a_rank_that_does_not_call_is_noticed(
     assert device.streams() == before
 
 
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_giving_up_does_not_spoil_a_slow_peer(device: EmulatedDevice, op: str) -> None:
+    """Rank 1 is held up behind call 1 until rank 0 has given up waiting for it in call 2. By then
+    rank 0 may have written to memory that rank 1 still used: rank 1 has to hear of it."""
+    device.set_delay(0)
+    p = problem(op, 16)
+    first, second = (Inputs(p, 16, 2, seed=s) for s in (1, 2))
+    gate = torch.zeros(1, dtype=torch.int32)
+    with VirtualWorld(2, device) as ranks:
+        ops = [p.build(ranks.rank(r), timeout_s=0.3) for r in range(2)]
+
+        def calls(r: int) -> list[torch.Tensor]:
+            outs = first.call(ops[r], r)
+            if r == 0:
+                second.call(ops[0], 0)
+            else:
+                device.driver.await_signal(device.current_stream(), gate.data_ptr(), 1)
+            return outs
+
+        outs = ranks.run(calls)
+        try:
+            with pytest.raises(PeerTimeoutError, match=r"rank 0 waited more|a stream waited"):
+                ops[0].wait()
+        finally:
+            gate.fill_(1)
+        with pytest.raises(PeerTimeoutError, match="rank 1: rank 0 gave up in call 2"):
+            ops[1].wait()
+        device.finish()
+        first.check(outs[1], 1)
+
+
+def test_calls_on_changing_streams_follow_one_another(device: EmulatedDevice) -> None:
+    """Nothing orders the streams but the op itself."""
+    device.set_delay(2000)
+    driver = device.driver
+    for name in OPS:
+        p = problem(name, 12)
+        everything = [Inputs(p, 12, 2, seed=s) for s in range(12)]
+        with VirtualWorld(2, device) as ranks:
+            ops = [p.build(ranks.rank(r)) for r in range(2)]
+            streams = [[driver.create_stream() for _ in range(3)] for _ in range(2)]
+            outs: list[list[list[torch.Tensor]]] = [[], []]
+            for number, inputs in enumerate(everything):
+                for r in range(2):
+                    with device.on_stream(streams[r][number % 3]):
+                        outs[r].append(inputs.call(ops[r], r))
+            for stream in (*streams[0], *streams[1]):
+                driver.synchronize(stream)
+            for r in range(2):
+                for inputs, got in zip(everything, outs[r], strict=True):
+                    inputs.check(got, r)
+                ops[r].close()
+            for stream in (*streams[0], *streams[1]):
+                driver.destroy_stream(stream)
+
+
+def test_a_call_is_not_captured(device: EmulatedDevice) -> None:
+    device.set_delay(0)
+    p = problem("gemm_ar", 8)
+    with VirtualWorld(2, device) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(2)]
+        inputs = Inputs(p, 8, 2, seed=1)
+        device.captured = True
+        with pytest.raises(ValueError, match="cannot be captured into a CUDA graph"):
+            inputs.call(ops[0], 0)
+        device.captured = False
+        outs = ranks.run(lambda r: inputs.call(ops[r], r))
+        device.finish()
+        for r in range(2):
+            inputs.check(outs[r], r)
+            ops[r].close()
+
+
 def test_ranks_must_build_the_same(device: EmulatedDevice) -> None:
     with VirtualWorld(2, device) as ranks:
         first = flux.AGGemm(ranks.rank(0), max_m=8, n=4, k=4, dtype=BF16)

@@ -38,7 +38,7 @@ typedef struct FluxSync {
   uint32_t epoch;
   uint32_t pad_;
   uint64_t timeout_ns; /* a wait that takes longer is recorded in `status` and given up */
-  uint64_t* status;    /* FLUX_STATUS_WORDS words of this rank; all zero: no wait has failed */
+  uint64_t* status;    /* FLUX_STATUS_WORDS words of this rank's pad; zero: no wait has failed */
 } FluxSync;
 
 /* What a failed wait leaves in FluxSync.status. The first one to fail writes; later waits of the
@@ -53,9 +53,10 @@ enum {
 };
 enum {
   FLUX_WAIT_NONE = 0,
-  FLUX_WAIT_GATHER = 1, /* rows of x: a signal of the own pad */
-  FLUX_WAIT_ENTRY = 2,  /* a peer whose memory is to be written has not begun the call */
-  FLUX_WAIT_PARTIAL = 3 /* partials for the own rows: a flag of the own pad */
+  FLUX_WAIT_GATHER = 1,  /* rows of x: a signal of the own pad */
+  FLUX_WAIT_ENTRY = 2,   /* a peer whose memory is to be written has not begun the call */
+  FLUX_WAIT_PARTIAL = 3, /* partials for the own rows: a flag of the own pad */
+  FLUX_ABANDONED = 4     /* nothing of one's own: the peer FLUX_STATUS_SIGNAL has given up */
 };
 
 typedef struct FluxGemmArgs {

@@ -45,29 +45,31 @@ __device__ inline void record_failure(const FluxSync& sync, int code, int tile, 
   status[FLUX_STATUS_OBSERVED] = observed;
 }
 
-// Spins until `words[index]` has reached the epoch. Gives up when the time is over, or when another
-// wait has: the kernel then ends, with a wrong result that the host throws away. Inlined: a producer
-// warp has 40 registers, and a call would make it spill those it keeps across.
-__device__ __forceinline__ void await_epoch(const std::uint32_t* words, int index,
+// Spins until `words[index]` has reached the epoch. Gives up, with false, when the time is over, or
+// when another wait has: the kernel then ends. Its own result is wrong and the host throws it away;
+// what it would have told or given to a peer it keeps to itself. Inlined: a producer warp has 40
+// registers, and a call would make it spill those it keeps across.
+__device__ __forceinline__ bool await_epoch(const std::uint32_t* words, int index,
                                             const FluxSync& sync, int code, int tile) {
   const volatile std::uint64_t* failed = sync.status + FLUX_STATUS_CODE;
   const std::uint64_t begin = nanoseconds();
   for (;;) {
     const std::uint32_t seen = load_acquire_sys(words + index);
-    if (epoch_reached(seen, sync.epoch) || *failed != 0) return;
+    if (epoch_reached(seen, sync.epoch)) return true;
+    if (*failed != 0) return false;
     if (nanoseconds() - begin > sync.timeout_ns) {
       record_failure(sync, code, tile, index, seen);
-      return;
+      return false;
     }
     __nanosleep(32);
   }
 }
 
-// Waits for one signal; quick when it is there.
-__device__ __forceinline__ void await(const std::uint32_t* words, int index, const FluxSync& sync,
+// Waits for one signal; quick when it is there. Whether it came.
+__device__ __forceinline__ bool await(const std::uint32_t* words, int index, const FluxSync& sync,
                                       int code, int tile) {
-  if (epoch_reached(load_acquire_sys(words + index), sync.epoch)) return;
-  await_epoch(words, index, sync, code, tile);
+  if (epoch_reached(load_acquire_sys(words + index), sync.epoch)) return true;
+  return await_epoch(words, index, sync, code, tile);
 }
 
 }  // namespace flux

@@ -9,6 +9,9 @@ namespace flux::host {
 namespace {
 
 constexpr Address kWord = sizeof(std::uint32_t);
+constexpr Address kStatusBytes = FLUX_STATUS_WORDS * sizeof(std::uint64_t);
+// Words are compared by signed difference: what is older than 2^31 calls would look new.
+constexpr std::uint32_t kRenewEvery = 1u << 30;
 constexpr std::int64_t kScaleBytes = sizeof(float);
 
 template <class T>
@@ -28,12 +31,13 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
                                 std::to_string(FLUX_MAX_WORLD) + " ranks");
   }
   for (int rank = 0; rank < setup_.world; ++rank) {
-    signals_.push_back(setup_.pads[rank] + 2 * world * kWord);
+    signals_.push_back(status_of(rank) + kStatusBytes);
     scales_.push_back(setup_.data[rank] + setup_.rest_offset);
   }
   copy_stream_ = driver_->create_stream();
   forked_ = driver_->create_event();
   joined_ = driver_->create_event();
+  ended_ = driver_->create_event();
 }
 
 CudaOp::~CudaOp() { close(); }
@@ -42,6 +46,7 @@ void CudaOp::close() {
   if (copy_stream_ == 0) return;
   driver_->destroy_event(forked_);
   driver_->destroy_event(joined_);
+  driver_->destroy_event(ended_);
   driver_->destroy_stream(copy_stream_);
   copy_stream_ = 0;
 }
@@ -62,6 +67,10 @@ std::vector<MemOp> CudaOp::raise_everywhere(int word) const {
 
 void CudaOp::begin(Stream stream, bool pull) {
   ++epoch_;
+  // Calls follow one another whatever streams they are on: an entry speaks for all earlier ones.
+  if (last_stream_ != 0 && last_stream_ != stream) driver_->await_event(stream, ended_);
+  last_stream_ = stream;
+  if (epoch_ % kRenewEvery == 0) renew_signals(stream);
   if (!pull) fill_with_nan(stream);
   if (setup_.slots == 1 && setup_.world > 1) {
     // What peers add to, once they see the entry.
@@ -79,6 +88,12 @@ void CudaOp::begin(Stream stream, bool pull) {
   }
 }
 
+// Entries and words of GemmAR are written by every call, signals and flags only by calls of that M.
+void CudaOp::renew_signals(Stream stream) {
+  driver_->fill(stream, signals_[setup_.rank], epoch_ - 1,
+                static_cast<std::size_t>(setup_.signals));
+}
+
 void CudaOp::fill_with_nan(Stream stream) {
   if (setup_.poison) {
     driver_->fill(stream, setup_.data[setup_.rank], 0xFFFFFFFFu, setup_.data_bytes / kWord);
@@ -86,11 +101,42 @@ void CudaOp::fill_with_nan(Stream stream) {
 }
 
 void CudaOp::end(Stream stream) {
-  driver_->copy(stream, setup_.report, setup_.status, FLUX_STATUS_WORDS * sizeof(std::uint64_t));
+  driver_->copy(stream, setup_.report, status_of(setup_.rank), kStatusBytes);
+  driver_->record(ended_, stream);
+}
+
+Address CudaOp::status_of(int rank) const {
+  return setup_.pads[rank] + 2 * static_cast<Address>(setup_.world) * kWord;
+}
+
+void CudaOp::look() {
+  const Stream aside = driver_->create_stream();
+  driver_->copy(aside, setup_.report, status_of(setup_.rank), kStatusBytes);
+  driver_->synchronize(aside);
+  driver_->destroy_stream(aside);
+}
+
+void CudaOp::let_go() {
+  const Stream rescue = driver_->create_stream();
+  std::vector<MemOp> told;
+  for (int rank = 0; rank < setup_.world; ++rank) {
+    if (rank == setup_.rank) continue;
+    const Address status = status_of(rank);
+    told.push_back({MemOp::kWrite, status + FLUX_STATUS_SIGNAL * sizeof(std::uint64_t),
+                    static_cast<std::uint32_t>(setup_.rank)});
+    told.push_back({MemOp::kWrite, status + FLUX_STATUS_EXPECTED * sizeof(std::uint64_t), epoch_});
+    told.push_back({MemOp::kWrite, status, FLUX_ABANDONED});
+  }
+  driver_->memory_ops(rescue, told);
+  driver_->fill(rescue, setup_.pads[setup_.rank], epoch_,
+                2 * static_cast<std::size_t>(setup_.world));
+  driver_->fill(rescue, signals_[setup_.rank], epoch_, static_cast<std::size_t>(setup_.signals));
+  driver_->synchronize(rescue);
+  driver_->destroy_stream(rescue);
 }
 
 FluxSync CudaOp::sync() const {
-  return {epoch_, 0, setup_.timeout_ns, pointer<std::uint64_t>(setup_.status)};
+  return {epoch_, 0, setup_.timeout_ns, pointer<std::uint64_t>(status_of(setup_.rank))};
 }
 
 FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
@@ -153,7 +199,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, scales_, scales_});
   gather_tiles(*driver_, schedule,
                GatherCall{stream, copy_stream_, forked_, epoch_, parts, setup_.pads, signals_});
-  bool awaited = false;
+  bool awaited = schedule.spec.tiles.direction == Direction::kPull;  // by the copy stream
   for (std::size_t i = 0; i < operands.size(); ++i) {
     if (operands[i].n == 0) continue;
     FluxGemmArgs args = gemm_args(schedule, stream, operands[i], x.k);
@@ -170,8 +216,8 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   // x may be overwritten, and the gathered rows reused, by what follows on the stream.
   driver_->record(joined_, copy_stream_);
   driver_->await_event(stream, joined_);
+  if (!awaited) await_rows(schedule, stream);
   if (gathered != 0) {
-    if (!awaited) await_rows(schedule, stream);
     driver_->copy(stream, gathered, setup_.data[setup_.rank],
                   static_cast<std::size_t>(m) * setup_.row_bytes);
   }

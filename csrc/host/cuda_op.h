@@ -25,7 +25,8 @@ namespace flux::host {
 
 // Symmetric memory of one op, as this rank addresses it, and what every launch is told.
 //
-// Pad: W entries, W words "my result is everywhere" (GemmAR), then signals or flags.
+// Pad: W entries, W words "my result is everywhere" (GemmAR), the status (FLUX_STATUS_WORDS of 64
+// bits), then signals or flags. Peers write to the status only to say that they have given up.
 // Data: gathered rows, then their scales if they have some; or slots of partials, one per source or
 // (reduced in flight) one that all add to, then (GemmAR) the result.
 struct CudaOpSetup {
@@ -41,8 +42,8 @@ struct CudaOpSetup {
   bool scales_travel;  // AllGather, one scale per row of x
   bool all_reduce;
   float scale;     // of sums
-  Address status;  // FLUX_STATUS_WORDS words of the device, and where the host reads them
-  Address report;
+  int signals;     // words of the pad after the status
+  Address report;  // where the host reads the status
   std::uint64_t timeout_ns;
   int sm_count;
   int device;
@@ -79,11 +80,19 @@ class CudaOp {
   // Gives streams and events back, when nothing is on them. Idempotent.
   void close();
 
+  // Tells the peers that this rank makes no more calls and may not have done its part of the last
+  // ones: a wait that was given up must not end as a wrong result elsewhere. Then raises every word
+  // that a stream of this rank may wait for. Blocks until that is done.
+  void let_go();
+
   // Number of the last call. It may be set between calls, on all ranks alike.
   std::uint32_t epoch() const { return epoch_; }
   void set_epoch(std::uint32_t epoch) { epoch_ = epoch; }
-  // Whether a wait of a call that is over has failed: see FLUX_STATUS_CODE.
+  // Whether a wait of a call that is over has failed, or a peer has given up: FLUX_STATUS_CODE as the
+  // last call that is over, or look(), has found it.
   bool failed() const;
+  // Reads the status now. Blocks until that is done.
+  void look();
   Stream copy_stream() const { return copy_stream_; }
 
   // Device memory that a call with this schedule needs on each stream that it runs on, in bytes.
@@ -107,9 +116,11 @@ class CudaOp {
   void begin(Stream stream, bool pull);
   void end(Stream stream);
   void fill_with_nan(Stream stream);
+  void renew_signals(Stream stream);
   void await_rows(const Schedule& schedule, Stream stream);
   void collect(int m, Stream stream, Address out);
   FluxSync sync() const;
+  Address status_of(int rank) const;
   FluxGemmArgs gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
                          int k) const;
   std::vector<MemOp> raise_everywhere(int word) const;
@@ -123,6 +134,8 @@ class CudaOp {
   Stream copy_stream_ = 0;
   Event forked_ = 0;
   Event joined_ = 0;
+  Event ended_ = 0;  // the last call, on its stream
+  Stream last_stream_ = 0;
   std::uint32_t epoch_ = 0;
 };
 

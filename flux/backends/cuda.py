@@ -39,6 +39,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
 WORD = 4  # bytes of a signal
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
 MAX_ROOMY = 4096
+ABANDONED = 4  # the codes of csrc/cuda/abi.h
 _WAITS = {
     1: "rows of x (AllGather signal {signal})",
     2: "the entry of rank {signal}, whose memory was to be written",
@@ -59,12 +60,17 @@ def _up(size: int) -> int:
     return ceil_div(size, ALIGNMENT) * ALIGNMENT
 
 
+def first_signal(world: int) -> int:
+    """Words of a pad before its signals or flags."""
+    return 2 * world + 2 * _C.STATUS_WORDS
+
+
 @dataclass(frozen=True)
 class Layout:
     """Symmetric memory of one rank: words of its pad, and bytes of its data. What lies where:
     CudaOpSetup in csrc/host/cuda_op.h."""
 
-    words: int
+    signals: int
     slots: int
     slot_bytes: int
     rest_offset: int  # of what comes after gathered rows or slots
@@ -82,12 +88,12 @@ class Layout:
                 tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
             rows = _up(spec.max_m * row)
             scales = _up(spec.max_m * SCALE_BYTES) if spec.scaling == "row" else 0
-            return Layout(2 * world + world * tiles, 0, 0, rows, rows + scales, row)
+            return Layout(world * tiles, 0, 0, rows, rows + scales, row)
         flags = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile).flag_count()
         count = 1 if knobs.reduce == "in_flight" else world
         slots = count * _up(chunk * row)
         result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
-        return Layout(2 * world + flags, count, _up(chunk * row), slots, slots + result, row)
+        return Layout(flags, count, _up(chunk * row), slots, slots + result, row)
 
 
 class CudaBackend:
@@ -115,12 +121,12 @@ class CudaBackend:
         self.kernels = [self._kernel(n) for n in spec.local_n(self.world, self.rank)]
         tile = self.kernels[0].tile
         self.layout = Layout.of(spec, self.world, knobs, tile)
-        memory = exchange.of.memory(exchange.op, self.layout.words, self.layout.data_bytes)
+        self.pad_words = first_signal(self.world) + self.layout.signals
+        memory = exchange.of.memory(exchange.op, self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
         self.data = [data.data_ptr() for data in memory.data]
         self.peers = exchange.of.peers(exchange.op, spec, self.layout, tile, memory)
         self._own_data = memory.data[self.rank]
-        self._status = self.device.zeros(_C.STATUS_WORDS, torch.int64)
         self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
         self.driver = self.device.driver
         self.native = _C.CudaOp(
@@ -137,7 +143,7 @@ class CudaBackend:
             scales_travel=spec.op is Op.ag_gemm and spec.scaling == "row",
             all_reduce=spec.op is Op.gemm_ar,
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
-            status=self._status.data_ptr(),
+            signals=self.layout.signals,
             report=self._report.data_ptr(),
             timeout_ns=int(timeout_s * 1e9),
             sm_count=self.sm_count,
@@ -152,7 +158,7 @@ class CudaBackend:
     @property
     def workspace_bytes(self) -> int:
         """Symmetric memory of this rank."""
-        return self.layout.words * WORD + self.layout.data_bytes
+        return self.pad_words * WORD + self.layout.data_bytes
 
     def _kernel(self, n: int) -> _C.Kernel:
         built = self._choose(n)
@@ -265,8 +271,18 @@ class CudaBackend:
         return (self.native.epoch + 1) & 0xFFFFFFFF
 
     def _begin(self, m: int) -> int:
-        """Hear of what earlier calls found; the stream that the call goes onto."""
+        """Hear of what earlier calls found; the stream that the call goes onto.
+
+        Raises:
+            PeerTimeoutError: see ``check``.
+            ValueError: the stream is being captured into a graph.
+        """
         self.check(wait=False)
+        if self.device.capturing():
+            raise ValueError(
+                f"{self.spec.label}: calls cannot be captured into a CUDA graph: a replay would "
+                "use the number of the captured call again, which signals hold"
+            )
         self.peers.check(m)
         stream = self.device.current_stream()
         self._streams.add(stream)
@@ -336,14 +352,18 @@ class CudaBackend:
         """Raise what waits of earlier calls have found; with ``wait``, once those are done.
 
         Raises:
-            PeerTimeoutError: a wait took longer than the timeout.
+            PeerTimeoutError: a wait took longer than the timeout, or a peer has given up.
         """
         done = True
-        for stream in self._streams if wait else ():
-            done &= self._drained(stream)
+        if wait:
+            for stream in self._streams:
+                done &= self._drained(stream)
+            self.native.look()
         who = f"{self.spec.label}: rank {self.rank}"
         if self.native.failed:
             code, tile, signal, expected, observed = self._report[:5].tolist()
+            if code == ABANDONED:
+                raise PeerTimeoutError(f"{who}: rank {signal} gave up in call {expected}")
             what = _WAITS[code].format(signal=signal)
             raise PeerTimeoutError(
                 f"{who} waited more than {self.timeout_s:g} s for {what}, tile {tile}, "
@@ -368,13 +388,9 @@ class CudaBackend:
         return True
 
     def _let_go(self) -> None:
-        """Raise every word of the own pad, so that no stream of this rank waits any more."""
-        epoch = self.native.epoch
-        self.peers.let_go(epoch)
-        rescue = self.driver.create_stream()
-        self.driver.fill(rescue, self.pads[self.rank], epoch, self.layout.words)
-        self.driver.synchronize(rescue)
-        self.driver.destroy_stream(rescue)
+        """Tell the peers, and see to it that no stream of this rank waits any more."""
+        self.peers.let_go(self.native.epoch)
+        self.native.let_go()
 
     def check_entries(self, schedule: TileSchedule, digest: int) -> None:
         """The unfused path has no peers to meet on one GPU."""

@@ -53,6 +53,10 @@ class Device(Protocol):
         """Put operations of torch on the current stream."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        ...
+
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory of the host that the device reads and writes, at the same address."""
         ...
@@ -130,6 +134,10 @@ class CudaDevice:
     def enqueue(self, body: Callable[[], None]) -> None:
         """torch does so by itself."""
         body()
+
+    def capturing(self) -> bool:
+        """torch knows."""
+        return torch.cuda.is_current_stream_capturing()
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Pinned memory: with unified addressing, the device uses the host's address."""

@@ -209,7 +209,8 @@ class LoopbackPeers(Peers):
         self.driver = of.device.driver
         self.pads = [pad.data_ptr() for pad in memory.pads]
         self.data = [data.data_ptr() for data in memory.data]
-        self.signals = [pad + 2 * self.world * WORD for pad in self.pads]
+        first = 2 * self.world + 2 * _C.STATUS_WORDS
+        self.signals = [pad + first * WORD for pad in self.pads]
         pinned = of.device.pinned
         self.finished = finished = pinned(1, torch.int32)
 
@@ -218,7 +219,7 @@ class LoopbackPeers(Peers):
             return _C.core.epoch_reached(reached, epoch & 0xFFFFFFFF)
 
         self._sets = PinnedPool(lambda: pinned(layout.data_bytes, torch.uint8), over)
-        self._words = PinnedPool(lambda: pinned(layout.words, torch.int32), over)
+        self._words = PinnedPool(lambda: pinned(layout.signals, torch.int32), over)
         self._provided: _Provided | None = None
         self._epoch = 0  # of the last call
 

@@ -21,6 +21,9 @@ from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
 T = TypeVar("T")
 
+SPARE = 4
+"""Multiprocessors that no kernel of a rank occupies."""
+
 
 class VirtualWorld(OneGpuWorld):
     """``world`` ranks on one GPU.
@@ -42,8 +45,9 @@ class VirtualWorld(OneGpuWorld):
 
     @property
     def sm_share(self) -> int:
-        """An equal share: kernels that wait must leave room for those they wait for."""
-        return max(1, self.device.sm_count // self.world)
+        """An equal share: kernels that wait must leave room for those they wait for. And for copies
+        inside the device and fills of memory, which multiprocessors may do."""
+        return max(1, (self.device.sm_count - SPARE) // self.world)
 
     def rank(self, rank: int) -> OneGpuRank:
         """The group argument of the ops of one rank.

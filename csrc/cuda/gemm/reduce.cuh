@@ -52,10 +52,11 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduc
   return sum;
 }
 
-// Rows [row, row + rows) of the own rows, columns [column, column + columns).
+// Rows [row, row + rows) of the own rows, columns [column, column + columns). Without all partials
+// the sums are NaN: AllReduce gives them to peers, who must not take them for right.
 template <class Element, int Width>
-__device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int column,
-                             int columns) {
+__device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int column, int columns,
+                             bool complete) {
   using Vector = cutlass::AlignedArray<Element, Width>;
   const int vectors = columns / Width;
   for (int at = threadIdx.x; at < rows * vectors; at += kReduceThreads) {
@@ -65,7 +66,7 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
     Vector result;
 #pragma unroll
     for (int e = 0; e < Width; ++e) {
-      float value = sum[e] * args.scale;
+      float value = complete ? sum[e] * args.scale : nanf("");
       if (args.bias != nullptr) value += float(static_cast<Element const*>(args.bias)[c + e]);
       result[e] = Element(value);
     }
@@ -92,14 +93,15 @@ __global__ void __launch_bounds__(kReduceThreads)
         min_of(tile_row * s.tile_m + (unit % strips + 1) * kStripRows, (tile_row + 1) * s.tile_m),
         args.first_row + args.rows);
     if (begin < end) {
+      bool came = true;
       if (args.flags != nullptr && static_cast<int>(threadIdx.x) < args.world) {
         const int flag = flag_index(s, static_cast<int>(threadIdx.x), args.rank, tile_row, column);
-        await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, tile_row);
+        came = await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, tile_row);
       }
-      __syncthreads();
+      const bool complete = __syncthreads_and(came);
       const int first = column * s.tile_n;
       reduce_strip<Element, Width>(args, begin - args.first_row, end - begin, first,
-                                   min_of(s.tile_n, args.n - first));
+                                   min_of(s.tile_n, args.n - first), complete);
     }
   }
 }

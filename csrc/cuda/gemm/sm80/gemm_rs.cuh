@@ -30,7 +30,7 @@ struct ScatterStore : Base {
       if (targets_->entries == nullptr) return;
       const Range owners = owners_of_tile(targets_->tiling, tile_m_);
       for (int owner = owners.begin; owner < owners.end; ++owner) {
-        await(targets_->entries, owner, targets_->sync, FLUX_WAIT_ENTRY, tile_m_);
+        reached_ &= await(targets_->entries, owner, targets_->sync, FLUX_WAIT_ENTRY, tile_m_);
       }
     }
 
@@ -42,7 +42,7 @@ struct ScatterStore : Base {
       for (int i = 0; i < cute::size(values); ++i) {
         const int row = cute::get<0>(coords(i));
         const int column = cute::get<1>(coords(i));
-        const bool inside = row < s.m && column < s.n;
+        const bool inside = reached_ && row < s.m && column < s.n;
         const int owner = inside ? owner_of(s.m, s.world, row) : 0;
         auto* to = static_cast<Element*>(targets_->slots[owner]) +
                    (row - row_begin(s.m, s.world, owner)) * targets_->ld + column;
@@ -53,7 +53,7 @@ struct ScatterStore : Base {
 
     CUTLASS_DEVICE void end_epilogue() {
       __threadfence_system();
-      __syncthreads();
+      if (!__syncthreads_and(reached_)) return;
       const Range owners = owners_of_tile(targets_->tiling, tile_m_);
       const int owner = owners.begin + static_cast<int>(threadIdx.x);
       if (owner < owners.end && targets_->flags[owner] != nullptr) {
@@ -66,6 +66,7 @@ struct ScatterStore : Base {
     ScatterTargets const* targets_;
     int tile_m_;
     int tile_n_;
+    bool reached_ = true;  // the owners, by this call; what is not free is not written to
   };
 
   // The base's own destination is null and never written to; it only gives the shape of things.

@@ -124,6 +124,7 @@ struct ScatterStore : Base {
       auto target = this->bSG_gAux(cute::_, cute::_, cute::_, epi_m, epi_n);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int owner = owners.begin; owner < owners.end; ++owner) {
+        if (!store_->may_write(owner)) continue;
         auto moved = cute::make_tensor(target.data() + shift_(row_begin(s.m, s.world, owner)),
                                        target.layout());
         cute::copy(store_->params_->maps[owner], source, moved);
@@ -171,7 +172,7 @@ struct ScatterStore : Base {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncwarp();
     const int owner = owners.begin + static_cast<int>(threadIdx.x % 32);
-    if (owner < owners.end && to.flags[owner] != nullptr) {
+    if (owner < owners.end && to.flags[owner] != nullptr && may_write(owner)) {
       const int flag = flag_index(to.tiling, to.rank, owner, pending_m_, pending_n_);
       store_release_sys(to.flags[owner] + flag, to.sync.epoch);
     }
@@ -185,8 +186,13 @@ struct ScatterStore : Base {
     const int owner = owners.begin + lane;
     const bool news = owner < owners.end && ((entered_ >> owner) & 1u) == 0;
     if (!__any_sync(~0u, news)) return;
-    if (news) await(to.entries, owner, to.sync, FLUX_WAIT_ENTRY, tile_m);
-    entered_ |= __reduce_or_sync(~0u, news ? 1u << owner : 0u);
+    const bool came = news && await(to.entries, owner, to.sync, FLUX_WAIT_ENTRY, tile_m);
+    entered_ |= __reduce_or_sync(~0u, came ? 1u << owner : 0u);
+  }
+
+  // Not when the wait for the owner's entry was given up: it may still read what is there.
+  CUTLASS_DEVICE bool may_write(int owner) const {
+    return params_->targets.entries == nullptr || ((entered_ >> owner) & 1u) != 0;
   }
 
   Params const* params_ = nullptr;
