@@ -213,7 +213,7 @@ BUGS = [
         "pull-entries",
         "own rows are overwritten behind the entries of those that pulled them",
         _ag(direction="pull"),
-        no_stream_wait("entry", "copy stream"),
+        no_stream_wait("entry", "caller's stream"),
     ),
     Bug(
         "pull-signal",

@@ -278,7 +278,7 @@ class _Session:
         )
         backend = op._backend
         if gathers:
-            self.out.streams[backend.copy_stream] = (rank, "copy stream")
+            self.out.streams[backend.native.copy_stream] = (rank, "copy stream")
         self._regions(s.ops.index(name), rank, backend)
         return op
 
@@ -290,22 +290,28 @@ class _Session:
             self.out.regions.append(Region(at, size, rank, op, name, unit))
 
         others = "flag" if layout.slot_bytes else "signal"
-        counts = (("entry of rank", world), ("'done' of rank", world))
-        for name, count in (*counts, (others, layout.words - 2 * world)):
-            self.out.regions.append(Region(pad, count * WORD, rank, op, name, WORD, True))
+        status = _C.STATUS_WORDS * 8
+        for name, count in (
+            ("entry of rank", world),
+            ("'done' of rank", world),
+            ("", status // WORD),
+            (others, layout.signals),
+        ):
+            if name:
+                self.out.regions.append(Region(pad, count * WORD, rank, op, name, WORD, True))
+            else:
+                region(pad, status, "status, word", status)
             pad += count * WORD
-        for kept, name in ((backend._status, "status"), (backend._report, "report")):
-            size = kept.numel() * kept.element_size()
-            region(kept.data_ptr(), size, f"{name}, word", size)
+        region(backend._report.data_ptr(), status, "report, word", status)
         if not layout.slot_bytes:
             region(data, layout.data_bytes, "gathered row", layout.row_bytes)
             return
-        for source in range(world):
+        for source in range(layout.slots):
             at = data + source * layout.slot_bytes
             region(at, layout.slot_bytes, f"slot of source {source}, row", layout.row_bytes)
-        if layout.result_offset:
-            size = layout.data_bytes - layout.result_offset
-            region(data + layout.result_offset, size, "result, row", layout.row_bytes)
+        if layout.data_bytes > layout.rest_offset:
+            size = layout.data_bytes - layout.rest_offset
+            region(data + layout.rest_offset, size, "result, row", layout.row_bytes)
 
     def _shared_x(self, op: int, rank: int) -> list[torch.Tensor]:
         """The caller's x of every call."""
@@ -354,7 +360,7 @@ class _Session:
 
     def _call(self, rank: int, number: int, turn: int, m: int) -> None:
         s, op, epoch = self.scenario, self.ops[rank][number], self.scenario.epoch(turn)
-        op._backend.epoch = epoch - 1
+        op._backend.native.epoch = (epoch - 1) & MASK
         gathers = s.ops[number] == "ag_gemm"
         x = self.x[rank][number][turn][: op.own_rows(m) if gathers else m]
         # The caller's own work: it writes x where it pleases, as far as the stream allows.

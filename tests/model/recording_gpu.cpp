@@ -186,18 +186,24 @@ int prepare(int) { return FLUX_OK; }
 
 extern "C" {
 
-extern const FluxKernel flux_emulated_ag_gemm = {FLUX_ABI_VERSION,
-                                                 sizeof(FluxGemmArgs),
-                                                 "flux_emulated_ag_gemm",
-                                                 kTileM,
-                                                 kTileN,
-                                                 &no_workspace,
-                                                 &prepare,
-                                                 &record_ag_gemm,
-                                                 nullptr};
-extern const FluxKernel flux_emulated_gemm_rs = {
-    FLUX_ABI_VERSION, sizeof(FluxGemmArgs), "flux_emulated_gemm_rs", kTileM, kTileN, &no_workspace,
-    &prepare,         &record_gemm_rs,      &record_reduce};
+extern const FluxKernel flux_emulated_ag_gemm_nk = {FLUX_ABI_VERSION,
+                                                    sizeof(FluxGemmArgs),
+                                                    "flux_emulated_ag_gemm_nk",
+                                                    kTileM,
+                                                    kTileN,
+                                                    &no_workspace,
+                                                    &prepare,
+                                                    &record_ag_gemm,
+                                                    nullptr};
+extern const FluxKernel flux_emulated_gemm_rs_nk = {FLUX_ABI_VERSION,
+                                                    sizeof(FluxGemmArgs),
+                                                    "flux_emulated_gemm_rs_nk",
+                                                    kTileM,
+                                                    kTileN,
+                                                    &no_workspace,
+                                                    &prepare,
+                                                    &record_gemm_rs,
+                                                    &record_reduce};
 
 std::size_t recorder_count() { return records.size(); }
 const Record* recorder_records() { return records.data(); }
@@ -252,6 +258,21 @@ int cuStreamWriteValue32_v2(void* stream, std::uintptr_t word, std::uint32_t val
 }
 int cuStreamWaitValue32_v2(void* stream, std::uintptr_t word, std::uint32_t value, unsigned) {
   add(kAwait, stream, reinterpret_cast<void*>(word), value);
+  return 0;
+}
+// CUstreamBatchMemOpParams, as far as waits and writes of 32 bits go.
+struct BatchOp {
+  int operation;
+  std::uint64_t address, value;
+  unsigned flags;
+  std::uint64_t alias, pad;
+};
+int cuStreamBatchMemOp_v2(void* stream, unsigned count, const BatchOp* ops, unsigned) {
+  for (unsigned i = 0; i < count; ++i) {
+    const auto value = static_cast<std::uint32_t>(ops[i].value);
+    (ops[i].operation == 1 ? cuStreamWaitValue32_v2 : cuStreamWriteValue32_v2)(
+        stream, ops[i].address, value, 0);
+  }
   return 0;
 }
 int cuMemsetD32Async(std::uintptr_t words, unsigned value, std::size_t count, void* stream) {

@@ -1,4 +1,4 @@
-"""What is checked: the standard set of scenarios, and those that the protocol does not survive."""
+"""What is checked: the standard set of scenarios, and random ones."""
 
 from __future__ import annotations
 
@@ -31,9 +31,15 @@ def standard() -> Iterator[Scenario]:
     yield Scenario(("ag_gemm", "gemm_rs"), 2, (4, 3, 4))
     yield Scenario(("ag_gemm", "gemm_rs"), 3, (6, 4))
     yield Scenario(("gemm_ar", "ag_gemm"), 3, (6, 4), direction="pull")
-    for op in ("gemm_rs", "gemm_ar"):
+    for op in OPS:
         yield Scenario((op,), 2, (4, 4, 4), epochs=LAST_EPOCHS)
+        yield Scenario((op,), 2, comm_tile_rows=1, **AGE)
+        yield Scenario((op,), 2, (4, 4), streams=2, fresh_x=True)
+    for op in ("gemm_rs", "gemm_ar"):
         yield Scenario((op,), 4, (8, 5))
+    # A rank without columns: no kernel waits for the rows that peers push to it.
+    yield Scenario(("ag_gemm",), 3, (3,), n=4, gather=True)
+    yield Scenario(("ag_gemm",), 3, (3, 3), n=4, poison=True)
 
 
 def drawn(rng: random.Random) -> Scenario:
