@@ -16,7 +16,7 @@ TORCH ?= $(or $(MADE_WITH_TORCH),torch==2.13.0)
 BIN := $(VENV)/bin
 STAMPS := build/stamps
 CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
-CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 # Directories too: their times change when a file is added or removed.
 NATIVE_INPUTS := $(shell find csrc -not -name '.*') CMakeLists.txt setup.py pyproject.toml
 # ThreadSanitizer of older compilers cannot place its shadow memory where the kernel randomises a lot.

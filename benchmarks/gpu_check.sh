@@ -51,6 +51,7 @@ step test_small 60 "${tests[@]}" -x -k "small or plain"
 step test_gpu 150 "${tests[@]}"
 step test_loopback 120 "${tests[@]/test_gpu/test_gpu_loopback}"
 step loopback_bench 240 "$python" benchmarks/gpu_loopback.py "$out/loopback.json"
+step test_processes 120 "$python" -m pytest -q -o addopts= -p no:cacheprovider tests/test_gpu_processes.py
 step kernels_bench 120 "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json"
 step fp8_bench 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 \
   --json "$out/kernels_e4m3.json"

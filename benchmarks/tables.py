@@ -17,6 +17,7 @@ from typing import Any
 import cpu_foundation
 import cpu_growth
 import cpu_overhead
+import cuda_host_time
 import multi_host
 from common import RESULTS, ROOT, conditions, markdown, percent, ratio
 
@@ -77,6 +78,11 @@ def growth() -> str:
     return "\n\n".join(parts)
 
 
+def cuda_host() -> str:
+    """The table of cuda_host_time.py."""
+    return cuda_host_time.table(load(RESULTS / "cuda_host_time.json"))
+
+
 def hosts() -> str:
     """Every run between hosts, then hierarchical against flat."""
     documents = {
@@ -90,6 +96,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overhead": overhead,
     "growth": growth,
     "hosts": hosts,
+    "cuda_host": cuda_host,
 }
 
 

@@ -272,16 +272,37 @@ def _environment() -> list[Item]:
 
 
 def _choices() -> list[Item]:
-    if torch.cuda.is_available():
-        no_cuda = "process groups run on the CPU; for all ranks on one GPU: flux.transport.virtual"
-    else:
-        no_cuda = _why_no_devices(_driver())
-    return [
+    cpu = [
         Item("backend", "cpu", note="one process per rank, GEMM tiles by torch"),
         Item("transport", "shm", note="shared memory between the ranks of one host"),
         Item("transport between hosts", "send_recv", note="torch.distributed, point to point"),
-        Item("not backend cuda", "not used", ABSENT, no_cuda),
     ]
+    if not torch.cuda.is_available():
+        return [*cpu, Item("not backend cuda", "not used", ABSENT, _why_no_devices(_driver()))]
+    built = bool(Registry.load().kernels)
+    note = "" if built else "no kernels are built: flux compile"
+    groups = Item("of groups with a CUDA backend", "cuda", OK if built else WARNING, note)
+    return [*cpu, groups, *gpu_pairs(torch.cuda.device_count(), torch.cuda.can_device_access_peer)]
+
+
+def gpu_pairs(count: int, reaches: Callable[[int, int], bool]) -> list[Item]:
+    """What moves tiles between each two of ``count`` GPUs of this host, and why.
+
+    ``reaches(a, b)``: whether a can address the memory of b.
+    """
+    if count == 1:
+        note = "one GPU: all ranks on it with flux.transport.virtual, or behind PCIe with loopback"
+        return [Item("between GPUs", "nothing", ABSENT, note)]
+    items = []
+    for a in range(count):
+        for b in range(a + 1, count):
+            missing = [f"{x} cannot address {y}" for x, y in ((a, b), (b, a)) if not reaches(x, y)]
+            items.append(
+                Item(f"GPU {a} - GPU {b}", "none", WARNING, f"{', '.join(missing)}: no P2P")
+                if missing
+                else Item(f"GPU {a} - GPU {b}", "symm_mem", note="each addresses the other (P2P)")
+            )
+    return items
 
 
 def _bytes(count: int) -> str:

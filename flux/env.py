@@ -65,6 +65,14 @@ POISON = Variable(
     False,
     "fill outputs and idle workspaces with NaN, so that a missing write is noticed (0 or 1)",
 )
+CHECK = Variable(
+    "FLUX_CHECK",
+    _flag,
+    False,
+    "compare all calls of a process group before they begin, so that ranks which call different "
+    "ops, in another order or with other sizes all raise ValueError; costs a collective per call "
+    "(0 or 1)",
+)
 SPIN_US = Variable(
     "FLUX_SPIN_US",
     _positive,
@@ -106,6 +114,7 @@ CCACHE = Variable(
 
 VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str], ...] = (
     POISON,
+    CHECK,
     SPIN_US,
     HOST,
     WINDOW_MB,

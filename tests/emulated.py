@@ -85,6 +85,7 @@ class EmulatedDevice:
     index = 0
     sm_count = 8
     capability = (9, 0)
+    identity = "emulated"
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -120,6 +121,9 @@ class EmulatedDevice:
             yield
         finally:
             self._current = before
+
+    def synchronize(self) -> None:
+        """What torch does to this memory is done at once."""
 
     def capturing(self) -> bool:
         return self.captured

@@ -13,8 +13,8 @@ import torch
 import flux
 from emulated import EmulatedDevice, emulated_device
 from flux import Knobs, PeerTimeoutError
-from flux.backends import cuda as cuda_module
 from flux.backends import device as device_module
+from flux.backends import op_kernels
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
@@ -95,7 +95,7 @@ def test_an_activation_without_a_kernel_runs_behind_one(
     device: EmulatedDevice, activation: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     """There is one for silu only."""
-    cuda_module._warned.clear()
+    op_kernels._warned.clear()
     device.set_delay(500)
     p = problem("ag_gemm", 20, activation=activation)
     for _ in range(2):

@@ -224,3 +224,15 @@ def test_packages(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, found = diagnose()
     assert all(item["status"] == "ok" for item in found["kernel toolchain"].values())
     assert "cutlass_library" not in sys.modules  # found without importing it
+
+
+def test_what_moves_tiles_between_gpus() -> None:
+    one = doctor.gpu_pairs(1, lambda a, b: True)
+    assert [item.value for item in one] == ["nothing"]
+    three = doctor.gpu_pairs(3, lambda a, b: (a, b) != (2, 1))
+    assert [(item.name, item.value) for item in three] == [
+        ("GPU 0 - GPU 1", "symm_mem"),
+        ("GPU 0 - GPU 2", "symm_mem"),
+        ("GPU 1 - GPU 2", "none"),
+    ]
+    assert three[2].note == "2 cannot address 1: no P2P"

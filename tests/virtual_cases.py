@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flux import Knobs, Topology
-from flux.backends.cuda import DTYPES
 from flux.backends.device import Device
+from flux.backends.op_kernels import DTYPES
 from flux.kernels.legality import GemmProblem
 from flux.transport.virtual import VirtualWorld
 from op_cases import Case

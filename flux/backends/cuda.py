@@ -12,7 +12,6 @@ raises all words of the own pad, which lets them go.
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,21 +20,19 @@ import torch
 from flux import _C
 from flux.backends.device import Device
 from flux.backends.epilogue import ACTIVATE, SCALE_BYTES
+from flux.backends.op_kernels import OpKernel, op_kernel
 from flux.env import POISON
 from flux.errors import PeerTimeoutError
 from flux.heuristic import MAX_COMM_TILES, ceil_div
-from flux.kernels.choice import choose
 from flux.kernels.config import TMA_BYTES
-from flux.kernels.legality import GemmProblem
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Knobs, Op
 from flux.ops.call import Call
-from flux.ops.spec import FP8, OpSpec
+from flux.ops.spec import OpSpec
 from flux.schedule import TileSchedule
 from flux.topology import Topology
-from flux.transport.one_gpu import OneGpuExchange, Peers
+from flux.transport.device import DeviceTransport, Peers
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
 WORD = 4  # bytes of a signal
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
 MAX_ROOMY = 4096
@@ -45,15 +42,6 @@ _WAITS = {
     2: "the entry of rank {signal}, whose memory was to be written",
     3: "partials of a peer (flag {signal})",
 }
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, stacklevel=2)
 
 
 def _up(size: int) -> int:
@@ -102,30 +90,30 @@ class CudaBackend:
     def __init__(
         self,
         spec: OpSpec,
-        exchange: OneGpuExchange,
+        transport: DeviceTransport,
         knobs: Knobs,
         topology: Topology,
         timeout_s: float,
     ) -> None:
         """Raises ValueError if no built kernel can do the op, RuntimeError if one won't load."""
         self.spec = spec
-        self.exchange = exchange
-        self.rank, self.world = exchange.rank, exchange.world
+        self.transport = transport
+        self.rank, self.world = transport.rank, transport.world
         self.topology = topology
         self.timeout_s = timeout_s
         self.poison = POISON.get()
-        self.device: Device = exchange.of.device
-        self.sm_count = exchange.of.sm_share
-        self.knobs = knobs
-        self._activate_after = False
-        self.kernels = [self._kernel(n) for n in spec.local_n(self.world, self.rank)]
+        self.device: Device = transport.device
+        self.sm_count = transport.sm_share
+        chosen = self._kernels(knobs)
+        self._activate_after = any(kernel.activate_after for kernel in chosen)
+        self.kernels = [self._load(kernel.built) for kernel in chosen]
         tile = self.kernels[0].tile
         self.layout = Layout.of(spec, self.world, knobs, tile)
         self.pad_words = first_signal(self.world) + self.layout.signals
-        memory = exchange.of.memory(exchange.op, self.pad_words, self.layout.data_bytes)
+        memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
         self.data = [data.data_ptr() for data in memory.data]
-        self.peers = exchange.of.peers(exchange.op, spec, self.layout, tile, memory)
+        self.peers = transport.peers(spec, self.layout, tile, memory)
         self._own_data = memory.data[self.rank]
         self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
         self.driver = self.device.driver
@@ -160,55 +148,25 @@ class CudaBackend:
         """Symmetric memory of this rank."""
         return self.pad_words * WORD + self.layout.data_bytes
 
-    def _kernel(self, n: int) -> _C.Kernel:
-        built = self._choose(n)
+    def _load(self, built: BuiltKernel) -> _C.Kernel:
         kernel = _C.Kernel(str(built.library), built.symbol)
         kernel.prepare(self.device.index)
         return kernel
 
-    def _choose(self, n: int) -> BuiltKernel:
-        spec = self.spec
-        dtype = DTYPES.get(spec.dtype)
-        if dtype is None:
-            raise ValueError(
-                f"{spec.label}: backend cuda needs bfloat16, float16 or float8_e4m3fn, "
-                f"got {spec.dtype}"
-            )
-        problem = GemmProblem(
-            spec.max_m, max(n, 1), max(spec.local_k(self.world, self.rank), 1), self.world
-        )
-        wanted = {
-            "weight": "kn" if spec.transpose_weight else "nk",
-            "scaling": spec.scaling,
-            "reduce": self.knobs.reduce or "local",
-        }
+    def _kernels(self, knobs: Knobs) -> list[OpKernel]:
+        """For each weight, the same on all ranks of a ReduceScatter. Collective.
 
-        def best(activation: str) -> BuiltKernel | None:
-            candidates = self.device.registry.candidates(
-                "ag_gemm" if spec.op is Op.ag_gemm else "gemm_rs",
-                dtype,
-                self.device.capability,
-                problem,
-                activation=activation,
-                **wanted,
-            )
-            return choose(candidates, problem, self.sm_count)
-
-        found = best(spec.activation)
-        if found is None and spec.activation != "none":
-            found = best("none")
-            if found is not None:
-                self._activate_after = True
-                _warn_once(
-                    f"{spec.label}: no kernel with {spec.activation} is built for this {dtype} "
-                    f"problem: it runs as a kernel of its own behind {found.symbol}"
-                )
-        if found is None:
-            options = ", ".join(f"{name} = {value}" for name, value in wanted.items())
-            raise ValueError(
-                f"{spec.label}: no built kernel does {problem} in {dtype} ({options}) on compute "
-                f"capability {self.device.capability}: build some with `flux compile`"
-            )
+        Raises:
+            ValueError: a rank has none.
+        """
+        spec, problem = self.spec, None
+        found = []
+        try:
+            for n in spec.local_n(self.world, self.rank):
+                found.append(op_kernel(spec, self.world, n, self.device, knobs, self.sm_count))
+        except ValueError as error:
+            problem = str(error)
+        self.transport.ready(problem)
         return found
 
     # -- ops ---------------------------------------------------------------------------------------
@@ -393,12 +351,12 @@ class CudaBackend:
         self.native.let_go()
 
     def check_entries(self, schedule: TileSchedule, digest: int) -> None:
-        """The unfused path has no peers to meet on one GPU."""
-        raise ValueError(f"{self.spec.label}: path = unfused needs a process group")
+        """Nothing: on GPUs nobody waits for a peer before a call. Calls that do not fit together
+        are found with FLUX_CHECK."""
 
     def refuse(self, why: str) -> None:
-        """A rank of this process was called with bad input: its caller hears of it at once, and the
-        other ranks wait in vain. Nothing to tell them here."""
+        """Nothing, as the host does not meet its peers: the caller hears of bad input at once, and
+        the other ranks wait in vain, but with FLUX_CHECK."""
 
     def close(self, failed: bool = False, culprit: int = -1) -> None:
         """Wait for what is under way and give everything back. Idempotent."""
@@ -411,5 +369,5 @@ class CudaBackend:
             self._drained(stream)
         self.native.close()
         self._own_data = torch.empty(0)
-        self.exchange.of.leave_op(self.exchange.op, self.rank)
+        self.transport.leave()
         self.peers = Peers()

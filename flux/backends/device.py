@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -22,6 +23,7 @@ class Device(Protocol):
         index: number of the device, as kernels take it.
         sm_count: multiprocessors.
         capability: compute capability, (major, minor).
+        identity: the same for two processes exactly if they use the same GPU.
         driver: stream operations. Streams are integers.
         registry: the kernels that are built.
     """
@@ -30,6 +32,7 @@ class Device(Protocol):
     index: int
     sm_count: int
     capability: tuple[int, int]
+    identity: str
 
     @property
     def driver(self) -> _C.Driver: ...
@@ -59,6 +62,10 @@ class Device(Protocol):
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory of the host that the device reads and writes, at the same address."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all that torch has put on the device is done."""
         ...
 
     def keep(self, *tensors: torch.Tensor) -> None:
@@ -92,20 +99,23 @@ class CudaDevice:
 
     Args:
         index: number of the device; the current one by default.
+        queues: how many streams must be able to go on beside one another; None: what CUDA gives.
 
     Raises:
         RuntimeError: torch sees no CUDA device, or CUDA was initialised with too few queues.
     """
 
-    def __init__(self, index: int | None = None) -> None:
+    def __init__(self, index: int | None = None, queues: int | None = QUEUES) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("backend cuda needs a CUDA device that torch can see; there is none")
-        _want_queues(QUEUES)
+        if queues is not None:
+            _want_queues(queues)
         self.index = torch.cuda.current_device() if index is None else index
         self.torch_device = torch.device("cuda", self.index)
         properties = torch.cuda.get_device_properties(self.index)
         self.sm_count: int = properties.multi_processor_count
         self.capability = (properties.major, properties.minor)
+        self.identity = f"{socket.gethostname()}/{properties.uuid}"
 
     @cached_property
     def driver(self) -> _C.Driver:
@@ -142,6 +152,10 @@ class CudaDevice:
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Pinned memory: with unified addressing, the device uses the host's address."""
         return torch.zeros(count, dtype=dtype, pin_memory=True)
+
+    def synchronize(self) -> None:
+        """As torch does it."""
+        torch.cuda.synchronize(self.torch_device)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """Nothing to do: torch's allocator hands memory out again in the order of the stream."""

@@ -49,9 +49,9 @@ class UnfusedBackend:
             x = x.contiguous().view(torch.uint8)
         shard = x.contiguous()
         if shard.shape[0] != chunk:
-            shard = torch.zeros(chunk, x.shape[1], dtype=x.dtype)
+            shard = x.new_zeros(chunk, x.shape[1])
             shard[: x.shape[0]] = x
-        full = torch.empty(self.world * chunk, x.shape[1], dtype=x.dtype)
+        full = x.new_empty(self.world * chunk, x.shape[1])
         self._wait(all_gather(full, shard, group=self.group, async_op=True))
         return full[:m].view(dtype)
 
@@ -62,7 +62,7 @@ class UnfusedBackend:
         multiply = Multiplier(spec, call)
         outs = []
         for number, bias in enumerate(call.biases):
-            out = torch.empty(call.m, call.weights[number].shape[1], dtype=spec.out_dtype)
+            out = call.x.new_empty(call.m, call.weights[number].shape[1], dtype=spec.out_dtype)
             scale_x = call.scale_x if scale is None else scale
             multiply(full, out, weight=number, scale_x=scale_x, bias=bias)
             outs.append(out)
@@ -72,33 +72,33 @@ class UnfusedBackend:
 
     def gemm_rs(self, call: Call) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [own rows, N]."""
-        partial = self._padded(call.m)
+        partial = self._padded(call.x, call.m)
         Multiplier(self.spec, call)(call.x, partial[: call.m], scale_x=call.scale_x)
         return self._finish(self._scatter(partial, call.m), call.biases[0])
 
     def scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
         """[M, columns] -> [own rows, columns], summed over ranks."""
-        partial = self._padded(x.shape[0], x.shape[1])
+        partial = self._padded(x, x.shape[0], x.shape[1])
         partial[: x.shape[0]] = x
         return self._scatter(partial, x.shape[0])
 
-    def _padded(self, m: int, columns: int | None = None) -> torch.Tensor:
+    def _padded(self, like: torch.Tensor, m: int, columns: int | None = None) -> torch.Tensor:
         """Room for M rows, rounded up to equal chunks; what is not used is zero."""
         rows = self.world * _C.core.chunk_rows(m, self.world)
-        out = torch.empty(rows, columns or self.spec.n[0], dtype=self.spec.out_dtype)
+        out = like.new_empty(rows, columns or self.spec.n[0], dtype=self.spec.out_dtype)
         out[m:] = 0
         return out
 
     def _scatter(self, partial: torch.Tensor, m: int) -> torch.Tensor:
         if self.world == 1:
             return partial
-        out = torch.empty(partial.shape[0] // self.world, partial.shape[1], dtype=partial.dtype)
+        out = partial.new_empty(partial.shape[0] // self.world, partial.shape[1])
         self._wait(reduce_scatter(out, partial, group=self.group, async_op=True))
         return out[: _C.core.row_count(m, self.world, self.rank)]
 
     def gemm_ar(self, call: Call) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [M, N]."""
-        out = torch.empty(call.m, self.spec.n[0], dtype=self.spec.out_dtype)
+        out = call.x.new_empty(call.m, self.spec.n[0], dtype=self.spec.out_dtype)
         Multiplier(self.spec, call)(call.x, out, scale_x=call.scale_x)
         if self.world > 1:
             self._wait(dist.all_reduce(out, group=self.group, async_op=True))

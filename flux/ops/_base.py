@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -18,15 +17,26 @@ from flux import _C
 from flux.backends.cpu import CpuBackend
 from flux.backends.cuda import CudaBackend
 from flux.backends.unfused import UnfusedBackend
-from flux.env import VARIABLES
+from flux.env import CHECK, VARIABLES
 from flux.knobs import Knobs, Op, check_legal
 from flux.ops import torch_internals
 from flux.ops.call import Call, CallChecker
+from flux.ops.comparison import Comparison
+from flux.ops.executor import (
+    check_executor,
+    check_hosts,
+    check_options,
+    open_exchange,
+    resolve_knobs,
+    resolve_topology,
+)
 from flux.ops.spec import OpSpec, as_sizes
 from flux.schedule import TileSchedule, make_schedule
 from flux.topology import Topology
-from flux.transport.exchange import Exchange, resolve_group
-from flux.transport.one_gpu import OneGpuExchange, OneGpuRank, OneGpuWorld
+from flux.transport import symm_mem
+from flux.transport.device import DeviceTransport
+from flux.transport.exchange import Exchange
+from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
 from flux.transport.shm import host_identity
 
 T = TypeVar("T")
@@ -34,7 +44,6 @@ T = TypeVar("T")
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 MAX_SCHEDULES = 1024  # kept per op
-MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
 _REGISTRY: weakref.WeakValueDictionary[int, TensorParallelOp] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
 
@@ -79,8 +88,7 @@ class TensorParallelOp:
         activation: str = "none",
     ) -> None:
         self._closed = True
-        exchange = _exchange(group, type(self).__name__)
-        one_gpu = exchange.of if isinstance(exchange, OneGpuExchange) else None
+        exchange = open_exchange(group, type(self).__name__)
         spec: OpSpec | None = None
         knobs = Knobs()
         problem: Exception | None = None
@@ -91,18 +99,23 @@ class TensorParallelOp:
         try:
             sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
             spec = OpSpec(self.kind, *sizes, activation, scaling)
-            knobs = _knobs(label, tuning)
-            topology = _topology(label, topology, hosts)
+            knobs = resolve_knobs(label, tuning)
+            topology = resolve_topology(label, topology, hosts)
             check_legal(knobs, topology)
-            _check_options(label, spec, exchange.world, timeout_s)
-            _check_executor(label, spec, one_gpu, knobs, backend, transport)
-            knobs = _check_hosts(label, len(set(hosts)), knobs, transport)
+            check_options(label, spec, exchange.world, timeout_s)
+            backend = check_executor(label, spec, exchange, knobs, backend, transport)
+            knobs = check_hosts(label, len(set(hosts)), knobs, backend, transport)
             for variable in VARIABLES:
                 variable.get()
         except (TypeError, ValueError) as error:
             problem = error
         fields = spec.fields() if spec else {}
-        options = {"knobs": str(knobs), "timeout_s": timeout_s, "topology": str(topology)}
+        options = {
+            "backend": backend,
+            "knobs": str(knobs),
+            "timeout_s": timeout_s,
+            "topology": str(topology),
+        }
         exchange.agree(label, problem, {**fields, **options})
         assert spec is not None and topology is not None
         self.spec = spec
@@ -111,21 +124,29 @@ class TensorParallelOp:
         self.rank = exchange.rank
         self.timeout_s = timeout_s
         self.topology = topology
-        device = one_gpu.device.torch_device if one_gpu else torch.device("cpu")
+        gpus: DeviceTransport | None = None
+        if isinstance(exchange, OneGpuExchange):
+            gpus = exchange
+        elif backend == "cuda":
+            gpus = symm_mem.open_symm_mem(exchange)
+        device = gpus.device.torch_device if gpus else torch.device("cpu")
         self._checker = CallChecker(spec, self.world, self.rank, device)
         # make_schedule caches too, but to hash its arguments costs more than a call may.
         self._schedules: dict[int, TileSchedule] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._broken: str | None = None
-        group = None if isinstance(exchange, OneGpuExchange) else exchange.group
+        group = exchange.group if isinstance(exchange, Exchange) else None
         self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
         self._backend: CpuBackend | CudaBackend | None = None
-        if self.world > 1 and isinstance(exchange, OneGpuExchange):
-            self._backend = CudaBackend(spec, exchange, knobs, topology, timeout_s)
+        if self.world > 1 and gpus is not None:
+            self._backend = CudaBackend(spec, gpus, knobs, topology, timeout_s)
         elif self.world > 1 and isinstance(exchange, Exchange):
             local = [host == hosts[self.rank] for host in hosts]
             self._backend = CpuBackend(spec, exchange, knobs, topology, local, timeout_s)
+        self._comparison: Comparison | None = None
+        if CHECK.get() and self.world > 1 and isinstance(exchange, Exchange):
+            self._comparison = Comparison(exchange)
         self.handle = next(_handles)
         _REGISTRY[self.handle] = self
         self._closed = False
@@ -230,7 +251,9 @@ class TensorParallelOp:
 
     def _refuse(self, error: TypeError | ValueError) -> None:
         """Share a refusal with the peers, who are about to make the same call."""
-        if self._backend is not None:
+        if self._comparison is not None:
+            self._comparison.refuse(str(error))
+        elif self._backend is not None:
             self._backend.refuse(str(error))
 
     def _prepare(
@@ -244,10 +267,14 @@ class TensorParallelOp:
         """Check a call, and make its schedule: knobs may be illegal for this M."""
         try:
             call = self._checker.check(x, weights, biases, m, scales)
-            return call, self.schedule(call.m)
+            schedule = self.schedule(call.m)
         except (TypeError, ValueError) as error:
             self._refuse(error)
             raise
+        if self._comparison is not None:
+            bias = [b is not None for b in biases] if self.kind is not Op.ag_gemm else []
+            self._comparison.compare(f"M = {call.m}{', with bias' if any(bias) else ''}")
+        return call, schedule
 
     def _guarded(self, run: Callable[[], T]) -> T:
         """Run a call: one at a time, in the process that built the op, never after a failure."""
@@ -306,99 +333,3 @@ class TensorParallelOp:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self._release(failed=False)
-
-
-def _knobs(label: str, tuning: str | Knobs) -> Knobs:
-    if isinstance(tuning, Knobs):
-        return tuning
-    if tuning not in ("cache", "off"):
-        raise ValueError(f"{label}: tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}")
-    return Knobs()  # no tuned winners exist yet: both mean the heuristic
-
-
-def _topology(label: str, topology: Topology | None, hosts: Sequence[str]) -> Topology:
-    world = len(hosts)
-    if topology is None:
-        return Topology.of_hosts(hosts)
-    if not isinstance(topology, Topology):
-        raise TypeError(f"{label}: topology must be a flux.Topology or None, got {topology!r}")
-    if topology.world != world:
-        raise ValueError(
-            f"{label}: topology has {topology.world} ranks ({topology}), the group has {world}"
-        )
-    return topology
-
-
-def _check_options(
-    label: str,
-    spec: OpSpec,
-    world: int,
-    timeout_s: float,
-) -> None:
-    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S):
-        raise ValueError(
-            f"{label}: timeout_s must be a positive number up to {MAX_TIMEOUT_S:g}, "
-            f"got {timeout_s!r}"
-        )
-    if len(spec.n) > 1 and any(n % world for n in spec.n):
-        raise ValueError(
-            f"{label}: with several weights each n must be divisible by the world of {world}, "
-            f"got {spec.n}"
-        )
-
-
-def _exchange(
-    group: dist.ProcessGroup | OneGpuRank | str | None, label: str
-) -> Exchange | OneGpuExchange:
-    if isinstance(group, OneGpuRank):
-        return OneGpuExchange(group, label)
-    return Exchange(resolve_group(group), label)
-
-
-def _check_executor(
-    label: str,
-    spec: OpSpec,
-    one_gpu: OneGpuWorld | None,
-    knobs: Knobs,
-    backend: str | None,
-    transport: str | None,
-) -> None:
-    """Who executes and what moves tiles; a rank of a world on one GPU decides both."""
-    backends: tuple[str, ...] = ("cpu",)
-    transports: tuple[str, ...] = ("shm", "send_recv")
-    where = "a process group"
-    if one_gpu is not None:
-        backends, transports = ("cuda",), (one_gpu.transport,)
-        where = f"a rank of a {type(one_gpu).__name__}"
-    if backend not in (None, *backends):
-        raise ValueError(f"{label}: with {where}, backend must be {_or(backends)}, got {backend!r}")
-    if transport not in (None, *transports):
-        raise ValueError(
-            f"{label}: with {where}, transport must be {_or(transports)}, got {transport!r}"
-        )
-    if one_gpu is None and knobs.reduce == "in_flight":
-        raise ValueError(f"{label}: reduce = in_flight needs backend cuda, got {where}")
-    reason = one_gpu.why_not(spec, knobs) if one_gpu is not None else None
-    if reason is not None:
-        raise ValueError(f"{label}: {reason}, got {where}")
-
-
-def _or(names: Sequence[str]) -> str:
-    return " or ".join(["None", *map(repr, names)])
-
-
-def _check_hosts(label: str, hosts: int, knobs: Knobs, transport: str | None) -> Knobs:
-    """Knobs that work on this many hosts: memory cannot be pulled from another one."""
-    if hosts == 1:
-        return knobs
-    if transport == "shm":
-        raise ValueError(
-            f"{label}: the ranks of the group are on {hosts} hosts, and transport='shm' serves "
-            "one; leave transport open"
-        )
-    if knobs.direction == "pull":
-        raise ValueError(
-            f"{label}: direction = pull needs memory that peers can read, but the ranks are on "
-            f"{hosts} hosts; use push"
-        )
-    return replace(knobs, direction="push")

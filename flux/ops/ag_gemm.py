@@ -22,16 +22,17 @@ class AGGemm(TensorParallelOp):
     first the own rows, which need no transfer, then the others in the order in which they arrive.
 
     Args:
-        group: process group, its name, or None for the default group.
+        group: process group, its name, or None for the default group; or the rank of a world on one
+            GPU (flux.transport.virtual, flux.transport.loopback).
         max_m: largest number of global rows M of any call.
         n: global columns; a sequence for several weights on one gathered input (QKV, gate + up).
         k: columns of x.
         dtype: of x and the weights: float64, float32, bfloat16, float16, or float8_e4m3fn, whose
             results, and biases, are bfloat16.
         transpose_weight: weights are [K, N/W] instead of [N/W, K].
-        backend: None or ``"cpu"``.
-        transport: None (shared memory inside a host, send_recv between hosts), ``"shm"`` or
-            ``"send_recv"`` (no shared memory, even on one host).
+        backend: ``"cpu"``, ``"cuda"``, or None: cuda where the group has a backend for CUDA.
+        transport: None, or on the CPU ``"shm"`` (ranks of one host) or ``"send_recv"`` (no shared
+            memory, even on one host; None uses it between hosts), on GPUs ``"symm_mem"``.
         tuning: ``"cache"`` (tuned winners where there are any, else the heuristic), ``"off"`` (the
             heuristic), or ``flux.Knobs``.
         timeout_s: how long a call waits for a peer, in seconds.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._higher_order_ops.effects as _effects
+import torch.distributed as dist
 
 try:
     from torch._library.effects import EffectType
@@ -24,3 +25,8 @@ def modes_are_active() -> bool:
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def serves(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether a process group has a backend for devices of this type."""
+    return any(device.type == device_type for device in cast(Any, group)._device_types)

@@ -54,7 +54,8 @@ from flux import _C
 from flux.backends.device import Device
 from flux.env import POISON
 from flux.knobs import Op
-from flux.transport.one_gpu import Memory, OneGpuRank, OneGpuWorld, Peers
+from flux.transport.device import Memory, Peers
+from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
 if TYPE_CHECKING:
     from flux.backends.cuda import Layout

@@ -15,25 +15,17 @@ import torch
 from typing_extensions import Self
 
 from flux.backends.device import CudaDevice, Device
+from flux.transport.device import Memory, Peers
 
 if TYPE_CHECKING:
     from flux.backends.cuda import Layout
     from flux.knobs import Knobs
     from flux.ops.spec import OpSpec
-    from flux.schedule import TileSchedule
 
 T = TypeVar("T")
 
 CLOSE_S = 60.0
 MAX_WORLD = 15  # of 32 queues of a GPU, no two streams of a world may share one: they wait
-
-
-@dataclass
-class Memory:
-    """The symmetric memory of one op: by rank, words of its pad, and its data."""
-
-    pads: list[torch.Tensor]
-    data: list[torch.Tensor]
 
 
 @dataclass
@@ -43,37 +35,6 @@ class _Op:
     what: dict[str, object]
     memory: Memory | None = None
     members: set[int] = field(default_factory=set)
-
-
-class Peers:
-    """What the backend of one op does for peers that cannot act for themselves: here, nothing, as
-    all of them can. The methods are called in this order within a call."""
-
-    idle = True
-    """Whether the methods do nothing."""
-
-    def check(self, m: int) -> None:
-        """Before anything is put on a stream.
-
-        Raises:
-            ValueError: the peers cannot make a call of ``m`` global rows.
-        """
-
-    def gather(self, schedule: TileSchedule, epoch: int, data: list[int]) -> list[int]:
-        """AllGather: what the peers move; by rank, where this rank reads gathered rows."""
-        return data
-
-    def scatter(self, schedule: TileSchedule, epoch: int) -> None:
-        """ReduceScatter: the peers' partials of this rank's rows. Before the GEMM is launched."""
-
-    def send_results(self, stream: int, m: int, epoch: int) -> None:
-        """AllReduce: the peers' rows of the result. Behind the GEMM on ``stream``."""
-
-    def end(self, stream: int, epoch: int) -> None:
-        """Behind all that the call has put on ``stream``."""
-
-    def let_go(self, epoch: int) -> None:
-        """Release every stream that waits on behalf of a peer."""
 
 
 class OneGpuWorld:
@@ -226,3 +187,30 @@ class OneGpuExchange:
         if problem is not None:
             raise problem
         self.op = self.of.join_op(self.rank, label, spec)
+
+    @property
+    def device(self) -> Device:
+        """Where the rank lives, or is played."""
+        return self.of.device
+
+    @property
+    def sm_share(self) -> int:
+        """Multiprocessors that its kernels may occupy."""
+        return self.of.sm_share
+
+    def ready(self, problem: str | None) -> None:
+        """Raises ValueError: the rank cannot run the op. The others find out by themselves."""
+        if problem is not None:
+            raise ValueError(problem)
+
+    def memory(self, words: int, data_bytes: int) -> Memory:
+        """The symmetric memory of the op."""
+        return self.of.memory(self.op, words, data_bytes)
+
+    def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
+        """What is done for the peers."""
+        return self.of.peers(self.op, spec, layout, tile, memory)
+
+    def leave(self) -> None:
+        """Give up the rank's part of the op."""
+        self.of.leave_op(self.op, self.rank)

@@ -1,0 +1,92 @@
+"""Which built kernel runs an op on a rank."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from flux.backends.device import Device
+from flux.kernels.choice import choose
+from flux.kernels.legality import GemmProblem
+from flux.kernels.registry import BuiltKernel
+from flux.knobs import Knobs, Op
+from flux.ops.spec import FP8, OpSpec
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
+
+_warned: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=2)
+
+
+@dataclass(frozen=True)
+class OpKernel:
+    """A kernel, and whether the op's activation is left to a kernel of its own."""
+
+    built: BuiltKernel
+    activate_after: bool
+
+
+def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
+    """The GEMMs that one kernel has to do. Every rank of a ReduceScatter must choose the same
+    kernel, whose tiles number the flags, so it must suit the depth that each of them has."""
+    depths = {max(spec.local_k(world, rank), 1) for rank in range(world)}
+    return [GemmProblem(spec.max_m, max(n, 1), k, world) for k in sorted(depths, reverse=True)]
+
+
+def op_kernel(
+    spec: OpSpec, world: int, n: int, device: Device, knobs: Knobs, sm_count: int
+) -> OpKernel:
+    """The best kernel for ``n`` columns.
+
+    Raises:
+        ValueError: no kernel that is built can do it.
+    """
+    dtype = DTYPES.get(spec.dtype)
+    if dtype is None:
+        raise ValueError(
+            f"{spec.label}: backend cuda needs bfloat16, float16 or float8_e4m3fn, got {spec.dtype}"
+        )
+    alternatives = problems(spec, world, n)
+    wanted = {
+        "weight": "kn" if spec.transpose_weight else "nk",
+        "scaling": spec.scaling,
+        "reduce": knobs.reduce or "local",
+    }
+
+    def best(activation: str) -> BuiltKernel | None:
+        for_each = [
+            device.registry.candidates(
+                "ag_gemm" if spec.op is Op.ag_gemm else "gemm_rs",
+                dtype,
+                device.capability,
+                problem,
+                activation=activation,
+                **wanted,
+            )
+            for problem in alternatives
+        ]
+        common = set.intersection(*({c.symbol for c in found} for found in for_each))
+        suited = [candidate for candidate in for_each[0] if candidate.symbol in common]
+        return choose(suited, alternatives[0], sm_count)
+
+    found = best(spec.activation)
+    if found is not None:
+        return OpKernel(found, activate_after=False)
+    if spec.activation != "none" and (found := best("none")) is not None:
+        _warn_once(
+            f"{spec.label}: no kernel with {spec.activation} is built for this {dtype} problem: "
+            f"it runs as a kernel of its own behind {found.symbol}"
+        )
+        return OpKernel(found, activate_after=True)
+    options = ", ".join(f"{name} = {value}" for name, value in wanted.items())
+    raise ValueError(
+        f"{spec.label}: no built kernel does {alternatives[0]} in {dtype} ({options}) on compute "
+        f"capability {device.capability}: build some with `flux compile`"
+    )

@@ -1,0 +1,57 @@
+"""FLUX_CHECK=1: calls of a process group are compared before they begin.
+
+Ops meet their peers on memory of their own, so ranks that call two ops in different orders wait for
+each other in different places, and on GPUs the host meets nobody at all. In this mode every call of
+every op of a group is announced to all ranks first, through torch.distributed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from flux.transport.exchange import Exchange
+
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+
+class Comparison:
+    """Compares the calls of one op. All ranks build the ops of a group in the same order, which
+    gives an op the same number everywhere."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._name = f"{exchange.label} {next(_numbers[exchange.group.group_name])}"
+        self._calls = 0
+
+    def compare(self, what: str) -> None:
+        """Announce a call. Collective.
+
+        Raises:
+            ValueError: on all ranks, when they are not about to make the same call.
+        """
+        self._meet(what, "")
+
+    def refuse(self, why: str) -> None:
+        """Announce that this rank's input was refused; its caller raises that itself."""
+        self._meet("", why)
+
+    def _meet(self, what: str, refusal: str) -> None:
+        self._calls += 1
+        mine = f"call {self._calls} of {self._name} (of the group's ops), {what}"
+        entries = self._exchange.all_gather((mine, refusal))
+        if refusal:
+            return
+        for rank, (_, why) in enumerate(entries):
+            if why:
+                raise ValueError(f"{self._name}: rank {rank} refused its input: {why}")
+        texts = [text for text, _ in entries]
+        common = Counter(texts).most_common(1)[0][0]
+        for rank, text in enumerate(texts):
+            if text != common:
+                other = texts.index(common)
+                raise ValueError(
+                    f"{self._name}: ranks make different calls: rank {rank} {text}; rank {other} "
+                    f"{common}"
+                )

@@ -1,0 +1,129 @@
+"""Who executes an op, and what its arguments have to do with that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from flux.knobs import Knobs
+from flux.ops import torch_internals
+from flux.ops.spec import OpSpec
+from flux.topology import Topology
+from flux.transport.exchange import Exchange, resolve_group
+from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
+
+MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
+TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem",)}
+"""Of the ranks of a process group, by backend."""
+
+
+def open_exchange(
+    group: dist.ProcessGroup | OneGpuRank | str | None, label: str
+) -> Exchange | OneGpuExchange:
+    """The ranks that an op's ``group`` argument means."""
+    if isinstance(group, OneGpuRank):
+        return OneGpuExchange(group, label)
+    return Exchange(resolve_group(group), label)
+
+
+def default_backend(exchange: Exchange | OneGpuExchange) -> str:
+    """``cuda`` where the group is one of CUDA devices, else ``cpu``."""
+    if isinstance(exchange, OneGpuExchange):
+        return "cuda"
+    on_cuda = torch.cuda.is_available() and torch_internals.serves(exchange.group, "cuda")
+    return "cuda" if on_cuda else "cpu"
+
+
+def resolve_knobs(label: str, tuning: str | Knobs) -> Knobs:
+    """The knobs that ``tuning`` means."""
+    if isinstance(tuning, Knobs):
+        return tuning
+    if tuning not in ("cache", "off"):
+        raise ValueError(f"{label}: tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}")
+    return Knobs()  # no tuned winners exist yet: both mean the heuristic
+
+
+def resolve_topology(label: str, topology: Topology | None, hosts: Sequence[str]) -> Topology:
+    """The mesh of ranks: given, or the hosts that they are on."""
+    world = len(hosts)
+    if topology is None:
+        return Topology.of_hosts(hosts)
+    if not isinstance(topology, Topology):
+        raise TypeError(f"{label}: topology must be a flux.Topology or None, got {topology!r}")
+    if topology.world != world:
+        raise ValueError(
+            f"{label}: topology has {topology.world} ranks ({topology}), the group has {world}"
+        )
+    return topology
+
+
+def check_options(label: str, spec: OpSpec, world: int, timeout_s: float) -> None:
+    """Refuse options that no executor can do."""
+    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S):
+        raise ValueError(
+            f"{label}: timeout_s must be a positive number up to {MAX_TIMEOUT_S:g}, "
+            f"got {timeout_s!r}"
+        )
+    if len(spec.n) > 1 and any(n % world for n in spec.n):
+        raise ValueError(
+            f"{label}: with several weights each n must be divisible by the world of {world}, "
+            f"got {spec.n}"
+        )
+
+
+def check_executor(
+    label: str,
+    spec: OpSpec,
+    exchange: Exchange | OneGpuExchange,
+    knobs: Knobs,
+    backend: str | None,
+    transport: str | None,
+) -> str:
+    """Who executes; a rank of a world on one GPU decides that, and what moves tiles, by itself."""
+    one_gpu = exchange.of if isinstance(exchange, OneGpuExchange) else None
+    where = "a process group" if one_gpu is None else f"a rank of a {type(one_gpu).__name__}"
+    backends = tuple(TRANSPORTS) if one_gpu is None else ("cuda",)
+    if backend not in (None, *backends):
+        raise ValueError(f"{label}: with {where}, backend must be {_or(backends)}, got {backend!r}")
+    backend = backend or default_backend(exchange)
+    transports = TRANSPORTS[backend] if one_gpu is None else (one_gpu.transport,)
+    if transport not in (None, *transports):
+        raise ValueError(
+            f"{label}: with {where} and backend {backend}, transport must be {_or(transports)}, "
+            f"got {transport!r}"
+        )
+    if backend == "cpu" and knobs.reduce == "in_flight":
+        raise ValueError(f"{label}: reduce = in_flight needs backend cuda, got {where}")
+    reason = one_gpu.why_not(spec, knobs) if one_gpu is not None else None
+    if reason is not None:
+        raise ValueError(f"{label}: {reason}, got {where}")
+    return backend
+
+
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(["None", *map(repr, names)])
+
+
+def check_hosts(label: str, hosts: int, knobs: Knobs, backend: str, transport: str | None) -> Knobs:
+    """Knobs that work on this many hosts: memory cannot be pulled from another one."""
+    if hosts == 1:
+        return knobs
+    if backend == "cuda":
+        raise ValueError(
+            f"{label}: the ranks of the group are on {hosts} hosts, and transport='symm_mem' "
+            "serves one"
+        )
+    if transport == "shm":
+        raise ValueError(
+            f"{label}: the ranks of the group are on {hosts} hosts, and transport='shm' serves "
+            "one; leave transport open"
+        )
+    if knobs.direction == "pull":
+        raise ValueError(
+            f"{label}: direction = pull needs memory that peers can read, but the ranks are on "
+            f"{hosts} hosts; use push"
+        )
+    return replace(knobs, direction="push")

@@ -1,0 +1,93 @@
+"""What the CUDA backend asks of whoever moves tiles between GPUs, and of the peers of its rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from flux.backends.device import Device
+
+if TYPE_CHECKING:
+    from flux.backends.cuda import Layout
+    from flux.ops.spec import OpSpec
+    from flux.schedule import TileSchedule
+
+
+@dataclass
+class Memory:
+    """The symmetric memory of one op: by rank, words of its pad, and its data."""
+
+    pads: list[torch.Tensor]
+    data: list[torch.Tensor]
+
+
+class Peers:
+    """What the backend of one op does for peers that cannot act for themselves: here, nothing, as
+    all of them can. The methods are called in this order within a call."""
+
+    idle = True
+    """Whether the methods do nothing."""
+
+    def check(self, m: int) -> None:
+        """Before anything is put on a stream.
+
+        Raises:
+            ValueError: the peers cannot make a call of ``m`` global rows.
+        """
+
+    def gather(self, schedule: TileSchedule, epoch: int, data: list[int]) -> list[int]:
+        """AllGather: what the peers move; by rank, where this rank reads gathered rows."""
+        return data
+
+    def scatter(self, schedule: TileSchedule, epoch: int) -> None:
+        """ReduceScatter: the peers' partials of this rank's rows. Before the GEMM is launched."""
+
+    def send_results(self, stream: int, m: int, epoch: int) -> None:
+        """AllReduce: the peers' rows of the result. Behind the GEMM on ``stream``."""
+
+    def end(self, stream: int, epoch: int) -> None:
+        """Behind all that the call has put on ``stream``."""
+
+    def let_go(self, epoch: int) -> None:
+        """Release every stream that waits on behalf of a peer."""
+
+
+class DeviceTransport(Protocol):
+    """One op's ranks on GPUs, and their memory.
+
+    Attributes:
+        rank, world: of this rank.
+        device: where it lives.
+        sm_share: multiprocessors that its kernels may occupy.
+    """
+
+    rank: int
+    world: int
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def sm_share(self) -> int: ...
+
+    def ready(self, problem: str | None) -> None:
+        """Say whether this rank can run the op, before ``memory``. Collective.
+
+        Raises:
+            ValueError: some rank cannot; everywhere that hears of it.
+        """
+        ...
+
+    def memory(self, words: int, data_bytes: int) -> Memory:
+        """Zeroed symmetric memory, the same sizes on all ranks. Collective."""
+        ...
+
+    def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
+        """What is done for the peers. ``tile``: of the op's kernel, in elements."""
+        ...
+
+    def leave(self) -> None:
+        """Let go of the memory. Local."""
+        ...

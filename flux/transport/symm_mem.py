@@ -1,0 +1,113 @@
+"""Ranks on the GPUs of one host: torch's symmetric memory, over NVLink or PCIe, a process per GPU.
+
+Every rank allocates pad and data in one piece, which ``torch.distributed._symmetric_memory`` maps
+into the address spaces of its peers. From then on nothing goes through torch.distributed: copies,
+signals and kernels use the peers' addresses. The pieces of torch that have no promise of stability
+are all in ``_map_everywhere``.
+
+Several ranks may share a GPU, for tests: torch wants TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
+then, and the processes take turns, so nothing is hidden behind anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flux.backends.device import CudaDevice, Device
+from flux.heuristic import ceil_div
+from flux.transport.device import Memory, Peers
+from flux.transport.exchange import Exchange
+
+if TYPE_CHECKING:
+    from flux.backends.cuda import Layout
+    from flux.ops.spec import OpSpec
+
+WORD = 4
+ALIGNMENT = 256  # bytes; of data behind the pad
+SPARE = 4
+"""Multiprocessors that the kernels of ranks which share a GPU leave to copies and fills."""
+
+
+class SymmMem:
+    """One op's ranks, each with a GPU of its own as a rule. Construction is collective.
+
+    Args:
+        exchange: the op's process group.
+        device: where this rank lives; None if it has none.
+    """
+
+    def __init__(self, exchange: Exchange, device: Device) -> None:
+        self.exchange = exchange
+        self.rank, self.world = exchange.rank, exchange.world
+        self.device = device
+        everybody = exchange.all_gather(device.identity)
+        sharing = everybody.count(device.identity)
+        every = device.sm_count
+        self.sm_share = every if sharing == 1 else max(1, (every - SPARE) // sharing)
+        self._kept: Any = None
+
+    def ready(self, problem: str | None) -> None:
+        """Hear of ranks that cannot run the op. Collective.
+
+        Raises:
+            ValueError: some rank cannot; on all ranks.
+        """
+        for rank, text in enumerate(self.exchange.all_gather(problem or "")):
+            if text:
+                raise ValueError(text if rank == self.rank else f"rank {rank} refused: {text}")
+
+    def memory(self, words: int, data_bytes: int) -> Memory:
+        """Zeroed memory that all ranks have mapped. Collective."""
+        pad = ceil_div(words * WORD, ALIGNMENT) * ALIGNMENT
+        size = pad + ceil_div(max(data_bytes, 1), ALIGNMENT) * ALIGNMENT
+        self._kept, buffers = _map_everywhere(self.exchange, self.device, size)
+        buffers[self.rank].zero_()
+        self.device.synchronize()
+        self.exchange.all_gather(True)  # nobody writes to memory that is still being zeroed
+        return Memory(
+            [buffer[: words * WORD].view(torch.int32) for buffer in buffers],
+            [buffer[pad : pad + data_bytes] for buffer in buffers],
+        )
+
+    def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
+        """They act for themselves."""
+        return Peers()
+
+    def leave(self) -> None:
+        """Let go of the memory; torch unmaps it when the last tensor is gone."""
+        self._kept = None
+
+
+def open_symm_mem(exchange: Exchange) -> SymmMem:
+    """The ranks of a process group, each on its current CUDA device. Collective.
+
+    Raises:
+        ValueError: a rank has no CUDA device; on all ranks.
+    """
+    device, problem = None, ""
+    try:
+        device = CudaDevice(queues=None)
+    except RuntimeError as error:
+        problem = str(error)
+    problems = exchange.all_gather(problem)
+    for rank, text in enumerate(problems):
+        if text:
+            raise ValueError(f"{exchange.label}: rank {rank}: {text}")
+    assert device is not None
+    return SymmMem(exchange, device)
+
+
+def _map_everywhere(
+    exchange: Exchange, device: Device, size: int
+) -> tuple[Any, list[torch.Tensor]]:
+    """Allocate ``size`` bytes on every rank; by rank, everybody's as this rank addresses it, and
+    what must live as long. Collective."""
+    symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    own = symmetric.empty(size, dtype=torch.uint8, device=device.torch_device)
+    handle = symmetric.rendezvous(own, exchange.group.group_name)
+    ranks = range(exchange.world)
+    buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]
+    return (own, handle), buffers

@@ -1,0 +1,206 @@
+"""The CUDA backend in several processes: each has an emulated device of its own, and their memory
+is shared, as GPUs of one host share theirs. On real GPUs: test_gpu_processes.py."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flux
+from emulated import EmulatedDevice, build
+from flux import Knobs, PeerTimeoutError
+from flux.transport import shm, symm_mem
+from flux.transport.exchange import Exchange
+from flux.transport.virtual import VirtualWorld
+from harness import fresh_ranks
+from matrix import OPS
+from op_cases import Case, random_cases
+from reference import Inputs, Problem
+from virtual_cases import on_one_device
+
+BF16 = torch.bfloat16
+
+
+def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """On ranks that are not used again: ``emulate`` changes the process."""
+    with fresh_ranks(world) as ranks:
+        return ranks.run(fn, *args, timeout=120.0)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("gpu"))
+
+
+def _map_shared(
+    exchange: Exchange, device: EmulatedDevice, size: int
+) -> tuple[Any, list[torch.Tensor]]:
+    """Memory of the host in place of torch's."""
+    memory = shm.allocate(exchange, [True] * exchange.world, 0, size, "device")
+    return memory, [data[:size] for data in memory.data]
+
+
+def emulate(rank: int, library: Path) -> EmulatedDevice:
+    """Let ops of this process live on an emulated device."""
+    device = EmulatedDevice(library)
+    device.identity = f"emulated {rank}"
+    symm_mem._map_everywhere = _map_shared  # type: ignore[assignment]
+    symm_mem.open_symm_mem = lambda exchange: symm_mem.SymmMem(exchange, device)  # type: ignore
+    return device
+
+
+def _cases(rank: int, world: int, library: Path, cases: list[Case]) -> int:
+    device = emulate(rank, library)
+    calls = 0
+    for case in (on_one_device(device, c, world) for c in cases):
+        device.set_delay(int(case.delay_s * 1e7))
+        options = {"tuning": case.knobs, "topology": case.topology, "backend": "cuda"}
+        with case.problem.build(**options) as op:
+            for call in case.calls:
+                inputs = Inputs(case.problem, call.m, world, call.seed, call.bias)
+                got = inputs.call(
+                    op, rank, layout=call.layout, padded=call.padded, gather=call.gather
+                )
+                op.wait()
+                inputs.check(got, rank)
+                calls += 1
+    device.set_delay(0)
+    device.close()
+    assert device.streams() == 0
+    return calls
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_random_cases(library: Path, op: str, world: int) -> None:
+    cases = random_cases(30 + OPS.index(op), op, world, 8)
+    assert run(world, _cases, library, cases) == [sum(len(c.calls) for c in cases)] * world
+
+
+def _stress(rank: int, world: int, library: Path, op: str, direction: str) -> list[torch.Tensor]:
+    """Back to back, M changing; results by call, bit for bit."""
+    device = emulate(rank, library)
+    device.set_delay(500)
+    rng = random.Random(5)
+    p = Problem(op, 33, (13,), 10, BF16)
+    knobs = Knobs(direction=direction, comm_tile_rows=3)
+    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(60)]
+    with p.build(tuning=knobs, backend="cuda", transport="symm_mem") as made:
+        outs = [inputs.call(made, rank) for inputs in everything]
+        made.wait()
+    for inputs, got in zip(everything, outs, strict=True):
+        inputs.check(got, rank)
+    device.set_delay(0)
+    device.close()
+    return [got[0] for got in outs]
+
+
+def _virtual(library: Path, world: int, op: str, direction: str) -> list[list[torch.Tensor]]:
+    device = EmulatedDevice(library)
+    rng = random.Random(5)
+    p = Problem(op, 33, (13,), 10, BF16)
+    knobs = Knobs(direction=direction, comm_tile_rows=3)
+    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(60)]
+    with VirtualWorld(world, device) as ranks:
+        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
+        by_rank = ranks.run(lambda r: [inputs.call(ops[r], r)[0] for inputs in everything])
+        device.finish()
+        for o in ops:
+            o.close()
+    device.close()
+    return by_rank
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_processes_give_the_bits_of_virtual_ranks(library: Path, op: str, direction: str) -> None:
+    world = 3
+    processes = run(world, _stress, library, op, direction)
+    for of_process, of_virtual in zip(
+        processes, _virtual(library, world, op, direction), strict=True
+    ):
+        for a, b in zip(of_process, of_virtual, strict=True):
+            assert torch.equal(a, b)
+
+
+def _no_kernel(rank: int, world: int, library: Path) -> None:
+    device = emulate(rank, library)
+    if rank == 1:
+        device.registry.kernels.clear()
+    with pytest.raises(ValueError, match="no built kernel" if rank == 1 else "rank 1 refused"):
+        flux.GemmRS(max_m=8, n=8, k=8, dtype=BF16, backend="cuda")
+
+
+def test_a_rank_without_a_kernel_is_heard_of_everywhere(library: Path) -> None:
+    run(2, _no_kernel, library)
+
+
+def _late(rank: int, world: int, library: Path) -> None:
+    device = emulate(rank, library)
+    p = Problem("gemm_rs", 16, (8,), 8, BF16)
+    op = p.build(backend="cuda", timeout_s=0.5)
+    if rank == 0:
+        Inputs(p, 16, world, seed=1).call(op, rank)
+        with pytest.raises(PeerTimeoutError, match=r"rank 0 waited more than 0\.5 s"):
+            op.wait()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(PeerTimeoutError, match="rank 1: rank 0 gave up in call 1"):
+            op.wait()
+    op.close()
+    device.close()
+
+
+def test_a_rank_that_does_not_call_is_noticed(library: Path) -> None:
+    run(2, _late, library)
+
+
+def _in_another_order(rank: int, world: int, library: Path, backend: str) -> None:
+    os.environ["FLUX_CHECK"] = "1"
+    if backend == "cuda":
+        emulate(rank, library)
+    ps = [Problem(op, 8, (8,), 8, BF16) for op in ("ag_gemm", "gemm_rs")]
+    ops = [p.build(backend=backend) for p in ps]
+    inputs = [Inputs(p, 8, world, seed=1) for p in ps]
+    for op, given in zip(ops, inputs, strict=True):
+        got = given.call(op, rank)
+        op.wait()
+        given.check(got, rank)
+    first = rank % 2
+    with pytest.raises(ValueError, match=r"different calls: rank 1 call 2 of GemmRS 2 .*rank 0"):
+        inputs[first].call(ops[first], rank)
+    for op in ops:
+        op.close()
+    refusing = ps[1].build(backend=backend)
+    x, weight, bias = inputs[1].local(rank)
+    with pytest.raises(ValueError, match="weight must be" if rank == 0 else "rank 0 refused"):
+        refusing(x, weight[:3] if rank == 0 else weight, bias)
+    got = inputs[1].call(refusing, rank)
+    refusing.wait()
+    inputs[1].check(got, rank)
+    refusing.close()
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cpu"])
+def test_ranks_that_call_in_another_order(library: Path, backend: str) -> None:
+    run(2, _in_another_order, library, backend)
+
+
+def test_the_backend_must_have_a_device() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    run(2, _without_device)
+
+
+def _without_device(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="rank 0: backend cuda needs a CUDA device"):
+        flux.AGGemm(max_m=8, n=8, k=8, dtype=BF16, backend="cuda")
+    with pytest.raises(ValueError, match=r"backend cuda, transport must be None or 'symm_mem'"):
+        flux.AGGemm(max_m=8, n=8, k=8, dtype=BF16, backend="cuda", transport="shm")
