@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,12 @@ class NullDevice:
 
     def enqueue(self, body: Callable[[], None]) -> None:
         body()
+
+    def is_current(self) -> bool:
+        return True
+
+    def made_current(self) -> nullcontext[None]:
+        return nullcontext()
 
     def capturing(self) -> bool:
         return False

@@ -96,6 +96,8 @@ class EmulatedDevice:
         self._kept: list[torch.Tensor] = []
         self._bodies: list[Any] = []
         self.captured = False
+        self.current = True  # whether this is the thread's device, and how often it was made so
+        self.made = 0
 
     def set_delay(self, microseconds: int) -> None:
         """How long one in eight copies and GEMM tiles is held back."""
@@ -124,6 +126,19 @@ class EmulatedDevice:
 
     def synchronize(self) -> None:
         """What torch does to this memory is done at once."""
+
+    def is_current(self) -> bool:
+        return self.current
+
+    @contextmanager
+    def made_current(self) -> Iterator[None]:
+        assert not self.current
+        self.current = True
+        try:
+            yield
+        finally:
+            self.current = False
+            self.made += 1
 
     def capturing(self) -> bool:
         return self.captured

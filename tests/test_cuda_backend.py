@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -275,6 +275,39 @@ def test_calls_on_changing_streams_follow_one_another(device: EmulatedDevice) ->
                 ops[r].close()
             for stream in (*streams[0], *streams[1]):
                 driver.destroy_stream(stream)
+
+
+def test_the_device_of_an_op_need_not_be_the_current_one(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.set_delay(0)
+    p = problem("ag_gemm", 8)
+    monkeypatch.setattr(device, "current", False)
+    seen: list[bool] = []
+    with VirtualWorld(2, device) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(2)]
+        for op in ops:
+            op._backend.native = Watched(op._backend.native, lambda: seen.append(device.current))
+        inputs = Inputs(p, 8, 2, seed=1)
+        outs = ranks.run(lambda r: inputs.call(ops[r], r))
+        device.finish()
+        for r in range(2):
+            inputs.check(outs[r], r)
+            ops[r].close()
+    assert seen and all(seen) and device.made > 0
+
+
+class Watched:
+    """The native op; says when something of it is called."""
+
+    def __init__(self, native: object, called: Callable[[], None]) -> None:
+        self._native, self._called = native, called
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._native, name)
+        if callable(found):
+            self._called()
+        return found
 
 
 def test_a_call_is_not_captured(device: EmulatedDevice) -> None:

@@ -12,8 +12,10 @@ raises all words of the own pad, which lets them go.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -42,6 +44,22 @@ _WAITS = {
     2: "the entry of rank {signal}, whose memory was to be written",
     3: "partials of a peer (flag {signal})",
 }
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def on_its_device(method: F) -> F:
+    """Make the op's device the current one meanwhile: streams and launches belong to a device."""
+
+    @wraps(method)
+    def run(self: CudaBackend, *args: Any, **options: Any) -> Any:
+        if self.device.is_current():
+            return method(self, *args, **options)
+        with self.device.made_current():
+            return method(self, *args, **options)
+
+    return cast(F, run)
 
 
 def _up(size: int) -> int:
@@ -117,7 +135,16 @@ class CudaBackend:
         self._own_data = memory.data[self.rank]
         self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
         self.driver = self.device.driver
-        self.native = _C.CudaOp(
+        self.native = self._native(timeout_s)
+        self._workspaces: dict[int, torch.Tensor] = {}
+        self._roomy: set[tuple[int, int]] = set()
+        self._streams: set[int] = set()
+        self._open = True
+
+    @on_its_device
+    def _native(self, timeout_s: float) -> _C.CudaOp:
+        spec = self.spec
+        return _C.CudaOp(
             driver=self.driver,
             kernels=self.kernels,
             rank=self.rank,
@@ -138,10 +165,6 @@ class CudaBackend:
             device=self.device.index,
             poison=self.poison,
         )
-        self._workspaces: dict[int, torch.Tensor] = {}
-        self._roomy: set[tuple[int, int]] = set()
-        self._streams: set[int] = set()
-        self._open = True
 
     @property
     def workspace_bytes(self) -> int:
@@ -171,6 +194,7 @@ class CudaBackend:
 
     # -- ops ---------------------------------------------------------------------------------------
 
+    @on_its_device
     def ag_gemm(
         self, schedule: TileSchedule, call: Call, gather: bool
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -196,6 +220,7 @@ class CudaBackend:
         self.peers.end(stream, self.native.epoch)
         return outs, x_full
 
+    @on_its_device
     def gemm_rs(self, schedule: TileSchedule, call: Call) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [own rows, N]; GemmAR: [M, N]."""
         stream = self._begin(call.m)
@@ -306,6 +331,7 @@ class CudaBackend:
 
     # -- faults and the end ------------------------------------------------------------------------
 
+    @on_its_device
     def check(self, wait: bool = True) -> None:
         """Raise what waits of earlier calls have found; with ``wait``, once those are done.
 
@@ -358,6 +384,7 @@ class CudaBackend:
         """Nothing, as the host does not meet its peers: the caller hears of bad input at once, and
         the other ranks wait in vain, but with FLUX_CHECK."""
 
+    @on_its_device
     def close(self, failed: bool = False, culprit: int = -1) -> None:
         """Wait for what is under way and give everything back. Idempotent."""
         if not self._open:

@@ -56,6 +56,14 @@ class Device(Protocol):
         """Put operations of torch on the current stream."""
         ...
 
+    def is_current(self) -> bool:
+        """Whether the thread's work goes to this device."""
+        ...
+
+    def made_current(self) -> AbstractContextManager[Any]:
+        """Let it go there meanwhile."""
+        ...
+
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         ...
@@ -144,6 +152,14 @@ class CudaDevice:
     def enqueue(self, body: Callable[[], None]) -> None:
         """torch does so by itself."""
         body()
+
+    def is_current(self) -> bool:
+        """torch knows."""
+        return torch.cuda.current_device() == self.index
+
+    def made_current(self) -> AbstractContextManager[Any]:
+        """As torch does it."""
+        return torch.cuda.device(self.index)
 
     def capturing(self) -> bool:
         """torch knows."""
