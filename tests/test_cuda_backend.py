@@ -3,8 +3,10 @@ streams are threads, with the same schedules, copies, signals, epochs and flags 
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -18,7 +20,7 @@ from flux.backends import op_kernels
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
-from reference import Inputs, Problem
+from reference import Inputs, Problem, lay_out
 from virtual_cases import call_on_and_on, check_cases
 
 BF16 = torch.bfloat16
@@ -275,6 +277,85 @@ def test_calls_on_changing_streams_follow_one_another(device: EmulatedDevice) ->
                 ops[r].close()
             for stream in (*streams[0], *streams[1]):
                 driver.destroy_stream(stream)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_repeated_calls_are_recognised(device: EmulatedDevice, op: str) -> None:
+    """Same weight and bias objects, other contents; then each thing that makes a call another."""
+    device.set_delay(0)
+    p = problem(op, 12)
+    with VirtualWorld(2, device) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(2)]
+        inputs = Inputs(p, 12, 2, seed=1)
+        local = [list(inputs.local(r)) for r in range(2)]
+
+        def call(m: int | None = None) -> list[torch.Tensor]:
+            options = {"m": m} if p.gathers else {}
+            outs = ranks.run(lambda r: ops[r](*local[r], **options))
+            device.finish()
+            for r in range(2):
+                inputs.check([outs[r]], r)
+            return outs
+
+        def repeats() -> int:
+            return sum(op._backend.repeats for op in ops)
+
+        call()
+        assert repeats() == 0
+        for seed in (2, 3):  # other contents
+            fresh = Inputs(p, 12, 2, seed=seed)
+            inputs.x, inputs.weights, inputs.biases = fresh.x, fresh.weights, fresh.biases
+            for r in range(2):
+                for mine, new in zip(local[r], inputs.local(r), strict=True):
+                    mine.copy_(new)
+            call(12 if seed == 3 and p.gathers else None)
+        assert repeats() == 4
+        for r in range(2):  # another object, the same contents
+            local[r][1] = local[r][1].clone()
+        call()
+        for r in range(2):  # the same object, elsewhere
+            local[r][1].data = local[r][1].clone()
+        call()
+        for r in range(2):  # no bias
+            local[r][2] = None
+        inputs.biases = [None]
+        call()
+        assert repeats() == 4
+        call()
+        assert repeats() == 6
+        for r in range(2):  # another stride of x
+            local[r][0] = lay_out(local[r][0], "inside")
+        call()
+        assert repeats() == 6
+        small = Inputs(p, 7, 2, seed=4, bias=False)
+        outs = ranks.run(lambda r: small.call(ops[r], r))
+        device.finish()
+        for r in range(2):
+            small.check(outs[r], r)
+        with pytest.raises(TypeError):
+            ops[0](local[0][0].float(), local[0][1])
+        assert repeats() == 6
+        weight = local[0][1].requires_grad_()
+        assert ops[0]._again(local[0][0], weight, None, None) is None
+        for o in ops:
+            o.close()
+
+
+def test_what_is_remembered_is_not_kept_alive(device: EmulatedDevice) -> None:
+    device.set_delay(0)
+    p = problem("gemm_rs", 8)
+    with VirtualWorld(2, device) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(2)]
+        inputs = Inputs(p, 8, 2, seed=1)
+        local = [inputs.local(r) for r in range(2)]
+        ranks.run(lambda r: ops[r](*local[r]))
+        device.finish()
+        weight = weakref.ref(local[0][1])
+        local.clear()
+        gc.collect()
+        assert weight() is None
+        for o in ops:
+            o.close()
 
 
 def test_the_device_of_an_op_need_not_be_the_current_one(

@@ -224,7 +224,7 @@ class CpuBackend:
         x = pack(spec, call)
         if self.network is not None:
             x = x.contiguous()
-        outs = [self.empty(call.m, w.shape[1]) for w in call.weights]
+        outs = [self.empty(call.m, columns) for columns in call.columns]
         x_full = torch.empty(call.m, spec.k, dtype=spec.dtype) if gather else None
         multiply = Multiplier(spec, call)
         threaded = schedule.knobs.copy_streams == 1

@@ -76,9 +76,9 @@ class Multiplier:
     def __init__(self, spec: OpSpec, call: Call) -> None:
         self._spec = spec
         self._call = call
-        self._weights = call.weights
+        self._weights = [w if spec.transpose_weight else w.t() for w in call.weights]  # [K, N]
         if spec.scaling != "none":
-            self._weights = tuple(w.float() for w in call.weights)
+            self._weights = [w.float() for w in self._weights]
 
     def __call__(
         self,

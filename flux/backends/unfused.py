@@ -62,7 +62,7 @@ class UnfusedBackend:
         multiply = Multiplier(spec, call)
         outs = []
         for number, bias in enumerate(call.biases):
-            out = call.x.new_empty(call.m, call.weights[number].shape[1], dtype=spec.out_dtype)
+            out = call.x.new_empty(call.m, call.columns[number], dtype=spec.out_dtype)
             scale_x = call.scale_x if scale is None else scale
             multiply(full, out, weight=number, scale_x=scale_x, bias=bias)
             outs.append(out)

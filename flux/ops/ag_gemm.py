@@ -118,6 +118,10 @@ class AGGemm(TensorParallelOp):
             PeerTimeoutError: a peer died or stalled; the op is closed.
             RuntimeError: the op is closed, or belongs to another process.
         """
+        if not return_gathered and scale_x is scale_weight is None and self.knobs.path != "unfused":
+            repeated = self._again(x_shard, weight, bias, m)
+            if repeated is not None:
+                return repeated
         several = _is_sequence(weight)
         weights: list[Any] = list(weight) if several else [weight]
         biases: list[Any] = list(bias) if _is_sequence(bias) else [bias]

@@ -19,7 +19,8 @@ class Call:
     Attributes:
         m: global rows.
         x: own rows [own, K] (AllGather) or [M, K/W]; unit stride in its last dimension.
-        weights: each as [K, columns], whatever layout the user keeps it in.
+        weights: each as the user keeps it, [columns, K] or (transpose_weight) [K, columns].
+        columns: of each weight.
         biases: one per weight, or None.
         scale_x: float32, [rows of x] or [1] (scaling = row | tensor); None without scaling.
         scale_weights: one per weight, [columns] or [1]; empty without scaling.
@@ -27,7 +28,8 @@ class Call:
 
     m: int
     x: torch.Tensor
-    weights: tuple[torch.Tensor, ...]
+    weights: Sequence[torch.Tensor]
+    columns: tuple[int, ...]
     biases: tuple[torch.Tensor | None, ...]
     scale_x: torch.Tensor | None = None
     scale_weights: tuple[torch.Tensor, ...] = ()
@@ -75,7 +77,6 @@ class CallChecker:
                 f"{spec.label}: expected {len(self.columns)} weight(s) and bias(es), "
                 f"got {len(weights)} and {len(biases)}"
             )
-        views = []
         for weight, expected in zip(weights, self.shapes, strict=True):
             self._tensor("weight", weight)
             if weight.shape != expected:
@@ -84,9 +85,8 @@ class CallChecker:
                     f"{' (transpose_weight)' if spec.transpose_weight else ''}, "
                     f"got {list(weight.shape)}"
                 )
-            views.append(weight if spec.transpose_weight else weight.t())
         dense = [self._bias(bias, n) for bias, n in zip(biases, self.columns, strict=True)]
-        call = Call(m, x, tuple(views), tuple(dense))
+        call = Call(m, x, weights, self.columns, tuple(dense))
         if spec.scaling != "none" or scales:
             scale_x, *of_weights = self._scales(scales, x.shape[0])
             call.scale_x = scale_x[:rows] if spec.scaling == "row" else scale_x

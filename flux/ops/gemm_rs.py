@@ -96,6 +96,10 @@ class GemmRS(TensorParallelOp):
         Raises:
             As for AGGemm.
         """
+        if scale_x is scale_weight is None and self.knobs.path != "unfused":
+            repeated = self._again(x, weight, bias, None)
+            if repeated is not None:
+                return repeated
         biases = [] if bias is None else [bias]
         scales = [scale for scale in (scale_x, scale_weight) if scale is not None]
         self._check_types(x, weight, *biases, *scales)

@@ -1,0 +1,89 @@
+"""A call like the last one: recognised at little cost, so that its arguments need no second look.
+
+In a loop over layers every op meets the same weight and bias, and an x of the same shape, again and
+again. What the checks of such a call would find, and what the native call is given, is known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from flux.ops.call import Call
+from flux.schedule import TileSchedule
+
+
+def _looks(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What an in-place operation could change about a tensor that is still the same object."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass(slots=True)
+class Remembered:
+    """A call with one weight that has been checked and made.
+
+    Weight and bias are not kept alive.
+    """
+
+    m: int
+    world: int  # that m is divided by where x has a shard of the rows, else 1
+    schedule: TileSchedule
+    x_shape: torch.Size
+    x_stride: tuple[int, ...]
+    x_dtype: torch.dtype
+    x_device: torch.device
+    weight: weakref.ref[torch.Tensor]
+    weight_looks: tuple[object, ...]
+    bias: weakref.ref[torch.Tensor] | None
+    bias_looks: tuple[object, ...]
+    out_rows: int
+    columns: int
+    bias_ptr: int
+
+    @staticmethod
+    def of(schedule: TileSchedule, call: Call, shard_of: int, out_rows: int) -> Remembered:
+        """Remember a call.
+
+        Args:
+            schedule, call: of it.
+            shard_of: ranks that x is a shard of, else 1.
+            out_rows: rows of the result.
+        """
+        x, weight, bias = call.x, call.weights[0], call.biases[0]
+        return Remembered(
+            call.m,
+            shard_of,
+            schedule,
+            x.shape,
+            x.stride(),
+            x.dtype,
+            x.device,
+            weakref.ref(weight),
+            _looks(weight),
+            None if bias is None else weakref.ref(bias),
+            () if bias is None else _looks(bias),
+            out_rows,
+            call.columns[0],
+            0 if bias is None else bias.data_ptr(),
+        )
+
+    def is_like(self, x: torch.Tensor, weight: object, bias: object, m: int | None) -> bool:
+        """Whether a call with these arguments differs in nothing but the contents of tensors."""
+        if self.weight() is not weight or not isinstance(weight, torch.Tensor):
+            return False
+        if (bias is None) != (self.bias is None):  # a bias that is gone is not no bias
+            return False
+        if self.bias is not None and self.bias() is not bias:
+            return False
+        return (
+            isinstance(x, torch.Tensor)
+            and x.shape == self.x_shape
+            and x.stride() == self.x_stride
+            and x.dtype is self.x_dtype
+            and x.device == self.x_device
+            and (m if m is not None else x.shape[0] * self.world) == self.m
+            and _looks(weight) == self.weight_looks
+            and (not isinstance(bias, torch.Tensor) or _looks(bias) == self.bias_looks)
+        )
