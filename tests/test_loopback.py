@@ -14,6 +14,7 @@ import torch
 
 from emulated import EmulatedDevice, emulated_device
 from flux import Knobs, PeerTimeoutError
+from flux.backends.cuda import first_signal
 from flux.transport.loopback import LoopbackPeers, LoopbackWorld, PinnedPool
 from flux.transport.virtual import VirtualWorld
 from loopback_cases import call, check_peers, provide
@@ -158,7 +159,7 @@ def test_peers_receive_the_rows_of_each_call(
         p.build(ranks.rank(), tuning=Knobs(direction=direction)) as built,
     ):
         backend = built._backend
-        writer = ranks.agents[1] if direction == "pull" else backend.copy_stream
+        writer = ranks.agents[1] if direction == "pull" else backend.native.copy_stream
         for inputs, rows in zip(everything, kept, strict=True):
             call(ranks, built, inputs)
             device.driver.copy(writer, rows.data_ptr(), backend.data[1], 4 * 4 * 2)
@@ -227,9 +228,10 @@ def test_epochs_wrap(device: EmulatedDevice) -> None:
         with LoopbackWorld(3, device) as ranks, p.build(ranks.rank()) as built:
             start = 2**32 - 3
             built._backend.native.epoch = start
-            for memory in (built._backend.peers.memory.pads, [built._backend.peers.finished]):
-                for words in memory:
-                    words.fill_(start - 2**32)
+            for pad in built._backend.peers.memory.pads:
+                pad[: 2 * 3] = start - 2**32  # entries and 'done'; the status behind them stays
+                pad[first_signal(3) :] = start - 2**32
+            built._backend.peers.finished.fill_(start - 2**32)
             everything = [Inputs(p, 9 - i % 3, 3, seed=i) for i in range(8)]
             for inputs, out in zip(
                 everything, call_on_and_on(ranks, built, everything), strict=True
@@ -356,7 +358,7 @@ def test_the_world_decides_who_executes(device: EmulatedDevice) -> None:
         for options, message in (
             (
                 {"transport": "virtual"},
-                "a rank of a LoopbackWorld, transport must be None or 'loop",
+                "a LoopbackWorld and backend cuda, transport must be None or 'loop",
             ),
             ({"backend": "cpu"}, "a rank of a LoopbackWorld, backend must be None or 'cuda'"),
             ({"tuning": Knobs(path="unfused")}, "needs a process group, got a rank of a Loopback"),
