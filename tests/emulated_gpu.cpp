@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "batch_op.h"
 #include "cuda/arguments.h"
 
 namespace {
@@ -363,20 +364,8 @@ int cuStreamWaitValue32_v2(void* stream, std::uintptr_t word, std::uint32_t valu
   });
   return 0;
 }
-// CUstreamBatchMemOpParams, as far as waits and writes of 32 bits go.
-struct BatchOp {
-  int operation;
-  std::uint64_t address, value;
-  unsigned flags;
-  std::uint64_t alias, pad;
-};
 int cuStreamBatchMemOp_v2(void* stream, unsigned count, const BatchOp* ops, unsigned) {
-  for (unsigned i = 0; i < count; ++i) {
-    const auto value = static_cast<std::uint32_t>(ops[i].value);
-    (ops[i].operation == 1 ? cuStreamWaitValue32_v2 : cuStreamWriteValue32_v2)(
-        stream, ops[i].address, value, 0);
-  }
-  return 0;
+  return one_by_one(stream, count, ops, &cuStreamWaitValue32_v2, &cuStreamWriteValue32_v2);
 }
 int cuMemsetD32Async(std::uintptr_t words, unsigned value, std::size_t count, void* stream) {
   stream_of(stream)->put([=] {
