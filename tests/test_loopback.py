@@ -14,7 +14,7 @@ import torch
 
 from emulated import EmulatedDevice, emulated_device
 from flux import Knobs, PeerTimeoutError
-from flux.backends.cuda import first_signal
+from flux.transport.device import first_signal
 from flux.transport.loopback import LoopbackPeers, LoopbackWorld, PinnedPool
 from flux.transport.virtual import VirtualWorld
 from loopback_cases import call, check_peers, provide

@@ -32,6 +32,7 @@ from flux.backends.epilogue import (
     Multiplier,
     pack,
     scale_of_rows,
+    spoil,
     travelling_dtype,
     travelling_row_bytes,
     unpack,
@@ -205,14 +206,7 @@ class CpuBackend:
     def empty(self, *shape: int) -> torch.Tensor:
         """A fresh output, full of NaN when FLUX_POISON is set."""
         out = torch.empty(*shape, dtype=self.spec.out_dtype)
-        return out.fill_(float("nan")) if self.poison else out
-
-    def _spoil(self, rows: torch.Tensor) -> None:
-        """Fill what is not to be read any more with NaN; all bits set are NaN in every dtype."""
-        if rows.dtype in (torch.uint8, torch.float8_e4m3fn):
-            rows.view(torch.uint8).fill_(255)
-        else:
-            rows.fill_(float("nan"))
+        return spoil(out) if self.poison else out
 
     # -- ops ---------------------------------------------------------------------------------------
 
@@ -303,8 +297,8 @@ class CpuBackend:
         self._await(engine.finish)
         self._finish_network()
         if self.poison and self.slots and schedule.knobs.direction == "push":
-            self._spoil(self.slots[self.rank])  # nobody writes here before we enter again
-            self._spoil(self.gathered)
+            spoil(self.slots[self.rank])  # nobody writes here before we enter again
+            spoil(self.gathered)
         return out
 
     gemm_ar = gemm_rs
@@ -409,10 +403,10 @@ class CpuBackend:
     def _poison_gathered(self, schedule: TileSchedule, m: int) -> None:
         """Spoil the rows that no peer can still be reading, until we enter the next call."""
         if schedule.knobs.direction == "push":
-            self._spoil(self.gathered)
+            spoil(self.gathered)
         elif schedule.knobs.order == "direct":  # peers pull the own rows only
-            self._spoil(self.gathered[: _C.core.row_begin(m, self.world, self.rank)])
-            self._spoil(self.gathered[_C.core.row_end(m, self.world, self.rank) :])
+            spoil(self.gathered[: _C.core.row_begin(m, self.world, self.rank)])
+            spoil(self.gathered[_C.core.row_end(m, self.world, self.rank) :])
 
     # -- failure and end ---------------------------------------------------------------------------
 

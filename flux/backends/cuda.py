@@ -22,7 +22,7 @@ import torch
 from flux import _C
 from flux.backends.cuda_repeat import Remembered
 from flux.backends.device import Device
-from flux.backends.epilogue import ACTIVATE, SCALE_BYTES
+from flux.backends.epilogue import ACTIVATE, SCALE_BYTES, spoil
 from flux.backends.op_kernels import OpKernel, op_kernel
 from flux.env import POISON
 from flux.errors import PeerTimeoutError
@@ -34,7 +34,7 @@ from flux.ops.call import Call
 from flux.ops.spec import OpSpec
 from flux.schedule import TileSchedule
 from flux.topology import Topology
-from flux.transport.device import DeviceTransport, Peers
+from flux.transport.device import DeviceTransport, Peers, first_signal
 
 WORD = 4  # bytes of a signal
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
@@ -65,11 +65,6 @@ def on_its_device(method: F) -> F:
 
 def _up(size: int) -> int:
     return ceil_div(size, ALIGNMENT) * ALIGNMENT
-
-
-def first_signal(world: int) -> int:
-    """Words of a pad before its signals or flags."""
-    return 2 * world + 2 * _C.STATUS_WORDS
 
 
 @dataclass(frozen=True)
@@ -270,8 +265,7 @@ class CudaBackend:
         self.repeats += 1
         at, ld = out.data_ptr(), last.columns
         operand = (self._address(weight), weight.stride(0), ld, at, ld, last.bias_ptr, 0)
-        if (stream, last.m) not in self._roomy:
-            self._make_room(last.schedule, stream, [operand], x.shape[1])
+        self._make_room(last.schedule, stream, [operand], x.shape[1])
         given = (self._address(x), x.stride(0), x.shape[1], 0)
         if gathers:
             self.native.ag_gemm(last.schedule.native, stream, given, [operand], 0, [])
@@ -349,9 +343,7 @@ class CudaBackend:
         dtype = dtype or self.spec.out_dtype
         out = torch.empty(rows, columns, dtype=dtype, device=self.device.torch_device)
         self.device.keep(out)
-        if self.poison:
-            out.view(torch.uint8).fill_(255)  # NaN in every dtype
-        return out
+        return spoil(out) if self.poison else out
 
     def _activate(self, out: torch.Tensor) -> None:
         out.copy_(ACTIVATE[self.spec.activation](out))

@@ -27,6 +27,12 @@ ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def spoil(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with NaN, which all bits set are in every dtype; the tensor."""
+    tensor.view(torch.uint8).fill_(255)
+    return tensor
+
+
 def travelling_row_bytes(spec: OpSpec) -> int:
     """Bytes of a row that travels: of x, with its scale if it has one, or of partial results."""
     scale = SCALE_BYTES if _packs(spec) else 0

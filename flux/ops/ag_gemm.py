@@ -118,7 +118,7 @@ class AGGemm(TensorParallelOp):
             PeerTimeoutError: a peer died or stalled; the op is closed.
             RuntimeError: the op is closed, or belongs to another process.
         """
-        if not return_gathered and scale_x is scale_weight is None and self.knobs.path != "unfused":
+        if not return_gathered and scale_x is None and scale_weight is None:
             repeated = self._again(x_shard, weight, bias, m)
             if repeated is not None:
                 return repeated

@@ -96,7 +96,7 @@ class GemmRS(TensorParallelOp):
         Raises:
             As for AGGemm.
         """
-        if scale_x is scale_weight is None and self.knobs.path != "unfused":
+        if scale_x is None and scale_weight is None:
             repeated = self._again(x, weight, bias, None)
             if repeated is not None:
                 return repeated

@@ -7,12 +7,28 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from flux import _C
 from flux.backends.device import Device
 
 if TYPE_CHECKING:
     from flux.backends.cuda import Layout
     from flux.ops.spec import OpSpec
     from flux.schedule import TileSchedule
+
+
+SPARE = 4
+"""Multiprocessors that the kernels of ranks which share a GPU leave to copies and fills."""
+
+
+def sm_share(device: Device, sharing: int) -> int:
+    """Multiprocessors that the kernels of each of ``sharing`` ranks on a GPU may occupy: kernels
+    that wait must leave room for those they wait for, and for copies inside the device."""
+    return device.sm_count if sharing == 1 else max(1, (device.sm_count - SPARE) // sharing)
+
+
+def first_signal(world: int) -> int:
+    """Words of a pad before its signals or flags: see CudaOpSetup in csrc/host/cuda_op.h."""
+    return 2 * world + 2 * _C.STATUS_WORDS
 
 
 @dataclass

@@ -54,7 +54,7 @@ from flux import _C
 from flux.backends.device import Device
 from flux.env import POISON
 from flux.knobs import Op
-from flux.transport.device import Memory, Peers
+from flux.transport.device import Memory, Peers, first_signal
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
 if TYPE_CHECKING:
@@ -210,8 +210,7 @@ class LoopbackPeers(Peers):
         self.driver = of.device.driver
         self.pads = [pad.data_ptr() for pad in memory.pads]
         self.data = [data.data_ptr() for data in memory.data]
-        first = 2 * self.world + 2 * _C.STATUS_WORDS
-        self.signals = [pad + first * WORD for pad in self.pads]
+        self.signals = [pad + first_signal(self.world) * WORD for pad in self.pads]
         pinned = of.device.pinned
         self.finished = finished = pinned(1, torch.int32)
 

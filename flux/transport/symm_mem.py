@@ -18,7 +18,7 @@ import torch
 
 from flux.backends.device import CudaDevice, Device
 from flux.heuristic import ceil_div
-from flux.transport.device import Memory, Peers
+from flux.transport.device import Memory, Peers, sm_share
 from flux.transport.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 WORD = 4
 ALIGNMENT = 256  # bytes; of data behind the pad
-SPARE = 4
-"""Multiprocessors that the kernels of ranks which share a GPU leave to copies and fills."""
 
 
 class SymmMem:
@@ -44,9 +42,7 @@ class SymmMem:
         self.rank, self.world = exchange.rank, exchange.world
         self.device = device
         everybody = exchange.all_gather(device.identity)
-        sharing = everybody.count(device.identity)
-        every = device.sm_count
-        self.sm_share = every if sharing == 1 else max(1, (every - SPARE) // sharing)
+        self.sm_share = sm_share(device, everybody.count(device.identity))
         self._kept: Any = None
 
     def ready(self, problem: str | None) -> None:

@@ -17,12 +17,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from flux.backends.device import Device
+from flux.transport.device import sm_share
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
 T = TypeVar("T")
-
-SPARE = 4
-"""Multiprocessors that no kernel of a rank occupies."""
 
 
 class VirtualWorld(OneGpuWorld):
@@ -45,9 +43,8 @@ class VirtualWorld(OneGpuWorld):
 
     @property
     def sm_share(self) -> int:
-        """An equal share: kernels that wait must leave room for those they wait for. And for copies
-        inside the device and fills of memory, which multiprocessors may do."""
-        return max(1, (self.device.sm_count - SPARE) // self.world)
+        """An equal share."""
+        return sm_share(self.device, self.world)
 
     def rank(self, rank: int) -> OneGpuRank:
         """The group argument of the ops of one rank.
