@@ -78,6 +78,26 @@ class EmulatedRegistry(Registry):
         ]
 
 
+class EmulatedGraph:
+    """What was captured, with all memory that it uses."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device = device
+        self.handle: int | None = None
+        self.kept: list[torch.Tensor] = []
+        self.bodies: list[Any] = []
+
+    def replay(self) -> None:
+        """Put it on the current stream."""
+        self.device.library.emulator_replay(
+            ctypes.c_void_p(self.handle), ctypes.c_void_p(self.device.current_stream())
+        )
+
+    def close(self) -> None:
+        """Give its streams back; replays must be finished."""
+        self.device.library.emulator_destroy_graph(ctypes.c_void_p(self.handle))
+
+
 class EmulatedDevice:
     """Memory is the process's own, streams are threads."""
 
@@ -95,7 +115,6 @@ class EmulatedDevice:
         self._main = self._current
         self._kept: list[torch.Tensor] = []
         self._bodies: list[Any] = []
-        self.captured = False
         self.current = True  # whether this is the thread's device, and how often it was made so
         self.made = 0
 
@@ -140,9 +159,6 @@ class EmulatedDevice:
             self.current = False
             self.made += 1
 
-    def capturing(self) -> bool:
-        return self.captured
-
     def enqueue(self, body: Callable[[], None]) -> None:
         function = ctypes.CFUNCTYPE(None)(body)
         self._bodies.append(function)
@@ -150,6 +166,20 @@ class EmulatedDevice:
 
     def keep(self, *tensors: torch.Tensor) -> None:
         self._kept += tensors
+
+    @contextmanager
+    def capture(self) -> Iterator[EmulatedGraph]:
+        """Capture what is put on the current stream, and on streams that follow it."""
+        graph = EmulatedGraph(self)
+        before = self._kept, self._bodies
+        self._kept, self._bodies = graph.kept, graph.bodies
+        self.library.emulator_begin_capture(ctypes.c_void_p(self._current))
+        try:
+            yield graph
+        finally:
+            self.library.emulator_end_capture.restype = ctypes.c_void_p
+            graph.handle = self.library.emulator_end_capture()
+            self._kept, self._bodies = before
 
     def finish(self) -> None:
         """Wait for the current stream, as a reader of results must."""

@@ -65,6 +65,12 @@ __device__ __forceinline__ bool await_epoch(const std::uint32_t* words, int inde
   }
 }
 
+// What entries are awaited with: in a captured call, the number of which it is on this replay.
+__device__ __forceinline__ FluxSync entry_sync(FluxSync sync) {
+  if (sync.count != nullptr) sync.epoch = *sync.count;
+  return sync;
+}
+
 // Waits for one signal; quick when it is there. Whether it came.
 __device__ __forceinline__ bool await(const std::uint32_t* words, int index, const FluxSync& sync,
                                       int code, int tile) {

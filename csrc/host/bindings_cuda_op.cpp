@@ -62,6 +62,7 @@ void bind_op(py::module_& m) {
           py::arg("rest_offset"), py::arg("data_bytes"), py::arg("scales_travel"),
           py::arg("all_reduce"), py::arg("scale"), py::arg("signals"), py::arg("report"),
           py::arg("timeout_ns"), py::arg("sm_count"), py::arg("device"), py::arg("poison"))
+      .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"))
       .def("close", &CudaOp::close)
       .def("look", &CudaOp::look, py::call_guard<py::gil_scoped_release>())
       .def("let_go", &CudaOp::let_go, py::call_guard<py::gil_scoped_release>())

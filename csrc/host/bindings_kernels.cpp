@@ -160,7 +160,8 @@ void bind_driver(py::module_& m) {
       .def("await_signal", &Driver::await_signal, py::arg("stream"), py::arg("word"),
            py::arg("value"))
       .def("fill", &Driver::fill, py::arg("stream"), py::arg("words"), py::arg("value"),
-           py::arg("count"));
+           py::arg("count"))
+      .def("capture", &Driver::capture, py::arg("stream"));
 }
 
 }  // namespace
