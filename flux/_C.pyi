@@ -337,6 +337,8 @@ class CudaOp:
         rank: int,
         pads: Sequence[int],
         data: Sequence[int],
+        multicast: int,
+        sums_by_switch: bool,
         row_bytes: int,
         slots: int,
         slot_bytes: int,

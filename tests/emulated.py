@@ -17,6 +17,8 @@ from flux import _C
 from flux.kernels.config import GemmConfig
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel, Registry
+from flux.transport.device import Memory
+from flux.transport.virtual import VirtualWorld
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path(__file__).with_name("emulated_gpu.cpp")
@@ -78,6 +80,22 @@ class EmulatedRegistry(Registry):
         ]
 
 
+class SwitchedWorld(VirtualWorld):
+    """Virtual ranks behind an NVLink switch: their memory has a multicast address."""
+
+    multicast = True
+
+    def memory(self, number: int, words: int, data_bytes: int) -> Memory:
+        memory = super().memory(number, words, data_bytes)
+        if memory.multicast == 0:
+            device = self.device
+            assert isinstance(device, EmulatedDevice)
+            memory.multicast = device.multicast(
+                [data.data_ptr() for data in memory.data], data_bytes
+            )
+        return memory
+
+
 class EmulatedGraph:
     """What was captured, with all memory that it uses."""
 
@@ -115,6 +133,7 @@ class EmulatedDevice:
         self._main = self._current
         self._kept: list[torch.Tensor] = []
         self._bodies: list[Any] = []
+        self._places: list[torch.Tensor] = []  # of multicast addresses, which are never used again
         self.current = True  # whether this is the thread's device, and how often it was made so
         self.made = 0
 
@@ -145,6 +164,16 @@ class EmulatedDevice:
 
     def synchronize(self) -> None:
         """What torch does to this memory is done at once."""
+
+    def multicast(self, members: list[int], size: int) -> int:
+        """An address that stands for the same memory of several ranks, for kernels alone."""
+        place = torch.empty(size, dtype=torch.uint8)
+        self._places.append(place)
+        addresses = (ctypes.c_size_t * len(members))(*members)
+        self.library.multicast_add(
+            ctypes.c_size_t(place.data_ptr()), ctypes.c_size_t(size), addresses, len(members)
+        )
+        return place.data_ptr()
 
     def is_current(self) -> bool:
         return self.current

@@ -20,6 +20,7 @@
 
 #include "batch_op.h"
 #include "cuda/arguments.h"
+#include "multicast.h"
 
 namespace {
 
@@ -287,19 +288,38 @@ void run_gemm_rs(const FluxGemmArgs& args) {
   }
 }
 
+// What a rank has summed up, where it goes: to all by the switch, or to each.
+void put_sum(const FluxReduceArgs& args, std::int64_t at, std::uint16_t sum) {
+  if (args.switch_out != nullptr) {
+    for (auto* to : everywhere(static_cast<std::uint16_t*>(args.switch_out) + at)) *to = sum;
+    return;
+  }
+  for (int out = 0; out < args.out_count; ++out) {
+    static_cast<std::uint16_t*>(args.outs[out])[at] = sum;
+  }
+}
+
+float sum_of_sources(const FluxReduceArgs& args, std::int64_t at) {
+  float sum = 0;
+  if (args.switch_in != nullptr) {
+    for (auto* from : everywhere(static_cast<const std::uint16_t*>(args.switch_in) + at)) {
+      sum += to_float(*from);
+    }
+    return to_float(to_bf16(sum));  // as the switch gives it
+  }
+  for (int source = 0; source < args.slot_count; ++source) {
+    sum += to_float(static_cast<const std::uint16_t*>(args.slots[source])[at]);
+  }
+  return sum;
+}
+
 void sum_tile(const FluxReduceArgs& args, Range rows, Range columns, bool complete) {
   for (int r = rows.begin; r < rows.end; ++r) {
     for (int c = columns.begin; c < columns.end; ++c) {
-      float sum = complete ? 0 : std::nanf("");
-      for (int source = 0; source < args.slot_count; ++source) {
-        sum +=
-            to_float(static_cast<const std::uint16_t*>(args.slots[source])[r * args.slot_ld + c]);
-      }
+      float sum = complete ? sum_of_sources(args, r * args.slot_ld + c) : std::nanf("");
       sum *= args.scale;
       if (args.bias != nullptr) sum += to_float(static_cast<const std::uint16_t*>(args.bias)[c]);
-      for (int out = 0; out < args.out_count; ++out) {
-        static_cast<std::uint16_t*>(args.outs[out])[r * args.out_ld + c] = to_bf16(sum);
-      }
+      put_sum(args, r * args.out_ld + c, to_bf16(sum));
     }
   }
 }

@@ -107,6 +107,11 @@ typedef struct FluxReduceArgs {
   int32_t out_count;
   int32_t slot_count; /* world, or 1 when memory has added up what arrived (reduce in flight) */
   int64_t out_ld;
+  /* NVLink SHARP: the same memory of all ranks at one address (its multicast object), where the switch
+   * adds up what is loaded, and gives everybody what is stored. Own row 0 of the partials, in place of
+   * slots, or null; own row 0 of the results, in place of outs, or null. Rows are 16-byte aligned. */
+  const void* switch_in;
+  void* switch_out;
   const void* bias;
   float scale;
   int32_t sm_count;

@@ -12,6 +12,7 @@ constexpr Address kWord = sizeof(std::uint32_t);
 constexpr Address kStatusBytes = FLUX_STATUS_WORDS * sizeof(std::uint64_t);
 // Words are compared by signed difference: what is older than 2^31 calls would look new.
 constexpr std::uint32_t kRenewEvery = 1u << 30;
+constexpr std::int64_t kSwitchBytes = 16;  // that a multicast access takes
 constexpr std::int64_t kScaleBytes = sizeof(float);
 
 // In captured calls all ranks have met before the first copy.
@@ -90,20 +91,24 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   capture_ = driver_->capture(stream);
   words_ = capture_ != 0 ? &captured_ : &eager_;
   if (capture_ != 0) return begin_captured(schedule, stream);
-  const bool pull = pulls(schedule);
+  const bool behind = read_by_peers(schedule);
   ++epoch_;
   // Calls follow one another whatever streams they are on: an entry speaks for all earlier ones.
   if (last_stream_ != 0 && last_stream_ != stream) driver_->await_event(stream, ended_);
   last_stream_ = stream;
   if (epoch_ % kRenewEvery == 0) renew_signals(stream);
-  if (!pull) fill_with_nan(stream);
+  if (!behind) fill_with_nan(stream);
   zero_sums(stream);
   driver_->memory_ops(stream, raise_everywhere(words_->entries));
-  if (pull && setup_.poison) {
-    // What peers pull themselves is free when they have begun this call, too.
+  if (behind && setup_.poison) {
+    // What peers read themselves is free when they have begun this call, too.
     driver_->memory_ops(stream, await_everybody(words_->entries));
     fill_with_nan(stream);
   }
+}
+
+bool CudaOp::read_by_peers(const Schedule& schedule) const {
+  return pulls(schedule) || setup_.sums_by_switch;
 }
 
 // What peers add to, once they see the entry.
@@ -278,7 +283,10 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
   args.scale_a = pointer<const float>(x.scale);
   const std::int64_t mine = setup_.slots > 1 ? setup_.rank * setup_.slot_bytes : 0;
   for (int owner = 0; owner < setup_.world; ++owner) {
-    args.slots[owner] = pointer<void>(setup_.data[owner] + mine);
+    const Address owned = setup_.sums_by_switch
+                              ? setup_.data[setup_.rank] + owner * setup_.slot_bytes
+                              : setup_.data[owner] + mine;
+    args.slots[owner] = pointer<void>(owned);
     args.flags[owner] = pointer<std::uint32_t>(words_->signals[owner]);
   }
   args.slot_ld = operand.n;
@@ -312,9 +320,22 @@ void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& oper
     const Address result = setup_.data[to] + setup_.rest_offset + args.first_row * setup_.row_bytes;
     args.outs[to] = pointer<void>(setup_.all_reduce ? result : out);
   }
+  if (setup_.multicast != 0) by_switch(args);
   kernels_.at(0)->reduce(args, stream);
   if (setup_.all_reduce) collect(m, stream, out);
   end(stream);
+}
+
+// The switch does what it can: the addition if that need not be in rank order, and the distribution of
+// results whose rows it can take.
+void CudaOp::by_switch(FluxReduceArgs& args) const {
+  if (setup_.sums_by_switch) {
+    args.switch_in = pointer<const void>(setup_.multicast + setup_.rank * setup_.slot_bytes);
+  }
+  if (setup_.all_reduce && setup_.row_bytes % kSwitchBytes == 0) {
+    args.switch_out =
+        pointer<void>(setup_.multicast + setup_.rest_offset + args.first_row * setup_.row_bytes);
+  }
 }
 
 // GemmAR: the result, once everybody's rows of it have been written here.

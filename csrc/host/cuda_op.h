@@ -33,13 +33,17 @@ namespace flux::host {
 // "my signals are reset", W of the result, signals or flags. Peers write to the status only to say that
 // they have given up.
 // Data: gathered rows, then their scales if they have some; or slots of partials, one per source or
-// (reduced in flight) one that all add to, then (GemmAR) the result.
+// (reduced in flight) one that all add to, then (GemmAR) the result. Where the NVLink switch adds up,
+// there is a slot per owner, with this rank's partials of its rows, which the owner reads. (At any M the
+// same owner, so that nobody but the owner of a tile has to be awaited before it is written.)
 struct CudaOpSetup {
   int rank;
   int world;
   std::vector<Address> pads;  // by rank
   std::vector<Address> data;  // by rank
-  std::int64_t row_bytes;     // of rows that travel
+  Address multicast;          // all ranks' data at one address (NVLink SHARP), or 0
+  bool sums_by_switch;
+  std::int64_t row_bytes;  // of rows that travel
   int slots;
   std::int64_t slot_bytes;
   std::int64_t rest_offset;  // of what comes after gathered rows or slots
@@ -137,7 +141,10 @@ class CudaOp {
   void begin_captured(const Schedule& schedule, Stream stream);
   void follow_capture(Stream stream);
   FluxMeetArgs meeting(const std::vector<Address>& words) const;
+  // Whether peers read this rank's buffers, which are then free when all have entered the next call.
+  bool read_by_peers(const Schedule& schedule) const;
   void zero_sums(Stream stream);
+  void by_switch(FluxReduceArgs& args) const;
   void end(Stream stream);
   void fill_with_nan(Stream stream);
   void renew_signals(Stream stream);

@@ -52,16 +52,17 @@ void CudaOp::begin_captured(const Schedule& schedule, Stream stream) {
   FluxMeetArgs entry = meeting(words_->entries);
   entry.advance = 1;
   // Of a ReduceScatter, tiles await their owners.
-  if (schedule.spec.tiles.op != OpKind::kAGGemm) entry.awaited = nullptr;
+  const bool gathers = schedule.spec.tiles.op == OpKind::kAGGemm;
+  const bool behind = read_by_peers(schedule);
+  if (!gathers && !(behind && setup_.poison)) entry.awaited = nullptr;
   FluxMeetArgs reset = meeting(resets_);
   (pull ? reset : entry).reset = pointer<std::uint32_t>(words_->signals[setup_.rank]);
   (pull ? reset : entry).reset_count = words_in_use(schedule);
-  if (!pull) fill_with_nan(stream);
+  if (!behind) fill_with_nan(stream);
   zero_sums(stream);
   kernel.meet(entry, stream);
-  if (!pull) return;
-  fill_with_nan(stream);
-  kernel.meet(reset, stream);
+  if (behind) fill_with_nan(stream);
+  if (pull) kernel.meet(reset, stream);
 }
 
 // Calls of one capture follow one another, as eager ones do. Between captures nothing can be ordered.

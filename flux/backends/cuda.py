@@ -41,6 +41,7 @@ from flux.transport.device import DeviceTransport, Peers
 
 WORD = 4  # bytes of a signal
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
+SWITCH_BYTES = 16  # that a multicast access takes
 MAX_ROOMY = 4096
 ABANDONED = 4  # the codes of csrc/cuda/abi.h
 _WAITS = {
@@ -97,9 +98,9 @@ class Layout:
             return Layout(world * tiles, 0, 0, rows, rows + scales, row)
         flags = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile).flag_count()
         count = 1 if knobs.reduce == "in_flight" else world
-        slots = count * _up(chunk * row)
+        slot = _up(chunk * row)
         result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
-        return Layout(flags, count, _up(chunk * row), slots, slots + result, row)
+        return Layout(flags, count, slot, count * slot, count * slot + result, row)
 
 
 class CudaBackend:
@@ -122,6 +123,9 @@ class CudaBackend:
         self.poison = POISON.get()
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
+        self.sums_by_switch = self._sums_by_switch(knobs)
+        if self.sums_by_switch:
+            knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
         chosen = self._kernels(knobs)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
         self.kernels = [self._load(kernel.built) for kernel in chosen]
@@ -131,6 +135,7 @@ class CudaBackend:
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
         self.data = [data.data_ptr() for data in memory.data]
+        self.multicast = memory.multicast
         self.peers = transport.peers(spec, self.layout, tile, memory)
         self._own_data = memory.data[self.rank]
         self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
@@ -152,6 +157,8 @@ class CudaBackend:
             rank=self.rank,
             pads=self.pads,
             data=self.data,
+            multicast=self.multicast,
+            sums_by_switch=self.sums_by_switch,
             row_bytes=self.layout.row_bytes,
             slots=self.layout.slots,
             slot_bytes=self.layout.slot_bytes,
@@ -177,6 +184,13 @@ class CudaBackend:
         kernel = _C.Kernel(str(built.library), built.symbol)
         kernel.prepare(self.device.index)
         return kernel
+
+    def _sums_by_switch(self, knobs: Knobs) -> bool:
+        """Whether the NVLink switch adds up partials: if they may be added in any order, and it can
+        take their rows."""
+        row = self.spec.row_elements() * self.spec.itemsize
+        wanted = self.spec.op is not Op.ag_gemm and knobs.reduce == "in_flight"
+        return wanted and self.transport.multicast and row % SWITCH_BYTES == 0
 
     def _kernels(self, knobs: Knobs) -> list[OpKernel]:
         """For each weight, the same on all ranks of a ReduceScatter. Collective.

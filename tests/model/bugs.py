@@ -390,6 +390,37 @@ BUGS = [
     ),
     *(
         Bug(
+            f"switch-{name}",
+            rule,
+            _rs(op, switch=True, poison=poison),
+            edit,
+        )
+        for op, name, rule, edit, poison in (
+            (
+                "gemm_rs",
+                "tiles-wait",
+                "a rank overwrites its partials when their owner has read them",
+                no_tile_wait("entry"),
+                False,
+            ),
+            (
+                "gemm_rs",
+                "poison",
+                "the fill comes behind the entries of those that read partials",
+                no_stream_wait("entry", "caller's stream"),
+                True,
+            ),
+            (
+                "gemm_ar",
+                "done-awaited",
+                "the result is read behind the 'done' of all ranks",
+                no_stream_wait("'done'", "caller's stream"),
+                False,
+            ),
+        )
+    ),
+    *(
+        Bug(
             f"{op}-no-epochs",
             "signals say of which call they are",
             _ag(ops=(op,)),

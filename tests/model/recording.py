@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from emulated import ROOT, EmulatedDevice
+from emulated import ROOT, EmulatedDevice, SwitchedWorld
 from flux import _C, AGGemm, GemmAR, GemmRS, Knobs, Topology
 from flux.transport.virtual import VirtualWorld
 
@@ -129,6 +129,7 @@ class Scenario:
         streams: the rank's calls go round this many streams, which nothing else orders.
         captured: rounds of calls that are captured, each as if by itself and replayed once. A
             replay does what the capture of the same call would do in its place.
+        switch: memory has a multicast address, and GemmRS and GemmAR reduce in flight.
     """
 
     ops: tuple[str, ...]
@@ -145,6 +146,7 @@ class Scenario:
     epochs: tuple[int, ...] | None = None
     streams: int = 1
     captured: tuple[int, ...] = ()
+    switch: bool = False
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -159,6 +161,7 @@ class Scenario:
         extras += [f"comm tiles of {self.comm_tile_rows}"] if self.comm_tile_rows else []
         extras += [f"epochs from {self.epochs[0]}"] if self.epochs else []
         extras += [f"{self.streams} streams"] if self.streams > 1 else []
+        extras += ["by the switch"] if self.switch else []
         if self.captured:
             every = len(self.captured) == len(self.rows)
             which = "all calls" if every else "call " + ",".join(str(t + 1) for t in self.captured)
@@ -238,7 +241,8 @@ def record(device: RecordingDevice, scenario: Scenario) -> Recording:
     """Make the scenario's calls, rank after rank, none waiting for another rank's."""
     device.clear()
     device.begin_call(0, 0)
-    with _poison(scenario.poison), VirtualWorld(scenario.world, device) as world:
+    kind = SwitchedWorld if scenario.switch else VirtualWorld
+    with _poison(scenario.poison), kind(scenario.world, device) as world:
         session = _Session(device, world, scenario)
         recording = session.run()
     return recording
@@ -285,7 +289,7 @@ class _Session:
             n=n,
             k=k,
             dtype=torch.bfloat16,
-            tuning=knobs if gathers else Knobs(),
+            tuning=knobs if gathers else Knobs(reduce="in_flight" if s.switch else "local"),
             topology=Topology(*s.topology) if s.topology else None,
             timeout_s=1.0,
         )
@@ -296,7 +300,7 @@ class _Session:
         return op
 
     def _regions(self, op: int, rank: int, backend: Any) -> None:
-        layout = backend.layout
+        s, layout = self.scenario, backend.layout
         data = backend.data[rank]
         self._pad_regions(op, rank, backend)
 
@@ -310,7 +314,9 @@ class _Session:
             return
         for source in range(layout.slots):
             at = data + source * layout.slot_bytes
-            region(at, layout.slot_bytes, f"slot of source {source}, row", layout.row_bytes)
+            of = "owner" if s.switch else "source"
+            name = f"slot of {of} {source}, row"
+            region(at, layout.slot_bytes, name, layout.row_bytes)
         if layout.data_bytes > layout.rest_offset:
             size = layout.data_bytes - layout.rest_offset
             region(data + layout.rest_offset, size, "result, row", layout.row_bytes)

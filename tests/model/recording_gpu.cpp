@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../batch_op.h"
+#include "../multicast.h"
 #include "cuda/arguments.h"
 
 namespace {
@@ -152,6 +153,20 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
   return FLUX_OK;
 }
 
+std::vector<const void*> sources_of(const FluxReduceArgs& args) {
+  if (args.switch_in == nullptr)
+    return std::vector<const void*>(args.slots, args.slots + args.world);
+  std::vector<const void*> found;
+  for (auto* at : everywhere(static_cast<const char*>(args.switch_in))) found.push_back(at);
+  return found;
+}
+std::vector<void*> outs_of(const FluxReduceArgs& args) {
+  if (args.switch_out == nullptr) return std::vector<void*>(args.outs, args.outs + args.out_count);
+  std::vector<void*> found;
+  for (auto* at : everywhere(static_cast<char*>(args.switch_out))) found.push_back(at);
+  return found;
+}
+
 int record_reduce(const FluxReduceArgs* args, void* stream) {
   if (args->rows == 0) return FLUX_OK;
   add(kLaunch, stream);
@@ -171,13 +186,14 @@ int record_reduce(const FluxReduceArgs* args, void* stream) {
     for (int row = begin; row < end; ++row) {
       const std::int64_t local = row - args->first_row;
       const std::int64_t number = static_cast<std::int64_t>(row) * args->n + first;
+      const auto sources = sources_of(*args);
       for (int source = 0; source < args->world; ++source) {
-        tile.touch(kRead, element(args->slots[source], local * args->slot_ld + first), width,
-                   kPartial, source, number);
+        tile.touch(kRead, element(sources[source], local * args->slot_ld + first), width, kPartial,
+                   source, number);
       }
-      for (int out = 0; out < args->out_count; ++out) {
-        tile.touch(kWrite, element(args->outs[out], local * args->out_ld + first), width, kResult,
-                   args->rank, number);
+      for (void* out : outs_of(*args)) {
+        tile.touch(kWrite, element(out, local * args->out_ld + first), width, kResult, args->rank,
+                   number);
       }
     }
   }

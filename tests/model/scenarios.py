@@ -38,6 +38,9 @@ def standard() -> Iterator[Scenario]:
     for op in ("gemm_rs", "gemm_ar"):
         yield Scenario((op,), 4, (8, 5))
     yield from captured()
+    for op, poison, which in itertools.product(OPS[1:], (False, True), ((), (0, 1, 2))):
+        for world, rows in ((2, (4, 1, 3)), (3, (3, 5, 1))):
+            yield Scenario((op,), world, rows, poison=poison, captured=which, switch=True)
     # A rank without columns: no kernel waits for the rows that peers push to it.
     yield Scenario(("ag_gemm",), 3, (3,), n=4, gather=True)
     yield Scenario(("ag_gemm",), 3, (3, 3), n=4, poison=True)
