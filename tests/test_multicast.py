@@ -92,7 +92,7 @@ def test_results_that_the_switch_distributes_have_the_same_bits(
 
 @pytest.mark.parametrize("op", REDUCING)
 def test_rows_that_the_switch_cannot_take(device: EmulatedDevice, op: str) -> None:
-    """13 columns of two bytes are no multiple of 16: memory adds up, and results go to each rank."""
+    """13 columns of two bytes are no multiple of 16: memory adds up, results go to each rank."""
     device.set_delay(0)
     results(device, SwitchedWorld, 3, problem(op, 13), Knobs(reduce="in_flight"), (False, True))
 
