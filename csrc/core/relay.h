@@ -3,12 +3,12 @@
 //
 // A rank on each node adds up its node's partials of an owner's rows and sends the sum. It does so by
 // strips: runs of rows inside one row of GEMM tiles, all columns wide, so that a strip is one contiguous
-// message of rows that are finished together. M = 16, W = 2, tile_m = 6, strips of 4 rows; words at owner 1:
+// message of rows that are finished together. M = 64, W = 2, tile_m = 24; owner 1 has rows 32 to 63:
 //
-//   tile row     1 (rows 6-11)        2 (rows 12-15)
-//   strip        6-9      10-11       12-15
-//   own rows     8-9      10-11       12-15
-//   word         0        1           2        3: raised by nobody
+//   tile row     1 (rows 24-47)     2 (rows 48-71)
+//   strip        24-39    40-47     48-63    64-71
+//   own rows     32-39    40-47     48-63    none
+//   word         0        1         2        3: raised by nobody
 #pragma once
 
 #include "core/scatter.h"

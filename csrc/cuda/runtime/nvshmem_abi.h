@@ -7,12 +7,12 @@
  * Symmetric memory: what allocate() returns lies at the same place of every rank's heap. An address
  * of it names the same place at every rank, so "at rank r" below takes this rank's own address.
  *
- * Words between nodes have 64 bits, as NVSHMEM has no others; an epoch fills the lower half, the
- * upper is zero. So whoever waits for 32 bits at the word's address (a stream wait of
- * host/driver.h, await() of cuda/sync.cuh) sees the epoch, and compares it as any other signal.
+ * Words between nodes have 64 bits, as NVSHMEM has no others, and are written whole; an epoch fills
+ * the lower half, the upper is zero. So a stream that waits for 32 bits at the word's address
+ * (host/driver.h) sees the epoch; kernels read the word (await_word of cuda/sync.cuh).
  *
  * What a word orders: whoever has seen its value on the device that it lies on also sees, there, what
- * was put before it with the same call. init() refuses devices on which a NIC's writes could overtake
+ * was put before it with the same call. prepare() refuses devices on which a NIC's writes could overtake
  * one another (cudaDevAttrGPUDirectRDMAWritesOrdering). Peers of that device must not read the data
  * on the strength of the word: they are told by a signal of their own, behind a wait for the word.
  *
@@ -32,6 +32,9 @@
 
 /* Elements of partials and sums. */
 enum { FLUX_BF16 = 0, FLUX_F16 = 1 };
+
+/* Beside those of abi.h: the sum of a node. FLUX_STATUS_SIGNAL is its place in FluxNodeSumArgs.words. */
+enum { FLUX_WAIT_NODE = 5 };
 
 /* The sending half of GEMM + ReduceScatter between nodes, on the rank that sends its node's sum to
  * some owners on other nodes. The GEMMs of its node bring it their partials of these owners' rows, and
@@ -62,7 +65,7 @@ typedef struct FluxRelayArgs {
   /* This rank's words, by rank: the epoch of the call that the rank has begun. Nothing is put to an
    * owner before. Null: nobody has to be waited for. */
   const uint64_t* entries;
-  FluxSync sync;
+  FluxSync sync; /* .status: of this rank's pad */
 } FluxRelayArgs;
 
 /* The receiving half: the owner's rows, summed over the partials of its own node's ranks and the sums
@@ -88,8 +91,11 @@ typedef struct FluxNvshmem {
   /* FLUX_NVSHMEM_ID_BYTES that one rank makes and all of them pass to init. Needs no GPU; NVSHMEM
    * listens on a socket from then on. */
   int (*unique_id)(void* id);
-  /* (collective) Ranks are numbered as the caller does. Once per process until finalize(). Makes
-   * `device` current, and loads the kernels: nothing is loaded later, under a kernel that waits. */
+  /* Whether this rank can take part, before anything collective. Makes `device` current, and loads
+   * the kernels: nothing of ours is loaded later, under a kernel that waits. */
+  int (*prepare)(int device);
+  /* (collective) Ranks are numbered as the caller does, and each has a device of its own. Once per
+   * process until finalize(). */
   int (*init)(int rank, int world, const void* id, int device);
   /* (collective) Frees all memory. Behind all work of this rank's streams. */
   int (*finalize)(void);
@@ -106,7 +112,8 @@ typedef struct FluxNvshmem {
   /* On `stream`, behind all that was put on it: `bytes` from own memory to `to` at rank `pe`, then
    * `value` to `word` there. Whoever sees the word at `pe` sees the data. What follows on the stream
    * may overwrite `from`, whether or not the data has arrived. Puts to one rank may overtake
-   * each other, but no put its own word. `to` and `word` are symmetric; so should `from` be: NVSHMEM
+   * each other, but no word its own put. May take a multiprocessor while it lasts: a kernel that holds
+   * all of them, and waits for what is put, waits in vain. `to` and `word` are symmetric; so should `from` be: NVSHMEM
    * sends other memory only within a node. */
   int (*put_signal)(void* to, const void* from, uint64_t bytes, uint64_t* word, uint64_t value,
                     int pe, void* stream);
