@@ -17,8 +17,8 @@ namespace flux {
 
 constexpr int kReduceThreads = 256;
 
-// Sum of `Width` neighbouring elements over `count` sources, in their order. slot(i): where elements of
-// source i begin.
+// Sum of `Width` neighbouring elements over `count` sources, in their order. slot(i): where elements
+// of source i begin.
 template <class Element, int Width, class Slot>
 __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(int count, Slot slot,
                                                                        std::int64_t offset) {
@@ -78,38 +78,33 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
   }
 }
 
-// The sums of all own rows. Units are strips of one tile each: strips of a tile row, column by column.
-// came(index, tile_row, column): whether what is summed of the owner's strip `index` has come, as far
-// as this thread has waited for it.
-template <class Element, int Width, class Came>
-__device__ __forceinline__ void reduce_rows(FluxReduceArgs const& args, ScatterTiling const& s,
-                                            Came came) {
-  const int per_tile = strips_per_tile(s.tile_m);
-  const int columns = flag_columns(s);
-  const int units = strips_of_owner(s, args.rank) * columns;
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int index = unit / (columns * per_tile) * per_tile + unit % per_tile;
-    const int column = unit / per_tile % columns;
-    const Strip strip = strip_of_owner(s, args.rank, index);
-    if (strip.begin < strip.end) {
-      const bool complete = __syncthreads_and(came(index, strip.tile_row, column));
-      const int first = column * s.tile_n;
-      reduce_strip<Element, Width>(args, strip.begin - args.first_row, strip.end - strip.begin,
-                                   first, min_of(s.tile_n, args.n - first), complete);
-    }
-  }
-}
-
 template <class Element, int Width>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_kernel(const __grid_constant__ FluxReduceArgs args) {
   const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
-  reduce_rows<Element, Width>(args, s, [&](int, int tile_row, int column) {
-    const int source = static_cast<int>(threadIdx.x);
-    if (args.flags == nullptr || source >= args.world) return true;
-    const int flag = flag_index(s, source, args.rank, tile_row, column);
-    return await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, tile_row);
-  });
+  const Range tiles = tiles_of_owner(s, args.rank);
+  const int strips = ceil_div(args.tile_m, kStripRows);
+  const int columns = flag_columns(s);
+  const int units = (tiles.end - tiles.begin) * columns * strips;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int tile_row = tiles.begin + unit / (columns * strips);
+    const int column = unit / strips % columns;
+    const int begin = max_of(tile_row * s.tile_m + unit % strips * kStripRows, args.first_row);
+    const int end = min_of(
+        min_of(tile_row * s.tile_m + (unit % strips + 1) * kStripRows, (tile_row + 1) * s.tile_m),
+        args.first_row + args.rows);
+    if (begin < end) {
+      bool came = true;
+      if (args.flags != nullptr && static_cast<int>(threadIdx.x) < args.world) {
+        const int flag = flag_index(s, static_cast<int>(threadIdx.x), args.rank, tile_row, column);
+        came = await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, tile_row);
+      }
+      const bool complete = __syncthreads_and(came);
+      const int first = column * s.tile_n;
+      reduce_strip<Element, Width>(args, begin - args.first_row, end - begin, first,
+                                   min_of(s.tile_n, args.n - first), complete);
+    }
+  }
 }
 
 inline bool aligned16(const void* pointer) {
@@ -127,19 +122,17 @@ bool wide(FluxReduceArgs const& args) {
   return ok;
 }
 
-// Blocks that do it: eight of 256 threads fill a multiprocessor.
-inline int reduce_blocks(FluxReduceArgs const& args) {
-  if (args.rows == 0) return 0;
-  const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
-  return min_of(strips_of_owner(s, args.rank) * flag_columns(s), 8 * max_of(args.sm_count, 1));
-}
-
 // Launches it: FluxKernel.reduce of the kernels whose output is Element.
 template <class Element>
 int reduce_partials(FluxReduceArgs const* args, void* stream) {
   if (args->world > FLUX_MAX_WORLD || args->out_count > FLUX_MAX_WORLD) return FLUX_REFUSED;
-  const int blocks = reduce_blocks(*args);
-  if (blocks == 0) return FLUX_OK;
+  if (args->rows == 0) return FLUX_OK;
+  const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
+  const Range tiles = tiles_of_owner(s, args->rank);
+  const int units =
+      (tiles.end - tiles.begin) * flag_columns(s) * ceil_div(args->tile_m, kStripRows);
+  // Eight blocks of 256 threads fill a multiprocessor.
+  const int blocks = min_of(units, 8 * max_of(args->sm_count, 1));
   auto* queue = static_cast<cudaStream_t>(stream);
   if (wide<Element>(*args)) {
     reduce_kernel<Element, 16 / sizeof(Element)><<<blocks, kReduceThreads, 0, queue>>>(*args);

@@ -102,7 +102,11 @@ int node_sum(const FluxNodeSumArgs* args, void* stream) {
     return fail(FLUX_REFUSED, "a sum over %d sources and %d nodes for %d destinations",
                 args->source_count, args->node_count, sum.out_count);
   }
-  return launch<NodeSum>(args->dtype, wide<Bf16>(sum), reduce_blocks(sum), *args, stream);
+  const ScatterTiling s{sum.m, sum.n, sum.world, sum.tile_m, sum.tile_n};
+  const int units = strips_of_owner(s, sum.rank) * flag_columns(s);
+  // As the reduction on one node: eight blocks fill a multiprocessor.
+  const int blocks = min_of(units, 8 * max_of(sum.sm_count, 1));
+  return launch<NodeSum>(args->dtype, wide<Bf16>(sum), blocks, *args, stream);
 }
 
 template <class Kernel>

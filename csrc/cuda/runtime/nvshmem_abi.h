@@ -9,7 +9,8 @@
  *
  * Words between nodes have 64 bits, as NVSHMEM has no others, and are written whole; an epoch fills
  * the lower half, the upper is zero. So a stream that waits for 32 bits at the word's address
- * (host/driver.h) sees the epoch; kernels read the word (await_word of cuda/sync.cuh).
+ * (host/driver.h) sees the epoch; kernels read the word (await_word of cuda/sync.cuh). Words that are
+ * seldom raised age as signals do, and are renewed by the rank whose they are (host/cuda_op.cpp).
  *
  * What a word orders: whoever has seen its value on the device that it lies on also sees, there, what
  * was put before it with the same call. prepare() refuses devices on which a NIC's writes could overtake
@@ -57,8 +58,9 @@ typedef struct FluxRelayArgs {
   const void* slots[FLUX_MAX_WORLD];
   int64_t slot_bytes;
   const uint32_t* flags[FLUX_MAX_WORLD];
-  /* Symmetric memory, by owner: where this node's sum is made [own rows of the owner, n], where it
-   * goes to at the owner, and the owner's words for it, strip_count of them. */
+  /* Symmetric memory, by owner: where this node's sum is made [own rows of the owner, n], none of the
+   * slots (sources may write to them sooner, see relay.cuh); where it goes to at the owner; and the
+   * owner's words for it, strip_count of them. */
   void* staging[FLUX_MAX_WORLD];
   void* to[FLUX_MAX_WORLD];
   uint64_t* words[FLUX_MAX_WORLD];

@@ -98,21 +98,38 @@ __global__ void __launch_bounds__(kReduceThreads)
   }
 }
 
+// Whether partials of this node and sums of others have come for one tile's strip.
+__device__ __forceinline__ bool parts_came(FluxNodeSumArgs const& args, ScatterTiling const& s,
+                                           int index, int tile_row, int column) {
+  const FluxReduceArgs& sum = args.sum;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int node = thread - args.source_count;
+  if (node < 0) {
+    const int flag = flag_index(s, args.sources[thread], sum.rank, tile_row, column);
+    return await(sum.flags, flag, sum.sync, FLUX_WAIT_PARTIAL, tile_row);
+  }
+  if (node >= args.node_count) return true;
+  return await_word(args.words[node] + index, node, sum.sync, FLUX_WAIT_NODE, tile_row);
+}
+
+// Strips, each column of tiles by itself; like reduce_kernel, but for what it waits for.
 template <class Element, int Width>
 __global__ void __launch_bounds__(kReduceThreads)
     node_sum_kernel(const __grid_constant__ FluxNodeSumArgs args) {
   const FluxReduceArgs& sum = args.sum;
   const ScatterTiling s{sum.m, sum.n, sum.world, sum.tile_m, sum.tile_n};
-  reduce_rows<Element, Width>(sum, s, [&](int index, int tile_row, int column) {
-    const int thread = static_cast<int>(threadIdx.x);
-    const int node = thread - args.source_count;
-    if (node < 0) {
-      const int flag = flag_index(s, args.sources[thread], sum.rank, tile_row, column);
-      return await(sum.flags, flag, sum.sync, FLUX_WAIT_PARTIAL, tile_row);
-    }
-    if (node >= args.node_count) return true;
-    return await_word(args.words[node] + index, node, sum.sync, FLUX_WAIT_NODE, tile_row);
-  });
+  const int columns = flag_columns(s);
+  const int units = strips_of_owner(s, sum.rank) * columns;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int column = unit % columns;
+    const Strip strip = strip_of_owner(s, sum.rank, unit / columns);
+    if (strip.begin >= strip.end) continue;
+    const bool complete =
+        __syncthreads_and(parts_came(args, s, unit / columns, strip.tile_row, column));
+    const int first = column * s.tile_n;
+    reduce_strip<Element, Width>(sum, strip.begin - sum.first_row, strip.end - strip.begin, first,
+                                 min_of(s.tile_n, sum.n - first), complete);
+  }
 }
 
 }  // namespace flux
