@@ -206,6 +206,8 @@ def reduce(
 ) -> None: ...
 
 ABI_VERSION: int
+NVSHMEM_ABI: tuple[int, int, int]
+"""FLUX_NVSHMEM_ABI_VERSION, and bytes of its two structs of arguments."""
 MAX_KERNEL_WORLD: int
 STATUS_WORDS: int
 

@@ -233,12 +233,16 @@ int signal(std::uint64_t* word, std::uint64_t value, int pe, void* stream) {
 }  // namespace
 }  // namespace flux
 
+#define FLUX_TEXT(major, minor, patch) #major "." #minor "." #patch
+#define FLUX_VERSION(...) FLUX_TEXT(__VA_ARGS__)
+
 // The name is FLUX_NVSHMEM_SYMBOL.
 extern "C" __attribute__((visibility("default"))) const FluxNvshmem flux_nvshmem = {
     FLUX_NVSHMEM_ABI_VERSION,
     sizeof(FluxRelayArgs),
     sizeof(FluxNodeSumArgs),
-    NVSHMEM_VENDOR_BASE_VERSION_STRING,
+    FLUX_VERSION(NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
+                 NVSHMEM_VENDOR_PATCH_VERSION),
     &flux::message,
     &flux::unique_id,
     &flux::prepare,
