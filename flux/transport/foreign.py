@@ -32,8 +32,8 @@ class _Tensor(ctypes.Structure):
 
 
 def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes at ``address`` as a flat ``uint8`` tensor; an empty one, whose address is 0, for
-    the address 0. The memory must live as long as the tensor.
+    """``size`` bytes at ``address`` as a flat ``uint8`` tensor; for the address 0 an empty one,
+    whose address is 0, too. The memory must live as long as the tensor.
 
     DLPack rather than ``__cuda_array_interface__``: there torch asks the driver whose memory it is,
     and a peer's would be copied to this device.

@@ -6,10 +6,9 @@ by puts with a word that says that they are there (csrc/cuda/runtime/nvshmem_abi
 
 A process takes part in one NVSHMEM job, of one set of ranks: those of the first op that wants it.
 It is set up through torch.distributed, and stays until ``shutdown`` or the end of the process, as
-setting it up takes seconds. Memory must be allocated and given back by all ranks together, which the
-end of an op is not: so what an op lets go of is given back when the next op is built, by which
-time all ranks have said so, or by ``shutdown``. A rank that dies keeps nobody waiting when ops are
-closed.
+setting it up takes seconds. Memory must be allocated and given back by all ranks together, but ops
+are closed by each rank for itself: so what all ranks have let go of is given back when the next op
+is built, or by ``shutdown``. A rank that dies keeps nobody waiting when ops are closed.
 
 NVSHMEM's collective calls know no timeouts. They are made on a thread of their own, only once all
 ranks have said that they will come; if they take too long all the same, the job is lost.
@@ -102,26 +101,30 @@ class Job:
         """Make a call that all ranks make, and hear how it went everywhere. Collective.
 
         Raises:
-            PeerTimeoutError: it did not end in time.
-            RuntimeError: it failed on some rank; on all ranks. Either way the job is lost.
+            RuntimeError: it failed on some rank; on all ranks.
+            PeerTimeoutError: it did not end in time, for some rank and no known reason; on all
+                ranks. Or a peer is gone. The job is lost in each case.
         """
-        label, result, problem = exchange.label, None, ""
+        result, problem, late = None, "", False
         try:
             result = self._thread.call(body, COLLECTIVE_S)
         except TimeoutError:
-            self.lost = f"{what} took longer than {COLLECTIVE_S:g} s"
-            raise PeerTimeoutError(f"{label}: rank {exchange.rank}: {self.lost}") from None
+            # Maybe as another rank has failed, which waits to tell.
+            problem, late = f"took longer than {COLLECTIVE_S:g} s", True
         except RuntimeError as error:
             problem = str(error)
         try:
-            problems = exchange.all_gather(problem)
+            everywhere = exchange.all_gather((problem, late))
         except PeerTimeoutError:
             self.lost = f"{what}: a peer was lost"
             raise
-        for rank, text in enumerate(problems):
-            if text:
-                self.lost = f"{what} failed on rank {rank}"
-                raise RuntimeError(f"{label}: {self.lost}: {text}")
+        failed = [rank for rank, (text, slow) in enumerate(everywhere) if text and not slow]
+        slow = [rank for rank, (_, slow) in enumerate(everywhere) if slow]
+        if failed or slow:
+            culprit = (failed or slow)[0]
+            self.lost = f"{what} failed on rank {culprit}: {everywhere[culprit][0]}"
+            error_type = RuntimeError if failed else PeerTimeoutError
+            raise error_type(f"{exchange.label}: {self.lost}")
         assert result is not None
         return result
 
