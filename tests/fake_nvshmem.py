@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from flux import _C
@@ -53,6 +54,11 @@ def build(folder: Path) -> Path:
     source = str(TESTS / "fake_nvshmem.cpp")
     subprocess.run([compiler, *options, *includes, source, "-o", str(target), "-lrt"], check=True)
     return target
+
+
+@pytest.fixture(scope="session")
+def fake_nvshmem_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("nvshmem"))
 
 
 _WORLD = _C.MAX_KERNEL_WORLD

@@ -65,18 +65,24 @@ def find_tool(name: str) -> str | None:
 
 def sass_of(kernel: BuiltKernel, arch: str) -> str:
     """Instructions of the GEMM itself, one per line."""
+    [gemm] = functions_in(kernel.library, arch, kernel.symbol)
+    return gemm
+
+
+def functions_in(library: Path, arch: str, name: str) -> list[str]:
+    """Instructions of the device functions with ``name`` in their names, one per line."""
     cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
     if cuobjdump is None or nvdisasm is None:
         pytest.skip(
             "no cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
         )
     environment = {**os.environ, "PATH": f"{Path(nvdisasm).parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [cuobjdump, "--dump-sass", "--gpu-architecture", f"sm_{arch}", str(kernel.library)]
+    command = [cuobjdump, "--dump-sass", "--gpu-architecture", f"sm_{arch}", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     functions = re.split(r"^\s*Function : ", done.stdout, flags=re.M)[1:]
-    [gemm] = [f for f in functions if kernel.symbol in f.split("\n", 1)[0]]
-    return "\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.+?);", gemm))
+    wanted = [f for f in functions if name in f.split("\n", 1)[0]]
+    return ["\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.+?);", f)) for f in wanted]
 
 
 def sm90(registry: Registry, op: str) -> str:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import fake_nvshmem
 from fake_nvshmem import Device, Native
 from flux import _C, PeerTimeoutError
 from flux.transport import nvshmem
@@ -27,9 +26,9 @@ def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return ranks.run(fn, *args, timeout=100.0)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_nvshmem.build(tmp_path_factory.mktemp("nvshmem"))
+@pytest.fixture
+def path(fake_nvshmem_library: Path) -> Path:
+    return fake_nvshmem_library
 
 
 def open_(rank: int, path: Path, exchange: Exchange | None = None) -> nvshmem.Nvshmem:

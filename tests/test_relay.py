@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import fake_nvshmem
 from fake_nvshmem import Device, Native, RelayArgs, SumArgs, Sync
 from flux import _C
 from flux.heuristic import ceil_div
@@ -34,9 +33,9 @@ def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return ranks.run(fn, *args, timeout=100.0)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_nvshmem.build(tmp_path_factory.mktemp("nvshmem"))
+@pytest.fixture
+def path(fake_nvshmem_library: Path) -> Path:
+    return fake_nvshmem_library
 
 
 class Regions:
@@ -114,7 +113,7 @@ class Rank:
 
     def scatter(self, partial: torch.Tensor, rng: random.Random, leave_out: int = -1) -> None:
         """What the GEMM does: partials to whoever adds them up for their owner, then flags. But for
-        the first flag for ``leave_out``."""
+        one flag for ``leave_out``, of the last tile in the first row of tiles."""
         entries = self.view(self.rank, "entries", self.world, torch.int64)
         for owner in rng.sample(range(self.world), self.world):
             to = self.holder(owner)
@@ -127,10 +126,11 @@ class Rank:
                 mine.flatten()
             )
             flags = self.view(to, f"flags {owner}", self.tiling.flag_count(), torch.int32)
-            for row in range(*self.tiling.tiles_of_owner(owner)):
-                for column in range(self.tiling.flag_columns()):
-                    if owner == leave_out:
-                        leave_out = -1
+            tile_rows = range(*self.tiling.tiles_of_owner(owner))
+            columns = self.tiling.flag_columns()
+            for row in tile_rows:
+                for column in range(columns):
+                    if (owner, row, column) == (leave_out, tile_rows[0], columns - 1):
                         continue
                     if rng.random() < 0.1:
                         time.sleep(0.002)
@@ -222,7 +222,7 @@ def test_rows_are_summed_over_nodes(path: Path, lanes: int, n: int) -> None:
 
 
 def _a_flag_is_missing(rank: int, world: int, path: Path) -> None:
-    """Rank 1 never says that its first tile for rank 2 is there, so rank 0, which adds up for it,
+    """Rank 1 never says that one of its tiles for rank 2 is there, so rank 0, which adds up for it,
     must not send what that tile is part of, and rank 2 must not take it for right."""
     me = Rank(rank, world, path, 2, 24)
     partials = partials_of(world, 70, 24, 1)
@@ -231,8 +231,8 @@ def _a_flag_is_missing(rank: int, world: int, path: Path) -> None:
     dist.barrier()
     me.relay(timeout_s=1.0)
     if rank == 0:
-        flag = me.tiling.flag_index(1, 2, me.tiling.tiles_of_owner(2)[0], 0)
-        first = me.tiling.tiles_of_owner(2)[0]
+        first, last = me.tiling.tiles_of_owner(2)[0], me.tiling.flag_columns() - 1
+        flag = me.tiling.flag_index(1, 2, first, last)
         assert me.status() == [PARTIAL, first, flag, 1, 0]
     else:
         assert me.status()[0] == 0
