@@ -65,12 +65,13 @@ def find_tool(name: str) -> str | None:
 
 def sass_of(kernel: BuiltKernel, arch: str) -> str:
     """Instructions of the GEMM itself, one per line."""
-    [gemm] = functions_in(kernel.library, arch, kernel.symbol)
+    functions = functions_in(kernel.library, arch)
+    [gemm] = [sass for name, sass in functions.items() if kernel.symbol in name]
     return gemm
 
 
-def functions_in(library: Path, arch: str, name: str) -> list[str]:
-    """Instructions of the device functions with ``name`` in their names, one per line."""
+def functions_in(library: Path, arch: str) -> dict[str, str]:
+    """Instructions of each device function, one per line."""
     cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
     if cuobjdump is None or nvdisasm is None:
         pytest.skip(
@@ -81,8 +82,10 @@ def functions_in(library: Path, arch: str, name: str) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     functions = re.split(r"^\s*Function : ", done.stdout, flags=re.M)[1:]
-    wanted = [f for f in functions if name in f.split("\n", 1)[0]]
-    return ["\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.+?);", f)) for f in wanted]
+    return {
+        function.split("\n", 1)[0]: "\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.+?);", function))
+        for function in functions
+    }
 
 
 def sm90(registry: Registry, op: str) -> str:
