@@ -65,7 +65,7 @@ class CMakeBuild(build_ext):
             configure.append("--fresh")
         subprocess.run(configure, check=True)
         record.write_text(command)
-        # `kernels` does nothing unless FLUX_KERNEL_SET asks for some.
+        # `kernels` does nothing unless FLUX_KERNEL_SET or FLUX_NVSHMEM asks for some.
         subprocess.run([cmake, "--build", str(build_dir), "--target", "_C", "kernels"], check=True)
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -82,14 +82,15 @@ class CMakeBuild(build_ext):
         if destination == built:
             return
         shutil.rmtree(destination, ignore_errors=True)  # of an earlier build
-        if "FLUX_KERNEL_SET:STRING=none" in (build_dir / "CMakeCache.txt").read_text():
+        cache = (build_dir / "CMakeCache.txt").read_text()
+        if "FLUX_KERNEL_SET:STRING=none" in cache and "FLUX_NVSHMEM:BOOL=OFF" in cache:
             return
-        for library in built.glob("libflux_*/*.so"):
+        for library in [*built.glob("libflux_*/*.so"), *built.glob("nvshmem_*/*.so")]:
             shutil.copytree(library.parent, destination / library.parent.name)
 
 
 class BuildPy(build_py):
-    """Adds the headers that `flux compile` needs, so that it works from a wheel too."""
+    """Adds the sources that `flux compile` needs, so that it works from a wheel too."""
 
     def run(self) -> None:
         super().run()
@@ -97,7 +98,7 @@ class BuildPy(build_py):
             return
         destination = Path(self.build_lib) / "flux" / "csrc"
         shutil.rmtree(destination, ignore_errors=True)  # a header may be gone since
-        for pattern in ("core/**/*.h", "cuda/**/*.h", "cuda/**/*.cuh"):
+        for pattern in ("core/**/*.h", "cuda/**/*.h", "cuda/**/*.cuh", "cuda/**/*.cu"):
             for header in (ROOT / "csrc").glob(pattern):
                 copy = destination / header.relative_to(ROOT / "csrc")
                 copy.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from flux.bench.hosts import Hosts, HostsUnavailableError
 
-pytest_plugins = ["kernel_sandbox"]
+pytest_plugins = ["fake_nvshmem", "kernel_sandbox"]
 
 # "ci" draws the same examples on every run, so that a red build means that the change is at fault.
 # Look further with HYPOTHESIS_PROFILE=explore.

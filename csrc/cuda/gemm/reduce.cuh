@@ -8,7 +8,7 @@
 
 #include <cuda_runtime.h>
 
-#include "core/scatter.h"
+#include "core/relay.h"
 #include "cuda/nvls.cuh"
 #include "cuda/sync.cuh"
 #include "cutlass/array.h"
@@ -16,32 +16,24 @@
 
 namespace flux {
 
-constexpr int kStripRows = 16;  // rows that a block takes at once
 constexpr int kReduceThreads = 256;
 
-// Sum of `Width` neighbouring elements over all sources, in rank order, or as the switch adds them up.
-template <class Element, int Width>
-__device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduceArgs const& args,
+// Sum of `Width` neighbouring elements over `count` sources, in their order. slot(i): where elements
+// of source i begin.
+template <class Element, int Width, class Slot>
+__device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(int count, Slot slot,
                                                                        std::int64_t offset) {
   using Vector = cutlass::AlignedArray<Element, Width>;
   cutlass::NumericArrayConverter<float, Element, Width> to_float;
   cutlass::Array<float, Width> sum;
   sum.clear();
-  if constexpr (sizeof(Vector) == 16) {
-    if (args.switch_in != nullptr) {
-      Vector added;
-      auto const* at = static_cast<Element const*>(args.switch_in) + offset;
-      *reinterpret_cast<uint4*>(&added) = load_sum<Element>(at);
-      return to_float(added);
-    }
-  }
   // Four sources at a time: their loads are under way together.
-  for (int first = 0; first < args.slot_count; first += 4) {
+  for (int first = 0; first < count; first += 4) {
     Vector loaded[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + i >= args.slot_count) break;
-      auto const* at = static_cast<Element const*>(args.slots[first + i]) + offset;
+      if (first + i >= count) break;
+      auto const* at = static_cast<Element const*>(slot(first + i)) + offset;
       // Past L1, which is not coherent with what peers wrote.
       if constexpr (sizeof(Vector) == 16) {
         *reinterpret_cast<uint4*>(&loaded[i]) = __ldcg(reinterpret_cast<uint4 const*>(at));
@@ -52,13 +44,30 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduc
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + i >= args.slot_count) break;
+      if (first + i >= count) break;
       const auto addend = to_float(loaded[i]);
 #pragma unroll
       for (int e = 0; e < Width; ++e) sum[e] += addend[e];
     }
   }
   return sum;
+}
+
+// What `Width` neighbouring elements of all sources add up to: in their order, or as the switch does.
+template <class Element, int Width>
+__device__ __forceinline__ cutlass::Array<float, Width> sum_of(FluxReduceArgs const& args,
+                                                               std::int64_t offset) {
+  using Vector = cutlass::AlignedArray<Element, Width>;
+  if constexpr (sizeof(Vector) == 16) {
+    if (args.switch_in != nullptr) {
+      Vector added;
+      auto const* at = static_cast<Element const*>(args.switch_in) + offset;
+      *reinterpret_cast<uint4*>(&added) = load_sum<Element>(at);
+      return cutlass::NumericArrayConverter<float, Element, Width>{}(added);
+    }
+  }
+  const auto slot = [&args](int source) { return args.slots[source]; };
+  return sum_of_sources<Element, Width>(args.slot_count, slot, offset);
 }
 
 // Rows [row, row + rows) of the own rows, columns [column, column + columns). Without all partials
@@ -71,7 +80,7 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
   for (int at = threadIdx.x; at < rows * vectors; at += kReduceThreads) {
     const int r = row + at / vectors;
     const int c = column + at % vectors * Width;
-    auto sum = sum_of_sources<Element, Width>(args, r * args.slot_ld + c);
+    auto sum = sum_of<Element, Width>(args, r * args.slot_ld + c);
     Vector result;
 #pragma unroll
     for (int e = 0; e < Width; ++e) {
