@@ -24,13 +24,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path(__file__).with_name("emulated_gpu.cpp")
 
 
+def compiler() -> str:
+    """The host's C++ compiler."""
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    assert found, "no C++ compiler"
+    return found
+
+
 def build(folder: Path) -> Path:
     """The emulator as a shared library, built with the host's C++ compiler."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    assert compiler, "no C++ compiler"
     target = folder / "libemulated_gpu.so"
     options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *options, str(SOURCE), "-o", str(target)], check=True)
+    subprocess.run([compiler(), *options, str(SOURCE), "-o", str(target)], check=True)
     return target
 
 

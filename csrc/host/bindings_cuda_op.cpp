@@ -104,11 +104,8 @@ void bind_op(py::module_& m) {
       .def(
           "gemm_rs",
           [](CudaOp& op, const Schedule& schedule, Stream stream, const RowsTuple& x,
-             const OperandTuple& operand, Address out) {
-            const Operand weight = operand_of(operand);
-            op.scatter(schedule, stream, rows_of(x), weight);
-            op.reduce(schedule, stream, weight, out);
-          },
+             const OperandTuple& operand,
+             Address out) { op.gemm_rs(schedule, stream, rows_of(x), operand_of(operand), out); },
           py::arg("schedule"), py::arg("stream"), py::arg("x"), py::arg("operand"), py::arg("out"));
 }
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from flux import _C
+from flux import _C, nvtx
 from flux.backends.cuda_repeat import Remembered
 from flux.backends.device import Device
 from flux.backends.epilogue import ACTIVATE, SCALE_BYTES, spoil
@@ -121,6 +121,7 @@ class CudaBackend:
         self.topology = topology
         self.timeout_s = timeout_s
         self.poison = POISON.get()
+        nvtx.switch()
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
         self.sums_by_switch = self._sums_by_switch(knobs)
@@ -254,12 +255,13 @@ class CudaBackend:
             self.native.gemm_rs(schedule.native, stream, x, operand, out.data_ptr())
             self._remember(schedule, call, 1)
             return out
-        self.peers.scatter(schedule, self.next_epoch)
-        self.native.scatter(schedule.native, stream, x, operand)
-        if full:
-            self.peers.send_results(stream, call.m, self.native.epoch)
-        self.native.reduce(schedule.native, stream, operand, out.data_ptr())
-        self.peers.end(stream, self.native.epoch)
+        with _C.CallSpan(self.spec.label, call.m):
+            self.peers.scatter(schedule, self.next_epoch)
+            self.native.scatter(schedule.native, stream, x, operand)
+            if full:
+                self.peers.send_results(stream, call.m, self.native.epoch)
+            self.native.reduce(schedule.native, stream, operand, out.data_ptr())
+            self.peers.end(stream, self.native.epoch)
         return out
 
     gemm_ar = gemm_rs
