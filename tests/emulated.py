@@ -66,7 +66,8 @@ def _kernels(library: Path) -> dict[str, BuiltKernel]:
     for name, options in _VARIANTS.items():
         for weight in ("nk", "kn"):
             op, rest = name[:7], name[7:]
-            fields = {"dtype": "bf16", "weight": weight, **options}
+            # Loads are of single elements, so addresses may be any.
+            fields = {"dtype": "bf16", "weight": weight, "alignment": 1, **options}
             config = GemmConfig(op, "90a", tile=(64, 64, 64), schedule="pingpong", **fields)
             symbol = f"flux_emulated_{op}_{weight}{rest}"
             kernels[symbol] = BuiltKernel(config, library, symbol, Usage())

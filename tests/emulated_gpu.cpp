@@ -30,6 +30,7 @@ using Clock = std::chrono::steady_clock;
 std::atomic<int> delay_us{0};
 std::atomic<int> streams_alive{0};
 std::atomic<bool> copies_refused{false};
+std::atomic<bool> launches_refused{false};
 
 void dawdle() {
   const int most = delay_us.load();
@@ -369,6 +370,7 @@ Graph* capturing = nullptr;      // the capture that is under way: of the emulat
 
 template <auto kRun, class Args>
 int launch(const Args* args, void* stream) {
+  if (launches_refused) return FLUX_REFUSED;
   stream_of(stream)->put([copy = *args] { kRun(copy); });
   return FLUX_OK;
 }
@@ -413,6 +415,7 @@ void emulator_put(void* stream, void (*body)()) { stream_of(stream)->put(body); 
 void emulator_set_delay(int us) { delay_us = us; }
 int emulator_streams() { return streams_alive; }
 void emulator_refuse_copies(int yes) { copies_refused = yes != 0; }
+void emulator_refuse_launches(int yes) { launches_refused = yes != 0; }
 
 int cuGetErrorString(int, const char** text) {
   *text = "emulated failure";

@@ -244,7 +244,9 @@ class TensorParallelOp:
                 self._turn_away(TypeError(f"{self.spec.label}: expected a tensor, got {kind}"))
             elif tensor.is_meta:
                 self._turn_away(
-                    ValueError(f"{self.spec.label}: tensors must be on the CPU, got meta")
+                    ValueError(
+                        f"{self.spec.label}: tensors must be on {self._checker.where}, got meta"
+                    )
                 )
 
     def _check_grad(self, *tensors: torch.Tensor) -> None:
