@@ -54,10 +54,18 @@ def _root(
 def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what was detected, what will be used, and why not the rest."""
-    from flux import doctor as diagnosis
+    """Show what was detected, what will be used, and why not the rest.
 
-    findings = diagnosis.examine()
+    Under torchrun also what moves tiles between each two ranks; rank 0 speaks.
+    """
+    from flux import doctor as diagnosis
+    from flux import doctor_ranks
+    from flux.bench.launch import torchrun_rank, torchrun_world
+
+    places = doctor_ranks.places_of_all() if torchrun_world() is not None else []
+    if places and torchrun_rank() != 0:
+        raise typer.Exit
+    findings = diagnosis.examine(places)
     if json_output:
         print(json.dumps(findings.as_dict(), indent=1))
     else:
