@@ -37,6 +37,7 @@ class Remembered:
     x_unit: int  # bytes that its address must be a multiple of
     weight: weakref.ref[torch.Tensor]
     weight_looks: tuple[object, ...]
+    weight_ld: int
     bias: weakref.ref[torch.Tensor] | None
     bias_looks: tuple[object, ...]
     out_rows: int
@@ -67,6 +68,7 @@ class Remembered:
             x_unit,
             weakref.ref(weight),
             _looks(weight),
+            weight.stride(0),
             None if bias is None else weakref.ref(bias),
             () if bias is None else _looks(bias),
             out_rows,
