@@ -111,8 +111,17 @@ CCACHE = Variable(
     True,
     "compile kernels through ccache where that is on PATH (0 or 1)",
 )
+NVTX = Variable[bool | None](
+    "FLUX_NVTX",
+    _flag,
+    None,
+    "NVTX ranges around calls on GPUs and their stages, for profilers (0 or 1); unset: when a "
+    "profiler collects them",
+)
 
-VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str], ...] = (
+VARIABLES: tuple[
+    Variable[bool] | Variable[bool | None] | Variable[float] | Variable[int] | Variable[str], ...
+] = (
     POISON,
     CHECK,
     SPIN_US,
@@ -121,4 +130,5 @@ VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str
     WORKSPACE_CACHE,
     KERNEL_CACHE,
     CCACHE,
+    NVTX,
 )

@@ -68,6 +68,7 @@ def _rank_main(
     place: Placed | None,
     threads: int,
     timeout_s: float,
+    group: str,
     entry: Entry,
     argument: Any,
     pipe: Connection,
@@ -94,7 +95,7 @@ def _rank_main(
         else:  # hosts of our own making share files, but no loopback
             store = dist.FileStore(meeting, world)
             store.set_timeout(limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group(group, store=store, rank=rank, world_size=world, timeout=limit)
         result = entry(argument, rank, progress)
         pipe.send(("done", result if rank == 0 else None))
     except BaseException as error:
@@ -130,8 +131,9 @@ def run_ranks(
     timeout_s: float = 60.0,
     progress: Progress = lambda what, done, total: None,
     places: Sequence[Placed] | None = None,
+    group: str = "gloo",
 ) -> Any:
-    """Run `entry` on `world` new processes joined in a gloo group; return rank 0's result.
+    """Run `entry` on `world` new processes joined in a group; return rank 0's result.
 
     Args:
         entry: importable function, called as entry(argument, rank, progress) on every rank.
@@ -140,6 +142,7 @@ def run_ranks(
         timeout_s: limit on every rendezvous and collective; a rank 0 that reports nothing for twice
             as long and a minute is considered stuck.
         places: the host of each rank (hosts.Hosts); this one if not given.
+        group: backends of the group.
 
     Raises:
         RankFailedError: a rank raised, died or stalled; no rank is left running.
@@ -167,6 +170,7 @@ def run_ranks(
                     places[rank] if places else None,
                     threads,
                     timeout_s,
+                    group,
                     entry,
                     argument,
                     theirs,
