@@ -14,6 +14,7 @@ raises all words of the own pad, which lets them go.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from flux.backends.epilogue import ACTIVATE, SCALE_BYTES, spoil
 from flux.backends.op_kernels import OpKernel, op_kernel
 from flux.env import POISON
 from flux.errors import PeerTimeoutError
-from flux.heuristic import MAX_COMM_TILES, ceil_div
+from flux.heuristic import MAX_COMM_TILES, ceil_div, most_messages
 from flux.kernels.config import TMA_BYTES
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Knobs, Op
@@ -37,9 +38,8 @@ from flux.ops.call import Call
 from flux.ops.spec import OpSpec
 from flux.schedule import TileSchedule
 from flux.topology import Topology
-from flux.transport.device import DeviceTransport, Peers
+from flux.transport.device import WORD, DeviceTransport, Peers, beside
 
-WORD = 4  # bytes of a signal
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
 SWITCH_BYTES = 16  # that a multicast access takes
 MAX_ROOMY = 4096
@@ -60,10 +60,13 @@ def on_its_device(method: F) -> F:
 
     @wraps(method)
     def run(self: CudaBackend, *args: Any, **options: Any) -> Any:
-        if self.device.is_current():
-            return method(self, *args, **options)
-        with self.device.made_current():
-            return method(self, *args, **options)
+        try:
+            if self.device.is_current():
+                return method(self, *args, **options)
+            with self.device.made_current():
+                return method(self, *args, **options)
+        except _C.PeerLostError as error:
+            raise PeerTimeoutError(f"{self.spec.label}: rank {self.rank}: {error}") from error
 
     return cast(F, run)
 
@@ -83,9 +86,10 @@ class Layout:
     rest_offset: int  # of what comes after gathered rows or slots
     data_bytes: int
     row_bytes: int
+    boxes: int = 0  # words for what comes from other nodes
 
     @staticmethod
-    def of(spec: OpSpec, world: int, knobs: Knobs, tile: tuple[int, int]) -> Layout:
+    def of(spec: OpSpec, world: int, knobs: Knobs, tile: tuple[int, int], nodes: int = 1) -> Layout:
         """The least memory that serves every M up to ``spec.max_m``."""
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements() * spec.itemsize
@@ -95,12 +99,15 @@ class Layout:
                 tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
             rows = _up(spec.max_m * row)
             scales = _up(spec.max_m * SCALE_BYTES) if spec.scaling == "row" else 0
-            return Layout(world * tiles, 0, 0, rows, rows + scales, row)
+            boxes = world * tiles * (2 if scales else 1)
+            return Layout(world * tiles, 0, 0, rows, rows + scales, row, boxes)
         flags = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile).flag_count()
-        count = 1 if knobs.reduce == "in_flight" else world
+        count = 1 if knobs.reduce == "in_flight" else world + nodes - 1
         slot = _up(chunk * row)
         result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
-        return Layout(flags, count, slot, count * slot, count * slot + result, row)
+        boxes = nodes * most_messages(chunk, knobs) * (2 if result else 1)
+        size = count * slot
+        return Layout(nodes * flags, count, slot, size, size + result, row, boxes)
 
 
 class CudaBackend:
@@ -118,6 +125,7 @@ class CudaBackend:
         self.spec = spec
         self.transport = transport
         self.rank, self.world = transport.rank, transport.world
+        self.nodes = transport.nodes
         self.topology = topology
         self.timeout_s = timeout_s
         self.poison = POISON.get()
@@ -128,9 +136,14 @@ class CudaBackend:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
         chosen = self._kernels(knobs)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
+        self.beside = 0
+        if self.nodes > 1:  # wherever those blocks run, whole clusters of the GEMM fit beside them
+            self.beside = beside(self.sm_count)
+            cluster = max(math.prod(kernel.built.config.cluster) for kernel in chosen)
+            self.sm_count = max(1, self.sm_count - self.beside * cluster)
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         tile = self.kernels[0].tile
-        self.layout = Layout.of(spec, self.world, knobs, tile)
+        self.layout = Layout.of(spec, self.world, knobs, tile, self.nodes)
         self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
@@ -138,6 +151,7 @@ class CudaBackend:
         self.multicast = memory.multicast
         self.peers = transport.peers(spec, self.layout, tile, memory)
         self._own_data = memory.data[self.rank]
+        self._remote = transport.remote(memory, self.layout.boxes, self.beside)
         self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
         self.driver = self.device.driver
         self.native = self._native(timeout_s)
@@ -173,6 +187,9 @@ class CudaBackend:
             sm_count=self.sm_count,
             device=self.device.index,
             poison=self.poison,
+            nodes=self.nodes,
+            remote=self._remote,
+            beside=self.beside,
         )
 
     @property
@@ -316,6 +333,11 @@ class CudaBackend:
         if self.native.failed:
             self.check(wait=False)
         stream = self.device.current_stream()
+        if self.nodes > 1 and self.capturing():
+            raise ValueError(
+                f"{self.spec.label}: calls cannot be captured into a CUDA graph where ranks are on "
+                "several nodes"
+            )
         if not self.peers.idle:
             if self.capturing():
                 raise ValueError(
@@ -460,8 +482,9 @@ class CudaBackend:
         self._open = False
         if failed:
             self._let_go()
-        for stream in (*self._streams, self.native.copy_stream):
-            self._drained(stream)
+        for stream in (*self._streams, self.native.copy_stream, self.native.network_stream):
+            if stream or stream in self._streams:  # torch's default stream is 0
+                self._drained(stream)
         self.native.close()
         self._own_data = torch.empty(0)
         self.transport.leave()
