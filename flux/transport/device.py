@@ -11,7 +11,7 @@ from flux import _C
 from flux.backends.device import Device
 
 if TYPE_CHECKING:
-    from flux.backends.cuda import Layout
+    from flux.backends.layout import Layout
     from flux.ops.spec import OpSpec
     from flux.schedule import TileSchedule
 

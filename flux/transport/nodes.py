@@ -21,7 +21,7 @@ from flux.transport.exchange import Exchange
 from flux.transport.symm_mem import SymmMem, own_device, say_if_ready
 
 if TYPE_CHECKING:
-    from flux.backends.cuda import Layout
+    from flux.backends.layout import Layout
     from flux.ops.spec import OpSpec
 
 NCCL = "libnccl.so.2"

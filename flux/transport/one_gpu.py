@@ -19,7 +19,7 @@ from flux.backends.device import CudaDevice, Device
 from flux.transport.device import Memory, Peers
 
 if TYPE_CHECKING:
-    from flux.backends.cuda import Layout
+    from flux.backends.layout import Layout
     from flux.knobs import Knobs
     from flux.ops.spec import OpSpec
 

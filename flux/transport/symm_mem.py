@@ -23,7 +23,7 @@ from flux.transport.device import Memory, Peers, sm_share
 from flux.transport.exchange import Exchange
 
 if TYPE_CHECKING:
-    from flux.backends.cuda import Layout
+    from flux.backends.layout import Layout
     from flux.ops.spec import OpSpec
 
 WORD = 4
