@@ -232,7 +232,7 @@ class OneGpuExchange:
         def here(of_all: list[torch.Tensor]) -> list[torch.Tensor]:
             return [t if r in node else torch.empty(0) for r, t in enumerate(of_all)]
 
-        return Memory(here(everybody.pads), here(everybody.data))
+        return Memory(here(everybody.pads), here(everybody.data), everybody.multicast)
 
     def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote | None:
         """The peers of other nodes."""
