@@ -280,6 +280,9 @@ class ReduceArgs:
     scale: float
     sm_count: int
     sync: KernelSync
+    first_source: int
+    source_count: int
+    most_blocks: int
     def __init__(self) -> None: ...
     def set_slots(self, slots: Sequence[int]) -> None: ...
     def set_outs(self, outs: Sequence[int]) -> None: ...
@@ -329,11 +332,66 @@ Operand = tuple[int, int, int, int, int, int, int]
 """Weight, elements between its rows, columns, output, elements between its rows, bias or 0, scale
 or 0: see csrc/host/cuda_op.h."""
 
+class PeerLostError(RuntimeError):
+    """A peer of another node did not do its part in time."""
+
+class Remote:
+    """Peers of other nodes: csrc/host/remote.h."""
+
+    def close(self) -> None: ...
+
+class DirectRemote(Remote):
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        rank: int,
+        others: Sequence[int],
+        data: Sequence[int],
+        mail: Sequence[int],
+        status: Sequence[int],
+        boxes: int,
+    ) -> None: ...
+
+class NvshmemRemote(Remote):
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        put: int,
+        raise_: int,
+        rank: int,
+        world: int,
+        others: Sequence[int],
+        data: int,
+        mail: int,
+        status: int,
+        boxes: int,
+    ) -> None: ...
+
+class NcclRemote(Remote):
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        library: str,
+        id: bytes,
+        rank: int,
+        world: int,
+        data: int,
+        blocks: int,
+        timeout_ns: int,
+    ) -> None: ...
+
+def nccl_unique_id(library: str) -> bytes: ...
+def mail_words(world: int, boxes: int) -> int: ...
+
 class CudaOp:
     """One rank's calls of a fused op on a GPU: csrc/host/cuda_op.h."""
 
     epoch: int
     copy_stream: int
+    network_stream: int
     failed: bool
     def __init__(
         self,
@@ -359,6 +417,9 @@ class CudaOp:
         sm_count: int,
         device: int,
         poison: bool,
+        nodes: int = 1,
+        remote: Remote | None = None,
+        beside: int = 0,
     ) -> None: ...
     @staticmethod
     def pad_words(world: int, signals: int) -> int: ...

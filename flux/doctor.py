@@ -319,7 +319,12 @@ def gpu_pairs(count: int, reaches: Callable[[int, int], bool]) -> list[Item]:
         for b in range(a + 1, count):
             missing = [f"{x} cannot address {y}" for x, y in ((a, b), (b, a)) if not reaches(x, y)]
             items.append(
-                Item(f"GPU {a} - GPU {b}", "none", WARNING, f"{', '.join(missing)}: no P2P")
+                Item(
+                    f"GPU {a} - GPU {b}",
+                    "send_recv",
+                    WARNING,
+                    f"{', '.join(missing)}: no P2P, so NCCL, and only if asked for",
+                )
                 if missing
                 else Item(f"GPU {a} - GPU {b}", "symm_mem", note="each addresses the other (P2P)")
             )

@@ -65,6 +65,16 @@ def message_rows(op: Op, chunk: int, slab: int) -> int:
     return chunk if slab >= chunk else max(slab, chunk - slab)
 
 
+def most_messages(chunk: int, knobs: Knobs) -> int:
+    """Most communication tiles that a ReduceScatter between nodes makes of ``chunk`` rows."""
+    least = [512]  # rows, see network_slab_rows
+    if knobs.comm_tile_rows is not None:
+        least.append(knobs.comm_tile_rows)
+    if knobs.tile is not None:
+        least.append(knobs.tile[0])
+    return max(MAX_COMM_TILES, ceil_div(chunk, min(least)))
+
+
 def across_hosts(op: Op, knobs: Knobs, nodes: int) -> Knobs:
     """Set what is decided by the number of nodes alone: the order, and who moves tiles.
 

@@ -21,7 +21,7 @@ from flux.transport.device import Memory
 from flux.transport.virtual import VirtualWorld
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = Path(__file__).with_name("emulated_gpu.cpp")
+SOURCES = [Path(__file__).with_name(f"emulated_{part}.cpp") for part in ("gpu", "nccl")]
 
 
 def compiler() -> str:
@@ -32,10 +32,11 @@ def compiler() -> str:
 
 
 def build(folder: Path) -> Path:
-    """The emulator as a shared library, built with the host's C++ compiler."""
+    """The emulator of GPU and NCCL as a shared library, built with the host's C++ compiler."""
     target = folder / "libemulated_gpu.so"
     options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler(), *options, str(SOURCE), "-o", str(target)], check=True)
+    command = [compiler(), *options, *map(str, SOURCES), "-lrt", "-o", str(target)]
+    subprocess.run(command, check=True)
     return target
 
 
@@ -130,6 +131,7 @@ class EmulatedDevice:
     sm_count = 8
     capability = (9, 0)
     identity = "emulated"
+    queues = 32  # as on a GPU; here, streams never share one
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))

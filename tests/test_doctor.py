@@ -277,6 +277,6 @@ def test_what_moves_tiles_between_gpus() -> None:
     assert [(item.name, item.value) for item in three] == [
         ("GPU 0 - GPU 1", "symm_mem"),
         ("GPU 0 - GPU 2", "symm_mem"),
-        ("GPU 1 - GPU 2", "none"),
+        ("GPU 1 - GPU 2", "send_recv"),
     ]
-    assert three[2].note == "2 cannot address 1: no P2P"
+    assert three[2].note == "2 cannot address 1: no P2P, so NCCL, and only if asked for"

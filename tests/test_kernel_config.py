@@ -222,7 +222,7 @@ def test_illegal_configs_say_why(config: GemmConfig, reason: str) -> None:
         (HOPPER, replace(BIG, aligned_bytes=8), "multiples of 16 bytes, got 8"),
         (HOPPER, replace(BIG, world=MAX_WORLD + 1), None),
         (replace(HOPPER, op="gemm_rs"), replace(BIG, world=MAX_WORLD), None),
-        (replace(HOPPER, op="gemm_rs"), replace(BIG, world=17), "at most 16 ranks, got 17"),
+        (replace(HOPPER, op="gemm_rs"), replace(BIG, world=33), "at most 32 ranks, got 33"),
         (AMPERE, replace(BIG, k=12292), "K must be a multiple of 8, got 12292"),
         (replace(AMPERE, alignment=4), replace(BIG, k=12292), None),
         (replace(AMPERE, alignment=4), replace(BIG, k=12294), "K must be a multiple of 4"),

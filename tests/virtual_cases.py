@@ -105,6 +105,7 @@ def check_cases(
     cases: Sequence[Case],
     finish: Callable[[], None],
     inputs_of: type[Inputs] = Inputs,
+    nodes: int = 1,
 ) -> int:
     """Run cases on virtual ranks and compare every result with float64; how many calls.
 
@@ -113,7 +114,7 @@ def check_cases(
     calls = 0
     for case in (on_one_device(device, c, world) for c in cases):
         p = case.problem
-        with VirtualWorld(world, device) as ranks:
+        with VirtualWorld(world, device, nodes) as ranks:
             ops = [
                 p.build(ranks.rank(r), tuning=case.knobs, topology=case.topology)
                 for r in range(world)
@@ -129,7 +130,7 @@ def check_cases(
                 for r in range(world):
                     try:
                         ops[r].wait()
-                        inputs.check(outs[r], r)
+                        inputs.check(outs[r], r, "fused" if nodes == 1 else "two_levels")
                     except Exception as error:
                         text = f"rank {r} of {world}: {error}\n  {call}\n  {case}"
                         raise AssertionError(text) from error

@@ -17,7 +17,7 @@
 /* Raised whenever a struct here changes; libraries of another version are refused. */
 #define FLUX_ABI_VERSION 3
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
-#define FLUX_MAX_WORLD 16
+#define FLUX_MAX_WORLD 32
 
 /* Where each rank's tile goes in visiting order: the fields of flux::TileOrder and CommTiling
  * (csrc/core) that are not extents of the GEMM. */
@@ -93,19 +93,21 @@ typedef struct FluxGemmArgs {
   int32_t device;
 } FluxGemmArgs;
 
-/* The reduction that follows a scattering GEMM: out[row] = scale * sum over slots + bias. */
+/* The reduction that follows a scattering GEMM: out[row] = scale * sum over slots + bias. Or a part
+ * of it, for the rows of another rank: the sum of one node's partials (docs/protocol.md). */
 typedef struct FluxReduceArgs {
-  int32_t rows, n;        /* own rows and their columns */
+  int32_t rows, n;        /* rows of `rank`, all or some, and their columns */
   int32_t first_row;      /* of the [M, n] matrix */
   int32_t m;              /* M */
   int32_t tile_m, tile_n; /* of the GEMM, whose tiles raise one flag each (core/scatter.h) */
-  int32_t world, rank;
-  const void* slots[FLUX_MAX_WORLD]; /* [rows, n] of each source, or the sum of all; ld slot_ld */
+  int32_t world, rank;    /* whose rows they are */
+  const void* slots[FLUX_MAX_WORLD]; /* [rows, n] of each source, or the sum of some; ld slot_ld */
   int64_t slot_ld;
   const uint32_t* flags;      /* of this rank's pad */
-  void* outs[FLUX_MAX_WORLD]; /* one destination, or (AllReduce) one per rank: of own row 0 */
-  int32_t out_count;
-  int32_t slot_count; /* world, or 1 when memory has added up what arrived (reduce in flight) */
+  void* outs[FLUX_MAX_WORLD]; /* one destination, or (AllReduce) one per rank: of first_row; one of
+                                 the slots may be a destination as well */
+  int32_t out_count;          /* 0: wait for the flags, no more */
+  int32_t slot_count;         /* 1 when memory has added up what arrived (reduce in flight) */
   int64_t out_ld;
   /* NVLink SHARP: the same memory of all ranks at one address (its multicast object), where the switch
    * adds up what is loaded, and gives everybody what is stored. Own row 0 of the partials, in place of
@@ -116,6 +118,8 @@ typedef struct FluxReduceArgs {
   float scale;
   int32_t sm_count;
   FluxSync sync;
+  int32_t first_source, source_count; /* the ranks whose flags are awaited */
+  int32_t most_blocks;                /* of the launch, beside a GEMM; 0: what fills sm_count */
 } FluxReduceArgs;
 
 /* Where the ranks of a captured call meet: a kernel of one block, which in this order numbers the

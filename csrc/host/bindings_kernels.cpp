@@ -128,6 +128,9 @@ void bind_reduce_args(py::module_& m) {
                    .def_readwrite("out_ld", &ReduceArgs::out_ld)
                    .def_readwrite("scale", &ReduceArgs::scale)
                    .def_readwrite("sm_count", &ReduceArgs::sm_count)
+                   .def_readwrite("first_source", &ReduceArgs::first_source)
+                   .def_readwrite("source_count", &ReduceArgs::source_count)
+                   .def_readwrite("most_blocks", &ReduceArgs::most_blocks)
                    .def_readwrite("sync", &ReduceArgs::sync);
   address<ReduceArgs>(bound, "flags",
                       static_cast<const std::uint32_t* ReduceArgs::*>(&ReduceArgs::flags));

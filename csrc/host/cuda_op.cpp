@@ -1,5 +1,6 @@
 #include "host/cuda_op.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "core/ownership.h"
@@ -31,6 +32,12 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
                                 std::to_string(FLUX_MAX_WORLD) + " ranks");
   }
   const Address ranks = setup_.world * kWord, signals = setup_.signals * kWord;
+  if (setup_.nodes < 1 || setup_.world % setup_.nodes != 0 ||
+      (setup_.nodes > 1) != (setup_.remote != nullptr)) {
+    throw std::invalid_argument("a CudaOp of several nodes of one size needs a Remote, got " +
+                                std::to_string(setup_.nodes) + " nodes of " +
+                                std::to_string(setup_.world) + " ranks");
+  }
   for (int rank = 0; rank < setup_.world; ++rank) {
     eager_.entries.push_back(setup_.pads[rank]);
     eager_.done.push_back(eager_.entries.back() + ranks);
@@ -44,6 +51,7 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
     scales_.push_back(setup_.data[rank] + setup_.rest_offset);
   }
   copy_stream_ = driver_->create_stream();
+  if (setup_.remote) network_stream_ = driver_->create_stream();
   forked_ = driver_->create_event();
   joined_ = driver_->create_event();
   ended_ = driver_->create_event();
@@ -63,7 +71,9 @@ void CudaOp::close() {
   driver_->destroy_event(ended_);
   driver_->destroy_event(captured_end_);
   driver_->destroy_stream(copy_stream_);
-  copy_stream_ = 0;
+  if (network_stream_ != 0) driver_->destroy_stream(network_stream_);
+  copy_stream_ = network_stream_ = 0;
+  if (setup_.remote) setup_.remote->close();
 }
 
 bool CudaOp::failed() const {
@@ -73,24 +83,45 @@ bool CudaOp::failed() const {
 
 // -- what a call is made of ------------------------------------------------------------------------
 
-std::vector<MemOp> CudaOp::raise_everywhere(const std::vector<Address>& words) const {
+// Words of each rank of the node, which begin at `words` by rank.
+std::vector<MemOp> CudaOp::raise_in_node(const std::vector<Address>& words,
+                                         const std::vector<int>& places) const {
   std::vector<MemOp> raised;
-  for (const Address own : words)
-    raised.push_back({MemOp::kWrite, own + setup_.rank * kWord, epoch_});
+  for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
+    for (const int place : places) {
+      raised.push_back({MemOp::kWrite, words[peer] + place * kWord, epoch_});
+    }
+  }
   return raised;
 }
 
-std::vector<MemOp> CudaOp::await_everybody(const std::vector<Address>& words) const {
+std::vector<MemOp> CudaOp::await_node(const std::vector<Address>& words) const {
   std::vector<MemOp> waits;
-  for (int peer = 0; peer < setup_.world; ++peer) {
+  for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
     waits.push_back({MemOp::kWait, words[setup_.rank] + peer * kWord, epoch_});
   }
   return waits;
 }
 
+// This rank enters, and with it the twins whose rows it holds.
+std::vector<int> CudaOp::entries() const {
+  std::vector<int> words;
+  for (int node = 0; node < setup_.nodes; ++node) words.push_back(twin(node));
+  return words;
+}
+
+// Puts what follows on `later` behind what is on `earlier`.
+void CudaOp::join(Stream later, Stream earlier) {
+  driver_->record(joined_, earlier);
+  driver_->await_event(later, joined_);
+}
+
 void CudaOp::begin(const Schedule& schedule, Stream stream) {
   const Span stage("flux entry");
   capture_ = driver_->capture(stream);
+  if (capture_ != 0 && setup_.remote) {
+    throw std::invalid_argument("calls between nodes cannot be captured into a CUDA graph");
+  }
   words_ = capture_ != 0 ? &captured_ : &eager_;
   if (capture_ != 0) return begin_captured(schedule, stream);
   const bool behind = read_by_peers(schedule);
@@ -101,10 +132,10 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   if (epoch_ % kRenewEvery == 0) renew_signals(stream);
   if (!behind) fill_with_nan(stream);
   zero_sums(stream);
-  driver_->memory_ops(stream, raise_everywhere(words_->entries));
+  driver_->memory_ops(stream, raise_in_node(words_->entries, entries()));
   if (behind && setup_.poison) {
     // What peers read themselves is free when they have begun this call, too.
-    driver_->memory_ops(stream, await_everybody(words_->entries));
+    driver_->memory_ops(stream, await_node(words_->entries));
     fill_with_nan(stream);
   }
 }
@@ -123,6 +154,7 @@ void CudaOp::zero_sums(Stream stream) {
 void CudaOp::renew_signals(Stream stream) {
   driver_->fill(stream, eager_.signals[setup_.rank], epoch_ - 1,
                 static_cast<std::size_t>(setup_.signals));
+  if (setup_.remote) setup_.remote->renew(stream, epoch_);
 }
 
 void CudaOp::fill_with_nan(Stream stream) {
@@ -149,16 +181,11 @@ void CudaOp::look() {
 
 void CudaOp::let_go() {
   const Stream rescue = driver_->create_stream();
-  std::vector<MemOp> told;
-  for (int rank = 0; rank < setup_.world; ++rank) {
+  for (int rank = neighbours().begin; rank < neighbours().end; ++rank) {
     if (rank == setup_.rank) continue;
-    const Address status = status_of(rank);
-    told.push_back({MemOp::kWrite, status + FLUX_STATUS_SIGNAL * sizeof(std::uint64_t),
-                    static_cast<std::uint32_t>(setup_.rank)});
-    told.push_back({MemOp::kWrite, status + FLUX_STATUS_EXPECTED * sizeof(std::uint64_t), epoch_});
-    told.push_back({MemOp::kWrite, status, FLUX_ABANDONED});
+    driver_->memory_ops(rescue, tell_of_giving_up(status_of(rank), setup_.rank, epoch_));
   }
-  driver_->memory_ops(rescue, told);
+  if (setup_.remote) setup_.remote->give_up(rescue, epoch_);
   const auto signals = static_cast<std::size_t>(setup_.signals);
   driver_->fill(rescue, setup_.pads[setup_.rank], epoch_,
                 2 * static_cast<std::size_t>(setup_.world));
@@ -232,11 +259,16 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   std::vector<GatherPart> parts{
       {x.x, setup_.row_bytes, setup_.data, sources.empty() ? setup_.data : sources}};
   if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, scales_, scales_});
+  GatherCall moved{stream,         copy_stream_, forked_,
+                   number(),       parts,        capture_ != 0 ? kAllMet : words_->entries,
+                   words_->signals};
+  if (setup_.remote) {
+    moved.node = neighbours();
+    moved.beside = [&] { gather_rows(schedule, stream); };
+  }
   {
     const Span stage("flux copies");
-    gather_tiles(*driver_, schedule,
-                 GatherCall{stream, copy_stream_, forked_, number(), parts,
-                            capture_ != 0 ? kAllMet : words_->entries, words_->signals});
+    gather_tiles(*driver_, schedule, moved);
   }
   bool awaited = pulls(schedule);  // by the copy stream
   for (std::size_t i = 0; i < operands.size(); ++i) {
@@ -254,8 +286,8 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
     awaited = true;
   }
   // x may be overwritten, and the gathered rows reused, by what follows on the stream.
-  driver_->record(joined_, copy_stream_);
-  driver_->await_event(stream, joined_);
+  join(stream, copy_stream_);
+  if (setup_.remote) join(stream, network_stream_);
   if (!awaited) await_rows(schedule, stream);
   if (gathered != 0) {
     const Span stage("flux collect");
@@ -289,52 +321,72 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
   args.a = pointer<const void>(x.x);
   args.lda = x.ld;
   args.scale_a = pointer<const float>(x.scale);
-  const std::int64_t mine = setup_.slots > 1 ? setup_.rank * setup_.slot_bytes : 0;
   for (int owner = 0; owner < setup_.world; ++owner) {
+    const int to = holder(owner);
+    const std::int64_t at = setup_.slots > 1 ? partial_of(owner, setup_.rank % lanes()) : 0;
     const Address owned = setup_.sums_by_switch
                               ? setup_.data[setup_.rank] + owner * setup_.slot_bytes
-                              : setup_.data[owner] + mine;
+                              : setup_.data[to] + at;
     args.slots[owner] = pointer<void>(owned);
-    args.flags[owner] = pointer<std::uint32_t>(words_->signals[owner]);
+    args.flags[owner] = pointer<std::uint32_t>(words_->signals[to] + region_of(owner) * kWord);
   }
   args.slot_ld = operand.n;
   args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
+  // Ahead of the kernel if there are several nodes: the fork is where the call begins.
+  if (setup_.remote) driver_->record(forked_, stream);
   const Span stage("flux kernel");
   kernels_.at(0)->launch(args, stream);
+  if (setup_.remote) send_sums(schedule, operand.n);
 }
 
-void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out) {
+// The sum of all partials for this rank's rows, up to where it goes.
+FluxReduceArgs CudaOp::reduce_args(const Schedule& schedule, int n) const {
   const int m = schedule.spec.problem.m, rank = setup_.rank, world = setup_.world;
   FluxReduceArgs args{};
   args.first_row = row_begin(m, world, rank);
   args.rows = row_count(m, world, rank);
-  args.n = operand.n;
+  args.n = n;
   args.m = m;
   args.tile_m = kernels_.at(0)->tile_m();
   args.tile_n = kernels_.at(0)->tile_n();
   args.world = world;
   args.rank = rank;
   args.slot_count = setup_.slots;
-  for (int slot = 0; slot < setup_.slots; ++slot) {
+  for (int slot = 0; slot < std::min(setup_.slots, FLUX_MAX_WORLD); ++slot) {
     args.slots[slot] = pointer<const void>(setup_.data[rank] + slot * setup_.slot_bytes);
   }
-  args.slot_ld = args.out_ld = operand.n;
-  args.flags = pointer<const std::uint32_t>(words_->signals[rank]);
-  args.bias = pointer<const void>(operand.bias);
+  args.slot_ld = args.out_ld = n;
+  args.flags = pointer<const std::uint32_t>(words_->signals[rank] + region_of(rank) * kWord);
+  args.first_source = neighbours().begin;
+  args.source_count = lanes();
   args.scale = setup_.scale;
   args.sm_count = setup_.sm_count;
   args.sync = sync();
-  args.out_count = setup_.all_reduce ? world : 1;
+  return args;
+}
+
+void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out) {
+  FluxReduceArgs args = reduce_args(schedule, operand.n);
+  args.bias = pointer<const void>(operand.bias);
+  args.out_count = setup_.all_reduce ? lanes() : 1;
   for (int to = 0; to < args.out_count; ++to) {
-    const Address result = setup_.data[to] + setup_.rest_offset + args.first_row * setup_.row_bytes;
+    const Address result = setup_.data[neighbours().begin + to] + setup_.rest_offset +
+                           args.first_row * setup_.row_bytes;
     args.outs[to] = pointer<void>(setup_.all_reduce ? result : out);
   }
   if (setup_.multicast != 0) by_switch(args);
+  if (setup_.remote) {
+    join(stream, network_stream_);
+    reduce_nodes(&args);
+  }
   {
     const Span stage("flux reduction");
     kernels_.at(0)->reduce(args, stream);
   }
-  if (setup_.all_reduce) collect(m, stream, out);
+  if (setup_.all_reduce) {
+    if (setup_.remote) share_result(schedule, stream);
+    collect(schedule.spec.problem.m, stream, out);
+  }
   end(stream);
 }
 
@@ -363,8 +415,8 @@ void CudaOp::collect(int m, Stream stream, Address out) {
   if (capture_ != 0) {
     kernels_.at(0)->meet(meeting(words_->done), stream);
   } else {
-    std::vector<MemOp> done = raise_everywhere(words_->done);
-    const std::vector<MemOp> waits = await_everybody(words_->done);
+    std::vector<MemOp> done = raise_in_node(words_->done, {setup_.rank});
+    const std::vector<MemOp> waits = await_node(words_->done);
     done.insert(done.end(), waits.begin(), waits.end());
     driver_->memory_ops(stream, done);
   }

@@ -6,6 +6,8 @@
 //   GemmRS   stream       zeros, NaN | entry -> all peers | kernel: tile -> its owner, flag | reduction
 //   GemmAR                ... | "my rows are everywhere" -> all peers | await all | result -> output
 //
+// Between nodes there is a third stream: cuda_op_nodes.cpp, and docs/protocol.md for the pictures.
+//
 // The host waits for nothing, allocates no device memory and sets none: signals, flags and entries
 // hold the number of the call (epoch). Who may write to which buffer when: gather_tiles.h (gathered
 // rows), cuda/gemm/sm90/scatter_store.cuh (partials). An entry is raised by a stream operation behind
@@ -22,24 +24,27 @@
 #include "host/driver.h"
 #include "host/gather_tiles.h"
 #include "host/kernels.h"
+#include "host/remote.h"
 #include "host/schedule.h"
 
 namespace flux::host {
 
 // Symmetric memory of one op, as this rank addresses it, and what every launch is told.
 //
-// Pad: W entries, W words "my result is everywhere" (GemmAR), the status (FLUX_STATUS_WORDS of 64
-// bits), then signals or flags; then the words of captured calls: their count, W entries, W words
-// "my signals are reset", W of the result, signals or flags. Peers write to the status only to say that
-// they have given up.
+// Pad: W entries (word o: of whoever holds rows of o for this node, see cuda_op_nodes.cpp), W words
+// "my result is everywhere" (GemmAR), the status (FLUX_STATUS_WORDS of 64 bits), then signals or flags;
+// then the words of captured calls: their count, W entries, W words "my signals are reset", W of the
+// result, signals or flags. Peers write to the status only to say that they have given up.
 // Data: gathered rows, then their scales if they have some; or slots of partials, one per source or
 // (reduced in flight) one that all add to, then (GemmAR) the result. Where the NVLink switch adds up,
 // there is a slot per owner, with this rank's partials of its rows, which the owner reads. (At any M the
-// same owner, so that nobody but the owner of a tile has to be awaited before it is written.)
+// same owner, so that nobody but the owner of a tile has to be awaited before it is written.) Between
+// nodes, slots: W, of each node's rows the partials of this node's ranks; then an inbox for the sum of
+// each other node.
 struct CudaOpSetup {
   int rank;
   int world;
-  std::vector<Address> pads;  // by rank
+  std::vector<Address> pads;  // by rank; 0 where they cannot be addressed
   std::vector<Address> data;  // by rank
   Address multicast;          // all ranks' data at one address (NVLink SHARP), or 0
   bool sums_by_switch;
@@ -56,7 +61,10 @@ struct CudaOpSetup {
   std::uint64_t timeout_ns;
   int sm_count;
   int device;
-  bool poison;  // fill memory with NaN that is not to be read before it has been written
+  bool poison;    // fill memory with NaN that is not to be read before it has been written
+  int nodes = 1;  // consecutive ranks, as many in each, that share memory
+  std::shared_ptr<Remote> remote = nullptr;  // the peers of other nodes, if there are some
+  int beside = 0;                            // blocks that may run beside a GEMM
 };
 
 template <class T>
@@ -118,6 +126,7 @@ class CudaOp {
   // Reads the status now. Blocks until that is done.
   void look();
   Stream copy_stream() const { return copy_stream_; }
+  Stream network_stream() const { return network_stream_; }  // 0: there is one node
 
   // Device memory that a call with this schedule needs on each stream that it runs on, in bytes.
   std::uint64_t workspace_bytes(const Schedule& schedule, const std::vector<Operand>& operands,
@@ -148,6 +157,14 @@ class CudaOp {
   bool read_by_peers(const Schedule& schedule) const;
   void zero_sums(Stream stream);
   void by_switch(FluxReduceArgs& args) const;
+  // Ranks whose memory this one addresses, itself among them.
+  int lanes() const { return setup_.world / setup_.nodes; }
+  int node() const { return setup_.rank / lanes(); }
+  Range neighbours() const { return {node() * lanes(), (node() + 1) * lanes()}; }
+  // The rank of this node that holds what its ranks have for the rows of `owner`.
+  int holder(int owner) const { return neighbours().begin + owner % lanes(); }
+  int twin(int node) const { return node * lanes() + setup_.rank % lanes(); }
+  int region_of(int owner) const { return owner / lanes() * (setup_.signals / setup_.nodes); }
   void end(Stream stream);
   void fill_with_nan(Stream stream);
   void renew_signals(Stream stream);
@@ -156,12 +173,27 @@ class CudaOp {
   int words_in_use(const Schedule& schedule) const;
   // What signals and flags of the call hold.
   std::uint32_t number() const { return capture_ != 0 ? 1 : epoch_; }
+  FluxReduceArgs reduce_args(const Schedule& schedule, int n) const;
   FluxSync sync() const;
   Address status_of(int rank) const;
   FluxGemmArgs gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
                          int k) const;
-  std::vector<MemOp> raise_everywhere(const std::vector<Address>& words) const;
-  std::vector<MemOp> await_everybody(const std::vector<Address>& words) const;
+  std::vector<MemOp> raise_in_node(const std::vector<Address>& words,
+                                   const std::vector<int>& places) const;
+  std::vector<MemOp> await_node(const std::vector<Address>& words) const;
+  std::vector<int> entries() const;
+  void join(Stream later, Stream earlier);
+
+  // cuda_op_nodes.cpp
+  void gather_rows(const Schedule& schedule, Stream stream);
+  void send_sums(const Schedule& schedule, int n);
+  void send_sum(const Schedule& schedule, int tile, int ahead, int n);
+  void sum_of_node(const Schedule& schedule, int owner, Range rows, int n);
+  void reduce_nodes(FluxReduceArgs* args) const;
+  void share_result(const Schedule& schedule, Stream stream);
+  void share_tile(const Schedule& schedule, int tile, int ahead);
+  std::int64_t partial_of(int owner, int lane) const;
+  std::int64_t inbox_of(int node, int at) const;
 
   std::shared_ptr<Driver> driver_;
   std::vector<std::shared_ptr<Kernel>> kernels_;
@@ -174,6 +206,7 @@ class CudaOp {
   std::vector<Address> scales_;       // by rank, gathered
   std::map<Stream, std::pair<Address, std::uint64_t>> workspaces_;
   Stream copy_stream_ = 0;
+  Stream network_stream_ = 0;
   Event forked_ = 0;
   Event joined_ = 0;
   Event ended_ = 0;  // the last call, on its stream

@@ -19,14 +19,19 @@ class Gather {
 
   void run() {
     if (pulls()) {
-      for (int peer = 0; peer < world_; ++peer) await_entry(call_.home, peer);
+      for (int peer = 0; peer < world_; ++peer) {
+        if (in_node(peer)) await_entry(call_.home, peer);
+      }
     }
     flush();
     driver_.record(call_.forked, call_.home);
     driver_.await_event(call_.stream, call_.forked);
     keep_own();
+    flush();
+    if (call_.beside) call_.beside();
     for (const Transfer& t : schedule_.transfers) {
       if (t.src == t.dst) continue;  // own rows are there already
+      if (!in_node(t.src) || !in_node(t.dst)) continue;
       if (pulls()) {
         fetch(t);
       } else {
@@ -52,6 +57,10 @@ class Gather {
 
  private:
   bool pulls() const { return host::pulls(schedule_); }
+  bool in_node(int rank) const {
+    const Range& node = call_.node;
+    return node.begin == node.end || (rank >= node.begin && rank < node.end);
+  }
   static Address row_in(const GatherPart& part, const std::vector<Address>& buffers, int rank,
                         int row) {
     return buffers[rank] + static_cast<Address>(row) * part.row_bytes;

@@ -13,12 +13,17 @@
 // enter call e + 1, which the rank awaits before it writes its own rows of call e + 1. The rank's own
 // rows and pulled rows it writes itself, behind its own kernel. The caller's stream waits for the copy
 // stream at the end of a call, so an entry also says that the rank has forwarded what it had to.
+//
+// Rows that cross between nodes are moved by gather_from_nodes, on a stream of the network; the same
+// copy stream forwards them inside the node behind the signals that it raises.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "host/driver.h"
+#include "host/remote.h"
 #include "host/schedule.h"
 
 namespace flux::host {
@@ -39,6 +44,9 @@ struct GatherCall {
   const std::vector<GatherPart>& parts;
   const std::vector<Address>& entries;  // by rank: W words of its pad; none: all have entered
   const std::vector<Address>& signals;  // by rank: the signals of its pad
+  Range node = {0, 0};                  // ranks that share memory, when those are not all
+  // Puts on streams what is to run beside the copies, once own rows have been put on `home`.
+  std::function<void()> beside = {};
 };
 
 // Whether rows are fetched by their destination.
@@ -48,6 +56,19 @@ inline bool pulls(const Schedule& schedule) {
 }
 
 void gather_tiles(Driver& driver, const Schedule& schedule, const GatherCall& call);
+
+// Rows from and to other nodes. `stream` comes behind the copy of own rows; parts lie at these
+// distances from the beginning of each rank's data, in the order of GatherCall::parts.
+struct NetworkCall {
+  Stream stream;
+  std::uint32_t epoch;
+  Range node;
+  const std::vector<std::int64_t>& parts;
+  const std::vector<std::int64_t>& row_bytes;  // by part
+  Address signals;                             // of this rank's pad
+};
+void gather_from_nodes(Driver& driver, Remote& remote, const Schedule& schedule,
+                       const NetworkCall& call);
 
 // The part of a rank that exists on paper only, in a group where `real` is the one rank that does not
 // (flux/transport/loopback.py): all rows but those of `real` lie at the rank's `sources` from the

@@ -14,9 +14,10 @@ raises all words of the own pad, which lets them go.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -26,11 +27,11 @@ from flux import _C, nvtx
 from flux.backends.cuda_operands import Fit
 from flux.backends.cuda_repeat import Remembered
 from flux.backends.device import Device
-from flux.backends.epilogue import ACTIVATE, SCALE_BYTES, spoil
+from flux.backends.epilogue import ACTIVATE, spoil
+from flux.backends.layout import Layout
 from flux.backends.op_kernels import OpKernel, op_kernel
 from flux.env import POISON
 from flux.errors import PeerTimeoutError
-from flux.heuristic import MAX_COMM_TILES, ceil_div
 from flux.kernels.config import TMA_BYTES
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Knobs, Op
@@ -38,10 +39,8 @@ from flux.ops.call import Call
 from flux.ops.spec import OpSpec
 from flux.schedule import TileSchedule
 from flux.topology import Topology
-from flux.transport.device import DeviceTransport, Peers
+from flux.transport.device import WORD, DeviceTransport, Peers, beside
 
-WORD = 4  # bytes of a signal
-ALIGNMENT = 256  # bytes; of every region of symmetric memory
 SWITCH_BYTES = 16  # that a multicast access takes
 MAX_ROOMY = 4096
 ABANDONED = 4  # the codes of csrc/cuda/abi.h
@@ -61,47 +60,15 @@ def on_its_device(method: F) -> F:
 
     @wraps(method)
     def run(self: CudaBackend, *args: Any, **options: Any) -> Any:
-        if self.device.is_current():
-            return method(self, *args, **options)
-        with self.device.made_current():
-            return method(self, *args, **options)
+        try:
+            if self.device.is_current():
+                return method(self, *args, **options)
+            with self.device.made_current():
+                return method(self, *args, **options)
+        except _C.PeerLostError as error:
+            raise PeerTimeoutError(f"{self.spec.label}: rank {self.rank}: {error}") from error
 
     return cast(F, run)
-
-
-def _up(size: int) -> int:
-    return ceil_div(size, ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Symmetric memory of one rank: words of its pad, and bytes of its data. What lies where:
-    CudaOpSetup in csrc/host/cuda_op.h."""
-
-    signals: int
-    slots: int
-    slot_bytes: int
-    rest_offset: int  # of what comes after gathered rows or slots
-    data_bytes: int
-    row_bytes: int
-
-    @staticmethod
-    def of(spec: OpSpec, world: int, knobs: Knobs, tile: tuple[int, int]) -> Layout:
-        """The least memory that serves every M up to ``spec.max_m``."""
-        chunk = ceil_div(spec.max_m, world)
-        row = spec.row_elements() * spec.itemsize
-        if spec.op is Op.ag_gemm:
-            tiles = min(chunk, MAX_COMM_TILES)
-            if knobs.comm_tile_rows is not None:
-                tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
-            rows = _up(spec.max_m * row)
-            scales = _up(spec.max_m * SCALE_BYTES) if spec.scaling == "row" else 0
-            return Layout(world * tiles, 0, 0, rows, rows + scales, row)
-        flags = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile).flag_count()
-        count = 1 if knobs.reduce == "in_flight" else world
-        slot = _up(chunk * row)
-        result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
-        return Layout(flags, count, slot, count * slot, count * slot + result, row)
 
 
 class CudaBackend:
@@ -119,6 +86,7 @@ class CudaBackend:
         self.spec = spec
         self.transport = transport
         self.rank, self.world = transport.rank, transport.world
+        self.nodes = transport.nodes
         self.topology = topology
         self.timeout_s = timeout_s
         self.poison = POISON.get()
@@ -130,10 +98,15 @@ class CudaBackend:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
         chosen = self._kernels(knobs)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
+        self.beside = 0
+        if self.nodes > 1:  # wherever those blocks run, whole clusters of the GEMM fit beside them
+            self.beside = beside(self.sm_count)
+            cluster = max(math.prod(kernel.built.config.cluster) for kernel in chosen)
+            self.sm_count = max(1, self.sm_count - self.beside * cluster)
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
         tile = self.kernels[0].tile
-        self.layout = Layout.of(spec, self.world, knobs, tile)
+        self.layout = Layout.of(spec, self.world, knobs, tile, self.nodes)
         self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
@@ -141,6 +114,7 @@ class CudaBackend:
         self.multicast = memory.multicast
         self.peers = transport.peers(spec, self.layout, tile, memory)
         self._own_data = memory.data[self.rank]
+        self._remote = transport.remote(memory, self.layout.boxes, self.beside)
         self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
         self.driver = self.device.driver
         self.native = self._native(timeout_s)
@@ -176,6 +150,9 @@ class CudaBackend:
             sm_count=self.sm_count,
             device=self.device.index,
             poison=self.poison,
+            nodes=self.nodes,
+            remote=self._remote,
+            beside=self.beside,
         )
 
     @property
@@ -326,6 +303,11 @@ class CudaBackend:
         if self.native.failed:
             self.check(wait=False)
         stream = self.device.current_stream()
+        if self.nodes > 1 and self.capturing():
+            raise ValueError(
+                f"{self.spec.label}: calls cannot be captured into a CUDA graph where ranks are on "
+                "several nodes"
+            )
         if not self.peers.idle:
             if self.capturing():
                 raise ValueError(
@@ -468,8 +450,9 @@ class CudaBackend:
         self._open = False
         if failed:
             self._let_go()
-        for stream in (*self._streams, self.native.copy_stream):
-            self._drained(stream)
+        for stream in (*self._streams, self.native.copy_stream, self.native.network_stream):
+            if stream or stream in self._streams:  # torch's default stream is 0
+                self._drained(stream)
         self.native.close()
         self._own_data = torch.empty(0)
         self.transport.leave()

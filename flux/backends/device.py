@@ -26,6 +26,7 @@ class Device(Protocol):
         identity: the same for two processes exactly if they use the same GPU.
         driver: stream operations. Streams are integers.
         registry: the kernels that are built.
+        queues: how many streams can go on beside one another.
     """
 
     torch_device: torch.device
@@ -33,6 +34,7 @@ class Device(Protocol):
     sm_count: int
     capability: tuple[int, int]
     identity: str
+    queues: int
 
     @property
     def driver(self) -> _C.Driver: ...
@@ -117,6 +119,7 @@ class CudaDevice:
         self.index = torch.cuda.current_device() if index is None else index
         self.torch_device = torch.device("cuda", self.index)
         properties = torch.cuda.get_device_properties(self.index)
+        self.queues = QUEUES if queues is None else queues
         self.sm_count: int = properties.multi_processor_count
         self.capability = (properties.major, properties.minor)
         self.identity = f"{socket.gethostname()}/{properties.uuid}"

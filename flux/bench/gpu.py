@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flux.backends.device import CudaDevice, Device
-from flux.transport.one_gpu import MAX_WORLD
+from flux.transport.one_gpu import most_ranks
 
 from .methods import Method
 from .place import Call, CpuRanks, Taken
@@ -46,8 +46,8 @@ def why_not(config: BenchConfig, gpus: int, ranks_here: int | None) -> str | Non
         least = 1 if transport == "virtual" else 2
         if ranks_here is not None:
             return f"--transport {transport} runs all ranks in one process: leave out torchrun"
-        if not least <= world <= MAX_WORLD:
-            return f"--transport {transport} takes --nproc {least} to {MAX_WORLD}, got {world}"
+        if not least <= world <= most_ranks():
+            return f"--transport {transport} takes --nproc {least} to {most_ranks()}, got {world}"
         return None
     needed = world if ranks_here is None else ranks_here
     if needed > gpus:

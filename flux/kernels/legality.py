@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flux.kernels.config import ITEMSIZE, SCHEDULES, TMA_BYTES, GemmConfig
 
-MAX_WORLD = 16
+MAX_WORLD = 32
 """FLUX_MAX_WORLD of csrc/cuda/abi.h: ranks whose memory one kernel can address."""
 
 KIB = 1024

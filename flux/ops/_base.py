@@ -27,19 +27,20 @@ from flux.ops.executor import (
     check_executor,
     check_hosts,
     check_options,
+    hosts_of,
     open_exchange,
+    open_gpus,
     refuse_capture,
     resolve_knobs,
     resolve_topology,
+    who_shares_memory,
 )
 from flux.ops.spec import OpSpec, as_sizes
 from flux.schedule import TileSchedule, make_schedule
 from flux.topology import Topology
-from flux.transport import symm_mem
 from flux.transport.device import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
-from flux.transport.shm import host_identity
 
 T = TypeVar("T")
 
@@ -96,18 +97,17 @@ class TensorParallelOp:
         knobs = Knobs()
         problem: Exception | None = None
         label = type(self).__name__
-        hosts = exchange.all_gather(host_identity())
-        if transport == "send_recv":
-            hosts = [str(rank) for rank in range(exchange.world)]  # nobody shares memory
+        hosts = hosts_of(exchange)
         try:
             sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
             spec = OpSpec(self.kind, *sizes, activation, scaling)
             knobs = resolve_knobs(label, tuning)
+            backend = check_executor(label, spec, exchange, knobs, backend, transport)
+            hosts = who_shares_memory(hosts, backend, transport, topology)
             topology = resolve_topology(label, topology, hosts)
             check_legal(knobs, topology)
             check_options(label, spec, exchange.world, timeout_s)
-            backend = check_executor(label, spec, exchange, knobs, backend, transport)
-            knobs = check_hosts(label, len(set(hosts)), knobs, backend, transport)
+            knobs = check_hosts(label, hosts, topology, knobs, backend, transport)
             for variable in VARIABLES:
                 variable.get()
         except (TypeError, ValueError) as error:
@@ -131,7 +131,7 @@ class TensorParallelOp:
         if isinstance(exchange, OneGpuExchange):
             gpus = exchange
         elif backend == "cuda":
-            gpus = symm_mem.open_symm_mem(exchange)
+            gpus = open_gpus(exchange, len(set(hosts)), timeout_s)
         device = gpus.device.torch_device if gpus else torch.device("cpu")
         self._checker = CallChecker(spec, self.world, self.rank, device)
         # make_schedule caches too, but to hash its arguments costs more than a call may.

@@ -8,15 +8,20 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from flux.kernels.legality import MAX_WORLD
 from flux.knobs import Knobs
 from flux.ops import torch_internals
 from flux.ops.spec import OpSpec
 from flux.topology import Topology
+from flux.transport import nodes as several_nodes
+from flux.transport import symm_mem
+from flux.transport.device import DeviceTransport
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
+from flux.transport.shm import host_identity
 
 MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
-TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem",)}
+TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv")}
 """Of the ranks of a process group, by backend."""
 
 
@@ -47,12 +52,50 @@ def refuse_capture(label: str, exchange: Exchange | OneGpuExchange) -> None:
         )
 
 
+def hosts_of(exchange: Exchange | OneGpuExchange) -> list[str]:
+    """By rank, a name that two ranks share if they are on one host. Collective."""
+    if isinstance(exchange, OneGpuExchange):
+        lanes = exchange.world // exchange.nodes
+        return [str(rank // lanes) for rank in range(exchange.world)]
+    return exchange.all_gather(host_identity())
+
+
+def who_shares_memory(
+    hosts: list[str], backend: str, transport: str | None, topology: Topology | None
+) -> list[str]:
+    """By rank, a name that two ranks share if they share memory.
+
+    ``send_recv`` means that nobody does. On GPUs, the ranks of a host do all the same where there
+    are several hosts, or a topology has several nodes: then it is what moves rows between those.
+    """
+    if transport != "send_recv":
+        return hosts
+    if backend == "cuda" and isinstance(topology, Topology) and topology.world == len(hosts):
+        if topology.nodes > 1 and not topology.placement:
+            pairs = zip(hosts, topology.hosts, strict=True)
+            return [f"{host}/{node}" for host, node in pairs]
+    elif backend == "cuda" and len(set(hosts)) > 1:
+        return hosts
+    return [str(rank) for rank in range(len(hosts))]
+
+
 def default_backend(exchange: Exchange | OneGpuExchange) -> str:
     """``cuda`` where the group is one of CUDA devices, else ``cpu``."""
     if isinstance(exchange, OneGpuExchange):
         return "cuda"
     on_cuda = torch.cuda.is_available() and torch_internals.serves(exchange.group, "cuda")
     return "cuda" if on_cuda else "cpu"
+
+
+def open_gpus(exchange: Exchange, nodes: int, timeout_s: float) -> DeviceTransport:
+    """The GPUs of a process group whose ranks share memory in this many nodes. Collective.
+
+    Raises:
+        ValueError: a rank lacks something; on all ranks.
+    """
+    if nodes == 1:
+        return symm_mem.open_symm_mem(exchange)
+    return several_nodes.open_nodes(exchange, nodes, timeout_s)
 
 
 def resolve_knobs(label: str, tuning: str | Knobs) -> Knobs:
@@ -121,24 +164,54 @@ def check_executor(
     return backend
 
 
+def _check_nodes(label: str, sharing: Sequence[str], topology: Topology, knobs: Knobs) -> None:
+    """On GPUs, nodes of the topology are what shares memory, and all alike."""
+    apart = Topology.of_hosts(sharing)
+    if apart.placement:
+        raise ValueError(
+            f"{label}: backend cuda needs the same number of ranks on each host, numbered one host "
+            f"after the other, got {apart}"
+        )
+    if topology.placement or topology.nodes != apart.nodes:
+        raise ValueError(
+            f"{label}: ranks share memory in {apart.nodes} nodes of {apart.lanes}, and the "
+            f"topology has {topology}"
+        )
+    if knobs.reduce == "in_flight":
+        raise ValueError(
+            f"{label}: reduce = in_flight needs memory that all ranks can address, and they are on "
+            f"{apart.nodes} nodes"
+        )
+
+
 def _or(names: Sequence[str]) -> str:
     return " or ".join(["None", *map(repr, names)])
 
 
-def check_hosts(label: str, hosts: int, knobs: Knobs, backend: str, transport: str | None) -> Knobs:
-    """Knobs that work on this many hosts: memory cannot be pulled from another one."""
+def check_hosts(
+    label: str,
+    sharing: Sequence[str],
+    topology: Topology,
+    knobs: Knobs,
+    backend: str,
+    transport: str | None,
+) -> Knobs:
+    """Knobs that work where these ranks share memory: it cannot be pulled from another host."""
+    hosts = len(set(sharing))
+    if backend == "cuda" and len(sharing) > MAX_WORLD:
+        raise ValueError(
+            f"{label}: backend cuda serves up to {MAX_WORLD} ranks, the group has {len(sharing)}"
+        )
     if hosts == 1:
         return knobs
+    if transport in ("shm", "symm_mem"):
+        raise ValueError(
+            f"{label}: the ranks of the group are on {hosts} hosts, and transport={transport!r} "
+            "serves one; leave transport open"
+        )
     if backend == "cuda":
-        raise ValueError(
-            f"{label}: the ranks of the group are on {hosts} hosts, and transport='symm_mem' "
-            "serves one"
-        )
-    if transport == "shm":
-        raise ValueError(
-            f"{label}: the ranks of the group are on {hosts} hosts, and transport='shm' serves "
-            "one; leave transport open"
-        )
+        _check_nodes(label, sharing, topology, knobs)
+        return knobs
     if knobs.direction == "pull":
         raise ValueError(
             f"{label}: direction = pull needs memory that peers can read, but the ranks are on "

@@ -11,10 +11,12 @@ from flux import _C
 from flux.backends.device import Device
 
 if TYPE_CHECKING:
-    from flux.backends.cuda import Layout
+    from flux.backends.layout import Layout
     from flux.ops.spec import OpSpec
     from flux.schedule import TileSchedule
 
+
+WORD = 4  # bytes of a signal
 
 SPARE = 4
 """Multiprocessors that the kernels of ranks which share a GPU leave to copies and fills."""
@@ -26,6 +28,16 @@ def sm_share(device: Device, sharing: int) -> int:
     return device.sm_count if sharing == 1 else max(1, (device.sm_count - SPARE) // sharing)
 
 
+BESIDE = 8
+"""Blocks that may run beside a GEMM between nodes: sums for other nodes, and the network's kernels.
+Eight move more bytes than the network of a GPU does."""
+
+
+def beside(sm_share: int) -> int:
+    """As many of them as ``sm_share`` multiprocessors can spare."""
+    return max(1, min(BESIDE, sm_share // 16))
+
+
 def first_signal(world: int) -> int:
     """Words of a pad before its signals or flags: see CudaOpSetup in csrc/host/cuda_op.h."""
     return 2 * world + 2 * _C.STATUS_WORDS
@@ -33,7 +45,8 @@ def first_signal(world: int) -> int:
 
 @dataclass
 class Memory:
-    """The symmetric memory of one op: by rank, words of its pad, and its data."""
+    """The symmetric memory of one op: by rank, words of its pad, and its data. Both are empty for
+    ranks of other nodes."""
 
     pads: list[torch.Tensor]
     data: list[torch.Tensor]
@@ -78,6 +91,7 @@ class DeviceTransport(Protocol):
     Attributes:
         rank, world: of this rank.
         device: where it lives.
+        nodes: how many sets of ranks there are that share memory: consecutive, of one size.
         sm_share: multiprocessors that its kernels may occupy.
         multicast: whether the memory will have a multicast address; the same on all ranks.
     """
@@ -85,6 +99,9 @@ class DeviceTransport(Protocol):
     rank: int
     world: int
     multicast: bool
+
+    @property
+    def nodes(self) -> int: ...
 
     @property
     def device(self) -> Device: ...
@@ -102,6 +119,19 @@ class DeviceTransport(Protocol):
 
     def memory(self, words: int, data_bytes: int) -> Memory:
         """Zeroed symmetric memory, the same sizes on all ranks. Collective."""
+        ...
+
+    def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote | None:
+        """The peers of other nodes, if there are some. Collective.
+
+        Args:
+            memory: what ``memory`` returned.
+            boxes: words for what arrives in a call.
+            blocks: that kernels of the network may have.
+
+        Raises:
+            PeerTimeoutError: some of them did not come.
+        """
         ...
 
     def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:

@@ -58,7 +58,7 @@ from flux.transport.device import Memory, Peers, first_signal
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
 if TYPE_CHECKING:
-    from flux.backends.cuda import Layout
+    from flux.backends.layout import Layout
     from flux.knobs import Knobs
     from flux.ops._base import TensorParallelOp
     from flux.ops.spec import OpSpec

@@ -14,18 +14,29 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import torch
 from typing_extensions import Self
 
-from flux.backends.device import CudaDevice, Device
+from flux import _C
+from flux.backends.device import QUEUES, CudaDevice, Device
 from flux.transport.device import Memory, Peers
 
 if TYPE_CHECKING:
-    from flux.backends.cuda import Layout
+    from flux.backends.layout import Layout
     from flux.knobs import Knobs
     from flux.ops.spec import OpSpec
 
 T = TypeVar("T")
 
 CLOSE_S = 60.0
-MAX_WORLD = 15  # of 32 queues of a GPU, no two streams of a world may share one: they wait
+
+
+def most_ranks(queues: int = QUEUES, streams: int = 2) -> int:
+    """Ranks that one GPU can hold. Of its queues, no two streams of a world may share one: they
+    wait.
+
+    Args:
+        queues: of the GPU; one is the caller's, and one is spare.
+        streams: of each rank.
+    """
+    return (queues - 2) // streams
 
 
 @dataclass
@@ -34,6 +45,7 @@ class _Op:
 
     what: dict[str, object]
     memory: Memory | None = None
+    mail: list[torch.Tensor] = field(default_factory=list)
     members: set[int] = field(default_factory=set)
 
 
@@ -42,20 +54,22 @@ class OneGpuWorld:
 
     Attributes:
         transport: the name that ops know it by.
+        nodes: how many sets of ranks there are that share memory.
         sm_share: multiprocessors that each rank's kernels may occupy.
     """
 
     transport: ClassVar[str]
     multicast: ClassVar[bool] = False  # there is no switch between ranks of one GPU
 
-    def __init__(self, world: int, least: int, device: Device | None) -> None:
+    nodes = 1
+
+    def __init__(self, world: int, least: int, device: Device | None, streams: int = 2) -> None:
         """Raises ValueError for a ``world`` that is out of range."""
-        if not least <= world <= MAX_WORLD:
-            raise ValueError(
-                f"a {self.transport} world has {least} to {MAX_WORLD} ranks, got {world}"
-            )
-        self.world = world
         self.device = device or CudaDevice()
+        most = most_ranks(self.device.queues, streams)
+        if not least <= world <= most:
+            raise ValueError(f"a {self.transport} world has {least} to {most} ranks, got {world}")
+        self.world = world
         self._ops: list[_Op] = []
         self._built = [0] * world
         self._streams: list[int] = []
@@ -143,6 +157,14 @@ class OneGpuWorld:
         """Zeroed memory of a rank that all ranks can write to."""
         return self.device.zeros(count, dtype)
 
+    def mail(self, number: int) -> list[torch.Tensor]:
+        """Words of an op by which ranks of different nodes tell each other what came; by rank."""
+        return self._ops[number].mail
+
+    def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote | None:
+        """The peers of a rank on other nodes. ``memory``: of the op, as the rank has it."""
+        return None
+
     def peers(
         self, number: int, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory
     ) -> Peers:
@@ -155,6 +177,7 @@ class OneGpuWorld:
         op.members.discard(rank)
         if not op.members:
             op.memory = None
+            op.mail.clear()
 
 
 @dataclass(frozen=True)
@@ -175,6 +198,11 @@ class OneGpuExchange:
         self.label = label
         self.multicast = rank.of.multicast
         self.op = -1
+
+    @property
+    def nodes(self) -> int:
+        """How many sets of ranks there are that share memory."""
+        return self.of.nodes
 
     def all_gather(self, value: T) -> list[T]:
         """Everybody's value: the same for ranks of one process."""
@@ -207,7 +235,18 @@ class OneGpuExchange:
 
     def memory(self, words: int, data_bytes: int) -> Memory:
         """The symmetric memory of the op."""
-        return self.of.memory(self.op, words, data_bytes)
+        everybody = self.of.memory(self.op, words, data_bytes)
+        lanes = self.world // self.nodes
+        node = range(self.rank // lanes * lanes, (self.rank // lanes + 1) * lanes)
+
+        def here(of_all: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [t if r in node else torch.empty(0) for r, t in enumerate(of_all)]
+
+        return Memory(here(everybody.pads), here(everybody.data), everybody.multicast)
+
+    def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote | None:
+        """The peers of other nodes."""
+        return self.of.remote(self.op, self.rank, memory, boxes)
 
     def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
         """What is done for the peers."""

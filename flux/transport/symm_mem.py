@@ -12,6 +12,7 @@ then, and the processes take turns, so nothing is hidden behind anything.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from flux.transport.device import Memory, Peers, sm_share
 from flux.transport.exchange import Exchange
 
 if TYPE_CHECKING:
-    from flux.backends.cuda import Layout
+    from flux.backends.layout import Layout
     from flux.ops.spec import OpSpec
 
 WORD = 4
@@ -36,6 +37,8 @@ class SymmMem:
         exchange: the op's process group.
         device: where this rank lives; None if it has none.
     """
+
+    nodes = 1
 
     def __init__(self, exchange: Exchange, device: Device) -> None:
         self.exchange = exchange
@@ -63,9 +66,7 @@ class SymmMem:
         Raises:
             ValueError: some rank cannot; on all ranks.
         """
-        for rank, text in enumerate(self.exchange.all_gather(problem or "")):
-            if text:
-                raise ValueError(text if rank == self.rank else f"rank {rank} refused: {text}")
+        say_if_ready(self.exchange, problem)
 
     def memory(self, words: int, data_bytes: int) -> Memory:
         """Zeroed memory that all ranks have mapped. Collective."""
@@ -82,6 +83,9 @@ class SymmMem:
             multicast,
         )
 
+    def remote(self, memory: Memory, boxes: int, blocks: int) -> None:
+        """There are no other nodes."""
+
     def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
         """They act for themselves."""
         return Peers()
@@ -91,15 +95,31 @@ class SymmMem:
         self._kept = None
 
 
-def open_symm_mem(exchange: Exchange) -> SymmMem:
-    """The ranks of a process group, each on its current CUDA device. Collective.
+def say_if_ready(exchange: Exchange, problem: str | None) -> None:
+    """Hear of ranks that have a problem. Collective.
 
     Raises:
-        ValueError: a rank has no CUDA device; on all ranks.
+        ValueError: some rank has one; on all ranks.
+    """
+    for rank, text in enumerate(exchange.all_gather(problem or "")):
+        if text:
+            raise ValueError(text if rank == exchange.rank else f"rank {rank} refused: {text}")
+
+
+def own_device(exchange: Exchange, lacks: Callable[[], str] = str) -> Device:
+    """This rank's current CUDA device. Collective.
+
+    Args:
+        exchange: the op's process group.
+        lacks: what this rank lacks besides; empty if nothing.
+
+    Raises:
+        ValueError: a rank has no CUDA device, or lacks something; on all ranks.
     """
     device, problem = None, ""
     try:
         device = CudaDevice(queues=None)
+        problem = lacks()
     except RuntimeError as error:
         problem = str(error)
     problems = exchange.all_gather(problem)
@@ -107,7 +127,16 @@ def open_symm_mem(exchange: Exchange) -> SymmMem:
         if text:
             raise ValueError(f"{exchange.label}: rank {rank}: {text}")
     assert device is not None
-    return SymmMem(exchange, device)
+    return device
+
+
+def open_symm_mem(exchange: Exchange) -> SymmMem:
+    """The ranks of a process group, each on its current CUDA device. Collective.
+
+    Raises:
+        ValueError: a rank has no CUDA device; on all ranks.
+    """
+    return SymmMem(exchange, own_device(exchange))
 
 
 def _has_multicast(device: Device) -> bool:

@@ -9,6 +9,9 @@ they wait for. Ops are built and called rank after rank, from one thread:
            for r in range(4)]
     outs = world.run(lambda r: ops[r](x[r], w[r]))
     world.close()
+
+``VirtualWorld(4, nodes=2)`` plays two nodes of two ranks: those of different nodes do not address
+each other's memory, and a remote moves rows between them (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
+from flux import _C
 from flux.backends.device import Device
-from flux.transport.device import sm_share
+from flux.transport.device import WORD, Memory, first_signal, sm_share
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
 T = TypeVar("T")
@@ -29,16 +35,21 @@ class VirtualWorld(OneGpuWorld):
     Args:
         world: number of ranks.
         device: where they live; the current CUDA device by default.
+        nodes: consecutive ranks, as many in each, that share memory.
 
     Raises:
-        ValueError: ``world`` is not in [1, 15].
+        ValueError: ``world`` is not in [1, 15], in [1, 10] with several nodes, or ``nodes`` does
+            not divide it.
         RuntimeError: there is no CUDA device.
     """
 
     transport = "virtual"
 
-    def __init__(self, world: int, device: Device | None = None) -> None:
-        super().__init__(world, 1, device)
+    def __init__(self, world: int, device: Device | None = None, nodes: int = 1) -> None:
+        super().__init__(world, 1, device, streams=2 if nodes == 1 else 3)
+        if nodes < 1 or world % nodes:
+            raise ValueError(f"nodes must divide the {world} ranks of the world, got {nodes}")
+        self.nodes = nodes
         self.streams = [self.new_stream() for _ in range(world)]
 
     @property
@@ -55,6 +66,27 @@ class VirtualWorld(OneGpuWorld):
         if not 0 <= rank < self.world:
             raise ValueError(f"rank must be in [0, {self.world}), got {rank}")
         return OneGpuRank(self, rank)
+
+    def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote | None:
+        """Copies and words, which need no remote's help on one GPU but follow its rules."""
+        if self.nodes == 1:
+            return None
+        op = self._ops[number]
+        assert op.memory is not None
+        if not op.mail:
+            words = _C.mail_words(self.world, boxes)
+            op.mail += [self.device.zeros(words, torch.int32) for _ in range(self.world)]
+        here = [data.numel() > 0 for data in memory.data]
+        before = (first_signal(self.world) - 2 * _C.STATUS_WORDS) * WORD
+        return _C.DirectRemote(
+            driver=self.device.driver,
+            rank=rank,
+            others=[r for r in range(self.world) if not here[r]],
+            data=[data.data_ptr() for data in op.memory.data],
+            mail=[mail.data_ptr() for mail in op.mail],
+            status=[pad.data_ptr() + before for pad in op.memory.pads],
+            boxes=boxes,
+        )
 
     def run(self, body: Callable[[int], T]) -> list[T]:
         """``body(rank)`` for every rank, each on its own stream, and the results by rank.

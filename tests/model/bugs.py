@@ -196,6 +196,7 @@ class Bug:
     Attributes:
         rule: what the edit breaks.
         finds: kinds of violation one of which shows it.
+        large: too many states for the literal search.
     """
 
     name: str
@@ -203,6 +204,7 @@ class Bug:
     scenario: Scenario
     edit: Edit
     finds: tuple[str, ...] = ("race", "value")
+    large: bool = False  # too large for the literal search
 
 
 def _ag(**options: object) -> Scenario:
@@ -215,6 +217,7 @@ def _rs(op: str = "gemm_rs", **options: object) -> Scenario:
 
 
 _RING = {"world": 3, "rows": (6, 6), "order": "ring1d"}
+_NODES = {"world": 4, "rows": (4, 4), "nodes": 2}
 
 _ALL = {"rows": (4, 4, 4), "captured": (0, 1, 2)}
 _ANY = ("race", "value", "deadlock")
@@ -284,6 +287,7 @@ BUGS = [
         "an entry says that the rank has forwarded what it had to",
         _ag(**_RING, fresh_x=True),
         no_join("caller's stream"),
+        large=True,
     ),
     Bug(
         "push-entry",
@@ -436,4 +440,51 @@ BUGS = [
         ("deadlock",),
     ),
     *_CAPTURED,
+    *(
+        Bug(f"nodes-{name}", rule, scenario, edit, large=True)
+        for name, rule, scenario, edit in (
+            (
+                "fork",
+                "other nodes may write what earlier calls have read",
+                _rs(nodes=2),
+                no_join("network's stream"),
+            ),
+            (
+                "open",
+                "a send waits until its receiver has opened the call",
+                _rs(nodes=2),
+                no_stream_wait("opened", "network's stream"),
+            ),
+            (
+                "box",
+                "a receive is done when its box is raised",
+                _rs(nodes=2),
+                no_stream_wait("box", "network's stream"),
+            ),
+            (
+                "join",
+                "the sum of all nodes comes behind what other nodes send",
+                _rs(nodes=2),
+                no_join("caller's stream"),
+            ),
+            (
+                "flags",
+                "the sum of a node waits for its partials",
+                _rs(**_NODES),
+                no_tile_wait("flag"),
+            ),
+            (
+                "tiles-wait",
+                "a tile goes to its holder behind the holder's entry",
+                _rs(**_NODES),
+                no_tile_wait("entry"),
+            ),
+            (
+                "forwarded-signal",
+                "rows of other nodes are forwarded behind their signal",
+                _ag(**_NODES),
+                no_stream_wait("signal", "copy stream"),
+            ),
+        )
+    ),
 ]

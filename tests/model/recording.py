@@ -52,6 +52,7 @@ class What(IntEnum):
     partial = 2
     result = 3
     output = 4
+    sum = 5  # of a node's partials, for rows of another node's rank
 
 
 class _Record(ctypes.Structure):
@@ -130,6 +131,7 @@ class Scenario:
         captured: rounds of calls that are captured, each as if by itself and replayed once. A
             replay does what the capture of the same call would do in its place.
         switch: memory has a multicast address, and GemmRS and GemmAR reduce in flight.
+        nodes: that the ranks are on.
     """
 
     ops: tuple[str, ...]
@@ -147,6 +149,7 @@ class Scenario:
     streams: int = 1
     captured: tuple[int, ...] = ()
     switch: bool = False
+    nodes: int = 1
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -167,7 +170,8 @@ class Scenario:
             which = "all calls" if every else "call " + ",".join(str(t + 1) for t in self.captured)
             extras += [f"{which} captured"]
         what = ", ".join(extras)
-        return f"{'+'.join(self.ops)}{f' ({what})' if what else ''}, {self.world} ranks, M = {rows}"
+        ranks = f"{self.world} ranks" + (f" on {self.nodes} nodes" if self.nodes > 1 else "")
+        return f"{'+'.join(self.ops)}{f' ({what})' if what else ''}, {ranks}, M = {rows}"
 
 
 @dataclass
@@ -242,7 +246,8 @@ def record(device: RecordingDevice, scenario: Scenario) -> Recording:
     device.clear()
     device.begin_call(0, 0)
     kind = SwitchedWorld if scenario.switch else VirtualWorld
-    with _poison(scenario.poison), kind(scenario.world, device) as world:
+    nodes = scenario.nodes
+    with _poison(scenario.poison), kind(scenario.world, device, nodes) as world:
         session = _Session(device, world, scenario)
         recording = session.run()
     return recording
@@ -282,7 +287,8 @@ class _Session:
         s = self.scenario
         gathers = name == "ag_gemm"
         n, k = (s.n or 4 * s.world, 4) if gathers else (8, 2 * s.world)
-        knobs = Knobs(direction=s.direction, order=s.order, comm_tile_rows=s.comm_tile_rows)
+        order = None if s.nodes > 1 and s.order == "direct" else s.order
+        knobs = Knobs(direction=s.direction, order=order, comm_tile_rows=s.comm_tile_rows)
         op = OPS[name](
             self.world.rank(rank),
             max_m=max(s.rows),
@@ -294,8 +300,10 @@ class _Session:
             timeout_s=1.0,
         )
         backend = op._backend
-        if gathers:
+        if gathers or s.nodes > 1:
             self.out.streams[backend.native.copy_stream] = (rank, "copy stream")
+        if s.nodes > 1:
+            self.out.streams[backend.native.network_stream] = (rank, "network's stream")
         self._regions(s.ops.index(name), rank, backend)
         return op
 
@@ -309,14 +317,21 @@ class _Session:
 
         status = _C.STATUS_WORDS * 8
         region(backend._report.data_ptr(), status, "report, word", status)
+        for mail in self.world.mail(backend.transport.op)[rank : rank + 1]:
+            at, boxes = mail.data_ptr(), mail.data_ptr() + self.scenario.world * WORD
+            for begin, count, name in (
+                (at, self.scenario.world, "opened by rank"),
+                (boxes, layout.boxes, "box"),
+            ):
+                words = Region(begin, count * WORD, rank, op, name, WORD, True)
+                self.out.regions.append(words)
         if not layout.slot_bytes:
             region(data, layout.data_bytes, "gathered row", layout.row_bytes)
             return
-        for source in range(layout.slots):
-            at = data + source * layout.slot_bytes
-            of = "owner" if s.switch else "source"
-            name = f"slot of {of} {source}, row"
-            region(at, layout.slot_bytes, name, layout.row_bytes)
+        for slot in range(layout.slots):
+            at = data + slot * layout.slot_bytes
+            of = " of owner" if s.switch else " of source" if s.nodes == 1 else ""
+            region(at, layout.slot_bytes, f"slot{of} {slot}, row", layout.row_bytes)
         if layout.data_bytes > layout.rest_offset:
             size = layout.data_bytes - layout.rest_offset
             region(data + layout.rest_offset, size, "result, row", layout.row_bytes)

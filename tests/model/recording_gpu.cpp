@@ -28,7 +28,8 @@ enum Kind : std::int32_t {
   kReset    // word `at` becomes 0 again
 };
 // Contents, each a matrix without gaps. Rows of x count from the first of the rank that has them.
-enum What : std::int32_t { kNothing, kX, kPartial, kResult, kOutput };
+// A sum is what the ranks of a node, of which `source` is the first, have for the rows of another.
+enum What : std::int32_t { kNothing, kX, kPartial, kResult, kOutput, kSum };
 
 struct Record {
   std::int32_t kind;
@@ -155,7 +156,7 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
 
 std::vector<const void*> sources_of(const FluxReduceArgs& args) {
   if (args.switch_in == nullptr)
-    return std::vector<const void*>(args.slots, args.slots + args.world);
+    return std::vector<const void*>(args.slots, args.slots + args.slot_count);
   std::vector<const void*> found;
   for (auto* at : everywhere(static_cast<const char*>(args.switch_in))) found.push_back(at);
   return found;
@@ -167,9 +168,27 @@ std::vector<void*> outs_of(const FluxReduceArgs& args) {
   return found;
 }
 
+// What a slot of a reduction holds: partials of this node's ranks, in between sums of other nodes, as
+// csrc/host/cuda_op_nodes.cpp lists them. Nodes of one rank have no sums.
+struct Held {
+  What what;
+  int source;
+};
+Held held_in(const FluxReduceArgs& args, int slot) {
+  const int lanes = args.source_count, node = args.first_source / lanes;
+  const bool all = args.slot_count > lanes;
+  if (!all || (slot >= node && slot < node + lanes)) {
+    return {kPartial, args.first_source + slot - (all ? node : 0)};
+  }
+  const int other = slot < node ? slot : slot - lanes + 1;
+  return {lanes > 1 ? kSum : kPartial, other * lanes};
+}
+
 int record_reduce(const FluxReduceArgs* args, void* stream) {
   if (args->rows == 0) return FLUX_OK;
   add(kLaunch, stream);
+  const int last = args->first_source + args->source_count;
+  const bool own = args->rank >= args->first_source && args->rank < last;
   const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
   const Range tiles = tiles_of_owner(s, args->rank);
   const int columns = flag_columns(s);
@@ -180,20 +199,23 @@ int record_reduce(const FluxReduceArgs* args, void* stream) {
     const int width = min_of(kTileN, args->n - first);
     const int begin = max_of(tile_row * kTileM, args->first_row);
     const int end = min_of((tile_row + 1) * kTileM, args->first_row + args->rows);
-    for (int source = 0; source < args->world; ++source) {
+    if (begin >= end) continue;
+    for (int source = args->first_source; source < last; ++source) {
       tile.word(kAwait, args->flags, flag_index(s, source, args->rank, tile_row, unit % columns));
     }
+    if (args->out_count == 0) continue;
     for (int row = begin; row < end; ++row) {
       const std::int64_t local = row - args->first_row;
       const std::int64_t number = static_cast<std::int64_t>(row) * args->n + first;
       const auto sources = sources_of(*args);
-      for (int source = 0; source < args->world; ++source) {
-        tile.touch(kRead, element(sources[source], local * args->slot_ld + first), width, kPartial,
-                   source, number);
+      for (int slot = 0; slot < static_cast<int>(sources.size()); ++slot) {
+        const Held held = held_in(*args, slot);
+        tile.touch(kRead, element(sources[slot], local * args->slot_ld + first), width, held.what,
+                   held.source, number);
       }
       for (void* out : outs_of(*args)) {
-        tile.touch(kWrite, element(out, local * args->out_ld + first), width, kResult, args->rank,
-                   number);
+        tile.touch(kWrite, element(out, local * args->out_ld + first), width, own ? kResult : kSum,
+                   own ? args->rank : args->first_source, number);
       }
     }
   }

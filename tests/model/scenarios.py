@@ -41,6 +41,21 @@ def standard() -> Iterator[Scenario]:
     for op, poison, which in itertools.product(OPS[1:], (False, True), ((), (0, 1, 2))):
         for world, rows in ((2, (4, 1, 3)), (3, (3, 5, 1))):
             yield Scenario((op,), world, rows, poison=poison, captured=which, switch=True)
+    # Several nodes: nodes of one rank, and of two.
+    for op, direction in (
+        ("ag_gemm", "push"),
+        ("ag_gemm", "pull"),
+        ("gemm_rs", "push"),
+        ("gemm_ar", "push"),
+    ):
+        for poison in (False, True):
+            for rows in ((4, 4), (4, 1, 3)):
+                yield Scenario((op,), 2, rows, direction, poison=poison, nodes=2)
+            yield Scenario((op,), 4, (3, 2), direction, poison=poison, nodes=2)
+    yield Scenario(("gemm_ar",), 4, (1, 1), poison=True, nodes=2)
+    yield Scenario(("gemm_ar",), 3, (5, 3), nodes=3, comm_tile_rows=1)
+    yield Scenario(("ag_gemm", "gemm_ar"), 2, (4, 3), nodes=2)
+    yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", nodes=3)
     # A rank without columns: no kernel waits for the rows that peers push to it.
     yield Scenario(("ag_gemm",), 3, (3,), n=4, gather=True)
     yield Scenario(("ag_gemm",), 3, (3, 3), n=4, poison=True)

@@ -1,5 +1,6 @@
 // The reduction that ends GEMM + ReduceScatter: this rank's rows, summed over sources in rank order and
-// in fp32 whatever order they arrive in, so that results repeat bit for bit.
+// in fp32 whatever order they arrive in, so that results repeat bit for bit. Between nodes it also
+// runs beside the GEMM, in few blocks, and sums what its node has for a rank of another one.
 //
 // It starts on a strip of a tile as soon as all sources have raised the tile's flag. Launched behind
 // the GEMM on the same stream, it needs no multiprocessor before the own GEMM gives some back, so it
@@ -119,11 +120,13 @@ __global__ void __launch_bounds__(kReduceThreads)
         args.first_row + args.rows);
     if (begin < end) {
       bool came = true;
-      if (args.flags != nullptr && static_cast<int>(threadIdx.x) < args.world) {
-        const int flag = flag_index(s, static_cast<int>(threadIdx.x), args.rank, tile_row, column);
+      if (args.flags != nullptr && static_cast<int>(threadIdx.x) < args.source_count) {
+        const int source = args.first_source + static_cast<int>(threadIdx.x);
+        const int flag = flag_index(s, source, args.rank, tile_row, column);
         came = await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, tile_row);
       }
       const bool complete = __syncthreads_and(came);
+      if (args.out_count == 0) continue;
       // The partials were written at other addresses than the switch reads them at.
       if (args.switch_in != nullptr) fence_alias();
       const int first = column * s.tile_n;
@@ -151,7 +154,10 @@ bool wide(FluxReduceArgs const& args) {
 // Launches it: FluxKernel.reduce of the kernels whose output is Element.
 template <class Element>
 int reduce_partials(FluxReduceArgs const* args, void* stream) {
-  if (args->world > FLUX_MAX_WORLD || args->out_count > FLUX_MAX_WORLD) return FLUX_REFUSED;
+  if (args->slot_count > FLUX_MAX_WORLD || args->out_count > FLUX_MAX_WORLD ||
+      args->source_count > kReduceThreads) {
+    return FLUX_REFUSED;
+  }
   if (args->rows == 0) return FLUX_OK;
   const bool by_switch = args->switch_in != nullptr || args->switch_out != nullptr;
   if (by_switch && !wide<Element>(*args)) return FLUX_REFUSED;
@@ -160,7 +166,8 @@ int reduce_partials(FluxReduceArgs const* args, void* stream) {
   const int units =
       (tiles.end - tiles.begin) * flag_columns(s) * ceil_div(args->tile_m, kStripRows);
   // Eight blocks of 256 threads fill a multiprocessor.
-  const int blocks = min_of(units, 8 * max_of(args->sm_count, 1));
+  const int most = args->most_blocks > 0 ? args->most_blocks : 8 * max_of(args->sm_count, 1);
+  const int blocks = min_of(units, most);
   auto* queue = static_cast<cudaStream_t>(stream);
   if (wide<Element>(*args)) {
     reduce_kernel<Element, 16 / sizeof(Element)><<<blocks, kReduceThreads, 0, queue>>>(*args);

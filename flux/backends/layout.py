@@ -1,0 +1,52 @@
+"""Where things lie in the symmetric memory of the CUDA backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flux import _C
+from flux.backends.epilogue import SCALE_BYTES
+from flux.heuristic import MAX_COMM_TILES, ceil_div, most_messages
+from flux.knobs import Knobs, Op
+from flux.ops.spec import OpSpec
+
+ALIGNMENT = 256  # bytes; of every region of symmetric memory
+
+
+def _up(size: int) -> int:
+    return ceil_div(size, ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Symmetric memory of one rank: words of its pad, and bytes of its data. What lies where:
+    CudaOpSetup in csrc/host/cuda_op.h."""
+
+    signals: int
+    slots: int
+    slot_bytes: int
+    rest_offset: int  # of what comes after gathered rows or slots
+    data_bytes: int
+    row_bytes: int
+    boxes: int = 0  # words for what comes from other nodes
+
+    @staticmethod
+    def of(spec: OpSpec, world: int, knobs: Knobs, tile: tuple[int, int], nodes: int = 1) -> Layout:
+        """The least memory that serves every M up to ``spec.max_m``."""
+        chunk = ceil_div(spec.max_m, world)
+        row = spec.row_elements() * spec.itemsize
+        if spec.op is Op.ag_gemm:
+            tiles = min(chunk, MAX_COMM_TILES)
+            if knobs.comm_tile_rows is not None:
+                tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
+            rows = _up(spec.max_m * row)
+            scales = _up(spec.max_m * SCALE_BYTES) if spec.scaling == "row" else 0
+            boxes = world * tiles * (2 if scales else 1)
+            return Layout(world * tiles, 0, 0, rows, rows + scales, row, boxes)
+        flags = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile).flag_count()
+        count = 1 if knobs.reduce == "in_flight" else world + nodes - 1
+        slot = _up(chunk * row)
+        result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
+        boxes = nodes * most_messages(chunk, knobs) * (2 if result else 1)
+        size = count * slot
+        return Layout(nodes * flags, count, slot, size, size + result, row, boxes)
