@@ -39,9 +39,7 @@ def megatron(world: int, tp: int | None = None, **options: Any) -> Iterator[None
         warnings.simplefilter("ignore")
         here = torch.device("cpu")
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: here))
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp or world, **options
-        )
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp or world, **options)
         try:
             yield
         finally:
@@ -71,6 +69,18 @@ def apex() -> Iterator[None]:
         mock.patch.dict(sys.modules, {module.__name__: module}),
         mock.patch.object(layers, module.__name__, module, create=True),
         mock.patch.object(layers, "_grad_accum_fusion_available", True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def cpu_random_states() -> Iterator[None]:
+    """Megatron's activation checkpointing, which saves random states of a GPU, without one."""
+    from megatron.core.tensor_parallel import random
+
+    with (
+        mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(0)),
+        mock.patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None),
     ):
         yield
 
@@ -174,8 +184,9 @@ def check_layer(case: LayerCase, rank: int, world: int, ours: Any = None) -> Any
     A sum of K products is off by at most K roundings, each relative to the sum of magnitudes, which
     Megatron's layer computes too, from the magnitudes of all operands.
     """
-    from flux.layers import megatron as flux_layers
     from megatron.core.tensor_parallel import layers as megatron_layers
+
+    from flux.layers import megatron as flux_layers
 
     ours = ours if ours is not None else case.make(flux_layers, world)
     x = case.input(rank, world)

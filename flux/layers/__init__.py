@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers that hide communication, forward and backward.
 
-``ColumnParallelLinear`` and ``RowParallelLinear`` are for plain PyTorch. What is for Megatron-core is
-in ``flux.layers.megatron``, and imported when it is asked for: flux does not need Megatron-core.
+``ColumnParallelLinear`` and ``RowParallelLinear`` are for plain PyTorch. What is for Megatron-core
+is in ``flux.layers.megatron``, imported when it is asked for: flux does not need Megatron-core.
 """
 
 from __future__ import annotations

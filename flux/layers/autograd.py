@@ -18,8 +18,8 @@ W ranks; x [rows, K], weight [N, K] of this rank; SP: sequence parallelism, shar
         GEMM   [ dy @ w: others' rows | own rows ][ dy.T @ x ] sum of dx
         wires  [ x arrives ......  | dx leaves as it is ready ...... ]
 
-Under autocast operands are cast as torch.nn.functional.linear's would be. The backward of a backward
-would have to communicate once more and is refused.
+Under autocast operands are cast as torch.nn.functional.linear's would be. The backward of a
+backward would have to communicate once more and is refused.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear
 
-from flux.layers.pool import User
+from flux.layers.pool import OpPool, User
 from flux.layers.wgrad import Grad, WeightGrad
 
 
@@ -49,7 +49,7 @@ class Parallel:
         wgrad: what becomes of the weight gradient.
     """
 
-    pool: Any  # OpPool, or Alone where nothing is communicated
+    pool: OpPool
     user: User
     sequence_parallel: bool
     reduce_dx: bool = True
@@ -73,7 +73,7 @@ def column_linear(
         ValueError, TypeError: refused input, on all ranks alike.
         PeerTimeoutError: a peer died or stalled.
     """
-    y: torch.Tensor = _Column.apply(x, weight, bias, how)
+    y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how)
     return y
 
 
@@ -88,7 +88,7 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Te
     Raises:
         As ``column_linear``.
     """
-    z: torch.Tensor = _Row.apply(x, weight, how)
+    z: torch.Tensor = cast(Any, _Row).apply(x, weight, how)
     return z
 
 
@@ -119,7 +119,7 @@ def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
         if not torch.is_grad_enabled():
             return results
         tensors = [r.detach().requires_grad_() for r in results if isinstance(r, torch.Tensor)]
-        refusing = iter(_RefuseTwice.apply(*tensors) if tensors else ())
+        refusing = iter(cast(Any, _RefuseTwice).apply(*tensors) if tensors else ())
         return tuple(next(refusing) if isinstance(r, torch.Tensor) else r for r in results)
 
     return run
@@ -302,4 +302,3 @@ def _row_dx(
         return op(dz, weight), dz
     dx, full = op(dz, weight, return_gathered=True)
     return dx, full
-

@@ -1,8 +1,8 @@
-"""Tensor-parallel linear layers for plain PyTorch models. Megatron's are in flux.layers.megatron."""
+"""Tensor-parallel linear layers for plain PyTorch models."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ class ParallelLinear(nn.Module):
     def _take(self, whole: nn.Linear) -> None:
         """Make this rank's share of a whole layer, equal on all ranks, the parameters."""
 
-        def share(whole: nn.Parameter, split: bool) -> nn.Parameter:
+        def share(whole: torch.Tensor, split: bool) -> nn.Parameter:
             part = whole.detach()
             if split:
                 dim = self.split_dim if part.dim() == 2 else 0
@@ -59,7 +59,8 @@ class ParallelLinear(nn.Module):
             return nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
 
         self.weight = share(whole.weight, True)
-        self.bias = None if whole.bias is None else share(whole.bias, self.bias_is_split)
+        bias: torch.Tensor | None = whole.bias
+        self.bias = None if bias is None else share(bias, self.bias_is_split)
 
     @classmethod
     def from_linear(cls, whole: nn.Linear, **options: Any) -> Self:
@@ -132,7 +133,7 @@ class ColumnParallelLinear(ParallelLinear):
         """x [s(/W), ..., in_features] -> [s, ..., out_features(/W)]. Collective."""
         y = column_linear(x, self.weight, self.bias, self._how())
         if self.gather_output and self.world > 1:
-            gathered: torch.Tensor = _GatherFeatures.apply(y, self)
+            gathered: torch.Tensor = cast(Any, _GatherFeatures).apply(y, self)
             return gathered
         return y
 
@@ -173,25 +174,25 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, ..., in_features(/W)] -> [s(/W), ..., out_features]. Collective."""
         if not self.input_is_parallel and self.world > 1:
-            x = _CutFeatures.apply(x, self)
+            x = cast(Any, _CutFeatures).apply(x, self)
         z = row_linear(x, self.weight, self._how())
         if self.bias is None:
             return z
-        bias = self.bias
+        bias: torch.Tensor = self.bias
         if self.sequence_parallel and self.world > 1:
-            bias = _SumGrad.apply(bias, self.group)
+            bias = cast(Any, _SumGrad).apply(bias, self.group)
         return z + bias
 
 
 def _all_features(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
     """Every rank's last dimension, side by side."""
-    parts = x.new_empty(layer.world, *x.shape)
+    parts = x.new_empty(layer.world * x.shape[0], *x.shape[1:])
     all_gather(parts, x.contiguous(), group=layer.group)
-    return parts.movedim(0, -2).flatten(-2)
+    return parts.view(layer.world, *x.shape).movedim(0, -2).flatten(-2)
 
 
 class _GatherFeatures(torch.autograd.Function):
-    """All features on every rank. What comes back is the same on all ranks, so each takes its own."""
+    """All features on every rank. Their gradient is the same on all ranks: each takes its part."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:

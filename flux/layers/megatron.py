@@ -1,8 +1,9 @@
 """Drop-in forms of Megatron-core's tensor-parallel linear layers.
 
-They are Megatron's own classes but for the products and the communication beside them, so parameters,
-their attributes, initial values and checkpoints are Megatron's, and a checkpoint of one kind of layer
-is one of the other. ``tp_comm_overlap`` and the switches that go with it decide what is fused:
+They are Megatron's own classes but for the products and the communication beside them, so
+parameters, their attributes, initial values and checkpoints are Megatron's, and a checkpoint of one
+kind of layer is one of the other. ``tp_comm_overlap`` and the switches that go with it decide what
+is fused:
 
     tp_comm_overlap                  off: Megatron's own path, everywhere
     tp_comm_overlap_ag               what gathers: forward of column layers, backward of row layers
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel import layers as megatron_layers
@@ -24,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_paral
 
 from flux.layers.autograd import Parallel, column_linear, row_linear
 from flux.layers.eligible import say_once, why_not
-from flux.layers.pool import Alone, User, pool_of
+from flux.layers.pool import Alone, OpPool, User, pool_of
 from flux.layers.wgrad import WeightGrad
 
 
@@ -73,7 +74,7 @@ class _Fused:
         if self._flux_user is None:
             self._flux_user = User()
         fuse_ag, fuse_rs = self._switches() if fuse else (False, False)
-        pool = pool_of(self.tp_group) if communicates else Alone()
+        pool = pool_of(self.tp_group) if communicates else cast(OpPool, Alone())
         return Parallel(pool, self._flux_user, fuse_ag=fuse_ag, fuse_rs=fuse_rs, **options)
 
     def _fuses(self, x: torch.Tensor, weight: torch.Tensor, communicates: bool) -> bool:

@@ -1,8 +1,8 @@
 """The ops that layers share: one per shape and process group, grown as M grows, freed when unused.
 
 A model has many layers of few shapes, and runs one of them at a time, so layers of one shape share
-an op and its symmetric memory. M is known at the first call only, and may grow later: the op is then
-replaced by a larger one.
+an op and its symmetric memory. M is known at the first call only, and may grow later: the op is
+then replaced by a larger one.
 
 Building an op is collective, so all ranks must come to the same decision at the same call:
 
