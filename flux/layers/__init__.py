@@ -10,6 +10,7 @@ from typing import Any
 
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
 from flux.layers.pool import close_pools
+from flux.layers.replace import replace_linears
 
 _MEGATRON = {
     "FluxSpecProvider": "FluxSpecProvider",
@@ -21,6 +22,7 @@ __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
     "close_pools",
+    "replace_linears",
 ]
 
 

@@ -180,7 +180,7 @@ class RowParallelLinear(ParallelLinear):
             return z
         bias: torch.Tensor = self.bias
         if self.sequence_parallel and self.world > 1:
-            bias = cast(Any, _SumGrad).apply(bias, self.group)
+            bias = sum_grad(bias, self.group)
         return z + bias
 
 
@@ -219,9 +219,14 @@ class _CutFeatures(torch.autograd.Function):
         return _all_features(dy, ctx.layer), None
 
 
-class _SumGrad(torch.autograd.Function):
-    """A parameter that every rank applies to rows of its own."""
+def sum_grad(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A parameter that every rank applies to rows of its own: gradients are summed. Collective in
+    backward."""
+    out: torch.Tensor = cast(Any, _SumGrad).apply(parameter, group)
+    return out
 
+
+class _SumGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group

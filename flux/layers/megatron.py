@@ -16,10 +16,12 @@ What cannot be fused takes Megatron's path too, and the log ("flux.layers") says
 from __future__ import annotations
 
 import copy
-from functools import wraps
+import dataclasses
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
@@ -184,3 +186,100 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
             return column_linear(input, weight, how["bias"], parallel)
         y: torch.Tensor = super()._forward_impl(input=input, weight=weight, **how)
         return y
+
+
+# -- swapping in -----------------------------------------------------------------------------------
+
+SWAPS: dict[type, type] = {
+    megatron_layers.ColumnParallelLinear: ColumnParallelLinear,
+    megatron_layers.RowParallelLinear: RowParallelLinear,
+}
+
+
+def flux_spec(spec: Any) -> Any:
+    """A copy of a layer specification in which Megatron's linear layers are ours.
+
+    ``spec``: a ModuleSpec, or what one holds: submodules, classes, tuples, lists, dictionaries and
+    partials of those. Other linear layers, such as Transformer Engine's, stay as they are.
+    """
+    if isinstance(spec, type):
+        return SWAPS.get(spec, spec)
+    if isinstance(spec, partial):
+        keywords = {name: flux_spec(value) for name, value in spec.keywords.items()}
+        return partial(flux_spec(spec.func), *map(flux_spec, spec.args), **keywords)
+    if dataclasses.is_dataclass(spec):
+        copied = copy.copy(spec)
+        for field in dataclasses.fields(spec):
+            setattr(copied, field.name, flux_spec(getattr(spec, field.name)))
+        return copied
+    if isinstance(spec, dict):
+        return {name: flux_spec(value) for name, value in spec.items()}
+    if type(spec) in (list, tuple):
+        return type(spec)(map(flux_spec, spec))
+    return spec
+
+
+class FluxSpecProvider(BackendSpecProvider):  # type: ignore[misc, unused-ignore]
+    """Megatron-core's BackendSpecProvider with our linear layers.
+
+    Args:
+        fallback: the provider of everything else; Megatron's LocalSpecProvider by default.
+    """
+
+    def __init__(self, fallback: BackendSpecProvider | None = None) -> None:
+        self.fallback: Any = LocalSpecProvider() if fallback is None else fallback
+
+    def column_parallel_linear(self) -> type:
+        """Which column parallel linear module the backend uses"""
+        return cast(type, ColumnParallelLinear)
+
+    def row_parallel_linear(self) -> type:
+        """Which row parallel linear module the backend uses"""
+        return cast(type, RowParallelLinear)
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """No: norms are modules of their own."""
+        return False
+
+    def column_parallel_layer_norm_linear(self) -> type | None:
+        """None, as there is no single module for layernorm and linear."""
+        return None
+
+    def layer_norm(self, *args: Any, **options: Any) -> Any:
+        """Which module for layernorm: the fallback's"""
+        return self.fallback.layer_norm(*args, **options)
+
+    def core_attention(self) -> Any:
+        """Which module to use for attention: the fallback's"""
+        return self.fallback.core_attention()
+
+    def grouped_mlp_modules(self, *args: Any, **options: Any) -> Any:
+        """Which modules to use for experts: the fallback's, with our linear layers in it"""
+        return flux_spec(self.fallback.grouped_mlp_modules(*args, **options))
+
+    def activation_func(self) -> Any:
+        """Which module to use for activation function: the fallback's"""
+        return self.fallback.activation_func()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "fallback":  # not there yet, or no more
+            raise AttributeError(name)
+        return getattr(self.fallback, name)
+
+
+def swap(model: torch.nn.Module, overlap: bool | None) -> int:
+    """Make Megatron's linear layers in ``model`` ours, in place; how many there are then.
+
+    Parameters, hooks and optimizers that know them are not touched.
+    """
+    count = 0
+    for name, module in model.named_modules():
+        new = SWAPS.get(type(module))
+        if new is not None:
+            module.__class__ = new
+            last = name.rpartition(".")[2]
+            cast(Any, module).tp_comm_buffer_name = last.removeprefix("linear_")
+        if isinstance(module, _Fused):
+            module.overlap = overlap if overlap is not None else module.overlap
+            count += 1
+    return count
