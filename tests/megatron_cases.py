@@ -1,7 +1,8 @@
 """Megatron-core on the CPU, for tests: its groups, layers, and small GPT models, on gloo ranks.
 
-Megatron puts new tensors on ``torch.cuda.current_device()``; here that is the CPU. Everything else
-of its tensor parallelism runs as it is.
+Megatron puts new tensors on ``torch.cuda.current_device()``; here that is the CPU. It keeps states
+of the GPU's random numbers, and waits for the GPU; there is none. Everything else of its tensor
+parallelism runs as it is.
 """
 
 from __future__ import annotations
@@ -33,17 +34,22 @@ harness.PRELOAD.append("megatron.core.models.gpt")
 def megatron(world: int, tp: int | None = None, **options: Any) -> Iterator[None]:
     """Megatron-core's parallel state over all ranks, on the CPU. Collective."""
     from megatron.core import parallel_state
-    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.core.tensor_parallel import random
 
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
-        here = torch.device("cpu")
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: here))
+        for module, name, stand_in in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (torch.cuda, "synchronize", lambda *_: None),
+            (random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(0)),
+            (random, "_set_cuda_rng_state", lambda *_, **__: None),
+        ):
+            stack.enter_context(mock.patch.object(module, name, stand_in))
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp or world, **options)
+        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         try:
             yield
         finally:
-            unset_num_microbatches_calculator()
             parallel_state.destroy_model_parallel()
 
 
@@ -69,18 +75,6 @@ def apex() -> Iterator[None]:
         mock.patch.dict(sys.modules, {module.__name__: module}),
         mock.patch.object(layers, module.__name__, module, create=True),
         mock.patch.object(layers, "_grad_accum_fusion_available", True),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def cpu_random_states() -> Iterator[None]:
-    """Megatron's activation checkpointing, which saves random states of a GPU, without one."""
-    from megatron.core.tensor_parallel import random
-
-    with (
-        mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(0)),
-        mock.patch.object(random, "_set_cuda_rng_state", lambda *_, **__: None),
     ):
         yield
 

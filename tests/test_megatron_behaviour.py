@@ -348,10 +348,22 @@ def _modes(rank: int, world: int) -> None:
                         y, _ = layer(x)
                     assert torch.equal(y, expected) and not y.requires_grad
                     assert y.is_inference() == (mode is torch.inference_mode)
+                _changed_in_place(layer, x)
                 _recomputed(layer, x)
                 _twice(layer, x)
                 _autocast(layer, x, sp, world)
                 layer.close()
+
+
+def _changed_in_place(layer: Any, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    y, _ = layer(x)
+    (y * 2).sum().backward()
+    once = x.grad.clone()
+    y, _ = layer(x)
+    y *= 2
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * once)
 
 
 def _recomputed(layer: Any, x: torch.Tensor) -> None:
@@ -370,8 +382,7 @@ def _recomputed(layer: Any, x: torch.Tensor) -> None:
     for way, run in ways.items():
         own = x.clone().requires_grad_()
         layer.zero_grad()
-        with mc.cpu_random_states():
-            torch.cos(run(own)).sum().backward()
+        torch.cos(run(own)).sum().backward()
         grads.append([own.grad, layer.weight.grad])
         assert all(map(torch.equal, grads[0], grads[-1])), way
 

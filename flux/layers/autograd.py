@@ -125,6 +125,16 @@ def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
     return run
 
 
+def fresh(result: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A result that nobody else holds, in another shape, but not as a view.
+
+    What a Function returns may be changed in place (Megatron's cross entropy does so with logits),
+    unless it is a view made inside.
+    """
+    out: torch.Tensor = torch.ops.aten._unsafe_view(result, shape)
+    return out
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -180,13 +190,13 @@ class _Column(torch.autograd.Function):
         with _autocast_off(x):
             w, world = weight.to(dtype), how.pool.world
             own_bias = bias if bias is not None and bias.dtype == dtype else None
+            rows = _rows(x)
             if not how.sequence_parallel:
-                y = linear(x, w, own_bias)
+                y = fresh(linear(rows, w, own_bias), *x.shape[:-1], w.shape[0])
             else:
-                rows = _rows(x)
                 m, sizes = rows.shape[0] * world, (w.shape[0] * world, w.shape[1], dtype)
                 op = how.pool.ag_gemm(how.user, m, *sizes, fused=how.fuse_ag)
-                y = op(rows, w, own_bias).view(x.shape[0] * world, *x.shape[1:-1], w.shape[0])
+                y = fresh(op(rows, w, own_bias), x.shape[0] * world, *x.shape[1:-1], w.shape[0])
             # Another dtype's bias decides the dtype of the sum, as it does in Megatron.
             return y if bias is None or own_bias is not None else y + bias
 
@@ -268,7 +278,7 @@ class _Row(torch.autograd.Function):
                         f"scattered over, got {list(x.shape)}"
                     )
                 )
-            return op(rows, w).view(x.shape[0] // parts, *x.shape[1:-1], w.shape[0])
+            return fresh(op(rows, w), x.shape[0] // parts, *x.shape[1:-1], w.shape[0])
 
     @staticmethod
     @once

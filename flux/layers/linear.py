@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import Self
 
 from flux.backends.unfused import all_gather
-from flux.layers.autograd import Parallel, column_linear, once, row_linear
+from flux.layers.autograd import Parallel, column_linear, fresh, once, row_linear
 from flux.layers.pool import User, pool_of
 from flux.transport.exchange import resolve_group
 
@@ -188,7 +188,8 @@ def _all_features(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
     """Every rank's last dimension, side by side."""
     parts = x.new_empty(layer.world * x.shape[0], *x.shape[1:])
     all_gather(parts, x.contiguous(), group=layer.group)
-    return parts.view(layer.world, *x.shape).movedim(0, -2).flatten(-2)
+    beside = parts.view(layer.world, *x.shape).movedim(0, -2).contiguous()
+    return fresh(beside, *x.shape[:-1], layer.world * x.shape[-1])
 
 
 class _GatherFeatures(torch.autograd.Function):
@@ -211,7 +212,7 @@ class _CutFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
         ctx.layer = layer
-        return x.chunk(layer.world, -1)[layer.rank].contiguous()
+        return x.chunk(layer.world, -1)[layer.rank].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once
