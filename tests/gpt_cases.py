@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_cases as mc
+from flux.bench.megatron_cpu import data_parallel, gpt, step
 
 VOCAB, SEQUENCE, BATCH, STEPS = 64, 16, 2, 30
 
@@ -50,42 +51,17 @@ class GPTCase:
         return settings
 
 
-class Norm:
-    """A norm that sequence parallelism knows of, which in Megatron-core is one that needs APEX."""
-
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        made = getattr(torch.nn, config.normalization)(hidden_size, eps)
-        for parameter in made.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return made
-
-
 def build(case: GPTCase, tp: int, ours: str = "") -> Any:
     """The model, with values that depend on the case alone.
 
     ``ours``: "" for Megatron's linear layers, "spec" for ours in the layers by specification, and
     "replace" for ours everywhere, the output layer included.
     """
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from flux.layers import megatron as flux_layers
     from flux.layers import replace_linears
 
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-    if ours == "spec":
-        spec = flux_layers.flux_spec(spec)
     config = mc.config(tp, **case.settings())
     torch.manual_seed(41)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([spec] * config.num_layers, Norm),
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=case.tied,
-    )
+    model = gpt(config, VOCAB, SEQUENCE, tied=case.tied, flux_layers=ours == "spec")
     return replace_linears(model) if ours == "replace" else model
 
 
@@ -97,50 +73,21 @@ def batches(count: int) -> list[torch.Tensor]:
     return list((starts + steps) % VOCAB)
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy, by Megatron's own vocabulary-parallel form."""
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    causal = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool()
-    return model(inputs, positions, causal, labels=labels).mean()
-
-
-def wrapped(model: Any, accumulate: bool) -> Any:
-    """Megatron's data parallelism around the model: its gradient buffers, its final reductions."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
-    )
-    return DistributedDataParallel(model.config, ddp, model)
-
-
-def gradients(ddp: Any, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one step, as Megatron's optimizers would get them."""
-    from megatron.core.distributed import finalize_model_grads
-
-    ddp.zero_grad_buffer()
-    loss = loss_of(ddp, tokens)
-    loss.backward()
-    finalize_model_grads([ddp])
-    grads = {name: p.main_grad for name, p in ddp.module.named_parameters()}
-    return float(loss), grads
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """What the last step has left, by name."""
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def train(case: GPTCase, tp: int, ours: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of all steps, and the gradients of the first."""
     with mc.apex() if case.accumulate else contextlib.nullcontext():
-        ddp = wrapped(build(case, tp, ours), case.accumulate)
+        ddp = data_parallel(build(case, tp, ours))
         optimizer = torch.optim.Adam(ddp.parameters(), 2e-3)
         losses, first = [], {}
         for tokens in batches(STEPS):
-            loss, grads = gradients(ddp, tokens)
-            first = first or {name: grad.clone() for name, grad in grads.items()}
-            for name, parameter in ddp.module.named_parameters():
-                parameter.grad = grads[name]
+            losses.append(step(ddp, tokens))
+            first = first or gradients(ddp.module)
             optimizer.step()
-            optimizer.zero_grad()  # Megatron's buffers are not to be what autograd adds to
-            losses.append(loss)
     return losses, first
 
 
@@ -148,8 +95,9 @@ def true_gradients(case: GPTCase, tp: int) -> dict[str, torch.Tensor]:
     """Gradients of the first step in float64, by Megatron's own layers."""
     plain = replace(case, accumulate=False, recompute="")
     model = build(plain, tp).double()
-    ddp = wrapped(model, False)
-    return gradients(ddp, batches(1)[0])[1]
+    ddp = data_parallel(model)
+    step(ddp, batches(1)[0])
+    return gradients(ddp.module)
 
 
 def check_training(rank: int, world: int, case: GPTCase, ours: str) -> tuple[float, float]:

@@ -1,9 +1,4 @@
-"""Megatron-core on the CPU, for tests: its groups, layers, and small GPT models, on gloo ranks.
-
-Megatron puts new tensors on ``torch.cuda.current_device()``; here that is the CPU. It keeps states
-of the GPU's random numbers, and waits for the GPU; there is none. Everything else of its tensor
-parallelism runs as it is.
-"""
+"""Megatron-core on the CPU, for tests: its layers beside ours, on gloo ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import contextlib
 import importlib.util
 import sys
 import types
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import harness
+from flux.bench.megatron_cpu import megatron_on_cpu
 
 if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec("megatron.core"):
     pytest.skip("needs megatron-core: pip install flux-overlap[megatron]", allow_module_level=True)
@@ -30,27 +25,9 @@ if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
 harness.PRELOAD.append("megatron.core.models.gpt")
 
 
-@contextlib.contextmanager
-def megatron(world: int, tp: int | None = None, **options: Any) -> Iterator[None]:
-    """Megatron-core's parallel state over all ranks, on the CPU. Collective."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-
-    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        warnings.simplefilter("ignore")
-        for module, name, stand_in in (
-            (torch.cuda, "current_device", lambda: torch.device("cpu")),
-            (torch.cuda, "synchronize", lambda *_: None),
-            (random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(0)),
-            (random, "_set_cuda_rng_state", lambda *_, **__: None),
-        ):
-            stack.enter_context(mock.patch.object(module, name, stand_in))
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp or world, **options)
-        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
+def megatron(world: int, **options: Any) -> contextlib.AbstractContextManager[None]:
+    """Megatron-core's parallel state, all ranks one tensor-parallel group. Collective."""
+    return megatron_on_cpu(world, **options)
 
 
 def emulated_apex() -> types.ModuleType:

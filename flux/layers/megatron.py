@@ -30,6 +30,10 @@ from flux.layers.eligible import say_once, why_not
 from flux.layers.pool import Alone, OpPool, User, pool_of
 from flux.layers.wgrad import WeightGrad
 
+if "_forward_impl" not in vars(megatron_layers.ColumnParallelLinear):
+    # Older releases choose the product inside forward, where it cannot be replaced.
+    raise ImportError("flux.layers.megatron needs megatron-core 0.16 or newer")
+
 
 class _Fused:
     """What both layers have in common. Made to be mixed in, and to be given to layers that exist:
