@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flux import PeerTimeoutError
+from flux import GemmAR, GemmRS, Knobs, PeerTimeoutError
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
 from flux.layers.pool import pool_of
 from harness import fresh_ranks, held, nothing_left_in_shared_memory, run_ranks
@@ -66,6 +66,19 @@ def _mlp(rank: int, world: int, sp: bool, fused: bool, recompute: bool) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_mlp_equals_one_process(world: int, sp: bool, fused: bool) -> None:
     run_ranks(world, _mlp, sp, fused, False)
+
+
+def _mlp_on_hosts(rank: int, world: int, hosts: int) -> None:
+    """Ranks that believe themselves on different hosts have a network between them."""
+    with mock.patch.dict("os.environ", FLUX_HOST=f"host{rank * hosts // world}"):
+        for sp in (True, False):
+            _mlp(rank, world, sp, True, False)
+        close_pools()  # a pool knows its hosts
+
+
+@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2)])
+def test_mlp_between_hosts(world: int, hosts: int) -> None:
+    run_ranks(world, _mlp_on_hosts, hosts)
 
 
 def test_mlp_recomputed() -> None:
@@ -150,14 +163,56 @@ def _disagreement(rank: int, world: int) -> None:
         layer(torch.zeros(4, features))
         for mine in (4, 40):  # rank 0 could make do, rank 1 has to build; both have to build
             rows = mine if rank == 0 else 60
-            with pytest.raises(ValueError, match="disagree"):
+            with pytest.raises(ValueError, match=r"disagree|different calls"):
                 layer(torch.zeros(rows, features))
         assert layer(torch.zeros(4, features)).shape[1] == (F // world if column else F)
         layer.close()
 
 
+def _disagreement_compared(rank: int, world: int) -> None:
+    with mock.patch.dict("os.environ", FLUX_CHECK="1"):
+        _disagreement(rank, world)
+
+
 def test_ranks_that_see_different_m_all_hear_of_it() -> None:
     run_ranks(2, _disagreement)
+    run_ranks(2, _disagreement_compared)
+
+
+# -- the end of a GemmRS, hidden behind other work -------------------------------------------------
+
+
+def _overlapped(rank: int, world: int) -> None:
+    for kind in (GemmRS, GemmAR):
+        for knobs in (Knobs(), Knobs(copy_streams=1, tile=(4, 8)), Knobs(path="unfused")):
+            op = kind(max_m=24, n=16, k=8, tuning=knobs, timeout_s=20)
+            x, weight = torch.randn(24, 8 // world), torch.randn(16, 8 // world)
+            calls: list[int] = []
+            out = op.overlapped(x, weight, lambda calls=calls: calls.append(1))
+            assert calls == [1] and torch.equal(out, op(x, weight))
+            with pytest.raises(ValueError, match="x must be"):
+                op.overlapped(x[:, :1], weight, lambda calls=calls: calls.append(2))
+            assert calls == [1] and not op.closed
+
+            def fail() -> None:
+                raise ValueError("the weight gradient is ill")
+
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="the weight gradient is ill"):
+                    op.overlapped(x, weight, fail)
+                assert op.closed
+            else:
+                # This rank's call may be through before rank 0 fails, but the next one is not.
+                with pytest.raises(PeerTimeoutError, match="rank 0"):
+                    for _ in range(2):
+                        op.overlapped(x, weight, lambda: None)
+            op.close()
+            dist.barrier()
+
+
+def test_work_beside_a_gemm_rs() -> None:
+    with fresh_ranks(2) as ranks:
+        ranks.run(_overlapped, timeout=60)
 
 
 def _sharing(rank: int, world: int) -> None:

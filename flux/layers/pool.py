@@ -20,6 +20,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -195,8 +196,14 @@ class OpPool:
 
 
 def _meet_to_grow(op: TensorParallelOp, m: int) -> None:
-    """Meet the peers where one that does not grow would call. Raises ValueError if one does."""
+    """Meet the peers where one that does not grow would call. Raises ValueError if one does.
+
+    On GPUs that takes FLUX_CHECK, as it does to find any other calls that do not fit together.
+    """
     if op._backend is None:
+        return
+    if op._comparison is not None:
+        op._guarded(partial(op._comparison.compare, f"M = {m}"))
         return
     # As in a call with M, which this op has never seen: it is more than max_m.
     digest = m if op.kind is Op.ag_gemm else m * 2

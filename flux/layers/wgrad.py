@@ -58,6 +58,8 @@ class WeightGrad:
             return None if dy is None or x is None else (dy.t() @ x).to(weight.dtype)
         weight.main_grad = main_grad
         if dy is not None and x is not None:
+            if main_grad is None and not hasattr(weight, "__fsdp_param__"):
+                raise RuntimeError("gradient_accumulation_fusion: the weight has no main_grad")
             if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP makes the buffer when asked
                 weight.main_grad = weight.get_main_grad()
                 weight.main_grad.zero_()
