@@ -22,7 +22,8 @@ if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
     pytest.skip("needs megatron-core: pip install flux-overlap[megatron]", allow_module_level=True)
 
 # Importing it takes seconds: once, in the server that ranks are forked from.
-harness.PRELOAD.append("megatron.core.models.gpt")
+harness.PRELOAD += ["megatron.core.models.gpt", "megatron.core.distributed"]
+harness.PRELOAD += ["megatron.core.dist_checkpointing", "torch.distributed.checkpoint"]
 
 
 def megatron(world: int, **options: Any) -> contextlib.AbstractContextManager[None]:
