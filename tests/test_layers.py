@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flux import GemmAR, GemmRS, Knobs, PeerTimeoutError
+from flux.backends.unfused import UnfusedBackend
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
 from flux.layers.pool import pool_of
 from harness import fresh_ranks, held, nothing_left_in_shared_memory, run_ranks
@@ -208,6 +211,73 @@ def _overlapped(rank: int, world: int) -> None:
                         op.overlapped(x, weight, lambda: None)
             op.close()
             dist.barrier()
+
+
+def _not_waited_for(rank: int, world: int) -> None:
+    """The work is done while rows are under way: here a peer has not even come."""
+    for kind in (GemmRS, GemmAR):
+        with kind(max_m=8, n=16, k=8, tuning=Knobs(store="staged"), timeout_s=20) as op:
+            x, weight = torch.randn(8, 8 // world), torch.randn(16, 8 // world)
+            sign = torch.zeros(1)
+            if rank == 1:
+                dist.recv(sign, 0)
+                op(x, weight)
+            else:
+                op.overlapped(x, weight, lambda sign=sign: dist.send(sign, 1))
+
+
+def test_work_is_done_before_peers_are_waited_for() -> None:
+    with fresh_ranks(2) as ranks:
+        ranks.run(_not_waited_for, timeout=60)
+
+
+def _order_of_backward(rank: int, world: int) -> None:
+    events: list[str] = []
+
+    def noting(cls: type, name: str, begin: str, end: str) -> Any:
+        original = getattr(cls, name)
+
+        def run(*args: Any, **options: Any) -> Any:
+            events.append(begin)
+            result = original(*args, **options)
+            if not callable(result):
+                events.append(end)
+                return result
+            return lambda: (result(), events.append(end))[0]
+
+        return mock.patch.object(cls, name, run)
+
+    layer = ColumnParallelLinear(D, F, bias=False, sequence_parallel=True)
+    x = torch.randn(4, D, requires_grad=True)
+    y = layer(x)
+    with (
+        noting(UnfusedBackend, "start_gather", "x begins to travel", "x is there"),
+        noting(GemmRS, "overlapped", "dx begins", "dx is there"),
+    ):
+        y.sum().backward()
+    assert events == ["x begins to travel", "dx begins", "x is there", "dx is there"]
+    y = layer(torch.randn(4, D))  # no gradient of the input: nothing but the gather
+    y.sum().backward()
+    layer.close()
+
+
+def test_backward_gathers_beside_its_gemm() -> None:
+    run_ranks(2, _order_of_backward)
+
+
+def _copied(rank: int, world: int) -> None:
+    layer = ColumnParallelLinear(D, F, sequence_parallel=True)
+    x = torch.randn(4, D)
+    y = layer(x)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x), y)
+        twin.close()
+    assert torch.equal(layer(x), y)
+    layer.close()
+
+
+def test_layers_can_be_copied() -> None:
+    run_ranks(2, _copied)
 
 
 def test_work_beside_a_gemm_rs() -> None:

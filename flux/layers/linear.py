@@ -37,8 +37,9 @@ class ParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel
         self.fused = fused
-        self.group = resolve_group(group)
-        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        found = resolve_group(group)
+        self.group_name = found.group_name  # which can be copied and pickled, as a group cannot
+        self.rank, self.world = dist.get_rank(found), dist.get_world_size(found)
         split = (out_features, in_features)[self.split_dim]
         if split % self.world:
             raise ValueError(
@@ -47,6 +48,11 @@ class ParallelLinear(nn.Module):
             )
         self._user = User()
         self._take(nn.Linear(in_features, out_features, bias, device, dtype))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that the layer is split over."""
+        return resolve_group(self.group_name)
 
     def _take(self, whole: nn.Linear) -> None:
         """Make this rank's share of a whole layer, equal on all ranks, the parameters."""
