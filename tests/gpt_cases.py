@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -140,14 +142,20 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _may_have_children() -> Iterator[None]:
-    """Megatron writes checkpoints with a process of its own, which those of tests may not start."""
+def _saving() -> Iterator[None]:
+    """Megatron-core's way of writing checkpoints, in a rank that is to leave no process behind.
+
+    It starts writers, which daemons such as ranks may not, and a server for a queue between them
+    and itself, which outlives a rank that is ended by a signal. A queue of this process will do.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    config["daemon"] = False
-    try:
+    with (
+        mock.patch.dict(config, daemon=False),
+        mock.patch.object(filesystem_async, "_results_queue", queue.Queue()),
+    ):
         yield
-    finally:
-        config["daemon"] = True
 
 
 def _state(model: Any) -> dict[str, Any]:
@@ -161,7 +169,7 @@ def save(rank: int, world: int, case: GPTCase, ours: str, folder: Path) -> torch
     """Save a model that differs from what ``build`` makes; its logits."""
     from megatron.core import dist_checkpointing
 
-    with mc.megatron(world), _may_have_children():
+    with mc.megatron(world), _saving():
         model = build(case, world, ours)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -178,7 +186,7 @@ def reload(
 
     from flux.layers import close_pools
 
-    with mc.megatron(world), _may_have_children():
+    with mc.megatron(world), _saving():
         model = build(case, world, ours)
         state = dist_checkpointing.load(_state(model), str(source))
         model.load_state_dict(state)

@@ -79,6 +79,15 @@ def normal(std: float = 0.1) -> Any:
     return lambda weight: torch.nn.init.normal_(weight, 0.0, std)
 
 
+def both() -> tuple[Any, Any]:
+    """The modules with Megatron's layers and with ours."""
+    from megatron.core.tensor_parallel import layers as megatron_layers
+
+    from flux.layers import megatron as flux_layers
+
+    return megatron_layers, flux_layers
+
+
 # -- one layer beside Megatron's -------------------------------------------------------------------
 
 
@@ -156,10 +165,7 @@ def check_layer(case: LayerCase, rank: int, world: int, ours: Any = None) -> Any
     A sum of K products is off by at most K roundings, each relative to the sum of magnitudes, which
     Megatron's layer computes too, from the magnitudes of all operands.
     """
-    from megatron.core.tensor_parallel import layers as megatron_layers
-
-    from flux.layers import megatron as flux_layers
-
+    megatron_layers, flux_layers = both()
     ours = ours if ours is not None else case.make(flux_layers, world)
     x = case.input(rank, world)
     got = run_layer(case, ours, x, rank)

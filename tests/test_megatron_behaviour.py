@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 from typing import Any
@@ -16,14 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import megatron_cases as mc
 from harness import run_ranks
 from megatron_cases import LayerCase
-
-
-def _both() -> tuple[Any, Any]:
-    from megatron.core.tensor_parallel import layers as megatron_layers
-
-    from flux.layers import megatron as flux_layers
-
-    return megatron_layers, flux_layers
 
 
 def _ops(layer: Any) -> set[str]:
@@ -79,7 +70,7 @@ def test_the_configuration_says_what_is_fused() -> None:
 
 
 def _saved(rank: int, world: int) -> None:
-    _, ours = _both()
+    _, ours = mc.both()
     with mc.megatron(world):
         for frozen in (False, True):
             case = LayerCase("column", True, frozen=frozen)
@@ -111,7 +102,7 @@ def _runtime_arguments(rank: int, world: int) -> None:
                 "column", sp, options=(("skip_weight_param_allocation", True), ("bias", False))
             )
             results = []
-            for module in _both():
+            for module in mc.both():
                 layer, x = case.make(module, world), case.input(rank, world).requires_grad_()
                 assert layer.weight is None
                 with pytest.raises(RuntimeError, match="weight was not supplied"):
@@ -139,7 +130,7 @@ def _parameters(rank: int, world: int) -> None:
         for kind in ("column", "row"):
             for stride in (1, 2):
                 case = LayerCase(kind, True, options=(("stride", stride),))
-                theirs, mine = (case.make(module, world) for module in _both())
+                theirs, mine = (case.make(module, world) for module in mc.both())
                 assert isinstance(mine, type(theirs)) and type(mine) is not type(theirs)
                 for (name, a), (other, b) in zip(
                     theirs.named_parameters(), mine.named_parameters(), strict=True
@@ -168,7 +159,7 @@ def test_parameters_and_checkpoint_axes_are_megatrons() -> None:
 
 @pytest.mark.parametrize("kind", ["Column", "Row"])
 def test_signatures_are_megatrons(kind: str) -> None:
-    theirs, ours = (getattr(module, f"{kind}ParallelLinear") for module in _both())
+    theirs, ours = (getattr(module, f"{kind}ParallelLinear") for module in mc.both())
     for method in ("__init__", "forward", "sharded_state_dict"):
         a, b = (inspect.signature(getattr(cls, method)) for cls in (theirs, ours))
         assert [p.replace(annotation=0) for p in a.parameters.values()] == [
@@ -192,7 +183,7 @@ def _experts(rank: int, world: int) -> None:
             options = (("is_expert", True), ("bias", False), ("skip_bias_add", True))
             case = LayerCase(kind, True, settings=settings, options=options, k=32, n=48)
             results = []
-            for module in _both():
+            for module in mc.both():
                 layer = case.make(module, world)
                 assert layer.tp_group is parallel_state.get_expert_tensor_parallel_group()
                 torch.manual_seed(19 + rank)
@@ -225,118 +216,11 @@ def test_a_given_group() -> None:
     run_ranks(4, _given_group)
 
 
-# -- weight gradients ------------------------------------------------------------------------------
-
-
-def _accumulated(rank: int, world: int) -> None:
-    with mc.megatron(world):
-        for kind, sp, dtype, main, waits, zero, frozen in (
-            ("column", True, torch.float32, torch.float32, True, False, False),
-            ("column", False, torch.float32, torch.float32, True, True, False),
-            ("row", True, torch.float32, torch.float32, False, False, False),
-            ("row", False, torch.bfloat16, torch.float32, True, True, False),
-            ("column", True, torch.bfloat16, torch.float32, False, False, False),
-            ("column", True, torch.bfloat16, torch.bfloat16, True, True, False),
-            ("row", True, torch.float16, torch.float16, True, True, False),
-        ):
-            settings = (("gradient_accumulation_fusion", True),)
-            case = LayerCase(kind, sp, dtype=dtype, settings=settings, frozen=frozen)
-            results = []
-            for number, module in enumerate(_both()):
-                with mc.apex() if number == 0 else contextlib.nullcontext():
-                    layer = case.make(module, world)
-                    layer.weight.main_grad = torch.ones(layer.weight.shape, dtype=main)
-                    if waits:
-                        layer.weight.grad_added_to_main_grad = False
-                        layer.weight.zero_out_wgrad = zero
-                    x = case.input(rank, world)
-                    for _ in range(2):
-                        got = mc.run_layer(case, layer, x, rank)
-                results.append((got["dx"], layer.weight.main_grad))
-                placeholder = layer.weight.grad
-                assert (placeholder is not None) == waits
-                if waits:
-                    assert layer.weight.grad_added_to_main_grad
-                    assert placeholder.dtype == dtype
-                    assert not zero or not placeholder.any()
-            for theirs, mine in zip(*results, strict=True):
-                unit = torch.finfo(dtype).eps
-                worst = (mine.double() - theirs.double()).abs().max()
-                assert worst <= 8 * unit * theirs.double().abs().max(), (case, worst)
-            layer.close()
-
-
-def test_gradient_accumulation_fusion() -> None:
-    run_ranks(2, _accumulated)
-
-
-def _unsupported_main_grad(rank: int, world: int) -> None:
-    _, ours = _both()
-    with mc.megatron(world):
-        case = LayerCase("row", settings=(("gradient_accumulation_fusion", True),))
-        layer = case.make(ours, world)
-        layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=torch.int32)
-        y, _ = layer(case.input(rank, world))
-        with pytest.raises(RuntimeError, match=r"main_grad in float32.*got torch\.int32"):
-            y.sum().backward()
-        layer.close()
-
-
-def test_main_grad_of_another_dtype_is_refused() -> None:
-    run_ranks(2, _unsupported_main_grad)
-
-
-def _deferred(rank: int, world: int) -> None:
-    from megatron.core.utils import drain_embedding_wgrad_compute
-
-    with mc.megatron(world), mc.apex():
-        for sp in (False, True):
-            results = []
-            for module in _both():
-                activations: list[torch.Tensor] = []
-                grads: list[torch.Tensor] = []
-                settings = (
-                    ("gradient_accumulation_fusion", True),
-                    ("defer_embedding_wgrad_compute", True),
-                    ("wgrad_deferral_limit", 2),
-                    ("pipeline_model_parallel_size", 2),
-                    ("pipeline_dtype", torch.float32),
-                    ("num_layers", 2),
-                )
-                options = (
-                    ("bias", False),
-                    ("embedding_activation_buffer", activations),
-                    ("grad_output_buffer", grads),
-                )
-                case = LayerCase("column", sp, settings=settings, options=options)
-                layer = case.make(module, world)
-                layer.weight.main_grad = torch.zeros_like(layer.weight)
-                outputs = []
-                for call in range(3):
-                    x = (case.input(rank, world) + call).requires_grad_()
-                    outputs.append((x, layer(x)[0]))
-                for _, y in outputs:
-                    y.backward(torch.cos(y.detach()))
-                assert len(grads) == len(activations) == 2
-                before = layer.weight.main_grad.clone()
-                drain_embedding_wgrad_compute(
-                    layer.config, activations, grads, layer.weight, layer.tp_group
-                )
-                results.append((before, layer.weight.main_grad, *[x.grad for x, _ in outputs]))
-            for theirs, mine in zip(*results, strict=True):
-                torch.testing.assert_close(mine, theirs)
-            layer.close()
-
-
-def test_deferred_weight_gradients() -> None:
-    run_ranks(2, _deferred)
-
-
 # -- PyTorch's modes -------------------------------------------------------------------------------
 
 
 def _modes(rank: int, world: int) -> None:
-    _, ours = _both()
+    _, ours = mc.both()
     with mc.megatron(world):
         for kind in ("column", "row"):
             for sp in (False, True):
@@ -434,7 +318,7 @@ def _fallbacks(rank: int, world: int) -> None:
 
     heard: list[str] = []
     listener = Listener()
-    _, ours = _both()
+    _, ours = mc.both()
     with mc.megatron(world), mock.patch.object(eligible, "_said", set()):
         eligible.logger.addHandler(listener)
         try:
