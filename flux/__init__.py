@@ -1,5 +1,8 @@
 """Flux: tensor-parallel communication hidden behind the GEMM it depends on."""
 
+import importlib
+from typing import Any
+
 from flux import ops
 from flux.errors import PeerTimeoutError
 from flux.knobs import Knobs
@@ -20,3 +23,9 @@ __all__ = [
     "make_schedule",
     "ops",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "layers":  # imported when it is asked for
+        return importlib.import_module("flux.layers")
+    raise AttributeError(f"module 'flux' has no attribute {name!r}")

@@ -99,6 +99,12 @@ WORKSPACE_CACHE = Variable(
     8,
     "workspaces that the functional ops keep per process group, least recently used dropped first",
 )
+LAYER_TIMEOUT_S = Variable(
+    "FLUX_LAYER_TIMEOUT_S",
+    _positive,
+    600.0,
+    "seconds that the ops of flux.layers wait for a peer",
+)
 KERNEL_CACHE = Variable(
     "FLUX_KERNEL_CACHE",
     str,
@@ -128,6 +134,7 @@ VARIABLES: tuple[
     HOST,
     WINDOW_MB,
     WORKSPACE_CACHE,
+    LAYER_TIMEOUT_S,
     KERNEL_CACHE,
     CCACHE,
     NVTX,

@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 
 WORLDS = (1, 2, 3, 4, 8)
+# What ranks are forked with. Test modules add what takes long to import, before any rank starts.
+PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "flux"]
 GRACE_S = 3.0  # how long the other ranks may take to tell their side after the first failure
 COLLECTIVE_S = 60.0  # limit of every rendezvous and gloo collective
 
@@ -166,7 +168,7 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}
         name = f"group{next(_counter)}"
-        _context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "flux"])
+        _context.set_forkserver_preload(PRELOAD)
         try:
             with _no_main():
                 for rank in range(world):

@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_script(script: Path, ranks: int = 0, timeout_s: float = 100.0) -> str:
+def run_script(
+    script: Path, ranks: int = 0, timeout_s: float = 100.0, arguments: Sequence[str] = ()
+) -> str:
     """Run ``script``, under torchrun when ``ranks`` is given; returns what it printed.
 
     Raises:
@@ -25,7 +28,7 @@ def run_script(script: Path, ranks: int = 0, timeout_s: float = 100.0) -> str:
     # Poisoned, so that memory which nobody wrote cannot pass for a result.
     settings = {"FLUX_POISON": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [*command, str(script)],
+        [*command, str(script), *arguments],
         cwd=ROOT,
         env={**os.environ, **settings},
         stdout=subprocess.PIPE,

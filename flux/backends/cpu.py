@@ -37,6 +37,7 @@ from flux.backends.epilogue import (
     travelling_row_bytes,
     unpack,
 )
+from flux.backends.unfused import nothing
 from flux.env import POISON, SPIN_US, WINDOW_MB
 from flux.errors import PeerTimeoutError
 from flux.heuristic import MAX_COMM_TILES, across_hosts, ceil_div
@@ -253,8 +254,13 @@ class CpuBackend:
             self._poison_gathered(schedule, call.m)
         return outs, x_full
 
-    def gemm_rs(self, schedule: TileSchedule, call: Call) -> torch.Tensor:
-        """[M, K/W] x [K/W, N] -> [own rows, N]; GemmAR: [M, N]."""
+    def gemm_rs(
+        self, schedule: TileSchedule, call: Call, meanwhile: Callable[[], None] = nothing
+    ) -> torch.Tensor:
+        """[M, K/W] x [K/W, N] -> [own rows, N]; GemmAR: [M, N].
+
+        ``meanwhile`` runs when the GEMM is through, while the last rows are under way.
+        """
         engine, spec = self.engine, self.spec
         own = _C.core.row_count(call.m, self.world, self.rank)
         full = spec.op is Op.gemm_ar
@@ -294,6 +300,7 @@ class CpuBackend:
             )
             for index in range(first, last):
                 engine.visit_done(index)
+        meanwhile()
         self._await(engine.finish)
         self._finish_network()
         if self.poison and self.slots and schedule.knobs.direction == "push":

@@ -6,6 +6,7 @@ benchmarks. It runs on any backend and any number of hosts that torch.distribute
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -20,6 +21,10 @@ from flux.ops.spec import FP8, OpSpec
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def nothing() -> None:
+    """What a caller has to do meanwhile who has nothing to do."""
 
 
 class UnfusedBackend:
@@ -41,8 +46,12 @@ class UnfusedBackend:
 
     def gather_rows(self, x: torch.Tensor, m: int) -> torch.Tensor:
         """[own rows, K] -> [M, K]. Short chunks are padded: collectives want equal sizes."""
+        return self.start_gather(x, m)()
+
+    def start_gather(self, x: torch.Tensor, m: int) -> Callable[[], torch.Tensor]:
+        """``gather_rows``, begun: what is returned waits for it and returns the result."""
         if self.world == 1:
-            return x
+            return lambda: x
         chunk = _C.core.chunk_rows(m, self.world)
         dtype = x.dtype
         if dtype == FP8:  # which collectives do not know
@@ -52,8 +61,13 @@ class UnfusedBackend:
             shard = x.new_zeros(chunk, x.shape[1])
             shard[: x.shape[0]] = x
         full = x.new_empty(self.world * chunk, x.shape[1])
-        self._wait(all_gather(full, shard, group=self.group, async_op=True))
-        return full[:m].view(dtype)
+        work = all_gather(full, shard, group=self.group, async_op=True)
+
+        def finish() -> torch.Tensor:
+            self._wait(work)
+            return full[:m].view(dtype)
+
+        return finish
 
     def ag_gemm(self, call: Call, gather: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
@@ -70,11 +84,11 @@ class UnfusedBackend:
             full = full.clone()  # an output must not alias the input
         return outs, (full if gather else None)
 
-    def gemm_rs(self, call: Call) -> torch.Tensor:
-        """[M, K/W] x [K/W, N] -> [own rows, N]."""
+    def gemm_rs(self, call: Call, meanwhile: Callable[[], None] = nothing) -> torch.Tensor:
+        """[M, K/W] x [K/W, N] -> [own rows, N]; ``meanwhile`` runs while the rows travel."""
         partial = self._padded(call.x, call.m)
         Multiplier(self.spec, call)(call.x, partial[: call.m], scale_x=call.scale_x)
-        return self._finish(self._scatter(partial, call.m), call.biases[0])
+        return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
 
     def scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
         """[M, columns] -> [own rows, columns], summed over ranks."""
@@ -89,19 +103,26 @@ class UnfusedBackend:
         out[m:] = 0
         return out
 
-    def _scatter(self, partial: torch.Tensor, m: int) -> torch.Tensor:
+    def _scatter(
+        self, partial: torch.Tensor, m: int, meanwhile: Callable[[], None] = nothing
+    ) -> torch.Tensor:
         if self.world == 1:
+            meanwhile()
             return partial
         out = partial.new_empty(partial.shape[0] // self.world, partial.shape[1])
-        self._wait(reduce_scatter(out, partial, group=self.group, async_op=True))
+        work = reduce_scatter(out, partial, group=self.group, async_op=True)
+        meanwhile()
+        self._wait(work)
         return out[: _C.core.row_count(m, self.world, self.rank)]
 
-    def gemm_ar(self, call: Call) -> torch.Tensor:
-        """[M, K/W] x [K/W, N] -> [M, N]."""
+    def gemm_ar(self, call: Call, meanwhile: Callable[[], None] = nothing) -> torch.Tensor:
+        """[M, K/W] x [K/W, N] -> [M, N]; ``meanwhile`` runs while the rows travel."""
         out = call.x.new_empty(call.m, self.spec.n[0], dtype=self.spec.out_dtype)
         Multiplier(self.spec, call)(call.x, out, scale_x=call.scale_x)
+        work = dist.all_reduce(out, group=self.group, async_op=True) if self.world > 1 else None
+        meanwhile()
         if self.world > 1:
-            self._wait(dist.all_reduce(out, group=self.group, async_op=True))
+            self._wait(work)
         return self._finish(out, call.biases[0])
 
     def _finish(self, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

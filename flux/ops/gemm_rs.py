@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from flux.backends.cpu import CpuBackend
+from flux.backends.unfused import nothing
 from flux.knobs import Knobs, Op
 from flux.ops._base import TensorParallelOp
 from flux.ops.call import Call
@@ -110,24 +112,59 @@ class GemmRS(TensorParallelOp):
         out: torch.Tensor = run(x, weight, biases, self.handle, scales)
         return out
 
+    def overlapped(
+        self, x: torch.Tensor, weight: torch.Tensor, meanwhile: Callable[[], None]
+    ) -> torch.Tensor:
+        """The op without bias and without autograd, and work of the caller's that hides its end.
+
+        ``meanwhile`` is called once, when this rank's GEMM is through and the last rows are still
+        under way: a backward pass computes its weight gradient there. It must not call this op.
+
+        Raises:
+            As for a call; what ``meanwhile`` raises closes the op, whose peers hear of it.
+        """
+        self._check_types(x, weight)
+        return self._run(x, weight, [], [], meanwhile)
+
     def _run(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         biases: Sequence[torch.Tensor],
         scales: Sequence[torch.Tensor],
+        meanwhile: Callable[[], None] = nothing,
     ) -> torch.Tensor:
         """What ``torch.ops.flux.gemm_rs`` and ``gemm_ar`` execute."""
         bias = biases[0] if biases else None
         return self._guarded(
-            lambda: self._execute(*self._prepare(x, [weight], [bias], None, scales))
+            lambda: self._execute(*self._prepare(x, [weight], [bias], None, scales), meanwhile)
         )
 
-    def _execute(self, call: Call, schedule: TileSchedule) -> torch.Tensor:
+    def _execute(
+        self, call: Call, schedule: TileSchedule, meanwhile: Callable[[], None]
+    ) -> torch.Tensor:
+        if meanwhile is not nothing:
+            meanwhile = _never_refused(meanwhile)
         unfused = self._unfused.gemm_rs if self.kind is Op.gemm_rs else self._unfused.gemm_ar
         if self._backend is None:
-            return unfused(call)
+            return unfused(call, meanwhile)
         if self.knobs.path == "unfused":
             self._backend.check_entries(schedule, call.m * 2 + (call.biases[0] is not None))
-            return unfused(call)
-        return self._backend.gemm_rs(schedule, call)
+            return unfused(call, meanwhile)
+        if isinstance(self._backend, CpuBackend):
+            return self._backend.gemm_rs(schedule, call, meanwhile)
+        out = self._backend.gemm_rs(schedule, call)
+        meanwhile()  # behind the kernels on the caller's stream, which it does not wait for
+        return out
+
+
+def _never_refused(work: Callable[[], None]) -> Callable[[], None]:
+    """``work``, whose errors cannot be taken for a refused argument: rows are under way by then."""
+
+    def run() -> None:
+        try:
+            work()
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(f"the caller's work beside the op failed: {error}") from error
+
+    return run

@@ -1,0 +1,111 @@
+"""Megatron-core without a GPU: for tests, benchmarks and examples, never for flux.layers itself.
+
+Megatron puts new tensors on ``torch.cuda.current_device()``; here that is the CPU. It keeps states
+of the GPU's random numbers, and waits for the GPU; there is none. Everything else of its tensor
+parallelism runs as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@contextlib.contextmanager
+def megatron_on_cpu(tensor_parallel: int, **options: Any) -> Iterator[None]:
+    """Megatron-core's parallel state over all ranks of the default group. Collective.
+
+    ``options``: further arguments of ``parallel_state.initialize_model_parallel``.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")  # that APEX and Transformer Engine are missing
+        for module, name, stand_in in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (torch.cuda, "synchronize", lambda *_: None),
+            (random, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(0)),
+            (random, "_set_cuda_rng_state", lambda *_, **__: None),
+        ):
+            stack.enter_context(mock.patch.object(module, name, stand_in))
+        parallel_state.initialize_model_parallel(tensor_parallel, **options)
+        random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+class Norm:
+    """A norm that sequence parallelism knows of. Megatron-core's own needs APEX for that."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        """torch's norm of the configuration's name, its parameters marked."""
+        made = getattr(torch.nn, config.normalization)(hidden_size, eps)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return made
+
+
+def gpt(
+    config: Any, vocab_size: int, sequence: int, *, tied: bool = False, flux_layers: bool = False
+) -> Any:
+    """A GPTModel of local modules; ``flux_layers``: ours in its layers, by specification."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from flux.layers.megatron import flux_spec
+
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    if flux_layers:
+        spec = flux_spec(spec)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules([spec] * config.num_layers, Norm),
+        vocab_size=vocab_size,
+        max_sequence_length=sequence,
+        share_embeddings_and_output_weights=tied,
+    )
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the last tokens of [batch, sequence + 1], by Megatron's own form."""
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    batch, sequence = inputs.shape
+    positions = torch.arange(sequence).expand(batch, -1)
+    causal = torch.triu(torch.ones(1, 1, sequence, sequence), 1).bool()
+    loss: torch.Tensor = model(inputs, positions, causal, labels=labels).mean()
+    return loss
+
+
+def data_parallel(model: Any) -> Any:
+    """Megatron's data parallelism around a model: its gradient buffers, its final reductions."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=False, overlap_grad_reduce=False, use_distributed_optimizer=False
+    )
+    return DistributedDataParallel(model.config, ddp, model)
+
+
+def step(ddp: Any, tokens: torch.Tensor) -> float:
+    """Loss of one step; gradients are in ``parameter.grad``, as Megatron's optimizers get them."""
+    from megatron.core.distributed import finalize_model_grads
+
+    for parameter in ddp.parameters():
+        parameter.grad = None  # Megatron's buffers are not what autograd is to add to
+    ddp.zero_grad_buffer()
+    loss = loss_of(ddp, tokens)
+    loss.backward()
+    finalize_model_grads([ddp])
+    for parameter in ddp.parameters():
+        parameter.grad = parameter.main_grad
+    return float(loss)

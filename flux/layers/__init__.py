@@ -1,0 +1,34 @@
+"""Tensor-parallel linear layers that hide communication, forward and backward.
+
+``ColumnParallelLinear`` and ``RowParallelLinear`` are for plain PyTorch. What is for Megatron-core
+is in ``flux.layers.megatron``, imported when it is asked for: flux does not need Megatron-core.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
+from flux.layers.pool import close_pools
+from flux.layers.replace import replace_linears
+
+_MEGATRON = {
+    "FluxSpecProvider": "FluxSpecProvider",
+    "MegatronColumnParallelLinear": "ColumnParallelLinear",
+    "MegatronRowParallelLinear": "RowParallelLinear",
+}
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "close_pools",
+    "replace_linears",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MEGATRON:
+        from flux.layers import megatron
+
+        return getattr(megatron, _MEGATRON[name])
+    raise AttributeError(f"module 'flux.layers' has no attribute {name!r}")

@@ -1,0 +1,314 @@
+"""Forward and backward of tensor-parallel linear layers, with communication hidden in both.
+
+W ranks; x [rows, K], weight [N, K] of this rank; SP: sequence parallelism, shards of rows outside.
+
+    column, SP     y  = gather(x) @ w.T          AGGemm; of x, only the shard is saved
+                   dx = scatter(dy @ w)          GemmRS, beside a gather of x that began before it
+                   dw = dy.T @ gather(x)         while the last rows of dx travel
+    column         y  = x @ w.T                  nothing to communicate
+                   dx = all_reduce(dy @ w)       GemmAR
+                   dw = dy.T @ x                 while the last rows of dx travel
+    row, SP        z  = scatter(x @ w.T)         GemmRS
+                   dx = gather(dz) @ w           AGGemm, whose gathered dz is kept
+                   dw = gather(dz).T @ x         nothing left to communicate
+    row            z  = all_reduce(x @ w.T)      GemmAR
+                   dx = dz @ w,  dw = dz.T @ x   nothing to communicate: dz is the same everywhere
+
+    backward of a column layer, SP, on one rank:
+        GEMM   [ dy @ w: others' rows | own rows ][ dy.T @ x ] sum of dx
+        wires  [ x arrives ......  | dx leaves as it is ready ...... ]
+
+Under autocast operands are cast as torch.nn.functional.linear's would be. The backward of a
+backward would have to communicate once more and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch.nn.functional import linear
+
+from flux.layers.pool import OpPool, User
+from flux.layers.wgrad import Grad, WeightGrad
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a layer communicates; everything but the tensors of a call.
+
+    Attributes:
+        pool, user: where its ops come from.
+        sequence_parallel: activations outside of the layer are shards of rows.
+        reduce_dx: sum the gradient of a column layer's input over the ranks (without SP).
+        fuse_ag, fuse_rs: fuse what gathers, what reduces; else the library's collective is used.
+        wgrad: what becomes of the weight gradient.
+    """
+
+    pool: OpPool
+    user: User
+    sequence_parallel: bool
+    reduce_dx: bool = True
+    fuse_ag: bool = True
+    fuse_rs: bool = True
+    wgrad: WeightGrad = field(default_factory=WeightGrad)
+
+
+def column_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Parallel
+) -> torch.Tensor:
+    """A column-parallel layer: x [s(/W), ..., K] -> [s, ..., N/W]. Collective.
+
+    Args:
+        x: own rows (SP), or all of them, the same on every rank.
+        weight: [N/W, K].
+        bias: [N/W] or None.
+        how: the group, and what is fused.
+
+    Raises:
+        ValueError, TypeError: refused input, on all ranks alike.
+        PeerTimeoutError: a peer died or stalled.
+    """
+    y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how)
+    return y
+
+
+def row_linear(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Tensor:
+    """A row-parallel layer without its bias: x [s, ..., K/W] -> [s(/W), ..., N]. Collective.
+
+    Args:
+        x: this rank's columns of all rows; with SP, W divides s.
+        weight: [N, K/W].
+        how: the group, and what is fused.
+
+    Raises:
+        As ``column_linear``.
+    """
+    z: torch.Tensor = cast(Any, _Row).apply(x, weight, how)
+    return z
+
+
+# -- what both have in common ----------------------------------------------------------------------
+
+
+class _RefuseTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "a tensor-parallel linear layer of flux.layers cannot be differentiated twice: "
+            "its backward communicates, and there is no backward of that. Compute the gradient "
+            "that is differentiated again (create_graph=True) without these layers"
+        )
+
+
+def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A backward whose results refuse to be differentiated, instead of passing for constants."""
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        tensors = [r.detach().requires_grad_() for r in results if isinstance(r, torch.Tensor)]
+        refusing = iter(cast(Any, _RefuseTwice).apply(*tensors) if tensors else ())
+        return tuple(next(refusing) if isinstance(r, torch.Tensor) else r for r in results)
+
+    return run
+
+
+def fresh(result: torch.Tensor, *shape: int) -> torch.Tensor:
+    """A result that nobody else holds, in another shape, but not as a view.
+
+    What a Function returns may be changed in place (Megatron's cross entropy does so with logits),
+    unless it is a view made inside.
+    """
+    out: torch.Tensor = torch.ops.aten._unsafe_view(result, shape)
+    return out
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype to multiply in: autocast's if that is on and would cast x."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def _open(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> None:
+    """What every forward keeps. The weight gradient alone needs x; without SP or in a row layer
+    that is all of it, else this rank's shard."""
+    kept = x if ctx.needs_input_grad[1] else None
+    ctx.save_for_backward(kept, weight)
+    # The parameter itself besides: hooks on saved tensors, such as those of activation
+    # checkpointing, may hand out another tensor, which has none of Megatron's attributes.
+    ctx.parameter = weight
+    ctx.main_grad = getattr(weight, "main_grad", None) if how.wgrad.accumulate else None
+    ctx.how = how
+    ctx.shape, ctx.dtype = x.shape, x.dtype
+
+
+def _autocast_off(x: torch.Tensor) -> Any:
+    """Operands have been cast: nothing inside is to be cast again."""
+    device = x.device.type
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
+# -- column ----------------------------------------------------------------------------------------
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        how: Parallel,
+    ) -> torch.Tensor:
+        dtype = _compute_dtype(x)
+        ctx.input_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        x = x.to(dtype)
+        _open(ctx, x, weight, how)
+        with _autocast_off(x):
+            w, world = weight.to(dtype), how.pool.world
+            own_bias = bias if bias is not None and bias.dtype == dtype else None
+            rows = _rows(x)
+            if not how.sequence_parallel:
+                y = fresh(linear(rows, w, own_bias), *x.shape[:-1], w.shape[0])
+            else:
+                m, sizes = rows.shape[0] * world, (w.shape[0] * world, w.shape[1], dtype)
+                op = how.pool.ag_gemm(how.user, m, *sizes, fused=how.fuse_ag)
+                y = fresh(op(rows, w, own_bias), x.shape[0] * world, *x.shape[1:-1], w.shape[0])
+            # Another dtype's bias decides the dtype of the sum, as it does in Megatron.
+            return y if bias is None or own_bias is not None else y + bias
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        how: Parallel = ctx.how
+        x, weight = ctx.saved_tensors
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        deferred = need_w and how.wgrad.defer(dy)
+        dtype = ctx.dtype
+        rows = _rows(dy).to(dtype)
+        dw: list[Grad] = [None]
+        wait_for_x = _begin_gather(how, x, weight, dtype) if need_w and not deferred else None
+
+        def weight_grad() -> None:
+            if need_w:
+                full = wait_for_x() if wait_for_x is not None else None
+                operands = (None, None) if full is None else (rows, full)
+                dw[0] = how.wgrad.deliver(ctx.parameter, ctx.main_grad, *operands)
+
+        dx: Grad = None
+        if need_x:
+            dx = _column_dx(how, rows, weight.to(dtype), weight_grad)
+            dx = dx.view(ctx.shape).to(ctx.input_dtype)
+        else:
+            weight_grad()
+        db = _rows(dy).sum(0).to(ctx.bias_dtype) if need_b else None
+        return dx, dw[0], db, None
+
+
+def _begin_gather(
+    how: Parallel, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype
+) -> Callable[[], torch.Tensor]:
+    """Begin to collect all rows of a column layer's input; the result waits for them."""
+    rows, world = _rows(x), how.pool.world
+    if not how.sequence_parallel:
+        return lambda: rows
+    m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], dtype)
+    op = how.pool.ag_gemm(how.user, m, *sizes, fused=how.fuse_ag)
+    return op._unfused.start_gather(rows, m)
+
+
+def _column_dx(
+    how: Parallel, dy: torch.Tensor, weight: torch.Tensor, meanwhile: Callable[[], None]
+) -> torch.Tensor:
+    """dy [M, N/W] @ weight [N/W, K], reduced; ``meanwhile`` runs while its last rows travel."""
+    pool = how.pool
+    if pool.world == 1 or not (how.sequence_parallel or how.reduce_dx):
+        dx = dy @ weight
+        meanwhile()
+        return dx
+    get = pool.gemm_rs if how.sequence_parallel else pool.gemm_ar
+    n, k = weight.shape[1], weight.shape[0] * pool.world
+    op = get(how.user, dy.shape[0], n, k, dy.dtype, transpose_weight=True, fused=how.fuse_rs)
+    return op.overlapped(dy, weight, meanwhile)
+
+
+# -- row -------------------------------------------------------------------------------------------
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Tensor:
+        dtype = _compute_dtype(x)
+        ctx.input_dtype = x.dtype
+        x = x.to(dtype)
+        _open(ctx, x, weight, how)
+        with _autocast_off(x):
+            pool, w, rows = how.pool, weight.to(dtype), _rows(x)
+            get = pool.gemm_rs if how.sequence_parallel else pool.gemm_ar
+            sizes = (w.shape[0], w.shape[1] * pool.world, dtype)
+            op = get(how.user, rows.shape[0], *sizes, fused=how.fuse_rs)
+            parts = pool.world if how.sequence_parallel else 1
+            if x.shape[0] % parts:
+                op._turn_away(
+                    ValueError(
+                        f"the first dimension must be divisible by the {parts} ranks that it is "
+                        f"scattered over, got {list(x.shape)}"
+                    )
+                )
+            return fresh(op(rows, w), x.shape[0] // parts, *x.shape[1:-1], w.shape[0])
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
+        how: Parallel = ctx.how
+        x, weight = ctx.saved_tensors
+        need_x, need_w = ctx.needs_input_grad[:2]
+        w, rows = weight.to(ctx.dtype), _rows(dz).to(ctx.dtype)
+        dx: Grad = None
+        if how.sequence_parallel:
+            dx, rows = _row_dx(how, rows, w, need_x, need_w)
+        elif need_x:
+            dx = rows @ w
+        dw: Grad = None
+        if need_w:
+            dw = how.wgrad.deliver(ctx.parameter, ctx.main_grad, rows, _rows(x))
+        return (None if dx is None else dx.view(ctx.shape).to(ctx.input_dtype)), dw, None
+
+
+def _row_dx(
+    how: Parallel, dz: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool
+) -> tuple[Grad, torch.Tensor]:
+    """gather(dz) @ weight [N, K/W], and the gathered dz: each only if it is needed."""
+    pool = how.pool
+    n, k = weight.shape[1] * pool.world, weight.shape[0]
+    m = dz.shape[0] * pool.world
+    op = pool.ag_gemm(how.user, m, n, k, dz.dtype, transpose_weight=True, fused=how.fuse_ag)
+    if not need_x:
+        return None, op._unfused.gather_rows(dz, m)
+    if not need_w:
+        return op(dz, weight), dz
+    dx, full = op(dz, weight, return_gathered=True)
+    return dx, full

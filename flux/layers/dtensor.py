@@ -1,0 +1,234 @@
+"""torch's tensor-parallel styles for linear layers, with the communication fused into the product.
+
+``ColwiseParallel`` and ``RowwiseParallel`` take the place of torch.distributed.tensor.parallel's in
+a plan for ``parallelize_module``. Parameters become the same DTensors, so state dicts, optimizers
+and distributed checkpoints do not notice; layouts of inputs and outputs mean the same.
+
+    style     layout given -> layout wanted        fused
+    colwise   Shard(d) -> Shard(-1)                AGGemm, and GemmRS backward
+    colwise   Replicate -> Shard(-1)               GemmAR backward
+    rowwise   Shard(-1) -> Shard(d)                GemmRS, and AGGemm backward
+    rowwise   Shard(-1) -> Replicate               GemmAR
+
+d is any dimension but the last. Other layouts are brought about as torch does before and after.
+A layer that is given what none of this fits takes torch's own path, and the log ("flux.layers")
+says once why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import distribute_module as _distribute_module
+from torch.distributed.tensor import parallel as torch_styles
+
+from flux.layers.autograd import Parallel, column_linear, row_linear
+from flux.layers.eligible import say_once, why_not
+from flux.layers.linear import sum_grad
+from flux.layers.pool import User, pool_of
+
+REPLICATE = Replicate()
+
+
+class StyledLinear(nn.Linear):
+    """A linear layer with DTensor parameters. What ``_apply`` of the styles makes of nn.Linear."""
+
+    style: Any
+    mesh: DeviceMesh
+    user: User
+
+    def local(self, name: str) -> torch.Tensor | None:
+        """This rank's part of a parameter."""
+        parameter = getattr(self, name)
+        return None if parameter is None else parameter.to_local()
+
+    def parallel(self, sequence_parallel: bool, reduce_dx: bool = True) -> Parallel:
+        """How the layer communicates."""
+        pool = pool_of(self.mesh.get_group())
+        return Parallel(pool, self.user, sequence_parallel, reduce_dx)
+
+    def why_not(self, x: torch.Tensor) -> str | None:
+        """Why a call is not fused, or None."""
+        inside = x._local_tensor if isinstance(x, DTensor) else x
+        weight = cast(DTensor, self.weight)._local_tensor
+        return why_not(pool_of(self.mesh.get_group()), inside, weight)
+
+    def torchs_own(self, x: torch.Tensor, reason: str) -> torch.Tensor:
+        """The unfused path, on DTensors."""
+        say_once(f"{type(self).__name__}: torch's own path, because {reason}")
+        style = self.style
+        x = style._prepare_input_fn(
+            style.input_layouts, style.desired_input_layouts, self, (x,), self.mesh
+        )
+        return self.deliver(super().forward(x))
+
+    def deliver(self, y: Any) -> torch.Tensor:
+        """A DTensor, in the layout that the style promises."""
+        style = self.style
+        out: torch.Tensor = style._prepare_output_fn(
+            style.output_layouts, style.use_local_output, self, y, self.mesh
+        )
+        return out
+
+    def close(self) -> None:
+        """Free the ops that no other layer needs. Call it on every rank."""
+        pool_of(self.mesh.get_group()).release(self.user)
+
+
+def _dim(placement: Placement, x: torch.Tensor) -> int | None:
+    """Which dimension of x is sharded: None for none."""
+    return placement.dim % x.dim() if isinstance(placement, Shard) else None
+
+
+class ColwiseLinear(StyledLinear):
+    """A linear layer under the style ``ColwiseParallel``."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features], laid out as the style says -> y. Collective."""
+        x, given = input, self.style.input_layouts[0]
+        reduce_dx = True
+        if isinstance(x, DTensor):
+            given = x.placements[0]
+            # The gradient of a replicated DTensor may stay a sum to be made: whoever made the
+            # input, say by gathering it, reduces once for all of its readers.
+            reduce_dx = False
+        dim = _dim(given, x)
+        reason = self.why_not(x)
+        if dim is None and given != REPLICATE:
+            reason = f"the input is {given}"
+        elif dim == x.dim() - 1:
+            reason = "features of the input are sharded"
+        elif dim is not None and isinstance(x, DTensor) and x.shape[dim] % self.mesh.size():
+            reason = "rows of the input are sharded unevenly"
+        if reason is not None:
+            return self.torchs_own(x, reason)
+        if isinstance(x, DTensor):
+            x = x.to_local(grad_placements=[Partial()] if dim is None else None)
+        weight, bias = self.local("weight"), self.local("bias")
+        assert weight is not None
+        how = self.parallel(dim is not None, reduce_dx)
+        if dim is None:
+            y = column_linear(x, weight, bias, how)
+        else:
+            y = column_linear(x.movedim(dim, 0), weight, bias, how).movedim(0, dim)
+        if self.style.use_local_output and self.style.output_layouts[0] in (
+            Shard(-1),
+            Shard(y.dim() - 1),
+        ):
+            return y
+        return self.deliver(DTensor.from_local(y, self.mesh, [Shard(y.dim() - 1)], run_check=False))
+
+
+class RowwiseLinear(StyledLinear):
+    """A linear layer under the style ``RowwiseParallel``."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features], laid out as the style says -> z. Collective."""
+        x, wanted = input, self.style.output_layouts[0]
+        dim = _dim(wanted, x)
+        reason = self.why_not(x)
+        if dim is None and wanted != REPLICATE:
+            reason = f"the output is to be {wanted}"
+        elif dim == x.dim() - 1:
+            reason = "features of the output are to be sharded"
+        elif dim is not None and x.shape[dim] % self.mesh.size():
+            reason = "rows of the output would be sharded unevenly"
+        if reason is not None:
+            return self.torchs_own(x, reason)
+        features = Shard(x.dim() - 1)
+        given = self.style.input_layouts[0]
+        if isinstance(x, DTensor) or _dim(given, x) != features.dim:
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, self.mesh, [given], run_check=False)
+            x = x.redistribute(placements=[features]).to_local()
+        weight, bias = self.local("weight"), self.local("bias")
+        assert weight is not None
+        how = self.parallel(dim is not None)
+        if dim is None:
+            z = row_linear(x, weight, how)
+        else:
+            z = row_linear(x.movedim(dim, 0), weight, how).movedim(0, dim)
+        if bias is not None:
+            z = z + (bias if dim is None else sum_grad(bias, self.mesh.get_group()))
+        if self.style.use_local_output:
+            return z
+        return DTensor.from_local(z, self.mesh, [wanted], run_check=False)
+
+
+def _fuse(style: Any, module: nn.Module, mesh: DeviceMesh, new: type[StyledLinear]) -> nn.Module:
+    if mesh.ndim != 1:
+        raise ValueError(f"a tensor-parallel plan needs a mesh of one dimension, got {mesh}")
+    distribute_module: Any = _distribute_module
+    distribute_module(module, mesh, style._partition_linear_fn)
+    module.__class__ = new
+    styled = cast(StyledLinear, module)
+    styled.style, styled.mesh, styled.user = style, mesh, User()
+    return module
+
+
+class ColwiseParallel(torch_styles.ColwiseParallel):
+    """torch's style of the same name; linear layers hide their communication."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Linear:
+            return super()._apply(module, device_mesh)
+        return _fuse(self, module, device_mesh, ColwiseLinear)
+
+
+class RowwiseParallel(torch_styles.RowwiseParallel):
+    """torch's style of the same name; linear layers hide their communication."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Linear:
+            return super()._apply(module, device_mesh)
+        self.desired_input_layouts = (Shard(-1),)
+        return _fuse(self, module, device_mesh, RowwiseLinear)
+
+
+# What Hugging Face models write in their tp_plan.
+NAMED: dict[str, Callable[[], Any]] = {
+    "colwise": lambda: ColwiseParallel(),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": lambda: RowwiseParallel(),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "sequence_parallel": lambda: torch_styles.SequenceParallel(),
+    "replicate": lambda: None,
+}
+
+
+def fused_style(style: Any) -> Any:
+    """Our form of a style, given as torch's object or by the name that Hugging Face uses.
+
+    Returns:
+        A style; one that has no fused form unchanged; None for layers that stay as they are.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: neither a style nor a name.
+    """
+    if isinstance(style, str):
+        if style not in NAMED:
+            raise ValueError(f"unknown tensor-parallel style {style!r}; known: {sorted(NAMED)}")
+        return NAMED[style]()
+    if not isinstance(style, torch_styles.ParallelStyle):
+        raise TypeError(f"a plan holds ParallelStyle objects or their names, got {style!r}")
+    for theirs, ours in (
+        (torch_styles.ColwiseParallel, ColwiseParallel),
+        (torch_styles.RowwiseParallel, RowwiseParallel),
+    ):
+        if type(style) is theirs:
+            plain = cast(Any, style)
+            return ours(
+                input_layouts=plain.input_layouts[0],
+                output_layouts=plain.output_layouts[0],
+                use_local_output=plain.use_local_output,
+            )
+    return style

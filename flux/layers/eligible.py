@@ -1,0 +1,44 @@
+"""What the layers can fuse, and the one line of the log that says why something is not fused."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from flux.layers.pool import OpPool
+from flux.ops import torch_internals
+from flux.ops.spec import DTYPES, FP8
+
+logger = logging.getLogger("flux.layers")
+_said: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    """Write a warning to the log "flux.layers", the first time in this process that it is due."""
+    if text not in _said:
+        _said.add(text)
+        logger.warning("%s", text)
+
+
+def why_not(pool: OpPool, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """Why flux has no fused form for these operands, or None when it has. The same on all ranks."""
+    device = x.device.type
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        return f"the weight is a {type(weight).__name__}"
+    if x.dtype not in DTYPES or x.dtype == FP8:
+        return f"there is no form for {x.dtype}"
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(device):
+        return f"the input is {x.dtype} and the weight {weight.dtype}"
+    if x.numel() == 0:
+        return "the input is empty"
+    if device not in ("cpu", "cuda") or weight.device != x.device:
+        return f"the input is on {x.device}, the weight on {weight.device}"
+    if not torch_internals.serves(pool.group, device):
+        return f"the process group has no backend for {device}"
+    if device == "cuda":
+        if pool.hosts > 1:
+            return f"the ranks of the group are on {pool.hosts} hosts, and GPUs of one are served"
+        if torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured"
+    return None

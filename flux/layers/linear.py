@@ -1,0 +1,247 @@
+"""Tensor-parallel linear layers for plain PyTorch models."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import Self
+
+from flux.backends.unfused import all_gather
+from flux.layers.autograd import Parallel, column_linear, fresh, once, row_linear
+from flux.layers.pool import User, pool_of
+from flux.transport.exchange import resolve_group
+
+
+class ParallelLinear(nn.Module):
+    """What ``ColumnParallelLinear`` and ``RowParallelLinear`` have in common."""
+
+    split_dim: int  # of the weight
+    bias_is_split: bool
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | str | None = None,
+        sequence_parallel: bool = False,
+        fused: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.sequence_parallel = sequence_parallel
+        self.fused = fused
+        found = resolve_group(group)
+        self.group_name = found.group_name  # which can be copied and pickled, as a group cannot
+        self.rank, self.world = dist.get_rank(found), dist.get_world_size(found)
+        split = (out_features, in_features)[self.split_dim]
+        if split % self.world:
+            raise ValueError(
+                f"{type(self).__name__}: {split} features cannot be split evenly over the "
+                f"{self.world} ranks of the group"
+            )
+        self._user = User()
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that the layer is split over."""
+        return resolve_group(self.group_name)
+
+    def _take(self, whole: nn.Linear) -> None:
+        """Make this rank's share of a whole layer, equal on all ranks, the parameters."""
+
+        def share(whole: torch.Tensor, split: bool) -> nn.Parameter:
+            part = whole.detach()
+            if split:
+                dim = self.split_dim if part.dim() == 2 else 0
+                part = part.chunk(self.world, dim)[self.rank]
+            return nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
+
+        self.weight = share(whole.weight, True)
+        bias: torch.Tensor | None = whole.bias
+        self.bias = None if bias is None else share(bias, self.bias_is_split)
+
+    @classmethod
+    def from_linear(cls, whole: nn.Linear, **options: Any) -> Self:
+        """The tensor-parallel form of ``whole``, whose values are the same on all ranks.
+
+        ``options``: keyword arguments of the constructor.
+        """
+        sizes = (whole.in_features, whole.out_features, whole.bias is not None)
+        layer = cls(*sizes, device="meta", dtype=whole.weight.dtype, **options)
+        layer._take(whole)
+        return layer.train(whole.training)
+
+    def _how(self) -> Parallel:
+        return Parallel(
+            pool_of(self.group),
+            self._user,
+            self.sequence_parallel,
+            fuse_ag=self.fused,
+            fuse_rs=self.fused,
+        )
+
+    def close(self) -> None:
+        """Free the ops that no other layer needs. Call it on every rank; the layer stays usable."""
+        pool_of(self.group).release(self._user)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows of the layer."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}, "
+            f"rank={self.rank}, world={self.world}"
+        )
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """``y = x @ weight.T + bias`` with the output features split over ranks.
+
+    Args:
+        in_features, out_features: of the whole layer; the ranks must divide out_features.
+        bias: add one; a rank holds its part, [out_features/W].
+        group: process group, its name, or None for the default group.
+        sequence_parallel: x is this rank's share of the rows, gathered along the first dimension
+            (AGGemm). Otherwise every rank has the same x, and its gradient is summed (GemmAR).
+        gather_output: return all output features on every rank.
+        fused: False uses the library's collectives before or after the GEMM.
+        device, dtype: of the parameters.
+
+    Initial values are those of ``torch.nn.Linear``, cut up: seed all ranks alike beforehand.
+
+    Raises:
+        ValueError: the ranks do not divide the features, or there is no such group.
+    """
+
+    split_dim = 0
+    bias_is_split = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **options)
+        self.gather_output = gather_output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [s(/W), ..., in_features] -> [s, ..., out_features(/W)]. Collective."""
+        y = column_linear(x, self.weight, self.bias, self._how())
+        if self.gather_output and self.world > 1:
+            gathered: torch.Tensor = cast(Any, _GatherFeatures).apply(y, self)
+            return gathered
+        return y
+
+
+class RowParallelLinear(ParallelLinear):
+    """``z = x @ weight.T + bias`` with the input features split over ranks.
+
+    Args:
+        in_features, out_features: of the whole layer; the ranks must divide in_features.
+        bias: add one, after the reduction; every rank holds all of it.
+        group: process group, its name, or None for the default group.
+        sequence_parallel: return this rank's share of the rows, scattered along the first dimension
+            (GemmRS), which the ranks must divide. Otherwise every rank gets all rows (GemmAR).
+        input_is_parallel: x has this rank's features only; otherwise it has all, and is cut.
+        fused, device, dtype: as for ColumnParallelLinear.
+
+    The gradient of the bias is complete on every rank, also with sequence parallelism.
+
+    Raises:
+        ValueError: the ranks do not divide the features, or there is no such group.
+    """
+
+    split_dim = 1
+    bias_is_split = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        input_is_parallel: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **options)
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [s, ..., in_features(/W)] -> [s(/W), ..., out_features]. Collective."""
+        if not self.input_is_parallel and self.world > 1:
+            x = cast(Any, _CutFeatures).apply(x, self)
+        z = row_linear(x, self.weight, self._how())
+        if self.bias is None:
+            return z
+        bias: torch.Tensor = self.bias
+        if self.sequence_parallel and self.world > 1:
+            bias = sum_grad(bias, self.group)
+        return z + bias
+
+
+def _all_features(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
+    """Every rank's last dimension, side by side."""
+    parts = x.new_empty(layer.world * x.shape[0], *x.shape[1:])
+    all_gather(parts, x.contiguous(), group=layer.group)
+    beside = parts.view(layer.world, *x.shape).movedim(0, -2).contiguous()
+    return fresh(beside, *x.shape[:-1], layer.world * x.shape[-1])
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """All features on every rank. Their gradient is the same on all ranks: each takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
+        ctx.layer = layer
+        return _all_features(x, layer)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        return dy.chunk(ctx.layer.world, -1)[ctx.layer.rank].contiguous(), None
+
+
+class _CutFeatures(torch.autograd.Function):
+    """This rank's features of an input that every rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
+        ctx.layer = layer
+        return x.chunk(layer.world, -1)[layer.rank].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        return _all_features(dy, ctx.layer), None
+
+
+def sum_grad(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A parameter that every rank applies to rows of its own: gradients are summed. Collective in
+    backward."""
+    out: torch.Tensor = cast(Any, _SumGrad).apply(parameter, group)
+    return out
+
+
+class _SumGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,109 @@
+"""Our layers in models that exist."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:  # importing DTensors takes a second, and few need them
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
+
+
+def replace_linears(
+    model: M,
+    plan: Mapping[str, ParallelStyle | str] | None = None,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    overlap: bool | None = None,
+) -> M:
+    """Make the linear layers of a model ours, in place, and return the model.
+
+    Megatron-core models, without ``plan``: ColumnParallelLinear and RowParallelLinear wherever they
+    are, wrappers such as DistributedDataParallel included. Parameters stay the same objects. Layers
+    of other classes, subclasses among them, stay as they are.
+
+    Other models, with a tensor-parallel plan as ``parallelize_module`` takes it: parallelized by
+    that plan, with ``ColwiseParallel`` and ``RowwiseParallel`` of linear layers in our form
+    (flux.layers.dtensor). Hugging Face's names of styles ("colwise", "rowwise", ...) will do too.
+    A Hugging Face model may bring its plan, as ``tp_plan`` or ``_tp_plan``.
+
+    Args:
+        model: a module, or for Megatron a list of them (chunks of a pipeline).
+        plan: styles by module name, in which * stands for any part; None: see above.
+        mesh: for a plan: a mesh of one dimension, or the process group to make one of.
+        overlap: for Megatron: True or False instead of the configuration's tp_comm_overlap.
+
+    Raises:
+        ValueError, TypeError: there is nothing to replace, or arguments that do not fit together;
+            on all ranks alike, before anything is communicated.
+    """
+    chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise TypeError(f"model must be a module or a sequence of modules, got {model!r}")
+    own_plan = plan if plan is not None else _plan_of(chunks)
+    if mesh is None:
+        if plan is not None:
+            raise ValueError("a plan needs a mesh: DeviceMesh of one dimension, or ProcessGroup")
+        _replace_megatrons(chunks, overlap)
+        return model
+    if overlap is not None:
+        raise ValueError("overlap is for Megatron-core models, which have no plan")
+    if own_plan is None:
+        raise ValueError("the model brings no tensor-parallel plan (tp_plan): pass one")
+    if len(chunks) != 1:
+        raise ValueError(f"a plan is for one module, got {len(chunks)}")
+    _apply_plan(chunks[0], own_plan, mesh)
+    return model
+
+
+def _plan_of(chunks: Sequence[nn.Module]) -> Mapping[str, Any] | None:
+    for name in ("tp_plan", "_tp_plan"):
+        found = getattr(chunks[0], name, None) if len(chunks) == 1 else None
+        if isinstance(found, Mapping) and found:
+            return found
+    return None
+
+
+def _replace_megatrons(chunks: Sequence[nn.Module], overlap: bool | None) -> None:
+    count = 0
+    if "megatron.core.tensor_parallel.layers" in sys.modules:  # else no layer can be Megatron's
+        from flux.layers.megatron import swap
+
+        count = sum(swap(chunk, overlap) for chunk in chunks)
+    if count == 0:
+        raise ValueError(
+            "the model has none of Megatron-core's ColumnParallelLinear and RowParallelLinear; "
+            "other models need a mesh, and a plan if they bring none"
+        )
+
+
+def _apply_plan(
+    model: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh | dist.ProcessGroup
+) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from flux.layers import dtensor
+
+    if isinstance(mesh, dist.ProcessGroup):
+        mesh = DeviceMesh.from_group(mesh, _device_type(model))
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, got {mesh}")
+    styles = {name: dtensor.fused_style(style) for name, style in plan.items()}
+    for name, style in styles.items():
+        if style is not None:
+            parallelize_module(model, mesh, {name: style})
+    if not any(isinstance(module, dtensor.StyledLinear) for module in model.modules()):
+        raise ValueError(f"the plan names no linear layer of the model: {sorted(plan)}")
+
+
+def _device_type(model: nn.Module) -> str:
+    first = next(model.parameters(), None)
+    return "cpu" if first is None or first.is_meta else first.device.type

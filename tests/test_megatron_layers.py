@@ -1,0 +1,54 @@
+"""Our layers beside Megatron-core's own, one layer at a time, on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import megatron_cases as mc
+from harness import run_ranks
+from megatron_cases import LayerCase
+
+WORLDS = (2, 4)
+
+
+def _every_form() -> list[LayerCase]:
+    cases = []
+    for sp, bias, skip in itertools.product((False, True), repeat=3):
+        options = (("bias", bias), ("skip_bias_add", skip))
+        cases += [LayerCase("column", sp, options=options), LayerCase("row", sp, options=options)]
+    for sp in (False, True):
+        cases += [
+            LayerCase("column", sp, options=(("gather_output", True),)),
+            LayerCase("column", sp, frozen=True),
+            LayerCase("row", sp, frozen=True),
+            LayerCase("column", sp, input_needs_grad=False),
+            LayerCase("row", sp, input_needs_grad=False),
+            LayerCase("column", sp, sequence=4, batch=1, k=8, n=4),
+            LayerCase("row", sp, sequence=4, batch=1, k=8, n=4),
+            LayerCase("column", sp, dtype=torch.bfloat16),
+            LayerCase("row", sp, dtype=torch.bfloat16),
+        ]
+    cases.append(LayerCase("row", options=(("input_is_parallel", False),)))
+    cases.append(LayerCase("column", options=(("disable_grad_reduce", True),)))
+    for switch in ("ag", "rs"):
+        settings = ((f"tp_comm_overlap_{switch}", False),)
+        for kind, sp in itertools.product(("column", "row"), (False, True)):
+            cases.append(LayerCase(kind, sp, settings=settings))
+    return cases
+
+
+def _check(rank: int, world: int, cases: list[LayerCase]) -> int:
+    with mc.megatron(world):
+        for case in cases:
+            layer = mc.check_layer(case, rank, world)
+            layer.close()
+    return len(cases)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_equal_to_megatron(world: int) -> None:
+    cases = _every_form()
+    assert run_ranks(world, _check, cases) == [len(cases)] * world
