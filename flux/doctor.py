@@ -29,6 +29,8 @@ from rich.text import Text
 
 import flux
 from flux import _C, env, host, toolchain
+from flux.cluster import Cluster, load_cluster, shipped_clusters, world_shape
+from flux.detection import detect
 from flux.kernels.registry import Registry, cache_root
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
@@ -75,6 +77,7 @@ def examine() -> Findings:
         "shared memory": _shared_memory,
         "torch.distributed": _distributed,
         "cuda": _cuda,
+        "topology": _topology,
         "kernel toolchain": _toolchain,
         "kernels": _kernels,
         "environment": _environment,
@@ -217,6 +220,40 @@ def _why_no_devices(driver: Item) -> str:
     if driver.status != OK:
         reasons.append("no NVIDIA driver is loaded")
     return " and ".join(reasons) or "the driver shows none to this process"
+
+
+def _topology() -> list[Item]:
+    return topology_items(detect())
+
+
+def topology_items(found: Cluster) -> list[Item]:
+    """What a cluster is made of, the fingerprint of a host full of ranks, and who else has it."""
+    device, link, network = found.device, found.link, found.network
+    ranks = max(found.devices, 2)
+    shape = world_shape(["here"] * ranks)
+    fingerprint = found.fingerprint(shape)
+    like = [
+        name for name in shipped_clusters() if load_cluster(name).fingerprint(shape) == fingerprint
+    ]
+    units = "threads of a rank" if device.kind == "cpu" else "SMs"
+    domains = str(found.numa_domains)
+    note = "described in tuning/clusters as: " + (", ".join(like) or "none of them")
+    speed = f"{link.gbs:g} GB/s of a device in one direction, nominal" if link.gbs else ""
+    if link.kind == "unknown":
+        speed = "NVML was not to be asked: pip install nvidia-ml-py"
+    items = [
+        Item("device", f"{device.kind}, {device.arch}", note=f"{device.units} {units}"),
+        Item("links between devices", link.kind, WARNING if link.kind == "unknown" else OK, speed),
+        Item("NUMA domains of the host", domains),
+    ]
+    if found.trees:
+        items.append(Item("PCIe trees with devices", str(found.trees)))
+    rates = f"{network.gbits:g} Gbit/s each" if network.gbits else "speed not stated"
+    ports = f"{network.nics} x {network.kind}" if network.nics else "none"
+    items.append(
+        Item("network ports", ports, OK if network.nics else ABSENT, rates * (network.nics > 0))
+    )
+    return [*items, Item(f"fingerprint of {ranks} ranks", fingerprint, note=note)]
 
 
 def _toolchain() -> list[Item]:

@@ -23,6 +23,7 @@ SECTIONS = [
     "shared memory",
     "torch.distributed",
     "cuda",
+    "topology",
     "kernel toolchain",
     "kernels",
     "environment",
