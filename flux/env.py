@@ -111,6 +111,12 @@ CCACHE = Variable(
     True,
     "compile kernels through ccache where that is on PATH (0 or 1)",
 )
+TUNE_CACHE = Variable(
+    "FLUX_TUNE_CACHE",
+    str,
+    "~/.cache/flux/tune",
+    "directory of the winners that `flux tune` finds and ops use",
+)
 
 VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str], ...] = (
     POISON,
@@ -121,4 +127,5 @@ VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str
     WORKSPACE_CACHE,
     KERNEL_CACHE,
     CCACHE,
+    TUNE_CACHE,
 )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from flux.backends.op_kernels import OpKernel, op_kernel
 from flux.env import POISON
 from flux.errors import PeerTimeoutError
 from flux.heuristic import MAX_COMM_TILES, ceil_div
-from flux.kernels.config import TMA_BYTES
+from flux.kernels.config import TMA_BYTES, GemmConfig
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Knobs, Op
 from flux.ops.call import Call
@@ -35,6 +35,9 @@ from flux.ops.spec import OpSpec
 from flux.schedule import TileSchedule
 from flux.topology import Topology
 from flux.transport.device import DeviceTransport, Peers, first_signal
+
+if TYPE_CHECKING:
+    from flux.tune.choice import Choice
 
 WORD = 4  # bytes of a signal
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
@@ -80,12 +83,15 @@ class Layout:
     row_bytes: int
 
     @staticmethod
-    def of(spec: OpSpec, world: int, knobs: Knobs, tile: tuple[int, int]) -> Layout:
-        """The least memory that serves every M up to ``spec.max_m``."""
+    def of(
+        spec: OpSpec, world: int, knobs: Knobs, tile: tuple[int, int], most_tiles: int = 0
+    ) -> Layout:
+        """The least memory that serves every M up to ``spec.max_m``; ``most_tiles`` of a chunk
+        where comm_tile_rows are open."""
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements() * spec.itemsize
         if spec.op is Op.ag_gemm:
-            tiles = min(chunk, MAX_COMM_TILES)
+            tiles = min(chunk, most_tiles or MAX_COMM_TILES)
             if knobs.comm_tile_rows is not None:
                 tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
             rows = _up(spec.max_m * row)
@@ -105,11 +111,14 @@ class CudaBackend:
         self,
         spec: OpSpec,
         transport: DeviceTransport,
-        knobs: Knobs,
+        choice: Choice,
         topology: Topology,
         timeout_s: float,
     ) -> None:
-        """Raises ValueError if no built kernel can do the op, RuntimeError if one won't load."""
+        """``choice`` has one kernel, and one direction, order and way to reduce, for all M: tiles
+        of a call may come while a peer is still in the call before (docs/protocol.md).
+
+        Raises ValueError if no built kernel can do the op, RuntimeError if one won't load."""
         self.spec = spec
         self.transport = transport
         self.rank, self.world = transport.rank, transport.world
@@ -118,11 +127,12 @@ class CudaBackend:
         self.poison = POISON.get()
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
-        chosen = self._kernels(knobs)
+        knobs = next((k for k in choice.variants() if k.path != "unfused"), Knobs())
+        chosen = self._kernels(knobs, choice.kernel)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         tile = self.kernels[0].tile
-        self.layout = Layout.of(spec, self.world, knobs, tile)
+        self.layout = Layout.of(spec, self.world, knobs, tile, choice.most_tiles)
         self.pad_words = first_signal(self.world) + self.layout.signals
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
@@ -174,7 +184,7 @@ class CudaBackend:
         kernel.prepare(self.device.index)
         return kernel
 
-    def _kernels(self, knobs: Knobs) -> list[OpKernel]:
+    def _kernels(self, knobs: Knobs, preferred: GemmConfig | None) -> list[OpKernel]:
         """For each weight, the same on all ranks of a ReduceScatter. Collective.
 
         Raises:
@@ -184,7 +194,10 @@ class CudaBackend:
         found = []
         try:
             for n in spec.local_n(self.world, self.rank):
-                found.append(op_kernel(spec, self.world, n, self.device, knobs, self.sm_count))
+                kernel = op_kernel(
+                    spec, self.world, n, self.device, knobs, self.sm_count, preferred
+                )
+                found.append(kernel)
         except ValueError as error:
             problem = str(error)
         self.transport.ready(problem)

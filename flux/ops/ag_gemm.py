@@ -169,7 +169,7 @@ class AGGemm(TensorParallelOp):
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         if self._backend is None:
             return self._unfused.ag_gemm(call, gather)
-        if self.knobs.path == "unfused":
+        if schedule.knobs.path == "unfused":
             self._backend.check_entries(schedule, call.m)
             return self._unfused.ag_gemm(call, gather)
         return self._backend.ag_gemm(schedule, call, gather)
