@@ -5,13 +5,11 @@
              started by all ranks at one instant                  -> warm-up repeats are dropped
     check    the last timed result of every method, which used other inputs than the call before it
 
-Interleaving lets drift of the machine hit all methods alike; rotating keeps any of them from always
-finding the caches as the same predecessor left them. All ranks make the same sequence of calls.
+Why rounds are interleaved and rotate: rounds.py. All ranks make the same sequence of calls.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from . import metrics
-from .hosts import link_bytes
 from .methods import (
     Factory,
     Method,
@@ -31,7 +28,8 @@ from .methods import (
 )
 from .problem import BenchConfig, Problem
 from .reference import Inputs, Verdict, judge, make_inputs, make_reference
-from .timing import StartLine, quiet_collector, timed
+from .rounds import Rounds, Sample
+from .timing import StartLine, quiet_collector
 
 Progress = Callable[[str, int, int], None]
 """Called as (what is happening, steps done, steps in all); by rank 0 only."""
@@ -62,6 +60,12 @@ class _Samples:
     wall_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)  # of all threads of the rank
     sent: list[float] = field(default_factory=list)  # bytes that left the rank's host
+
+    def add(self, sample: Sample) -> None:
+        self.wall_ms.append(sample.wall_ms)
+        self.cpu_ms.append(sample.cpu_ms)
+        if sample.sent is not None:
+            self.sent.append(sample.sent)
 
 
 @dataclass(frozen=True)
@@ -175,35 +179,22 @@ class _Run:
     ) -> tuple[dict[str, _Samples], list[float], dict[str, object]]:
         config = self._config
         line = StartLine(self._problem.world, config.threads, common_clock=config.common_clock)
+        rounds = Rounds(calls, line, across=len(set(config.host_of)) > 1)
         samples = {name: _Samples() for name in calls}
-        across = len(set(config.host_of)) > 1
-        seen = link_bytes()
         skews: list[float] = []
-        last: dict[str, object] = {}
-        names = list(calls)
         with torch.no_grad(), quiet_collector():
             for index in range(-config.warmup, config.repeats):
                 self._step("warming up" if index < 0 else "measuring")
                 # The result changes with every repeat, so that one left over from the repeat
                 # before, or a shard of it, cannot pass for right.
                 inputs.x.neg_()
-                shift = index % len(names)
-                for name in names[shift:] + names[:shift]:
-                    last.pop(name, None)  # freed as a loop variable would be, not within the timing
-                    line.wait()
-                    cpu = time.process_time_ns()
-                    last[name], elapsed = timed(calls[name])
-                    cpu = time.process_time_ns() - cpu
-                    if index >= 0:
-                        samples[name].wall_ms.append(elapsed)
-                        samples[name].cpu_ms.append(cpu * 1e-6)
-                        skews.append(line.late_ns * 1e-6)
-                    if across:
-                        dist.barrier()  # others on this host may still be sending
-                        seen, counted = link_bytes(), seen
-                        if index >= 0:
-                            samples[name].sent.append(seen - counted)
-        return samples, skews, last
+                found = rounds.run(index)
+                if index < 0:
+                    continue
+                for name, sample in found.items():
+                    samples[name].add(sample)
+                    skews.append(sample.late_ms)
+        return samples, skews, rounds.last
 
     def _results(
         self, methods: list[Method], of_ranks: dict[str, list[_Samples]], skew_ms: float
