@@ -197,18 +197,19 @@ class System:
         return "/".join(part for part in stated if part), ghz or _CPU_GHZ
 
 
-def detect(kind: str | None = None) -> Cluster:
+def detect(kind: str | None = None, threads: int | None = None) -> Cluster:
     """This host, as a rank sees it. Cached.
 
     Args:
         kind: of the device that ranks compute with: ``cuda`` | ``cpu``; by default a GPU if there
             is one.
+        threads: of a rank's GEMM on a CPU; by default torch's.
     """
     if kind is None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         return _detect_cuda(torch.cuda.current_device())
-    return _detect_cpu(torch.get_num_threads())
+    return _detect_cpu(threads or torch.get_num_threads())
 
 
 @lru_cache(maxsize=16)

@@ -7,7 +7,6 @@ has cut short is the last one, and is dropped; the run repeats that step.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -84,8 +83,6 @@ class Journal:
         """Forget the run: all of it is done. The next one with its name begins anew."""
         self.path.unlink(missing_ok=True)
         self.close()
-        with contextlib.suppress(OSError):
-            Path(self._lock.lock_file).unlink()
 
     def __enter__(self) -> Self:
         return self
