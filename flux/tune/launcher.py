@@ -48,6 +48,10 @@ class Launcher(Protocol):
         """The leader's value. Collective among supervisors."""
         ...
 
+    def gather(self, value: T) -> list[T]:
+        """Every supervisor's value. Collective among supervisors."""
+        ...
+
     def run(
         self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
     ) -> str:
@@ -68,6 +72,9 @@ class Spawned:
     def share(self, value: T) -> T:
         return value
 
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
     def run(
         self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
     ) -> str:
@@ -80,14 +87,14 @@ class Joined:
     def __init__(self) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_S))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.hosts = self._gather(host_identity())
+        self.hosts = self.gather(host_identity())
         here = [rank for rank in range(self.world) if self.hosts[rank] == self.hosts[self.rank]]
         self._slot = (here.index(self.rank), len(here))
         self.leads = self.rank == 0
         self.compiles = self.rank == here[0]
         self._store: dist.TCPStore | None = None
 
-    def _gather(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         values: list[T] = [value] * self.world
         dist.all_gather_object(values, value)
         return values
@@ -105,7 +112,7 @@ class Joined:
         port = self.share(0 if self._store is None else self._store.port)
         address = os.environ.get("MASTER_ADDR", socket.gethostname())
         part = Part((self.rank,), (address, port), self._slot)
-        failures = self._gather(_run(entry, job, self.world, threads, timeout_s, stall_s, on, part))
+        failures = self.gather(_run(entry, job, self.world, threads, timeout_s, stall_s, on, part))
         self._store = None
         # A worker that died without a word is the cause of what the others report.
         told = sorted((text for text in failures if text), key=lambda text: "killed" not in text)

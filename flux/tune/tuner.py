@@ -20,6 +20,8 @@ from typing import Any
 
 from flux.bench.problem import BenchConfig, Problem
 from flux.cluster import Cluster, world_shape
+from flux.kernels.config import GemmConfig
+from flux.kernels.registry import cache_root
 from flux.knobs import Knobs, Op
 from flux.ops.spec import OpSpec
 from flux.topology import Topology
@@ -214,6 +216,7 @@ class Tuner:
     def _search(self, search: Search, blackboard: Path, seconds: float) -> None:
         leads, in_vain = self._launcher.leads, 0
         until = time.monotonic() + seconds
+        self._compile(search)
         while True:
             job: Job | None = None
             if leads and not search.done and time.monotonic() < until and not search.problem_text:
@@ -246,6 +249,22 @@ class Tuner:
             self._crown(search)
         elif leads and self._deadline is not None and time.monotonic() >= until:
             self._crown_so_far(search)
+
+    def _compile(self, search: Search) -> None:
+        """Build the kernels of all candidates, in parallel, on one rank of each host."""
+        configs = [one.kernel for one in search.candidates if one.kernel is not None]
+        if not configs:
+            return
+        failed = build_kernels(configs, cache_root()) if self._launcher.compiles else {}
+        everybody = self._launcher.gather(failed)
+        if not self._launcher.leads:
+            return
+        errors = {name: text for of_host in everybody for name, text in of_host.items()}
+        for candidate in search.candidates:
+            kernel = candidate.kernel
+            if kernel and kernel.name in errors and candidate.name not in search.excluded:
+                reason = f"does not compile: {errors[kernel.name]}"
+                self._note(search, {"event": "excluded", "name": candidate.name, "reason": reason})
 
     def _run(self, search: Search, job: Job) -> str:
         timeout = self._options.candidate_timeout_s
@@ -331,6 +350,28 @@ class Tuner:
         key = key_of(spec_of(search.problem), shape, parts, self._cluster.device.kind)
         self._cache.store(key, winner, parts)
         return winner
+
+
+def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
+    """Build what is not built yet, as many at once as cores and memory allow; by kernel, why some
+    could not be."""
+    from flux.kernels import build, driver
+
+    wanted = list(dict.fromkeys(configs))
+    try:
+        tools = build.find_tools()
+        root.mkdir(parents=True, exist_ok=True)
+    except (build.MissingToolError, OSError, ValueError) as error:
+        return {config.name: str(error) for config in wanted}
+    plan = driver.plan(wanted, root, tools)
+    jobs = driver.job_limit(len(plan.units))
+    outcomes = driver.build_all(plan.units, root, tools, jobs, driver.Observer())
+    return {
+        config.name: outcome.error.splitlines()[0]
+        for outcome in outcomes
+        if outcome.error
+        for config in outcome.unit.configs
+    }
 
 
 def spec_of(problem: Problem) -> OpSpec:
