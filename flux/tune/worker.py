@@ -224,7 +224,7 @@ class _Worker:
         finally:
             for method in methods.values():
                 method.close()
-            self._idle()
+        self._idle()  # not when it failed: the blackboard then says at what
 
     def _rounds(self, names: list[str], methods: dict[str, Method], rounds: int) -> None:
         calls = {name: self._call(method) for name, method in methods.items()}
