@@ -363,14 +363,18 @@ def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
         root.mkdir(parents=True, exist_ok=True)
     except (build.MissingToolError, OSError, ValueError) as error:
         return {config.name: str(error) for config in wanted}
-    plan = driver.plan(wanted, root, tools)
-    jobs = driver.job_limit(len(plan.units))
-    outcomes = driver.build_all(plan.units, root, tools, jobs, driver.Observer())
+    observer, units = driver.Observer(), driver.plan(wanted, root, tools).units
+    outcomes = driver.build_all(units, root, tools, driver.job_limit(len(units)), observer)
+    # A library has several kernels, of which one that does not compile takes the others along.
+    mixed = [o.unit for o in outcomes if o.error and len(o.unit.configs) > 1]
+    alone = [build.make_unit([config], tools) for unit in mixed for config in unit.configs]
+    outcomes = [outcome for outcome in outcomes if outcome.unit not in mixed]
+    if alone:
+        outcomes += driver.build_all(alone, root, tools, driver.job_limit(len(alone)), observer)
     return {
-        config.name: outcome.error.splitlines()[0]
+        outcome.unit.configs[0].name: outcome.error.splitlines()[0]
         for outcome in outcomes
         if outcome.error
-        for config in outcome.unit.configs
     }
 
 
