@@ -184,7 +184,7 @@ def test_kernels_of_candidates_are_built_and_failures_are_named(
     configs = [one.kernel for one in kept if one.kernel is not None]
     names = sorted({config.name for config in configs})
     root = tmp_path / "kernels"
-    sandbox.set(fail=f"struct {names[0]} ")
+    sandbox.set(fail=f"{names[0]},")
     failed = tuner.build_kernels(configs, root)
     assert list(failed) == names[:1] and "nvcc failed" in failed[names[0]]
     sandbox.set(fail="")
