@@ -49,8 +49,6 @@ from flux.tune.tuner import Options, Search, Tuner, make_search
 from flux.tune.winners import Winner
 
 WORLD = 2
-EXHAUSTIVE_ROUNDS = 25
-FINAL_ROUNDS = 41
 
 
 def run(search: Search, options: Options) -> float:
@@ -79,12 +77,14 @@ def compare(problem: Problem) -> dict[str, Any]:
     hosts, space = ["here"] * WORLD, load_space("cpu")
     tuned = make_search(problem, space, here, hosts, options)
     tuned_s = run(tuned, options)
-    everything = replace(options, rounds=(EXHAUSTIVE_ROUNDS,), exhaustive=True)
+    # More than the tuner's last rung has: what is called the best must be.
+    rounds = math.ceil(1.4 * tuned.halving.rounds[-1])
+    everything = replace(options, rounds=(rounds,), exhaustive=True)
     full = make_search(problem, replace(space, prune_above=math.inf), here, hosts, everything)
     full_s = run(full, everything)
     found, best = tuned.best(), full.best()
     assert found is not None and best is not None
-    final = only(full, list({"unfused": 0, found: 0, best: 0}), FINAL_ROUNDS)
+    final = only(full, list(dict.fromkeys(("unfused", found, best))), 2 * rounds + 1)
     run(final, options)
     ms = {name: median_ms(taken) for name, taken in final.samples.items()}
     return {

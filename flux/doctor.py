@@ -32,6 +32,7 @@ from flux import _C, env, host, toolchain
 from flux.cluster import Cluster, load_cluster, shipped_clusters, world_shape
 from flux.detection import detect
 from flux.kernels.registry import Registry, cache_root
+from flux.tune.cache import default_caches
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
 _STYLE = {OK: "green", ABSENT: "dim", WARNING: "yellow", BROKEN: "bold red"}
@@ -80,6 +81,7 @@ def examine() -> Findings:
         "topology": _topology,
         "kernel toolchain": _toolchain,
         "kernels": _kernels,
+        "tuning": _tuning,
         "environment": _environment,
         "will be used": _choices,
     }
@@ -287,6 +289,23 @@ def _kernels() -> list[Item]:
     if built.damaged:
         note = "set aside, not used; can be deleted: " + ", ".join(map(str, built.damaged))
         items.append(Item("damaged libraries", str(len(built.damaged)), WARNING, note))
+    return items
+
+
+def _tuning() -> list[Item]:
+    own, *shipped = default_caches()
+    entries = list(own.entries())
+    winners = sum(len(entry.winners) for entry in entries)
+    note = f"for {len(entries)} ops" if winners else "flux tune finds some; the cost model chooses"
+    items = [
+        Item("cache", str(own.root), note="FLUX_TUNE_CACHE names another"),
+        Item("winners", str(winners), OK if winners else ABSENT, note),
+    ]
+    came = sum(len(entry.winners) for cache in shipped for entry in cache.entries())
+    items.append(Item("winners that flux came with", str(came), OK if came else ABSENT))
+    if own.damaged():
+        note = "set aside, not used; can be deleted: " + ", ".join(map(str, own.damaged()))
+        items.append(Item("damaged files", str(len(own.damaged())), WARNING, note))
     return items
 
 

@@ -33,8 +33,8 @@ class AGGemm(TensorParallelOp):
         backend: ``"cpu"``, ``"cuda"``, or None: cuda where the group has a backend for CUDA.
         transport: None, or on the CPU ``"shm"`` (ranks of one host) or ``"send_recv"`` (no shared
             memory, even on one host; None uses it between hosts), on GPUs ``"symm_mem"``.
-        tuning: ``"cache"`` (tuned winners where there are any, else the heuristic), ``"off"`` (the
-            heuristic), or ``flux.Knobs``.
+        tuning: ``"cache"`` (tuned winners where there are any, else what the cost model expects to
+            be fastest), ``"off"`` (the heuristic), or ``flux.Knobs``.
         timeout_s: how long a call waits for a peer, in seconds.
         topology: the mesh of ranks that ring2d, hierarchical and numa follow; by default the hosts
             that the ranks are on.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from flux.heuristic import ceil_div
 
 ROUNDS = (2, 6, 18)
-"""Of each candidate by the end of each rung."""
+"""Of each candidate by the end of each rung; of short calls more, see ``rounds_for``."""
 SHARES = (4, 16)
 """One of so many candidates goes on to the next rung."""
 FEWEST = 3
@@ -27,6 +27,13 @@ FEWEST = 3
 
 Samples = Mapping[str, Sequence[tuple[float, float]]]
 """By candidate: (ms of its slowest rank, ms of the anchor's slowest rank) of each round."""
+
+
+def rounds_for(ms: float) -> tuple[int, ...]:
+    """Rounds by rung where calls take about so long: wake-ups of threads make up most of a short
+    one and scatter by their own size, and its rounds are cheap."""
+    times = 4 if ms < 5 else 2 if ms < 25 else 1
+    return tuple(times * rounds for rounds in ROUNDS)
 
 
 @dataclass(frozen=True)

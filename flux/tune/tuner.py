@@ -28,7 +28,7 @@ from flux.topology import Topology
 from flux.tune.cache import Cache
 from flux.tune.choice import group_parts, key_of
 from flux.tune.cost import Shape, gemm_ms
-from flux.tune.halving import Halving, median_ms
+from flux.tune.halving import Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
 from flux.tune.launcher import Launcher
 from flux.tune.space import ALWAYS, Candidate, Pruned, Space, candidates
@@ -53,7 +53,7 @@ class Options:
         candidate_timeout_s: how long a call of a candidate may take.
         seed: of the random inputs.
         transport: of the op; chosen by it if None.
-        rounds: of each candidate by the end of each rung.
+        rounds: of each candidate by the end of each rung; by the length of calls if empty.
         exhaustive: all rounds for all candidates: what halving is compared with.
         make: how candidates are built; importable. For tests, which build bad ones.
     """
@@ -151,9 +151,8 @@ def make_search(
     )
     kept, pruned = candidates(space, shape, topology, cluster)
     names = tuple(candidate.name for candidate in kept)
-    halving = Halving(names, ALWAYS)
-    if options.rounds:
-        halving = replace(halving, rounds=options.rounds)
+    least_ms = min(candidate.predicted_ms for candidate in kept)
+    halving = Halving(names, ALWAYS, options.rounds or rounds_for(least_ms))
     if options.exhaustive:
         halving = replace(halving, rounds=halving.rounds[-1:])
     return Search(problem, shape, tuple(kept), pruned, halving)

@@ -1,9 +1,10 @@
 """A rank's part of the search for one shape: check candidates, time them in rounds, leave one out.
 
     rank 0 decides what comes next, and everybody does it
-    build   each candidate of a batch, poisoned, and compare its result with float64   -> wrong: out
-    rounds  all of the batch and the unfused path, interleaved   -> each reported as it ends
-    check   the last result of each again, which had other inputs than the round before
+    check   each candidate of a batch that got beyond the first rung: run it on memory full of NaN
+            and compare with float64                              -> wrong: out
+    rounds  all of the batch and the unfused path, interleaved    -> each reported as it ends
+    check   the last result of each, which had other inputs than the round before  -> wrong: out
 
 Ranks are processes of their own, which a candidate may take down with it: what was found out by
 then is with the supervisor (tuner.py), and so is who was at it, by way of the *blackboard*: a file
@@ -130,18 +131,22 @@ class _Worker:
             batch = self._shared(self._next() if self._rank == 0 else None)
             if batch is None:
                 return
-            names, rounds = batch
+            names, rounds, first_look = batch
             for name in names:
-                if name not in self._checked:
+                # Most candidates go no further than the first rung, whose last results are checked
+                # anyway. Those that do are run on poisoned memory before.
+                if not first_look and name not in self._checked:
                     self._check(name)
             self._measure([name for name in names if name not in self._excluded], rounds)
 
-    def _next(self) -> tuple[tuple[str, ...], int] | None:
-        """What all ranks do next: rank 0's decision."""
+    def _next(self) -> tuple[tuple[str, ...], int, bool] | None:
+        """What all ranks do next: candidates, rounds, and whether this is the first of several
+        rungs. Rank 0's decision."""
         step = self._job.halving.next_step(self._samples, self._excluded)
         if step is None or time.monotonic() > self._deadline:
             return None
-        return step.names[: self._job.batch], step.rounds
+        first_look = step.rung == 0 and len(self._job.halving.rounds) > 1
+        return step.names[: self._job.batch], step.rounds, first_look
 
     def _shared(self, value: Any) -> Any:
         values = [value]
@@ -219,12 +224,24 @@ class _Worker:
         try:
             for name in [*names, *anchors]:
                 self._running(name)
-                methods[name] = self._make(self._config, self._candidate(name), self._rank)
-            self._rounds(names, methods, rounds)
+                self._build(name, methods)
+            names = [name for name in names if name in methods]
+            if names:
+                self._rounds(names, methods, rounds)
         finally:
             for method in methods.values():
                 method.close()
         self._idle()  # not when it failed: the blackboard then says at what
+
+    def _build(self, name: str, methods: dict[str, Method]) -> None:
+        """Build a candidate, unless it is refused: then, on all ranks alike, it is excluded."""
+        try:
+            methods[name] = self._make(self._config, self._candidate(name), self._rank)
+            verdict = Verdict(True, 0.0)
+        except (ValueError, TypeError) as error:
+            verdict = Verdict(False, 0.0, f"refused: {error}")
+        if not self._agreed(name, verdict) and name in methods:
+            methods.pop(name).close()
 
     def _rounds(self, names: list[str], methods: dict[str, Method], rounds: int) -> None:
         calls = {name: self._call(method) for name, method in methods.items()}
