@@ -5,6 +5,7 @@
 #   ARGS="-k ragged -x"      further arguments for pytest or for flux bench op
 #   CMAKE_ARGS=...           further arguments for CMake
 #   SET=default ARCHS=90a    which CUDA kernels `make kernels` builds, for which architectures
+#   NVSHMEM=0                not libflux_nvshmem, which ranks on several nodes need
 #
 # PYTHON and TORCH are remembered, so they need to be given only once.
 
@@ -27,6 +28,8 @@ BENCH_SHAPE := --m 2048 --n 4096 --k 2048 --dtype float32 --nproc 2
 
 SET := minimal
 ARCHS := 80,90a
+NVSHMEM := 1
+COMPILE = $(BIN)/python tools/compile_kernels.py --arch $(ARCHS) --out flux/lib/kernels
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -65,7 +68,8 @@ check-device: $(VENV)/requirements-installed ## compile csrc/core for the GPU (w
 	$(BIN)/cmake --build build/device
 
 kernels: $(VENV)/cuda-installed ## build CUDA kernels into flux/lib/kernels (no GPU needed)
-	$(BIN)/python tools/compile_kernels.py --set $(SET) --arch $(ARCHS) --out flux/lib/kernels $(ARGS)
+	$(COMPILE) --set $(SET) $(ARGS)
+	$(if $(filter 1,$(NVSHMEM)),$(COMPILE) --runtime)
 
 clean: ## remove everything that was built; keeps .venv
 	rm -rf build dist *.egg-info flux/_C*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -92,9 +96,9 @@ $(VENV)/requirements-installed: $(VENV)/made pyproject.toml tools/requirements.p
 	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)' -r $(VENV)/requirements.txt
 	@touch $@
 
-# CUTLASS, and nvcc where the machine has none.
+# CUTLASS, NVSHMEM, and nvcc where the machine has none.
 $(VENV)/cuda-installed: $(VENV)/requirements-installed
-	$(BIN)/python tools/requirements.py cuda sass \
+	$(BIN)/python tools/requirements.py cuda sass nvshmem \
 	  $$(test -x "$${CUDA_HOME:-}/bin/nvcc" || command -v nvcc > /dev/null || echo nvcc) \
 	  > $(VENV)/requirements-cuda.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -r $(VENV)/requirements-cuda.txt

@@ -65,7 +65,7 @@ class CMakeBuild(build_ext):
             configure.append("--fresh")
         subprocess.run(configure, check=True)
         record.write_text(command)
-        # `kernels` does nothing unless FLUX_KERNEL_SET asks for some.
+        # `kernels` does nothing unless FLUX_KERNEL_SET or FLUX_NVSHMEM asks for some.
         subprocess.run([cmake, "--build", str(build_dir), "--target", "_C", "kernels"], check=True)
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -82,21 +82,22 @@ class CMakeBuild(build_ext):
         if destination == built:
             return
         shutil.rmtree(destination, ignore_errors=True)  # of an earlier build
-        if "FLUX_KERNEL_SET:STRING=none" in (build_dir / "CMakeCache.txt").read_text():
+        cache = (build_dir / "CMakeCache.txt").read_text()
+        if "FLUX_KERNEL_SET:STRING=none" in cache and "FLUX_NVSHMEM:BOOL=OFF" in cache:
             return
-        for library in built.glob("libflux_*/*.so"):
+        for library in [*built.glob("libflux_*/*.so"), *built.glob("nvshmem_*/*.so")]:
             shutil.copytree(library.parent, destination / library.parent.name)
 
 
 class BuildPy(build_py):
-    """Adds the headers that `flux compile` needs, and the data of `flux tune`, so that both work
+    """Adds the sources that `flux compile` needs, and the data of `flux tune`, so that both work
     from a wheel too."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:  # they are found in the checkout
             return
-        self.copy("csrc", ("core/**/*.h", "cuda/**/*.h", "cuda/**/*.cuh"))
+        self.copy("csrc", ("core/**/*.h", "cuda/**/*.h", "cuda/**/*.cuh", "cuda/**/*.cu"))
         self.copy("tuning", ("**/*.toml", "**/*.json"))
 
     def copy(self, folder: str, patterns: tuple[str, ...]) -> None:

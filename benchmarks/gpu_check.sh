@@ -62,6 +62,7 @@ step memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 1 \
   "${tests[@]}" -k small
 step test_loopback 60 "${tests[@]/test_gpu/test_gpu_loopback}"
 step test_processes 90 "${tests[@]/test_gpu/test_gpu_processes}"
+step test_graphs 60 "${tests[@]/test_gpu/test_gpu_graphs}"
 step fp8_bench 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 \
   --json "$out/kernels_e4m3.json"
 step racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 1 \

@@ -9,6 +9,7 @@ namespace {
 std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
 int prepare(int) { return FLUX_OK; }
 int launch(const FluxGemmArgs*, void*) { return FLUX_OK; }
+int meet(const FluxMeetArgs*, void*) { return FLUX_OK; }
 int reduce(const FluxReduceArgs*, void*) { return FLUX_OK; }
 int handle;  // what streams and events point to
 
@@ -24,6 +25,7 @@ extern const FluxKernel flux_null_ag_gemm = {FLUX_ABI_VERSION,
                                              &no_workspace,
                                              &prepare,
                                              &launch,
+                                             &meet,
                                              nullptr};
 extern const FluxKernel flux_null_gemm_rs = {FLUX_ABI_VERSION,
                                              sizeof(FluxGemmArgs),
@@ -33,6 +35,7 @@ extern const FluxKernel flux_null_gemm_rs = {FLUX_ABI_VERSION,
                                              &no_workspace,
                                              &prepare,
                                              &launch,
+                                             &meet,
                                              &reduce};
 
 int cuGetErrorString(int, const char** text) {
@@ -62,5 +65,10 @@ int cuStreamWriteValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) { re
 int cuStreamWaitValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) { return 0; }
 int cuStreamBatchMemOp_v2(void*, unsigned, void*, unsigned) { return 0; }
 int cuMemsetD32Async(std::uintptr_t, unsigned, std::size_t, void*) { return 0; }
+int cuStreamGetCaptureInfo_v2(void*, int* status, std::uint64_t*, void**, const void**,
+                              std::size_t*) {
+  *status = 0;
+  return 0;
+}
 
 }  // extern "C"

@@ -31,7 +31,9 @@ import flux
 from flux import _C, env, host, toolchain
 from flux.cluster import Cluster, load_cluster, shipped_clusters, world_shape
 from flux.detection import detect
-from flux.kernels.registry import Registry, cache_root
+from flux.kernels import runtime
+from flux.kernels.build import MissingToolError
+from flux.kernels.registry import Registry, cache_root, default_roots
 from flux.tune.cache import default_caches
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
@@ -264,7 +266,19 @@ def _toolchain() -> list[Item]:
         _tool("nvcc", toolchain.nvcc(), "not in CUDA_HOME, PATH or the nvidia-cuda-nvcc package"),
         _tool("CUTLASS", toolchain.cutlass(), "the nvidia-cutlass package is not installed"),
         _tool("NVSHMEM", toolchain.nvshmem(), f"no package {packages}"),
+        _runtime(),
     ]
+
+
+def _runtime() -> Item:
+    """The library for ranks on several nodes."""
+    try:
+        library = runtime.usable(default_roots())
+    except MissingToolError as error:
+        return Item(runtime.NAME, "none", ABSENT, str(error))
+    archs = ", ".join(f"sm_{arch}" for arch in library.archs)
+    built_for = f"{archs}, {library.package} {library.nvshmem}: {library.path}"
+    return Item(runtime.NAME, "built", note=built_for)
 
 
 def _tool(name: str, tool: toolchain.Tool | None, otherwise: str) -> Item:

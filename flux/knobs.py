@@ -81,9 +81,9 @@ class Knobs:
         swizzle: ``none`` | ``rank_shift`` | ``xor``.
         store: ``direct`` (the GEMM writes into the owner's buffer) | ``staged`` (it writes to
             private memory, from where tiles are copied).
-        reduce: ``local`` (the owner reduces, in rank order) | ``in_flight`` (the owner's memory
-            adds up what arrives, in the dtype of the result and in no fixed order: results differ
-            in their last bits from call to call; CUDA only).
+        reduce: ``local`` (the owner reduces, in rank order) | ``in_flight`` (the NVLink switch adds
+            up, in float32, or where there is none the owner's memory, in the dtype of the result;
+            in no fixed order: results differ in their last bits from call to call; CUDA only).
         copy_streams: 1 moves tiles on a thread beside the GEMM, 0 on the calling thread, which is
             quicker when there is little to move.
     """

@@ -13,6 +13,8 @@ from pathlib import Path
 
 NVCC_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu13", "nvidia-cuda-nvcc-cu12")
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+NVSHMEM_DEVICE_LIBRARY = "libnvshmem_device.a"
+NVSHMEM_HOST_LIBRARY = "libnvshmem_host.so.3"
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Tool:
 
     Attributes:
         version: as it states it, None when it does not.
-        path: the program, or the directory of the headers.
+        path: the program, or the directory of the headers, or of a whole package.
         origin: what led there: an environment variable, PATH, or a package.
         problem: why it cannot be used although it is there; empty when it can.
     """
@@ -88,16 +90,27 @@ def cutlass() -> Tool | None:
     return None
 
 
-def nvshmem() -> Tool | None:
-    """NVSHMEM from its wheel, headers included if it has them."""
+def nvshmem(cuda: str | None = None) -> Tool | None:
+    """NVSHMEM from its wheel: ``path`` is its directory, with include and lib in it.
+
+    Args:
+        cuda: major version of CUDA that it must be for; by default any, the newest first.
+    """
     for package in NVSHMEM_PACKAGES:
         version = _package_version(package)
-        if version:
+        if version and (cuda is None or package.endswith(f"-cu{cuda}")):
             headers = _package_files(package, "nvshmem.h")
-            path = str(Path(headers[0]).parent) if headers else "no path"
-            problem = "" if headers else "comes without headers"
-            return Tool(version, path, f"package {package}", problem)
+            path = str(Path(headers[0]).parents[1]) if headers else "no path"
+            return Tool(version, path, f"package {package}", _lacking(path, bool(headers)))
     return None
+
+
+def _lacking(path: str, headers: bool) -> str:
+    libraries = (NVSHMEM_DEVICE_LIBRARY, NVSHMEM_HOST_LIBRARY)
+    missing = [name for name in libraries if not Path(path, "lib", name).is_file()]
+    if not headers:
+        return "comes without headers"
+    return f"comes without {' and '.join(missing)}" if missing else ""
 
 
 def _package_files(package: str, name: str) -> list[str]:

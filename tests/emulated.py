@@ -17,6 +17,8 @@ from flux import _C
 from flux.kernels.config import GemmConfig
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel, Registry
+from flux.transport.device import Memory
+from flux.transport.virtual import VirtualWorld
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path(__file__).with_name("emulated_gpu.cpp")
@@ -78,6 +80,42 @@ class EmulatedRegistry(Registry):
         ]
 
 
+class SwitchedWorld(VirtualWorld):
+    """Virtual ranks behind an NVLink switch: their memory has a multicast address."""
+
+    multicast = True
+
+    def memory(self, number: int, words: int, data_bytes: int) -> Memory:
+        memory = super().memory(number, words, data_bytes)
+        if memory.multicast == 0:
+            device = self.device
+            assert isinstance(device, EmulatedDevice)
+            memory.multicast = device.multicast(
+                [data.data_ptr() for data in memory.data], data_bytes
+            )
+        return memory
+
+
+class EmulatedGraph:
+    """What was captured, with all memory that it uses."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device = device
+        self.handle: int | None = None
+        self.kept: list[torch.Tensor] = []
+        self.bodies: list[Any] = []
+
+    def replay(self) -> None:
+        """Put it on the current stream."""
+        self.device.library.emulator_replay(
+            ctypes.c_void_p(self.handle), ctypes.c_void_p(self.device.current_stream())
+        )
+
+    def close(self) -> None:
+        """Give its streams back; replays must be finished."""
+        self.device.library.emulator_destroy_graph(ctypes.c_void_p(self.handle))
+
+
 class EmulatedDevice:
     """Memory is the process's own, streams are threads."""
 
@@ -95,7 +133,7 @@ class EmulatedDevice:
         self._main = self._current
         self._kept: list[torch.Tensor] = []
         self._bodies: list[Any] = []
-        self.captured = False
+        self._places: list[torch.Tensor] = []  # of multicast addresses, which are never used again
         self.current = True  # whether this is the thread's device, and how often it was made so
         self.made = 0
 
@@ -127,6 +165,16 @@ class EmulatedDevice:
     def synchronize(self) -> None:
         """What torch does to this memory is done at once."""
 
+    def multicast(self, members: list[int], size: int) -> int:
+        """An address that stands for the same memory of several ranks, for kernels alone."""
+        place = torch.empty(size, dtype=torch.uint8)
+        self._places.append(place)
+        addresses = (ctypes.c_size_t * len(members))(*members)
+        self.library.multicast_add(
+            ctypes.c_size_t(place.data_ptr()), ctypes.c_size_t(size), addresses, len(members)
+        )
+        return place.data_ptr()
+
     def is_current(self) -> bool:
         return self.current
 
@@ -140,9 +188,6 @@ class EmulatedDevice:
             self.current = False
             self.made += 1
 
-    def capturing(self) -> bool:
-        return self.captured
-
     def enqueue(self, body: Callable[[], None]) -> None:
         function = ctypes.CFUNCTYPE(None)(body)
         self._bodies.append(function)
@@ -150,6 +195,20 @@ class EmulatedDevice:
 
     def keep(self, *tensors: torch.Tensor) -> None:
         self._kept += tensors
+
+    @contextmanager
+    def capture(self) -> Iterator[EmulatedGraph]:
+        """Capture what is put on the current stream, and on streams that follow it."""
+        graph = EmulatedGraph(self)
+        before = self._kept, self._bodies
+        self._kept, self._bodies = graph.kept, graph.bodies
+        self.library.emulator_begin_capture(ctypes.c_void_p(self._current))
+        try:
+            yield graph
+        finally:
+            self.library.emulator_end_capture.restype = ctypes.c_void_p
+            graph.handle = self.library.emulator_end_capture()
+            self._kept, self._bodies = before
 
     def finish(self) -> None:
         """Wait for the current stream, as a reader of results must."""

@@ -15,10 +15,12 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "batch_op.h"
 #include "cuda/arguments.h"
+#include "multicast.h"
 
 namespace {
 
@@ -36,8 +38,12 @@ void dawdle() {
   if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(most));
 }
 
+struct Graph;
+
 class Stream {
  public:
+  Graph* capture = nullptr;  // that takes what is put here; only threads of the host look at it
+
   Stream() : thread_([this] { work(); }) { ++streams_alive; }
   ~Stream() {
     put([this] { over_ = true; });
@@ -45,6 +51,7 @@ class Stream {
     --streams_alive;
   }
   void put(std::function<void()> task) {
+    if (capture != nullptr) return note(std::move(task));
     const std::lock_guard<std::mutex> hold(mutex_);
     tasks_.push_back(std::move(task));
     changed_.notify_all();
@@ -59,6 +66,7 @@ class Stream {
   }
 
  private:
+  void note(std::function<void()> task);
   void work() {
     while (!over_) {
       std::unique_lock<std::mutex> hold(mutex_);
@@ -78,9 +86,62 @@ class Stream {
   std::thread thread_;
 };
 
+using Flag = std::shared_ptr<std::atomic<bool>>;
+
 struct Event {
-  std::shared_ptr<std::atomic<bool>> done = std::make_shared<std::atomic<bool>>(true);
+  Flag done = std::make_shared<std::atomic<bool>>(true);
+  std::uint64_t capture = 0;  // of its last record; 0: none
+  int number = 0;             // within that
 };
+
+// What was put on streams while they were captured. A replay does it again, on the stream that it is
+// launched on and on streams of the graph's own, with events of its own.
+struct Graph {
+  struct Node {
+    int stream;  // in order of appearance; 0 is the one on which the capture began
+    std::function<void()> task;
+    int records = -1, awaits = -1;  // events, by number
+  };
+  std::uint64_t id;
+  std::vector<Stream*> streams;
+  std::vector<Node> nodes;
+  int events = 0;
+  std::vector<std::unique_ptr<Stream>> own;
+
+  int index(Stream* stream) {
+    for (std::size_t i = 0; i < streams.size(); ++i) {
+      if (streams[i] == stream) return static_cast<int>(i);
+    }
+    streams.push_back(stream);
+    stream->capture = this;
+    return static_cast<int>(streams.size()) - 1;
+  }
+  void end() {
+    for (Stream* stream : streams) stream->capture = nullptr;
+    for (std::size_t i = 1; i < streams.size(); ++i) own.push_back(std::make_unique<Stream>());
+  }
+  void replay(Stream* on) {
+    std::vector<Flag> done;
+    for (int i = 0; i < events; ++i) done.push_back(std::make_shared<std::atomic<bool>>(false));
+    for (const Node& node : nodes) {
+      Stream* stream = node.stream == 0 ? on : own[node.stream - 1].get();
+      if (node.records >= 0) {
+        stream->put([flag = done[node.records]] { *flag = true; });
+      } else if (node.awaits >= 0) {
+        stream->put([flag = done[node.awaits]] {
+          while (!*flag) std::this_thread::sleep_for(std::chrono::microseconds(20));
+        });
+      } else {
+        stream->put(node.task);
+      }
+    }
+  }
+};
+
+void Stream::note(std::function<void()> task) {
+  const int stream = capture->index(this);
+  capture->nodes.push_back({stream, std::move(task)});
+}
 
 Stream* stream_of(void* handle) { return static_cast<Stream*>(handle); }
 
@@ -203,8 +264,10 @@ void run_gemm_rs(const FluxGemmArgs& args) {
     const Range owners = owners_of_tile(to.tiling, tile.m);
     bool free[FLUX_MAX_WORLD] = {};
     for (int owner = owners.begin; owner < owners.end; ++owner) {
+      FluxSync sync = to.sync;
+      if (sync.count != nullptr) sync.epoch = *sync.count;
       free[owner] =
-          to.entries == nullptr || await(to.entries, owner, to.sync, FLUX_WAIT_ENTRY, tile.m);
+          to.entries == nullptr || await(to.entries, owner, sync, FLUX_WAIT_ENTRY, tile.m);
     }
     dawdle();
     for (int r = tile.m * kTileM; r < min_of(args.m, (tile.m + 1) * kTileM); ++r) {
@@ -225,19 +288,38 @@ void run_gemm_rs(const FluxGemmArgs& args) {
   }
 }
 
+// What a rank has summed up, where it goes: to all by the switch, or to each.
+void put_sum(const FluxReduceArgs& args, std::int64_t at, std::uint16_t sum) {
+  if (args.switch_out != nullptr) {
+    for (auto* to : everywhere(static_cast<std::uint16_t*>(args.switch_out) + at)) *to = sum;
+    return;
+  }
+  for (int out = 0; out < args.out_count; ++out) {
+    static_cast<std::uint16_t*>(args.outs[out])[at] = sum;
+  }
+}
+
+float sum_of_sources(const FluxReduceArgs& args, std::int64_t at) {
+  float sum = 0;
+  if (args.switch_in != nullptr) {
+    for (auto* from : everywhere(static_cast<const std::uint16_t*>(args.switch_in) + at)) {
+      sum += to_float(*from);
+    }
+    return to_float(to_bf16(sum));  // as the switch gives it
+  }
+  for (int source = 0; source < args.slot_count; ++source) {
+    sum += to_float(static_cast<const std::uint16_t*>(args.slots[source])[at]);
+  }
+  return sum;
+}
+
 void sum_tile(const FluxReduceArgs& args, Range rows, Range columns, bool complete) {
   for (int r = rows.begin; r < rows.end; ++r) {
     for (int c = columns.begin; c < columns.end; ++c) {
-      float sum = complete ? 0 : std::nanf("");
-      for (int source = 0; source < args.slot_count; ++source) {
-        sum +=
-            to_float(static_cast<const std::uint16_t*>(args.slots[source])[r * args.slot_ld + c]);
-      }
+      float sum = complete ? sum_of_sources(args, r * args.slot_ld + c) : std::nanf("");
       sum *= args.scale;
       if (args.bias != nullptr) sum += to_float(static_cast<const std::uint16_t*>(args.bias)[c]);
-      for (int out = 0; out < args.out_count; ++out) {
-        static_cast<std::uint16_t*>(args.outs[out])[r * args.out_ld + c] = to_bf16(sum);
-      }
+      put_sum(args, r * args.out_ld + c, to_bf16(sum));
     }
   }
 }
@@ -261,11 +343,35 @@ void run_reduce(const FluxReduceArgs& args) {
   }
 }
 
+// What is done to one rank at a time, as the threads of the kernel's one block do it.
+void run_meet(const FluxMeetArgs& args) {
+  for (int i = 0; i < args.reset_count; ++i) store(args.reset + i, 0);
+  const std::uint32_t number = *args.count += args.advance;
+  dawdle();
+  FluxSync sync = args.sync;
+  sync.epoch = number;
+  for (int rank = 0; rank < args.world; ++rank) store(args.raised[rank], number);
+  bool complete = true;
+  for (int rank = 0; args.awaited != nullptr && rank < args.world; ++rank) {
+    complete &= await(args.awaited, rank, sync, FLUX_WAIT_MEET, 0);
+  }
+  for (int rank = 0; !complete && rank < args.world; ++rank) {
+    if (rank == args.rank) continue;
+    args.statuses[rank][FLUX_STATUS_SIGNAL] = args.rank;
+    args.statuses[rank][FLUX_STATUS_EXPECTED] = number;
+    __atomic_store_n(args.statuses[rank], FLUX_ABANDONED, __ATOMIC_RELEASE);
+  }
+}
+
+constexpr int kIsolation = 905;  // cudaErrorStreamCaptureIsolation
+Graph* capturing = nullptr;      // the capture that is under way: of the emulator there is one
+
 template <auto kRun, class Args>
 int launch(const Args* args, void* stream) {
   stream_of(stream)->put([copy = *args] { kRun(copy); });
   return FLUX_OK;
 }
+int meet(const FluxMeetArgs* args, void* stream) { return launch<run_meet>(args, stream); }
 int reduce(const FluxReduceArgs* args, void* stream) { return launch<run_reduce>(args, stream); }
 std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
 int prepare(int) { return FLUX_OK; }
@@ -274,11 +380,12 @@ int prepare(int) { return FLUX_OK; }
 
 extern "C" {
 
-#define EMULATED(symbol, version, reduction, ...)                                   \
-  extern const FluxKernel symbol = {                                                \
-      version,  sizeof(FluxGemmArgs), #symbol,  kTileM,                             \
-      kTileN,   &no_workspace,        &prepare, &launch<__VA_ARGS__, FluxGemmArgs>, \
-      reduction};
+#define EMULATED(symbol, version, reduction, ...)                                 \
+  extern const FluxKernel symbol = {version,  sizeof(FluxGemmArgs),               \
+                                    #symbol,  kTileM,                             \
+                                    kTileN,   &no_workspace,                      \
+                                    &prepare, &launch<__VA_ARGS__, FluxGemmArgs>, \
+                                    &meet,    reduction};
 #define EMULATED_AG(suffix, ...)                                     \
   EMULATED(flux_emulated_ag_gemm##suffix, FLUX_ABI_VERSION, nullptr, \
            run_ag_gemm<Config<__VA_ARGS__>>)
@@ -335,18 +442,54 @@ int cuEventDestroy_v2(void* event) {
   delete static_cast<Event*>(event);
   return 0;
 }
-int cuEventRecord(void* event, void* stream) {
-  auto done = std::make_shared<std::atomic<bool>>(false);
-  static_cast<Event*>(event)->done = done;
-  stream_of(stream)->put([done] { *done = true; });
+int cuEventRecord(void* handle, void* stream) {
+  auto* event = static_cast<Event*>(handle);
+  if (Graph* graph = stream_of(stream)->capture; graph != nullptr) {
+    event->capture = graph->id;
+    event->number = graph->events++;
+    graph->nodes.push_back({graph->index(stream_of(stream)), {}, event->number, -1});
+    return 0;
+  }
+  event->capture = 0;
+  event->done = std::make_shared<std::atomic<bool>>(false);
+  stream_of(stream)->put([done = event->done] { *done = true; });
   return 0;
 }
-int cuStreamWaitEvent(void* stream, void* event, unsigned) {
-  stream_of(stream)->put([done = static_cast<Event*>(event)->done] {
+int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
+  auto* event = static_cast<Event*>(handle);
+  Graph* graph = stream_of(stream)->capture;
+  if (event->capture != 0) {
+    if (graph == nullptr) graph = capturing;
+    if (graph == nullptr || graph->id != event->capture) return kIsolation;
+    graph->nodes.push_back({graph->index(stream_of(stream)), {}, -1, event->number});
+    return 0;
+  }
+  if (graph != nullptr) return kIsolation;
+  stream_of(stream)->put([done = event->done] {
     while (!*done) nap();
   });
   return 0;
 }
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, std::uint64_t* id, void**, const void**,
+                              std::size_t*) {
+  const Graph* graph = stream_of(stream)->capture;
+  *status = graph != nullptr ? 1 : 0;
+  if (graph != nullptr) *id = graph->id;
+  return 0;
+}
+void emulator_begin_capture(void* stream) {
+  static std::uint64_t graphs = 0;
+  capturing = new Graph{++graphs};
+  capturing->index(stream_of(stream));
+}
+void* emulator_end_capture() {
+  capturing->end();
+  return std::exchange(capturing, nullptr);
+}
+void emulator_replay(void* graph, void* stream) {
+  static_cast<Graph*>(graph)->replay(stream_of(stream));
+}
+void emulator_destroy_graph(void* graph) { delete static_cast<Graph*>(graph); }
 int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* stream) {
   stream_of(stream)->put([=] {
     dawdle();

@@ -49,7 +49,14 @@ def layout(folder: Path, compiler: str, suffix: str, *options: str) -> str:
 
 def test_the_header_is_read_completely() -> None:
     found = structs()
-    assert set(found) == {"FluxOrder", "FluxSync", "FluxGemmArgs", "FluxReduceArgs", "FluxKernel"}
+    assert set(found) == {
+        "FluxOrder",
+        "FluxSync",
+        "FluxGemmArgs",
+        "FluxReduceArgs",
+        "FluxMeetArgs",
+        "FluxKernel",
+    }
     assert {"m", "slots", "entries", "device"} <= set(found["FluxGemmArgs"])
     assert found["FluxKernel"][0] == "abi_version", "the version must come first, in every version"
 

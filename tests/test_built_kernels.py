@@ -65,18 +65,27 @@ def find_tool(name: str) -> str | None:
 
 def sass_of(kernel: BuiltKernel, arch: str) -> str:
     """Instructions of the GEMM itself, one per line."""
+    functions = functions_in(kernel.library, arch)
+    [gemm] = [sass for name, sass in functions.items() if kernel.symbol in name]
+    return gemm
+
+
+def functions_in(library: Path, arch: str) -> dict[str, str]:
+    """Instructions of each device function, one per line."""
     cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
     if cuobjdump is None or nvdisasm is None:
         pytest.skip(
             "no cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
         )
     environment = {**os.environ, "PATH": f"{Path(nvdisasm).parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [cuobjdump, "--dump-sass", "--gpu-architecture", f"sm_{arch}", str(kernel.library)]
+    command = [cuobjdump, "--dump-sass", "--gpu-architecture", f"sm_{arch}", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     functions = re.split(r"^\s*Function : ", done.stdout, flags=re.M)[1:]
-    [gemm] = [f for f in functions if kernel.symbol in f.split("\n", 1)[0]]
-    return "\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.+?);", gemm))
+    return {
+        function.split("\n", 1)[0]: "\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.+?);", function))
+        for function in functions
+    }
 
 
 def sm90(registry: Registry, op: str) -> str:

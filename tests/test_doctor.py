@@ -214,7 +214,9 @@ def test_packages(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = bare / "site"
     installed(packages, "flux-test-nvcc", "13.0", ["nvidia/cu13/bin/nvcc"])
     program(packages / "nvidia/cu13/bin/nvcc", SPEAKS)
-    installed(packages, "flux-test-nvshmem", "3.4", ["nvidia/nvshmem/include/nvshmem.h"])
+    libraries = ("libnvshmem_device.a", "libnvshmem_host.so.3")
+    files = [*(f"nvidia/nvshmem/lib/{name}" for name in libraries)]
+    installed(packages, "flux-test-nvshmem", "3.4", ["nvidia/nvshmem/include/nvshmem.h", *files])
     header = "cutlass_library/source/include/cutlass/cutlass.h"
     installed(packages, "nvidia-cutlass", "4.2.0", [header, "cutlass_library/__init__.py"])
     monkeypatch.syspath_prepend(str(packages))
@@ -226,9 +228,14 @@ def test_packages(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cutlass == toolchain.Tool(
         "4.2.0", str(packages / "cutlass_library/source/include"), "package nvidia-cutlass"
     )
-    assert nvshmem.path == str(packages / "nvidia/nvshmem/include")
+    assert nvshmem.path == str(packages / "nvidia/nvshmem")
     _, found = diagnose()
-    assert all(item["status"] == "ok" for item in found["kernel toolchain"].values())
+    statuses = {name: item["status"] for name, item in found["kernel toolchain"].items()}
+    assert statuses.pop("libflux_nvshmem") == "absent"
+    assert set(statuses.values()) == {"ok"}
+    (packages / files[0]).unlink()
+    lacking = toolchain.nvshmem()
+    assert lacking is not None and lacking.problem == "comes without libnvshmem_device.a"
     assert "cutlass_library" not in sys.modules  # found without importing it
 
 

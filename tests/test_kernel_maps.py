@@ -105,6 +105,24 @@ def test_every_source_and_tile_has_a_flag_of_its_own(t: tuple[int, int, int, int
         assert all(0 <= flag < s.flag_count() for flag in flags)
 
 
+@given(t=tilings())
+@example(t=(64, 2, 2, 24, 1))
+@example(t=(1, 1, 8, 128, 256))
+def test_strips_hold_each_row_of_an_owner_once(t: tuple[int, int, int, int, int]) -> None:
+    m, _, world, tile_m, _ = t
+    s = core.ScatterTiling(*t)
+    for owner in range(world):
+        assert s.strips_of_owner(owner) <= s.strip_count()
+        held: list[int] = []
+        for index in range(s.strips_of_owner(owner)):
+            tile_row, begin, end = s.strip_of_owner(owner, index)
+            rows = list(range(begin, end))
+            assert len(rows) <= core.strip_rows
+            assert {row // tile_m for row in rows} <= {tile_row}
+            held += rows
+        assert held == sorted(rows_of(m, world, owner))
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 

@@ -130,6 +130,54 @@ def test_processes_give_the_bits_of_virtual_ranks(library: Path, op: str, direct
             assert torch.equal(a, b)
 
 
+def _replays(rank: int, world: int, library: Path, op: str) -> None:
+    """Every rank captures by itself, and replays at its own pace."""
+    device = emulate(rank, library)
+    device.set_delay(500)
+    p = Problem(op, 33, (13,), 10, BF16)
+    with p.build(backend="cuda", transport="symm_mem") as made:
+        everything = [Inputs(p, m, world, seed=m) for m in (33, 2, 17)]
+        with device.capture() as graph:
+            outs = [inputs.call(made, rank) for inputs in everything]
+        for turn in range(12):
+            graph.replay()
+            eager = everything[turn % 3].call(made, rank)
+            if turn % 4 == 3:
+                device.finish()
+                made.wait()
+                everything[turn % 3].check(eager, rank)
+                for inputs, got in zip(everything, outs, strict=True):
+                    inputs.check(got, rank)
+                    got[0].fill_(float("nan"))
+        graph.close()
+    device.set_delay(0)
+    device.close()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_processes_replay_graphs(library: Path, op: str) -> None:
+    run(3, _replays, library, op)
+
+
+def _checked_capture(rank: int, world: int, library: Path) -> None:
+    os.environ["FLUX_CHECK"] = "1"
+    device = emulate(rank, library)
+    p = Problem("gemm_rs", 8, (8,), 8, BF16)
+    with p.build(backend="cuda") as op:
+        inputs = Inputs(p, 8, world, seed=1)
+        with device.capture() as graph, pytest.raises(ValueError, match="capture without it"):
+            inputs.call(op, rank)
+        graph.close()
+        got = inputs.call(op, rank)
+        op.wait()
+        inputs.check(got, rank)
+    device.close()
+
+
+def test_calls_that_are_compared_are_not_captured(library: Path) -> None:
+    run(2, _checked_capture, library)
+
+
 def _no_kernel(rank: int, world: int, library: Path) -> None:
     device = emulate(rank, library)
     if rank == 1:

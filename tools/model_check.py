@@ -110,6 +110,7 @@ def main() -> int:
             states=total.states + report.states,
             transitions=total.transitions + report.transitions,
             seconds=total.seconds + report.seconds,
+            violation=total.violation or report.violation,
         )
     print(line("all", total))
     return 1 if failed else 0

@@ -8,6 +8,7 @@
 #include "core/comm_order.h"
 #include "core/ownership.h"
 #include "core/problem.h"
+#include "core/relay.h"
 #include "core/scatter.h"
 #include "core/signal.h"
 #include "core/tile_map.h"
@@ -26,6 +27,7 @@ struct Digest {
   __device__ void add(Mesh g) { add(g.nodes), add(g.domains), add(g.lanes); }
   __device__ void add(TileCoord c) { add(c.m), add(c.n); }
   __device__ void add(TileRun r) { add(r.first), add(r.count); }
+  __device__ void add(Strip s) { add(s.tile_row), add(s.begin), add(s.end); }
 };
 
 // problem.h, ownership.h
@@ -99,7 +101,7 @@ __global__ void check_tile_order(TileOrder t, int slot, int* out) {
   out[threadIdx.x] = d.value;
 }
 
-// tile_map.h, scatter.h
+// tile_map.h, scatter.h, relay.h
 __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int row, int* out) {
   Digest d;
   d.add(tile_at(tile_map(t), slot));
@@ -110,6 +112,10 @@ __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int ro
   d.add(flag_columns(s));
   d.add(flag_count(s));
   d.add(flag_index(s, slot, slot, row, row));
+  d.add(strips_per_tile(s.tile_m));
+  d.add(strip_count(s));
+  d.add(strips_of_owner(s, slot));
+  d.add(strip_of_owner(s, slot, row));
   out[threadIdx.x] = d.value;
 }
 

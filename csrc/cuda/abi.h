@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 2
+#define FLUX_ABI_VERSION 3
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 16
 
@@ -33,12 +33,14 @@ typedef struct FluxOrder {
   const int32_t* sequence; /* (host) W chunks in visiting order, or null: by order and mesh */
 } FluxOrder;
 
-/* Waits. Signals hold the epoch of the call that raised them (csrc/core/signal.h). */
+/* Waits. Signals hold the epoch of the call that raised them (csrc/core/signal.h). A call that is
+ * captured into a graph does not know its number: FluxMeetArgs. */
 typedef struct FluxSync {
   uint32_t epoch;
   uint32_t pad_;
-  uint64_t timeout_ns; /* a wait that takes longer is recorded in `status` and given up */
-  uint64_t* status;    /* FLUX_STATUS_WORDS words of this rank's pad; zero: no wait has failed */
+  uint64_t timeout_ns;   /* a wait that takes longer is recorded in `status` and given up */
+  uint64_t* status;      /* FLUX_STATUS_WORDS words of this rank's pad; zero: no wait has failed */
+  const uint32_t* count; /* entries hold the number that stands here, or (null) the epoch */
 } FluxSync;
 
 /* What a failed wait leaves in FluxSync.status. The first one to fail writes; later waits of the
@@ -56,7 +58,8 @@ enum {
   FLUX_WAIT_GATHER = 1,  /* rows of x: a signal of the own pad */
   FLUX_WAIT_ENTRY = 2,   /* a peer whose memory is to be written has not begun the call */
   FLUX_WAIT_PARTIAL = 3, /* partials for the own rows: a flag of the own pad */
-  FLUX_ABANDONED = 4     /* nothing of one's own: the peer FLUX_STATUS_SIGNAL has given up */
+  FLUX_ABANDONED = 4,    /* nothing of one's own: the peer FLUX_STATUS_SIGNAL has given up */
+  FLUX_WAIT_MEET = 5     /* a peer has not come to where all ranks of a captured call meet */
 };
 
 typedef struct FluxGemmArgs {
@@ -104,11 +107,31 @@ typedef struct FluxReduceArgs {
   int32_t out_count;
   int32_t slot_count; /* world, or 1 when memory has added up what arrived (reduce in flight) */
   int64_t out_ld;
+  /* NVLink SHARP: the same memory of all ranks at one address (its multicast object), where the switch
+   * adds up what is loaded, and gives everybody what is stored. Own row 0 of the partials, in place of
+   * slots, or null; own row 0 of the results, in place of outs, or null. Rows are 16-byte aligned. */
+  const void* switch_in;
+  void* switch_out;
   const void* bias;
   float scale;
   int32_t sm_count;
   FluxSync sync;
 } FluxReduceArgs;
+
+/* Where the ranks of a captured call meet: a kernel of one block, which in this order numbers the
+ * call, resets words of this rank, tells all ranks, and awaits them. A rank that gives up says so in
+ * the status of every peer, since copies that follow in the graph cannot be kept from being made. */
+typedef struct FluxMeetArgs {
+  int32_t world, rank;
+  uint32_t advance; /* 1: a call begins; 0: it is the same one still */
+  int32_t reset_count;
+  uint32_t* count;                    /* of this rank's captured calls */
+  uint32_t* reset;                    /* words that are set to 0 */
+  uint32_t* raised[FLUX_MAX_WORLD];   /* by rank: this rank's word there, set to the count */
+  const uint32_t* awaited;            /* by rank: words of the own pad; null: nobody is awaited */
+  uint64_t* statuses[FLUX_MAX_WORLD]; /* by rank */
+  FluxSync sync;                      /* epoch and count are not looked at */
+} FluxMeetArgs;
 
 enum {
   FLUX_OK = 0,
@@ -124,8 +147,9 @@ typedef struct FluxKernel {
   const char* name;    /* as in the manifest */
   int32_t tile_m, tile_n;
   uint64_t (*workspace_bytes)(const FluxGemmArgs* args);
-  int (*prepare)(int device);                              /* loads the code; before any overlap */
-  int (*launch)(const FluxGemmArgs* args, void* stream);   /* asynchronous */
+  int (*prepare)(int device);                            /* loads the code; before any overlap */
+  int (*launch)(const FluxGemmArgs* args, void* stream); /* asynchronous */
+  int (*meet)(const FluxMeetArgs* args, void* stream);
   int (*reduce)(const FluxReduceArgs* args, void* stream); /* gemm_rs, else null */
 } FluxKernel;
 

@@ -23,6 +23,14 @@ __device__ __forceinline__ std::uint32_t load_acquire_sys(const std::uint32_t* w
   return value;
 }
 
+// Words between nodes (cuda/runtime/nvshmem_abi.h), whose lower half is the epoch. Read whole, as they
+// are written: halves of them have no order that the memory model knows of.
+__device__ __forceinline__ std::uint32_t load_acquire_sys(const std::uint64_t* word) {
+  std::uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return static_cast<std::uint32_t>(value);
+}
+
 __device__ __forceinline__ void store_release_sys(std::uint32_t* word, std::uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -45,31 +53,45 @@ __device__ inline void record_failure(const FluxSync& sync, int code, int tile, 
   status[FLUX_STATUS_OBSERVED] = observed;
 }
 
-// Spins until `words[index]` has reached the epoch. Gives up, with false, when the time is over, or
+// Spins until `word`, which is reported as `signal`, has reached the epoch. Gives up, with false, when the time is over, or
 // when another wait has: the kernel then ends. Its own result is wrong and the host throws it away;
 // what it would have told or given to a peer it keeps to itself. Inlined: a producer warp has 40
 // registers, and a call would make it spill those it keeps across.
-__device__ __forceinline__ bool await_epoch(const std::uint32_t* words, int index,
-                                            const FluxSync& sync, int code, int tile) {
+template <class Word>
+__device__ __forceinline__ bool await_epoch(const Word* word, int signal, const FluxSync& sync,
+                                            int code, int tile) {
   const volatile std::uint64_t* failed = sync.status + FLUX_STATUS_CODE;
   const std::uint64_t begin = nanoseconds();
   for (;;) {
-    const std::uint32_t seen = load_acquire_sys(words + index);
+    const std::uint32_t seen = load_acquire_sys(word);
     if (epoch_reached(seen, sync.epoch)) return true;
     if (*failed != 0) return false;
     if (nanoseconds() - begin > sync.timeout_ns) {
-      record_failure(sync, code, tile, index, seen);
+      record_failure(sync, code, tile, signal, seen);
       return false;
     }
     __nanosleep(32);
   }
 }
 
-// Waits for one signal; quick when it is there. Whether it came.
+// What entries are awaited with: in a captured call, the number of which it is on this replay.
+__device__ __forceinline__ FluxSync entry_sync(FluxSync sync) {
+  if (sync.count != nullptr) sync.epoch = *sync.count;
+  return sync;
+}
+
+// Waits for one word; quick when it is there. Whether it came.
+template <class Word>
+__device__ __forceinline__ bool await_word(const Word* word, int signal, const FluxSync& sync,
+                                           int code, int tile) {
+  if (epoch_reached(load_acquire_sys(word), sync.epoch)) return true;
+  return await_epoch(word, signal, sync, code, tile);
+}
+
+// The same for one of several signals.
 __device__ __forceinline__ bool await(const std::uint32_t* words, int index, const FluxSync& sync,
                                       int code, int tile) {
-  if (epoch_reached(load_acquire_sys(words + index), sync.epoch)) return true;
-  return await_epoch(words, index, sync, code, tile);
+  return await_word(words + index, index, sync, code, tile);
 }
 
 }  // namespace flux

@@ -2,7 +2,7 @@
 // tuples.
 #include <pybind11/stl.h>
 
-#include "core/scatter.h"
+#include "core/relay.h"
 #include "core/tile_map.h"
 #include "host/bindings.h"
 #include "host/schedule.h"
@@ -113,7 +113,14 @@ void bind_kernel_maps(py::module_& core) {
       .def("flag_columns", &flag_columns)
       .def("flag_count", &flag_count)
       .def("flag_index", &flag_index, py::arg("source"), py::arg("owner"), py::arg("tile_row"),
-           py::arg("tile_column"));
+           py::arg("tile_column"))
+      .def("strip_count", &strip_count)
+      .def("strips_of_owner", &strips_of_owner, py::arg("owner"))
+      .def("strip_of_owner", [](const ScatterTiling& s, int owner, int index) {
+        const Strip strip = strip_of_owner(s, owner, index);
+        return std::make_tuple(strip.tile_row, strip.begin, strip.end);
+      });
+  core.attr("strip_rows") = kStripRows;
   core.attr("max_runs") = kMaxRuns;
 }
 

@@ -46,22 +46,27 @@ void bind_op(py::module_& m) {
   py::class_<CudaOp>(m, "CudaOp", "One rank's calls of a fused op on a GPU.")
       .def(
           py::init([](std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
-                      int rank, Addresses pads, Addresses data, std::int64_t row_bytes, int slots,
+                      int rank, Addresses pads, Addresses data, Address multicast,
+                      bool sums_by_switch, std::int64_t row_bytes, int slots,
                       std::int64_t slot_bytes, std::int64_t rest_offset, std::int64_t data_bytes,
                       bool scales_travel, bool all_reduce, float scale, int signals, Address report,
                       std::uint64_t timeout_ns, int sm_count, int device, bool poison) {
             const int world = static_cast<int>(pads.size());
             return std::make_unique<CudaOp>(
                 std::move(driver), std::move(kernels),
-                CudaOpSetup{rank, world, std::move(pads), std::move(data), row_bytes, slots,
-                            slot_bytes, rest_offset, data_bytes, scales_travel, all_reduce, scale,
-                            signals, report, timeout_ns, sm_count, device, poison});
+                CudaOpSetup{rank,       world,          std::move(pads), std::move(data),
+                            multicast,  sums_by_switch, row_bytes,       slots,
+                            slot_bytes, rest_offset,    data_bytes,      scales_travel,
+                            all_reduce, scale,          signals,         report,
+                            timeout_ns, sm_count,       device,          poison});
           }),
           py::kw_only(), py::arg("driver"), py::arg("kernels"), py::arg("rank"), py::arg("pads"),
-          py::arg("data"), py::arg("row_bytes"), py::arg("slots"), py::arg("slot_bytes"),
-          py::arg("rest_offset"), py::arg("data_bytes"), py::arg("scales_travel"),
-          py::arg("all_reduce"), py::arg("scale"), py::arg("signals"), py::arg("report"),
-          py::arg("timeout_ns"), py::arg("sm_count"), py::arg("device"), py::arg("poison"))
+          py::arg("data"), py::arg("multicast"), py::arg("sums_by_switch"), py::arg("row_bytes"),
+          py::arg("slots"), py::arg("slot_bytes"), py::arg("rest_offset"), py::arg("data_bytes"),
+          py::arg("scales_travel"), py::arg("all_reduce"), py::arg("scale"), py::arg("signals"),
+          py::arg("report"), py::arg("timeout_ns"), py::arg("sm_count"), py::arg("device"),
+          py::arg("poison"))
+      .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"))
       .def("close", &CudaOp::close)
       .def("look", &CudaOp::look, py::call_guard<py::gil_scoped_release>())
       .def("let_go", &CudaOp::let_go, py::call_guard<py::gil_scoped_release>())

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "cuda/arguments.h"
+#include "cuda/runtime/nvshmem_abi.h"
 #include "host/bindings.h"
 #include "host/driver.h"
 #include "host/kernels.h"
@@ -160,7 +161,8 @@ void bind_driver(py::module_& m) {
       .def("await_signal", &Driver::await_signal, py::arg("stream"), py::arg("word"),
            py::arg("value"))
       .def("fill", &Driver::fill, py::arg("stream"), py::arg("words"), py::arg("value"),
-           py::arg("count"));
+           py::arg("count"))
+      .def("capture", &Driver::capture, py::arg("stream"));
 }
 
 }  // namespace
@@ -187,6 +189,8 @@ void bind_kernels(py::module_& m) {
       });
   bind_driver(m);
   m.attr("ABI_VERSION") = FLUX_ABI_VERSION;
+  m.attr("NVSHMEM_ABI") =
+      py::make_tuple(FLUX_NVSHMEM_ABI_VERSION, sizeof(FluxRelayArgs), sizeof(FluxNodeSumArgs));
   m.attr("MAX_KERNEL_WORLD") = FLUX_MAX_WORLD;
   m.attr("STATUS_WORDS") = static_cast<int>(FLUX_STATUS_WORDS);
 }

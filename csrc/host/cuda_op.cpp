@@ -12,12 +12,11 @@ constexpr Address kWord = sizeof(std::uint32_t);
 constexpr Address kStatusBytes = FLUX_STATUS_WORDS * sizeof(std::uint64_t);
 // Words are compared by signed difference: what is older than 2^31 calls would look new.
 constexpr std::uint32_t kRenewEvery = 1u << 30;
+constexpr std::int64_t kSwitchBytes = 16;  // that a multicast access takes
 constexpr std::int64_t kScaleBytes = sizeof(float);
 
-template <class T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
+// In captured calls all ranks have met before the first copy.
+const std::vector<Address> kAllMet;
 
 }  // namespace
 
@@ -30,14 +29,28 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
     throw std::invalid_argument("a CudaOp needs the memory of 1 to " +
                                 std::to_string(FLUX_MAX_WORLD) + " ranks");
   }
+  const Address ranks = setup_.world * kWord, signals = setup_.signals * kWord;
   for (int rank = 0; rank < setup_.world; ++rank) {
-    signals_.push_back(status_of(rank) + kStatusBytes);
+    eager_.entries.push_back(setup_.pads[rank]);
+    eager_.done.push_back(eager_.entries.back() + ranks);
+    eager_.signals.push_back(status_of(rank) + kStatusBytes);
+    const Address count = eager_.signals.back() + signals;
+    if (rank == setup_.rank) count_ = count;
+    captured_.entries.push_back(count + kWord);
+    resets_.push_back(captured_.entries.back() + ranks);
+    captured_.done.push_back(resets_.back() + ranks);
+    captured_.signals.push_back(captured_.done.back() + ranks);
     scales_.push_back(setup_.data[rank] + setup_.rest_offset);
   }
   copy_stream_ = driver_->create_stream();
   forked_ = driver_->create_event();
   joined_ = driver_->create_event();
   ended_ = driver_->create_event();
+  captured_end_ = driver_->create_event();
+}
+
+std::int64_t CudaOp::pad_words(int world, int signals) {
+  return std::int64_t{2} * world + kStatusBytes / kWord + signals + 1 + 3 * world + signals;
 }
 
 CudaOp::~CudaOp() { close(); }
@@ -47,6 +60,7 @@ void CudaOp::close() {
   driver_->destroy_event(forked_);
   driver_->destroy_event(joined_);
   driver_->destroy_event(ended_);
+  driver_->destroy_event(captured_end_);
   driver_->destroy_stream(copy_stream_);
   copy_stream_ = 0;
 }
@@ -58,39 +72,54 @@ bool CudaOp::failed() const {
 
 // -- what a call is made of ------------------------------------------------------------------------
 
-std::vector<MemOp> CudaOp::raise_everywhere(int word) const {
+std::vector<MemOp> CudaOp::raise_everywhere(const std::vector<Address>& words) const {
   std::vector<MemOp> raised;
-  for (const Address pad : setup_.pads)
-    raised.push_back({MemOp::kWrite, pad + word * kWord, epoch_});
+  for (const Address own : words)
+    raised.push_back({MemOp::kWrite, own + setup_.rank * kWord, epoch_});
   return raised;
 }
 
-void CudaOp::begin(Stream stream, bool pull) {
+std::vector<MemOp> CudaOp::await_everybody(const std::vector<Address>& words) const {
+  std::vector<MemOp> waits;
+  for (int peer = 0; peer < setup_.world; ++peer) {
+    waits.push_back({MemOp::kWait, words[setup_.rank] + peer * kWord, epoch_});
+  }
+  return waits;
+}
+
+void CudaOp::begin(const Schedule& schedule, Stream stream) {
+  capture_ = driver_->capture(stream);
+  words_ = capture_ != 0 ? &captured_ : &eager_;
+  if (capture_ != 0) return begin_captured(schedule, stream);
+  const bool behind = read_by_peers(schedule);
   ++epoch_;
   // Calls follow one another whatever streams they are on: an entry speaks for all earlier ones.
   if (last_stream_ != 0 && last_stream_ != stream) driver_->await_event(stream, ended_);
   last_stream_ = stream;
   if (epoch_ % kRenewEvery == 0) renew_signals(stream);
-  if (!pull) fill_with_nan(stream);
-  if (setup_.slots == 1 && setup_.world > 1) {
-    // What peers add to, once they see the entry.
-    driver_->fill(stream, setup_.data[setup_.rank], 0, setup_.slot_bytes / kWord);
-  }
-  driver_->memory_ops(stream, raise_everywhere(setup_.rank));
-  if (pull && setup_.poison) {
-    // What peers pull themselves is free when they have begun this call, too.
-    std::vector<MemOp> entered;
-    for (int peer = 0; peer < setup_.world; ++peer) {
-      entered.push_back({MemOp::kWait, setup_.pads[setup_.rank] + peer * kWord, epoch_});
-    }
-    driver_->memory_ops(stream, entered);
+  if (!behind) fill_with_nan(stream);
+  zero_sums(stream);
+  driver_->memory_ops(stream, raise_everywhere(words_->entries));
+  if (behind && setup_.poison) {
+    // What peers read themselves is free when they have begun this call, too.
+    driver_->memory_ops(stream, await_everybody(words_->entries));
     fill_with_nan(stream);
   }
 }
 
+bool CudaOp::read_by_peers(const Schedule& schedule) const {
+  return pulls(schedule) || setup_.sums_by_switch;
+}
+
+// What peers add to, once they see the entry.
+void CudaOp::zero_sums(Stream stream) {
+  if (setup_.slots != 1 || setup_.world == 1) return;
+  driver_->fill(stream, setup_.data[setup_.rank], 0, setup_.slot_bytes / kWord);
+}
+
 // Entries and words of GemmAR are written by every call, signals and flags only by calls of that M.
 void CudaOp::renew_signals(Stream stream) {
-  driver_->fill(stream, signals_[setup_.rank], epoch_ - 1,
+  driver_->fill(stream, eager_.signals[setup_.rank], epoch_ - 1,
                 static_cast<std::size_t>(setup_.signals));
 }
 
@@ -102,7 +131,7 @@ void CudaOp::fill_with_nan(Stream stream) {
 
 void CudaOp::end(Stream stream) {
   driver_->copy(stream, setup_.report, status_of(setup_.rank), kStatusBytes);
-  driver_->record(ended_, stream);
+  driver_->record(capture_ != 0 ? captured_end_ : ended_, stream);
 }
 
 Address CudaOp::status_of(int rank) const {
@@ -128,15 +157,18 @@ void CudaOp::let_go() {
     told.push_back({MemOp::kWrite, status, FLUX_ABANDONED});
   }
   driver_->memory_ops(rescue, told);
+  const auto signals = static_cast<std::size_t>(setup_.signals);
   driver_->fill(rescue, setup_.pads[setup_.rank], epoch_,
                 2 * static_cast<std::size_t>(setup_.world));
-  driver_->fill(rescue, signals_[setup_.rank], epoch_, static_cast<std::size_t>(setup_.signals));
+  driver_->fill(rescue, eager_.signals[setup_.rank], epoch_, signals);
+  driver_->fill(rescue, captured_.signals[setup_.rank], 1, signals);
   driver_->synchronize(rescue);
   driver_->destroy_stream(rescue);
 }
 
 FluxSync CudaOp::sync() const {
-  return {epoch_, 0, setup_.timeout_ns, pointer<std::uint64_t>(status_of(setup_.rank))};
+  return {number(), 0, setup_.timeout_ns, pointer<std::uint64_t>(status_of(setup_.rank)),
+          capture_ != 0 ? pointer<const std::uint32_t>(count_) : nullptr};
 }
 
 FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
@@ -192,14 +224,15 @@ void CudaOp::set_workspace(Stream stream, Address address, std::uint64_t bytes) 
 void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
                      const std::vector<Operand>& operands, Address gathered,
                      const std::vector<Address>& sources) {
-  begin(stream, schedule.spec.tiles.direction == Direction::kPull);
+  begin(schedule, stream);
   const int m = schedule.spec.problem.m;
   std::vector<GatherPart> parts{
       {x.x, setup_.row_bytes, setup_.data, sources.empty() ? setup_.data : sources}};
   if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, scales_, scales_});
   gather_tiles(*driver_, schedule,
-               GatherCall{stream, copy_stream_, forked_, epoch_, parts, setup_.pads, signals_});
-  bool awaited = schedule.spec.tiles.direction == Direction::kPull;  // by the copy stream
+               GatherCall{stream, copy_stream_, forked_, number(), parts,
+                          capture_ != 0 ? kAllMet : words_->entries, words_->signals});
+  bool awaited = pulls(schedule);  // by the copy stream
   for (std::size_t i = 0; i < operands.size(); ++i) {
     if (operands[i].n == 0) continue;
     FluxGemmArgs args = gemm_args(schedule, stream, operands[i], x.k);
@@ -209,7 +242,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
     args.d = pointer<void>(operands[i].out);
     args.ldd = operands[i].out_ld;
     args.bias = pointer<const void>(operands[i].bias);
-    args.signals = pointer<const std::uint32_t>(signals_[setup_.rank]);
+    args.signals = pointer<const std::uint32_t>(words_->signals[setup_.rank]);
     kernels_.at(i)->launch(args, stream);
     awaited = true;
   }
@@ -233,7 +266,7 @@ void CudaOp::await_rows(const Schedule& schedule, Stream stream) {
     if (rows.begin == rows.end) continue;
     const Range signals = signals_of_rows(c, rows.begin, rows.end);
     for (int signal = signals.begin; signal < signals.end; ++signal) {
-      waits.push_back({MemOp::kWait, signals_[setup_.rank] + signal * kWord, epoch_});
+      waits.push_back({MemOp::kWait, words_->signals[setup_.rank] + signal * kWord, number()});
     }
   }
   driver_->memory_ops(stream, waits);
@@ -243,18 +276,21 @@ void CudaOp::await_rows(const Schedule& schedule, Stream stream) {
 
 void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
                      const Operand& operand) {
-  begin(stream, false);
+  begin(schedule, stream);
   FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k);
   args.a = pointer<const void>(x.x);
   args.lda = x.ld;
   args.scale_a = pointer<const float>(x.scale);
   const std::int64_t mine = setup_.slots > 1 ? setup_.rank * setup_.slot_bytes : 0;
   for (int owner = 0; owner < setup_.world; ++owner) {
-    args.slots[owner] = pointer<void>(setup_.data[owner] + mine);
-    args.flags[owner] = pointer<std::uint32_t>(signals_[owner]);
+    const Address owned = setup_.sums_by_switch
+                              ? setup_.data[setup_.rank] + owner * setup_.slot_bytes
+                              : setup_.data[owner] + mine;
+    args.slots[owner] = pointer<void>(owned);
+    args.flags[owner] = pointer<std::uint32_t>(words_->signals[owner]);
   }
   args.slot_ld = operand.n;
-  args.entries = pointer<const std::uint32_t>(setup_.pads[setup_.rank]);
+  args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
   kernels_.at(0)->launch(args, stream);
 }
 
@@ -274,7 +310,7 @@ void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& oper
     args.slots[slot] = pointer<const void>(setup_.data[rank] + slot * setup_.slot_bytes);
   }
   args.slot_ld = args.out_ld = operand.n;
-  args.flags = pointer<const std::uint32_t>(signals_[rank]);
+  args.flags = pointer<const std::uint32_t>(words_->signals[rank]);
   args.bias = pointer<const void>(operand.bias);
   args.scale = setup_.scale;
   args.sm_count = setup_.sm_count;
@@ -284,19 +320,34 @@ void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& oper
     const Address result = setup_.data[to] + setup_.rest_offset + args.first_row * setup_.row_bytes;
     args.outs[to] = pointer<void>(setup_.all_reduce ? result : out);
   }
+  if (setup_.multicast != 0) by_switch(args);
   kernels_.at(0)->reduce(args, stream);
   if (setup_.all_reduce) collect(m, stream, out);
   end(stream);
 }
 
+// The switch does what it can: the addition if that need not be in rank order, and the distribution of
+// results whose rows it can take.
+void CudaOp::by_switch(FluxReduceArgs& args) const {
+  if (setup_.sums_by_switch) {
+    args.switch_in = pointer<const void>(setup_.multicast + setup_.rank * setup_.slot_bytes);
+  }
+  if (setup_.all_reduce && setup_.row_bytes % kSwitchBytes == 0) {
+    args.switch_out =
+        pointer<void>(setup_.multicast + setup_.rest_offset + args.first_row * setup_.row_bytes);
+  }
+}
+
 // GemmAR: the result, once everybody's rows of it have been written here.
 void CudaOp::collect(int m, Stream stream, Address out) {
-  std::vector<MemOp> done = raise_everywhere(setup_.world + setup_.rank);
-  for (int peer = 0; peer < setup_.world; ++peer) {
-    done.push_back(
-        {MemOp::kWait, setup_.pads[setup_.rank] + (setup_.world + peer) * kWord, epoch_});
+  if (capture_ != 0) {
+    kernels_.at(0)->meet(meeting(words_->done), stream);
+  } else {
+    std::vector<MemOp> done = raise_everywhere(words_->done);
+    const std::vector<MemOp> waits = await_everybody(words_->done);
+    done.insert(done.end(), waits.begin(), waits.end());
+    driver_->memory_ops(stream, done);
   }
-  driver_->memory_ops(stream, done);
   driver_->copy(stream, out, setup_.data[setup_.rank] + setup_.rest_offset,
                 static_cast<std::size_t>(m) * setup_.row_bytes);
 }

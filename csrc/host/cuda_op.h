@@ -10,6 +10,9 @@
 // hold the number of the call (epoch). Who may write to which buffer when: gather_tiles.h (gathered
 // rows), cuda/gemm/sm90/scatter_store.cuh (partials). An entry is raised by a stream operation behind
 // all that the stream did before, so it says that the rank's buffers are no longer read.
+//
+// A call on a stream that is being captured into a CUDA graph becomes part of the graph, with words of
+// its own (cuda_op_captured.cpp): what the graph holds cannot know how often it will be replayed.
 #pragma once
 
 #include <map>
@@ -26,15 +29,21 @@ namespace flux::host {
 // Symmetric memory of one op, as this rank addresses it, and what every launch is told.
 //
 // Pad: W entries, W words "my result is everywhere" (GemmAR), the status (FLUX_STATUS_WORDS of 64
-// bits), then signals or flags. Peers write to the status only to say that they have given up.
+// bits), then signals or flags; then the words of captured calls: their count, W entries, W words
+// "my signals are reset", W of the result, signals or flags. Peers write to the status only to say that
+// they have given up.
 // Data: gathered rows, then their scales if they have some; or slots of partials, one per source or
-// (reduced in flight) one that all add to, then (GemmAR) the result.
+// (reduced in flight) one that all add to, then (GemmAR) the result. Where the NVLink switch adds up,
+// there is a slot per owner, with this rank's partials of its rows, which the owner reads. (At any M the
+// same owner, so that nobody but the owner of a tile has to be awaited before it is written.)
 struct CudaOpSetup {
   int rank;
   int world;
   std::vector<Address> pads;  // by rank
   std::vector<Address> data;  // by rank
-  std::int64_t row_bytes;     // of rows that travel
+  Address multicast;          // all ranks' data at one address (NVLink SHARP), or 0
+  bool sums_by_switch;
+  std::int64_t row_bytes;  // of rows that travel
   int slots;
   std::int64_t slot_bytes;
   std::int64_t rest_offset;  // of what comes after gathered rows or slots
@@ -49,6 +58,11 @@ struct CudaOpSetup {
   int device;
   bool poison;  // fill memory with NaN that is not to be read before it has been written
 };
+
+template <class T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
 
 // One weight, what it is multiplied with beside x, and where the product goes.
 struct Operand {
@@ -69,8 +83,18 @@ struct Rows {
   Address scale;
 };
 
+// Words of the pads that the ranks of a call use, by rank.
+struct CallWords {
+  std::vector<Address> entries;
+  std::vector<Address> done;
+  std::vector<Address> signals;
+};
+
 class CudaOp {
  public:
+  // Words of a pad: see CudaOpSetup.
+  static std::int64_t pad_words(int world, int signals);
+
   // One kernel per operand.
   CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
          CudaOpSetup setup);
@@ -113,29 +137,48 @@ class CudaOp {
   void reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out);
 
  private:
-  void begin(Stream stream, bool pull);
+  void begin(const Schedule& schedule, Stream stream);
+  void begin_captured(const Schedule& schedule, Stream stream);
+  void follow_capture(Stream stream);
+  FluxMeetArgs meeting(const std::vector<Address>& words) const;
+  // Whether peers read this rank's buffers, which are then free when all have entered the next call.
+  bool read_by_peers(const Schedule& schedule) const;
+  void zero_sums(Stream stream);
+  void by_switch(FluxReduceArgs& args) const;
   void end(Stream stream);
   void fill_with_nan(Stream stream);
   void renew_signals(Stream stream);
   void await_rows(const Schedule& schedule, Stream stream);
   void collect(int m, Stream stream, Address out);
+  int words_in_use(const Schedule& schedule) const;
+  // What signals and flags of the call hold.
+  std::uint32_t number() const { return capture_ != 0 ? 1 : epoch_; }
   FluxSync sync() const;
   Address status_of(int rank) const;
   FluxGemmArgs gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
                          int k) const;
-  std::vector<MemOp> raise_everywhere(int word) const;
+  std::vector<MemOp> raise_everywhere(const std::vector<Address>& words) const;
+  std::vector<MemOp> await_everybody(const std::vector<Address>& words) const;
 
   std::shared_ptr<Driver> driver_;
   std::vector<std::shared_ptr<Kernel>> kernels_;
   CudaOpSetup setup_;
-  std::vector<Address> signals_;  // by rank
-  std::vector<Address> scales_;   // by rank, gathered
+  CallWords eager_;
+  CallWords captured_;
+  const CallWords* words_ = &eager_;  // of the call that is being made
+  Address count_ = 0;                 // of this rank's captured calls
+  std::vector<Address> resets_;       // words "my signals are reset", by rank
+  std::vector<Address> scales_;       // by rank, gathered
   std::map<Stream, std::pair<Address, std::uint64_t>> workspaces_;
   Stream copy_stream_ = 0;
   Event forked_ = 0;
   Event joined_ = 0;
   Event ended_ = 0;  // the last call, on its stream
   Stream last_stream_ = 0;
+  Event captured_end_ = 0;  // the same within a capture
+  Stream captured_stream_ = 0;
+  std::uint64_t last_capture_ = 0;
+  std::uint64_t capture_ = 0;  // that the call which is being made belongs to; 0: none
   std::uint32_t epoch_ = 0;
 };
 

@@ -17,6 +17,8 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kWriteDefault = 0;
 constexpr unsigned kWaitGreaterOrEqual = 0;  // (int32)(*address - value) >= 0
+constexpr int kCaptureActive = 1;
+constexpr int kCaptureInvalidated = 2;
 constexpr int kOpWait = 1;
 constexpr int kOpWrite = 2;
 constexpr std::size_t kMostOps = 256;  // of one cuStreamBatchMemOp
@@ -58,6 +60,7 @@ struct Driver::Entries {
   int (*wait_value)(void*, Address, std::uint32_t, unsigned);
   int (*batch)(void*, unsigned, BatchOp*, unsigned);
   int (*fill)(Address, unsigned, std::size_t, void*);
+  int (*capture_info)(void*, int*, std::uint64_t*, void**, const void**, std::size_t*);
 };
 
 Driver::Driver(const std::string& library) {
@@ -83,6 +86,7 @@ Driver::Driver(const std::string& library) {
   look_up(handle, "cuStreamWaitValue32_v2", &entries_->wait_value);
   look_up(handle, "cuStreamBatchMemOp_v2", &entries_->batch);
   look_up(handle, "cuMemsetD32Async", &entries_->fill);
+  look_up(handle, "cuStreamGetCaptureInfo_v2", &entries_->capture_info);
 }
 
 void Driver::check(int result, const char* what) const {
@@ -181,6 +185,18 @@ void Driver::memory_ops(Stream stream, const std::vector<MemOp>& ops) {
 void Driver::fill(Stream stream, Address words, std::uint32_t value, std::size_t count) {
   if (count == 0) return;
   check(entries_->fill(words, value, count, reinterpret_cast<void*>(stream)), "cuMemsetD32Async");
+}
+
+std::uint64_t Driver::capture(Stream stream) {
+  int status = 0;
+  std::uint64_t id = 0;
+  check(entries_->capture_info(reinterpret_cast<void*>(stream), &status, &id, nullptr, nullptr,
+                               nullptr),
+        "cuStreamGetCaptureInfo");
+  if (status == kCaptureInvalidated) {
+    throw std::runtime_error("the capture of this stream has failed before");
+  }
+  return status == kCaptureActive ? id : 0;
 }
 
 }  // namespace flux::host

@@ -51,6 +51,8 @@ class Driver {
   // Several of these, in this order, by one call of the driver.
   void memory_ops(Stream stream, const std::vector<MemOp>& ops);
   void fill(Stream stream, Address words, std::uint32_t value, std::size_t count);
+  // The capture that a stream takes part in, by a number of its own; 0: none.
+  std::uint64_t capture(Stream stream);
 
  private:
   struct Entries;

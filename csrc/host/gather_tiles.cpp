@@ -15,7 +15,7 @@ class Gather {
         call_(call),
         rank_(schedule.spec.tiles.rank),
         world_(schedule.spec.problem.world),
-        entered_(world_, false) {}
+        entered_(world_, call.entries.empty()) {}
 
   void run() {
     if (pulls()) {
@@ -51,7 +51,7 @@ class Gather {
   }
 
  private:
-  bool pulls() const { return schedule_.spec.tiles.direction == Direction::kPull; }
+  bool pulls() const { return host::pulls(schedule_); }
   static Address row_in(const GatherPart& part, const std::vector<Address>& buffers, int rank,
                         int row) {
     return buffers[rank] + static_cast<Address>(row) * part.row_bytes;

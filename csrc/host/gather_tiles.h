@@ -37,9 +37,15 @@ struct GatherCall {
   Event forked;   // by which it comes behind it
   std::uint32_t epoch;
   const std::vector<GatherPart>& parts;
-  const std::vector<Address>& entries;  // by rank: W words of its pad
+  const std::vector<Address>& entries;  // by rank: W words of its pad; none: all have entered
   const std::vector<Address>& signals;  // by rank: the signals of its pad
 };
+
+// Whether rows are fetched by their destination.
+inline bool pulls(const Schedule& schedule) {
+  return schedule.spec.tiles.op == OpKind::kAGGemm &&
+         schedule.spec.tiles.direction == Direction::kPull;
+}
 
 void gather_tiles(Driver& driver, const Schedule& schedule, const GatherCall& call);
 

@@ -50,6 +50,10 @@ void Kernel::launch(const FluxGemmArgs& args, std::uintptr_t stream) const {
   check(table_->launch(&args, reinterpret_cast<void*>(stream)), "launch");
 }
 
+void Kernel::meet(const FluxMeetArgs& args, std::uintptr_t stream) const {
+  check(table_->meet(&args, reinterpret_cast<void*>(stream)), "meeting");
+}
+
 void Kernel::reduce(const FluxReduceArgs& args, std::uintptr_t stream) const {
   if (!reduces()) throw std::invalid_argument(name() + " has no reduction");
   check(table_->reduce(&args, reinterpret_cast<void*>(stream)), "reduction");

@@ -28,6 +28,7 @@ class Kernel {
   // Asynchronous, on a cudaStream_t. Throws std::invalid_argument when the kernel cannot do the
   // arguments, and std::runtime_error when the launch fails.
   void launch(const FluxGemmArgs& args, std::uintptr_t stream) const;
+  void meet(const FluxMeetArgs& args, std::uintptr_t stream) const;
   void reduce(const FluxReduceArgs& args, std::uintptr_t stream) const;
 
  private:

@@ -4,6 +4,9 @@ A call checks, allocates its results, and leaves the rest to one native call (cs
 which has the pictures): entries, copies, signals, kernels and the reduction go onto streams, and
 the host waits for nothing.
 
+Calls on a stream that is being captured become part of the CUDA graph
+(csrc/host/cuda_op_captured.cpp).
+
 Waits inside kernels give up after the timeout and leave a record, which the next call, or
 ``check``, finds and raises. Streams that wait for memory cannot give up: ``close`` after a failure
 raises all words of the own pad, which lets them go.
@@ -34,19 +37,21 @@ from flux.ops.call import Call
 from flux.ops.spec import OpSpec
 from flux.schedule import TileSchedule
 from flux.topology import Topology
-from flux.transport.device import DeviceTransport, Peers, first_signal
+from flux.transport.device import DeviceTransport, Peers
 
 if TYPE_CHECKING:
     from flux.tune.choice import Choice
 
 WORD = 4  # bytes of a signal
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
+SWITCH_BYTES = 16  # that a multicast access takes
 MAX_ROOMY = 4096
 ABANDONED = 4  # the codes of csrc/cuda/abi.h
 _WAITS = {
     1: "rows of x (AllGather signal {signal})",
     2: "the entry of rank {signal}, whose memory was to be written",
     3: "partials of a peer (flag {signal})",
+    5: "rank {signal} to come to the same call of a captured graph",
 }
 
 
@@ -99,9 +104,9 @@ class Layout:
             return Layout(world * tiles, 0, 0, rows, rows + scales, row)
         flags = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile).flag_count()
         count = 1 if knobs.reduce == "in_flight" else world
-        slots = count * _up(chunk * row)
+        slot = _up(chunk * row)
         result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
-        return Layout(flags, count, _up(chunk * row), slots, slots + result, row)
+        return Layout(flags, count, slot, count * slot, count * slot + result, row)
 
 
 class CudaBackend:
@@ -128,15 +133,19 @@ class CudaBackend:
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
         knobs = next((k for k in choice.variants() if k.path != "unfused"), Knobs())
+        self.sums_by_switch = self._sums_by_switch(knobs)
+        if self.sums_by_switch:
+            knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
         chosen = self._kernels(knobs, choice.kernel)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         tile = self.kernels[0].tile
         self.layout = Layout.of(spec, self.world, knobs, tile, choice.most_tiles)
-        self.pad_words = first_signal(self.world) + self.layout.signals
+        self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
         self.data = [data.data_ptr() for data in memory.data]
+        self.multicast = memory.multicast
         self.peers = transport.peers(spec, self.layout, tile, memory)
         self._own_data = memory.data[self.rank]
         self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
@@ -158,6 +167,8 @@ class CudaBackend:
             rank=self.rank,
             pads=self.pads,
             data=self.data,
+            multicast=self.multicast,
+            sums_by_switch=self.sums_by_switch,
             row_bytes=self.layout.row_bytes,
             slots=self.layout.slots,
             slot_bytes=self.layout.slot_bytes,
@@ -183,6 +194,13 @@ class CudaBackend:
         kernel = _C.Kernel(str(built.library), built.symbol)
         kernel.prepare(self.device.index)
         return kernel
+
+    def _sums_by_switch(self, knobs: Knobs) -> bool:
+        """Whether the NVLink switch adds up partials: if they may be added in any order, and it can
+        take their rows."""
+        row = self.spec.row_elements() * self.spec.itemsize
+        wanted = self.spec.op is not Op.ag_gemm and knobs.reduce == "in_flight"
+        return wanted and self.transport.multicast and row % SWITCH_BYTES == 0
 
     def _kernels(self, knobs: Knobs, preferred: GemmConfig | None) -> list[OpKernel]:
         """For each weight, the same on all ranks of a ReduceScatter. Collective.
@@ -288,6 +306,10 @@ class CudaBackend:
 
     # -- pieces ------------------------------------------------------------------------------------
 
+    def capturing(self) -> bool:
+        """Whether a call would become part of a CUDA graph."""
+        return self.driver.capture(self.device.current_stream()) != 0
+
     def _rows_of(self, m: int) -> int:
         return _C.core.row_count(m, self.world, self.rank)
 
@@ -301,17 +323,19 @@ class CudaBackend:
 
         Raises:
             PeerTimeoutError: see ``check``.
-            ValueError: the stream is being captured into a graph.
+            ValueError: the stream is being captured into a graph, and the transport's peers are
+                played by the host.
         """
         if self.native.failed:
             self.check(wait=False)
-        if self.device.capturing():
-            raise ValueError(
-                f"{self.spec.label}: calls cannot be captured into a CUDA graph: a replay would "
-                "use the number of the captured call again, which signals hold"
-            )
-        self.peers.check(m)
         stream = self.device.current_stream()
+        if not self.peers.idle:
+            if self.capturing():
+                raise ValueError(
+                    f"{self.spec.label}: calls cannot be captured into a CUDA graph where the host "
+                    "acts for the peers, as in loopback"
+                )
+            self.peers.check(m)
         self._streams.add(stream)
         return stream
 
@@ -339,6 +363,8 @@ class CudaBackend:
         self, schedule: TileSchedule, stream: int, operands: list[_C.Operand], k: int
     ) -> None:
         """See to the memory that kernels need for themselves, once per stream and M."""
+        if self.driver.capture(stream):
+            return self._make_room_in_graph(schedule, stream, operands, k)
         key = (stream, schedule.shape[0])
         if key in self._roomy:
             return
@@ -351,6 +377,19 @@ class CudaBackend:
             # The old one stays in use until the stream has passed it: the allocator knows.
             kept = self._workspaces[stream] = self.device.zeros(size, torch.uint8)
             self.native.set_workspace(stream, kept.data_ptr(), kept.numel())
+
+    def _make_room_in_graph(
+        self, schedule: TileSchedule, stream: int, operands: list[_C.Operand], k: int
+    ) -> None:
+        """The same for a captured call: memory of the graph, which every replay zeroes. The graph's
+        allocator hands it on in the order of the stream, so nobody keeps it."""
+        size = self.native.workspace_bytes(schedule.native, operands, k)
+        room = self.device.zeros(size, torch.uint8) if size else None
+        self._roomy = {(of, m) for of, m in self._roomy if of != stream}
+        self._workspaces.pop(stream, None)
+        if room is not None:
+            self.device.keep(room)
+        self.native.set_workspace(stream, room.data_ptr() if room is not None else 0, size)
 
     def _empty(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype = dtype or self.spec.out_dtype

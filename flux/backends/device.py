@@ -64,10 +64,6 @@ class Device(Protocol):
         """Let it go there meanwhile."""
         ...
 
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-        ...
-
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory of the host that the device reads and writes, at the same address."""
         ...
@@ -160,10 +156,6 @@ class CudaDevice:
     def made_current(self) -> AbstractContextManager[Any]:
         """As torch does it."""
         return torch.cuda.device(self.index)
-
-    def capturing(self) -> bool:
-        """torch knows."""
-        return torch.cuda.is_current_stream_capturing()
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Pinned memory: with unified addressing, the device uses the host's address."""

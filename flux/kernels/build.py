@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -24,7 +26,9 @@ SOURCE = "kernels.cu"
 _OBJECT = "kernels.o"
 _EXCERPT_LINES = 12
 
-_FLAGS = (
+T = TypeVar("T")
+
+FLAGS = (
     "-std=c++17",
     "-O3",
     "-DNDEBUG",
@@ -39,7 +43,7 @@ _CODE = {
     "80": "arch=compute_80,code=[sm_80,sm_90,compute_80]",
     "90a": "arch=compute_90a,code=sm_90a",
 }
-_LINK_FLAGS = (
+LINK_FLAGS = (
     "-shared",
     # Static: no libcudart of a particular version has to be found at run time.
     "-cudart=static",
@@ -49,6 +53,11 @@ _LINK_FLAGS = (
 )
 # Variables that nvcc reads by itself.
 _NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
+
+
+def inherited_flags() -> list[str]:
+    """What nvcc takes from the environment."""
+    return [f"{name}={os.environ[name]}" for name in _NVCC_VARIABLES if name in os.environ]
 
 
 class MissingToolError(RuntimeError):
@@ -70,20 +79,19 @@ class Tools:
 
     def flags(self, arch: str) -> tuple[str, ...]:
         """Of the compiler, but for where things lie; with what nvcc takes from the environment."""
-        inherited = [f"{name}={os.environ[name]}" for name in _NVCC_VARIABLES if name in os.environ]
-        return (*_FLAGS, f"-gencode={_CODE[arch]}", *inherited)
+        return (*FLAGS, f"-gencode={_CODE[arch]}", *inherited_flags())
 
     def compile_command(self, arch: str) -> list[str]:
         """To be run in the directory that has the source."""
         prefix = [self.ccache] if self.ccache else []
         # CUDA's own headers and libraries are found by nvcc, its package's too.
         headers = [str(self.csrc), *toolchain.cutlass_includes(self.cutlass)]
-        flags = [*_FLAGS, f"-gencode={_CODE[arch]}", *(f"-I{directory}" for directory in headers)]
+        flags = [*FLAGS, f"-gencode={_CODE[arch]}", *(f"-I{directory}" for directory in headers)]
         return [*prefix, self.nvcc.path, *flags, "-c", SOURCE, "-o", _OBJECT]
 
     def link_command(self, output: str) -> list[str]:
         """To be run in the same directory."""
-        return [self.nvcc.path, *_LINK_FLAGS, _OBJECT, "-o", output]
+        return [self.nvcc.path, *LINK_FLAGS, _OBJECT, "-o", output]
 
 
 def find_tools() -> Tools:
@@ -142,7 +150,7 @@ def make_unit(configs: Sequence[GemmConfig], tools: Tools) -> Unit:
         hashed,
         cutlass=tools.cutlass.version or "unknown",
         nvcc=tools.nvcc.version or "unknown",
-        flags=(*tools.flags(configs[0].arch), *_LINK_FLAGS),
+        flags=(*tools.flags(configs[0].arch), *LINK_FLAGS),
     )
     return Unit(tuple(configs), hashed, key)
 
@@ -167,27 +175,46 @@ def build(
         Cancelled: ``children`` were killed meanwhile.
         OSError: ``root`` cannot be written.
     """
-    guard = manifest.lock(root, unit.name)
+    make = partial(_build_in, unit=unit, root=root, tools=tools, children=children)
+    return in_place(root, unit.name, manifest.read, make, children, started)
+
+
+def in_place(
+    root: Path,
+    name: str,
+    read: Callable[[Path], T],
+    make: Callable[[Path], None],
+    children: Children,
+    started: Callable[[], None] = lambda: None,
+) -> tuple[T, bool]:
+    """See to it that ``root`` has the directory ``name``; what ``read`` finds in it, and whether it
+    was made now: by ``make``, in an empty directory that is renamed afterwards.
+
+    Raises:
+        Cancelled: ``children`` were killed meanwhile.
+        OSError: ``root`` cannot be written.
+    """
+    guard = manifest.lock(root, name)
     _acquire(guard, children.cancelled)
     try:
-        directory = root / unit.name
+        directory = root / name
         if directory.exists():
             try:
-                return manifest.read(directory), False
+                return read(directory), False
             except DamagedLibraryError as error:
                 manifest.set_aside(directory, str(error))
         started()
         # A name that does not change, so that ccache sees the same paths; whoever left such a
         # directory behind is dead, or it would have the lock.
-        staging = root / f".building-{unit.name}"
+        staging = root / f".building-{name}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         try:
-            _build_in(staging, unit, root, tools, children)
+            make(staging)
             os.rename(staging, directory)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        return manifest.read(directory), True
+        return read(directory), True
     finally:
         guard.release()
 
@@ -208,16 +235,8 @@ def _build_in(staging: Path, unit: Unit, root: Path, tools: Tools, children: Chi
     library = f"{unit.name}.so"
     text = translation_unit(unit.configs)
     (staging / SOURCE).write_text(text, encoding="utf-8")
-    temporary = staging / "tmp"
-    temporary.mkdir()
-    # nvcc's temporary files go where they are removed even if it is killed.
-    variables = {**os.environ, "TMPDIR": str(temporary), "CCACHE_NOHASHDIR": "1"}
-    report = ""
-    for command in (tools.compile_command(unit.arch), tools.link_command(library)):
-        status, output = children.run(command, staging, variables)
-        if status != 0:
-            raise _failure(unit, root, command, status, output)
-        report += output
+    commands = (tools.compile_command(unit.arch), tools.link_command(library))
+    report = run_all(commands, staging, children, _names(unit), failure_log(root, unit.name))
     seconds = time.monotonic() - begin
     # The headers may have been edited since the key was computed.
     if sources.sources_hash(unit.configs, tools.csrc) != unit.sources:
@@ -243,26 +262,47 @@ def _build_in(staging: Path, unit: Unit, root: Path, tools: Tools, children: Chi
         ),
         staging,
     )
-    shutil.rmtree(temporary)
     (staging / _OBJECT).unlink()
-    failure_log(root, unit).unlink(missing_ok=True)
 
 
-def failure_log(root: Path, unit: Unit) -> Path:
-    """Where all that nvcc said is kept when ``unit`` does not compile."""
-    return root / f"{unit.name}.failed.txt"
+def run_all(
+    commands: Sequence[Sequence[str]], staging: Path, children: Children, what: str, log: Path
+) -> str:
+    """Run compiler and linker in ``staging``; what they said.
+
+    Raises:
+        CompileError: one of them failed at ``what``; ``log`` has all that it said.
+        Cancelled, OSError: see ``Children.run``.
+    """
+    temporary = staging / "tmp"
+    temporary.mkdir()
+    # nvcc's temporary files go where they are removed even if it is killed.
+    variables = {**os.environ, "TMPDIR": str(temporary), "CCACHE_NOHASHDIR": "1"}
+    report = ""
+    for command in commands:
+        status, output = children.run(command, staging, variables)
+        if status != 0:
+            raise _failure(what, log, command, status, output)
+        report += output
+    shutil.rmtree(temporary)
+    log.unlink(missing_ok=True)
+    return report
+
+
+def failure_log(root: Path, name: str) -> Path:
+    """Where all that nvcc said is kept when a library does not compile."""
+    return root / f"{name}.failed.txt"
 
 
 def _failure(
-    unit: Unit, root: Path, command: Sequence[str], status: int, output: str
+    what: str, log: Path, command: Sequence[str], status: int, output: str
 ) -> CompileError:
-    log = failure_log(root, unit)
     log.write_text(f"{' '.join(command)}\n{output}", encoding="utf-8")
     how = f"exit status {status}" if status > 0 else f"signal {-status}"
     if re.search(r"\bKilled\b|out of memory", output) or status == -9:
         how += ", probably for want of memory: try --jobs 1"
     excerpt = "\n".join(f"  {line}" for line in first_errors(output))
-    return CompileError(f"{_names(unit)}: nvcc failed ({how}):\n{excerpt}\n  all of it: {log}")
+    return CompileError(f"{what}: nvcc failed ({how}):\n{excerpt}\n  all of it: {log}")
 
 
 def _names(unit: Unit) -> str:

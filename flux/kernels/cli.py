@@ -48,6 +48,14 @@ def compile_kernels(
     list_only: Annotated[
         bool, typer.Option("--list", help="Show the kernels, and which are built; build nothing.")
     ] = False,
+    runtime: Annotated[
+        bool,
+        typer.Option(
+            "--runtime",
+            help="Build libflux_nvshmem instead of kernels: for ranks on several nodes. Needs the "
+            "nvidia-nvshmem package, too.",
+        ),
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Build CUDA kernels ahead of time. Needs nvcc and CUTLASS, but no GPU.
@@ -57,20 +65,28 @@ def compile_kernels(
     """
     from flux.kernels.registry import cache_root
 
-    configs = _chosen(arch, set_name, only)
     root = (out or cache_root()).expanduser().absolute()
+    if runtime:
+        if list_only or only is not None:
+            refuse("--runtime builds one library: it goes with neither --list nor --only")
+        _compile_runtime(_archs(arch), root, is_cache=out is None, json_output=json_output)
+        return
+    configs = _chosen(arch, set_name, only)
     if list_only:
         _list(configs, root, json_output=json_output)
     else:
         _compile(configs, root, jobs, is_cache=out is None, json_output=json_output)
 
 
+def _archs(text: str) -> list[str]:
+    return [part.strip().removeprefix("sm_") for part in text.split(",") if part.strip()]
+
+
 def _chosen(arch: str, set_name: str, only: str | None) -> list[GemmConfig]:
     from flux.kernels.sets import config_set
 
-    archs = [part.strip().removeprefix("sm_") for part in arch.split(",") if part.strip()]
     try:
-        configs = config_set(set_name, archs)
+        configs = config_set(set_name, _archs(arch))
     except ValueError as error:
         refuse(str(error))
     chosen = [config for config in configs if only is None or only in config.name]
@@ -93,6 +109,38 @@ def _list(configs: Sequence[GemmConfig], root: Path, *, json_output: bool) -> No
         return
     for config in configs:
         print(f"{'built' if config.name in built else '-':<6}{config.name}")
+
+
+def _compile_runtime(
+    archs: Sequence[str], root: Path, *, is_cache: bool, json_output: bool
+) -> None:
+    from flux.kernels import build
+    from flux.kernels import runtime as runtime_library
+
+    try:
+        tools = runtime_library.find_tools()
+        root.mkdir(parents=True, exist_ok=True)
+        with _ends_as_interrupted():
+            library, fresh = runtime_library.make(root, tools, archs)
+            if not is_cache:
+                runtime_library.remove_others(root, library)
+    except (build.MissingToolError, ValueError) as error:
+        refuse(str(error))
+    except OSError as error:
+        refuse(f"cannot write {root}: {error.strerror}")
+    except build.CompileError as error:
+        complain(str(error))
+        raise typer.Exit(EXIT_FAILED) from None
+    except KeyboardInterrupt:
+        complain("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if json_output:
+        status = "built" if fresh else "ready"
+        document = {"status": status, "path": str(library.path), **library.as_dict()}
+        print(json.dumps(document, indent=1))
+    else:
+        how = f"built in {library.seconds:.0f} s" if fresh else "there already"
+        print(f"{runtime_library.NAME}: {how}: {library.path}")
 
 
 def _compile(

@@ -149,5 +149,5 @@ def remove_superseded(root: Path, tools: Tools) -> list[Library]:
         if library.name not in current and available.issuperset(library.kernels)
     ]
     for library in superseded:
-        manifest.remove(root, library)
+        manifest.remove(root, library.directory)
     return superseded

@@ -246,17 +246,17 @@ def set_aside(directory: Path, reason: str) -> Path:
     return target
 
 
-def remove(root: Path, library: Library) -> None:
+def remove(root: Path, directory: Path) -> None:
     """Remove a library; processes that have loaded it keep it.
 
     Raises:
         OSError: it cannot be removed.
     """
-    with lock(root, library.name):
+    with lock(root, directory.name):
         # Renamed first: half a library must not be seen under its name.
-        gone = root / f".building-{library.name}"
+        gone = root / f".building-{directory.name}"
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(gone)
         with contextlib.suppress(FileNotFoundError):
-            os.rename(library.directory, gone)
+            os.rename(directory, gone)
             shutil.rmtree(gone)

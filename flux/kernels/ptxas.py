@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from flux.kernels.config import GemmConfig
@@ -49,13 +49,17 @@ class Usage:
 
 
 def usage(report: str, configs: Sequence[GemmConfig]) -> dict[str, Usage]:
-    """By config name.
+    """By config name. A function belongs to the config whose struct is in its name."""
+    return usage_by(report, {mangled_part(config): config.name for config in configs})
 
-    A function belongs to the config whose struct is in its name. A config that no function names
-    gets the worst of those that name none, so that no spill goes unnoticed.
+
+def usage_by(report: str, names: Mapping[str, str]) -> dict[str, Usage]:
+    """By name; ``names`` has them by the part of a function's name that tells whose it is.
+
+    A name that has no function gets the worst of those that belong to none, so that no spill goes
+    unnoticed.
     """
-    found = {_NOBODY: Usage(), **{config.name: Usage() for config in configs}}
-    names = {mangled_part(config): config.name for config in configs}
+    found = {_NOBODY: Usage(), **{name: Usage() for name in names.values()}}
     current = _NOBODY
     for line in report.splitlines():
         function = _FUNCTION.search(line)

@@ -28,6 +28,7 @@ from flux.ops.executor import (
     check_hosts,
     check_options,
     open_exchange,
+    refuse_capture,
     resolve_knobs,
     resolve_topology,
 )
@@ -92,6 +93,7 @@ class TensorParallelOp:
     ) -> None:
         self._closed = True
         exchange = open_exchange(group, type(self).__name__)
+        refuse_capture(type(self).__name__, exchange)
         spec: OpSpec | None = None
         knobs = Knobs()
         problem: Exception | None = None
@@ -297,6 +299,11 @@ class TensorParallelOp:
         scales: Sequence[torch.Tensor],
     ) -> tuple[Call, TileSchedule]:
         """Check a call, and make its schedule: knobs may be illegal for this M."""
+        if self._comparison is not None and self._capturing():
+            raise ValueError(
+                f"{self.spec.label}: FLUX_CHECK compares calls by a collective of the host, which "
+                "a CUDA graph cannot hold: capture without it"
+            )
         try:
             call = self._checker.check(x, weights, biases, m, scales)
             schedule = self.schedule(call.m)
@@ -307,6 +314,9 @@ class TensorParallelOp:
             bias = [b is not None for b in biases] if self.kind is not Op.ag_gemm else []
             self._comparison.compare(f"M = {call.m}{', with bias' if any(bias) else ''}")
         return call, schedule
+
+    def _capturing(self) -> bool:
+        return isinstance(self._backend, CudaBackend) and self._backend.capturing()
 
     def _guarded(self, run: Callable[[], T]) -> T:
         """Run a call: one at a time, in the process that built the op, never after a failure."""

@@ -29,6 +29,24 @@ def open_exchange(
     return Exchange(resolve_group(group), label)
 
 
+def refuse_capture(label: str, exchange: Exchange | OneGpuExchange) -> None:
+    """Refuse to build an op while its stream is captured, before its ranks would meet.
+
+    Raises:
+        ValueError: it is.
+    """
+    if isinstance(exchange, OneGpuExchange):
+        device = exchange.device
+        capturing = device.driver.capture(device.current_stream()) != 0
+    else:
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise ValueError(
+            f"{label}: an op cannot be built while a CUDA graph is captured, as its ranks meet "
+            "then. Build it before; for functional ops, make the call once before"
+        )
+
+
 def default_backend(exchange: Exchange | OneGpuExchange) -> str:
     """``cuda`` where the group is one of CUDA devices, else ``cpu``."""
     if isinstance(exchange, OneGpuExchange):

@@ -37,6 +37,8 @@ class Memory:
 
     pads: list[torch.Tensor]
     data: list[torch.Tensor]
+    multicast: int = 0
+    """Address at which the NVLink switch has everybody's data, or 0."""
 
 
 class Peers:
@@ -77,10 +79,12 @@ class DeviceTransport(Protocol):
         rank, world: of this rank.
         device: where it lives.
         sm_share: multiprocessors that its kernels may occupy.
+        multicast: whether the memory will have a multicast address; the same on all ranks.
     """
 
     rank: int
     world: int
+    multicast: bool
 
     @property
     def device(self) -> Device: ...

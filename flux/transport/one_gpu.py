@@ -46,6 +46,7 @@ class OneGpuWorld:
     """
 
     transport: ClassVar[str]
+    multicast: ClassVar[bool] = False  # there is no switch between ranks of one GPU
 
     def __init__(self, world: int, least: int, device: Device | None) -> None:
         """Raises ValueError for a ``world`` that is out of range."""
@@ -172,6 +173,7 @@ class OneGpuExchange:
         self.rank = rank.number
         self.world = rank.of.world
         self.label = label
+        self.multicast = rank.of.multicast
         self.op = -1
 
     def all_gather(self, value: T) -> list[T]:

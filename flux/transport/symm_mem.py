@@ -3,7 +3,7 @@
 Every rank allocates pad and data in one piece, which ``torch.distributed._symmetric_memory`` maps
 into the address spaces of its peers. From then on nothing goes through torch.distributed: copies,
 signals and kernels use the peers' addresses. The pieces of torch that have no promise of stability
-are all in ``_map_everywhere``.
+are all in ``_map_everywhere`` and ``_has_multicast``.
 
 Several ranks may share a GPU, for tests: torch wants TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
 then, and the processes take turns, so nothing is hidden behind anything.
@@ -43,7 +43,19 @@ class SymmMem:
         self.device = device
         everybody = exchange.all_gather(device.identity)
         self.sm_share = sm_share(device, everybody.count(device.identity))
+        self.multicast = self._find_multicast()
         self._kept: Any = None
+
+    def _find_multicast(self) -> bool:
+        """Whether symmetric memory of the group gets a multicast address. Collective.
+
+        Devices may have multicast, and the group none: ranks that share a GPU, or are not all
+        behind one NVLink switch. So it is tried out.
+        """
+        if not all(self.exchange.all_gather(_has_multicast(self.device))):
+            return False
+        (_, handle), _ = _map_everywhere(self.exchange, self.device, ALIGNMENT)
+        return all(self.exchange.all_gather(handle.multicast_ptr != 0))
 
     def ready(self, problem: str | None) -> None:
         """Hear of ranks that cannot run the op. Collective.
@@ -60,12 +72,14 @@ class SymmMem:
         pad = ceil_div(words * WORD, ALIGNMENT) * ALIGNMENT
         size = pad + ceil_div(max(data_bytes, 1), ALIGNMENT) * ALIGNMENT
         self._kept, buffers = _map_everywhere(self.exchange, self.device, size)
+        multicast = self._kept[1].multicast_ptr + pad if self.multicast else 0
         buffers[self.rank].zero_()
         self.device.synchronize()
         self.exchange.all_gather(True)  # nobody writes to memory that is still being zeroed
         return Memory(
             [buffer[: words * WORD].view(torch.int32) for buffer in buffers],
             [buffer[pad : pad + data_bytes] for buffer in buffers],
+            multicast,
         )
 
     def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
@@ -94,6 +108,15 @@ def open_symm_mem(exchange: Exchange) -> SymmMem:
             raise ValueError(f"{exchange.label}: rank {rank}: {text}")
     assert device is not None
     return SymmMem(exchange, device)
+
+
+def _has_multicast(device: Device) -> bool:
+    """Whether a device can take part in a multicast group (NVLink SHARP)."""
+    if device.torch_device.type != "cuda":
+        return False
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+    kind: Any = importlib.import_module("torch._C._autograd").DeviceType.CUDA
+    return bool(c10d._SymmetricMemory.has_multicast_support(kind, device.index))
 
 
 def _map_everywhere(

@@ -87,6 +87,29 @@ def no_tile_wait(word: str) -> Edit:
     return edit
 
 
+def no_meeting(word: str) -> Edit:
+    """Nobody is awaited where the ranks of a captured call meet."""
+
+    def edit(program: Program) -> None:
+        drop(program, of_word(program, Kind.await_, word))
+
+    return edit
+
+
+def no_reset(program: Program) -> None:
+    drop(program, lambda s: s.kind is Kind.reset)
+
+
+def reset_behind_entry(program: Program) -> None:
+    """A rank tells its peers first, and resets its words then."""
+    for items in program.streams:
+        kernels = [item for item in items if isinstance(item, list)]
+        resets = [kernel for kernel in kernels if kernel[0][0].kind is Kind.reset]
+        for kernel in resets:
+            at = items.index(kernel)
+            items[at : at + 2] = [items[at + 1], kernel]
+
+
 def no_stream_wait(word: str, stream: str) -> Edit:
     def edit(program: Program) -> None:
         waits = on_stream(program, of_word(program, Kind.await_, word), stream)
@@ -192,6 +215,65 @@ def _rs(op: str = "gemm_rs", **options: object) -> Scenario:
 
 
 _RING = {"world": 3, "rows": (6, 6), "order": "ring1d"}
+
+_ALL = {"rows": (4, 4, 4), "captured": (0, 1, 2)}
+_ANY = ("race", "value", "deadlock")
+
+_CAPTURED = [
+    *(
+        Bug(
+            f"graph-{scenario.ops[0]}-{scenario.direction}-resets",
+            "signals and flags of the replay before are reset",
+            scenario,
+            no_reset,
+            _ANY,
+        )
+        for scenario in (_ag(**_ALL), _ag(**_ALL, direction="pull"), _rs(**_ALL))
+    ),
+    *(
+        Bug(
+            f"graph-{scenario.ops[0]}-{scenario.direction}-reset-behind-entry",
+            "words are reset ahead of what lets peers raise or await them",
+            scenario,
+            reset_behind_entry,
+            _ANY,
+        )
+        for scenario in (_ag(**_ALL), _ag(**_ALL, direction="pull"), _rs(**_ALL))
+    ),
+    Bug(
+        "graph-push-entries",
+        "rows go to a peer behind its entry",
+        _ag(**_ALL),
+        no_meeting("graph entry"),
+    ),
+    Bug(
+        "graph-pull-entries",
+        "signals are reset behind the entries of those that awaited them",
+        _ag(**_ALL, direction="pull"),
+        no_meeting("graph entry"),
+        _ANY,
+    ),
+    Bug(
+        "graph-pull-resets-awaited",
+        "a peer's signals are awaited when it has reset them",
+        _ag(**_ALL, direction="pull"),
+        no_meeting("graph reset"),
+        _ANY,
+    ),
+    Bug(
+        "graph-tiles-wait",
+        "a tile goes to its owner behind the owner's entry",
+        _rs(**_ALL),
+        no_tile_wait("graph entry"),
+        _ANY,
+    ),
+    Bug(
+        "graph-done-awaited",
+        "the result is read behind the 'done' of all ranks",
+        _rs("gemm_ar", **_ALL),
+        no_meeting("graph 'done'"),
+    ),
+]
 
 # GemmAR needs entries for the poison alone: without, the last call's 'done' says as much.
 BUGS = [
@@ -308,6 +390,37 @@ BUGS = [
     ),
     *(
         Bug(
+            f"switch-{name}",
+            rule,
+            _rs(op, switch=True, poison=poison),
+            edit,
+        )
+        for op, name, rule, edit, poison in (
+            (
+                "gemm_rs",
+                "tiles-wait",
+                "a rank overwrites its partials when their owner has read them",
+                no_tile_wait("entry"),
+                False,
+            ),
+            (
+                "gemm_rs",
+                "poison",
+                "the fill comes behind the entries of those that read partials",
+                no_stream_wait("entry", "caller's stream"),
+                True,
+            ),
+            (
+                "gemm_ar",
+                "done-awaited",
+                "the result is read behind the 'done' of all ranks",
+                no_stream_wait("'done'", "caller's stream"),
+                False,
+            ),
+        )
+    ),
+    *(
+        Bug(
             f"{op}-no-epochs",
             "signals say of which call they are",
             _ag(ops=(op,)),
@@ -322,4 +435,5 @@ BUGS = [
         calls_exchanged,
         ("deadlock",),
     ),
+    *_CAPTURED,
 ]

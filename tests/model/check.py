@@ -26,6 +26,12 @@ from model.program import NOTHING, Item, Program, Step, Symbol, blocks_of
 from model.recording import Kind, What
 
 Reached = Callable[[int, int], bool]
+_MEETS = {
+    Kind.raise_: (Kind.raise_, Kind.reset),
+    Kind.await_: (Kind.reset,),
+    Kind.reset: (Kind.raise_, Kind.await_, Kind.reset),
+}
+"""Operations on one word that do not commute."""
 SPOILT: Symbol = (What.nothing, 0, 0, 0, 2)  # what a write that has begun leaves
 
 
@@ -106,18 +112,22 @@ def conflicts_of(steps: list[Step]) -> list[int]:
     """For every step the bits of those that may not be under way together with it."""
     readers: dict[int, int] = {}
     writers: dict[int, int] = {}
-    raisers: dict[int, int] = {}
+    # A word that is reset goes back: then it matters on which side of that it is raised or awaited.
+    of_word: dict[Kind, dict[int, int]] = {kind: {} for kind in _MEETS}
     for step in steps:
         bit = 1 << step.number
         for cell in step.reads:
             readers[cell] = readers.get(cell, 0) | bit
         for cell in step.writes:
             writers[cell] = writers.get(cell, 0) | bit
-        if step.kind is Kind.raise_:
-            raisers[step.word] = raisers.get(step.word, 0) | bit
+        if step.kind in of_word:
+            same = of_word[step.kind]
+            same[step.word] = same.get(step.word, 0) | bit
     found = []
     for step in steps:
-        bits = raisers.get(step.word, 0) if step.kind is Kind.raise_ else 0
+        bits = 0
+        for kind in _MEETS.get(step.kind, ()):
+            bits |= of_word[kind].get(step.word, 0)
         for cell in step.reads:
             bits |= writers.get(cell, 0)
         for cell in step.writes:
@@ -263,8 +273,9 @@ class _Machine:
     def go(self, state: _State, stream: int, move: _Move, after: int) -> _State:
         nodes = (*state.nodes[:stream], after, *state.nodes[stream + 1 :])
         step, words, cells = move.step, state.words, state.cells
-        if step.kind is Kind.raise_:
-            self._check_raise(words[step.word], step)
+        if step.kind in (Kind.raise_, Kind.reset):
+            if step.kind is Kind.raise_:
+                self._check_raise(words[step.word], step)
             words = (*words[: step.word], step.value, *words[step.word + 1 :])
         elif step.is_access:
             cells = self._access(cells, move)

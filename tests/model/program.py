@@ -15,6 +15,7 @@ from model.recording import MASK, WORD, Content, Kind, Record, Recording, Region
 
 Symbol = tuple[What, int, int, int, int]  # what, op, source, epoch, byte
 NOTHING: Symbol = (What.nothing, 0, 0, 0, 0)
+_VERBS = {Kind.raise_: "raises", Kind.await_: "waits for", Kind.reset: "resets"}
 POISON: Symbol = (What.nothing, 0, 0, 0, 1)
 
 
@@ -287,11 +288,10 @@ class _Builder:
         elif kind is Kind.fill:
             step.puts = {cell: POISON for cell, _ in memory.cells(record.at, record.bytes)}
             step.text = "fills the rank's buffers with NaN"
-        elif kind in (Kind.raise_, Kind.await_):
+        elif kind in _VERBS:
             step.word = self.words.setdefault(record.at, len(self.words))
             step.value = record.value
-            verb = "raises" if kind is Kind.raise_ else "waits for"
-            step.text = f"{verb} {memory.word(record.at)}, epoch {record.value & MASK}"
+            step.text = f"{_VERBS[kind]} {memory.word(record.at)}, epoch {record.value & MASK}"
         else:
             step.event = record.value
             if kind is Kind.event:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from emulated import ROOT, EmulatedDevice
+from emulated import ROOT, EmulatedDevice, SwitchedWorld
 from flux import _C, AGGemm, GemmAR, GemmRS, Knobs, Topology
 from flux.transport.virtual import VirtualWorld
 
@@ -41,6 +41,7 @@ class Kind(IntEnum):
     launch = 6
     read = 7
     write = 8
+    reset = 9
 
 
 class What(IntEnum):
@@ -126,6 +127,9 @@ class Scenario:
         fresh_x: every call has an x of its own; else the caller overwrites the last one.
         n: global columns of AGGemm; by default every rank has 4.
         streams: the rank's calls go round this many streams, which nothing else orders.
+        captured: rounds of calls that are captured, each as if by itself and replayed once. A
+            replay does what the capture of the same call would do in its place.
+        switch: memory has a multicast address, and GemmRS and GemmAR reduce in flight.
     """
 
     ops: tuple[str, ...]
@@ -141,6 +145,8 @@ class Scenario:
     n: int | None = None
     epochs: tuple[int, ...] | None = None
     streams: int = 1
+    captured: tuple[int, ...] = ()
+    switch: bool = False
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -155,6 +161,11 @@ class Scenario:
         extras += [f"comm tiles of {self.comm_tile_rows}"] if self.comm_tile_rows else []
         extras += [f"epochs from {self.epochs[0]}"] if self.epochs else []
         extras += [f"{self.streams} streams"] if self.streams > 1 else []
+        extras += ["by the switch"] if self.switch else []
+        if self.captured:
+            every = len(self.captured) == len(self.rows)
+            which = "all calls" if every else "call " + ",".join(str(t + 1) for t in self.captured)
+            extras += [f"{which} captured"]
         what = ", ".join(extras)
         return f"{'+'.join(self.ops)}{f' ({what})' if what else ''}, {self.world} ranks, M = {rows}"
 
@@ -202,6 +213,10 @@ class RecordingDevice(EmulatedDevice):
         self.library.recorder_clear()
         self._kept.clear()
 
+    def begin_call(self, epoch: int, capture: int) -> None:
+        """What contents of the next call are told apart by, and the capture it is part of or 0."""
+        self.library.recorder_begin_call(ctypes.c_uint32(epoch), ctypes.c_uint64(capture))
+
     def count(self) -> int:
         return int(self.library.recorder_count())
 
@@ -225,7 +240,9 @@ def _poison(on: bool) -> Iterator[None]:
 def record(device: RecordingDevice, scenario: Scenario) -> Recording:
     """Make the scenario's calls, rank after rank, none waiting for another rank's."""
     device.clear()
-    with _poison(scenario.poison), VirtualWorld(scenario.world, device) as world:
+    device.begin_call(0, 0)
+    kind = SwitchedWorld if scenario.switch else VirtualWorld
+    with _poison(scenario.poison), kind(scenario.world, device) as world:
         session = _Session(device, world, scenario)
         recording = session.run()
     return recording
@@ -272,7 +289,7 @@ class _Session:
             n=n,
             k=k,
             dtype=torch.bfloat16,
-            tuning=knobs if gathers else Knobs(),
+            tuning=knobs if gathers else Knobs(reduce="in_flight" if s.switch else "local"),
             topology=Topology(*s.topology) if s.topology else None,
             timeout_s=1.0,
         )
@@ -283,35 +300,48 @@ class _Session:
         return op
 
     def _regions(self, op: int, rank: int, backend: Any) -> None:
-        world, layout = self.scenario.world, backend.layout
-        pad, data = backend.pads[rank], backend.data[rank]
+        s, layout = self.scenario, backend.layout
+        data = backend.data[rank]
+        self._pad_regions(op, rank, backend)
 
         def region(at: int, size: int, name: str, unit: int) -> None:
             self.out.regions.append(Region(at, size, rank, op, name, unit))
 
-        others = "flag" if layout.slot_bytes else "signal"
         status = _C.STATUS_WORDS * 8
-        for name, count in (
-            ("entry of rank", world),
-            ("'done' of rank", world),
-            ("", status // WORD),
-            (others, layout.signals),
-        ):
-            if name:
-                self.out.regions.append(Region(pad, count * WORD, rank, op, name, WORD, True))
-            else:
-                region(pad, status, "status, word", status)
-            pad += count * WORD
         region(backend._report.data_ptr(), status, "report, word", status)
         if not layout.slot_bytes:
             region(data, layout.data_bytes, "gathered row", layout.row_bytes)
             return
         for source in range(layout.slots):
             at = data + source * layout.slot_bytes
-            region(at, layout.slot_bytes, f"slot of source {source}, row", layout.row_bytes)
+            of = "owner" if s.switch else "source"
+            name = f"slot of {of} {source}, row"
+            region(at, layout.slot_bytes, name, layout.row_bytes)
         if layout.data_bytes > layout.rest_offset:
             size = layout.data_bytes - layout.rest_offset
             region(data + layout.rest_offset, size, "result, row", layout.row_bytes)
+
+    def _pad_regions(self, op: int, rank: int, backend: Any) -> None:
+        """As CudaOpSetup in csrc/host/cuda_op.h has them."""
+        world, layout, at = self.scenario.world, backend.layout, backend.pads[rank]
+        others = "flag" if layout.slot_bytes else "signal"
+        status = _C.STATUS_WORDS * 8
+        for name, count in (
+            ("entry of rank", world),
+            ("'done' of rank", world),
+            ("status, word", status // WORD),
+            (others, layout.signals),
+            ("graph count", 1),
+            ("graph entry of rank", world),
+            ("graph reset of rank", world),
+            ("graph 'done' of rank", world),
+            (f"graph {others}", layout.signals),
+        ):
+            is_pad = not name.startswith("status")
+            unit = WORD if is_pad else status
+            self.out.regions.append(Region(at, count * WORD, rank, op, name, unit, is_pad))
+            at += count * WORD
+        assert at == backend.pads[rank] + backend.pad_words * WORD
 
     def _shared_x(self, op: int, rank: int) -> list[torch.Tensor]:
         """The caller's x of every call."""
@@ -360,7 +390,9 @@ class _Session:
 
     def _call(self, rank: int, number: int, turn: int, m: int) -> None:
         s, op, epoch = self.scenario, self.ops[rank][number], self.scenario.epoch(turn)
+        captured = turn in s.captured
         op._backend.native.epoch = (epoch - 1) & MASK
+        self.device.begin_call(epoch & MASK, turn + 1 if captured else 0)
         gathers = s.ops[number] == "ag_gemm"
         x = self.x[rank][number][turn][: op.own_rows(m) if gathers else m]
         # The caller's own work: it writes x where it pleases, as far as the stream allows.

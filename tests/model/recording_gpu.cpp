@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../batch_op.h"
+#include "../multicast.h"
 #include "cuda/arguments.h"
 
 namespace {
@@ -23,7 +24,8 @@ enum Kind : std::int32_t {
   kJoin,    // until event number `value` has come
   kLaunch,  // a kernel begins; what follows with tile >= 0 belongs to it
   kRead,    // of `bytes` at `at`, which should be `what` of rank `source`, from byte `offset` on
-  kWrite    // in the same way
+  kWrite,   // in the same way
+  kReset    // word `at` becomes 0 again
 };
 // Contents, each a matrix without gaps. Rows of x count from the first of the rank that has them.
 enum What : std::int32_t { kNothing, kX, kPartial, kResult, kOutput };
@@ -44,6 +46,8 @@ struct Record {
 
 std::vector<Record> records;
 std::uint32_t events = 0;
+std::uint32_t call_epoch = 0;  // by which contents are told apart
+std::uint64_t capture = 0;     // that calls belong to; 0: none
 
 Record& add(Kind kind, const void* stream, const void* at = nullptr, std::uint32_t value = 0) {
   Record r{};
@@ -74,7 +78,7 @@ struct Tile {
   // `elements` at `at`; `first` is the number of the first one in the matrix that they belong to.
   void touch(Kind kind, const void* at, int elements, What what, int source,
              std::int64_t first) const {
-    Record& r = add(kind, stream, at, epoch);
+    Record& r = add(kind, stream, at, call_epoch);
     r.tile = number;
     r.what = what;
     r.source = source;
@@ -130,8 +134,9 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
       tile.touch(kRead, element(args->a, row * args->lda), args->k, kX, to.rank,
                  static_cast<std::int64_t>(row) * args->k);
     }
+    const Tile entering{stream, to.sync.count != nullptr ? *to.sync.count : to.sync.epoch, slot};
     for (int owner = owners.begin; owner < owners.end; ++owner) {
-      tile.word(kAwait, to.entries, owner);
+      entering.word(kAwait, to.entries, owner);
     }
     const int column = at.n * kTileN;
     for (int row = begin; row < end; ++row) {
@@ -146,6 +151,20 @@ int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
     }
   }
   return FLUX_OK;
+}
+
+std::vector<const void*> sources_of(const FluxReduceArgs& args) {
+  if (args.switch_in == nullptr)
+    return std::vector<const void*>(args.slots, args.slots + args.world);
+  std::vector<const void*> found;
+  for (auto* at : everywhere(static_cast<const char*>(args.switch_in))) found.push_back(at);
+  return found;
+}
+std::vector<void*> outs_of(const FluxReduceArgs& args) {
+  if (args.switch_out == nullptr) return std::vector<void*>(args.outs, args.outs + args.out_count);
+  std::vector<void*> found;
+  for (auto* at : everywhere(static_cast<char*>(args.switch_out))) found.push_back(at);
+  return found;
 }
 
 int record_reduce(const FluxReduceArgs* args, void* stream) {
@@ -167,15 +186,30 @@ int record_reduce(const FluxReduceArgs* args, void* stream) {
     for (int row = begin; row < end; ++row) {
       const std::int64_t local = row - args->first_row;
       const std::int64_t number = static_cast<std::int64_t>(row) * args->n + first;
+      const auto sources = sources_of(*args);
       for (int source = 0; source < args->world; ++source) {
-        tile.touch(kRead, element(args->slots[source], local * args->slot_ld + first), width,
-                   kPartial, source, number);
+        tile.touch(kRead, element(sources[source], local * args->slot_ld + first), width, kPartial,
+                   source, number);
       }
-      for (int out = 0; out < args->out_count; ++out) {
-        tile.touch(kWrite, element(args->outs[out], local * args->out_ld + first), width, kResult,
-                   args->rank, number);
+      for (void* out : outs_of(*args)) {
+        tile.touch(kWrite, element(out, local * args->out_ld + first), width, kResult, args->rank,
+                   number);
       }
     }
+  }
+  return FLUX_OK;
+}
+
+// The block's resets, a barrier, and then a thread for each rank. It counts for real.
+int record_meet(const FluxMeetArgs* args, void* stream) {
+  const std::uint32_t number = *args->count += args->advance;
+  add(kLaunch, stream);
+  for (int i = 0; i < args->reset_count; ++i) Tile{stream, 0, 0}.word(kReset, args->reset, i);
+  add(kLaunch, stream);
+  for (int rank = 0; rank < args->world; ++rank) {
+    const Tile thread{stream, number, rank};
+    thread.word(kRaise, args->raised[rank], 0);
+    if (args->awaited != nullptr) thread.word(kAwait, args->awaited, rank);
   }
   return FLUX_OK;
 }
@@ -195,6 +229,7 @@ extern const FluxKernel flux_emulated_ag_gemm_nk = {FLUX_ABI_VERSION,
                                                     &no_workspace,
                                                     &prepare,
                                                     &record_ag_gemm,
+                                                    &record_meet,
                                                     nullptr};
 extern const FluxKernel flux_emulated_gemm_rs_nk = {FLUX_ABI_VERSION,
                                                     sizeof(FluxGemmArgs),
@@ -204,12 +239,17 @@ extern const FluxKernel flux_emulated_gemm_rs_nk = {FLUX_ABI_VERSION,
                                                     &no_workspace,
                                                     &prepare,
                                                     &record_gemm_rs,
+                                                    &record_meet,
                                                     &record_reduce};
 
 std::size_t recorder_count() { return records.size(); }
 const Record* recorder_records() { return records.data(); }
 std::size_t recorder_record_bytes() { return sizeof(Record); }
 void recorder_clear() { records.clear(); }
+void recorder_begin_call(std::uint32_t epoch, std::uint64_t of_capture) {
+  call_epoch = epoch;
+  capture = of_capture;
+}
 
 int cuGetErrorString(int, const char** text) {
   *text = "no failure";
@@ -263,6 +303,12 @@ int cuStreamWaitValue32_v2(void* stream, std::uintptr_t word, std::uint32_t valu
 }
 int cuStreamBatchMemOp_v2(void* stream, unsigned count, const BatchOp* ops, unsigned) {
   return one_by_one(stream, count, ops, &cuStreamWaitValue32_v2, &cuStreamWriteValue32_v2);
+}
+int cuStreamGetCaptureInfo_v2(void*, int* status, std::uint64_t* id, void**, const void**,
+                              std::size_t*) {
+  *status = capture != 0 ? 1 : 0;
+  *id = capture;
+  return 0;
 }
 int cuMemsetD32Async(std::uintptr_t words, unsigned value, std::size_t count, void* stream) {
   add(kFill, stream, reinterpret_cast<void*>(words), value).bytes = 4 * count;

@@ -37,9 +37,30 @@ def standard() -> Iterator[Scenario]:
         yield Scenario((op,), 2, (4, 4), streams=2, fresh_x=True)
     for op in ("gemm_rs", "gemm_ar"):
         yield Scenario((op,), 4, (8, 5))
+    yield from captured()
+    for op, poison, which in itertools.product(OPS[1:], (False, True), ((), (0, 1, 2))):
+        for world, rows in ((2, (4, 1, 3)), (3, (3, 5, 1))):
+            yield Scenario((op,), world, rows, poison=poison, captured=which, switch=True)
     # A rank without columns: no kernel waits for the rows that peers push to it.
     yield Scenario(("ag_gemm",), 3, (3,), n=4, gather=True)
     yield Scenario(("ag_gemm",), 3, (3, 3), n=4, poison=True)
+
+
+def captured() -> Iterator[Scenario]:
+    """Replays of captured calls, and eager calls between them."""
+    for op, poison in itertools.product(OPS, (False, True)):
+        for direction in ("push", "pull") if op == "ag_gemm" else ("push",):
+            for world, rows, which in (
+                (2, (4, 4, 4), (0, 1, 2)),
+                (2, (4, 1, 3), (0, 2)),
+                (3, (3, 5, 1), (0, 1, 2)),
+                (3, (6, 4, 6), (1,)),
+            ):
+                yield Scenario((op,), world, rows, direction, poison=poison, captured=which)
+    yield Scenario(("ag_gemm",), 3, (6, 4, 6), order="ring1d", captured=(0, 1, 2))
+    yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", direction="pull", captured=(0, 1))
+    yield Scenario(("ag_gemm", "gemm_ar"), 2, (4, 3), captured=(0, 1))
+    yield Scenario(("ag_gemm",), 3, (3, 3), n=4, captured=(0, 1))
 
 
 def drawn(rng: random.Random) -> Scenario:
@@ -57,4 +78,5 @@ def drawn(rng: random.Random) -> Scenario:
         poison=rng.random() < 0.5,
         gather=rng.random() < 0.5,
         fresh_x=rng.random() < 0.3,
+        captured=rng.choice([(), (), (0, 1), (0,), (1,)]),
     )

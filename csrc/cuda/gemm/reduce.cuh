@@ -8,31 +8,32 @@
 
 #include <cuda_runtime.h>
 
-#include "core/scatter.h"
+#include "core/relay.h"
+#include "cuda/nvls.cuh"
 #include "cuda/sync.cuh"
 #include "cutlass/array.h"
 #include "cutlass/numeric_conversion.h"
 
 namespace flux {
 
-constexpr int kStripRows = 16;  // rows that a block takes at once
 constexpr int kReduceThreads = 256;
 
-// Sum of `Width` neighbouring elements over all sources, in rank order.
-template <class Element, int Width>
-__device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduceArgs const& args,
+// Sum of `Width` neighbouring elements over `count` sources, in their order. slot(i): where elements
+// of source i begin.
+template <class Element, int Width, class Slot>
+__device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(int count, Slot slot,
                                                                        std::int64_t offset) {
   using Vector = cutlass::AlignedArray<Element, Width>;
   cutlass::NumericArrayConverter<float, Element, Width> to_float;
   cutlass::Array<float, Width> sum;
   sum.clear();
   // Four sources at a time: their loads are under way together.
-  for (int first = 0; first < args.slot_count; first += 4) {
+  for (int first = 0; first < count; first += 4) {
     Vector loaded[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + i >= args.slot_count) break;
-      auto const* at = static_cast<Element const*>(args.slots[first + i]) + offset;
+      if (first + i >= count) break;
+      auto const* at = static_cast<Element const*>(slot(first + i)) + offset;
       // Past L1, which is not coherent with what peers wrote.
       if constexpr (sizeof(Vector) == 16) {
         *reinterpret_cast<uint4*>(&loaded[i]) = __ldcg(reinterpret_cast<uint4 const*>(at));
@@ -43,13 +44,30 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduc
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + i >= args.slot_count) break;
+      if (first + i >= count) break;
       const auto addend = to_float(loaded[i]);
 #pragma unroll
       for (int e = 0; e < Width; ++e) sum[e] += addend[e];
     }
   }
   return sum;
+}
+
+// What `Width` neighbouring elements of all sources add up to: in their order, or as the switch does.
+template <class Element, int Width>
+__device__ __forceinline__ cutlass::Array<float, Width> sum_of(FluxReduceArgs const& args,
+                                                               std::int64_t offset) {
+  using Vector = cutlass::AlignedArray<Element, Width>;
+  if constexpr (sizeof(Vector) == 16) {
+    if (args.switch_in != nullptr) {
+      Vector added;
+      auto const* at = static_cast<Element const*>(args.switch_in) + offset;
+      *reinterpret_cast<uint4*>(&added) = load_sum<Element>(at);
+      return cutlass::NumericArrayConverter<float, Element, Width>{}(added);
+    }
+  }
+  const auto slot = [&args](int source) { return args.slots[source]; };
+  return sum_of_sources<Element, Width>(args.slot_count, slot, offset);
 }
 
 // Rows [row, row + rows) of the own rows, columns [column, column + columns). Without all partials
@@ -62,13 +80,20 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
   for (int at = threadIdx.x; at < rows * vectors; at += kReduceThreads) {
     const int r = row + at / vectors;
     const int c = column + at % vectors * Width;
-    auto sum = sum_of_sources<Element, Width>(args, r * args.slot_ld + c);
+    auto sum = sum_of<Element, Width>(args, r * args.slot_ld + c);
     Vector result;
 #pragma unroll
     for (int e = 0; e < Width; ++e) {
       float value = complete ? sum[e] * args.scale : nanf("");
       if (args.bias != nullptr) value += float(static_cast<Element const*>(args.bias)[c + e]);
       result[e] = Element(value);
+    }
+    if constexpr (sizeof(Vector) == 16) {
+      if (args.switch_out != nullptr) {
+        store_everywhere(static_cast<Element*>(args.switch_out) + r * args.out_ld + c,
+                         *reinterpret_cast<uint4 const*>(&result));
+        continue;
+      }
     }
     for (int out = 0; out < args.out_count; ++out) {
       *reinterpret_cast<Vector*>(static_cast<Element*>(args.outs[out]) + r * args.out_ld + c) =
@@ -99,6 +124,8 @@ __global__ void __launch_bounds__(kReduceThreads)
         came = await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, tile_row);
       }
       const bool complete = __syncthreads_and(came);
+      // The partials were written at other addresses than the switch reads them at.
+      if (args.switch_in != nullptr) fence_alias();
       const int first = column * s.tile_n;
       reduce_strip<Element, Width>(args, begin - args.first_row, end - begin, first,
                                    min_of(s.tile_n, args.n - first), complete);
@@ -118,7 +145,7 @@ bool wide(FluxReduceArgs const& args) {
             args.out_ld % kWidth == 0;
   for (int i = 0; i < args.slot_count; ++i) ok = ok && aligned16(args.slots[i]);
   for (int i = 0; i < args.out_count; ++i) ok = ok && aligned16(args.outs[i]);
-  return ok;
+  return ok && aligned16(args.switch_in) && aligned16(args.switch_out);
 }
 
 // Launches it: FluxKernel.reduce of the kernels whose output is Element.
@@ -126,6 +153,8 @@ template <class Element>
 int reduce_partials(FluxReduceArgs const* args, void* stream) {
   if (args->world > FLUX_MAX_WORLD || args->out_count > FLUX_MAX_WORLD) return FLUX_REFUSED;
   if (args->rows == 0) return FLUX_OK;
+  const bool by_switch = args->switch_in != nullptr || args->switch_out != nullptr;
+  if (by_switch && !wide<Element>(*args)) return FLUX_REFUSED;
   const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
   const Range tiles = tiles_of_owner(s, args->rank);
   const int units =

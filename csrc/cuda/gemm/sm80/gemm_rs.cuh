@@ -29,8 +29,9 @@ struct ScatterStore : Base {
     CUTLASS_DEVICE void begin_epilogue() {
       if (targets_->entries == nullptr) return;
       const Range owners = owners_of_tile(targets_->tiling, tile_m_);
+      const FluxSync sync = entry_sync(targets_->sync);
       for (int owner = owners.begin; owner < owners.end; ++owner) {
-        reached_ &= await(targets_->entries, owner, targets_->sync, FLUX_WAIT_ENTRY, tile_m_);
+        reached_ &= await(targets_->entries, owner, sync, FLUX_WAIT_ENTRY, tile_m_);
       }
     }
 

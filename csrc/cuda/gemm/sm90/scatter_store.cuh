@@ -186,7 +186,8 @@ struct ScatterStore : Base {
     const int owner = owners.begin + lane;
     const bool news = owner < owners.end && ((entered_ >> owner) & 1u) == 0;
     if (!__any_sync(~0u, news)) return;
-    const bool came = news && await(to.entries, owner, to.sync, FLUX_WAIT_ENTRY, tile_m);
+    const bool came =
+        news && await(to.entries, owner, entry_sync(to.sync), FLUX_WAIT_ENTRY, tile_m);
     entered_ |= __reduce_or_sync(~0u, came ? 1u << owner : 0u);
   }
 

@@ -1,0 +1,314 @@
+"""libflux_nvshmem.so: csrc/cuda/runtime, linked with NVSHMEM's device library (docs/kernels.md).
+
+It lies beside libraries of kernels (manifest.py), and is built and put in place as they are:
+
+<root>/nvshmem_<key>/libflux_nvshmem.so
+                     libflux_nvshmem.json       the manifest
+                     libflux_nvshmem.ptxas.txt  what ptxas said
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flux import toolchain
+from flux.kernels import build, manifest, ptxas, sources
+from flux.kernels.build import MissingToolError, Tools
+from flux.kernels.children import Children
+from flux.kernels.manifest import DamagedLibraryError
+from flux.kernels.ptxas import Usage
+
+NAME = "libflux_nvshmem"
+SYMBOL = "flux_nvshmem"  # FLUX_NVSHMEM_SYMBOL
+SOURCE = "cuda/runtime/nvshmem.cu"
+KERNELS = ("relay_kernel", "node_sum_kernel")
+
+_FORMAT = 1
+_OBJECT = "nvshmem.o"
+_EXPORTS = "exports.map"
+# Device code is linked, so each architecture must be one that NVSHMEM's library has or can give.
+_CODE = {
+    "80": "-gencode=arch=compute_80,code=sm_80",
+    "90a": "-gencode=arch=compute_90a,code=sm_90a",
+}
+ARCHS = tuple(_CODE)
+
+
+@dataclass(frozen=True)
+class RuntimeTools:
+    """What builds it."""
+
+    tools: Tools
+    nvshmem: toolchain.Tool
+
+    @property
+    def package(self) -> str:
+        """Of NVSHMEM."""
+        return self.nvshmem.origin.removeprefix("package ")
+
+    def flags(self, archs: Sequence[str]) -> tuple[str, ...]:
+        """Of the compiler, but for where things lie."""
+        return (*build.FLAGS, "-rdc=true", *(_CODE[arch] for arch in archs))
+
+    def commands(self, archs: Sequence[str]) -> list[list[str]]:
+        """Compile and link, to be run in the directory that has the list of exports."""
+        tools, library = self.tools, Path(self.nvshmem.path, "lib")
+        includes = [
+            str(tools.csrc),
+            *toolchain.cutlass_includes(tools.cutlass),
+            str(Path(self.nvshmem.path, "include")),
+        ]
+        compiler = [tools.ccache, tools.nvcc.path] if tools.ccache else [tools.nvcc.path]
+        compiling = [*compiler, *self.flags(archs), *(f"-I{folder}" for folder in includes)]
+        linking = [tools.nvcc.path, *build.LINK_FLAGS, *(_CODE[arch] for arch in archs)]
+        # No run path: the wheel's library is found when this one is loaded, wherever both are then.
+        linking += [f"-Xlinker=--version-script={_EXPORTS}", _OBJECT]
+        linking += [str(library / toolchain.NVSHMEM_DEVICE_LIBRARY), f"-L{library}"]
+        return [
+            [*compiling, "-c", str(tools.csrc / SOURCE), "-o", _OBJECT],
+            [*linking, f"-Xlinker=-l:{toolchain.NVSHMEM_HOST_LIBRARY}", "-o", f"{NAME}.so"],
+        ]
+
+
+@dataclass(frozen=True)
+class RuntimeLibrary:
+    """A built library, as its manifest states it.
+
+    Attributes:
+        directory: that it is in.
+        sha256: of the .so.
+        package, nvshmem: of NVSHMEM that it was linked with, and its version.
+        archs: that it has code for.
+        nvcc, cutlass: versions.
+        sources: hash of our sources.
+        key: hash of all that went into it.
+        usage: of registers and local memory, by kernel: the worst of its instances.
+        seconds: that compiling and linking took.
+    """
+
+    directory: Path
+    sha256: str
+    package: str
+    nvshmem: str
+    archs: tuple[str, ...]
+    nvcc: str
+    cutlass: str
+    sources: str
+    key: str
+    usage: dict[str, Usage]
+    seconds: float
+
+    @property
+    def path(self) -> Path:
+        """The shared object."""
+        return self.directory / f"{NAME}.so"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "format": _FORMAT,
+            "library": f"{NAME}.so",
+            "sha256": self.sha256,
+            "package": self.package,
+            "nvshmem": self.nvshmem,
+            "archs": list(self.archs),
+            "nvcc": self.nvcc,
+            "cutlass": self.cutlass,
+            "sources": self.sources,
+            "key": self.key,
+            "ptxas": {kernel: usage.as_dict() for kernel, usage in self.usage.items()},
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def read(directory: Path) -> RuntimeLibrary:
+    """The library in ``directory``; its file is compared with what the manifest says of it.
+
+    Raises:
+        DamagedLibraryError: it is not what was built.
+    """
+    try:
+        content = json.loads((directory / f"{NAME}.json").read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']!r}, expected {_FORMAT}")
+        library = RuntimeLibrary(
+            directory=directory,
+            sha256=str(content["sha256"]),
+            package=str(content["package"]),
+            nvshmem=str(content["nvshmem"]),
+            archs=tuple(content["archs"]),
+            nvcc=str(content["nvcc"]),
+            cutlass=str(content["cutlass"]),
+            sources=str(content["sources"]),
+            key=str(content["key"]),
+            usage={kernel: Usage(**counts) for kernel, counts in content["ptxas"].items()},
+            seconds=float(content["seconds"]),
+        )
+        sha256 = manifest.file_hash(library.path)
+    except OSError as error:
+        raise DamagedLibraryError(f"{error.filename}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedLibraryError(f"bad manifest: {type(error).__name__}: {error}") from error
+    if sha256 != library.sha256:
+        raise DamagedLibraryError(f"{NAME}.so is not the file that the manifest describes")
+    return library
+
+
+def scan(root: Path) -> list[RuntimeLibrary]:
+    """The libraries in ``root``, newest first. Damaged ones are left out, with a warning."""
+    found = []
+    for directory in sorted(root.glob("nvshmem_*")):
+        if ".damaged-" in directory.name:
+            continue
+        try:
+            found.append(read(directory))
+        except DamagedLibraryError as error:
+            warnings.warn(
+                f"damaged library {directory} is ignored: {error}", RuntimeWarning, stacklevel=2
+            )
+    return sorted(found, key=lambda library: -library.path.stat().st_mtime_ns)
+
+
+def usable(roots: Sequence[Path]) -> RuntimeLibrary:
+    """The library that fits these sources and the NVSHMEM that is installed, of the first root that
+    has one.
+
+    Raises:
+        MissingToolError: there is none; the message says how to get it.
+    """
+    how = "build it with flux compile --runtime"
+    libraries = [library for root in roots for library in scan(root)]
+    headers = sources.csrc()
+    if headers is not None and (headers / SOURCE).is_file():
+        libraries = [one for one in libraries if one.sources == sources_hash(headers)]
+    if not libraries:
+        raise MissingToolError(f"{NAME}.so is not built for this version of flux: {how}")
+    for library in libraries:
+        installed = toolchain.nvshmem(library.package.rpartition("-cu")[2])
+        if installed is not None and installed.version == library.nvshmem:
+            return library
+    built = " or ".join(sorted({f"{one.package} {one.nvshmem}" for one in libraries}))
+    found = toolchain.nvshmem()
+    have = "none" if found is None else f"{found.origin.split()[-1]} {found.version}"
+    raise MissingToolError(f"{NAME}.so is built for {built}, but installed is {have}: {how}")
+
+
+def find_tools() -> RuntimeTools:
+    """nvcc, CUTLASS, our sources and NVSHMEM for nvcc's version of CUDA.
+
+    Raises:
+        MissingToolError: one of them is not there, or does not work.
+    """
+    tools = build.find_tools()
+    cuda = (tools.nvcc.version or "13").partition(".")[0]
+    nvshmem = toolchain.nvshmem(cuda)
+    wanted = f"nvidia-nvshmem-cu{cuda}"
+    if nvshmem is None:
+        raise MissingToolError(f"NVSHMEM was not found: pip install {wanted}")
+    if nvshmem.problem:
+        raise MissingToolError(f"NVSHMEM cannot be used: {nvshmem.describe()}")
+    if not (tools.csrc / SOURCE).is_file():
+        raise MissingToolError(f"{tools.csrc / SOURCE} is missing: install flux-overlap again")
+    return RuntimeTools(tools, nvshmem)
+
+
+def sources_hash(root: Path) -> str:
+    """Of the source and all headers of ours that it includes."""
+    text = (root / SOURCE).read_text(encoding="utf-8")
+    parts = [(SOURCE, text)]
+    for name in sources.headers(text, root):
+        parts.append((name, (root / name).read_text(encoding="utf-8")))
+    return sources.digest(parts)
+
+
+def make(root: Path, tools: RuntimeTools, archs: Sequence[str]) -> tuple[RuntimeLibrary, bool]:
+    """Build it in ``root`` unless it is there; returns it, and whether it was built now.
+
+    Raises:
+        ValueError: an architecture that it cannot be built for.
+        CompileError: it does not compile or link.
+        OSError: ``root`` cannot be written.
+    """
+    unknown = [arch for arch in archs if arch not in _CODE]
+    if unknown or not archs:
+        raise ValueError(f"{NAME} is built for {' and '.join(ARCHS)}, got {', '.join(archs)}")
+    hashed = sources_hash(tools.tools.csrc)
+    key = sources.digest(
+        [
+            hashed,
+            tools.tools.cutlass.version or "unknown",
+            tools.tools.nvcc.version or "unknown",
+            tools.package,
+            tools.nvshmem.version or "unknown",
+            *tools.flags(archs),
+            *build.LINK_FLAGS,
+            *build.inherited_flags(),
+        ]
+    )
+    name, children = f"nvshmem_{key[:12]}", Children()
+    into = partial(
+        _make_in, tools=tools, archs=archs, children=children, root=root, hashed=hashed, key=key
+    )
+    # On another thread, so that an exception in this one, Ctrl-C above all, ends the compilers.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="flux-compile") as pool:
+        try:
+            return pool.submit(build.in_place, root, name, read, into, children).result()
+        except BaseException:
+            children.kill()
+            raise
+
+
+def remove_others(root: Path, library: RuntimeLibrary) -> None:
+    """Remove what ``library`` takes the place of, where one checkout keeps what it has built.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    for other in scan(root):
+        if other.key != library.key:
+            manifest.remove(root, other.directory)
+
+
+def _make_in(
+    staging: Path,
+    tools: RuntimeTools,
+    archs: Sequence[str],
+    children: Children,
+    root: Path,
+    hashed: str,
+    key: str,
+) -> None:
+    begin = time.monotonic()
+    exports = f"{{ global: {SYMBOL}; local: *; }};\n"
+    (staging / _EXPORTS).write_text(exports, encoding="utf-8")
+    log = build.failure_log(root, NAME)
+    report = build.run_all(tools.commands(archs), staging, children, NAME, log)
+    if sources_hash(tools.tools.csrc) != hashed:
+        raise build.CompileError(f"{NAME}: sources changed while this was compiled; try again")
+    (staging / f"{NAME}.ptxas.txt").write_text(report, encoding="utf-8")
+    library = RuntimeLibrary(
+        directory=staging,
+        sha256=manifest.file_hash(staging / f"{NAME}.so"),
+        package=tools.package,
+        nvshmem=tools.nvshmem.version or "unknown",
+        archs=tuple(archs),
+        nvcc=tools.tools.nvcc.version or "unknown",
+        cutlass=tools.tools.cutlass.version or "unknown",
+        sources=hashed,
+        key=key,
+        usage=ptxas.usage_by(report, {kernel: kernel for kernel in KERNELS}),
+        seconds=time.monotonic() - begin,
+    )
+    text = json.dumps(library.as_dict(), indent=1)
+    (staging / f"{NAME}.json").write_text(text + "\n", encoding="utf-8")
+    for name in (_OBJECT, _EXPORTS):
+        os.unlink(staging / name)

@@ -1,0 +1,153 @@
+"""Loads libflux_nvshmem.so (csrc/cuda/runtime/nvshmem_abi.h), behind the NVSHMEM that it needs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from flux import _C, toolchain
+from flux.kernels import runtime
+from flux.kernels.registry import default_roots
+
+ID_BYTES = 128  # FLUX_NVSHMEM_ID_BYTES
+
+_pointer, _int = ctypes.c_void_p, ctypes.c_int
+
+
+class _Table(ctypes.Structure):
+    """FluxNvshmem. What only native code calls is left as an address."""
+
+    _fields_ = (
+        ("abi_version", ctypes.c_uint32),
+        ("relay_bytes", ctypes.c_uint32),
+        ("node_sum_bytes", ctypes.c_uint32),
+        ("version", ctypes.c_char_p),
+        ("message", ctypes.CFUNCTYPE(ctypes.c_char_p)),
+        ("unique_id", ctypes.CFUNCTYPE(_int, _pointer)),
+        ("prepare", ctypes.CFUNCTYPE(_int, _int)),
+        ("init", ctypes.CFUNCTYPE(_int, _int, _int, _pointer, _int)),
+        ("finalize", ctypes.CFUNCTYPE(_int)),
+        ("allocate", ctypes.CFUNCTYPE(_int, ctypes.c_uint64, ctypes.POINTER(_pointer))),
+        ("release", ctypes.CFUNCTYPE(_int, _pointer)),
+        ("peer_pointer", ctypes.CFUNCTYPE(_pointer, _pointer, _int)),
+        ("put_signal", _pointer),
+        ("signal", _pointer),
+        ("relay", _pointer),
+        ("node_sum", _pointer),
+    )
+
+
+class NvshmemLibrary:
+    """The functions of a loaded library. They block without holding Python's lock, and raise
+    RuntimeError with what the library says went wrong.
+
+    Args:
+        path: of the shared object.
+        host: of NVSHMEM's host library, loaded first unless some copy is there already; None for a
+            library that brings its own.
+
+    Raises:
+        RuntimeError: it cannot be loaded, or is not what this version of flux needs.
+
+    Attributes:
+        address: of the table, for native code.
+        version: of NVSHMEM that it was compiled with.
+    """
+
+    def __init__(self, path: Path, host: Path | None) -> None:
+        loaded = None if host is None else _load_host(host)
+        try:
+            self._library = ctypes.CDLL(str(path))
+            # The version comes first, whatever follows it.
+            found = ctypes.c_uint32.in_dll(self._library, runtime.SYMBOL)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"{path} cannot be loaded: {error}") from error
+        self.address = ctypes.addressof(found)
+        expected = _C.NVSHMEM_ABI
+        mismatch = f"{path} has ABI {{}}, expected {{}}: build it again with flux compile --runtime"
+        if found.value != expected[0]:
+            raise RuntimeError(mismatch.format(found.value, expected[0]))
+        self._table = _Table.from_address(self.address)
+        layout = (found.value, self._table.relay_bytes, self._table.node_sum_bytes)
+        if layout != expected:
+            raise RuntimeError(mismatch.format(layout, expected))
+        self.version: str = self._table.version.decode()
+        if loaded is not None and _version_of(loaded) != self.version:
+            raise RuntimeError(
+                f"{path} is built for NVSHMEM {self.version}, but {_version_of(loaded)} is loaded: "
+                "build it again with flux compile --runtime"
+            )
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            said = self._table.message() or b"no reason given"
+            raise RuntimeError(f"{said.decode(errors='replace')} (status {status})")
+
+    def unique_id(self) -> bytes:
+        """What one rank makes and all of them pass to ``init``."""
+        made = ctypes.create_string_buffer(ID_BYTES)
+        self._check(self._table.unique_id(made))
+        return made.raw
+
+    def prepare(self, device: int) -> None:
+        """Find out whether this rank can take part, with this device."""
+        self._check(self._table.prepare(device))
+
+    def init(self, rank: int, world: int, identity: bytes, device: int) -> None:
+        """Join the other ranks. Collective."""
+        if len(identity) != ID_BYTES:
+            raise ValueError(f"an id has {ID_BYTES} bytes, got {len(identity)}")
+        self._check(self._table.init(rank, world, identity, device))
+
+    def finalize(self) -> None:
+        """Leave, and give all memory back. Collective."""
+        self._check(self._table.finalize())
+
+    def allocate(self, size: int) -> int:
+        """Address of zeroed symmetric memory. Collective."""
+        address = _pointer()
+        self._check(self._table.allocate(size, ctypes.byref(address)))
+        return address.value or 0
+
+    def release(self, address: int) -> None:
+        """Give memory back. Collective."""
+        self._check(self._table.release(address))
+
+    def peer_pointer(self, address: int, rank: int) -> int:
+        """Where this rank addresses the memory of another; 0 where it cannot."""
+        return self._table.peer_pointer(address, rank) or 0
+
+
+def load() -> NvshmemLibrary:
+    """The library that is built for the NVSHMEM package that is installed.
+
+    Raises:
+        RuntimeError: there is none, or it does not load; the message says what to do.
+    """
+    built = runtime.usable(default_roots())
+    package = toolchain.nvshmem(built.package.rpartition("-cu")[2])
+    assert package is not None  # usable() has seen it
+    return NvshmemLibrary(built.path, Path(package.path, "lib", toolchain.NVSHMEM_HOST_LIBRARY))
+
+
+def _load_host(path: Path) -> ctypes.CDLL:
+    """NVSHMEM's host library: the copy that is loaded already, as torch may have done, else this.
+
+    Libraries that name it as needed get whatever copy of that name is loaded, so there must be one
+    before they are, and no second one.
+    """
+    try:
+        return ctypes.CDLL(path.name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        pass  # not loaded yet
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"NVSHMEM cannot be loaded: {error}") from error
+
+
+def _version_of(host: ctypes.CDLL) -> str:
+    numbers = [_int() for _ in range(3)]
+    host.nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
+    return ".".join(str(number.value) for number in numbers)

@@ -1,0 +1,39 @@
+// Multicast addresses (NVLink SHARP) of drivers that are not there: each stands for the same memory of
+// several ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+struct Multicast {
+  std::uintptr_t base;
+  std::size_t bytes;
+  std::vector<std::uintptr_t> members;
+};
+
+inline std::vector<Multicast>& multicasts() {
+  static std::vector<Multicast> all;
+  return all;
+}
+
+// The addresses that `at` stands for.
+template <class T>
+std::vector<T*> everywhere(T* at) {
+  const auto address = reinterpret_cast<std::uintptr_t>(at);
+  for (const Multicast& m : multicasts()) {
+    if (address < m.base || address >= m.base + m.bytes) continue;
+    std::vector<T*> found;
+    for (const std::uintptr_t member : m.members) {
+      found.push_back(reinterpret_cast<T*>(member + (address - m.base)));
+    }
+    return found;
+  }
+  throw std::logic_error("no multicast address");
+}
+
+extern "C" void multicast_add(std::uintptr_t base, std::size_t bytes, const std::uintptr_t* members,
+                              std::size_t count) {
+  multicasts().push_back({base, bytes, {members, members + count}});
+}

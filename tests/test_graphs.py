@@ -1,0 +1,300 @@
+"""Calls captured into graphs and replayed, on the emulated device: its graphs hold what was put on
+the streams, immediate values included, and its replays use streams of their own, as CUDA's may."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from emulated import EmulatedDevice, emulated_device
+from flux import Knobs, PeerTimeoutError
+from flux.transport.loopback import LoopbackWorld
+from flux.transport.virtual import VirtualWorld
+from matrix import OPS
+from reference import Inputs, Problem
+from virtual_cases import knobs_of, topology_of
+
+BF16 = torch.bfloat16
+ROWS = (13, 1, 6, 16)
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
+    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
+        yield device
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_POISON", "1")
+
+
+class Calls:
+    """One op on all ranks, and its calls: captured ones have inputs and results that stay."""
+
+    def __init__(self, ranks: VirtualWorld, p: Problem, **options: Any) -> None:
+        self.ranks, self.p, self.device = ranks, p, ranks.device
+        assert isinstance(self.device, EmulatedDevice)
+        self.ops = [p.build(ranks.rank(r), **options) for r in range(ranks.world)]
+
+    def make(self, inputs: Inputs) -> tuple[list[Any], list[Any]]:
+        """One call of every rank, not waited for: (arguments, results) by rank."""
+        given = [inputs.local(r) for r in range(self.ranks.world)]
+        return given, self.ranks.run(lambda r: self._call(self.ops[r], given[r], inputs.m))
+
+    def _call(self, op: Any, given: Any, m: int) -> Any:
+        x, weight, bias = given
+        return op(x, weight, bias, m=m) if self.p.gathers else op(x, weight, bias)
+
+    def inputs(self, m: int, seed: int) -> Inputs:
+        return Inputs(self.p, m, self.ranks.world, seed)
+
+    def check(self, inputs: Inputs, outs: list[Any]) -> None:
+        for r in range(self.ranks.world):
+            self.ops[r].wait()
+            inputs.check([outs[r]], r)
+
+    def close(self) -> None:
+        for op in self.ops:
+            op.close()
+
+
+class Captured:
+    """A graph of several calls."""
+
+    def __init__(self, calls: Calls, rows: tuple[int, ...]) -> None:
+        self.calls, self.rows = calls, rows
+        with calls.device.capture() as self.graph:
+            self.made = [calls.make(calls.inputs(m, seed=m)) for m in rows]
+
+    def replay(self, seed: int) -> None:
+        """With new inputs; results are right, and the calls' tensors are those of the capture."""
+        fresh = [self.calls.inputs(m, seed + i) for i, m in enumerate(self.rows)]
+        for inputs, (given, outs) in zip(fresh, self.made, strict=True):
+            for rank, mine in enumerate(given):
+                for old, new in zip(mine, inputs.local(rank), strict=True):
+                    if old is not None:
+                        old.copy_(new)
+            for out in outs:
+                out.fill_(float("nan"))
+        self.graph.replay()
+        self.calls.device.finish()
+        for inputs, (_, outs) in zip(fresh, self.made, strict=True):
+            self.calls.check(inputs, outs)
+
+
+def problem(op: str, **options: Any) -> Problem:
+    return Problem(op, max(ROWS), (13,), 10, BF16, **options)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_replays_with_changing_inputs_among_eager_calls(
+    device: EmulatedDevice, op: str, world: int
+) -> None:
+    rng = random.Random(world * 10 + OPS.index(op))
+    for turn in range(4):
+        device.set_delay(rng.choice([0, 300, 1000]))
+        options = {"tuning": knobs_of(rng, world), "topology": topology_of(rng, world)}
+        with VirtualWorld(world, device) as ranks:
+            calls = Calls(ranks, problem(op), **options)
+            captured = Captured(calls, ROWS[turn % 2 :])
+            for replay in range(6):
+                for again in range(rng.randrange(3)):
+                    inputs = calls.inputs(rng.choice(ROWS), 1000 + replay * 10 + again)
+                    _, outs = calls.make(inputs)
+                    device.finish()
+                    calls.check(inputs, outs)
+                captured.replay(seed=100 * turn + 10 * replay)
+            captured.graph.close()
+            calls.close()
+
+
+def test_graphs_of_several_sizes_share_an_op(device: EmulatedDevice) -> None:
+    device.set_delay(300)
+    with VirtualWorld(3, device) as ranks:
+        calls = Calls(ranks, problem("gemm_ar"))
+        captured = [Captured(calls, (m,)) for m in ROWS]
+        for turn in random.Random(5).choices(range(len(ROWS)), k=24):
+            captured[turn].replay(seed=turn)
+        for each in captured:
+            each.graph.close()
+        calls.close()
+
+
+def test_a_replay_needs_no_wait_for_the_one_before(device: EmulatedDevice) -> None:
+    """Replays and eager calls in a row, in which slow ranks meet fast ones."""
+    device.set_delay(2000)
+    for op in OPS:
+        with VirtualWorld(4, device) as ranks:
+            calls = Calls(ranks, problem(op), tuning=Knobs(direction="pull"))
+            captured = Captured(calls, (13, 6))
+            fresh = [calls.inputs(m, seed=m) for m in (13, 6)]
+            eager = []
+            for _ in range(10):
+                captured.graph.replay()
+                eager.append(calls.make(fresh[0]))
+            device.finish()
+            for _, outs in eager:
+                calls.check(fresh[0], outs)
+            for inputs, (_, outs) in zip(fresh, captured.made, strict=True):
+                calls.check(inputs, outs)
+            captured.graph.close()
+            calls.close()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_calls_on_two_streams_of_a_capture_follow_one_another(
+    device: EmulatedDevice, op: str
+) -> None:
+    device.set_delay(1000)
+    with VirtualWorld(2, device) as ranks:
+        calls = Calls(ranks, problem(op))
+        aside = [ranks.new_stream() for _ in range(2)]
+        fresh = [calls.inputs(m, seed=m) for m in (13, 6, 13)]
+        given = [[inputs.local(r) for r in range(2)] for inputs in fresh]
+
+        def in_turn(rank: int) -> list[Any]:
+            own, outs = device.current_stream(), []
+            device.driver.order_after(later=aside[rank], earlier=own)
+            for turn, inputs in enumerate(fresh):
+                with device.on_stream(aside[rank] if turn % 2 else own):
+                    outs.append(calls._call(calls.ops[rank], given[turn][rank], inputs.m))
+            device.driver.order_after(later=own, earlier=aside[rank])
+            return outs
+
+        with device.capture() as graph:
+            by_rank = ranks.run(in_turn)
+        for _ in range(8):
+            graph.replay()
+            device.finish()
+            for turn, inputs in enumerate(fresh):
+                calls.check(inputs, [outs[turn] for outs in by_rank])
+        graph.close()
+        calls.close()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_that_does_not_replay(device: EmulatedDevice, op: str) -> None:
+    """The others give up, say so to it, and can be closed."""
+    device.set_delay(0)
+    with VirtualWorld(2, device) as ranks:
+        calls = Calls(ranks, problem(op), timeout_s=0.3)
+        inputs = calls.inputs(13, seed=1)
+        given = [inputs.local(r) for r in range(2)]
+        graphs = []
+        for r in range(2):
+            with device.on_stream(ranks.streams[r]), device.capture() as graph:
+                calls._call(calls.ops[r], given[r], inputs.m)
+            graphs.append(graph)
+        with device.on_stream(ranks.streams[0]):
+            graphs[0].replay()
+        waits = "same call of a captured graph" if op == "ag_gemm" else "entry of rank 1"
+        with pytest.raises(PeerTimeoutError, match=f"waited more than 0.3 s for .*{waits}"):
+            calls.ops[0].wait()
+        with pytest.raises(PeerTimeoutError, match="rank 0 gave up"):
+            calls.ops[1].wait()
+        device.driver.synchronize(ranks.streams[0])
+        for graph in graphs:
+            graph.close()
+        calls.close()
+
+
+def test_what_a_rank_gives_up_spoils_no_result_in_silence(device: EmulatedDevice) -> None:
+    """Copies of a graph cannot be kept back: whom they may have reached is told before."""
+    device.set_delay(0)
+    with VirtualWorld(2, device) as ranks:
+        calls = Calls(ranks, problem("ag_gemm"), timeout_s=0.2)
+        inputs = calls.inputs(13, seed=1)
+        given = [inputs.local(r) for r in range(2)]
+        with device.on_stream(ranks.streams[0]), device.capture() as graph:
+            calls._call(calls.ops[0], given[0], inputs.m)
+        with device.on_stream(ranks.streams[0]):
+            graph.replay()
+        device.driver.synchronize(ranks.streams[0])
+        # Rank 1 comes late and finds all that it waits for.
+        with device.on_stream(ranks.streams[1]), device.capture() as late:
+            calls._call(calls.ops[1], given[1], inputs.m)
+        with device.on_stream(ranks.streams[1]):
+            late.replay()
+        device.driver.synchronize(ranks.streams[1])
+        for op in calls.ops:
+            with pytest.raises(PeerTimeoutError):
+                op.wait()
+        for each in (graph, late):
+            each.close()
+        calls.close()
+
+
+def test_building_an_op_while_a_graph_is_captured_is_refused(device: EmulatedDevice) -> None:
+    message = "AGGemm: an op cannot be built while a CUDA graph is captured"
+    with (
+        VirtualWorld(2, device) as ranks,
+        device.capture() as graph,
+        pytest.raises(ValueError, match=message),
+    ):
+        problem("ag_gemm").build(ranks.rank(0))
+    graph.close()
+
+
+def test_loopback_calls_are_not_captured(device: EmulatedDevice) -> None:
+    device.set_delay(0)
+    p = problem("ag_gemm")
+    with LoopbackWorld(2, device) as world:
+        op = p.build(world.rank())
+        inputs = Inputs(p, 13, 2, seed=1)
+        with device.capture() as graph:
+            message = re.escape("calls cannot be captured into a CUDA graph where the host acts")
+            with pytest.raises(ValueError, match=message):
+                inputs.call(op, 0)
+        graph.close()
+        assert not op.closed
+        op.close()
+
+
+def test_memory_that_kernels_need_belongs_to_the_graph(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A workspace of the stream would be zeroed once, and could be replaced behind the graph."""
+    device.set_delay(0)
+    given: list[tuple[int, int]] = []
+    with VirtualWorld(2, device) as ranks:
+        calls = Calls(ranks, problem("ag_gemm"))
+        for op in calls.ops:
+            monkeypatch.setattr(op._backend, "native", _Needy(op._backend.native, given))
+        inputs = calls.inputs(13, seed=1)
+        calls.make(inputs)
+        calls.make(inputs)
+        assert len(given) == 2, "a stream's workspace is made once"
+        with device.capture() as graph:
+            calls.make(inputs)
+            calls.make(inputs)
+        assert len(given) == 6 and len(set(given)) == 6, "every captured call has its own"
+        calls.make(inputs)
+        assert len(given) == 8, "and eager ones do not use it"
+        device.finish()
+        graph.close()
+        calls.close()
+
+
+class _Needy:
+    """A native op whose kernels want memory."""
+
+    def __init__(self, native: Any, given: list[tuple[int, int]]) -> None:
+        self._native, self._given = native, given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def workspace_bytes(self, *_: object) -> int:
+        return 64
+
+    def set_workspace(self, stream: int, address: int, size: int) -> None:
+        assert size == 64
+        self._given.append((stream, address))
+        self._native.set_workspace(stream, address, size)

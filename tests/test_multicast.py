@@ -1,0 +1,124 @@
+"""Reductions and results by the NVLink switch, emulated: a multicast address is the same memory of
+all ranks, which adds up what is loaded and gives everybody what is stored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from emulated import EmulatedDevice, SwitchedWorld, emulated_device
+from flux import Knobs
+from flux.transport.virtual import VirtualWorld
+from reference import Inputs, Problem
+
+REDUCING = ("gemm_rs", "gemm_ar")
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
+    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
+        yield device
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLUX_POISON", "1")
+
+
+def problem(op: str, n: int = 24, **options: object) -> Problem:
+    return Problem(op, 17, (n,), 10, torch.bfloat16, **options)  # type: ignore[arg-type]
+
+
+def small(p: Problem, m: int, world: int, seed: int) -> Inputs:
+    """Small integers, whose sums are exact in any order."""
+    inputs = Inputs(p, m, world, seed)
+    inputs.x.round_()
+    inputs.weights[0].clamp_(-2, 2).round_()
+    return inputs
+
+
+def results(
+    device: EmulatedDevice,
+    world: type[VirtualWorld],
+    size: int,
+    p: Problem,
+    knobs: Knobs,
+    by_switch: tuple[bool, bool],
+) -> list[list[torch.Tensor]]:
+    """Of calls in a row, each checked; ``by_switch``: whether sums are, and whether anything is."""
+    rng = random.Random(size)
+    with world(size, device) as ranks:
+        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(size)]
+        for op in ops:
+            assert (op._backend.sums_by_switch, op._backend.multicast != 0) == by_switch
+        make = small if knobs.reduce == "in_flight" else Inputs
+        everything = [make(p, rng.randint(1, p.max_m), size, i) for i in range(12)]
+        outs = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
+        device.finish()
+        for rank, op in enumerate(ops):
+            op.wait()
+            for inputs, out in zip(everything, outs[rank], strict=True):
+                inputs.check(out, rank)
+            op.close()
+    return [[out[0] for out in of_rank] for of_rank in outs]
+
+
+@pytest.mark.parametrize("op", REDUCING)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("reduce", ["sum", "avg"])
+def test_reduced_in_flight_by_the_switch(
+    device: EmulatedDevice, op: str, world: int, reduce: str
+) -> None:
+    for delay in (0, 1000):
+        device.set_delay(delay)
+        knobs = Knobs(reduce="in_flight")
+        results(device, SwitchedWorld, world, problem(op, reduce=reduce), knobs, (True, True))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_results_that_the_switch_distributes_have_the_same_bits(
+    device: EmulatedDevice, world: int
+) -> None:
+    device.set_delay(300)
+    p = problem("gemm_ar")
+    switched = results(device, SwitchedWorld, world, p, Knobs(), (False, True))
+    plain = results(device, VirtualWorld, world, p, Knobs(), (False, False))
+    for one, other in zip(switched, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("op", REDUCING)
+def test_rows_that_the_switch_cannot_take(device: EmulatedDevice, op: str) -> None:
+    """13 columns of two bytes are no multiple of 16: memory adds up, results go to each rank."""
+    device.set_delay(0)
+    results(device, SwitchedWorld, 3, problem(op, 13), Knobs(reduce="in_flight"), (False, True))
+
+
+def test_no_switch_is_asked_for_where_sums_must_be_in_order(device: EmulatedDevice) -> None:
+    device.set_delay(0)
+    results(device, SwitchedWorld, 3, problem("gemm_rs"), Knobs(), (False, True))
+
+
+@pytest.mark.parametrize("op", REDUCING)
+def test_captured(device: EmulatedDevice, op: str) -> None:
+    device.set_delay(500)
+    p = problem(op)
+    with SwitchedWorld(3, device) as ranks:
+        ops = [p.build(ranks.rank(r), tuning=Knobs(reduce="in_flight")) for r in range(3)]
+        everything = [small(p, m, 3, m) for m in (17, 2, 9)]
+        with device.capture() as graph:
+            outs = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
+        for _ in range(6):
+            graph.replay()
+            eager = ranks.run(lambda r: everything[0].call(ops[r], r))
+            device.finish()
+            for r in range(3):
+                everything[0].check(eager[r], r)
+                for inputs, out in zip(everything, outs[r], strict=True):
+                    inputs.check(out, r)
+        graph.close()
+        for made in ops:
+            made.close()

@@ -1,0 +1,263 @@
+"""The NVSHMEM transport over processes, with a stand-in for the library (fake_nvshmem.cpp)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fake_nvshmem import Device, Native
+from flux import _C, PeerTimeoutError
+from flux.transport import nvshmem
+from flux.transport.exchange import Exchange
+from flux.transport.nvshmem_library import NvshmemLibrary
+from harness import fresh_ranks, nothing_left_in_shared_memory
+
+
+def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """On ranks that are not used again: a process stays in its NVSHMEM job."""
+    with fresh_ranks(world) as ranks:
+        return ranks.run(fn, *args, timeout=100.0)
+
+
+@pytest.fixture
+def path(fake_nvshmem_library: Path) -> Path:
+    return fake_nvshmem_library
+
+
+def open_(rank: int, path: Path, exchange: Exchange | None = None) -> nvshmem.Nvshmem:
+    """The transport of an op, on a device of this rank's."""
+    exchange = exchange or Exchange(dist.group.WORLD, "Op")
+    return nvshmem.open_nvshmem(exchange, Device(rank), lambda: NvshmemLibrary(path, None))
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _reach(rank: int, world: int, path: Path, lanes: int) -> None:
+    os.environ["FAKE_NVSHMEM_LANES"] = str(lanes)
+    transport = open_(rank, path)
+    native = Native(transport.job.library, path)
+    memory = transport.memory(5, 1000)
+    assert transport.sm_share == 12
+    for peer in range(world):
+        near = peer // lanes == rank // lanes
+        assert (memory.pads[peer].numel(), memory.data[peer].numel()) == (
+            (5, 1000) if near else (0, 0)
+        )
+        assert (memory.data[peer].data_ptr() != 0) == near
+    assert memory.pads[rank].data_ptr() % 256 == memory.data[rank].data_ptr() % 256 == 0
+    assert not memory.pads[rank].any() and not memory.data[rank].any()
+    dist.barrier()
+    for peer in range(world):
+        row = torch.full((16,), 10 * rank + 1, dtype=torch.uint8)
+        place, word = 16 * rank, 512 + 8 * rank
+        if peer // lanes == rank // lanes:
+            memory.data[peer][place : place + 16] = row
+            memory.data[peer][word : word + 8].view(torch.int64)[0] = 3
+        else:
+            own = memory.data[rank].data_ptr()
+            native.put_signal(own + place, row.data_ptr(), 16, own + word, 3, peer)
+    dist.barrier()
+    words = memory.data[rank][512 : 512 + 8 * world]
+    assert words.view(torch.int64).tolist() == [3] * world
+    rows = memory.data[rank][: 16 * world].view(world, 16)
+    assert rows.tolist() == [[10 * peer + 1] * 16 for peer in range(world)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_memory_is_reached_directly_or_by_puts(path: Path, lanes: int) -> None:
+    with nothing_left_in_shared_memory():
+        run(4, _reach, path, lanes)
+
+
+def _give_back(rank: int, world: int, path: Path) -> None:
+    first, second, third = (open_(rank, path) for _ in range(3))
+    job = first.job
+    assert second.job is job and third.job is job
+    memories = [first.memory(1, 4096), second.memory(1, 4096)]
+    assert job.held_blocks == 2
+    # Not in the same order everywhere, and one of them on one rank only.
+    if rank == 0:
+        first.leave()
+    second.leave()
+    second.leave()
+    with pytest.raises(ValueError, match="rank 0 has 1 ops that are not closed"):
+        nvshmem.shutdown()
+    third.memory(1, 10)
+    assert job.held_blocks == 2
+    del memories
+    if rank != 0:
+        first.leave()
+    third.leave()
+    nvshmem.shutdown()
+    nvshmem.shutdown()  # nothing left to do
+    again = open_(rank, path)
+    assert again.job is not job
+    assert not again.memory(3, 3).data[rank].any()
+    again.leave()
+    nvshmem.shutdown()
+
+
+def test_memory_is_given_back_when_all_ranks_have_let_go(path: Path) -> None:
+    with nothing_left_in_shared_memory():
+        run(3, _give_back, path)
+
+
+def _too_much(rank: int, world: int, path: Path) -> None:
+    transport = open_(rank, path)
+    with pytest.raises(RuntimeError, match=r"Op: allocating .* failed on rank 0: the heap is full"):
+        transport.memory(1, 1 << 30)
+
+
+def test_too_little_memory_is_an_error_everywhere(path: Path) -> None:
+    run(2, _too_much, path)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def _fails(rank: int, world: int, path: Path, function: str, culprit: int) -> None:
+    os.environ["FAKE_NVSHMEM_FAIL"] = f"{function}:{culprit}"
+    nvshmem.COLLECTIVE_S = 1.5  # the others wait in NVSHMEM for who has failed
+    error = ValueError if function == "prepare" else RuntimeError
+    with pytest.raises(error, match=f"Op: .*rank {culprit}: asked to fail: {function}"):
+        open_(rank, path).memory(1, 1)
+    del os.environ["FAKE_NVSHMEM_FAIL"]
+    if function in ("init", "allocate"):  # nobody knows what NVSHMEM is then
+        with pytest.raises(ValueError, match=r"rank 0: NVSHMEM cannot be used any more.*asked to"):
+            open_(rank, path)
+    else:
+        assert open_(rank, path).memory(1, 1).data[rank].numel() == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "culprit"), [("prepare", 1), ("unique_id", 0), ("init", 1), ("allocate", 1)]
+)
+def test_a_failure_is_heard_of_everywhere(path: Path, function: str, culprit: int) -> None:
+    run(2, _fails, path, function, culprit)
+
+
+def _hangs(rank: int, world: int, path: Path, function: str) -> None:
+    os.environ["FAKE_NVSHMEM_HANG"] = f"{function}:1"
+    nvshmem.COLLECTIVE_S = 1.0
+    with pytest.raises(PeerTimeoutError, match="failed on rank 0: took longer than 1 s"):
+        open_(rank, path).memory(1, 1)
+    with pytest.raises(ValueError, match="cannot be used any more"):
+        open_(rank, path)
+
+
+@pytest.mark.parametrize("function", ["init", "allocate"])
+def test_a_rank_that_hangs_keeps_nobody_waiting(path: Path, function: str) -> None:
+    run(2, _hangs, path, function)
+
+
+def _dies(rank: int, world: int, path: Path) -> None:
+    transport = open_(rank, path)
+    transport.memory(1, 1)
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    transport.leave()  # waits for nobody
+    with pytest.raises(PeerTimeoutError, match="lost a peer"):
+        open_(rank, path)
+
+
+def test_a_rank_that_dies_keeps_nobody_waiting(path: Path) -> None:
+    with fresh_ranks(2) as ranks:
+        ranks.start(_dies, path)
+        first, _ = ranks.collect(60.0, grace=30.0)
+        assert first is not None and first.ok, first
+
+
+def _other_ranks(rank: int, world: int, path: Path) -> None:
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2])]
+    if rank < 2:
+        open_(rank, path, Exchange(groups[0], "Op"))
+    if rank != 1:
+        wanted = r"rank 0: this process is in an NVSHMEM job of the ranks \(0, 1\), not \(0, 2\)"
+        with pytest.raises(ValueError, match=wanted):
+            open_(rank, path, Exchange(groups[1], "Op"))
+    dist.barrier()
+    if rank < 2:
+        nvshmem.shutdown(groups[0])
+    if rank != 1:
+        open_(rank, path, Exchange(groups[1], "Op"))
+
+
+def test_a_process_is_in_one_job(path: Path) -> None:
+    run(3, _other_ranks, path)
+
+
+def _same_device(rank: int, world: int, path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a device per rank, got \['fake 7', 'fake 7'\]"):
+        open_(7, path)
+
+
+def test_ranks_must_not_share_a_device(path: Path) -> None:
+    run(2, _same_device, path)
+
+
+def _no_library(rank: int, world: int) -> None:
+    def loader() -> NvshmemLibrary:
+        raise RuntimeError("libflux_nvshmem.so is not built")
+
+    exchange = Exchange(dist.group.WORLD, "Op")
+    with pytest.raises(ValueError, match=r"Op: rank 0: libflux_nvshmem\.so is not built"):
+        nvshmem.open_nvshmem(exchange, Device(rank), loader)
+
+
+def test_a_library_that_is_missing_is_an_error_everywhere() -> None:
+    run(2, _no_library)
+
+
+# -- the loader ------------------------------------------------------------------------------------
+
+
+def _host(folder: Path, version: str) -> Path:
+    """What tells NVSHMEM's version, as its host library does."""
+    source = folder / "host.c"
+    numbers = "".join(f"*{name} = {n};" for name, n in zip("abc", version.split("."), strict=True))
+    source.write_text(
+        f"void nvshmemx_vendor_get_version_info(int* a, int* b, int* c) {{ {numbers} }}\n"
+    )
+    target = folder / f"libnvshmem_host-{version}.so"
+    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", str(source)]
+    subprocess.run([*command, "-o", str(target)], check=True)
+    return target
+
+
+def _loads(rank: int, world: int, path: Path, folder: Path) -> None:
+    library = NvshmemLibrary(path, _host(folder, "0.0.0"))
+    assert library.version == "0.0.0" and library.address != 0
+    with pytest.raises(RuntimeError, match=r"is built for NVSHMEM 0\.0\.0, but 9\.8\.7 is loaded"):
+        NvshmemLibrary(path, _host(folder, "9.8.7"))
+    with pytest.raises(RuntimeError, match=r"NVSHMEM cannot be loaded: .*nowhere"):
+        NvshmemLibrary(path, folder / "nowhere.so")
+    with pytest.raises(RuntimeError, match=r"cannot be loaded: .*nothing"):
+        NvshmemLibrary(folder / "nothing.so", None)
+    with pytest.raises(RuntimeError, match=r"cannot be loaded: .*flux_nvshmem"):
+        NvshmemLibrary(_host(folder, "1.1.1"), None)  # some other library
+    with pytest.raises(ValueError, match="an id has 128 bytes, got 3"):
+        library.init(0, 1, b"abc", 0)
+
+
+def test_the_library_must_fit(path: Path, tmp_path: Path) -> None:
+    run(1, _loads, path, tmp_path)
+
+
+def _other_abi(rank: int, world: int, path: Path) -> None:
+    os.environ["FAKE_NVSHMEM_ABI"] = "99"
+    expected = _C.NVSHMEM_ABI[0]
+    with pytest.raises(RuntimeError, match=f"has ABI 99, expected {expected}: build it again"):
+        NvshmemLibrary(path, None)
+
+
+def test_a_library_of_another_abi_is_refused(path: Path) -> None:
+    run(1, _other_abi, path)

@@ -1,0 +1,288 @@
+"""The sums of nodes (csrc/cuda/runtime/relay.cuh): the real kernels, on threads of the host, in
+processes that reach other nodes by puts alone. Every rank does by hand what its GEMM would do."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fake_nvshmem import Device, Native, RelayArgs, SumArgs, Sync
+from flux import _C
+from flux.heuristic import ceil_div
+from flux.transport import nvshmem
+from flux.transport.exchange import Exchange
+from flux.transport.nvshmem_library import NvshmemLibrary
+from harness import fresh_ranks
+
+BF16 = torch.bfloat16
+TILE = (24, 16)
+MAX_M = 80
+ENTRY, PARTIAL, NODE = 2, 3, 6  # FLUX_WAIT_*
+
+
+def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    with fresh_ranks(world) as ranks:
+        return ranks.run(fn, *args, timeout=100.0)
+
+
+@pytest.fixture
+def path(fake_nvshmem_library: Path) -> Path:
+    return fake_nvshmem_library
+
+
+class Regions:
+    """Hands out pieces of the symmetric memory; by name, where they begin."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, int] = {}
+        self.size = 0
+
+    def add(self, name: str, size: int) -> None:
+        self.at[name] = self.size
+        self.size += ceil_div(size, 256) * 256
+
+
+class Rank:
+    """One rank: its memory, and the parts that a call of GemmRS has."""
+
+    def __init__(self, rank: int, world: int, path: Path, lanes: int, n: int) -> None:
+        os.environ["FAKE_NVSHMEM_LANES"] = str(lanes)
+        self.rank, self.world, self.lanes, self.n = rank, world, lanes, n
+        self.node = range(rank // lanes * lanes, (rank // lanes + 1) * lanes)
+        self.owners = [o for o in range(world) if o not in self.node and self.holder(o) == rank]
+        exchange = Exchange(dist.group.WORLD, "Op")
+        loader = lambda: NvshmemLibrary(path, None)  # noqa: E731
+        self.transport = nvshmem.open_nvshmem(exchange, Device(rank), loader)
+        self.native = Native(self.transport.job.library, path)
+        largest = _C.core.ScatterTiling(MAX_M, n, world, *TILE)
+        chunk = ceil_div(MAX_M, world) * n * 2
+        regions = Regions()
+        for name in ("entries", "status"):
+            regions.add(name, 8 * max(world, 8))
+        for of in range(world):
+            regions.add(f"flags {of}", 4 * largest.flag_count())
+            regions.add(f"words {of}", 8 * largest.strip_count())
+            regions.add(f"staging {of}", chunk)
+            regions.add(f"inbox {of}", chunk)
+            for source in range(lanes):
+                regions.add(f"slot {of} {source}", chunk)
+        self.regions = regions.at
+        self.slot_bytes = ceil_div(chunk, 256) * 256
+        self.memory = self.transport.memory(1, regions.size)
+        self.begin = self.memory.data[rank].data_ptr()
+        self.epoch = 0
+
+    def holder(self, owner: int) -> int:
+        """Of the own node, who adds up what it has for the owner."""
+        return owner if owner in self.node else self.node[owner % self.lanes]
+
+    def address(self, name: str) -> int:
+        return self.begin + self.regions[name]
+
+    def view(self, rank: int, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Of a rank of this node."""
+        at = self.regions[name]
+        return self.memory.data[rank][at : at + count * dtype.itemsize].view(dtype)
+
+    def status(self) -> list[int]:
+        return self.view(self.rank, "status", 5, torch.int64).tolist()
+
+    def sync(self, timeout_s: float) -> Sync:
+        return Sync(self.epoch, 0, int(timeout_s * 1e9), self.address("status"))
+
+    def enter(self, m: int) -> None:
+        """Begin a call: everybody may write to this rank."""
+        self.epoch += 1
+        self.m = m
+        self.tiling = _C.core.ScatterTiling(m, self.n, self.world, *TILE)
+        for peer in range(self.world):
+            word = self.address("entries") + 8 * self.rank
+            self.native.signal(word, self.epoch, peer)
+
+    def rows(self, owner: int) -> slice:
+        begin = _C.core.row_begin(self.m, self.world, owner)
+        return slice(begin, begin + _C.core.row_count(self.m, self.world, owner))
+
+    def scatter(self, partial: torch.Tensor, rng: random.Random, leave_out: int = -1) -> None:
+        """What the GEMM does: partials to whoever adds them up for their owner, then flags. But for
+        one flag for ``leave_out``, of the last tile in the first row of tiles."""
+        entries = self.view(self.rank, "entries", self.world, torch.int64)
+        for owner in rng.sample(range(self.world), self.world):
+            to = self.holder(owner)
+            deadline = time.monotonic() + 30.0
+            while int(entries[to]) < self.epoch:
+                assert time.monotonic() < deadline
+                time.sleep(0.0005)
+            mine = partial[self.rows(owner)]
+            self.view(to, f"slot {owner} {self.rank % self.lanes}", mine.numel(), BF16)[:] = (
+                mine.flatten()
+            )
+            flags = self.view(to, f"flags {owner}", self.tiling.flag_count(), torch.int32)
+            tile_rows = range(*self.tiling.tiles_of_owner(owner))
+            columns = self.tiling.flag_columns()
+            for row in tile_rows:
+                for column in range(columns):
+                    if (owner, row, column) == (leave_out, tile_rows[0], columns - 1):
+                        continue
+                    if rng.random() < 0.1:
+                        time.sleep(0.002)
+                    flags[self.tiling.flag_index(self.rank, owner, row, column)] = self.epoch
+
+    def relay(self, timeout_s: float = 30.0) -> None:
+        args = RelayArgs()
+        args.m, args.n, args.world, args.blocks = self.m, self.n, self.world, 2
+        args.tile_m, args.tile_n = TILE
+        args.source_count, args.owner_count = self.lanes, len(self.owners)
+        args.sources[: self.lanes] = self.node
+        args.slot_bytes = self.slot_bytes
+        for place, owner in enumerate(self.owners):
+            args.owners[place] = owner
+            args.slots[place] = self.address(f"slot {owner} 0")
+            args.flags[place] = self.address(f"flags {owner}")
+            args.staging[place] = self.address(f"staging {owner}")
+            args.to[place] = self.address(f"inbox {self.node[0]}")
+            args.words[place] = self.address(f"words {self.node[0]}")
+        args.entries = self.address("entries")
+        args.sync = self.sync(timeout_s)
+        self.native.relay(args)
+
+    def node_sum(self, timeout_s: float = 30.0) -> torch.Tensor:
+        """[own rows, n]"""
+        rows = self.rows(self.rank)
+        out = torch.full((rows.stop - rows.start, self.n), float("nan"), dtype=BF16)
+        args = SumArgs()
+        args.rank, args.world, args.m, args.n = self.rank, self.world, self.m, self.n
+        args.tile_m, args.tile_n = TILE
+        args.source_count = self.lanes
+        args.sources[: self.lanes] = self.node
+        slots = [self.address(f"slot {self.rank} {source}") for source in range(self.lanes)]
+        others = [first for first in range(0, self.world, self.lanes) if first != self.node[0]]
+        args.node_count = len(others)
+        for place, first in enumerate(others):
+            args.words[place] = self.address(f"words {first}")
+            slots.append(self.address(f"inbox {first}"))
+        args.slots[: len(slots)] = slots
+        args.flags = self.address(f"flags {self.rank}")
+        args.out = out.data_ptr()
+        args.sync = self.sync(timeout_s)
+        self.native.node_sum(args)
+        return out
+
+    def expected(self, partials: list[torch.Tensor]) -> torch.Tensor:
+        """The very bits: fp32 sums, rounded when they leave their node."""
+        rows = self.rows(self.rank)
+        total = torch.zeros(rows.stop - rows.start, self.n)
+        for source in self.node:
+            total += partials[source][rows].float()
+        for first in range(0, self.world, self.lanes):
+            if first != self.node[0]:
+                of_node = torch.zeros_like(total)
+                for source in range(first, first + self.lanes):
+                    of_node += partials[source][rows].float()
+                total += of_node.to(BF16).float()
+        return total.to(BF16)
+
+
+def partials_of(world: int, m: int, n: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(m, n, generator=generator).to(BF16) for _ in range(world)]
+
+
+def _calls(rank: int, world: int, path: Path, lanes: int, n: int) -> None:
+    me = Rank(rank, world, path, lanes, n)
+    rng = random.Random(rank)
+    for call, m in enumerate((70, 80, 41, 3, 70)):
+        partials = partials_of(world, m, n, call)
+        me.enter(m)
+        me.scatter(partials[rank], rng)
+        me.relay()
+        got = me.node_sum()
+        assert me.status()[0] == 0, me.status()
+        assert torch.equal(got, me.expected(partials)), (call, m)
+        exact = sum(partial.double()[me.rows(rank)] for partial in partials)
+        if got.numel():
+            assert float((got.double() - exact).abs().max()) < 2.0**-8 * 3 * world  # 3 roundings
+    dist.barrier()
+    me.transport.leave()
+    nvshmem.shutdown()
+
+
+@pytest.mark.parametrize(("lanes", "n"), [(2, 24), (1, 24), (2, 13)])
+def test_rows_are_summed_over_nodes(path: Path, lanes: int, n: int) -> None:
+    """Back to back, with every M another tiling; n = 13 has no rows that are aligned."""
+    run(4, _calls, path, lanes, n)
+
+
+def _a_flag_is_missing(rank: int, world: int, path: Path) -> None:
+    """Rank 1 never says that one of its tiles for rank 2 is there, so rank 0, which adds up for it,
+    must not send what that tile is part of, and rank 2 must not take it for right."""
+    me = Rank(rank, world, path, 2, 24)
+    partials = partials_of(world, 70, 24, 1)
+    me.enter(70)
+    me.scatter(partials[rank], random.Random(rank), leave_out=2 if rank == 1 else -1)
+    dist.barrier()
+    me.relay(timeout_s=1.0)
+    if rank == 0:
+        first, last = me.tiling.tiles_of_owner(2)[0], me.tiling.flag_columns() - 1
+        flag = me.tiling.flag_index(1, 2, first, last)
+        assert me.status() == [PARTIAL, first, flag, 1, 0]
+    else:
+        assert me.status()[0] == 0
+    dist.barrier()
+    words = me.view(rank, f"words {2 - me.node[0]}", me.tiling.strip_count(), torch.int64).tolist()
+    strips = range(me.tiling.strips_of_owner(rank))
+    first = me.tiling.tiles_of_owner(rank)[0]
+    for index in strips:
+        tile_row, begin, end = me.tiling.strip_of_owner(rank, index)
+        withheld = begin >= end or (rank == 2 and tile_row == first)
+        assert words[index] == (0 if withheld else 1), (index, words)
+    got = me.node_sum(timeout_s=0.5)
+    if rank == 2:
+        assert me.status()[0] == NODE and me.status()[2] == 0
+        begin = me.rows(rank).start
+        wrong = torch.tensor([(begin + row) // TILE[0] == first for row in range(got.shape[0])])
+        assert bool(got[wrong].isnan().all())
+        assert torch.equal(got[~wrong], me.expected(partials)[~wrong])
+    else:
+        assert torch.equal(got, me.expected(partials))
+
+
+def test_a_strip_that_lacks_a_partial_is_not_sent(path: Path) -> None:
+    run(4, _a_flag_is_missing, path)
+
+
+def _an_owner_is_late(rank: int, world: int, path: Path) -> None:
+    """Rank 2 has not entered the call: what it may still read must not be written."""
+    me = Rank(rank, world, path, 2, 24)
+    partials = partials_of(world, 70, 24, 1)
+    inbox = me.view(rank, f"inbox {2 - me.node[0]}", 16, torch.int64)
+    if rank != 2:
+        me.enter(70)
+        dist.barrier()
+    else:
+        inbox.fill_(99)
+        dist.barrier()
+        me.epoch, me.m = 1, 70
+    if rank == 0:
+        me.tiling = _C.core.ScatterTiling(70, 24, world, *TILE)
+        flags = me.view(0, "flags 2", me.tiling.flag_count(), torch.int32)
+        flags.fill_(1)  # all partials are there
+        del partials
+        me.relay(timeout_s=0.5)
+        assert me.status()[0] == ENTRY and me.status()[2:] == [2, 1, 0]
+    dist.barrier()
+    if rank == 2:
+        assert inbox.tolist() == [99] * 16
+        assert not me.view(2, "words 0", 4, torch.int64).any()
+
+
+def test_nothing_is_put_to_an_owner_that_has_not_entered(path: Path) -> None:
+    run(4, _an_owner_is_late, path)
