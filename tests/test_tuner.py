@@ -250,6 +250,13 @@ def test_refusals_are_excluded_without_new_ranks(tmp_path: Path) -> None:
     assert len(search.excluded) == len(search.candidates) - 1
 
 
+def test_ranks_that_are_told_to_end_are_no_candidates_fault(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        tune(tmp_path, tune_makers.ended)
+    (journal,) = (tmp_path / "runs").glob("*.jsonl")
+    assert "excluded" not in journal.read_text()
+
+
 def test_when_nothing_is_right_nothing_wins(tmp_path: Path) -> None:
     search, cache = tune(tmp_path, tune_makers.all_wrong)
     assert search.winner is None and "no candidate is left" in search.problem_text

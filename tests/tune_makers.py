@@ -105,3 +105,16 @@ def refusing(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
 def all_wrong(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
     """Nothing is right."""
     return Wrong(config, candidate, rank, 0.0)
+
+
+class Ended(Slept):
+    def spoil(self, result: torch.Tensor) -> torch.Tensor:
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return result
+
+
+def ended(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
+    """A rank is told to end, as a batch system does when a job's time is over."""
+    return Ended(config, candidate, rank, 0.0)

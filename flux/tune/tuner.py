@@ -160,6 +160,7 @@ def make_search(
 
 class Tuner:
     """Tunes shapes on the ranks of a launcher. Every supervisor has one; one of them leads.
+    Construction is collective among them.
 
     Args:
         searches: what to tune.
@@ -186,6 +187,9 @@ class Tuner:
         self._journal = journal
         self._options = options
         self._observer = observer or Observer()
+        # As ops see it: of all ranks, whose hosts may not be alike.
+        self._world_shape = world_shape(launcher.hosts)
+        self._parts = group_parts(launcher.gather(cluster.parts(self._world_shape)))
         self._deadline = None if options.budget_s is None else time.monotonic() + options.budget_s
         for event in list(journal.events) if journal else []:
             for search in searches:
@@ -230,6 +234,8 @@ class Tuner:
             failure = self._run(search, job)
             if not leads or not failure:
                 continue
+            if "SIGTERM" in failure:  # whoever ends jobs means all of it, not the candidate
+                raise KeyboardInterrupt(failure)
             number = Blackboard.read(blackboard)
             if number == NOBODY:
                 in_vain += 1
@@ -344,10 +350,9 @@ class Tuner:
             tuned_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             kernel=candidate.kernel,
         )
-        shape = world_shape(self._launcher.hosts)
-        parts = group_parts([self._cluster.parts(shape)])
-        key = key_of(spec_of(search.problem), shape, parts, self._cluster.device.kind)
-        self._cache.store(key, winner, parts)
+        kind = self._cluster.device.kind
+        key = key_of(spec_of(search.problem), self._world_shape, self._parts, kind)
+        self._cache.store(key, winner, self._parts)
         return winner
 
 
