@@ -63,6 +63,8 @@ step memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 1 \
 step test_loopback 60 "${tests[@]/test_gpu/test_gpu_loopback}"
 step test_processes 90 "${tests[@]/test_gpu/test_gpu_processes}"
 step test_graphs 60 "${tests[@]/test_gpu/test_gpu_graphs}"
+step test_interop 60 "${tests[@]/test_gpu/test_gpu_interop}"
+step test_bench 60 "${tests[@]/test_gpu/test_gpu_bench}"
 step fp8_bench 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 \
   --json "$out/kernels_e4m3.json"
 step racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 1 \

@@ -55,10 +55,18 @@ def _root(
 def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what was detected, what will be used, and why not the rest."""
-    from flux import doctor as diagnosis
+    """Show what was detected, what will be used, and why not the rest.
 
-    findings = diagnosis.examine()
+    Under torchrun also what moves tiles between each two ranks; rank 0 speaks.
+    """
+    from flux import doctor as diagnosis
+    from flux import doctor_ranks
+    from flux.bench.launch import torchrun_rank, torchrun_world
+
+    places = doctor_ranks.places_of_all() if torchrun_world() is not None else []
+    if places and torchrun_rank() != 0:
+        raise typer.Exit
+    findings = diagnosis.examine(places)
     if json_output:
         print(json.dumps(findings.as_dict(), indent=1))
     else:
@@ -92,7 +100,10 @@ def bench_op(
     m: Annotated[int, typer.Option("--m", help="Rows of the global problem.")] = 2048,
     n: Annotated[int, typer.Option("--n", help="Columns; ag_gemm divides them by rank.")] = 4096,
     k: Annotated[int, typer.Option("--k", help="Depth; the others divide it by rank.")] = 2048,
-    dtype: Annotated[str, typer.Option(help="float32 | bfloat16 | float16 | float64")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 | bfloat16 | float16 | float64; on GPUs bfloat16 if not given."),
+    ] = None,
     nproc: Annotated[
         int | None, typer.Option(help="Ranks to start; 2 if not given. Under torchrun: its.")
     ] = None,
@@ -102,8 +113,13 @@ def bench_op(
     link_rate: Annotated[
         str | None, typer.Option(help="Speed of every host's link, as 500mbit or 1gbit.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Executor; chosen if not given.")] = None,
-    transport: Annotated[str | None, typer.Option(help="Transport; chosen if not given.")] = None,
+    backend: Annotated[str | None, typer.Option(help="cpu | cuda; cpu if not given.")] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu: shm | send_recv. cuda: symm_mem, or on one GPU virtual | loopback."
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats of every method.")] = 15,
     warmup: Annotated[int, typer.Option(help="Repeats that are not counted.")] = 3,
     threads: Annotated[int, typer.Option(help="GEMM threads of each rank.")] = 1,
@@ -130,13 +146,16 @@ def bench_op(
     told where those end: torchrun --nproc-per-node 2 -m -- flux bench op --m 2048
     """
     from flux.bench.launch import torchrun_rank, torchrun_world
-    from flux.bench.problem import BenchConfig, Problem, dtype_name
+    from flux.bench.problem import ONE_GPU, BenchConfig, Problem, dtype_name
 
     world = torchrun_world()
     if world is not None and nproc not in (None, world):
         refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
     if world is not None and hosts != "1":
         refuse("--hosts makes hosts of its own; under torchrun the ranks are where it started them")
+    if backend is None and transport in ONE_GPU:
+        backend = "cuda"
+    dtype = dtype or ("bfloat16" if backend == "cuda" else "float32")
     try:
         config = BenchConfig(
             problem=Problem(op, m, n, k, dtype_name(dtype), world or nproc or 2),
@@ -161,6 +180,12 @@ def bench_op(
         )
     except (ValueError, TypeError) as error:
         refuse(str(error))
+    if config.backend == "cuda" and world is None:
+        from flux.bench.gpu import problem_here
+
+        problem = problem_here(config)
+        if problem is not None:
+            refuse(problem)
     speaks = world is None or torchrun_rank() == 0
     silent = quiet or json_target == "-" or not speaks
     if speaks and json_target not in (None, "-"):
@@ -192,7 +217,7 @@ def _measure(config: BenchConfig, *, joining: bool, silent: bool) -> Measurement
     with _progress_bar(console, shown=console.is_terminal and not silent) as progress:
         try:
             return (launch.joined if joining else launch.spawned)(config, progress)
-        except HostsUnavailableError as error:
+        except (HostsUnavailableError, ValueError) as error:
             refuse(str(error))
         except RankFailedError as error:
             failure = error

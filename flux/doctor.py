@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing.shared_memory import SharedMemory
@@ -31,6 +31,7 @@ import flux
 from flux import _C, env, host, toolchain
 from flux.cluster import Cluster, load_cluster, shipped_clusters, world_shape
 from flux.detection import detect
+from flux.doctor_ranks import Place, verdicts
 from flux.kernels import runtime
 from flux.kernels.build import MissingToolError
 from flux.kernels.registry import Registry, cache_root, default_roots
@@ -72,8 +73,12 @@ class Findings:
         return {"usable": self.usable, "sections": sections}
 
 
-def examine() -> Findings:
-    """Look at this machine. Takes a second or two, leaves nothing behind."""
+def examine(places: Sequence[Place] = ()) -> Findings:
+    """Look at this machine. Takes a second or two, leaves nothing behind.
+
+    Args:
+        places: of the ranks that torchrun has started, to say what moves tiles between them.
+    """
     parts: dict[str, Callable[[], list[Item]]] = {
         "software": _software,
         "cpu": _cpu,
@@ -87,6 +92,8 @@ def examine() -> Findings:
         "environment": _environment,
         "will be used": _choices,
     }
+    if places:
+        parts["between ranks"] = lambda: rank_pairs(places)
     return Findings({title: part() for title, part in parts.items()})
 
 
@@ -372,6 +379,18 @@ def gpu_pairs(count: int, reaches: Callable[[int, int], bool]) -> list[Item]:
                 if missing
                 else Item(f"GPU {a} - GPU {b}", "symm_mem", note="each addresses the other (P2P)")
             )
+    return items
+
+
+def rank_pairs(places: Sequence[Place]) -> list[Item]:
+    """What moves tiles between each two ranks, and why; pairs that are alike in one line."""
+    if len(places) == 1:
+        return [Item("ranks", "1", note="nothing is moved")]
+    items = []
+    for verdict, pairs in verdicts(places).items():
+        name = ", ".join(f"{a}-{b}" for a, b in pairs)
+        status = OK if verdict.transport else WARNING
+        items.append(Item(verdict.transport or "none", f"ranks {name}", status, verdict.why))
     return items
 
 

@@ -117,8 +117,17 @@ TUNE_CACHE = Variable(
     "~/.cache/flux/tune",
     "directory of the winners that `flux tune` finds and ops use",
 )
+NVTX = Variable[bool | None](
+    "FLUX_NVTX",
+    _flag,
+    None,
+    "NVTX ranges around calls on GPUs and their stages, for profilers (0 or 1); unset: when a "
+    "profiler collects them",
+)
 
-VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str], ...] = (
+VARIABLES: tuple[
+    Variable[bool] | Variable[bool | None] | Variable[float] | Variable[int] | Variable[str], ...
+] = (
     POISON,
     CHECK,
     SPIN_US,
@@ -128,4 +137,5 @@ VARIABLES: tuple[Variable[bool] | Variable[float] | Variable[int] | Variable[str
     KERNEL_CACHE,
     CCACHE,
     TUNE_CACHE,
+    NVTX,
 )

@@ -1,4 +1,4 @@
-"""What is needed to build CUDA kernels, wherever it is installed: nvcc, CUTLASS, NVSHMEM."""
+"""What it takes to build CUDA kernels and to watch them: nvcc, CUTLASS, NVSHMEM, NVTX."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ NVCC_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu13", "nvidia-cuda-nvcc-
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 NVSHMEM_DEVICE_LIBRARY = "libnvshmem_device.a"
 NVSHMEM_HOST_LIBRARY = "libnvshmem_host.so.3"
+NVTX_PACKAGES = ("nvidia-nvtx", "nvidia-nvtx-cu12")
+NVTX_NAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")  # the latter up to CUDA 12
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,21 @@ def _lacking(path: str, headers: bool) -> str:
     if not headers:
         return "comes without headers"
     return f"comes without {' and '.join(missing)}" if missing else ""
+
+
+def nvtx_libraries() -> list[str]:
+    """Where NVTX's functions may be: in packages, in CUDA_HOME, where the loader looks."""
+    found = [
+        path
+        for package in NVTX_PACKAGES
+        for name in NVTX_NAMES
+        for path in _package_files(package, name)
+    ]
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            places = (Path(os.environ[variable], "lib64", name) for name in NVTX_NAMES)
+            found += [str(path) for path in places if path.is_file()]
+    return [*found, *NVTX_NAMES]
 
 
 def _package_files(package: str, name: str) -> list[str]:

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -129,16 +128,6 @@ struct NumericArrayConverter {
 
 }  // namespace cutlass
 
-// NVLink SHARP, which these tests have not.
-namespace flux {
-template <class Element>
-uint4 load_sum(const void*) {
-  std::abort();
-}
-inline void store_everywhere(void*, uint4) { std::abort(); }
-inline void fence_alias() { std::abort(); }
-}  // namespace flux
-
 // The runtime: never called, but there is code that would.
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
@@ -148,6 +137,16 @@ template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
   return cudaSuccess;
 }
+
+// cuda/nvls.cuh: there is no switch.
+namespace flux {
+template <class Element>
+uint4 load_sum(const void*) {
+  std::abort();
+}
+inline void store_everywhere(void*, uint4) { std::abort(); }
+inline void fence_alias() {}
+}  // namespace flux
 
 // NVSHMEM.
 enum { NVSHMEM_SIGNAL_SET = 9 };

@@ -24,13 +24,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path(__file__).with_name("emulated_gpu.cpp")
 
 
+def compiler() -> str:
+    """The host's C++ compiler."""
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    assert found, "no C++ compiler"
+    return found
+
+
 def build(folder: Path) -> Path:
     """The emulator as a shared library, built with the host's C++ compiler."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    assert compiler, "no C++ compiler"
     target = folder / "libemulated_gpu.so"
     options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([compiler, *options, str(SOURCE), "-o", str(target)], check=True)
+    subprocess.run([compiler(), *options, str(SOURCE), "-o", str(target)], check=True)
     return target
 
 
@@ -61,7 +66,8 @@ def _kernels(library: Path) -> dict[str, BuiltKernel]:
     for name, options in _VARIANTS.items():
         for weight in ("nk", "kn"):
             op, rest = name[:7], name[7:]
-            fields = {"dtype": "bf16", "weight": weight, **options}
+            # Loads are of single elements, so addresses may be any.
+            fields = {"dtype": "bf16", "weight": weight, "alignment": 1, **options}
             config = GemmConfig(op, "90a", tile=(64, 64, 64), schedule="pingpong", **fields)
             symbol = f"flux_emulated_{op}_{weight}{rest}"
             kernels[symbol] = BuiltKernel(config, library, symbol, Usage())

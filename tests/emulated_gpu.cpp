@@ -29,6 +29,8 @@ using Clock = std::chrono::steady_clock;
 
 std::atomic<int> delay_us{0};
 std::atomic<int> streams_alive{0};
+std::atomic<bool> copies_refused{false};
+std::atomic<bool> launches_refused{false};
 
 void dawdle() {
   const int most = delay_us.load();
@@ -368,6 +370,7 @@ Graph* capturing = nullptr;      // the capture that is under way: of the emulat
 
 template <auto kRun, class Args>
 int launch(const Args* args, void* stream) {
+  if (launches_refused) return FLUX_REFUSED;
   stream_of(stream)->put([copy = *args] { kRun(copy); });
   return FLUX_OK;
 }
@@ -411,6 +414,8 @@ EMULATED(flux_emulated_old, FLUX_ABI_VERSION + 1, nullptr, run_ag_gemm<Config<st
 void emulator_put(void* stream, void (*body)()) { stream_of(stream)->put(body); }
 void emulator_set_delay(int us) { delay_us = us; }
 int emulator_streams() { return streams_alive; }
+void emulator_refuse_copies(int yes) { copies_refused = yes != 0; }
+void emulator_refuse_launches(int yes) { launches_refused = yes != 0; }
 
 int cuGetErrorString(int, const char** text) {
   *text = "emulated failure";
@@ -491,6 +496,7 @@ void emulator_replay(void* graph, void* stream) {
 }
 void emulator_destroy_graph(void* graph) { delete static_cast<Graph*>(graph); }
 int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* stream) {
+  if (copies_refused) return 1;
   stream_of(stream)->put([=] {
     dawdle();
     std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);

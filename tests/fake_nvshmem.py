@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flux import _C
+from flux.transport.nvshmem_library import NvshmemLibrary
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).parent
@@ -29,14 +30,15 @@ _PTX = (
     (r'asm volatile\("mov\.u64 %0, %%globaltimer;".*?\);', "now = shim::nanoseconds();"),
     (r"<<<.*?>>>", ""),  # launches, which nobody makes here
 )
-_STANDS_FOR = ("cuda_runtime.h", "cuda/nvls.cuh", "nvshmem.h", "nvshmemx.h")
+_STANDS_FOR = ("cuda_runtime.h", "nvshmem.h", "nvshmemx.h")
+_STANDS_FOR_OURS = ("cuda/nvls.cuh",)
 _STANDS_FOR_CUTLASS = ("cutlass/array.h", "cutlass/numeric_conversion.h")
 
 
 def build(folder: Path) -> Path:
     """The library, built with the host's C++ compiler."""
     include = folder / "include"
-    for name in (*_STANDS_FOR, *_STANDS_FOR_CUTLASS):
+    for name in (*_STANDS_FOR, *_STANDS_FOR_CUTLASS, *_STANDS_FOR_OURS):
         (include / name).parent.mkdir(parents=True, exist_ok=True)
         (include / name).write_text('#include "device_shim.h"\n')
     for name in _KERNEL_SOURCES:
@@ -117,10 +119,9 @@ class SumArgs(ctypes.Structure):
 
 
 class Native:
-    """What only native code calls, of a library at ``address`` (NvshmemLibrary.address)."""
+    """What only native code calls, of the library that ``path`` is."""
 
-    def __init__(self, library: object, path: Path) -> None:
-        table = library._table  # type: ignore[attr-defined]
+    def __init__(self, table: NvshmemLibrary, path: Path) -> None:
         size, word = ctypes.c_uint64, ctypes.c_uint64
         put = (ctypes.c_int, _p, _p, size, _p, word, ctypes.c_int, _p)
         self._put_signal = ctypes.CFUNCTYPE(*put)(table.put_signal)

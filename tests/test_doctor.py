@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 import flux
 from flux import doctor, env, host, toolchain
 from flux.cli import app
+from flux.doctor_ranks import Place, between, places_of_all
 from flux.knobs import Knobs
 from flux.tune.cache import Cache
 from flux.tune.keys import Key
 from flux.tune.winners import Winner
-from harness import nothing_left_in_shared_memory
+from harness import nothing_left_in_shared_memory, run_ranks
 
 SECTIONS = [
     "software",
@@ -237,6 +238,42 @@ def test_packages(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = toolchain.nvshmem()
     assert lacking is not None and lacking.problem == "comes without libnvshmem_device.a"
     assert "cutlass_library" not in sys.modules  # found without importing it
+
+
+def test_what_moves_tiles_between_ranks() -> None:
+    """Four GPUs of one host, the last without P2P; one more on another host, and two without."""
+    gpus = [f"gpu {i}" for i in range(4)]
+    seen = {gpu: gpu != "gpu 3" for gpu in gpus}
+    places = [Place("one", gpu, seen) for gpu in gpus]
+    places.append(Place("two", "gpu 4", {"gpu 4": True}))
+    found = {item.note: item for item in doctor.rank_pairs(places)}
+    p2p, none, across = found.values()
+    assert (p2p.name, p2p.value) == ("symm_mem", "ranks 0-1, 0-2, 1-2") and "P2P" in p2p.note
+    assert (none.name, none.value) == ("none", "ranks 0-3, 1-3, 2-3") and "no P2P" in none.note
+    assert (across.name, across.value) == ("none", "ranks 0-4, 1-4, 2-4, 3-4")
+    assert {item.status for item in (none, across)} == {"warning"} and p2p.status == "ok"
+
+    alone = Place("one", "gpu 5", {"gpu 5": True})  # CUDA_VISIBLE_DEVICES of one each
+    assert between(places[0], alone).transport == "symm_mem"
+    assert "not sure" in between(places[0], alone).why
+    assert "take turns" in between(alone, alone).why
+    here, there = Place("one"), Place("two")
+    assert between(here, here).transport == "shm" and between(here, there).transport == "send_recv"
+    assert between(here, alone).why == "one host, a GPU on one side only: tensors on the CPU"
+    assert doctor.rank_pairs([here])[0].note == "nothing is moved"
+
+
+def _places(rank: int, world: int) -> list[Place]:
+    return places_of_all()
+
+
+def test_ranks_hear_where_the_others_are() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the ranks have GPUs")
+    for places in run_ranks(2, _places):
+        assert [p.gpu for p in places] == [None, None]
+        (item,) = doctor.rank_pairs(places)
+        assert (item.name, item.value) == ("shm", "ranks 0-1")
 
 
 def test_what_moves_tiles_between_gpus() -> None:

@@ -53,10 +53,10 @@ __device__ inline void record_failure(const FluxSync& sync, int code, int tile, 
   status[FLUX_STATUS_OBSERVED] = observed;
 }
 
-// Spins until `word`, which is reported as `signal`, has reached the epoch. Gives up, with false, when the time is over, or
-// when another wait has: the kernel then ends. Its own result is wrong and the host throws it away;
-// what it would have told or given to a peer it keeps to itself. Inlined: a producer warp has 40
-// registers, and a call would make it spill those it keeps across.
+// Spins until `word`, which is reported as `signal`, has reached the epoch. Gives up, with false, when
+// the time is over, or when another wait has: the kernel then ends. Its own result is wrong and the
+// host throws it away; what it would have told or given to a peer it keeps to itself. Inlined: a
+// producer warp has 40 registers, and a call would make it spill those it keeps across.
 template <class Word>
 __device__ __forceinline__ bool await_epoch(const Word* word, int signal, const FluxSync& sync,
                                             int code, int tile) {

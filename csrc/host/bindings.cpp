@@ -196,4 +196,5 @@ PYBIND11_MODULE(_C, m) {
   flux::host::bind_reduce(m);
   flux::host::bind_kernels(m);
   flux::host::bind_cuda_op(m);
+  flux::host::bind_nvtx(m);
 }

@@ -9,5 +9,6 @@ void bind_core(pybind11::module_& m);      // the maps of csrc/core, as flux._C.
 void bind_schedule(pybind11::module_& m);  // build_schedule and Schedule
 void bind_kernels(pybind11::module_& m);   // CUDA kernels: their arguments and launch
 void bind_cuda_op(pybind11::module_& m);   // CudaOp, and the part of peers that are played
+void bind_nvtx(pybind11::module_& m);      // ranges for profilers
 
 }  // namespace flux::host

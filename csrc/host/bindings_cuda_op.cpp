@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <stdexcept>
 #include <tuple>
 
 #include "host/bindings.h"
@@ -40,6 +41,17 @@ std::vector<Operand> operands_of(const std::vector<OperandTuple>& tuples) {
   std::vector<Operand> all;
   for (const OperandTuple& t : tuples) all.push_back(operand_of(t));
   return all;
+}
+
+// A call that a kernel refuses when it has begun is broken, since peers wait for it. So no ValueError
+// comes out of it, which would say that nothing has happened.
+template <class Call>
+void all_or_broken(Call&& call) {
+  try {
+    call();
+  } catch (const std::invalid_argument& error) {
+    throw std::runtime_error(error.what());
+  }
 }
 
 void bind_op(py::module_& m) {
@@ -85,7 +97,9 @@ void bind_op(py::module_& m) {
           [](CudaOp& op, const Schedule& schedule, Stream stream, const RowsTuple& x,
              const std::vector<OperandTuple>& operands, Address gathered,
              const Addresses& sources) {
-            op.ag_gemm(schedule, stream, rows_of(x), operands_of(operands), gathered, sources);
+            all_or_broken([&] {
+              op.ag_gemm(schedule, stream, rows_of(x), operands_of(operands), gathered, sources);
+            });
           },
           py::arg("schedule"), py::arg("stream"), py::arg("x"), py::arg("operands"),
           py::arg("gathered"), py::arg("sources"))
@@ -93,21 +107,22 @@ void bind_op(py::module_& m) {
           "scatter",
           [](CudaOp& op, const Schedule& schedule, Stream stream, const RowsTuple& x,
              const OperandTuple& operand) {
-            op.scatter(schedule, stream, rows_of(x), operand_of(operand));
+            all_or_broken([&] { op.scatter(schedule, stream, rows_of(x), operand_of(operand)); });
           },
           py::arg("schedule"), py::arg("stream"), py::arg("x"), py::arg("operand"))
       .def(
           "reduce",
           [](CudaOp& op, const Schedule& schedule, Stream stream, const OperandTuple& operand,
-             Address out) { op.reduce(schedule, stream, operand_of(operand), out); },
+             Address out) {
+            all_or_broken([&] { op.reduce(schedule, stream, operand_of(operand), out); });
+          },
           py::arg("schedule"), py::arg("stream"), py::arg("operand"), py::arg("out"))
       .def(
           "gemm_rs",
           [](CudaOp& op, const Schedule& schedule, Stream stream, const RowsTuple& x,
              const OperandTuple& operand, Address out) {
-            const Operand weight = operand_of(operand);
-            op.scatter(schedule, stream, rows_of(x), weight);
-            op.reduce(schedule, stream, weight, out);
+            all_or_broken(
+                [&] { op.gemm_rs(schedule, stream, rows_of(x), operand_of(operand), out); });
           },
           py::arg("schedule"), py::arg("stream"), py::arg("x"), py::arg("operand"), py::arg("out"));
 }

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "core/ownership.h"
+#include "host/nvtx.h"
 
 namespace flux::host {
 
@@ -88,6 +89,7 @@ std::vector<MemOp> CudaOp::await_everybody(const std::vector<Address>& words) co
 }
 
 void CudaOp::begin(const Schedule& schedule, Stream stream) {
+  const Span stage("flux entry");
   capture_ = driver_->capture(stream);
   words_ = capture_ != 0 ? &captured_ : &eager_;
   if (capture_ != 0) return begin_captured(schedule, stream);
@@ -224,14 +226,18 @@ void CudaOp::set_workspace(Stream stream, Address address, std::uint64_t bytes) 
 void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
                      const std::vector<Operand>& operands, Address gathered,
                      const std::vector<Address>& sources) {
+  const Span call("AGGemm", schedule.spec.problem.m);
   begin(schedule, stream);
   const int m = schedule.spec.problem.m;
   std::vector<GatherPart> parts{
       {x.x, setup_.row_bytes, setup_.data, sources.empty() ? setup_.data : sources}};
   if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, scales_, scales_});
-  gather_tiles(*driver_, schedule,
-               GatherCall{stream, copy_stream_, forked_, number(), parts,
-                          capture_ != 0 ? kAllMet : words_->entries, words_->signals});
+  {
+    const Span stage("flux copies");
+    gather_tiles(*driver_, schedule,
+                 GatherCall{stream, copy_stream_, forked_, number(), parts,
+                            capture_ != 0 ? kAllMet : words_->entries, words_->signals});
+  }
   bool awaited = pulls(schedule);  // by the copy stream
   for (std::size_t i = 0; i < operands.size(); ++i) {
     if (operands[i].n == 0) continue;
@@ -243,6 +249,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
     args.ldd = operands[i].out_ld;
     args.bias = pointer<const void>(operands[i].bias);
     args.signals = pointer<const std::uint32_t>(words_->signals[setup_.rank]);
+    const Span stage("flux kernel");
     kernels_.at(i)->launch(args, stream);
     awaited = true;
   }
@@ -251,6 +258,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   driver_->await_event(stream, joined_);
   if (!awaited) await_rows(schedule, stream);
   if (gathered != 0) {
+    const Span stage("flux collect");
     driver_->copy(stream, gathered, setup_.data[setup_.rank],
                   static_cast<std::size_t>(m) * setup_.row_bytes);
   }
@@ -291,6 +299,7 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
   }
   args.slot_ld = operand.n;
   args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
+  const Span stage("flux kernel");
   kernels_.at(0)->launch(args, stream);
 }
 
@@ -321,7 +330,10 @@ void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& oper
     args.outs[to] = pointer<void>(setup_.all_reduce ? result : out);
   }
   if (setup_.multicast != 0) by_switch(args);
-  kernels_.at(0)->reduce(args, stream);
+  {
+    const Span stage("flux reduction");
+    kernels_.at(0)->reduce(args, stream);
+  }
   if (setup_.all_reduce) collect(m, stream, out);
   end(stream);
 }
@@ -338,8 +350,16 @@ void CudaOp::by_switch(FluxReduceArgs& args) const {
   }
 }
 
+void CudaOp::gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand,
+                     Address out) {
+  const Span call(setup_.all_reduce ? "GemmAR" : "GemmRS", schedule.spec.problem.m);
+  scatter(schedule, stream, x, operand);
+  reduce(schedule, stream, operand, out);
+}
+
 // GemmAR: the result, once everybody's rows of it have been written here.
 void CudaOp::collect(int m, Stream stream, Address out) {
+  const Span stage("flux collect");
   if (capture_ != 0) {
     kernels_.at(0)->meet(meeting(words_->done), stream);
   } else {

@@ -135,6 +135,9 @@ class CudaOp {
   // or (GemmAR) [M, N].
   void scatter(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
   void reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out);
+  // Both.
+  void gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand,
+               Address out);
 
  private:
   void begin(const Schedule& schedule, Stream stream);

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from flux import _C
+from flux import _C, nvtx
+from flux.backends.cuda_operands import Fit
 from flux.backends.cuda_repeat import Remembered
 from flux.backends.device import Device
 from flux.backends.epilogue import ACTIVATE, SCALE_BYTES, spoil
@@ -130,6 +131,7 @@ class CudaBackend:
         self.topology = topology
         self.timeout_s = timeout_s
         self.poison = POISON.get()
+        nvtx.switch()
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
         knobs = next((k for k in choice.variants() if k.path != "unfused"), Knobs())
@@ -139,6 +141,7 @@ class CudaBackend:
         chosen = self._kernels(knobs, choice.kernel)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
         self.kernels = [self._load(kernel.built) for kernel in chosen]
+        self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
         tile = self.kernels[0].tile
         self.layout = Layout.of(spec, self.world, knobs, tile, choice.most_tiles)
         self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals)
@@ -229,16 +232,16 @@ class CudaBackend:
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
         stream = self._begin(call.m)
-        x = call.x.contiguous()
+        given, call = call, self._fit.call(call, gathers=True)
         outs = [self._empty(call.m, columns) for columns in call.columns]
         x_full = self._empty(call.m, self.spec.k, self.spec.dtype) if gather else None
-        scale = 0 if call.scale_x is None else self._address(call.scale_x.contiguous())
+        scale = 0 if call.scale_x is None else self._address(call.scale_x)
         operands = [self._operand(call, number, out) for number, out in enumerate(outs)]
         self._make_room(schedule, stream, operands, self.spec.k)
         self.native.ag_gemm(
             schedule.native,
             stream,
-            (self._address(x), self.spec.k, self.spec.k, scale),
+            (self._address(call.x), self.spec.k, self.spec.k, scale),
             operands,
             0 if x_full is None else x_full.data_ptr(),
             self.peers.gather(schedule, self.next_epoch, self.data),
@@ -247,32 +250,35 @@ class CudaBackend:
             for out in outs:
                 self.device.enqueue(partial(self._activate, out))
         self.peers.end(stream, self.native.epoch)
-        self._remember(schedule, call, self.world)
+        self._remember(schedule, given, self.world)
         return outs, x_full
 
     @on_its_device
     def gemm_rs(self, schedule: TileSchedule, call: Call) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [own rows, N]; GemmAR: [M, N]."""
         stream = self._begin(call.m)
+        given = call
         if call.x.shape[1] == 0:
             call = self._of_zeros(call)
+        call = self._fit.call(call, gathers=False)
         full = self.spec.op is Op.gemm_ar
         rows = call.m if full else self._rows_of(call.m)
         out = self._empty(rows, self.spec.n[0])
-        scale = 0 if call.scale_x is None else self._address(call.scale_x.contiguous())
+        scale = 0 if call.scale_x is None else self._address(call.scale_x)
         x = (self._address(call.x), call.x.stride(0), call.x.shape[1], scale)
         operand = self._operand(call, 0, out)
         self._make_room(schedule, stream, [operand], call.x.shape[1])
         if self.peers.idle:
             self.native.gemm_rs(schedule.native, stream, x, operand, out.data_ptr())
-            self._remember(schedule, call, 1)
+            self._remember(schedule, given, 1)
             return out
-        self.peers.scatter(schedule, self.next_epoch)
-        self.native.scatter(schedule.native, stream, x, operand)
-        if full:
-            self.peers.send_results(stream, call.m, self.native.epoch)
-        self.native.reduce(schedule.native, stream, operand, out.data_ptr())
-        self.peers.end(stream, self.native.epoch)
+        with _C.CallSpan(self.spec.label, call.m):
+            self.peers.scatter(schedule, self.next_epoch)
+            self.native.scatter(schedule.native, stream, x, operand)
+            if full:
+                self.peers.send_results(stream, call.m, self.native.epoch)
+            self.native.reduce(schedule.native, stream, operand, out.data_ptr())
+            self.peers.end(stream, self.native.epoch)
         return out
 
     gemm_ar = gemm_rs
@@ -281,24 +287,28 @@ class CudaBackend:
         """Keep what ``repeat`` needs, if the call is one that can be repeated."""
         weight, bias = call.weights[0], call.biases[0]
         plain = len(self.kernels) == 1 and self.spec.scaling == "none" and self.peers.idle
-        dense = weight.stride(1) == 1 and (bias is None or bias.stride(0) == 1)
-        own_x = shard_of == 1 or call.x.is_contiguous()
-        if plain and dense and own_x and not self._activate_after and call.columns[0] > 0:
+        fits = all(t is None or self._fit.fits(t) for t in (weight, bias))
+        x_fits = self._fit.fits(call.x) if shard_of == 1 else call.x.is_contiguous()
+        empty = call.columns[0] == 0 or call.x.shape[1] == 0
+        if plain and fits and x_fits and not empty and not self._activate_after:
             rows = self._rows_of(call.m) if self.spec.op is Op.gemm_rs else call.m
-            self.last = Remembered.of(schedule, call, shard_of, rows)
+            unit = self._fit.unit(call.x) if shard_of == 1 else 1
+            self.last = Remembered.of(schedule, call, shard_of, rows, unit)
 
     @on_its_device
     def repeat(self, last: Remembered, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The call that ``last`` is of, with other contents of x and weight."""
         stream = self._begin(last.m)
-        gathers = self.spec.op is Op.ag_gemm
-        out = self._empty(last.out_rows, last.columns)
+        out = x.new_empty(last.out_rows, last.columns)  # in less time than by torch.empty
+        if self.poison:
+            spoil(out)
+        self.device.keep(x, weight, out)
         self.repeats += 1
-        at, ld = out.data_ptr(), last.columns
-        operand = (self._address(weight), weight.stride(0), ld, at, ld, last.bias_ptr, 0)
-        self._make_room(last.schedule, stream, [operand], x.shape[1])
-        given = (self._address(x), x.stride(0), x.shape[1], 0)
-        if gathers:
+        at, ld, k = out.data_ptr(), last.columns, last.x_shape[1]
+        operand = (weight.data_ptr(), last.weight_ld, ld, at, ld, last.bias_ptr, 0)
+        self._make_room(last.schedule, stream, [operand], k)
+        given = (x.data_ptr(), last.x_stride[0], k, 0)
+        if self.spec.op is Op.ag_gemm:
             self.native.ag_gemm(last.schedule.native, stream, given, [operand], 0, [])
         else:
             self.native.gemm_rs(last.schedule.native, stream, given, operand, at)
@@ -346,8 +356,6 @@ class CudaBackend:
     def _operand(self, call: Call, number: int, out: torch.Tensor) -> _C.Operand:
         """One weight, and where its product goes, as ``_C.CudaOp`` takes it."""
         weight, bias = call.weights[number], call.biases[number]
-        if weight.stride(1) != 1:
-            weight = weight.contiguous()
         scales = call.scale_weights
         return (
             self._address(weight),
@@ -356,7 +364,7 @@ class CudaBackend:
             out.data_ptr(),
             out.stride(0),
             0 if bias is None else self._address(bias),
-            self._address(scales[number].contiguous()) if scales else 0,
+            self._address(scales[number]) if scales else 0,
         )
 
     def _make_room(

@@ -34,8 +34,10 @@ class Remembered:
     x_stride: tuple[int, ...]
     x_dtype: torch.dtype
     x_device: torch.device
+    x_unit: int  # bytes that its address must be a multiple of
     weight: weakref.ref[torch.Tensor]
     weight_looks: tuple[object, ...]
+    weight_ld: int
     bias: weakref.ref[torch.Tensor] | None
     bias_looks: tuple[object, ...]
     out_rows: int
@@ -43,13 +45,16 @@ class Remembered:
     bias_ptr: int
 
     @staticmethod
-    def of(schedule: TileSchedule, call: Call, shard_of: int, out_rows: int) -> Remembered:
+    def of(
+        schedule: TileSchedule, call: Call, shard_of: int, out_rows: int, x_unit: int
+    ) -> Remembered:
         """Remember a call.
 
         Args:
             schedule, call: of it.
             shard_of: ranks that x is a shard of, else 1.
             out_rows: rows of the result.
+            x_unit: bytes that the address of x must be a multiple of.
         """
         x, weight, bias = call.x, call.weights[0], call.biases[0]
         return Remembered(
@@ -60,8 +65,10 @@ class Remembered:
             x.stride(),
             x.dtype,
             x.device,
+            x_unit,
             weakref.ref(weight),
             _looks(weight),
+            weight.stride(0),
             None if bias is None else weakref.ref(bias),
             () if bias is None else _looks(bias),
             out_rows,
@@ -83,6 +90,7 @@ class Remembered:
             and x.stride() == self.x_stride
             and x.dtype is self.x_dtype
             and x.device == self.x_device
+            and x.data_ptr() % self.x_unit == 0
             and (m if m is not None else x.shape[0] * self.world) == self.m
             and _looks(weight) == self.weight_looks
             and (not isinstance(bias, torch.Tensor) or _looks(bias) == self.bias_looks)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .gpu import problem_here
 from .hosts import Hosts
 from .methods import Factory
 from .op import Measurement, Progress, measure
-from .problem import BenchConfig
+from .problem import ONE_GPU, BenchConfig
 from .spawn import run_ranks
 
 
@@ -31,6 +32,17 @@ def torchrun_world() -> int | None:
 
 def torchrun_rank() -> int:
     return int(os.environ["RANK"])
+
+
+def processes(config: BenchConfig) -> int:
+    """How many the ranks are in."""
+    return 1 if config.transport in ONE_GPU else config.problem.world
+
+
+def _group(config: BenchConfig) -> str:
+    """Backends of the process group: ranks with GPUs of their own talk over gloo beside NCCL."""
+    own_gpus = config.backend == "cuda" and config.transport not in ONE_GPU
+    return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
 
 
 def _one_rank(argument: Any, rank: int, progress: Progress) -> Measurement:
@@ -50,11 +62,12 @@ def spawned(config: BenchConfig, progress: Progress, factory: Factory | None = N
         result: Measurement = run_ranks(
             _one_rank,
             (config, factory),
-            config.problem.world,
+            processes(config),
             threads=config.threads,
             timeout_s=config.timeout_s,
             progress=progress,
             places=hosts.placed(config.host_of) if hosts is not None else None,
+            group=_group(config),
         )
     return result
 
@@ -69,14 +82,29 @@ def on_hosts(config: BenchConfig, identities: Sequence[str]) -> BenchConfig:
     return replace(config, hosts="+".join(map(str, sizes)), common_clock=False)
 
 
+def _check_gpus(config: BenchConfig) -> None:
+    """Refuse, on all ranks, what one of them has no GPU for. Collective.
+
+    Raises:
+        ValueError: a rank has none.
+    """
+    problems: list[Any] = [None] * config.problem.world
+    dist.all_gather_object(problems, problem_here(config))
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise ValueError(f"rank {rank}: {problem}")
+
+
 def joined(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
     """Run as one of torchrun's ranks, on one host or several; returns the measurement on each."""
     from flux.transport.shm import host_identity
 
     torch.set_num_threads(config.threads)
     rank = torchrun_rank()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout_s))
+    dist.init_process_group(_group(config), timeout=timedelta(seconds=config.timeout_s))
     try:
+        if config.backend == "cuda":
+            _check_gpus(config)
         hosts: list[Any] = [None] * config.problem.world
         dist.all_gather_object(hosts, host_identity())
         config = on_hosts(config, hosts)

@@ -28,13 +28,16 @@ class Method(Protocol):
 
     name: str
 
-    def __call__(self, inputs: Inputs) -> torch.Tensor: ...
+    def __call__(self, inputs: Any) -> Any: ...
 
     def knobs(self) -> dict[str, Any]:
         """What it ran with, for the report; JSON-able."""
 
-    def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
+    def comm_only(self, inputs: Any) -> Callable[[], object] | None:
         """Its communication without the GEMM, or None: the library's time stands in."""
+
+    def wait(self) -> None:
+        """Return when its calls are done; raise what has become of them."""
 
     def close(self) -> None: ...
 
@@ -81,6 +84,9 @@ class Unfused:
     def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
         return None
 
+    def wait(self) -> None:
+        """Nothing: torch sees to what it has been told."""
+
     def close(self) -> None:
         """Nothing is kept between calls."""
 
@@ -88,7 +94,9 @@ class Unfused:
 class Fused:
     """A flux op; `tuning` None leaves the choice of knobs to the op."""
 
-    def __init__(self, name: str, config: BenchConfig, tuning: object | None) -> None:
+    def __init__(
+        self, name: str, config: BenchConfig, tuning: object | None, group: Any = None
+    ) -> None:
         import flux  # here, so that the formulas and `--help` work before the package is built
 
         self.name = name
@@ -99,6 +107,7 @@ class Fused:
         classes = {"ag_gemm": flux.AGGemm, "gemm_rs": flux.GemmRS, "gemm_ar": flux.GemmAR}
         options: dict[str, Any] = {} if tuning is None else {"tuning": tuning}
         self.op: Any = classes[problem.op](
+            group,
             max_m=problem.m,
             n=problem.n,
             k=problem.k,
@@ -115,12 +124,18 @@ class Fused:
 
     def knobs(self) -> dict[str, Any]:
         knobs = dataclasses.asdict(self.op.schedule(self._m).knobs)
-        return {key: value for key, value in knobs.items() if value is not None}
+        kernels = [kernel.name for kernel in getattr(self.op._backend, "kernels", ())]
+        return {key: value for key, value in knobs.items() if value is not None} | (
+            {"kernel": kernels[0]} if kernels else {}
+        )
 
     def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
         # An op that can run its transport without the GEMM offers it under this name.
         transport_only = getattr(self.op, "transport_only", None)
         return None if transport_only is None else lambda: transport_only(inputs.x)
+
+    def wait(self) -> None:
+        self.op.wait()
 
     def close(self) -> None:
         self.op.close()
@@ -191,7 +206,9 @@ COLLECTIVES = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter", "gemm_ar": 
 def whole_gemms(problem: Problem, inputs: Inputs) -> dict[str, Callable[[], object]]:
     """Ways to run the whole local GEMM on data that is already there; the fastest one counts."""
     weight = inputs.weight
-    x = torch.randn(problem.m, problem.k).to(weight.dtype) if problem.gathers else inputs.x
+    x = inputs.x
+    if problem.gathers:
+        x = torch.randn(problem.m, problem.k, device=weight.device).to(weight.dtype)
     out = x.new_empty(problem.m, weight.shape[0])
     transposed = weight.t()
     return {
@@ -201,14 +218,14 @@ def whole_gemms(problem: Problem, inputs: Inputs) -> dict[str, Callable[[], obje
     }
 
 
-def library_collective(problem: Problem) -> Callable[[], object]:
+def library_collective(problem: Problem, device: torch.device) -> Callable[[], object]:
     """The library collective alone, on buffers that are there already."""
     dtype, padded = problem.torch_dtype, problem.chunk * problem.world
 
     def touched(rows: int, columns: int) -> torch.Tensor:
         # Zeros stay zeros when reduced in place for ever; written, because a page of fresh zeros
         # is one shared page that reads far too fast.
-        return torch.ones(rows, columns, dtype=dtype).zero_()
+        return torch.ones(rows, columns, dtype=dtype, device=device).zero_()
 
     if problem.op == "ag_gemm":
         own, gathered = touched(problem.chunk, problem.k), touched(padded, problem.k)

@@ -15,21 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from . import metrics
-from .methods import (
-    Factory,
-    Method,
-    default_methods,
-    library_collective,
-    poisoned_methods,
-    whole_gemms,
-)
+from .methods import Factory, Method, poisoned_methods
+from .place import Place, Taken, open_place
 from .problem import BenchConfig, Problem
-from .reference import Inputs, Verdict, judge, make_inputs, make_reference
-from .rounds import Rounds, Sample
-from .timing import StartLine, quiet_collector
+from .reference import Verdict
+from .rounds import Rounds
+from .timing import quiet_collector
 
 Progress = Callable[[str, int, int], None]
 """Called as (what is happening, steps done, steps in all); by rank 0 only."""
@@ -61,11 +54,9 @@ class _Samples:
     cpu_ms: list[float] = field(default_factory=list)  # of all threads of the rank
     sent: list[float] = field(default_factory=list)  # bytes that left the rank's host
 
-    def add(self, sample: Sample) -> None:
-        self.wall_ms.append(sample.wall_ms)
-        self.cpu_ms.append(sample.cpu_ms)
-        if sample.sent is not None:
-            self.sent.append(sample.sent)
+    def add(self, taken: Taken) -> None:
+        self.wall_ms.append(taken.wall_ms)
+        self.cpu_ms += [] if taken.cpu_ms is None else [taken.cpu_ms]
 
 
 @dataclass(frozen=True)
@@ -74,13 +65,16 @@ class Measurement:
 
     `parts_ms` holds the medians of the GEMM variants and of the collective, `parts_repeats_ms` what
     they are the medians of; `start_skew_ms` is the median, over all timed calls, of how late the
-    last rank started.
+    last rank started, None where that is not known. `device` is what ran, None for the CPU;
+    `comparable` is False where times say nothing about ranks with a device each.
     """
 
     methods: list[MethodResult]
     parts_ms: dict[str, float]
     parts_repeats_ms: dict[str, list[float]]
-    start_skew_ms: float
+    start_skew_ms: float | None
+    device: str | None = None
+    comparable: bool = True
 
     @property
     def complaints(self) -> list[str]:
@@ -92,18 +86,46 @@ def measure(
     rank: int,
     progress: Progress = lambda what, done, total: None,
     factory: Factory | None = None,
+    place: Place | None = None,
 ) -> Measurement:
-    """Run the benchmark on an initialised default process group. Collective."""
-    return _Run(config, rank, progress, factory or default_methods).measure()
+    """Run the benchmark, on an initialised default process group if ranks have processes.
+
+    Collective. `factory` makes the methods, if not those that are compared as a rule; `place` is
+    where it happens, if not where the configuration says, and is closed.
+    """
+    place = place or open_place(config, rank)
+    try:
+        return _Run(config, rank, progress, place, factory or place.factory).measure()
+    finally:
+        place.close()
+
+
+def _comm_cpu_ms(
+    of_ranks: dict[str, list[_Samples]], gemms: list[str], method: str
+) -> float | None:
+    """CPU time of a method beyond that of the GEMM; None where it was not looked at."""
+
+    def median(name: str) -> float:
+        return metrics.median(metrics.slowest_rank([rank.cpu_ms for rank in of_ranks[name]]))
+
+    if not of_ranks[_METHOD + method][0].cpu_ms:
+        return None
+    return median(_METHOD + method) - min(median(name) for name in gemms)
 
 
 class _Run:
     def __init__(
-        self, config: BenchConfig, rank: int, progress: Progress, factory: Factory
+        self,
+        config: BenchConfig,
+        rank: int,
+        progress: Progress,
+        place: Place,
+        factory: Factory,
     ) -> None:
         self._config = config
         self._problem: Problem = config.problem
         self._rank = rank
+        self._place = place
         self._factory = factory
         self._progress = progress
         self._done = 0
@@ -126,17 +148,17 @@ class _Run:
 
     def _check_poisoned(self) -> None:
         self._step("checking results")
-        inputs = make_inputs(self._problem, self._rank, self._config.seed)
-        reference = make_reference(self._problem, self._rank, inputs)
+        inputs = self._place.inputs(self._config.seed)
+        reference = self._place.reference(inputs)
         with poisoned_methods(self._factory, self._config, self._rank) as methods:
+            self._place.give(inputs, methods)
             for method in methods:
-                verdict = judge(self._problem, self._rank, method(inputs), reference)
+                verdict = self._place.judge(method, method(inputs), reference)
                 self._record(method.name, verdict, "before timing")
 
     def _record(self, name: str, verdict: Verdict, when: str) -> None:
         """Share one method's verdict, so that all ranks agree on what is still worth timing."""
-        verdicts: list[Any] = [None] * self._problem.world
-        dist.all_gather_object(verdicts, verdict)
+        verdicts = self._place.share(verdict)
         complaints = self._complaints.setdefault(name, [])
         for rank, other in enumerate(verdicts):
             self._errors[name] = max(self._errors.get(name, 0.0), other.max_abs_err)
@@ -144,28 +166,26 @@ class _Run:
                 complaints.append(f"{name}: rank {rank}, checked {when}: {other.complaint}")
 
     def _time(self, methods: list[Method]) -> Measurement:
-        inputs = make_inputs(self._problem, self._rank, self._config.seed + 1)
+        inputs = self._place.inputs(self._config.seed + 1)
         right = [method for method in methods if not self._complaints[method.name]]
         calls = self._calls(right, inputs)
-        samples, skews, last = self._rounds(calls, inputs)
+        samples, skews, last = self._rounds(calls, inputs, right)
 
         self._step("checking results")
-        reference = make_reference(self._problem, self._rank, inputs)
+        reference = self._place.reference(inputs)
         for method in right:
-            verdict = judge(self._problem, self._rank, last[_METHOD + method.name], reference)
+            verdict = self._place.judge(method, last[_METHOD + method.name], reference)
             self._record(method.name, verdict, "after timing")
 
-        everybody: list[Any] = [None] * self._problem.world
-        dist.all_gather_object(everybody, (samples, skews))
+        everybody = self._place.share((samples, skews))
         of_ranks = {name: [rank_samples[name] for rank_samples, _ in everybody] for name in calls}
-        skew = metrics.median(metrics.slowest_rank([rank_skews for _, rank_skews in everybody]))
+        late = metrics.slowest_rank([rank_skews for _, rank_skews in everybody])
+        skew = metrics.median(late) if late else None
         return self._results(methods, of_ranks, skew)
 
-    def _calls(self, methods: list[Method], inputs: Inputs) -> dict[str, Callable[[], object]]:
-        calls: dict[str, Callable[[], object]] = {
-            _GEMM + name: call for name, call in whole_gemms(self._problem, inputs).items()
-        }
-        calls[_LIBRARY] = library_collective(self._problem)
+    def _calls(self, methods: list[Method], inputs: Any) -> dict[str, Callable[[], object]]:
+        calls = {_GEMM + name: call for name, call in self._place.gemms(inputs).items()}
+        calls[_LIBRARY] = self._place.collective(inputs)
         for method in methods:
             own_comm = method.comm_only(inputs)
             if own_comm is not None:
@@ -175,44 +195,43 @@ class _Run:
         return calls
 
     def _rounds(
-        self, calls: dict[str, Callable[[], object]], inputs: Inputs
+        self, calls: dict[str, Callable[[], object]], inputs: Any, methods: list[Method]
     ) -> tuple[dict[str, _Samples], list[float], dict[str, object]]:
         config = self._config
-        line = StartLine(self._problem.world, config.threads, common_clock=config.common_clock)
-        rounds = Rounds(calls, line, across=len(set(config.host_of)) > 1)
         samples = {name: _Samples() for name in calls}
+        rounds = Rounds(calls, self._place, across=len(set(config.host_of)) > 1)
         skews: list[float] = []
         with torch.no_grad(), quiet_collector():
             for index in range(-config.warmup, config.repeats):
                 self._step("warming up" if index < 0 else "measuring")
                 # The result changes with every repeat, so that one left over from the repeat
                 # before, or a shard of it, cannot pass for right.
-                inputs.x.neg_()
+                self._place.renew(inputs)
+                self._place.give(inputs, methods)
                 found = rounds.run(index)
                 if index < 0:
                     continue
-                for name, sample in found.items():
-                    samples[name].add(sample)
-                    skews.append(sample.late_ms)
+                for name, taken in found.items():
+                    samples[name].add(taken)
+                    skews += [] if taken.late_ms is None else [taken.late_ms]
+                for name, sent in rounds.sent.items():
+                    samples[name].sent.append(sent)
         return samples, skews, rounds.last
 
     def _results(
-        self, methods: list[Method], of_ranks: dict[str, list[_Samples]], skew_ms: float
+        self, methods: list[Method], of_ranks: dict[str, list[_Samples]], skew_ms: float | None
     ) -> Measurement:
         slowest = {
             name: metrics.slowest_rank([rank.wall_ms for rank in ranks])
             for name, ranks in of_ranks.items()
         }
-        cpu = {
-            name: metrics.median(metrics.slowest_rank([rank.cpu_ms for rank in ranks]))
-            for name, ranks in of_ranks.items()
-        }
         medians = {name: metrics.median(times) for name, times in slowest.items()}
         gemms = [name for name in medians if name.startswith(_GEMM)]
         gemm_ms = min(medians[name] for name in gemms)
-        gemm_cpu_ms = min(cpu[name] for name in gemms)
         wrong = {name for name, complaints in self._complaints.items() if complaints}
         unfused_ms = None if "unfused" in wrong else medians.get(_METHOD + "unfused")
+        if not self._place.comparable:
+            unfused_ms = None  # there is no ratio that would mean anything
         results = []
         for method in methods:
             name, figures, repeats, interval = method.name, None, [], None
@@ -232,7 +251,7 @@ class _Run:
                     repeats,
                     method.knobs(),
                     self._complaints[name],
-                    None if name in wrong else cpu[_METHOD + name] - gemm_cpu_ms,
+                    None if name in wrong else _comm_cpu_ms(of_ranks, gemms, name),
                     None if name in wrong else self._sent(of_ranks[_METHOD + name]),
                     interval,
                 )
@@ -243,6 +262,8 @@ class _Run:
             {name: medians[name] for name in parts},
             {name: slowest[name] for name in parts},
             skew_ms,
+            self._place.device,
+            self._place.comparable,
         )
 
     def _sent(self, ranks: list[_Samples]) -> float | None:

@@ -11,6 +11,7 @@ import torch
 from .hosts import parse_hosts, parse_rate
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+ONE_GPU = ("virtual", "loopback")  # transports of ranks that share a GPU, and a process
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

@@ -19,6 +19,7 @@ magnitudes of their partial results: the `carried` term below.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +89,7 @@ def error_bound(problem: Problem, magnitude: torch.Tensor, carried: torch.Tensor
     return bound * _SLACK + accumulator.smallest_normal
 
 
-def _accumulate(
+def accumulate(
     x: torch.Tensor, weight: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> None:
     expected, magnitude, carried = into
@@ -96,6 +97,12 @@ def _accumulate(
     expected += partial
     carried += partial.abs_()
     magnitude += (x.float().abs() @ weight.float().abs().t()).double()
+
+
+def zeros_for(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``accumulate`` adds to, for the columns of a weight."""
+    made = [weight.new_zeros(rows, weight.shape[0], dtype=torch.float64) for _ in range(3)]
+    return made[0], made[1], made[2]
 
 
 def make_reference(
@@ -109,12 +116,10 @@ def make_reference(
     """
     begin, end = problem.rows(rank)
     rows = problem.m if problem.gathers else end - begin
-    expected, magnitude, carried = (
-        torch.zeros(rows, inputs.weight.shape[0], dtype=torch.float64) for _ in range(3)
-    )
+    expected, magnitude, carried = zeros_for(rows, inputs.weight)
 
     def from_owner(mine: torch.Tensor, shape: tuple[int, int], owner: int) -> torch.Tensor:
-        tensor = mine.contiguous() if rank == owner else torch.empty(shape, dtype=mine.dtype)
+        tensor = mine.contiguous() if rank == owner else mine.new_empty(shape)
         if tensor.numel() and problem.world > 1:
             dist.broadcast(tensor, group=group, group_src=owner)
         return tensor
@@ -124,10 +129,10 @@ def make_reference(
         if problem.gathers:
             first, last = problem.rows(owner)
             part = (expected[first:last], magnitude[first:last], carried[first:last])
-            _accumulate(x, inputs.weight, part)
+            accumulate(x, inputs.weight, part)
         else:
             weight = from_owner(inputs.weight, problem.weight_shape(owner), owner)
-            _accumulate(x[begin:end], weight, (expected, magnitude, carried))
+            accumulate(x[begin:end], weight, (expected, magnitude, carried))
     bound = error_bound(problem, magnitude, carried)
     if problem.op == "gemm_ar":
         blocks = [
@@ -136,6 +141,29 @@ def make_reference(
         expected = torch.cat([from_owner(expected, s, owner) for owner, s in enumerate(blocks)])
         bound = torch.cat([from_owner(bound, s, owner) for owner, s in enumerate(blocks)])
     return Reference(expected, bound)
+
+
+def reference_of_all(problem: Problem, everybody: Sequence[Inputs]) -> list[Reference]:
+    """The references of all ranks, by rank, from inputs that are all here."""
+    rows = [problem.rows(rank) for rank in range(problem.world)]
+    found = []
+    for rank, own in enumerate(everybody):
+        first, last = (0, problem.m) if problem.gathers else rows[rank]
+        sums = zeros_for(last - first, own.weight)
+        for owner, other in enumerate(everybody):
+            if problem.gathers:
+                begin, end = rows[owner]
+                part = (sums[0][begin:end], sums[1][begin:end], sums[2][begin:end])
+                accumulate(other.x, own.weight, part)
+            else:
+                accumulate(other.x[first:last], other.weight, sums)
+        found.append(Reference(sums[0], error_bound(problem, sums[1], sums[2])))
+    if problem.op == "gemm_ar":
+        together = Reference(
+            torch.cat([part.expected for part in found]), torch.cat([part.bound for part in found])
+        )
+        return [together] * problem.world
+    return found
 
 
 def judge(problem: Problem, rank: int, got: object, reference: Reference) -> Verdict:
@@ -149,6 +177,11 @@ def judge(problem: Problem, rank: int, got: object, reference: Reference) -> Ver
             math.inf,
             f"returned {list(got.shape)} {got.dtype}, expected {list(shape)} {problem.torch_dtype}",
         )
+    return judge_values(got, reference)
+
+
+def judge_values(got: torch.Tensor, reference: Reference) -> Verdict:
+    """Compare values, of the right shape and on the reference's device."""
     if got.numel() == 0:
         return Verdict(True, 0.0)
     error = (got.double() - reference.expected).abs_()
@@ -157,7 +190,7 @@ def judge(problem: Problem, rank: int, got: object, reference: Reference) -> Ver
         return Verdict(True, float(error.max()))
     count = int(wrong.sum())
     excess = torch.where(wrong, error - reference.bound, -1.0).nan_to_num_(nan=math.inf)
-    row, column = divmod(int(excess.argmax()), shape[1])
+    row, column = divmod(int(excess.argmax()), got.shape[1])
     unfilled = int(got.isnan().sum())
     return Verdict(
         False,

@@ -19,6 +19,14 @@ from .metrics import CONFIDENCE
 from .op import Measurement
 from .problem import BenchConfig
 
+_VIRTUAL = (
+    "all ranks take turns on one GPU: results are checked, but times cannot be compared with "
+    "those of ranks that have a GPU each"
+)
+_LOOPBACK = (
+    "one rank on the GPU, its peers' memory in the host: times are those of the PCIe link, and "
+    "comm is plain copies in both directions at once"
+)
 _FIGURES = (
     "overall_ms",
     "gemm_non_split_ms",
@@ -62,7 +70,7 @@ def document(
         "hosts": len(set(config.host_of)),
         "backend": config.backend or "cpu",
         "transport": config.transport or _transports(config),
-        "device": host.device(),
+        "device": measurement.device or host.device(),
         "versions": host.versions(),
         "methods": methods,
         "link_rate": config.link_rate,
@@ -79,6 +87,8 @@ def document(
 
 
 def _transports(config: BenchConfig) -> str:
+    if config.backend == "cuda":
+        return "symm_mem"
     hosts = config.host_of
     if len(set(hosts)) == 1:
         return "shm"
@@ -148,13 +158,14 @@ def _excess(content: dict[str, Any], method: dict[str, Any]) -> str:
 def _headline(content: dict[str, Any]) -> Text:
     m, n, k = content["m"], content["n"], content["k"]
     ranks, threads = content["world"], content["threads"]
+    each = f" x {threads} thread{'s' if threads > 1 else ''}" if content["backend"] == "cpu" else ""
     where = ""
     if content["hosts"] > 1:
         rate = f" at {content['link_rate']}" if content["link_rate"] else ""
         where = f", {content['hosts']} hosts{rate}"
     return Text(
         f"{content['op']} {m} x {n} x {k} (M x N x K) {content['dtype']}, "
-        f"{ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}, "
+        f"{ranks} rank{'s' if ranks > 1 else ''}{each}, "
         f"{content['backend']}/{content['transport']}{where}",
         "bold",
     )
@@ -162,11 +173,16 @@ def _headline(content: dict[str, Any]) -> Text:
 
 def _footer(content: dict[str, Any]) -> Text:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    return Text(
-        f"{content['device']}; {versions}\n"
-        f"median of {content['repeats']} interleaved repeats, slowest rank of each; "
-        f"ranks start within {content['start_skew_ms']:.3f} ms; ±: {CONFIDENCE:.0%} of resamples",
-        "dim",
+    repeats = f"median of {content['repeats']} interleaved repeats"
+    text = Text(f"{content['device']}; {versions}\n", "dim")
+    if content["transport"] == "virtual":
+        return text.append(f"{repeats}\n").append(_VIRTUAL, "yellow")
+    if content["transport"] == "loopback":
+        return text.append(f"{repeats}; ±: {CONFIDENCE:.0%} of resamples\n{_LOOPBACK}")
+    skew = content["start_skew_ms"]
+    start = "behind a collective" if skew is None else f"within {skew:.3f} ms"
+    return text.append(
+        f"{repeats}, slowest rank of each; ranks start {start}; ±: {CONFIDENCE:.0%} of resamples"
     )
 
 

@@ -84,6 +84,7 @@ def _rank_main(
     place: Placed | None,
     threads: int,
     timeout_s: float,
+    group: str,
     entry: Entry,
     argument: Any,
     pipe: Connection,
@@ -110,7 +111,7 @@ def _rank_main(
         else:  # hosts of our own making share files, but no loopback
             store = dist.FileStore(meeting, world)
             store.set_timeout(limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group(group, store=store, rank=rank, world_size=world, timeout=limit)
         result = entry(argument, rank, progress)
         pipe.send(("done", result if rank == 0 else None))
     except BaseException as error:
@@ -149,8 +150,9 @@ def run_ranks(
     places: Sequence[Placed] | None = None,
     part: Part | None = None,
     stall_s: float | None = None,
+    group: str = "gloo",
 ) -> Any:
-    """Run `entry` on `world` new processes joined in a gloo group; return rank 0's result.
+    """Run `entry` on `world` new processes joined in a group; return rank 0's result.
 
     Args:
         entry: importable function, called as entry(argument, rank, progress) on every rank.
@@ -161,6 +163,7 @@ def run_ranks(
         places: the host of each rank (hosts.Hosts); this one if not given.
         part: start only these ranks; others start the rest. The result is None without rank 0.
         stall_s: another limit on how long ranks may report nothing.
+        group: backends of the group.
 
     Raises:
         RankFailedError: a rank raised, died or stalled; no rank is left running.
@@ -179,7 +182,7 @@ def run_ranks(
     elif store is not None:
         meeting = ("127.0.0.1", store.port)
     ranks = range(world) if part is None else part.ranks
-    group, groups = (0, 1) if part is None else part.slot
+    slot, slots = (0, 1) if part is None else part.slot
     processes: dict[int, BaseProcess] = {}
     pipes: dict[int, Connection] = {}
     try:
@@ -191,10 +194,11 @@ def run_ranks(
                     rank,
                     world,
                     meeting,
-                    (group * len(ranks) + index, groups * len(ranks)),
+                    (slot * len(ranks) + index, slots * len(ranks)),
                     places[rank] if places else None,
                     threads,
                     timeout_s,
+                    group,
                     entry,
                     argument,
                     theirs,

@@ -50,6 +50,11 @@ class CallChecker:
         self.columns = spec.local_n(world, rank)
         self.shapes = [(self.k, n) if spec.transpose_weight else (n, self.k) for n in self.columns]
 
+    @property
+    def where(self) -> str:
+        """Where tensors must be, for messages."""
+        return "the CPU" if self.device == _CPU else str(self.device)
+
     def check(
         self,
         x: torch.Tensor,
@@ -128,8 +133,7 @@ class CallChecker:
         if tensor.dtype != dtype:
             raise TypeError(f"{spec.label}: {name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
-            where = "the CPU" if self.device == _CPU else self.device
-            raise ValueError(f"{spec.label}: {name} must be on {where}, got {tensor.device}")
+            raise ValueError(f"{spec.label}: {name} must be on {self.where}, got {tensor.device}")
         if tensor.layout != torch.strided:
             raise ValueError(f"{spec.label}: {name} must be a dense tensor, got {tensor.layout}")
 

@@ -52,6 +52,7 @@ class NvshmemLibrary:
 
     Attributes:
         address: of the table, for native code.
+        put_signal, signal, relay, node_sum: addresses of what only native code calls.
         version: of NVSHMEM that it was compiled with.
     """
 
@@ -73,6 +74,10 @@ class NvshmemLibrary:
         if layout != expected:
             raise RuntimeError(mismatch.format(layout, expected))
         self.version: str = self._table.version.decode()
+        self.put_signal: int = self._table.put_signal
+        self.signal: int = self._table.signal
+        self.relay: int = self._table.relay
+        self.node_sum: int = self._table.node_sum
         if loaded is not None and _version_of(loaded) != self.version:
             raise RuntimeError(
                 f"{path} is built for NVSHMEM {self.version}, but {_version_of(loaded)} is loaded: "

@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 
 from flux.bench.methods import Fused, Method, poisoned_methods
+from flux.bench.place import CpuRanks
 from flux.bench.problem import BenchConfig
 from flux.bench.reference import Verdict, judge, make_inputs, make_reference
 from flux.bench.rounds import Rounds
-from flux.bench.timing import StartLine, quiet_collector
+from flux.bench.timing import quiet_collector
 from flux.tune.halving import Halving
 from flux.tune.space import Candidate
 
@@ -121,9 +122,7 @@ class _Worker:
         self._alive()
         self._inputs = make_inputs(self._problem, rank, self._config.seed)
         self._reference = make_reference(self._problem, rank, self._inputs)
-        self._line = StartLine(
-            self._problem.world, self._config.threads, common_clock=self._config.common_clock
-        )
+        self._place = CpuRanks(self._config, rank)
 
     def run(self) -> None:
         """Until the rules are satisfied or the time is over."""
@@ -244,8 +243,8 @@ class _Worker:
             methods.pop(name).close()
 
     def _rounds(self, names: list[str], methods: dict[str, Method], rounds: int) -> None:
-        calls = {name: self._call(method) for name, method in methods.items()}
-        timing = Rounds(calls, self._line, starting=self._running)
+        calls = {name: self._call(name, method) for name, method in methods.items()}
+        timing = Rounds(calls, self._place)
         with torch.no_grad(), quiet_collector():
             self._flip()
             timing.run(0)  # not counted: pages are touched, threads start
@@ -261,8 +260,12 @@ class _Worker:
             self._running(name)
             self._agreed(name, judge(self._problem, self._rank, timing.last[name], self._reference))
 
-    def _call(self, method: Method) -> Callable[[], object]:
-        return lambda: method(self._inputs)
+    def _call(self, name: str, method: Method) -> Callable[[], object]:
+        def call() -> object:
+            self._running(name)  # a store to memory: far below what a clock sees
+            return method(self._inputs)
+
+        return call
 
     def _flip(self) -> None:
         """Other inputs, and their results: one left over from the round before is a wrong one."""

@@ -18,11 +18,11 @@ namespace flux {
 
 constexpr int kReduceThreads = 256;
 
-// Sum of `Width` neighbouring elements over `count` sources, in their order. slot(i): where elements
-// of source i begin.
+// Sum of `Width` neighbouring elements over `count` slots, in their order. slot(i): where elements of
+// slot i begin.
 template <class Element, int Width, class Slot>
-__device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(int count, Slot slot,
-                                                                       std::int64_t offset) {
+__device__ __forceinline__ cutlass::Array<float, Width> sum_of_slots(int count, Slot slot,
+                                                                     std::int64_t offset) {
   using Vector = cutlass::AlignedArray<Element, Width>;
   cutlass::NumericArrayConverter<float, Element, Width> to_float;
   cutlass::Array<float, Width> sum;
@@ -53,10 +53,10 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(int count
   return sum;
 }
 
-// What `Width` neighbouring elements of all sources add up to: in their order, or as the switch does.
+// The same over all sources, in rank order, or as the switch adds them up.
 template <class Element, int Width>
-__device__ __forceinline__ cutlass::Array<float, Width> sum_of(FluxReduceArgs const& args,
-                                                               std::int64_t offset) {
+__device__ __forceinline__ cutlass::Array<float, Width> sum_of_sources(FluxReduceArgs const& args,
+                                                                       std::int64_t offset) {
   using Vector = cutlass::AlignedArray<Element, Width>;
   if constexpr (sizeof(Vector) == 16) {
     if (args.switch_in != nullptr) {
@@ -66,8 +66,8 @@ __device__ __forceinline__ cutlass::Array<float, Width> sum_of(FluxReduceArgs co
       return cutlass::NumericArrayConverter<float, Element, Width>{}(added);
     }
   }
-  const auto slot = [&args](int source) { return args.slots[source]; };
-  return sum_of_sources<Element, Width>(args.slot_count, slot, offset);
+  return sum_of_slots<Element, Width>(
+      args.slot_count, [&args](int source) { return args.slots[source]; }, offset);
 }
 
 // Rows [row, row + rows) of the own rows, columns [column, column + columns). Without all partials
@@ -80,7 +80,7 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
   for (int at = threadIdx.x; at < rows * vectors; at += kReduceThreads) {
     const int r = row + at / vectors;
     const int c = column + at % vectors * Width;
-    auto sum = sum_of<Element, Width>(args, r * args.slot_ld + c);
+    auto sum = sum_of_sources<Element, Width>(args, r * args.slot_ld + c);
     Vector result;
 #pragma unroll
     for (int e = 0; e < Width; ++e) {

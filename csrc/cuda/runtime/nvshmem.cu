@@ -88,6 +88,7 @@ int relay(const FluxRelayArgs* args, void* stream) {
     return fail(FLUX_REFUSED, "a relay of %d sources for %d owners with %d blocks",
                 args->source_count, args->owner_count, args->blocks);
   }
+  if (args->sync.count != nullptr) return fail(FLUX_REFUSED, "a relay cannot be captured");
   const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
   int strips = 0;
   for (int i = 0; i < args->owner_count; ++i) strips += strips_of_owner(s, args->owners[i]);

@@ -126,7 +126,8 @@ typedef struct FluxNvshmem {
   /* Launches the halves of ReduceScatter. Put relay() on a stream of its own, behind this rank's entry
    * of the call and in front of, or beside, its GEMM: it waits for GEMMs of its node, and no GEMM
    * waits for it. node_sum() comes behind the GEMM, as FluxKernel.reduce does. A wait that times
-   * out is recorded in sync.status; the relay then puts nothing of that strip and raises no word. */
+   * out is recorded in sync.status; the relay then puts nothing of that strip and raises no word.
+   * Not for captured calls (FluxSync.count), whose entries do not hold the epoch: refused. */
   int (*relay)(const FluxRelayArgs* args, void* stream);
   int (*node_sum)(const FluxNodeSumArgs* args, void* stream);
 } FluxNvshmem;

@@ -73,7 +73,7 @@ __device__ __forceinline__ void send_strip(FluxRelayArgs const& args, ScatterTil
   const std::int64_t begin = static_cast<std::int64_t>(strip.begin - first) * s.n;
   const std::int64_t end = static_cast<std::int64_t>(strip.end - first) * s.n;
   for (std::int64_t at = begin + threadIdx.x * Width; at < end; at += kReduceThreads * Width) {
-    const auto sum = sum_of_sources<Element, Width>(args.source_count, slot, at);
+    const auto sum = sum_of_slots<Element, Width>(args.source_count, slot, at);
     Vector rounded;
 #pragma unroll
     for (int e = 0; e < Width; ++e) rounded[e] = Element(sum[e]);

@@ -1,0 +1,133 @@
+"""Ranks that have a GPU each: whether there are enough, and the clock that calls are timed with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from flux.backends.device import CudaDevice, Device
+from flux.transport.one_gpu import MAX_WORLD
+
+from .methods import Method
+from .place import Call, CpuRanks, Taken
+from .problem import ONE_GPU, BenchConfig
+from .reference import Inputs, Verdict, make_inputs
+
+T = TypeVar("T")
+
+TRANSPORTS = ("symm_mem", *ONE_GPU)
+SLEEP_CYCLES = 20_000_000  # some 10 ms, in which the host enqueues a call
+_ON_ONE = (
+    "on one GPU use --transport virtual (all ranks on it: results, no times) or --transport "
+    "loopback (one rank on it, its peers' memory behind PCIe)"
+)
+
+
+def why_not(config: BenchConfig, gpus: int, ranks_here: int | None) -> str | None:
+    """Why this machine cannot run a benchmark on GPUs; None if it can.
+
+    Args:
+        config: what is to be run.
+        gpus: CUDA devices that torch sees.
+        ranks_here: ranks that torchrun has started on this host; None: it has not started us.
+    """
+    world, transport = config.problem.world, config.transport
+    if transport not in (None, *TRANSPORTS):
+        return f"--backend cuda has the transports {', '.join(TRANSPORTS)}, got {transport!r}"
+    if config.hosts != "1":
+        return "--hosts makes hosts that have no GPUs; leave it out with --backend cuda"
+    if gpus == 0:
+        return "--backend cuda needs a CUDA device that torch can see; there is none"
+    if transport in ONE_GPU:
+        least = 1 if transport == "virtual" else 2
+        if ranks_here is not None:
+            return f"--transport {transport} runs all ranks in one process: leave out torchrun"
+        if not least <= world <= MAX_WORLD:
+            return f"--transport {transport} takes --nproc {least} to {MAX_WORLD}, got {world}"
+        return None
+    needed = world if ranks_here is None else ranks_here
+    if needed > gpus:
+        have = f"there {'is' if gpus == 1 else 'are'} {gpus}"
+        return f"{needed} ranks need a GPU each, and {have}: lower --nproc, or {_ON_ONE}"
+    return None
+
+
+def problem_here(config: BenchConfig) -> str | None:
+    """``why_not``, of this process on this machine."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = os.environ.get("LOCAL_WORLD_SIZE") if "RANK" in os.environ else None
+    return why_not(config, gpus, None if here is None else int(here))
+
+
+class Machine:
+    """A GPU: where tensors are, and the clock."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device.index)
+
+    def put(self, inputs: Inputs) -> Inputs:
+        """The same inputs on the GPU."""
+        device = self.device.torch_device
+        return Inputs(inputs.x.to(device), inputs.weight.to(device))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device.torch_device)
+
+    def time(self, run: Callable[[], T], line_up: Call = lambda: None) -> tuple[T, float]:
+        """Result, and ms between its start and end on the current stream of an idle GPU.
+
+        A kernel that sleeps keeps the host's time to enqueue out; ``line_up`` is put behind it.
+        """
+        self.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEEP_CYCLES)
+        line_up()
+        begin.record()
+        result = run()
+        end.record()
+        self.synchronize()
+        return result, begin.elapsed_time(end)
+
+
+def open_machine(index: int) -> Machine:
+    """A GPU of its own for this process."""
+    torch.cuda.set_device(index)
+    return Machine(CudaDevice(queues=None))
+
+
+def open_shared_machine() -> Machine:
+    """The current GPU, for all ranks of this process."""
+    return Machine(CudaDevice())
+
+
+class GpuRanks(CpuRanks):
+    """One of several processes with a GPU each, in a group of gloo and NCCL.
+
+    GPUs start together behind a collective on their streams.
+    """
+
+    def __init__(self, config: BenchConfig, rank: int) -> None:
+        super().__init__(config, rank)
+        self.machine = open_machine(int(os.environ.get("LOCAL_RANK", rank)))
+        self.device = self.machine.name
+        self._together = torch.zeros(1, device=self.machine.device.torch_device)
+
+    def inputs(self, seed: int) -> Inputs:
+        return self.machine.put(make_inputs(self.problem, self.rank, seed))
+
+    def judge(self, method: Method, got: object, reference: Any) -> Verdict:
+        method.wait()
+        self.machine.synchronize()
+        return super().judge(method, got, reference)
+
+    def time(self, call: Callable[[], T]) -> tuple[T, Taken]:
+        result, elapsed = self.machine.time(call, lambda: dist.all_reduce(self._together))
+        return result, Taken(elapsed)

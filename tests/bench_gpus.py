@@ -1,0 +1,38 @@
+"""A GPU for benchmarks that is emulated: what a Machine does with CUDA events there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from emulated import EmulatedDevice
+from flux.bench import gpu
+
+T = TypeVar("T")
+
+
+class EmulatedMachine(gpu.Machine):
+    """The host's clock, when the streams are done."""
+
+    device: EmulatedDevice
+    name = "emulated"
+
+    def synchronize(self) -> None:
+        self.device.finish()
+
+    def time(
+        self, run: Callable[[], T], line_up: Callable[[], object] = lambda: None
+    ) -> tuple[T, float]:
+        self.synchronize()
+        line_up()
+        begin = time.perf_counter()
+        result = run()
+        self.synchronize()
+        return result, (time.perf_counter() - begin) * 1e3
+
+
+def use(device: EmulatedDevice, monkeypatch: Any) -> None:
+    """Let benchmarks in this process run there."""
+    monkeypatch.setattr(gpu, "open_machine", lambda index: EmulatedMachine(device))
+    monkeypatch.setattr(gpu, "open_shared_machine", lambda: EmulatedMachine(device))
