@@ -90,19 +90,25 @@ class CMakeBuild(build_ext):
 
 
 class BuildPy(build_py):
-    """Adds the sources that `flux compile` needs, so that it works from a wheel too."""
+    """Adds the sources that `flux compile` needs, and the data of `flux tune`, so that both work
+    from a wheel too."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:  # they are found in the checkout
             return
-        destination = Path(self.build_lib) / "flux" / "csrc"
-        shutil.rmtree(destination, ignore_errors=True)  # a header may be gone since
-        for pattern in ("core/**/*.h", "cuda/**/*.h", "cuda/**/*.cuh", "cuda/**/*.cu"):
-            for header in (ROOT / "csrc").glob(pattern):
-                copy = destination / header.relative_to(ROOT / "csrc")
+        self.copy("csrc", ("core/**/*.h", "cuda/**/*.h", "cuda/**/*.cuh", "cuda/**/*.cu"))
+        self.copy("tuning", ("**/*.toml", "**/*.json"))
+
+    def copy(self, folder: str, patterns: tuple[str, ...]) -> None:
+        """Copy what matches, of a folder of the checkout, to one of that name in the package."""
+        destination = Path(self.build_lib) / "flux" / folder
+        shutil.rmtree(destination, ignore_errors=True)  # a file may be gone since
+        for pattern in patterns:
+            for file in (ROOT / folder).glob(pattern):
+                copy = destination / file.relative_to(ROOT / folder)
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(header, copy)
+                shutil.copyfile(file, copy)
 
 
 setup(

@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from flux.kernels.cli import compile_kernels
 from flux.terminal import EXIT_FAILED, EXIT_INTERRUPTED, PLAIN, refuse
+from flux.tune.cli import tune
 
 if TYPE_CHECKING:
     from flux.bench.op import Measurement, Progress
@@ -74,6 +75,7 @@ def doctor(
 
 
 app.command("compile")(compile_kernels)
+app.add_typer(tune, name="tune")
 
 
 def _knobs(**chosen: Any) -> dict[str, Any]:

@@ -29,10 +29,13 @@ from rich.text import Text
 
 import flux
 from flux import _C, env, host, toolchain
+from flux.cluster import Cluster, load_cluster, shipped_clusters, world_shape
+from flux.detection import detect
 from flux.doctor_ranks import Place, verdicts
 from flux.kernels import runtime
 from flux.kernels.build import MissingToolError
 from flux.kernels.registry import Registry, cache_root, default_roots
+from flux.tune.cache import default_caches
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
 _STYLE = {OK: "green", ABSENT: "dim", WARNING: "yellow", BROKEN: "bold red"}
@@ -82,8 +85,10 @@ def examine(places: Sequence[Place] = ()) -> Findings:
         "shared memory": _shared_memory,
         "torch.distributed": _distributed,
         "cuda": _cuda,
+        "topology": _topology,
         "kernel toolchain": _toolchain,
         "kernels": _kernels,
+        "tuning": _tuning,
         "environment": _environment,
         "will be used": _choices,
     }
@@ -228,6 +233,40 @@ def _why_no_devices(driver: Item) -> str:
     return " and ".join(reasons) or "the driver shows none to this process"
 
 
+def _topology() -> list[Item]:
+    return topology_items(detect())
+
+
+def topology_items(found: Cluster) -> list[Item]:
+    """What a cluster is made of, the fingerprint of a host full of ranks, and who else has it."""
+    device, link, network = found.device, found.link, found.network
+    ranks = max(found.devices, 2)
+    shape = world_shape(["here"] * ranks)
+    fingerprint = found.fingerprint(shape)
+    like = [
+        name for name in shipped_clusters() if load_cluster(name).fingerprint(shape) == fingerprint
+    ]
+    units = "threads of a rank" if device.kind == "cpu" else "SMs"
+    domains = str(found.numa_domains)
+    note = "described in tuning/clusters as: " + (", ".join(like) or "none of them")
+    speed = f"{link.gbs:g} GB/s of a device in one direction, nominal" if link.gbs else ""
+    if link.kind == "unknown":
+        speed = "NVML was not to be asked: pip install nvidia-ml-py"
+    items = [
+        Item("device", f"{device.kind}, {device.arch}", note=f"{device.units} {units}"),
+        Item("links between devices", link.kind, WARNING if link.kind == "unknown" else OK, speed),
+        Item("NUMA domains of the host", domains),
+    ]
+    if found.trees:
+        items.append(Item("PCIe trees with devices", str(found.trees)))
+    rates = f"{network.gbits:g} Gbit/s each" if network.gbits else "speed not stated"
+    ports = f"{network.nics} x {network.kind}" if network.nics else "none"
+    items.append(
+        Item("network ports", ports, OK if network.nics else ABSENT, rates * (network.nics > 0))
+    )
+    return [*items, Item(f"fingerprint of {ranks} ranks", fingerprint, note=note)]
+
+
 def _toolchain() -> list[Item]:
     packages = " or ".join(toolchain.NVSHMEM_PACKAGES)
     return [
@@ -271,6 +310,23 @@ def _kernels() -> list[Item]:
     if built.damaged:
         note = "set aside, not used; can be deleted: " + ", ".join(map(str, built.damaged))
         items.append(Item("damaged libraries", str(len(built.damaged)), WARNING, note))
+    return items
+
+
+def _tuning() -> list[Item]:
+    own, *shipped = default_caches()
+    entries = list(own.entries())
+    winners = sum(len(entry.winners) for entry in entries)
+    note = f"for {len(entries)} ops" if winners else "flux tune finds some; the cost model chooses"
+    items = [
+        Item("cache", str(own.root), note="FLUX_TUNE_CACHE names another"),
+        Item("winners", str(winners), OK if winners else ABSENT, note),
+    ]
+    came = sum(len(entry.winners) for cache in shipped for entry in cache.entries())
+    items.append(Item("winners that flux came with", str(came), OK if came else ABSENT))
+    if own.damaged():
+        note = "set aside, not used; can be deleted: " + ", ".join(map(str, own.damaged()))
+        items.append(Item("damaged files", str(len(own.damaged())), WARNING, note))
     return items
 
 

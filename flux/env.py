@@ -117,6 +117,12 @@ CCACHE = Variable(
     True,
     "compile kernels through ccache where that is on PATH (0 or 1)",
 )
+TUNE_CACHE = Variable(
+    "FLUX_TUNE_CACHE",
+    str,
+    "~/.cache/flux/tune",
+    "directory of the winners that `flux tune` finds and ops use",
+)
 NVTX = Variable[bool | None](
     "FLUX_NVTX",
     _flag,
@@ -137,5 +143,6 @@ VARIABLES: tuple[
     LAYER_TIMEOUT_S,
     KERNEL_CACHE,
     CCACHE,
+    TUNE_CACHE,
     NVTX,
 )

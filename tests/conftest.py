@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from flux.bench.hosts import Hosts, HostsUnavailableError
+
+# Whatever has been tuned on this machine must not decide what tests run; ranks inherit it.
+os.environ["FLUX_TUNE_CACHE"] = tempfile.mkdtemp(prefix="flux-test-tune-")
+atexit.register(shutil.rmtree, os.environ["FLUX_TUNE_CACHE"], ignore_errors=True)
 
 pytest_plugins = ["fake_nvshmem", "kernel_sandbox"]
 

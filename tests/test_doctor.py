@@ -16,6 +16,10 @@ import flux
 from flux import doctor, env, host, toolchain
 from flux.cli import app
 from flux.doctor_ranks import Place, between, places_of_all
+from flux.knobs import Knobs
+from flux.tune.cache import Cache
+from flux.tune.keys import Key
+from flux.tune.winners import Winner
 from harness import nothing_left_in_shared_memory, run_ranks
 
 SECTIONS = [
@@ -24,8 +28,10 @@ SECTIONS = [
     "shared memory",
     "torch.distributed",
     "cuda",
+    "topology",
     "kernel toolchain",
     "kernels",
+    "tuning",
     "environment",
     "will be used",
 ]
@@ -280,3 +286,20 @@ def test_what_moves_tiles_between_gpus() -> None:
         ("GPU 1 - GPU 2", "send_recv"),
     ]
     assert three[2].note == "2 cannot address 1: no P2P, so NCCL, and only if asked for"
+
+
+def test_winners_and_damaged_files_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLUX_TUNE_CACHE", str(tmp_path))
+    key = Key("ag_gemm", "float32", 8, 8, "1x2", "0" * 16, "cpu", "torch")
+    for m in (8, 16):
+        Cache(tmp_path).store(key, Winner(m, Knobs(path="medium"), 1.0), {})
+    _, sections = diagnose()
+    assert sections["tuning"]["winners"]["value"] == "2"
+    path = Cache(tmp_path).directory / f"{key.name}.json"
+    path.write_text("{")
+    with pytest.warns(RuntimeWarning, match="set aside"):
+        code, sections = diagnose()
+    assert code == 0
+    assert sections["tuning"]["damaged files"]["status"] == "warning"

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -51,6 +52,9 @@ from flux.transport import shm
 from flux.transport.exchange import Exchange
 from flux.transport.send_recv import Network, Piece
 
+if TYPE_CHECKING:
+    from flux.tune.choice import Choice
+
 REFUSED = 0xFFFFFFFF
 
 
@@ -75,13 +79,34 @@ class Layout:
     data_bytes: int
 
     @staticmethod
-    def of(spec: OpSpec, topology: Topology, knobs: Knobs) -> Layout:
-        """The least memory that serves every M up to ``spec.max_m``."""
+    def serving(spec: OpSpec, topology: Topology, choice: Choice) -> Layout:
+        """The least memory that serves every M up to ``spec.max_m``, with the knobs that it gets.
+
+        Calls of one op may differ in order, direction and tile sizes as they may in M: nobody
+        writes before all have entered, whatever the call before was (docs/architecture.md).
+        """
+        layouts = [
+            Layout.of(spec, topology, knobs, choice.most_tiles) for knobs in choice.variants()
+        ]
+        partials = max(layout.result_offset for layout in layouts)
+        results = max(layout.data_bytes - layout.result_offset for layout in layouts)
+        return Layout(
+            max(layout.signals for layout in layouts),
+            layouts[0].row_bytes,
+            max(layout.blocks for layout in layouts),
+            max(layout.slot_bytes for layout in layouts),
+            partials,
+            partials + results,
+        )
+
+    @staticmethod
+    def of(spec: OpSpec, topology: Topology, knobs: Knobs, most_tiles: int = 0) -> Layout:
+        """The same for one choice of knobs; ``most_tiles`` where comm_tile_rows are open."""
         world = topology.world
         knobs = across_hosts(spec.op, knobs, topology.nodes)
         chunk = ceil_div(spec.max_m, world)
         row = travelling_row_bytes(spec)
-        tiles = min(chunk, MAX_COMM_TILES)
+        tiles = min(chunk, most_tiles or MAX_COMM_TILES)
         if knobs.comm_tile_rows is not None:
             tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
         signals = world * tiles
@@ -152,7 +177,7 @@ class CpuBackend:
         self,
         spec: OpSpec,
         exchange: Exchange,
-        knobs: Knobs,
+        choice: Choice,
         topology: Topology,
         local: Sequence[bool],
         timeout_s: float,
@@ -164,7 +189,7 @@ class CpuBackend:
         self.timeout_s = timeout_s
         self.spin_s = _spin_seconds(exchange, local)
         self.poison = POISON.get()
-        layout = Layout.of(spec, topology, knobs)
+        layout = Layout.serving(spec, topology, choice)
         memory = shm.allocate(exchange, local, layout.signals, layout.data_bytes, spec.label)
         data = memory.data
         self.workspace_bytes = memory.nbytes

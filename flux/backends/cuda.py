@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -32,7 +32,7 @@ from flux.backends.layout import Layout
 from flux.backends.op_kernels import OpKernel, op_kernel
 from flux.env import POISON
 from flux.errors import PeerTimeoutError
-from flux.kernels.config import TMA_BYTES
+from flux.kernels.config import TMA_BYTES, GemmConfig
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Knobs, Op
 from flux.ops.call import Call
@@ -40,6 +40,9 @@ from flux.ops.spec import OpSpec
 from flux.schedule import TileSchedule
 from flux.topology import Topology
 from flux.transport.device import WORD, DeviceTransport, Peers, beside
+
+if TYPE_CHECKING:
+    from flux.tune.choice import Choice
 
 SWITCH_BYTES = 16  # that a multicast access takes
 MAX_ROOMY = 4096
@@ -78,11 +81,14 @@ class CudaBackend:
         self,
         spec: OpSpec,
         transport: DeviceTransport,
-        knobs: Knobs,
+        choice: Choice,
         topology: Topology,
         timeout_s: float,
     ) -> None:
-        """Raises ValueError if no built kernel can do the op, RuntimeError if one won't load."""
+        """``choice`` has one kernel, and one direction, order and way to reduce, for all M: tiles
+        of a call may come while a peer is still in the call before (docs/protocol.md).
+
+        Raises ValueError if no built kernel can do the op, RuntimeError if one won't load."""
         self.spec = spec
         self.transport = transport
         self.rank, self.world = transport.rank, transport.world
@@ -93,10 +99,11 @@ class CudaBackend:
         nvtx.switch()
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
+        knobs = next((k for k in choice.variants() if k.path != "unfused"), Knobs())
         self.sums_by_switch = self._sums_by_switch(knobs)
         if self.sums_by_switch:
             knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
-        chosen = self._kernels(knobs)
+        chosen = self._kernels(knobs, choice.kernel)
         self._activate_after = any(kernel.activate_after for kernel in chosen)
         self.beside = 0
         if self.nodes > 1:  # wherever those blocks run, whole clusters of the GEMM fit beside them
@@ -106,7 +113,7 @@ class CudaBackend:
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
         tile = self.kernels[0].tile
-        self.layout = Layout.of(spec, self.world, knobs, tile, self.nodes)
+        self.layout = Layout.of(spec, self.world, knobs, tile, self.nodes, choice.most_tiles)
         self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
@@ -172,7 +179,7 @@ class CudaBackend:
         wanted = self.spec.op is not Op.ag_gemm and knobs.reduce == "in_flight"
         return wanted and self.transport.multicast and row % SWITCH_BYTES == 0
 
-    def _kernels(self, knobs: Knobs) -> list[OpKernel]:
+    def _kernels(self, knobs: Knobs, preferred: GemmConfig | None) -> list[OpKernel]:
         """For each weight, the same on all ranks of a ReduceScatter. Collective.
 
         Raises:
@@ -182,7 +189,10 @@ class CudaBackend:
         found = []
         try:
             for n in spec.local_n(self.world, self.rank):
-                found.append(op_kernel(spec, self.world, n, self.device, knobs, self.sm_count))
+                kernel = op_kernel(
+                    spec, self.world, n, self.device, knobs, self.sm_count, preferred
+                )
+                found.append(kernel)
         except ValueError as error:
             problem = str(error)
         self.transport.ready(problem)

@@ -31,12 +31,20 @@ class Layout:
     boxes: int = 0  # words for what comes from other nodes
 
     @staticmethod
-    def of(spec: OpSpec, world: int, knobs: Knobs, tile: tuple[int, int], nodes: int = 1) -> Layout:
-        """The least memory that serves every M up to ``spec.max_m``."""
+    def of(
+        spec: OpSpec,
+        world: int,
+        knobs: Knobs,
+        tile: tuple[int, int],
+        nodes: int = 1,
+        most_tiles: int = 0,
+    ) -> Layout:
+        """The least memory that serves every M up to ``spec.max_m``; ``most_tiles`` of a chunk
+        where comm_tile_rows are open."""
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements() * spec.itemsize
         if spec.op is Op.ag_gemm:
-            tiles = min(chunk, MAX_COMM_TILES)
+            tiles = min(chunk, most_tiles or MAX_COMM_TILES)
             if knobs.comm_tile_rows is not None:
                 tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
             rows = _up(spec.max_m * row)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flux.backends.device import Device
 from flux.kernels.choice import choose
+from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Knobs, Op
@@ -33,6 +34,11 @@ class OpKernel:
     activate_after: bool
 
 
+def _is_variant(config: GemmConfig, of: GemmConfig) -> bool:
+    """Whether they differ only in what the op decides: the weight's layout and the epilogue."""
+    return of == replace(config, weight=of.weight, activation=of.activation, scaling=of.scaling)
+
+
 def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
     """The GEMMs that one kernel has to do. Every rank of a ReduceScatter must choose the same
     kernel, whose tiles number the flags, so it must suit the depth that each of them has."""
@@ -41,9 +47,16 @@ def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
 
 
 def op_kernel(
-    spec: OpSpec, world: int, n: int, device: Device, knobs: Knobs, sm_count: int
+    spec: OpSpec,
+    world: int,
+    n: int,
+    device: Device,
+    knobs: Knobs,
+    sm_count: int,
+    preferred: GemmConfig | None = None,
 ) -> OpKernel:
-    """The best kernel for ``n`` columns.
+    """The best kernel for ``n`` columns: ``preferred``, in the variant that the op wants, if it is
+    built and can do it; else the one that the model chooses.
 
     Raises:
         ValueError: no kernel that is built can do it.
@@ -74,6 +87,14 @@ def op_kernel(
         ]
         common = set.intersection(*({c.symbol for c in found} for found in for_each))
         suited = [candidate for candidate in for_each[0] if candidate.symbol in common]
+        if preferred is not None:
+            for candidate in suited:
+                if _is_variant(candidate.config, preferred):
+                    return candidate
+            _warn_once(
+                f"{spec.label}: the tuned kernel {preferred.name} is not built, or cannot do "
+                f"{alternatives[0]}: another one runs (`flux tune` or `flux compile` builds it)"
+            )
         return choose(suited, alternatives[0], sm_count)
 
     found = best(spec.activation)

@@ -5,8 +5,7 @@
              started by all ranks at one instant                  -> warm-up repeats are dropped
     check    the last timed result of every method, which used other inputs than the call before it
 
-Interleaving lets drift of the machine hit all methods alike; rotating keeps any of them from always
-finding the caches as the same predecessor left them. All ranks make the same sequence of calls.
+Why rounds are interleaved and rotate: rounds.py. All ranks make the same sequence of calls.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from . import metrics
-from .hosts import link_bytes
 from .methods import Factory, Method, poisoned_methods
 from .place import Place, Taken, open_place
 from .problem import BenchConfig, Problem
 from .reference import Verdict
+from .rounds import Rounds
 from .timing import quiet_collector
 
 Progress = Callable[[str, int, int], None]
@@ -201,11 +199,8 @@ class _Run:
     ) -> tuple[dict[str, _Samples], list[float], dict[str, object]]:
         config = self._config
         samples = {name: _Samples() for name in calls}
-        across = len(set(config.host_of)) > 1
-        seen = link_bytes()
+        rounds = Rounds(calls, self._place, across=len(set(config.host_of)) > 1)
         skews: list[float] = []
-        last: dict[str, object] = {}
-        names = list(calls)
         with torch.no_grad(), quiet_collector():
             for index in range(-config.warmup, config.repeats):
                 self._step("warming up" if index < 0 else "measuring")
@@ -213,19 +208,15 @@ class _Run:
                 # before, or a shard of it, cannot pass for right.
                 self._place.renew(inputs)
                 self._place.give(inputs, methods)
-                shift = index % len(names)
-                for name in names[shift:] + names[:shift]:
-                    last.pop(name, None)  # freed as a loop variable would be, not within the timing
-                    last[name], taken = self._place.time(calls[name])
-                    if index >= 0:
-                        samples[name].add(taken)
-                        skews += [] if taken.late_ms is None else [taken.late_ms]
-                    if across:
-                        dist.barrier()  # others on this host may still be sending
-                        seen, counted = link_bytes(), seen
-                        if index >= 0:
-                            samples[name].sent.append(seen - counted)
-        return samples, skews, last
+                found = rounds.run(index)
+                if index < 0:
+                    continue
+                for name, taken in found.items():
+                    samples[name].add(taken)
+                    skews += [] if taken.late_ms is None else [taken.late_ms]
+                for name, sent in rounds.sent.items():
+                    samples[name].sent.append(sent)
+        return samples, skews, rounds.last
 
     def _results(
         self, methods: list[Method], of_ranks: dict[str, list[_Samples]], skew_ms: float | None

@@ -37,6 +37,21 @@ Entry = Callable[[Any, int, Progress], Any]
 """What a rank runs: (argument, rank, progress) -> result. Must be importable by name."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """The ranks that this process starts of a world whose others are started elsewhere.
+
+    Attributes:
+        ranks: which, ascending.
+        meeting: host and port of the store where all ranks of the world meet.
+        slot: (number, count) of this process among those of the host, each with as many ranks.
+    """
+
+    ranks: tuple[int, ...]
+    meeting: tuple[str, int]
+    slot: tuple[int, int] = (0, 1)
+
+
 class RankFailedError(RuntimeError):
     """A rank raised, died or stalled. `details` is its traceback, if it could still tell."""
 
@@ -64,7 +79,8 @@ def _end_with_parent() -> None:
 def _rank_main(
     rank: int,
     world: int,
-    meeting: int | str,
+    meeting: tuple[str, int] | str,
+    slot: tuple[int, int],
     place: Placed | None,
     threads: int,
     timeout_s: float,
@@ -86,12 +102,12 @@ def _rank_main(
         if place is not None:
             place.enter()
             wait_for_link()
-        pin(rank, world, threads)
+        pin(*slot, threads)
         torch.set_num_threads(threads)
         limit = timedelta(seconds=timeout_s)
         store: dist.Store
-        if isinstance(meeting, int):
-            store = dist.TCPStore("127.0.0.1", meeting, world, False, limit)
+        if isinstance(meeting, tuple):
+            store = dist.TCPStore(*meeting, world, False, limit)
         else:  # hosts of our own making share files, but no loopback
             store = dist.FileStore(meeting, world)
             store.set_timeout(limit)
@@ -108,8 +124,9 @@ def _rank_main(
             dist.destroy_process_group()
 
 
-def pin(rank: int, world: int, threads: int) -> None:
-    """Give every rank cores of its own where there are enough, as mpirun does.
+def pin(number: int, count: int, threads: int) -> None:
+    """Give every rank cores of its own where there are enough, as mpirun does: this is the one with
+    this ``number`` of ``count`` on the host.
 
     Otherwise the scheduler moves GEMM threads out of the way of threads that communicate, and now
     and then puts two of them on one core for a while: that is what would be measured.
@@ -117,9 +134,9 @@ def pin(rank: int, world: int, threads: int) -> None:
     if not hasattr(os, "sched_setaffinity"):
         return
     cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // world
+    each = len(cores) // count
     if each >= threads:
-        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+        os.sched_setaffinity(0, cores[number * each : (number + 1) * each])
 
 
 def run_ranks(
@@ -131,6 +148,8 @@ def run_ranks(
     timeout_s: float = 60.0,
     progress: Progress = lambda what, done, total: None,
     places: Sequence[Placed] | None = None,
+    part: Part | None = None,
+    stall_s: float | None = None,
     group: str = "gloo",
 ) -> Any:
     """Run `entry` on `world` new processes joined in a group; return rank 0's result.
@@ -142,6 +161,8 @@ def run_ranks(
         timeout_s: limit on every rendezvous and collective; a rank 0 that reports nothing for twice
             as long and a minute is considered stuck.
         places: the host of each rank (hosts.Hosts); this one if not given.
+        part: start only these ranks; others start the rest. The result is None without rank 0.
+        stall_s: another limit on how long ranks may report nothing.
         group: backends of the group.
 
     Raises:
@@ -153,13 +174,19 @@ def run_ranks(
     context.set_forkserver_preload(["typer", "flux.bench.launch"])
     folder = tempfile.TemporaryDirectory(prefix="flux-ranks-") if places else None
     store = None
-    if folder is None:
+    if folder is None and part is None:
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    meeting = store.port if store is not None else f"{folder.name}/store" if folder else ""
-    processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
+    meeting: tuple[str, int] | str = f"{folder.name}/store" if folder else ""
+    if part is not None:
+        meeting = part.meeting
+    elif store is not None:
+        meeting = ("127.0.0.1", store.port)
+    ranks = range(world) if part is None else part.ranks
+    slot, slots = (0, 1) if part is None else part.slot
+    processes: dict[int, BaseProcess] = {}
+    pipes: dict[int, Connection] = {}
     try:
-        for rank in range(world):
+        for index, rank in enumerate(ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_rank_main,
@@ -167,6 +194,7 @@ def run_ranks(
                     rank,
                     world,
                     meeting,
+                    (slot * len(ranks) + index, slots * len(ranks)),
                     places[rank] if places else None,
                     threads,
                     timeout_s,
@@ -180,12 +208,13 @@ def run_ranks(
             )
             process.start()
             theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        return _Supervisor(processes, pipes, progress, 2 * timeout_s + STALL_S).run()
+            processes[rank] = process
+            pipes[rank] = ours
+        limit = 2 * timeout_s + STALL_S if stall_s is None else stall_s
+        return _Supervisor(processes, pipes, progress, limit).run()
     finally:
-        _end(processes)
-        for pipe in pipes:
+        _end(list(processes.values()))
+        for pipe in pipes.values():
             pipe.close()
         if folder is not None:
             folder.cleanup()
@@ -213,16 +242,16 @@ class _Supervisor:
 
     def __init__(
         self,
-        processes: list[BaseProcess],
-        pipes: list[Connection],
+        processes: dict[int, BaseProcess],
+        pipes: dict[int, Connection],
         progress: Progress,
         stall_s: float,
     ) -> None:
         self._processes = processes
-        self._pipes = dict(enumerate(pipes))
+        self._pipes = dict(pipes)
         self._progress = progress
         self._stall_s = stall_s
-        self._running = set(range(len(processes)))
+        self._running = set(processes)
         self._done: set[int] = set()
         self._failures: list[_Failure] = []
         self._result: Any = None

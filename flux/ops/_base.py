@@ -41,6 +41,8 @@ from flux.topology import Topology
 from flux.transport.device import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
+from flux.tune import choice
+from flux.tune.choice import Choice, Fixed
 
 T = TypeVar("T")
 
@@ -113,14 +115,16 @@ class TensorParallelOp:
         except (TypeError, ValueError) as error:
             problem = error
         fields = spec.fields() if spec else {}
+        tuned = tuning == "cache"
         options = {
             "backend": backend,
+            "tuning": "cache" if tuned else "off",
             "knobs": str(knobs),
             "timeout_s": timeout_s,
             "topology": str(topology),
         }
         exchange.agree(label, problem, {**fields, **options})
-        assert spec is not None and topology is not None
+        assert spec is not None and topology is not None and backend is not None
         self.spec = spec
         self.knobs = knobs
         self.world = exchange.world
@@ -133,6 +137,9 @@ class TensorParallelOp:
         elif backend == "cuda":
             gpus = open_gpus(exchange, len(set(hosts)), timeout_s)
         device = gpus.device.torch_device if gpus else torch.device("cpu")
+        self._choice: Choice = Fixed(knobs)
+        if tuned and isinstance(exchange, Exchange):
+            self._choice = choice.choose(spec, exchange, hosts, topology, backend, self._is_legal)
         self._checker = CallChecker(spec, self.world, self.rank, device)
         # make_schedule caches too, but to hash its arguments costs more than a call may.
         self._schedules: dict[int, TileSchedule] = {}
@@ -143,10 +150,10 @@ class TensorParallelOp:
         self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
         self._backend: CpuBackend | CudaBackend | None = None
         if self.world > 1 and gpus is not None:
-            self._backend = CudaBackend(spec, gpus, knobs, topology, timeout_s)
+            self._backend = CudaBackend(spec, gpus, self._choice, topology, timeout_s)
         elif self.world > 1 and isinstance(exchange, Exchange):
             local = [host == hosts[self.rank] for host in hosts]
-            self._backend = CpuBackend(spec, exchange, knobs, topology, local, timeout_s)
+            self._backend = CpuBackend(spec, exchange, self._choice, topology, local, timeout_s)
         self._comparison: Comparison | None = None
         if CHECK.get() and self.world > 1 and isinstance(exchange, Exchange):
             self._comparison = Comparison(exchange)
@@ -169,17 +176,27 @@ class TensorParallelOp:
             raise ValueError(f"{self.spec.label}: M must be in [1, {self.spec.max_m}], got {m}")
         if len(self._schedules) >= MAX_SCHEDULES:
             self._schedules.clear()
-        shape = (m, sum(self.spec.n), self.spec.k)
-        found = self._schedules[m] = make_schedule(
+        found = self._schedules[m] = self._make_schedule(m, self._choice.knobs(m))
+        return found
+
+    def _make_schedule(self, m: int, knobs: Knobs) -> TileSchedule:
+        return make_schedule(
             self.kind.name,
-            shape,
+            (m, sum(self.spec.n), self.spec.k),
             self.world,
             self.rank,
             self.topology,
-            self.knobs,
+            knobs,
             itemsize=self.spec.itemsize,
         )
-        return found
+
+    def _is_legal(self, m: int, knobs: Knobs) -> bool:
+        """Whether a schedule can be made: the same on all ranks."""
+        try:
+            self._make_schedule(m, knobs)
+        except ValueError:
+            return False
+        return True
 
     def own_rows(self, m: int) -> int:
         """Rows that this rank owns of ``m`` global rows."""

@@ -33,8 +33,8 @@ class AGGemm(TensorParallelOp):
         backend: ``"cpu"``, ``"cuda"``, or None: cuda where the group has a backend for CUDA.
         transport: None, or on the CPU ``"shm"`` (ranks of one host) or ``"send_recv"`` (no shared
             memory, even on one host; None uses it between hosts), on GPUs ``"symm_mem"``.
-        tuning: ``"cache"`` (tuned winners where there are any, else the heuristic), ``"off"`` (the
-            heuristic), or ``flux.Knobs``.
+        tuning: ``"cache"`` (tuned winners where there are any, else what the cost model expects to
+            be fastest), ``"off"`` (the heuristic), or ``flux.Knobs``.
         timeout_s: how long a call waits for a peer, in seconds.
         topology: the mesh of ranks that ring2d, hierarchical and numa follow; by default the hosts
             that the ranks are on.
@@ -169,7 +169,7 @@ class AGGemm(TensorParallelOp):
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         if self._backend is None:
             return self._unfused.ag_gemm(call, gather)
-        if self.knobs.path == "unfused":
+        if schedule.knobs.path == "unfused":
             self._backend.check_entries(schedule, call.m)
             return self._unfused.ag_gemm(call, gather)
         return self._backend.ag_gemm(schedule, call, gather)

@@ -104,7 +104,7 @@ def resolve_knobs(label: str, tuning: str | Knobs) -> Knobs:
         return tuning
     if tuning not in ("cache", "off"):
         raise ValueError(f"{label}: tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}")
-    return Knobs()  # no tuned winners exist yet: both mean the heuristic
+    return Knobs()  # what "cache" means is found out once all ranks agree: flux/tune/choice.py
 
 
 def resolve_topology(label: str, topology: Topology | None, hosts: Sequence[str]) -> Topology:

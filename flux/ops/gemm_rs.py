@@ -148,7 +148,7 @@ class GemmRS(TensorParallelOp):
         unfused = self._unfused.gemm_rs if self.kind is Op.gemm_rs else self._unfused.gemm_ar
         if self._backend is None:
             return unfused(call, meanwhile)
-        if self.knobs.path == "unfused":
+        if schedule.knobs.path == "unfused":
             self._backend.check_entries(schedule, call.m * 2 + (call.biases[0] is not None))
             return unfused(call, meanwhile)
         if isinstance(self._backend, CpuBackend):

@@ -30,6 +30,7 @@ from flux.schedule import make_schedule
 from flux.topology import Topology
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.shm import host_identity
+from flux.tune.choice import Fixed
 
 TIMEOUT_S = 60.0
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
@@ -66,7 +67,7 @@ class Workspace:
         hosts = self.exchange.all_gather(host_identity())
         local = [host == hosts[self.rank] for host in hosts]
         spec = OpSpec(Op.ag_gemm, 1, (1,), 1, torch.float32, False, "sum")
-        knobs, topology = Knobs(path="unfused"), Topology.of_hosts(hosts)
+        knobs, topology = Fixed(Knobs(path="unfused")), Topology.of_hosts(hosts)
         self._control = _Control(spec, self.exchange, knobs, topology, local, TIMEOUT_S)
 
     def refuse(self, why: str) -> None:

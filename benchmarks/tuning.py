@@ -1,0 +1,297 @@
+"""What tuning finds and what it costs: against exhaustive search, kill -9, many processes at once.
+
+    python benchmarks/tuning.py                    # all four parts; about an hour for `search`
+    python benchmarks/tuning.py --parts search --shapes 2
+
+`search`     for each of 12 shapes: the tuner, then every legal candidate with all rounds, and then
+             the two winners and the unfused path once more, interleaved in one run: that run's
+             ratios are the figures, so that neither search is judged by its own luckiest sample.
+`kills`      `flux tune` is killed with SIGKILL at random moments, then run to its end.
+`processes`  processes that store and read winners at once.
+`look_up`    what a tuned op's schedule costs per call beside one that is not tuned.
+
+Raw figures: benchmarks/results/cpu/tuning.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT, markdown, milliseconds
+
+from flux import host
+from flux.bench.problem import Problem
+from flux.detection import detect
+from flux.knobs import Knobs
+from flux.tune.cache import Cache
+from flux.tune.halving import Halving, median_ms
+from flux.tune.journal import Journal
+from flux.tune.keys import Key
+from flux.tune.launcher import Spawned
+from flux.tune.shapes import load_shapes
+from flux.tune.space import load_space
+from flux.tune.tuner import Options, Search, Tuner, make_search
+from flux.tune.winners import Winner
+
+WORLD = 2
+
+
+def run(search: Search, options: Options) -> float:
+    """Run one search with a cache of its own; seconds that it took."""
+    launcher, here = Spawned(WORLD), detect("cpu", options.threads)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder), "run", {})
+        Tuner([search], launcher, here, Cache(Path(folder)), journal, options).run()
+        journal.close()
+    if search.winner is None:
+        raise SystemExit(f"{search.label}: {search.problem_text}")
+    return time.monotonic() - begin
+
+
+def only(search: Search, names: Sequence[str], rounds: int) -> Search:
+    """A search among a few of the candidates, with the same number of rounds for each."""
+    kept = tuple(one for one in search.candidates if one.name in names)
+    halving = Halving(tuple(one.name for one in kept), tuple(names), (rounds,))
+    return Search(search.problem, search.shape, kept, [], halving)
+
+
+def compare(problem: Problem) -> dict[str, Any]:
+    """The tuner against exhaustive search, for one shape."""
+    here, options = detect("cpu", 1), Options(threads=1)
+    hosts, space = ["here"] * WORLD, load_space("cpu")
+    tuned = make_search(problem, space, here, hosts, options)
+    tuned_s = run(tuned, options)
+    # More than the tuner's last rung has: what is called the best must be.
+    rounds = math.ceil(1.4 * tuned.halving.rounds[-1])
+    everything = replace(options, rounds=(rounds,), exhaustive=True)
+    full = make_search(problem, replace(space, prune_above=math.inf), here, hosts, everything)
+    full_s = run(full, everything)
+    found, best = tuned.best(), full.best()
+    assert found is not None and best is not None
+    final = only(full, list(dict.fromkeys(("unfused", found, best))), 2 * rounds + 1)
+    run(final, options)
+    ms = {name: median_ms(taken) for name, taken in final.samples.items()}
+    return {
+        "op": problem.op,
+        "m": problem.m,
+        "n": problem.n,
+        "k": problem.k,
+        "dtype": problem.dtype,
+        "tuned": {"name": found, "seconds": tuned_s, "rounds": tuned.rounds_done},
+        "exhaustive": {"name": best, "seconds": full_s, "rounds": full.rounds_done},
+        "candidates": len(tuned.candidates),
+        "candidates_exhaustive": len(full.candidates),
+        "excluded": {**tuned.excluded, **full.excluded},
+        "ms": {"tuned": ms[found], "best": ms[best], "unfused": ms["unfused"]},
+        "rounds_ms": {name: [own for own, _ in taken] for name, taken in final.samples.items()},
+        "tuned_over_best": ms[found] / ms[best],
+        "tuned_over_unfused": ms[found] / ms["unfused"],
+        "time_share": tuned_s / full_s,
+    }
+
+
+def search_part(options: argparse.Namespace) -> dict[str, Any]:
+    problems = load_shapes(options.file).problems(WORLD)
+    documents = []
+    for problem in problems[: options.shapes]:
+        documents.append(compare(problem))
+        last = documents[-1]
+        print(
+            f"{problem.op} {problem.m}: tuned/best {last['tuned_over_best']:.3f}, tuned/unfused "
+            f"{last['tuned_over_unfused']:.3f}, {last['time_share']:.0%} of the time",
+            file=sys.stderr,
+            flush=True,
+        )
+    ratios = [document["tuned_over_unfused"] for document in documents]
+    return {
+        "shapes": documents,
+        "geometric_mean_speedup_over_unfused": 1 / statistics.geometric_mean(ratios),
+        "worst_tuned_over_best": max(document["tuned_over_best"] for document in documents),
+        "worst_tuned_over_unfused": max(ratios),
+        "time_share": sum(d["tuned"]["seconds"] for d in documents)
+        / sum(d["exhaustive"]["seconds"] for d in documents),
+    }
+
+
+def kills_part(options: argparse.Namespace) -> dict[str, Any]:
+    """Kill the command again and again. What it wrote is read after each time."""
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {**os.environ, "FLUX_TUNE_CACHE": folder}
+        command = [sys.executable, "-m", "flux", "tune", "--op", "gemm_rs", "--m", "8,64,512"]
+        command += ["--n", "256", "--k", "256", "--nproc", str(WORLD), "--json"]
+        moments, written = [], []
+        for _ in range(options.kills):
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            moments.append(rng.uniform(0.5, options.longest_s))
+            try:
+                process.wait(moments[-1])
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+            cache = Cache(Path(folder))
+            winners = sum(len(entry.winners) for entry in cache.entries())
+            journals = sum(p.stat().st_size for p in Path(folder, "runs").glob("*.jsonl"))
+            written.append({"winners": winners, "journal_bytes": journals})
+            if cache.damaged():
+                raise SystemExit(f"damaged: {cache.damaged()}")
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr.decode())
+        settled = [document["settled"] for document in json.loads(done.stdout)]
+        damaged = len(Cache(Path(folder)).damaged())
+    return {"moments_s": moments, "after": written, "settled": settled, "damaged_files": damaged}
+
+
+_KEY = Key("ag_gemm", "float32", 64, 64, "1x2", "0" * 16, "cpu", "torch")
+_KNOBS = Knobs(path="medium")
+
+
+def _store_and_read(root: str, number: int, rounds: int, missing: Any) -> None:
+    cache = Cache(Path(root))
+    for step in range(rounds):
+        m = 1 + number * rounds + step
+        key = replace(_KEY, n=1 + step % 4)
+        cache.store(key, Winner(m, _KNOBS, 1.0), {})
+        entry = cache.load(key)
+        if entry is None or all(winner.m != m for winner in entry.winners):
+            with missing.get_lock():
+                missing.value += 1
+
+
+def processes_part(options: argparse.Namespace) -> dict[str, Any]:
+    count, rounds = 8, 100
+    with tempfile.TemporaryDirectory() as folder:
+        missing = multiprocessing.Value("i", 0)
+        processes = [
+            multiprocessing.Process(target=_store_and_read, args=(folder, n, rounds, missing))
+            for n in range(count)
+        ]
+        begin = time.monotonic()
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        seconds = time.monotonic() - begin
+        cache = Cache(Path(folder))
+        kept = sum(len(entry.winners) for entry in cache.entries())
+        damaged = len(cache.damaged())
+    return {
+        "processes": count,
+        "stored": count * rounds,
+        "kept": kept,
+        "missing_at_once": missing.value,
+        "damaged_files": damaged,
+        "seconds": seconds,
+    }
+
+
+def _look_up(argument: Any, rank: int, progress: Any) -> dict[str, float]:
+    import torch.distributed as dist
+
+    import flux
+    from flux.cluster import world_shape
+    from flux.tune.choice import key_of
+    from flux.tune.tuner import spec_of
+
+    shape = world_shape(["here"] * WORLD)
+    parts = detect("cpu").parts(shape)
+    problem = Problem("ag_gemm", 64, 256, 256, "float32", WORLD)
+    if rank == 0:
+        winner = Winner(64, Knobs(comm_tile_rows=8), 1.0)
+        Cache(Path(argument)).store(key_of(spec_of(problem), shape, parts, "cpu"), winner, parts)
+    os.environ["FLUX_TUNE_CACHE"] = argument
+    dist.barrier()
+    figures = {}
+    for name, tuning in (("tuned", "cache"), ("off", "off"), ("knobs", flux.Knobs())):
+        with flux.AGGemm(max_m=64, n=256, k=256, tuning=tuning) as op:
+            begin = time.perf_counter_ns()
+            op.schedule(64)
+            figures[f"{name}_first_us"] = (time.perf_counter_ns() - begin) * 1e-3
+            repeats = []
+            for _ in range(200):
+                begin = time.perf_counter_ns()
+                for _ in range(200):
+                    op.schedule(64)
+                repeats.append((time.perf_counter_ns() - begin) / 200 * 1e-3)
+            figures[f"{name}_us"] = statistics.median(repeats)
+    return figures
+
+
+def look_up_part(options: argparse.Namespace) -> dict[str, Any]:
+    from flux.bench.spawn import run_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        figures: dict[str, float] = run_ranks(_look_up, folder, WORLD)
+    return {**figures, "added_us": figures["tuned_us"] - figures["off_us"]}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "search": search_part,
+    "kills": kills_part,
+    "processes": processes_part,
+    "look_up": look_up_part,
+}
+
+
+def table(search: dict[str, Any]) -> str:
+    header = ["op M x N x K", "unfused ms", "tuned ms", "best ms", "tuned/unfused", "tuned/best"]
+    rows = []
+    for document in search["shapes"]:
+        ms = document["ms"]
+        rows.append(
+            [
+                f"{document['op']} {document['m']} x {document['n']} x {document['k']}",
+                *(milliseconds(ms[name]) for name in ("unfused", "tuned", "best")),
+                f"**{document['tuned_over_unfused']:.3f}**",
+                f"{document['tuned_over_best']:.3f}",
+                f"{document['time_share']:.0%}",
+            ]
+        )
+    return markdown([*header, "time of exhaustive search"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--file", default="cpu-small", help="shapes of `search`")
+    parser.add_argument("--shapes", type=int, default=12, help="how many of them")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--longest-s", type=float, default=12.0, help="before a kill")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default=(ROOT / RESULTS / "tuning.json").as_posix())
+    options = parser.parse_args()
+    target = Path(options.out)
+    content = json.loads(target.read_text()) if target.exists() else {}
+    content |= {"device": host.device(), "versions": host.versions(), "world": WORLD}
+    for part in options.parts:
+        content[part] = PARTS[part](options)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(content, indent=1) + "\n")
+    if "search" in options.parts:
+        print(table(content["search"]))
+    for part in ("kills", "processes", "look_up"):
+        if part in options.parts:
+            print(f"{part}: {json.dumps(content[part])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The cost model: what a call should take, from data sheets. It prunes, and chooses where nobody
+has measured; it never overrules a measurement.
+
+    GEMM    roofline: the larger of operations / peak and bytes / memory bandwidth
+    links   alpha-beta: a latency for every transfer, and bytes / bandwidth
+
+    unfused   library collective | GEMM                      the sum
+    medium    | chunk | chunk | chunk | chunk |              W steps, each as long as the longer of
+              | GEMM  | GEMM  | GEMM  | GEMM  |              its chunk's GEMM and transfer
+    fused     copies  ~~~~~~~~~~~~~~~                        the longer of the two, and the first
+              GEMM  ==========================               (or last) tile, which nothing hides
+
+A CPU has no copy engine: inside a host copies take their time from the GEMM, and are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flux.cluster import Cluster
+from flux.heuristic import ceil_div, resolve
+from flux.knobs import Knobs, Op
+
+LIBRARY_SHARE = {"cpu": 0.25, "cuda": 0.8}
+"""Of a link's nominal speed that library collectives reach. gloo sends through sockets: a quarter
+of what a copy in shared memory does (flux/heuristic.py); NCCL's large messages reach some 80%."""
+LIBRARY_LATENCY_US = {"cpu": 100.0, "cuda": 15.0}
+GEMM_SHARE = {"cpu": 0.8, "cuda": 0.75}
+"""Of the peak that a large GEMM reaches."""
+SIGNAL_US = {"cpu": 3.0, "cuda": 1.0}
+"""Of raising and seeing the signal of one communication tile."""
+SLAB_COST_ROWS = 50.0
+"""A GEMM cut into slabs packs its weight anew for each: like so many more rows (5% of 1024 rows,
+10% of 512, 20% of 256: flux/heuristic.py)."""
+ENGINE_US = 60.0
+"""Handing copies to another thread, on a CPU: two wake-ups."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One op at one M.
+
+    Attributes:
+        op: which.
+        m, n, k: global sizes, in elements.
+        dtype: as torch names it.
+        itemsize: bytes of an element that travels.
+        world, nodes: ranks, and the hosts that they are on.
+    """
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    dtype: str
+    itemsize: int
+    world: int
+    nodes: int = 1
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """Columns and depth of the largest local GEMM."""
+        if self.op is Op.ag_gemm:
+            return ceil_div(self.n, self.world), self.k
+        return self.n, ceil_div(self.k, self.world)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that travels."""
+        return self.itemsize * (self.k if self.op is Op.ag_gemm else self.n)
+
+    def resolved(self, knobs: Knobs) -> Knobs:
+        """Knobs with every field set, as the op would set them."""
+        n, k = self.local
+        return resolve(self.op, self.m, n, k, self.world, self.itemsize, knobs, self.nodes)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Parts of a call, in ms; ``total`` is what the call takes."""
+
+    gemm_ms: float
+    comm_ms: float
+    exposed_ms: float
+
+    @property
+    def total(self) -> float:
+        return self.gemm_ms + self.exposed_ms
+
+
+def gemm_ms(shape: Shape, cluster: Cluster, rows: int | None = None) -> float:
+    """A whole local GEMM of ``rows`` rows, all of them by default."""
+    m = shape.m if rows is None else rows
+    n, k = shape.local
+    device = cluster.device
+    peak = device.tflops.get(shape.dtype) or min(device.tflops.values())
+    operations = 2.0 * m * n * k / (peak * 1e12 * GEMM_SHARE[device.kind])
+    moved = shape.itemsize * (m * k + n * k + m * n) / (device.memory_gbs * 1e9)
+    return 1e3 * max(operations, moved)
+
+
+def _transfer_ms(shape: Shape, cluster: Cluster, messages: int, library: bool) -> float:
+    """What one rank moves in one direction: W - 1 chunks; of all ranks of a host over its ports."""
+    kind = cluster.device.kind
+    chunk_bytes = ceil_div(shape.m, shape.world) * shape.row_bytes
+    lanes = ceil_div(shape.world, shape.nodes)
+    share = LIBRARY_SHARE[kind] if library else 1.0
+    twice = 2 if shape.op is Op.gemm_ar else 1
+    inside = twice * (lanes - 1) * chunk_bytes / _bytes_per_ms(cluster.link.gbs) / share
+    latency = messages * cluster.link.latency_us * 1e-3
+    if shape.nodes == 1:
+        return inside + latency
+    # Every row crosses to each other host once (hierarchical); the hosts' ports are shared.
+    across = twice * (shape.nodes - 1) * lanes * chunk_bytes
+    wire = across / _bytes_per_ms(cluster.network.gbs) / (share if kind == "cuda" else 1.0)
+    return max(inside, wire) + latency + messages * cluster.network.latency_us * 1e-3
+
+
+def _bytes_per_ms(gbs: float) -> float:
+    # What is not known is taken for slow: 1 Gbit/s.
+    return (gbs or 0.125) * 1e6
+
+
+def predict(shape: Shape, cluster: Cluster, knobs: Knobs) -> Prediction:
+    """What a call with these knobs, of which any may be open, should take on this cluster."""
+    knobs = shape.resolved(knobs)
+    whole = gemm_ms(shape, cluster)
+    if shape.world == 1:
+        return Prediction(whole, 0.0, 0.0)
+    kind = cluster.device.kind
+    if knobs.path == "unfused":
+        comm = _transfer_ms(shape, cluster, shape.world - 1, library=True)
+        comm += LIBRARY_LATENCY_US[kind] * 1e-3
+        return Prediction(whole, comm, comm)
+    chunk = ceil_div(shape.m, shape.world)
+    assert knobs.comm_tile_rows is not None and knobs.tile is not None
+    tiles = ceil_div(chunk, knobs.comm_tile_rows)
+    transfers = (shape.world - 1) * tiles
+    comm = _transfer_ms(shape, cluster, 0, library=False) + transfers * SIGNAL_US[kind] * 1e-3
+    overhead = _cut_ms(shape, cluster, knobs, whole)
+    if kind == "cpu" and knobs.copy_streams:
+        overhead += ENGINE_US * 1e-3
+    if kind == "cpu" and shape.nodes == 1:
+        # Partials that the GEMM writes where their owner reads them are not copied.
+        stored = shape.op is not Op.ag_gemm and knobs.store == "direct" and knobs.path == "fused"
+        comm = comm * (0.5 if stored else 1.0) + cluster.link.latency_us * 1e-3
+        return Prediction(whole, comm, comm + overhead)
+    latency = cluster.link.latency_us if shape.nodes == 1 else cluster.network.latency_us
+    steps = shape.world if knobs.path == "medium" else transfers + 1
+    if knobs.path == "medium":  # the small GEMMs of a ring do not fill the device
+        overhead += shape.world * latency * 1e-3
+    # The first tile (AllGather: after the own rows) or the last (ReduceScatter) is not hidden, and
+    # of the rest, what is longer than the GEMM beside it.
+    exposed = max(0.0, comm - whole * (shape.world - 1) / shape.world) + comm / steps
+    return Prediction(whole, comm, exposed + latency * 1e-3 + overhead)
+
+
+def _cut_ms(shape: Shape, cluster: Cluster, knobs: Knobs, whole: float) -> float:
+    """What cutting the GEMM costs."""
+    assert knobs.tile is not None
+    if cluster.device.kind == "cpu":
+        slabs = ceil_div(shape.m, knobs.tile[0]) * ceil_div(shape.local[0], knobs.tile[1])
+        return whole * (slabs - 1) * SLAB_COST_ROWS / max(shape.m, 1)
+    if knobs.path != "medium":
+        return 0.0  # a fused kernel's tiles are those that it has anyway
+    rows = ceil_div(shape.m, shape.world)
+    return max(0.0, shape.world * gemm_ms(shape, cluster, rows) - whole)
+
+
+def choose(shape: Shape, cluster: Cluster, candidates: Sequence[Knobs] | None = None) -> Knobs:
+    """The candidate of least predicted time, the first of equals.
+
+    By default: the heuristic's knobs (flux/heuristic.py), one chunk per rank, and not fusing.
+    """
+    if candidates is None:
+        candidates = (Knobs(), Knobs(path="medium"), Knobs(path="unfused"))
+    return min(candidates, key=lambda knobs: predict(shape, cluster, knobs).total)

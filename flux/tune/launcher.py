@@ -1,0 +1,153 @@
+"""Where the ranks that run candidates come from: processes of this one, or of each of torchrun's.
+
+Candidates never run in the process that supervises them. Under torchrun each of its ranks is a
+supervisor with one worker, and the supervisors' own group, which no candidate touches, keeps them
+together when workers die.
+
+    torchrun rank 0  supervisor ---- gloo ---- supervisor  torchrun rank 1
+                         |                         |
+                      worker 0 ---- gloo, shm ---- worker 1       replaced as often as needed
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from flux.bench.spawn import Entry, Part, RankFailedError, run_ranks
+from flux.transport.shm import host_identity
+
+T = TypeVar("T")
+OnEvent = Callable[[dict[str, Any]], None]
+
+MEETING_S = 24 * 3600.0
+"""How long supervisors wait for one another: as long as the slowest of them compiles."""
+
+
+class Launcher(Protocol):
+    """Starts workers, and keeps supervisors of one mind.
+
+    Attributes:
+        world: ranks.
+        hosts: the host of each.
+        leads: this is the supervisor that decides, writes and speaks.
+        compiles: this is the supervisor that compiles for its host.
+    """
+
+    world: int
+    hosts: list[str]
+    leads: bool
+    compiles: bool
+
+    def share(self, value: T) -> T:
+        """The leader's value. Collective among supervisors."""
+        ...
+
+    def gather(self, value: T) -> list[T]:
+        """Every supervisor's value. Collective among supervisors."""
+        ...
+
+    def run(
+        self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
+    ) -> str:
+        """Run workers; why they failed, or nothing. Collective; ``on`` hears rank 0's events."""
+        ...
+
+
+class Spawned:
+    """All workers are processes of this one."""
+
+    leads = True
+    compiles = True
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.hosts = ["here"] * world
+
+    def share(self, value: T) -> T:
+        return value
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def run(
+        self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
+    ) -> str:
+        return _run(entry, job, self.world, threads, timeout_s, stall_s, on, None)
+
+
+class Joined:
+    """One worker for each of torchrun's ranks; joins their group. ``close`` leaves it."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_S))
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.hosts = self.gather(host_identity())
+        here = [rank for rank in range(self.world) if self.hosts[rank] == self.hosts[self.rank]]
+        self._slot = (here.index(self.rank), len(here))
+        self.leads = self.rank == 0
+        self.compiles = self.rank == here[0]
+        self._store: dist.TCPStore | None = None
+
+    def gather(self, value: T) -> list[T]:
+        values: list[T] = [value] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def share(self, value: T) -> T:
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def run(
+        self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
+    ) -> str:
+        if self.leads:  # a store for each run: keys of dead workers must not meet new ones
+            self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port = self.share(0 if self._store is None else self._store.port)
+        address = os.environ.get("MASTER_ADDR", socket.gethostname())
+        part = Part((self.rank,), (address, port), self._slot)
+        failures = self.gather(_run(entry, job, self.world, threads, timeout_s, stall_s, on, part))
+        self._store = None
+        # A worker that died without a word is the cause of what the others report.
+        told = sorted((text for text in failures if text), key=lambda text: "killed" not in text)
+        return told[0] if told else ""
+
+    def close(self) -> None:
+        """Leave the group of supervisors."""
+        dist.destroy_process_group()
+
+
+def _run(
+    entry: Entry,
+    job: Any,
+    world: int,
+    threads: int,
+    timeout_s: float,
+    stall_s: float,
+    on: OnEvent,
+    part: Part | None,
+) -> str:
+    def hear(what: Any, done: int, total: int) -> None:
+        if what is not None:
+            on(what)
+
+    try:
+        run_ranks(
+            entry,
+            job,
+            world,
+            threads=threads,
+            timeout_s=timeout_s,
+            progress=hear,
+            part=part,
+            stall_s=stall_s,
+        )
+    except RankFailedError as error:
+        return str(error).splitlines()[0]
+    return ""

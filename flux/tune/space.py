@@ -1,0 +1,310 @@
+"""What there is to choose from: `tuning/spaces/*.toml`, pruned by what is legal and by the model.
+
+declared        every combination of the space's values
+- illegal       no schedule, or no kernel, can do it           (the reason is the refusal's)
+- the same      makes the very schedule that another one makes
+- too slow      the cost model expects prune_above times the least or more
+= candidates    with `unfused`, `medium` and the default, which are never pruned
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from flux.cluster import Cluster
+from flux.datafile import Table, find
+from flux.heuristic import ceil_div
+from flux.kernels import choice as kernel_model
+from flux.kernels.config import GemmConfig
+from flux.kernels.legality import GemmProblem, why_not
+from flux.knobs import Knobs, Op
+from flux.schedule import make_schedule
+from flux.topology import Topology
+from flux.tune.cost import Shape, predict
+
+ALWAYS = ("unfused", "medium", "default")
+"""Candidates that are measured whatever the model says: never slower than not fusing."""
+
+_SIZES = ("tile_rows", "tile_columns", "comm_tile_rows")
+_CHOICES = ("direction", "order", "swizzle", "store", "reduce", "copy_streams", "raster")
+_SIZE = re.compile(r"(m|chunk|n)(?:([*/])(\d+))?")
+_KERNEL_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}
+
+
+@dataclass(frozen=True)
+class Space:
+    """A space file.
+
+    Attributes:
+        backend: ``cpu`` | ``cuda``.
+        prune_above: how much slower than the least a prediction may be.
+        ops: values of each knob, by op; ``between_hosts`` where there are several hosts.
+        kernels: values of each field of GemmConfig; empty on the CPU.
+    """
+
+    file: Path
+    backend: str
+    prune_above: float
+    ops: dict[str, dict[str, list[Any]]]
+    between_hosts: dict[str, dict[str, list[Any]]]
+    kernels: dict[str, list[Any]]
+    arch: str = ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the op.
+
+    Attributes:
+        name: short, unique among the candidates of a shape, the same in every process.
+        knobs: all fields set; open for the default, and for those of the library path.
+        kernel: on a GPU.
+        predicted_ms: by the model.
+    """
+
+    name: str
+    knobs: Knobs
+    kernel: GemmConfig | None = None
+    predicted_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A combination that is not measured, and why."""
+
+    name: str
+    reason: str
+
+
+def space_for(cluster: Cluster) -> str:
+    """The name of the space that flux comes with for such devices."""
+    if cluster.device.kind == "cpu":
+        return "cpu"
+    return "sm90a" if cluster.device.arch == "sm_90" else "sm80"
+
+
+def load_space(name: str | Path) -> Space:
+    """Read a space: a path, or the name of one in `tuning/spaces`.
+
+    Raises:
+        ValueError: no such file, or something in it is wrong; the message names file and key.
+    """
+    file = find("spaces", name)
+    top = Table.load(file)
+    backend = top.text("backend", choices=("cpu", "cuda"))
+    space = Space(
+        file=file,
+        backend=backend,
+        prune_above=top.number("prune_above", least=1.0),
+        ops=_ops(top),
+        between_hosts=_ops(top.table("hosts")) if "hosts" in top else {},
+        kernels=_kernel_values(top.table("kernel")) if backend == "cuda" else {},
+        arch=top.text("arch", choices=("80", "90a")) if backend == "cuda" else "",
+    )
+    top.done()
+    return space
+
+
+def _ops(table: Table) -> dict[str, dict[str, list[Any]]]:
+    found = {}
+    for op in Op.__members__:
+        if op not in table:
+            continue
+        values, part = {}, table.table(op)
+        for name in part.keys:
+            if name not in (*_SIZES, *_CHOICES):
+                continue
+            values[name] = part.values(name)
+            for value in values[name]:
+                _check_value(part, name, value)
+        part.done()
+        found[op] = values
+    if table.keys and not found:
+        table.fail(table.keys[0], f"expected one of {', '.join(Op.__members__)}")
+    return found
+
+
+def _check_value(table: Table, name: str, value: Any) -> None:
+    if name in _SIZES:
+        good = type(value) is int and value >= 1
+        if not good and not (isinstance(value, str) and _SIZE.fullmatch(value)):
+            table.fail(name, f"expected m, chunk or n (with *2 or /2) or a number, got {value!r}")
+        return
+    try:
+        Knobs(**{name: value})
+    except ValueError as error:
+        table.fail(name, str(error))
+
+
+def _kernel_values(table: Table) -> dict[str, list[Any]]:
+    known = {field.name for field in fields(GemmConfig)} - {"op", "arch", "dtype", "weight"}
+    found = {}
+    for name in table.keys:
+        if name not in known:
+            table.fail(name, f"not a field of a kernel: {', '.join(sorted(known))}")
+        values = table.values(name)
+        found[name] = [tuple(v) if isinstance(v, list) else v for v in values]
+    for name in ("tile", "schedule"):
+        if name not in found:
+            table.fail(name, "missing")
+    return found
+
+
+def extent(value: int | str, shape: Shape) -> int:
+    """Rows or columns that a size of a space file means.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, int):
+        return value
+    found = _SIZE.fullmatch(value)
+    if found is None:
+        raise ValueError(f"not a size: {value!r}")
+    base = {"m": shape.m, "chunk": ceil_div(shape.m, shape.world), "n": shape.local[0]}[found[1]]
+    by = int(found[3] or 1)
+    return max(1, base * by if found[2] == "*" else ceil_div(base, max(by, 1)))
+
+
+def combinations(space: Space, shape: Shape) -> Iterator[Knobs]:
+    """Every combination that is declared, legal or not, in the order of the file."""
+    by_op = space.between_hosts if shape.nodes > 1 and space.between_hosts else space.ops
+    values = by_op.get(shape.op.name, {})
+    for chosen in product(*values.values()):
+        named = dict(zip(values, chosen, strict=True))
+        rows, columns = named.pop("tile_rows", None), named.pop("tile_columns", "n")
+        if rows is not None:
+            named["tile"] = (extent(rows, shape), extent(columns, shape))
+        if "comm_tile_rows" in named:
+            named["comm_tile_rows"] = extent(named["comm_tile_rows"], shape)
+        yield Knobs(**named)
+
+
+def kernels(space: Space, shape: Shape) -> tuple[list[GemmConfig], list[Pruned]]:
+    """The kernels of a space that can do the shape, and those that cannot."""
+    if space.backend == "cpu":
+        return [], []
+    op = "ag_gemm" if shape.op is Op.ag_gemm else "gemm_rs"
+    dtype = _KERNEL_DTYPES.get(shape.dtype)
+    if dtype is None:
+        raise ValueError(f"there are no kernels for {shape.dtype}")
+    n, k = shape.local
+    problem = GemmProblem(shape.m, n, k, shape.world)
+    kept, pruned = [], []
+    for chosen in product(*space.kernels.values()):
+        named = dict(zip(space.kernels, chosen, strict=True))
+        try:
+            config = GemmConfig(op=op, arch=space.arch, dtype=dtype, **named)
+            reason = why_not(config, problem)
+            name = config.name
+        except ValueError as error:
+            name, reason = str(named), str(error)
+        if reason is None:
+            kept.append(config)
+        else:
+            pruned.append(Pruned(name, f"illegal: {reason}"))
+    return kept, pruned
+
+
+def _name(knobs: Knobs, kernel: GemmConfig | None = None) -> str:
+    text = str(replace(knobs, raster=None, swizzle=None, reduce=None)).removeprefix("path=fused ")
+    return text if kernel is None else f"{kernel.name} {text}"
+
+
+def _schedule_identity(shape: Shape, topology: Topology, knobs: Knobs) -> object:
+    """What a schedule does; raises ValueError where there is none."""
+    sizes = (shape.m, shape.n, shape.k)
+    of_ranks = []
+    for rank in sorted({0, shape.world - 1}):
+        schedule = make_schedule(
+            shape.op.name, sizes, shape.world, rank, topology, knobs, itemsize=shape.itemsize
+        )
+        of_ranks.append((schedule.visits, schedule.transfers, schedule.results))
+    final = schedule.knobs
+    how = (final.direction, final.store, final.copy_streams, final.reduce)
+    return (tuple(of_ranks), how if shape.op is not Op.ag_gemm else (how[0], how[2]))
+
+
+def candidates(
+    space: Space, shape: Shape, topology: Topology, cluster: Cluster
+) -> tuple[list[Candidate], list[Pruned]]:
+    """What is worth measuring, quickest by the model first behind those that always are; and what
+    is not, with reasons. Pure: the same on all ranks and in every run."""
+    fixed = {
+        "unfused": Knobs(path="unfused"),
+        "medium": shape.resolved(Knobs(path="medium")),
+        "default": shape.resolved(Knobs()),
+    }
+    configs, pruned = kernels(space, shape)
+    best_kernel, speeds = _kernel_speeds(configs, shape, cluster)
+    kept = []
+    seen: dict[object, str] = {}
+    for name, knobs in fixed.items():
+        kernel = best_kernel if name != "unfused" else None
+        kept.append(Candidate(name, knobs, kernel, predict(shape, cluster, knobs).total))
+    if shape.world > 1:
+        seen[(_schedule_identity(shape, topology, fixed["default"]), best_kernel)] = "default"
+    found: list[Candidate] = []
+    for knobs in combinations(space, shape):
+        for kernel in configs or [None]:  # type: ignore[list-item]
+            candidate, reason = _examine(knobs, kernel, shape, topology, cluster, speeds, seen)
+            if reason is None:
+                found.append(candidate)
+            else:
+                pruned.append(Pruned(candidate.name, reason))
+    limit = space.prune_above * min(one.predicted_ms for one in (*kept, *found))
+    for candidate in found:
+        if candidate.predicted_ms <= limit:
+            kept.append(candidate)
+        else:
+            predicted = f"predicted {candidate.predicted_ms:.3g} ms"
+            pruned.append(Pruned(candidate.name, f"too slow: {predicted}, limit {limit:.3g} ms"))
+    fast = sorted(kept[len(fixed) :], key=lambda one: one.predicted_ms)
+    return [*kept[: len(fixed)], *fast], pruned
+
+
+def _examine(
+    knobs: Knobs,
+    kernel: GemmConfig | None,
+    shape: Shape,
+    topology: Topology,
+    cluster: Cluster,
+    speeds: dict[str, float],
+    seen: dict[object, str],
+) -> tuple[Candidate, str | None]:
+    """A candidate, and why it is none."""
+    full = shape.resolved(knobs)
+    name = _name(full, kernel)
+    candidate = Candidate(name, full, kernel)
+    try:
+        identity = (_schedule_identity(shape, topology, full), kernel)
+    except ValueError as error:
+        return candidate, f"illegal: {error}"
+    if shape.nodes > 1 and full.direction == "pull":
+        return candidate, "illegal: direction = pull needs memory that peers can read"
+    if identity in seen:
+        return candidate, f"the same schedule as {seen[identity]}"
+    seen[identity] = name
+    predicted = predict(shape, cluster, full)
+    slower = speeds.get(kernel.name, 1.0) if kernel is not None else 1.0
+    total = predicted.gemm_ms * slower + predicted.exposed_ms
+    return replace(candidate, predicted_ms=total), None
+
+
+def _kernel_speeds(
+    configs: Sequence[GemmConfig], shape: Shape, cluster: Cluster
+) -> tuple[GemmConfig | None, dict[str, float]]:
+    """The kernel of least modelled time, and the time of each relative to it."""
+    if not configs:
+        return None, {}
+    n, k = shape.local
+    problem = GemmProblem(shape.m, n, k, shape.world)
+    units = cluster.device.units
+    costs = {c.name: kernel_model.cost(c, problem, units) for c in configs}
+    best = min(configs, key=lambda c: (costs[c.name], c.name))
+    return best, {name: value / costs[best.name] for name, value in costs.items()}

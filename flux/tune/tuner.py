@@ -1,0 +1,412 @@
+"""The supervisor of a tuning run: shape after shape, worker ranks come, measure, and may die.
+
+    for each shape    candidates -> workers search -> winner -> cache
+    workers died      whose turn it was says the blackboard: that candidate is out, and new workers
+                      go on with what the journal has
+    this died         the journal has every round; the next run with the same arguments goes on
+
+Winners are stored as they are found, so whatever ends a run, what it had finished is kept.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from flux.bench.problem import BenchConfig, Problem
+from flux.cluster import Cluster, world_shape
+from flux.kernels.config import GemmConfig
+from flux.kernels.registry import cache_root
+from flux.knobs import Knobs, Op
+from flux.ops.spec import OpSpec
+from flux.topology import Topology
+from flux.tune.cache import Cache
+from flux.tune.choice import group_parts, key_of
+from flux.tune.cost import Shape, gemm_ms
+from flux.tune.halving import Halving, median_ms, rounds_for
+from flux.tune.journal import Journal
+from flux.tune.launcher import Launcher
+from flux.tune.space import ALWAYS, Candidate, Pruned, Space, candidates
+from flux.tune.winners import Winner
+from flux.tune.worker import NOBODY, Blackboard, Job, Maker, tune_rank
+
+CANDIDATE_TIMEOUT_S = 20.0
+_FEWEST_STALL_S = 30.0
+_MEMORY_BYTES = 2 << 30
+"""Of symmetric memory, for the candidates of a batch on all ranks of a host."""
+_STARTS_IN_VAIN = 2
+"""Workers that fail without a candidate at work this often end the search for a shape."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to search.
+
+    Attributes:
+        threads: GEMM threads of each rank.
+        budget_s: for all shapes together; None: as long as it takes.
+        candidate_timeout_s: how long a call of a candidate may take.
+        seed: of the random inputs.
+        transport: of the op; chosen by it if None.
+        rounds: of each candidate by the end of each rung; by the length of calls if empty.
+        exhaustive: all rounds for all candidates: what halving is compared with.
+        make: how candidates are built; importable. For tests, which build bad ones.
+    """
+
+    threads: int = 1
+    budget_s: float | None = None
+    candidate_timeout_s: float = CANDIDATE_TIMEOUT_S
+    seed: int = 0
+    transport: str | None = None
+    rounds: tuple[int, ...] = ()
+    exhaustive: bool = False
+    make: Maker | None = None
+
+
+@dataclass
+class Search:
+    """The search for one shape: what it chooses from and what is known."""
+
+    problem: Problem
+    shape: Shape
+    candidates: tuple[Candidate, ...]
+    pruned: list[Pruned]
+    halving: Halving
+    samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
+    checked: set[str] = field(default_factory=set)
+    winner: Winner | None = None
+    settled: bool = False
+    problem_text: str = ""
+
+    @property
+    def label(self) -> str:
+        p = self.problem
+        return f"{p.op} {p.m}x{p.n}x{p.k} {p.dtype}"
+
+    @property
+    def rounds_done(self) -> int:
+        return sum(len(taken) for taken in self.samples.values())
+
+    @property
+    def done(self) -> bool:
+        """Whether the rules ask for nothing more."""
+        return self.halving.next_step(self.samples, self.excluded) is None
+
+    def best(self) -> str | None:
+        """The name of the best candidate so far."""
+        return self.halving.best(self.samples, self.excluded)
+
+    def ms(self, name: str) -> float | None:
+        """Median time of a candidate."""
+        taken = self.samples.get(name)
+        return median_ms(taken) if taken and name not in self.excluded else None
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Learn from an event, of a worker or of the journal."""
+        kind = event["event"]
+        if kind == "round":
+            for name, (own, anchor) in event["times"].items():
+                self.samples.setdefault(name, []).append((float(own), float(anchor)))
+        elif kind == "excluded":
+            self.excluded[event["name"]] = event["reason"]
+        elif kind == "checked":
+            self.checked.add(event["name"])
+        elif kind == "winner":
+            self.winner, self.settled = Winner.from_dict(event["winner"]), True
+
+
+class Observer:
+    """Told of what happens; the command draws it."""
+
+    def started(self, search: Search, number: int, total: int) -> None:
+        """The search for a shape begins, or goes on."""
+
+    def event(self, search: Search, event: dict[str, Any]) -> None:
+        """A candidate is being checked, was excluded, or a round has ended."""
+
+    def ended(self, search: Search) -> None:
+        """A shape has its winner, or the time was over."""
+
+
+def make_search(
+    problem: Problem, space: Space, cluster: Cluster, hosts: Sequence[str], options: Options
+) -> Search:
+    """The candidates of a problem. Pure, but for the files it reads."""
+    topology = Topology.of_hosts(list(hosts))
+    shape = Shape(
+        Op[problem.op],
+        problem.m,
+        problem.n,
+        problem.k,
+        problem.dtype,
+        problem.torch_dtype.itemsize,
+        problem.world,
+        topology.nodes,
+    )
+    kept, pruned = candidates(space, shape, topology, cluster)
+    names = tuple(candidate.name for candidate in kept)
+    least_ms = min(candidate.predicted_ms for candidate in kept)
+    halving = Halving(names, ALWAYS, options.rounds or rounds_for(least_ms))
+    if options.exhaustive:
+        halving = replace(halving, rounds=halving.rounds[-1:])
+    return Search(problem, shape, tuple(kept), pruned, halving)
+
+
+class Tuner:
+    """Tunes shapes on the ranks of a launcher. Every supervisor has one; one of them leads.
+    Construction is collective among them.
+
+    Args:
+        searches: what to tune.
+        launcher: where workers come from.
+        cluster: what ranks compute with and are connected by, as detected.
+        cache: where winners go.
+        journal: of the leader; None on the others.
+    """
+
+    def __init__(
+        self,
+        searches: Sequence[Search],
+        launcher: Launcher,
+        cluster: Cluster,
+        cache: Cache,
+        journal: Journal | None,
+        options: Options,
+        observer: Observer | None = None,
+    ) -> None:
+        self._searches = searches
+        self._launcher = launcher
+        self._cluster = cluster
+        self._cache = cache
+        self._journal = journal
+        self._options = options
+        self._observer = observer or Observer()
+        # As ops see it: of all ranks, whose hosts may not be alike.
+        self._world_shape = world_shape(launcher.hosts)
+        self._parts = group_parts(launcher.gather(cluster.parts(self._world_shape)))
+        self._deadline = None if options.budget_s is None else time.monotonic() + options.budget_s
+        for event in list(journal.events) if journal else []:
+            for search in searches:
+                if event.get("shape") == search.label:
+                    search.take(event)
+
+    def run(self) -> None:
+        """Search for every shape that has no winner yet. Collective among supervisors."""
+        with tempfile.TemporaryDirectory(prefix="flux-tune-") as folder:
+            for number, search in enumerate(self._searches):
+                left = len(self._searches) - number
+                self._observer.started(search, number, len(self._searches))
+                if self._launcher.share(not search.settled):
+                    self._search(search, Path(folder) / "blackboard", self._share_of_time(left))
+                self._observer.ended(search)
+        if self._journal is not None and all(s.settled or s.problem_text for s in self._searches):
+            self._journal.finish()
+
+    def _share_of_time(self, shapes: int) -> float:
+        """Seconds for the next shape, of what is left for so many."""
+        if self._deadline is None:
+            return 1e9
+        return max(0.0, self._deadline - time.monotonic()) / shapes
+
+    # -- one shape ---------------------------------------------------------------------------------
+
+    def _search(self, search: Search, blackboard: Path, seconds: float) -> None:
+        leads, in_vain = self._launcher.leads, 0
+        until = time.monotonic() + seconds
+        self._compile(search)
+        while True:
+            job: Job | None = None
+            if leads and not search.done and time.monotonic() < until and not search.problem_text:
+                Blackboard.create(blackboard)
+                job = self._job(search, blackboard, until - time.monotonic())
+            job = self._launcher.share(job)
+            if job is None:
+                break
+            if not leads:  # a file of its own: another host's cannot be seen
+                Blackboard.create(blackboard)
+                job = replace(job, blackboard=str(blackboard))
+            failure = self._run(search, job)
+            if not leads or not failure:
+                continue
+            if "SIGTERM" in failure:  # whoever ends jobs means all of it, not the candidate
+                raise KeyboardInterrupt(failure)
+            number = Blackboard.read(blackboard)
+            if number == NOBODY:
+                in_vain += 1
+                if in_vain >= _STARTS_IN_VAIN:
+                    search.problem_text = failure
+                continue
+            self._note(
+                search,
+                {
+                    "event": "excluded",
+                    "name": search.candidates[number].name,
+                    "reason": f"its ranks failed: {failure}",
+                },
+            )
+        if leads and search.done and not search.problem_text:
+            self._crown(search)
+        elif leads and self._deadline is not None and time.monotonic() >= until:
+            self._crown_so_far(search)
+
+    def _compile(self, search: Search) -> None:
+        """Build the kernels of all candidates, in parallel, on one rank of each host."""
+        configs = [one.kernel for one in search.candidates if one.kernel is not None]
+        if not configs:
+            return
+        failed = build_kernels(configs, cache_root()) if self._launcher.compiles else {}
+        everybody = self._launcher.gather(failed)
+        if not self._launcher.leads:
+            return
+        errors = {name: text for of_host in everybody for name, text in of_host.items()}
+        for candidate in search.candidates:
+            kernel = candidate.kernel
+            if kernel and kernel.name in errors and candidate.name not in search.excluded:
+                reason = f"does not compile: {errors[kernel.name]}"
+                self._note(search, {"event": "excluded", "name": candidate.name, "reason": reason})
+
+    def _run(self, search: Search, job: Job) -> str:
+        timeout = self._options.candidate_timeout_s
+        # The float64 reference takes some ten times as long as the GEMM, in float32 and at peak.
+        reference_s = gemm_ms(search.shape, self._cluster) * 40e-3
+        return self._launcher.run(
+            tune_rank,
+            job,
+            self._options.threads,
+            timeout + reference_s,
+            max(_FEWEST_STALL_S, 2 * timeout) + 2 * reference_s,
+            lambda event: self._note(search, event),
+        )
+
+    def _job(self, search: Search, blackboard: Path, seconds: float) -> Job:
+        options, shape = self._options, search.shape
+        per_rank = shape.m * shape.row_bytes * (2 if shape.op is Op.gemm_ar else 1)
+        config = BenchConfig(
+            problem=search.problem,
+            threads=options.threads,
+            transport=options.transport,
+            timeout_s=options.candidate_timeout_s,
+            seed=options.seed,
+            common_clock=len(set(self._launcher.hosts)) == 1,
+        )
+        return Job(
+            config=config,
+            candidates=search.candidates,
+            halving=search.halving,
+            blackboard=str(blackboard),
+            seconds=seconds,
+            batch=max(2, min(64, _MEMORY_BYTES // (shape.world * per_rank + 1))),
+            samples=search.samples,
+            excluded=tuple(search.excluded),
+            checked=tuple(search.checked),
+            make=options.make,
+        )
+
+    def _note(self, search: Search, event: dict[str, Any]) -> None:
+        """Write down, then learn: what is decided upon is on disk."""
+        if event["event"] != "checking" and self._journal is not None:
+            rest = {name: value for name, value in event.items() if name != "event"}
+            self._journal.add(event["event"], shape=search.label, **rest)
+        search.take(event)
+        self._observer.event(search, event)
+
+    # -- the winner --------------------------------------------------------------------------------
+
+    def _crown_so_far(self, search: Search) -> None:
+        """The time is over: the best so far will do, if there has been a round at all. The journal
+        keeps what was measured, should the run be taken up again with more time."""
+        best = search.best()
+        if best is not None:
+            search.winner = self._store(search, best)
+
+    def _crown(self, search: Search) -> None:
+        best = search.best()
+        if best is None:
+            reasons = "; ".join(f"{name}: {why}" for name, why in search.excluded.items())
+            search.problem_text = f"no candidate is left: {reasons}"
+            return
+        winner = self._store(search, best)
+        self._note(search, {"event": "winner", "winner": winner.as_dict()})
+
+    def _store(self, search: Search, best: str) -> Winner:
+        candidate = next(one for one in search.candidates if one.name == best)
+        ms = search.ms(best)
+        assert ms is not None
+        # With its own fields set and nothing else: what an op resolves by itself may change.
+        knobs = Knobs(path="unfused") if candidate.knobs.path == "unfused" else candidate.knobs
+        winner = Winner(
+            m=search.problem.m,
+            knobs=knobs,
+            ms=ms,
+            unfused_ms=search.ms("unfused"),
+            medium_ms=search.ms("medium"),
+            rounds=len(search.samples[best]),
+            tuned_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            kernel=candidate.kernel,
+        )
+        kind = self._cluster.device.kind
+        key = key_of(spec_of(search.problem), self._world_shape, self._parts, kind)
+        self._cache.store(key, winner, self._parts)
+        return winner
+
+
+def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
+    """Build what is not built yet, as many at once as cores and memory allow; by kernel, why some
+    could not be."""
+    from flux.kernels import build, driver
+
+    wanted = list(dict.fromkeys(configs))
+    try:
+        tools = build.find_tools()
+        root.mkdir(parents=True, exist_ok=True)
+    except (build.MissingToolError, OSError, ValueError) as error:
+        return {config.name: str(error) for config in wanted}
+    observer, units = driver.Observer(), driver.plan(wanted, root, tools).units
+    outcomes = driver.build_all(units, root, tools, driver.job_limit(len(units)), observer)
+    # A library has several kernels, of which one that does not compile takes the others along.
+    mixed = [o.unit for o in outcomes if o.error and len(o.unit.configs) > 1]
+    alone = [build.make_unit([config], tools) for unit in mixed for config in unit.configs]
+    outcomes = [outcome for outcome in outcomes if outcome.unit not in mixed]
+    if alone:
+        outcomes += driver.build_all(alone, root, tools, driver.job_limit(len(alone)), observer)
+    return {
+        outcome.unit.configs[0].name: outcome.error.splitlines()[0]
+        for outcome in outcomes
+        if outcome.error
+    }
+
+
+def spec_of(problem: Problem) -> OpSpec:
+    """The op of a problem, as the cache knows it."""
+    return OpSpec(
+        Op[problem.op], problem.m, (problem.n,), problem.k, problem.torch_dtype, False, "sum"
+    )
+
+
+def describe(
+    searches: Sequence[Search], cluster: Cluster, hosts: Sequence[str], options: Options
+) -> dict[str, Any]:
+    """What a run is of: its journal serves exactly the runs that have the same."""
+    shape = world_shape(list(hosts))
+    return {
+        "machine": cluster.parts(shape),
+        "versions": key_of(
+            spec_of(searches[0].problem), shape, cluster.parts(shape), cluster.device.kind
+        ).as_dict(),
+        "threads": options.threads,
+        "transport": options.transport,
+        "seed": options.seed,
+        "shapes": {
+            search.label: {
+                "candidates": [candidate.name for candidate in search.candidates],
+                "rounds": list(search.halving.rounds),
+            }
+            for search in searches
+        },
+    }

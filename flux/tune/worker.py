@@ -1,0 +1,294 @@
+"""A rank's part of the search for one shape: check candidates, time them in rounds, leave one out.
+
+    rank 0 decides what comes next, and everybody does it
+    check   each candidate of a batch that got beyond the first rung: run it on memory full of NaN
+            and compare with float64                              -> wrong: out
+    rounds  all of the batch and the unfused path, interleaved    -> each reported as it ends
+    check   the last result of each, which had other inputs than the round before  -> wrong: out
+
+Ranks are processes of their own, which a candidate may take down with it: what was found out by
+then is with the supervisor (tuner.py), and so is who was at it, by way of the *blackboard*: a file
+in memory where rank 0 writes the number of each candidate as it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flux.bench.methods import Fused, Method, poisoned_methods
+from flux.bench.place import CpuRanks
+from flux.bench.problem import BenchConfig
+from flux.bench.reference import Verdict, judge, make_inputs, make_reference
+from flux.bench.rounds import Rounds
+from flux.bench.timing import quiet_collector
+from flux.tune.halving import Halving
+from flux.tune.space import Candidate
+
+ANCHOR = "unfused"
+NOBODY = -1
+
+Maker = Callable[[BenchConfig, Candidate, int], Method]
+Report = Callable[[Any, int, int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ranks are started with; pickled.
+
+    Attributes:
+        config: the problem; its timeout is the candidates'.
+        candidates: all of them, excluded ones too.
+        halving: the rules.
+        samples, excluded, checked: what is known already.
+        seconds: until rank 0 calls it a day.
+        blackboard: path of a file of 4 bytes.
+        batch: candidates whose memory there is room for at once.
+        make: how a candidate is built; importable.
+    """
+
+    config: BenchConfig
+    candidates: tuple[Candidate, ...]
+    halving: Halving
+    blackboard: str
+    seconds: float
+    batch: int = 64
+    samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+    make: Maker | None = None
+
+
+class Blackboard:
+    """The number of the candidate that runs, for whoever is left to read it."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 4)
+
+    def write(self, number: int) -> None:
+        """Takes effect for other processes at once, and costs no system call."""
+        struct.pack_into("=i", self._memory, 0, number)
+
+    def close(self) -> None:
+        self._memory.close()
+
+    @staticmethod
+    def create(path: Path) -> None:
+        """Make one that says nobody."""
+        path.write_bytes(struct.pack("=i", NOBODY))
+
+    @staticmethod
+    def read(path: Path) -> int:
+        """What it says; nobody, if it was never written."""
+        data = path.read_bytes()
+        return int(struct.unpack("=i", data)[0]) if len(data) == 4 else NOBODY
+
+
+def make_method(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
+    """The op with a candidate's knobs. Collective."""
+    return Fused(candidate.name, config, candidate.knobs)
+
+
+def tune_rank(job: Job, rank: int, report: Report) -> None:
+    """What every rank runs. Collective."""
+    with contextlib.closing(Blackboard(job.blackboard)) as blackboard:
+        _Worker(job, rank, report, blackboard).run()
+
+
+class _Worker:
+    def __init__(self, job: Job, rank: int, report: Report, blackboard: Blackboard) -> None:
+        self._job = job
+        self._rank = rank
+        self._send = report
+        self._blackboard = blackboard
+        self._deadline = time.monotonic() + job.seconds
+        self._config = job.config
+        self._problem = job.config.problem
+        self._make = job.make or make_method
+        self._numbers = {one.name: number for number, one in enumerate(job.candidates)}
+        self._samples = {name: list(taken) for name, taken in job.samples.items()}
+        self._excluded = set(job.excluded)
+        self._checked = set(job.checked)
+        self._alive()
+        self._inputs = make_inputs(self._problem, rank, self._config.seed)
+        self._reference = make_reference(self._problem, rank, self._inputs)
+        self._place = CpuRanks(self._config, rank)
+
+    def run(self) -> None:
+        """Until the rules are satisfied or the time is over."""
+        while True:
+            batch = self._shared(self._next() if self._rank == 0 else None)
+            if batch is None:
+                return
+            names, rounds, first_look = batch
+            for name in names:
+                # Most candidates go no further than the first rung, whose last results are checked
+                # anyway. Those that do are run on poisoned memory before.
+                if not first_look and name not in self._checked:
+                    self._check(name)
+            self._measure([name for name in names if name not in self._excluded], rounds)
+
+    def _next(self) -> tuple[tuple[str, ...], int, bool] | None:
+        """What all ranks do next: candidates, rounds, and whether this is the first of several
+        rungs. Rank 0's decision."""
+        step = self._job.halving.next_step(self._samples, self._excluded)
+        if step is None or time.monotonic() > self._deadline:
+            return None
+        first_look = step.rung == 0 and len(self._job.halving.rounds) > 1
+        return step.names[: self._job.batch], step.rounds, first_look
+
+    def _shared(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    # -- telling -----------------------------------------------------------------------------------
+
+    def _alive(self) -> None:
+        """Keep the supervisor from taking this rank for stuck."""
+        if self._rank:
+            self._send(None, 0, 0)
+
+    def _event(self, **content: Any) -> None:
+        if self._rank == 0:
+            self._send(content, 0, 0)
+        else:
+            self._alive()
+
+    def _running(self, name: str) -> None:
+        if self._rank == 0:
+            self._blackboard.write(self._numbers[name])
+
+    def _idle(self) -> None:
+        if self._rank == 0:
+            self._blackboard.write(NOBODY)
+
+    def _exclude(self, name: str, reason: str) -> None:
+        self._excluded.add(name)
+        self._event(event="excluded", name=name, reason=reason)
+
+    # -- checking ----------------------------------------------------------------------------------
+
+    def _candidate(self, name: str) -> Candidate:
+        return self._job.candidates[self._numbers[name]]
+
+    def _check(self, name: str) -> None:
+        """Run a candidate once on memory full of NaN; exclude it if it is refused or wrong."""
+        self._event(event="checking", name=name)
+        self._running(name)
+        candidate = self._candidate(name)
+        verdict = Verdict(True, 0.0)
+        try:
+            with poisoned_methods(self._factory(candidate), self._config, self._rank) as methods:
+                result = methods[0](self._inputs)
+                verdict = judge(self._problem, self._rank, result, self._reference)
+        except (ValueError, TypeError) as error:  # refused, on all ranks alike
+            verdict = Verdict(False, 0.0, f"refused: {error}")
+        if self._agreed(name, verdict):
+            self._checked.add(name)
+            self._event(event="checked", name=name)
+        self._idle()
+
+    def _factory(self, candidate: Candidate) -> Callable[[BenchConfig, int], list[Method]]:
+        return lambda config, rank: [self._make(config, candidate, rank)]
+
+    def _agreed(self, name: str, verdict: Verdict) -> bool:
+        """Whether it was right on all ranks; else it is excluded on all of them."""
+        verdicts: list[Any] = [None] * self._problem.world
+        dist.all_gather_object(verdicts, verdict)
+        for rank, other in enumerate(verdicts):
+            if not other.ok:
+                how = "" if other.complaint.startswith("refused") else "wrong result: "
+                self._exclude(name, f"{how}{other.complaint} (rank {rank})")
+                return False
+        return True
+
+    # -- timing ------------------------------------------------------------------------------------
+
+    def _measure(self, names: list[str], rounds: int) -> None:
+        if not names:
+            return
+        anchors = [] if ANCHOR in names or ANCHOR in self._excluded else [ANCHOR]
+        methods: dict[str, Method] = {}
+        try:
+            for name in [*names, *anchors]:
+                self._running(name)
+                self._build(name, methods)
+            names = [name for name in names if name in methods]
+            if names:
+                self._rounds(names, methods, rounds)
+        finally:
+            for method in methods.values():
+                method.close()
+        self._idle()  # not when it failed: the blackboard then says at what
+
+    def _build(self, name: str, methods: dict[str, Method]) -> None:
+        """Build a candidate, unless it is refused: then, on all ranks alike, it is excluded."""
+        try:
+            methods[name] = self._make(self._config, self._candidate(name), self._rank)
+            verdict = Verdict(True, 0.0)
+        except (ValueError, TypeError) as error:
+            verdict = Verdict(False, 0.0, f"refused: {error}")
+        if not self._agreed(name, verdict) and name in methods:
+            methods.pop(name).close()
+
+    def _rounds(self, names: list[str], methods: dict[str, Method], rounds: int) -> None:
+        calls = {name: self._call(name, method) for name, method in methods.items()}
+        timing = Rounds(calls, self._place)
+        with torch.no_grad(), quiet_collector():
+            self._flip()
+            timing.run(0)  # not counted: pages are touched, threads start
+            index = 0
+            while any(len(self._samples.get(name, ())) < rounds for name in names):
+                index += 1
+                self._flip()
+                times, over = self._slowest(timing.run(index))
+                self._record(names, times, rounds)
+                if over:
+                    break
+        for name in names:
+            self._running(name)
+            self._agreed(name, judge(self._problem, self._rank, timing.last[name], self._reference))
+
+    def _call(self, name: str, method: Method) -> Callable[[], object]:
+        def call() -> object:
+            self._running(name)  # a store to memory: far below what a clock sees
+            return method(self._inputs)
+
+        return call
+
+    def _flip(self) -> None:
+        """Other inputs, and their results: one left over from the round before is a wrong one."""
+        self._inputs.x.neg_()
+        self._reference.expected.neg_()
+
+    def _slowest(self, samples: dict[str, Any]) -> tuple[dict[str, float], bool]:
+        """Each call's time on its slowest rank, and whether rank 0 says that time is over."""
+        over = self._rank == 0 and time.monotonic() > self._deadline
+        names = list(self._numbers)
+        mine = [samples[name].wall_ms if name in samples else 0.0 for name in names]
+        vector = torch.tensor([*mine, float(over)], dtype=torch.float64)
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+        found = vector.tolist()
+        return {n: t for n, t in zip(names, found, strict=False) if n in samples}, found[-1] > 0
+
+    def _record(self, names: list[str], times: dict[str, float], rounds: int) -> None:
+        anchor = times.get(ANCHOR)
+        taken = {}
+        for name in names:
+            kept = self._samples.setdefault(name, [])
+            if len(kept) < rounds:
+                # Without an anchor, because it is wrong here, times are compared as they are.
+                taken[name] = (times[name], 1.0 if anchor is None else anchor)
+                kept.append(taken[name])
+        self._event(event="round", times=taken)

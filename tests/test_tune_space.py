@@ -1,0 +1,259 @@
+"""Spaces and shapes: what the files mean, what is pruned and why, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flux.cli import app
+from flux.cluster import load_cluster
+from flux.datafile import data_root
+from flux.kernels.legality import GemmProblem, is_legal
+from flux.knobs import Op
+from flux.schedule import make_schedule
+from flux.topology import Topology
+from flux.tune.cli import parse_duration
+from flux.tune.cost import Shape
+from flux.tune.shapes import Layer, load_shapes
+from flux.tune.space import ALWAYS, candidates, combinations, extent, load_space, space_for
+
+SPACES = sorted(path.stem for path in (data_root() / "spaces").glob("*.toml"))
+MODELS = sorted(path.stem for path in (data_root() / "shapes").glob("*.toml"))
+
+
+def shape(op: str = "ag_gemm", m: int = 2048, world: int = 2, nodes: int = 1) -> Shape:
+    return Shape(Op[op], m, 4096, 1024, "float32", 4, world, nodes)
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_shipped_spaces_have_every_op(name: str) -> None:
+    assert set(load_space(name).ops) == set(Op.__members__)
+
+
+@pytest.mark.parametrize("op", list(Op.__members__))
+@pytest.mark.parametrize(("world", "nodes"), [(2, 1), (3, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize("m", [1, 7, 64, 2048])
+def test_candidates_can_run_and_are_all_different(op: str, world: int, nodes: int, m: int) -> None:
+    problem = shape(op, m, world, nodes)
+    topology = Topology(nodes, 1, world // nodes)
+    space, cluster = load_space("cpu"), load_cluster("cpu")
+    kept, pruned = candidates(space, problem, topology, cluster)
+    names = [one.name for one in kept]
+    assert len(set(names)) == len(names) and names[:3] == list(ALWAYS)
+    for one in kept:
+        if one.name == "unfused":
+            continue
+        assert nodes == 1 or one.knobs.direction == "push"
+        for rank in range(world):  # raises if illegal
+            make_schedule(op, (m, 4096, 1024), world, rank, topology, one.knobs)
+    assert len(kept) + len(pruned) == 3 + len(list(combinations(space, problem)))
+    assert all(one.reason for one in pruned)
+    again, _ = candidates(space, problem, topology, cluster)
+    assert again == kept
+
+
+def test_pruned_combinations_have_the_reason_that_they_are_refused_for() -> None:
+    _, pruned = candidates(
+        load_space("cpu"), shape("gemm_rs"), Topology.flat(2), load_cluster("cpu")
+    )
+    illegal = [one for one in pruned if one.reason.startswith("illegal")]
+    assert illegal and all("store=direct" in one.name for one in illegal)
+    _, pruned = candidates(load_space("cpu"), shape(m=16), Topology.flat(2), load_cluster("cpu"))
+    reasons = {one.reason.split(":")[0].split(" as ")[0] for one in pruned}
+    assert "the same schedule" in reasons
+
+
+def test_the_model_prunes_what_it_expects_to_be_slow() -> None:
+    cluster = load_cluster("flux-h800")
+    problem = Shape(Op.ag_gemm, 64, 49152, 12288, "bfloat16", 2, 8)
+    kept, pruned = candidates(load_space("sm90a"), problem, Topology.flat(8), cluster)
+    limit = 1.6 * min(one.predicted_ms for one in kept)
+    assert all(one.predicted_ms <= limit for one in kept if one.name not in ALWAYS)
+    assert any(one.reason.startswith("too slow: predicted") for one in pruned)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "space", "n", "k"),
+    [("flux-h800", "sm90a", 49152, 12288), ("flux-a100-pcie", "sm80", 49152, 12288)],
+)
+@pytest.mark.parametrize("op", list(Op.__members__))
+def test_kernels_of_candidates_are_legal(cluster: str, space: str, n: int, k: int, op: str) -> None:
+    described = load_cluster(cluster)
+    assert space_for(described) == space
+    problem = Shape(Op[op], 4096, n, k, "bfloat16", 2, 8)
+    kept, pruned = candidates(load_space(space), problem, Topology.flat(8), described)
+    local_n, local_k = problem.local
+    kernels = {one.kernel for one in kept if one.kernel is not None}
+    assert len(kernels) >= 3
+    assert all(is_legal(kernel, GemmProblem(4096, local_n, local_k, 8)) for kernel in kernels)
+    assert any(one.reason.startswith("illegal: ") for one in pruned)
+    assert all(one.kernel is not None for one in kept if one.name != "unfused")
+
+
+def test_sizes() -> None:
+    problem = shape(m=1000, world=3)
+    found = {
+        text: extent(text, problem)
+        for text in ("m", "m/2", "m*2", "chunk", "chunk/4", "chunk/1000", "n", "n/3")
+    }
+    assert found == {
+        "m": 1000, "m/2": 500, "m*2": 2000, "chunk": 334, "chunk/4": 84, "chunk/1000": 1,
+        "n": 1366, "n/3": 456,
+    }  # fmt: skip
+    assert extent(77, problem) == 77
+
+
+CPU = (data_root() / "spaces" / "cpu.toml").read_text(encoding="utf-8")
+HOPPER = (data_root() / "spaces" / "sm90a.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "complaint"),
+    [
+        (CPU, '"chunk/2"]', '"chunk%2"]', r"ag_gemm\.tile_rows: expected m, chunk or n.*chunk%2"),
+        (CPU, '["push", "pull"]', '["shove"]', r"direction: Knobs.direction must be one of"),
+        (CPU, "[gemm_rs]", "[gemm_xx]", r"gemm_xx: unknown key"),
+        (CPU, "[ag_gemm]", "[ag_gemm]\nspeed = [1]", r"ag_gemm\.speed: unknown key"),
+        (CPU, "prune_above = 2.5", "prune_above = 0.5", r"prune_above: expected a number >= 1"),
+        (CPU, "copy_streams = [0, 1]", "copy_streams = []", r"copy_streams: expected a list"),
+        (CPU, 'backend = "cpu"', 'backend = "tpu"', r"backend: expected one of cpu, cuda"),
+        (HOPPER, "stages = [0]", "colour = [0]", r"kernel\.colour: not a field of a kernel"),
+        (HOPPER, "schedule = [", "sched = [", r"kernel\.sched: not a field"),
+    ],
+)
+def test_bad_spaces_are_refused(
+    tmp_path: Path, text: str, old: str, new: str, complaint: str
+) -> None:
+    assert old in text
+    file = tmp_path / "space.toml"
+    file.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=complaint):
+        load_space(file)
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def test_the_models_that_were_asked_for_are_there() -> None:
+    asked = {"gpt3-175b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3-405b"}
+    papers = {"llama-25b", "llama-39b", "llama-66b", "gpt-6.7b", "gpt-18b", "gpt-30b", "phi-moe"}
+    assert asked | papers | {"flux-paper", "gpt3-13b", "cpu-small"} <= set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_can_be_problems(name: str) -> None:
+    shapes = load_shapes(name)
+    for world in shapes.tensor_parallel:
+        problems = shapes.problems(world)
+        assert len(problems) == len(set(problems)) == len(shapes.sizes) > 0
+        assert all(problem.world == world for problem in problems)
+
+
+def test_gemms_of_a_layer() -> None:
+    gpt = Layer(12288, 49152, 96, 96, 128, False)
+    assert list(gpt.gemms(decodes=False)) == [
+        ("ag_gemm", 3 * 12288, 12288),
+        ("gemm_rs", 12288, 12288),
+        ("ag_gemm", 49152, 12288),
+        ("gemm_rs", 12288, 49152),
+    ]
+    llama = Layer(8192, 28672, 64, 8, 128, True)
+    qkv, _, up, _ = llama.gemms(decodes=False)
+    assert qkv == ("ag_gemm", 8192 + 2 * 1024, 8192) and up == ("ag_gemm", 2 * 28672, 8192)
+    assert [op for op, _, _ in llama.gemms(decodes=True)] == ["gemm_ar", "gemm_ar"]
+
+
+def test_the_flux_papers_sizes_are_those_of_gpt3() -> None:
+    gpt = {(op, n, k) for op, _, n, k in load_shapes("gpt3-175b").sizes}
+    assert {(op, n, k) for op, _, n, k in load_shapes("flux-paper").sizes} <= gpt
+
+
+def test_sequence_and_batch_can_be_given() -> None:
+    sizes = load_shapes("llama3-8b", 1024, [2, 4]).sizes
+    assert {m for _, m, _, _ in sizes} == {2048, 4096}
+    assert {op for op, *_ in sizes} == {"ag_gemm", "gemm_rs"}
+    decoding = load_shapes("llama3-8b", 1, [32]).sizes
+    assert {(op, m) for op, m, _, _ in decoding} == {("gemm_ar", 32)}
+    with pytest.raises(ValueError, match="lists shapes"):
+        load_shapes("flux-paper", 1024)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("heads = 96", "heads = 0", r"layer\.heads: expected an integer >= 1"),
+        ("kv_heads = 96", "kv_heads = 7", r"layer\.kv_heads: must divide heads = 96, got 7"),
+        ("gated = false", "gated = 0", r"layer\.gated: expected true or false"),
+        ('dtype = "bfloat16"', 'dtype = "int8"', r"dtype: expected one of"),
+        ("batch = [1, 2]", "batch = []", r"workload\[0\]\.batch: expected a list"),
+        ("tensor_parallel = [8]", "tensor_parallel = 8", r"tensor_parallel: expected a list"),
+    ],
+)
+def test_bad_shapes_are_refused(tmp_path: Path, old: str, new: str, complaint: str) -> None:
+    text = (data_root() / "shapes" / "gpt3-175b.toml").read_text(encoding="utf-8")
+    assert old in text
+    file = tmp_path / "shapes.toml"
+    file.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=complaint):
+        load_shapes(file)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["tune", *arguments])
+
+
+def test_explain_says_what_would_be_tried_on_hardware_that_is_not_here() -> None:
+    result = run(
+        "--shapes", "flux-paper", "--nproc", "8", "--cluster", "flux-h800", "--explain", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    documents = json.loads(result.stdout)
+    assert len(documents) == 12
+    assert all(set(ALWAYS) <= set(document["candidates"]) for document in documents)
+    assert all(document["pruned"] for document in documents)
+    plain = run("--op", "gemm_rs", "--m", "64,128", "--explain")
+    assert plain.exit_code == 0
+    assert plain.stdout.count("try   unfused") == 2 and "  prune " in plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "--shapes FILE or --op"),
+        (["--shapes", "flux-paper", "--op", "ag_gemm"], "--shapes FILE or --op"),
+        (["--shapes", "no-such-model"], "no file no-such-model"),
+        (["--op", "gemm"], "op must be one of"),
+        (["--op", "ag_gemm", "--m", "0"], "--m must be integers"),
+        (["--op", "ag_gemm", "--m", "64,x"], "--m must be integers"),
+        (["--op", "ag_gemm", "--budget", "soon"], "must look like 90s"),
+        (["--op", "ag_gemm", "--budget", "0m"], "must look like 90s"),
+        (["--op", "ag_gemm", "--dtype", "int8"], "dtype must be one of"),
+        (["--op", "ag_gemm", "--candidate-timeout", "0"], "must be above 0"),
+        (["--op", "ag_gemm", "--cluster", "nowhere"], "no file nowhere"),
+        (["--op", "ag_gemm", "--space", "nowhere"], "no file nowhere"),
+        (["--op", "ag_gemm", "--batch", "3"], "are for models"),
+        (["--shapes", "llama3-8b", "--sequence", "0"], "--sequence must be at least 1"),
+        (["--op", "ag_gemm", "--space", "sm90a"], "only cpu can be measured"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(
+    arguments: list[str], complaint: str
+) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.stderr.split())
+
+
+def test_durations() -> None:
+    found = [parse_duration(text) for text in ("90", "90s", "1.5m", "2h", " 10M ")]
+    assert found == [90, 90, 90, 7200, 600]
+    for text in ("", "m", "-1s", "1d", "1m30s", "0"):
+        with pytest.raises(ValueError, match="must look like"):
+            parse_duration(text)
