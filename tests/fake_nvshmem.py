@@ -37,6 +37,7 @@ _STANDS_FOR_CUTLASS = ("cutlass/array.h", "cutlass/numeric_conversion.h")
 
 def build(folder: Path) -> Path:
     """The library, built with the host's C++ compiler."""
+    assert ctypes.sizeof(RelayArgs) == _C.NVSHMEM_ABI[1], "RelayArgs is not FluxRelayArgs"
     include = folder / "include"
     for name in (*_STANDS_FOR, *_STANDS_FOR_CUTLASS, *_STANDS_FOR_OURS):
         (include / name).parent.mkdir(parents=True, exist_ok=True)
@@ -97,9 +98,6 @@ class RelayArgs(ctypes.Structure):
         ("entries", _p),
         ("sync", Sync),
     )
-
-
-assert ctypes.sizeof(RelayArgs) == _C.NVSHMEM_ABI[1]
 
 
 class SumArgs(ctypes.Structure):
