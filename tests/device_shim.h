@@ -53,7 +53,8 @@ inline int __syncthreads_and(int vote) {
   return all;
 }
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+// Long: hundreds of threads that wait must leave the cores to those that they wait for.
+inline void __nanosleep(unsigned) { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
 template <class T>
 T __ldcg(const T* at) {
   return *at;
