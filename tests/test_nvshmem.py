@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import emulated
+import flux
 from fake_nvshmem import Device, Native
 from flux import _C, PeerTimeoutError
 from flux.transport import nvshmem
@@ -31,10 +33,12 @@ def path(fake_nvshmem_library: Path) -> Path:
     return fake_nvshmem_library
 
 
-def open_(rank: int, path: Path, exchange: Exchange | None = None) -> nvshmem.Nvshmem:
+def open_(
+    rank: int, path: Path, exchange: Exchange | None = None, nodes: int = 1
+) -> nvshmem.Nvshmem:
     """The transport of an op, on a device of this rank's."""
     exchange = exchange or Exchange(dist.group.WORLD, "Op")
-    return nvshmem.open_nvshmem(exchange, Device(rank), lambda: NvshmemLibrary(path, None))
+    return nvshmem.open_nvshmem(exchange, Device(rank), lambda: NvshmemLibrary(path, None), nodes)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -42,7 +46,7 @@ def open_(rank: int, path: Path, exchange: Exchange | None = None) -> nvshmem.Nv
 
 def _reach(rank: int, world: int, path: Path, lanes: int) -> None:
     os.environ["FAKE_NVSHMEM_LANES"] = str(lanes)
-    transport = open_(rank, path)
+    transport = open_(rank, path, nodes=world // lanes)
     native = Native(transport.job.library, path)
     memory = transport.memory(5, 1000)
     assert transport.sm_share == 12
@@ -75,6 +79,40 @@ def _reach(rank: int, world: int, path: Path, lanes: int) -> None:
 def test_memory_is_reached_directly_or_by_puts(path: Path, lanes: int) -> None:
     with nothing_left_in_shared_memory():
         run(4, _reach, path, lanes)
+
+
+def _remote(rank: int, world: int, path: Path, library: Path) -> None:
+    os.environ["FAKE_NVSHMEM_LANES"] = "2"
+    transport = open_(rank, path, nodes=2)
+    transport.device.driver = _C.Driver(str(library))  # type: ignore[misc]
+    memory = transport.memory(200, 1000)
+    assert transport.remote(memory, boxes=7, blocks=1) is not None
+    assert transport.job.held_blocks == 2, "memory, and words for what comes"
+    transport.leave()
+    alone = open_(rank, path, nodes=1)
+    with pytest.raises(ValueError, match=r"cannot address rank 2 of its node|rank [01] refused"):
+        alone.memory(5, 100)  # four ranks that are said to be one node, and are two
+    alone.leave()
+    nvshmem.shutdown()
+
+
+def test_a_remote_has_words_in_the_symmetric_heap(
+    path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    library = emulated.build(tmp_path_factory.mktemp("gpu"))
+    with nothing_left_in_shared_memory():
+        run(4, _remote, path, library)
+
+
+def test_ops_take_nvshmem_by_name() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    run(2, _by_name)
+
+
+def _by_name(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="rank 0: backend cuda needs a CUDA device"):
+        flux.AGGemm(max_m=8, n=8, k=8, dtype=torch.bfloat16, backend="cuda", transport="nvshmem")
 
 
 def _give_back(rank: int, world: int, path: Path) -> None:

@@ -135,7 +135,7 @@ class TensorParallelOp:
         if isinstance(exchange, OneGpuExchange):
             gpus = exchange
         elif backend == "cuda":
-            gpus = open_gpus(exchange, len(set(hosts)), timeout_s)
+            gpus = open_gpus(exchange, len(set(hosts)), timeout_s, transport)
         device = gpus.device.torch_device if gpus else torch.device("cpu")
         self._choice: Choice = Fixed(knobs)
         if tuned and isinstance(exchange, Exchange):

@@ -14,14 +14,14 @@ from flux.ops import torch_internals
 from flux.ops.spec import OpSpec
 from flux.topology import Topology
 from flux.transport import nodes as several_nodes
-from flux.transport import symm_mem
+from flux.transport import nvshmem, symm_mem
 from flux.transport.device import DeviceTransport
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
 from flux.transport.shm import host_identity
 
 MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
-TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv")}
+TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv", "nvshmem")}
 """Of the ranks of a process group, by backend."""
 
 
@@ -66,15 +66,16 @@ def who_shares_memory(
     """By rank, a name that two ranks share if they share memory.
 
     ``send_recv`` means that nobody does. On GPUs, the ranks of a host do all the same where there
-    are several hosts, or a topology has several nodes: then it is what moves rows between those.
+    are several hosts, or a topology has several nodes: then it, or ``nvshmem``, is what moves rows
+    between those.
     """
-    if transport != "send_recv":
+    if transport not in ("send_recv", "nvshmem"):
         return hosts
     if backend == "cuda" and isinstance(topology, Topology) and topology.world == len(hosts):
         if topology.nodes > 1 and not topology.placement:
             pairs = zip(hosts, topology.hosts, strict=True)
             return [f"{host}/{node}" for host, node in pairs]
-    elif backend == "cuda" and len(set(hosts)) > 1:
+    elif backend == "cuda" and (transport == "nvshmem" or len(set(hosts)) > 1):
         return hosts
     return [str(rank) for rank in range(len(hosts))]
 
@@ -87,12 +88,16 @@ def default_backend(exchange: Exchange | OneGpuExchange) -> str:
     return "cuda" if on_cuda else "cpu"
 
 
-def open_gpus(exchange: Exchange, nodes: int, timeout_s: float) -> DeviceTransport:
+def open_gpus(
+    exchange: Exchange, nodes: int, timeout_s: float, transport: str | None
+) -> DeviceTransport:
     """The GPUs of a process group whose ranks share memory in this many nodes. Collective.
 
     Raises:
         ValueError: a rank lacks something; on all ranks.
     """
+    if transport == "nvshmem":
+        return nvshmem.open_nvshmem(exchange, nodes=nodes)
     if nodes == 1:
         return symm_mem.open_symm_mem(exchange)
     return several_nodes.open_nodes(exchange, nodes, timeout_s)

@@ -24,17 +24,19 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from flux import _C
 from flux.backends.device import CudaDevice, Device
 from flux.errors import PeerTimeoutError
 from flux.heuristic import ceil_div
-from flux.transport.device import SPARE, Memory
+from flux.transport.device import SPARE, Memory, first_signal
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.foreign import tensor_at
 from flux.transport.nvshmem_library import NvshmemLibrary, load
-from flux.transport.symm_mem import ALIGNMENT, WORD, SymmMem
+from flux.transport.symm_mem import ALIGNMENT, WORD, SymmMem, say_if_ready
 
 T = TypeVar("T")
 
+MAIL_WORD = 8  # bytes; NVSHMEM has no words of 32 bits
 COLLECTIVE_S = 120.0
 """Longest that a collective call of NVSHMEM may take."""
 
@@ -171,14 +173,22 @@ class Nvshmem(SymmMem):
         exchange: the op's process group.
         device: where this rank lives.
         job: that the ranks have joined.
+        nodes: sets of ranks that address each other's memory; consecutive ranks, as many in each.
     """
 
-    def __init__(self, exchange: Exchange, device: Device, job: Job) -> None:
+    def __init__(self, exchange: Exchange, device: Device, job: Job, nodes: int = 1) -> None:
         super().__init__(exchange, device)
         self.job = job
-        self._block: int | None = None
+        self.nodes = nodes
+        lanes = self.world // nodes
+        self.node = range(self.rank // lanes * lanes, (self.rank // lanes + 1) * lanes)
+        self._blocks: list[int] = []
         # Puts may need a multiprocessor while a kernel waits for what they bring.
         self.sm_share = max(1, device.sm_count - SPARE)
+
+    def _find_multicast(self) -> bool:
+        """Not asked for: the heap is NVSHMEM's."""
+        return False
 
     def memory(self, words: int, data_bytes: int) -> Memory:
         """Zeroed symmetric memory. Collective.
@@ -188,12 +198,13 @@ class Nvshmem(SymmMem):
 
         Raises:
             RuntimeError: there is not enough memory; on all ranks.
+            ValueError: ranks of a node cannot address each other; on all ranks.
             PeerTimeoutError: a peer did not come.
         """
         pad = ceil_div(words * WORD, ALIGNMENT) * ALIGNMENT
         size = pad + ceil_div(max(data_bytes, 1), ALIGNMENT) * ALIGNMENT
         # Zeroed before the exchange in there: nobody writes to memory that is still being zeroed.
-        self._block, address = self.job.allocate(self.exchange, size)
+        address = self._allocate(size)
         device = self.device.torch_device
         buffers = [
             tensor_at(
@@ -203,25 +214,57 @@ class Nvshmem(SymmMem):
             )
             for rank in range(self.world)
         ]
+        strange = [rank for rank in self.node if buffers[rank].numel() == 0]
+        problem = f"cannot address rank {strange[0]} of its node" if strange else None
+        say_if_ready(self.exchange, problem)
         return Memory(
             [buffer[: words * WORD].view(torch.int32) for buffer in buffers],
             [buffer[pad : pad + data_bytes] for buffer in buffers],
         )
 
+    def _allocate(self, size: int) -> int:
+        number, address = self.job.allocate(self.exchange, size)
+        self._blocks.append(number)
+        return address
+
+    def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote | None:
+        """The ranks of other nodes, and this rank's words for what comes from them. Collective.
+
+        Raises:
+            RuntimeError: there is not enough memory; on all ranks.
+            PeerTimeoutError: a peer did not come.
+        """
+        if self.nodes == 1:
+            return None
+        status = first_signal(self.world) - 2 * _C.STATUS_WORDS
+        return _C.NvshmemRemote(
+            driver=self.device.driver,
+            put=self.job.library.put_signal,
+            raise_=self.job.library.signal,
+            rank=self.rank,
+            world=self.world,
+            others=[rank for rank in range(self.world) if rank not in self.node],
+            data=memory.data[self.rank].data_ptr(),
+            mail=self._allocate(_C.mail_words(self.world, boxes) * MAIL_WORD),
+            status=memory.pads[self.rank].data_ptr() + status * WORD,
+            boxes=boxes,
+        )
+
     def leave(self) -> None:
         """Let go of the memory. Local: see above when it is given back."""
-        if self._block is not None:
-            self.job.let_go(self._block)
-        self._block = None
+        for number in self._blocks:
+            self.job.let_go(number)
+        self._blocks.clear()
 
 
 def open_nvshmem(
     exchange: Exchange,
     device: Device | None = None,
     loader: Callable[[], NvshmemLibrary] = load,
+    nodes: int = 1,
 ) -> Nvshmem:
-    """The ranks of a process group, each on its current CUDA device unless another is given.
-    Collective.
+    """The ranks of a process group, each on its current CUDA device unless another is given, in
+    this many nodes. Collective.
 
     Raises:
         ValueError: a rank has no CUDA device or no library, two ranks share a device, or this
@@ -249,14 +292,14 @@ def open_nvshmem(
         raise ValueError(f"{exchange.label}: NVSHMEM needs a device per rank, got {devices}")
     joined = [already for _, _, already in found]
     if not any(joined):
-        return Nvshmem(exchange, device, _join(exchange, device, library))
+        return Nvshmem(exchange, device, _join(exchange, device, library), nodes)
     if not all(joined):
         raise ValueError(
             f"{exchange.label}: rank {joined.index(True)} is in an NVSHMEM job already, rank "
             f"{joined.index(False)} is not"
         )
     assert _job is not None
-    return Nvshmem(exchange, device, _job)
+    return Nvshmem(exchange, device, _job, nodes)
 
 
 def shutdown(group: dist.ProcessGroup | str | None = None) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flux import _C
 from flux.backends.device import CudaDevice, Device
 from flux.heuristic import ceil_div
 from flux.transport.device import Memory, Peers, sm_share
@@ -83,8 +84,9 @@ class SymmMem:
             multicast,
         )
 
-    def remote(self, memory: Memory, boxes: int, blocks: int) -> None:
+    def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote | None:
         """There are no other nodes."""
+        return None
 
     def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
         """They act for themselves."""
