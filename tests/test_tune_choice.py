@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import warnings
@@ -24,6 +25,7 @@ from flux.tune.choice import key_of
 from flux.tune.winners import Winner
 from harness import run_ranks
 
+ROOT = Path(__file__).parents[1]
 N, K, MAX_M = 24, 20, 200
 STAGED = Knobs(
     tile=(16, 12),
@@ -341,3 +343,17 @@ def test_one_rank_communicates_nothing() -> None:
 
 def test_the_cache_directory_of_tests_is_not_the_users(tmp_path: Path) -> None:
     assert "flux-test-tune-" in str(cache_root())
+
+
+def test_what_was_measured_on_a_cpu_is_what_its_model_chooses() -> None:
+    """Within the scatter of single runs; what takes a fourth more is never chosen."""
+    cpu = load_cluster("cpu")
+    files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("*_float32_w2.json"))
+    assert len(files) > 15
+    for path in files:
+        run = json.loads(path.read_text())
+        problem = cost.Shape(Op[run["op"]], run["m"], run["n"], run["k"], "float32", 4, 2)
+        measured = {name: method["overall_ms"] for name, method in run["methods"].items()}
+        chosen = cost.choose(problem, cpu).path
+        took = measured["flux" if chosen == "fused" else chosen]
+        assert took <= 1.1 * min(measured.values()), f"{path.name}: {chosen}, {measured}"

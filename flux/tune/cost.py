@@ -22,10 +22,16 @@ from flux.cluster import Cluster
 from flux.heuristic import ceil_div, resolve
 from flux.knobs import Knobs, Op
 
-LIBRARY_SHARE = {"cpu": 0.25, "cuda": 0.8}
-"""Of a link's nominal speed that library collectives reach. gloo sends through sockets: a quarter
-of what a copy in shared memory does (flux/heuristic.py); NCCL's large messages reach some 80%."""
-LIBRARY_LATENCY_US = {"cpu": 100.0, "cuda": 15.0}
+LIBRARY_SHARE = {
+    "cpu": {Op.ag_gemm: 0.075, Op.gemm_rs: 0.025, Op.gemm_ar: 0.09},
+    "cuda": dict.fromkeys(Op, 0.8),
+}
+"""Of a link's nominal speed that library collectives reach. gloo sends through sockets: of 10 GB/s
+in shared memory its all_gather reached 0.75, its reduce_scatter, which is an all_reduce inside,
+0.22 to 0.35, and its all_reduce, which moves twice as much, 0.9 (benchmarks/results/cpu, comm_ms).
+NCCL's large messages reach some 80%."""
+LIBRARY_LATENCY_US = {"cpu": 2000.0, "cuda": 15.0}
+"""On the CPU from the same files, M = 1."""
 GEMM_SHARE = {"cpu": 0.8, "cuda": 0.75}
 """Of the peak that a large GEMM reaches."""
 SIGNAL_US = {"cpu": 3.0, "cuda": 1.0}
@@ -105,7 +111,7 @@ def _transfer_ms(shape: Shape, cluster: Cluster, messages: int, library: bool) -
     kind = cluster.device.kind
     chunk_bytes = ceil_div(shape.m, shape.world) * shape.row_bytes
     lanes = ceil_div(shape.world, shape.nodes)
-    share = LIBRARY_SHARE[kind] if library else 1.0
+    share = LIBRARY_SHARE[kind][shape.op] if library else 1.0
     twice = 2 if shape.op is Op.gemm_ar else 1
     inside = twice * (lanes - 1) * chunk_bytes / _bytes_per_ms(cluster.link.gbs) / share
     latency = messages * cluster.link.latency_us * 1e-3
