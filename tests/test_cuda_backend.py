@@ -365,8 +365,16 @@ def test_the_device_of_an_op_need_not_be_the_current_one(
     p = problem("ag_gemm", 8)
     monkeypatch.setattr(device, "current", False)
     seen: list[bool] = []
+    kernel = flux._C.Kernel
+
+    def load(library: str, symbol: str) -> flux._C.Kernel:
+        seen.append(device.current)
+        return kernel(library, symbol)
+
+    monkeypatch.setattr(flux._C, "Kernel", load)
     with VirtualWorld(2, device) as ranks:
         ops = [p.build(ranks.rank(r)) for r in range(2)]
+        assert len(seen) == 2
         for op in ops:
             op._backend.native = Watched(op._backend.native, lambda: seen.append(device.current))
         inputs = Inputs(p, 8, 2, seed=1)

@@ -167,7 +167,9 @@ class CudaBackend:
         """Symmetric memory of this rank."""
         return self.pad_words * WORD + self.layout.data_bytes
 
+    @on_its_device
     def _load(self, built: BuiltKernel) -> _C.Kernel:
+        """With all of its code: what is loaded under a kernel that waits may wait with it."""
         kernel = _C.Kernel(str(built.library), built.symbol)
         kernel.prepare(self.device.index)
         return kernel
