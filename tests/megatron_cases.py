@@ -26,9 +26,14 @@ harness.PRELOAD += ["megatron.core.models.gpt", "megatron.core.distributed"]
 harness.PRELOAD += ["megatron.core.dist_checkpointing", "torch.distributed.checkpoint"]
 
 
-def megatron(world: int, **options: Any) -> contextlib.AbstractContextManager[None]:
-    """Megatron-core's parallel state, all ranks one tensor-parallel group. Collective."""
-    return megatron_on_cpu(world, **options)
+@contextlib.contextmanager
+def megatron(world: int, **options: Any) -> Iterator[None]:
+    """Megatron-core's parallel state, all ranks one tensor-parallel group. Collective.
+
+    Its small fused functions are not compiled: that takes each rank longer than all of a test.
+    """
+    with megatron_on_cpu(world, **options), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def emulated_apex() -> types.ModuleType:

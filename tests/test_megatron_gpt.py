@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,21 @@ from harness import run_ranks
 from scripts import ROOT, run_script
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("sp", [False, True], ids=["replicated", "sequence_parallel"])
-@pytest.mark.parametrize("world", [2, 4])
+ALL = os.environ.get("FLUX_TEST_ALL") == "1"
+FOUR_RANKS = [(4, False, True), (4, True, False)]  # on two cores each of these takes half a minute
+MORE = [(4, False, False), (4, True, True)]
+
+
+@pytest.mark.parametrize(
+    ("world", "sp", "tied"),
+    [
+        *((2, sp, tied) for sp in (False, True) for tied in (False, True)),
+        *FOUR_RANKS,
+        *(MORE if ALL else ()),
+    ],
+)
 def test_same_losses_as_megatron(world: int, sp: bool, tied: bool) -> None:
+    """``sp``: sequence parallelism. FLUX_TEST_ALL=1 has all of them with four ranks, too."""
     results = run_ranks(world, check_training, GPTCase(sp, tied), "replace", timeout=100)
     first, last = results[0]
     assert last < 0.8 * first, "it has learnt something"
