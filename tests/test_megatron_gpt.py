@@ -18,7 +18,6 @@ from gpt_cases import GPTCase, build, check_training
 from harness import run_ranks
 from scripts import ROOT, run_script
 
-
 ALL = os.environ.get("FLUX_TEST_ALL") == "1"
 FOUR_RANKS = [(4, False, True), (4, True, False)]  # on two cores each of these takes half a minute
 MORE = [(4, False, False), (4, True, True)]
