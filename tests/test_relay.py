@@ -60,7 +60,7 @@ class Rank:
         self.owners = [o for o in range(world) if o not in self.node and self.holder(o) == rank]
         exchange = Exchange(dist.group.WORLD, "Op")
         loader = lambda: NvshmemLibrary(path, None)  # noqa: E731
-        self.transport = nvshmem.open_nvshmem(exchange, Device(rank), loader)
+        self.transport = nvshmem.open_nvshmem(exchange, Device(rank), loader, world // lanes)
         self.native = Native(self.transport.job.library, path)
         largest = _C.core.ScatterTiling(MAX_M, n, world, *TILE)
         chunk = ceil_div(MAX_M, world) * n * 2
