@@ -49,6 +49,7 @@ class NullDevice:
     torch_device = torch.device("cpu")
     index = 0
     sm_count = 132
+    queues = 32
     capability = (9, 0)
     identity = "null"
 
