@@ -41,9 +41,9 @@ def build(folder: Path) -> Path:
 
 
 @contextmanager
-def emulated_device(folder: Path) -> Iterator[EmulatedDevice]:
+def emulated_device(library: Path) -> Iterator[EmulatedDevice]:
     """A device whose streams must all have been given back in the end."""
-    device = EmulatedDevice(build(folder))
+    device = EmulatedDevice(library)
     yield device
     device.set_delay(0)
     device.close()

@@ -6,7 +6,6 @@ On a real one: test_gpu_bench.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import bench_gpus
-from emulated import EmulatedDevice, emulated_device
+from emulated import EmulatedDevice
 from flux.bench import gpu, launch
 from flux.bench.methods import Method
 from flux.bench.op import Measurement, measure
@@ -28,12 +27,6 @@ from matrix import OPS
 from test_symm_mem import emulate
 
 NO_GPU = "--backend cuda needs a CUDA device that torch can see; there is none"
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
-        yield device
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import gc
 import os
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 import flux
-from emulated import EmulatedDevice, emulated_device
+from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
 from flux.backends import device as device_module
 from flux.backends import op_kernels
@@ -26,15 +26,7 @@ from virtual_cases import call_on_and_on, check_cases
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
-        yield device
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) -> Problem:

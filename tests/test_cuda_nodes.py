@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,15 +27,13 @@ MESHES = [(2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (4, 4)]
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
+def device(emulator: Path) -> Iterator[EmulatedDevice]:
+    with emulated_device(emulator) as device:
         device.queues = 64  # for 16 ranks
         yield device
 
 
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) -> Problem:

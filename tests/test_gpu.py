@@ -27,17 +27,16 @@ from virtual_cases import (
     topology_of,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("poisoned"),
+]
 
 
 @pytest.fixture(scope="module")
 def device() -> CudaDevice:
     return cuda_device()
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_POISON", "1")
 
 
 def run_case(device: CudaDevice, rng: random.Random, op: str, world: int, most: int) -> None:

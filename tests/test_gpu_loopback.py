@@ -16,7 +16,11 @@ from loopback_cases import call, check_peers
 from reference import Problem
 from virtual_cases import knobs_of, topology_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("poisoned"),
+]
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 
@@ -24,11 +28,6 @@ OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 @pytest.fixture(scope="module")
 def device() -> CudaDevice:
     return cuda_device()
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_POISON", "1")
 
 
 def run_case(device: CudaDevice, rng: random.Random, op: str, world: int, most: int) -> None:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import bench_gpus
-from emulated import EmulatedDevice, emulated_device
+from emulated import EmulatedDevice
 from flux.bench.problem import Problem
 from flux.transport.loopback import LoopbackPeers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import gpu_loopback
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
-        yield device
 
 
 @pytest.fixture(autouse=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from emulated import EmulatedDevice, emulated_device
+from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
@@ -23,15 +22,7 @@ BF16 = torch.bfloat16
 ROWS = (13, 1, 6, 16)
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
-        yield device
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 class Calls:

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
-from emulated import EmulatedDevice, emulated_device
+from emulated import EmulatedDevice
 from flux.backends.cuda_operands import Fit
 from flux.ops.call import CallChecker
 from flux.transport.virtual import VirtualWorld
@@ -20,12 +20,6 @@ from matrix import OPS
 from reference import Inputs, Problem, lay_out
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
-        yield device
 
 
 @pytest.fixture

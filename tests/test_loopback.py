@@ -6,13 +6,12 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from emulated import EmulatedDevice, emulated_device
+from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
 from flux.transport.device import first_signal
 from flux.transport.loopback import LoopbackPeers, LoopbackWorld, PinnedPool
@@ -25,15 +24,7 @@ BF16 = torch.bfloat16
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
-        yield device
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) -> Problem:

@@ -4,12 +4,11 @@ all ranks, which adds up what is loaded and gives everybody what is stored."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from emulated import EmulatedDevice, SwitchedWorld, emulated_device
+from emulated import EmulatedDevice, SwitchedWorld
 from flux import Knobs
 from flux.transport.virtual import VirtualWorld
 from reference import Inputs, Problem
@@ -17,15 +16,7 @@ from reference import Inputs, Problem
 REDUCING = ("gemm_rs", "gemm_ar")
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
-        yield device
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_POISON", "1")
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def problem(op: str, n: int = 24, **options: object) -> Problem:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import emulated
 import flux
 from fake_nvshmem import Device, Native
 from flux import _C, PeerTimeoutError
@@ -96,12 +95,9 @@ def _remote(rank: int, world: int, path: Path, library: Path) -> None:
     nvshmem.shutdown()
 
 
-def test_a_remote_has_words_in_the_symmetric_heap(
-    path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    library = emulated.build(tmp_path_factory.mktemp("gpu"))
+def test_a_remote_has_words_in_the_symmetric_heap(path: Path, emulator: Path) -> None:
     with nothing_left_in_shared_memory():
-        run(4, _remote, path, library)
+        run(4, _remote, path, emulator)
 
 
 def test_ops_take_nvshmem_by_name() -> None:

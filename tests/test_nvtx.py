@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulated import EmulatedDevice, compiler, emulated_device
+from emulated import EmulatedDevice, compiler
 from flux import _C, nvtx, toolchain
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
@@ -39,12 +39,6 @@ class FakeNvtx:
         for line in lines:
             text += "]" if line == "-" else line[1:].removeprefix("flux ") + "["
         return [call for call in text.replace("[]", ",").replace("]", "]\n").splitlines() if call]
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedDevice]:
-    with emulated_device(tmp_path_factory.mktemp("gpu")) as device:
-        yield device
 
 
 @pytest.fixture(scope="module")

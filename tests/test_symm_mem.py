@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import flux
-from emulated import EmulatedDevice, build
+from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
 from flux.transport import shm, symm_mem
 from flux.transport.exchange import Exchange
@@ -34,9 +34,9 @@ def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return ranks.run(fn, *args, timeout=120.0)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("gpu"))
+@pytest.fixture
+def library(emulator: Path) -> Path:
+    return emulator
 
 
 def _map_shared(

@@ -30,7 +30,7 @@ from flux.env import LAYER_TIMEOUT_S
 from flux.knobs import Knobs, Op
 from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.ops._base import TensorParallelOp
-from flux.transport.exchange import Exchange, resolve_group
+from flux.transport.exchange import Exchange, kept_for
 from flux.transport.shm import host_identity
 
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
@@ -213,14 +213,7 @@ def _meet_to_grow(op: TensorParallelOp, m: int) -> None:
 
 def pool_of(group: dist.ProcessGroup | str | None) -> OpPool:
     """The pool of a group, made at its first use. Collective then."""
-    group = resolve_group(group)
-    found = _pools.get(group.group_name)
-    if found is not None and found.group is not group:  # a destroyed group's name, used again
-        found.close()
-        found = None
-    if found is None:
-        found = _pools[group.group_name] = OpPool(group)
-    return found
+    return kept_for(group, _pools, OpPool)
 
 
 def close_pools() -> None:

@@ -28,7 +28,7 @@ from flux.ops.gemm_rs import GemmRS
 from flux.ops.spec import OpSpec
 from flux.schedule import make_schedule
 from flux.topology import Topology
-from flux.transport.exchange import Exchange, resolve_group
+from flux.transport.exchange import Exchange, kept_for
 from flux.transport.shm import host_identity
 from flux.tune.choice import Fixed
 
@@ -169,14 +169,7 @@ class Workspace:
 
 def workspace_of(group: dist.ProcessGroup | str) -> Workspace:
     """The workspace of a group, built at its first use. Collective then."""
-    group = resolve_group(group)
-    found = _workspaces.get(group.group_name)
-    if found is not None and found.group is not group:  # a destroyed group's name, used again
-        found.close()
-        found = None
-    if found is None:
-        found = _workspaces[group.group_name] = Workspace(group)
-    return found
+    return kept_for(group, _workspaces, Workspace)
 
 
 def clear_workspaces() -> None:

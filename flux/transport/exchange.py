@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -35,6 +35,34 @@ def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a ProcessGroup, its name or None, got {group!r}")
     return group
+
+
+class _OfGroup(Protocol):
+    """What is kept for a group, and can be closed."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    def close(self) -> None: ...
+
+
+G = TypeVar("G", bound=_OfGroup)
+
+
+def kept_for(
+    group: dist.ProcessGroup | str | None,
+    kept: dict[str, G],
+    make: Callable[[dist.ProcessGroup], G],
+) -> G:
+    """What ``kept`` has for a group, by name; ``make`` makes it at the first use, collectively."""
+    group = resolve_group(group)
+    found = kept.get(group.group_name)
+    if found is not None and found.group is not group:  # a destroyed group's name, used again
+        found.close()
+        found = None
+    if found is None:
+        found = kept[group.group_name] = make(group)
+    return found
 
 
 class Exchange:

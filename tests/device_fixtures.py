@@ -1,0 +1,29 @@
+"""Fixtures around the emulated device, which is built once for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emulated import EmulatedDevice, build, emulated_device
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The emulator of GPU and NCCL, as a shared library."""
+    return build(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.fixture(scope="module")
+def device(emulator: Path) -> Iterator[EmulatedDevice]:
+    """An emulated device."""
+    with emulated_device(emulator) as device:
+        yield device
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is full of NaN until it is written."""
+    monkeypatch.setenv("FLUX_POISON", "1")
