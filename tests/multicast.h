@@ -2,10 +2,14 @@
 // several ranks.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
+
+// Of this library alone: what is inline and static is one for all libraries of a process.
+namespace {
 
 struct Multicast {
   std::uintptr_t base;
@@ -13,16 +17,13 @@ struct Multicast {
   std::vector<std::uintptr_t> members;
 };
 
-inline std::vector<Multicast>& multicasts() {
-  static std::vector<Multicast> all;
-  return all;
-}
+std::vector<Multicast> multicasts;
 
 // The addresses that `at` stands for.
 template <class T>
 std::vector<T*> everywhere(T* at) {
   const auto address = reinterpret_cast<std::uintptr_t>(at);
-  for (const Multicast& m : multicasts()) {
+  for (const Multicast& m : multicasts) {
     if (address < m.base || address >= m.base + m.bytes) continue;
     std::vector<T*> found;
     for (const std::uintptr_t member : m.members) {
@@ -33,7 +34,15 @@ std::vector<T*> everywhere(T* at) {
   throw std::logic_error("no multicast address");
 }
 
+}  // namespace
+
+// Whatever had an address there is gone: its memory is somebody else's now.
 extern "C" void multicast_add(std::uintptr_t base, std::size_t bytes, const std::uintptr_t* members,
                               std::size_t count) {
-  multicasts().push_back({base, bytes, {members, members + count}});
+  const auto overlaps = [=](const Multicast& old) {
+    return old.base < base + bytes && base < old.base + old.bytes;
+  };
+  multicasts.erase(std::remove_if(multicasts.begin(), multicasts.end(), overlaps),
+                   multicasts.end());
+  multicasts.push_back({base, bytes, {members, members + count}});
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 
 import pytest
@@ -33,6 +34,12 @@ def check(
 def test_no_interleaving_breaks_the_protocol(device: RecordingDevice, scenario: Scenario) -> None:
     report = check(device, scenario)
     assert report.states > 10
+
+
+def test_addresses_that_others_have_left_behind(device: RecordingDevice) -> None:
+    members = (ctypes.c_size_t * 4)()
+    device.library.multicast_add(ctypes.c_size_t(0), ctypes.c_size_t(1 << 62), members, 4)
+    check(device, Scenario(("gemm_rs",), 3, (3, 5, 1), captured=(0, 1, 2), switch=True))
 
 
 SMALL = [
