@@ -15,6 +15,8 @@ LAST_WORDS = {
     "01_one_op.py": "largest error of all ranks",
     "02_changing_m.py": "M = 333: rows per rank",
     "03_two_layer_mlp.py": "agree with one process's PyTorch",
+    "04_layers.py": "agree on all 6 losses",
+    "05_inference.py": "decode the same tokens",
 }
 
 
