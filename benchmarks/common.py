@@ -24,7 +24,15 @@ def bench_op(
     """
     arguments = ["bench", "op", "--op", op, "--m", str(m), "--n", str(n), "--k", str(k)]
     arguments += ["--dtype", "float32", "--nproc", str(world), "--threads", "1"]
-    arguments += ["--repeats", str(repeats), "--quiet", "--json", target.as_posix(), *extra]
+    return measured([*arguments, "--repeats", str(repeats), *extra], target)
+
+
+def measured(arguments: Sequence[str], target: Path) -> dict[str, Any]:
+    """Run a command of `flux bench`, keep its raw JSON in `target`, and return it.
+
+    Raises: as `bench_op`.
+    """
+    arguments = [*arguments, "--quiet", "--json", target.as_posix()]
     print(f"flux {' '.join(arguments)}", file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, "-m", "flux", *arguments], cwd=ROOT, check=False)
     if done.returncode:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from flux.bench.command import check_writable, progress_bar, ranks_or_exit, torchrun_or_own
+from flux.bench.model_cli import bench_model
 from flux.kernels.cli import compile_kernels
-from flux.terminal import EXIT_FAILED, EXIT_INTERRUPTED, PLAIN, refuse
+from flux.terminal import EXIT_FAILED, PLAIN, refuse
 from flux.tune.cli import tune
 
 if TYPE_CHECKING:
-    from flux.bench.op import Measurement, Progress
+    from flux.bench.op import Measurement
     from flux.bench.problem import BenchConfig
 
 app = typer.Typer(
@@ -94,6 +92,9 @@ def _knobs(**chosen: Any) -> dict[str, Any]:
     return given
 
 
+bench.command("model")(bench_model)
+
+
 @bench.command("op")
 def bench_op(
     op: Annotated[str, typer.Option(help="ag_gemm | gemm_rs | gemm_ar")] = "ag_gemm",
@@ -145,14 +146,10 @@ def bench_op(
     Starts its own ranks, or joins torchrun's. torchrun takes --m for one of its own options unless
     told where those end: torchrun --nproc-per-node 2 -m -- flux bench op --m 2048
     """
-    from flux.bench.launch import torchrun_rank, torchrun_world
+    from flux.bench.launch import torchrun_rank
     from flux.bench.problem import ONE_GPU, BenchConfig, Problem, dtype_name
 
-    world = torchrun_world()
-    if world is not None and nproc not in (None, world):
-        refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
-    if world is not None and hosts != "1":
-        refuse("--hosts makes hosts of its own; under torchrun the ranks are where it started them")
+    world = torchrun_or_own(nproc, hosts)
     if backend is None and transport in ONE_GPU:
         backend = "cuda"
     dtype = dtype or ("bfloat16" if backend == "cuda" else "float32")
@@ -189,7 +186,7 @@ def bench_op(
     speaks = world is None or torchrun_rank() == 0
     silent = quiet or json_target == "-" or not speaks
     if speaks and json_target not in (None, "-"):
-        _check_writable(json_target)
+        check_writable(json_target)
     measurement = _measure(config, joining=world is not None, silent=silent)
     if speaks:
         _report(config, measurement, json_target, silent=silent)
@@ -197,37 +194,15 @@ def bench_op(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _check_writable(target: str) -> None:
-    """Find out before the measurement, not after it."""
-    path = Path(target)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"cannot write {target}: {error.strerror}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        refuse(f"cannot write {target}")
-
-
 def _measure(config: BenchConfig, *, joining: bool, silent: bool) -> Measurement:
     from flux.bench import launch
-    from flux.bench.hosts import HostsUnavailableError
-    from flux.bench.spawn import RankFailedError
 
     console = Console()
-    with _progress_bar(console, shown=console.is_terminal and not silent) as progress:
-        try:
-            return (launch.joined if joining else launch.spawned)(config, progress)
-        except (HostsUnavailableError, ValueError) as error:
-            refuse(str(error))
-        except RankFailedError as error:
-            failure = error
-        except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-    errors = Console(stderr=True)
-    if failure.details:
-        errors.print(escape(failure.details.rstrip()), style="dim", **PLAIN)
-    errors.print(f"[bold red]error:[/] {escape(str(failure))}", **PLAIN)
-    raise typer.Exit(EXIT_FAILED)
+    with (
+        ranks_or_exit(),
+        progress_bar(console, shown=console.is_terminal and not silent) as progress,
+    ):
+        return (launch.joined if joining else launch.spawned)(config, progress)
 
 
 def _report(
@@ -245,32 +220,6 @@ def _report(
         report.write_json(content, json_target)
         if not silent:
             print(f"wrote {json_target}: {shlex.join(content['command'])}")
-
-
-@contextmanager
-def _progress_bar(console: Console, *, shown: bool) -> Iterator[Progress]:
-    """A bar drawn only when told to: a thread redrawing it would disturb the measurement."""
-    if not shown:
-        yield lambda what, done, total: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    with Progress(
-        TextColumn("{task.description:<16}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=console,
-        transient=True,
-        auto_refresh=False,
-    ) as bar:
-        task = bar.add_task("starting ranks", total=None)
-        bar.refresh()
-
-        def update(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-            bar.refresh()
-
-        yield update
 
 
 def main() -> None:

@@ -3,4 +3,6 @@
 cli.py -> launch.py -> spawn.py (or torchrun) -> op.py on every rank, with methods.py,
                                                  reference.py, rounds.py, timing.py
 report.py <- metrics.py <------------------------+
+
+model_cli.py -> launch.py -> model_run.py on every rank, with model_layers.py; model_report.py
 """

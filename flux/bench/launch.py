@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,13 @@ import torch.distributed as dist
 from .gpu import problem_here
 from .hosts import Hosts
 from .methods import Factory
+from .model import ModelConfig
 from .op import Measurement, Progress, measure
-from .problem import ONE_GPU, BenchConfig
-from .spawn import run_ranks
+from .problem import ONE_GPU, BenchConfig, Run
+from .spawn import Entry, run_ranks
+
+T = TypeVar("T")
+Placeable = TypeVar("Placeable", BenchConfig, ModelConfig)
 
 
 def torchrun_world() -> int | None:
@@ -57,22 +61,39 @@ def spawned(config: BenchConfig, progress: Progress, factory: Factory | None = N
         RankFailedError: a rank raised, died or stalled; none is left running.
         HostsUnavailableError: several hosts were asked for, and this machine cannot make them.
     """
-    count = len(set(config.host_of))
-    with Hosts(count, config.link_rate) if count > 1 else nullcontext() as hosts:
-        result: Measurement = run_ranks(
-            _one_rank,
-            (config, factory),
-            processes(config),
+    argument, count = (config, factory), processes(config)
+    result: Measurement = on_own_ranks(_one_rank, argument, config, count, progress, _group(config))
+    return result
+
+
+def on_own_ranks(
+    entry: Entry,
+    argument: Any,
+    config: Run,
+    count: int,
+    progress: Progress,
+    group: str = "gloo",
+) -> Any:
+    """Run ``entry`` in ``count`` processes of our own, on hosts of our own if the configuration has
+    several; the result of rank 0.
+
+    Raises: as ``spawned``.
+    """
+    many = len(set(config.host_of))
+    with Hosts(many, config.link_rate) if many > 1 else nullcontext() as hosts:
+        return run_ranks(
+            entry,
+            argument,
+            count,
             threads=config.threads,
             timeout_s=config.timeout_s,
             progress=progress,
             places=hosts.placed(config.host_of) if hosts is not None else None,
-            group=_group(config),
+            group=group,
         )
-    return result
 
 
-def on_hosts(config: BenchConfig, identities: Sequence[str]) -> BenchConfig:
+def on_hosts(config: Placeable, identities: Sequence[str]) -> Placeable:
     """The configuration of ranks that turn out to be on these hosts, by rank."""
     sizes = [len(list(ranks)) for _, ranks in groupby(identities)]
     if len(sizes) != len(set(identities)):
@@ -97,18 +118,27 @@ def _check_gpus(config: BenchConfig) -> None:
 
 def joined(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
     """Run as one of torchrun's ranks, on one host or several; returns the measurement on each."""
+
+    def run(config: BenchConfig, rank: int) -> Measurement:
+        if config.backend == "cuda":
+            _check_gpus(config)
+        return _one_rank((config, factory), rank, progress)
+
+    return as_torchrun_rank(run, config, _group(config))
+
+
+def as_torchrun_rank(
+    run: Callable[[Placeable, int], T], config: Placeable, group: str = "gloo"
+) -> T:
+    """``run(config, rank)`` in the group of torchrun's ranks, ``config`` knowing their hosts."""
     from flux.transport.shm import host_identity
 
     torch.set_num_threads(config.threads)
-    rank = torchrun_rank()
-    dist.init_process_group(_group(config), timeout=timedelta(seconds=config.timeout_s))
+    dist.init_process_group(group, timeout=timedelta(seconds=config.timeout_s))
     try:
-        if config.backend == "cuda":
-            _check_gpus(config)
-        hosts: list[Any] = [None] * config.problem.world
+        hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, host_identity())
-        config = on_hosts(config, hosts)
-        return _one_rank((config, factory), rank, progress)
+        return run(on_hosts(config, hosts), torchrun_rank())
     finally:
         sys.stdout.flush()
         dist.destroy_process_group()

@@ -34,7 +34,15 @@ class Taken:
     late_ms: float | None = None
 
 
-class Place(Protocol):
+class Timer(Protocol):
+    """What starts calls together and times them."""
+
+    def time(self, call: Callable[[], T]) -> tuple[T, Taken]:
+        """Run a call that starts on all ranks together. Collective."""
+        ...
+
+
+class Place(Timer, Protocol):
     """All that the course of a benchmark (op.py) does not want to know.
 
     Attributes:
@@ -81,16 +89,30 @@ class Place(Protocol):
         """The communication alone, as fast as without flux."""
         ...
 
-    def time(self, call: Callable[[], T]) -> tuple[T, Taken]:
-        """Run a call that starts on all ranks together. Collective."""
-        ...
-
     def close(self) -> None:
         """Give back what it holds, after the methods."""
         ...
 
 
-class CpuRanks:
+class ProcessTimer:
+    """Times ranks that are processes, by the wall clock.
+
+    Args: as of StartLine.
+    """
+
+    def __init__(self, world: int, threads: int, common_clock: bool) -> None:
+        self._line = StartLine(world, threads, common_clock=common_clock)
+
+    def time(self, call: Callable[[], T]) -> tuple[T, Taken]:
+        """Run a call that starts on all ranks together. Collective."""
+        self._line.wait()
+        cpu = time.process_time_ns()
+        result, elapsed = timed(call)
+        cpu = time.process_time_ns() - cpu
+        return result, Taken(elapsed, cpu * 1e-6, self._line.late_ns * 1e-6)
+
+
+class CpuRanks(ProcessTimer):
     """One of several processes in torch.distributed's default group."""
 
     device: str | None = None
@@ -98,7 +120,7 @@ class CpuRanks:
 
     def __init__(self, config: BenchConfig, rank: int) -> None:
         self.config, self.problem, self.rank = config, config.problem, rank
-        self._line = StartLine(self.problem.world, config.threads, common_clock=config.common_clock)
+        super().__init__(self.problem.world, config.threads, config.common_clock)
 
     def factory(self, config: BenchConfig, rank: int) -> list[Method]:
         return default_methods(config, rank)
@@ -128,13 +150,6 @@ class CpuRanks:
 
     def collective(self, inputs: Any) -> Call:
         return library_collective(self.problem, inputs.x.device)
-
-    def time(self, call: Callable[[], T]) -> tuple[T, Taken]:
-        self._line.wait()
-        cpu = time.process_time_ns()
-        result, elapsed = timed(call)
-        cpu = time.process_time_ns() - cpu
-        return result, Taken(elapsed, cpu * 1e-6, self._line.late_ns * 1e-6)
 
     def close(self) -> None:
         """The group is whoever's that made it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -112,6 +112,43 @@ class Problem:
         return twice * crossings * self.m * columns * self.torch_dtype.itemsize
 
 
+class Run(Protocol):
+    """What all benchmarks on ranks are told of their course."""
+
+    @property
+    def repeats(self) -> int: ...
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def link_rate(self) -> str | None: ...
+    @property
+    def host_of(self) -> tuple[int, ...]: ...
+
+
+def check_run(run: Run) -> None:
+    """Complain about numbers that make no sense.
+
+    Raises:
+        ValueError: naming the one that is wrong.
+    """
+    for name in ("repeats", "threads"):
+        if getattr(run, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(run, name)}")
+    if run.warmup < 0:
+        raise ValueError(f"warmup must not be negative, got {run.warmup}")
+    if run.timeout_s <= 0:
+        raise ValueError(f"timeout must be above 0 s, got {run.timeout_s}")
+    hosts = len(set(run.host_of))
+    if run.link_rate is not None:
+        parse_rate(run.link_rate)
+        if hosts < 2:
+            raise ValueError("a link rate needs at least 2 hosts")
+
+
 @dataclass(frozen=True)
 class BenchConfig:
     """Everything that one run depends on; goes to every rank by pickling."""
@@ -130,19 +167,7 @@ class BenchConfig:
     common_clock: bool = True  # of all ranks; hosts that we make ourselves share one too
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
-        if self.warmup < 0:
-            raise ValueError(f"warmup must not be negative, got {self.warmup}")
-        if self.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {self.threads}")
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout must be above 0 s, got {self.timeout_s}")
-        hosts = len(set(self.host_of))
-        if self.link_rate is not None:
-            parse_rate(self.link_rate)
-            if hosts < 2:
-                raise ValueError("a link rate needs at least 2 hosts")
+        check_run(self)
 
     @property
     def host_of(self) -> tuple[int, ...]:

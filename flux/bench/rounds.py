@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from .hosts import link_bytes
-from .place import Call, Place, Taken
+from .place import Call, Taken, Timer
 
 
 class Rounds:
@@ -19,14 +19,14 @@ class Rounds:
 
     Args:
         calls: what to time, by name.
-        place: where, and by what clock.
+        timer: starts them, and has the clock.
         across: count the bytes that leave the host, too.
     """
 
-    def __init__(self, calls: Mapping[str, Call], place: Place, *, across: bool = False) -> None:
+    def __init__(self, calls: Mapping[str, Call], timer: Timer, *, across: bool = False) -> None:
         self._calls = calls
         self._names = list(calls)
-        self._time: Callable[[Call], tuple[object, Taken]] = place.time
+        self._time: Callable[[Call], tuple[object, Taken]] = timer.time
         self._across = across
         self._seen = link_bytes() if across else 0
         self.last: dict[str, object] = {}

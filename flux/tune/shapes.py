@@ -114,6 +114,19 @@ def load_shapes(
     return Shapes(file, model, dtype, worlds, tuple(dict.fromkeys(sizes)))
 
 
+def layer_of(name: str | Path) -> Layer:
+    """The layer of a model: a file of shapes, or the name of one in `tuning/shapes`.
+
+    Raises:
+        ValueError: no such file, it has no layer, or something in that is wrong.
+    """
+    file = find("shapes", name)
+    top = Table.load(file)
+    if "layer" not in top:
+        raise ValueError(f"{file}: lists shapes, not the [layer] of a model")
+    return _layer(top.table("layer"))
+
+
 def _layer(table: Table) -> Layer:
     layer = Layer(
         hidden=table.integer("hidden"),

@@ -1,0 +1,73 @@
+"""A transformer layer with Megatron-core's linear layers and with ours, in one host and between two.
+
+    python benchmarks/layers.py [--models gpt3-175b] [--links none 1gbit] [--repeats 15]
+
+Links other than `none` need root and iproute2: hosts are network namespaces, one rank on each.
+Needs megatron-core. float32, two ranks, one thread per rank. One raw JSON per run goes to
+benchmarks/results/layers/; the table goes to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from common import conditions, markdown, measured, milliseconds
+
+RESULTS = Path("benchmarks", "results", "layers")
+# Name of the model, what its sizes are divided by, tokens of a sequence. The first two have much to
+# communicate for what they compute, as narrow layers do.
+CASES = [("gpt3-175b", 24, 2048), ("llama2-70b", 16, 2048), ("gpt3-175b", 12, 512)]
+LINKS = ["none", "500mbit", "1gbit", "2gbit"]
+
+HEADER = ["model", "link", "phase", "Megatron ms", "flux ms", "compute ms", "host ms"]
+HEADER += ["exposed, Megatron's", "exposed, flux's", "ratio"]
+
+
+def run(model: str, scale: int, sequence: int, link: str, repeats: int) -> dict[str, Any]:
+    arguments = ["bench", "model", "--model", model, "--scale", str(scale)]
+    arguments += ["--sequence", str(sequence), "--repeats", str(repeats), "--warmup", "2"]
+    arguments += ["--hosts", "2", "--link-rate", link] if link != "none" else []
+    return measured(arguments, RESULTS / f"{model}_{scale}_{sequence}_{link}.json")
+
+
+def rows(document: dict[str, Any]) -> Iterable[list[str]]:
+    for phase, found in document["phases"].items():
+        megatron, ours = found["layers"]["megatron"], found["layers"]["flux"]
+        yield [
+            f"{document['model']} / {document['scale']}, {document['sequence']}",
+            document["link_rate"] or "one host",
+            phase,
+            *(milliseconds(form["overall_ms"]) for form in (megatron, ours)),
+            milliseconds(found["compute_ms"]),
+            milliseconds(ours["host_ms"]),
+            *(milliseconds(form["exposed_ms"]) for form in (megatron, ours)),
+            f"**{found['ratio']:.2f}**",
+        ]
+
+
+def table(documents: list[dict[str, Any]]) -> str:
+    """Every phase of every run, a line each."""
+    lines = [line for document in documents for line in rows(document)]
+    return f"{markdown(HEADER, lines)}\n\n{conditions(documents[0])}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", help="all by default")
+    parser.add_argument("--links", nargs="*", default=LINKS)
+    parser.add_argument("--repeats", type=int, default=11)
+    options = parser.parse_args()
+    documents = [
+        run(*case, link, options.repeats)
+        for case in CASES
+        if not options.models or case[0] in options.models
+        for link in options.links
+    ]
+    print(table(documents))
+
+
+if __name__ == "__main__":
+    main()

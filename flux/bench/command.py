@@ -1,0 +1,87 @@
+"""What the commands that run on ranks share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from flux.terminal import EXIT_FAILED, EXIT_INTERRUPTED, PLAIN, complain, refuse
+
+if TYPE_CHECKING:
+    from .op import Progress
+
+
+def torchrun_or_own(nproc: int | None, hosts: str) -> int | None:
+    """How many ranks torchrun has started, None if it has not; refuses what contradicts that."""
+    from .launch import torchrun_world
+
+    world = torchrun_world()
+    if world is not None and nproc not in (None, world):
+        refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
+    if world is not None and hosts != "1":
+        refuse("--hosts makes hosts of its own; under torchrun the ranks are where it started them")
+    return world
+
+
+def check_writable(target: str) -> None:
+    """Find out before the measurement, not after it."""
+    path = Path(target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"cannot write {target}: {error.strerror}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        refuse(f"cannot write {target}")
+
+
+@contextmanager
+def ranks_or_exit() -> Iterator[None]:
+    """Say what became of ranks that failed, and exit."""
+    from .hosts import HostsUnavailableError
+    from .spawn import RankFailedError
+
+    try:
+        yield
+    except (HostsUnavailableError, ValueError) as error:
+        refuse(str(error))
+    except RankFailedError as error:
+        if error.details:
+            details = escape(error.details.rstrip())
+            Console(stderr=True).print(details, style="dim", **PLAIN)
+        complain(str(error))
+        raise typer.Exit(EXIT_FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@contextmanager
+def progress_bar(console: Console, *, shown: bool) -> Iterator[Progress]:
+    """A bar drawn only when told to: a thread redrawing it would disturb the measurement."""
+    if not shown:
+        yield lambda what, done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    with Progress(
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=False,
+    ) as bar:
+        task = bar.add_task("starting ranks", total=None)
+        bar.refresh()
+
+        def update(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+            bar.refresh()
+
+        yield update

@@ -1,0 +1,201 @@
+"""One rank's part of `flux bench model`: check, time all forms of the layer interleaved, split.
+
+overall   = compute + exposed + host
+host      what the rank spends outside of operators: Python, by PyTorch's profiler, on repeats
+          of their own. The profiler adds to it, so it is an upper bound.
+compute   what the layer takes on a group whose collectives return at once, less its host
+exposed   the rest: communication that nothing hides, or less than nothing where a fused call is
+          faster than the plain arithmetic
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from . import metrics
+from .megatron_cpu import megatron_on_cpu
+from .model import ModelConfig
+from .model_layers import FORMS, LayerCall, largest_error, make_calls
+from .place import ProcessTimer
+from .rounds import Rounds
+from .timing import quiet_collector
+
+Progress = Callable[[str, int, int], None]
+TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2}
+"""Of the largest magnitude of a result. Sums are in another order, and attention is not linear."""
+PROFILED = 3  # calls whose Python is measured
+
+
+@dataclass(frozen=True)
+class FormResult:
+    """One kind of linear layers in one phase, on the slowest rank; ms."""
+
+    overall_ms: float
+    exposed_ms: float
+    host_ms: float
+    repeats_ms: list[float]
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """A phase. ``forms`` is empty when results were wrong."""
+
+    phase: str
+    compute_ms: float
+    forms: dict[str, FormResult]
+    max_error: float
+    complaint: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Time of our layers over Megatron's, None when results were wrong."""
+        if not self.forms:
+            return None
+        return self.forms["flux"].overall_ms / self.forms["megatron"].overall_ms
+
+
+@dataclass
+class _Samples:
+    wall_ms: dict[str, list[float]] = field(default_factory=lambda: {form: [] for form in FORMS})
+    host_ms: dict[str, float] = field(default_factory=dict)
+
+
+def measure_model(
+    config: ModelConfig, rank: int, progress: Progress = lambda what, done, total: None
+) -> list[PhaseResult]:
+    """Run the benchmark on an initialised default process group. Collective."""
+    # Megatron's small fused functions are not compiled: compiling takes longer than measuring.
+    with megatron_on_cpu(config.world), torch.compiler.set_stance("force_eager"):
+        return [_Phase(config, phase, rank, progress).measure() for phase in config.phases]
+
+
+class _Phase:
+    def __init__(self, config: ModelConfig, phase: str, rank: int, progress: Progress) -> None:
+        self._config, self._phase, self._rank, self._progress = config, phase, rank, progress
+        self._timer = ProcessTimer(config.world, config.threads, config.common_clock)
+
+    def measure(self) -> PhaseResult:
+        from flux.layers import close_pools
+
+        calls = make_calls(self._config, self._phase, self._rank)
+        try:
+            error, complaint = self._check(calls)
+            if complaint:
+                return PhaseResult(self._phase, 0.0, {}, error, complaint)
+            samples = self._time(calls)
+            error, complaint = self._check(calls, run=False)
+            result = self._result(samples, error)
+        finally:
+            close_pools()
+        return result if not complaint else PhaseResult(self._phase, 0.0, {}, error, complaint)
+
+    def _check(self, calls: dict[str, LayerCall], run: bool = True) -> tuple[float, str]:
+        """The largest error of all ranks, and what is to be said of it."""
+        if run:
+            for form in ("megatron", "flux"):
+                calls[form]()
+        errors = _share(largest_error(calls["flux"], calls["megatron"]), self._config.world)
+        limit = TOLERANCE[self._config.dtype]
+        # Not `error > limit`: a NaN is wrong, too.
+        wrong = [rank for rank, error in enumerate(errors) if not error <= limit]
+        text = f"{self._phase}: results of rank {wrong[0]} differ from Megatron's" if wrong else ""
+        return max(errors), text
+
+    def _time(self, calls: dict[str, LayerCall]) -> _Samples:
+        config, samples = self._config, _Samples()
+        rounds = Rounds(calls, self._timer)
+        with quiet_collector():
+            for index in range(-config.warmup, config.repeats):
+                if self._rank == 0:
+                    done = index + config.warmup
+                    self._progress(self._phase, done, config.warmup + config.repeats)
+                found = rounds.run(index)
+                if index >= 0:
+                    for form, taken in found.items():
+                        samples.wall_ms[form].append(taken.wall_ms)
+            for form, call in calls.items():
+                samples.host_ms[form] = _host_ms(call)
+        return samples
+
+    def _result(self, samples: _Samples, error: float) -> PhaseResult:
+        everybody: list[_Samples] = _share(samples, self._config.world)
+        slowest = {
+            form: metrics.slowest_rank([s.wall_ms[form] for s in everybody]) for form in FORMS
+        }
+        overall = {form: metrics.median(times) for form, times in slowest.items()}
+        host = {form: max(rank.host_ms[form] for rank in everybody) for form in FORMS}
+        compute = overall["compute"] - host["compute"]
+        forms = {
+            form: FormResult(
+                overall[form],
+                overall[form] - compute - host[form],
+                host[form],
+                slowest[form],
+            )
+            for form in FORMS[1:]
+        }
+        return PhaseResult(self._phase, compute, forms, error)
+
+
+def _share(value: Any, world: int) -> list[Any]:
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, value)
+    return everybody
+
+
+# -- host ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def around_ops(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Every call of one of our ops is made within ``around()``."""
+    from flux import AGGemm, GemmRS  # GemmAR is one, too
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            with around():
+                return original(*args, **options)
+
+        return call
+
+    entries = ((AGGemm, "__call__"), (GemmRS, "__call__"), (GemmRS, "overlapped"))
+    with contextlib.ExitStack() as stack:
+        for op, name in entries:
+            stack.enter_context(mock.patch.object(op, name, wrapped(vars(op)[name])))
+        yield
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of spans (begin, end)."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _host_ms(call: Callable[[], object]) -> float:
+    """Time that a call spends outside of all operators. Collective."""
+    dist.barrier()
+    spans, whole = [], 0.0
+    ours = around_ops(lambda: record_function("flux::op"))
+    with ours, profile(activities=[ProfilerActivity.CPU]) as found:
+        for _ in range(PROFILED):
+            with record_function("flux::whole"):
+                call()
+    for event in found.events():
+        span = (float(event.time_range.start), float(event.time_range.end))
+        if event.name == "flux::whole":
+            whole += span[1] - span[0]
+        elif event.name.startswith(("aten::", "c10d::", "gloo:", "flux::")):
+            spans.append(span)
+    return (whole - covered(spans)) / PROFILED * 1e-3
