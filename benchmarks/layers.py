@@ -1,4 +1,4 @@
-"""A transformer layer with Megatron-core's linear layers and with ours, in one host and between two.
+"""A transformer layer with Megatron-core's linear layers and ours, in one host and between two.
 
     python benchmarks/layers.py [--models gpt3-175b] [--links none 1gbit] [--repeats 15]
 
