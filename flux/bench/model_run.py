@@ -11,6 +11,7 @@ exposed   the rest: communication that nothing hides, or less than nothing where
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -186,6 +187,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def _host_ms(call: Callable[[], object]) -> float:
     """Time that a call spends outside of all operators. Collective."""
     dist.barrier()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it begins and ends
     spans, whole = [], 0.0
     ours = around_ops(lambda: record_function("flux::op"))
     with ours, profile(activities=[ProfilerActivity.CPU]) as found:
