@@ -277,7 +277,7 @@ class Ranks:
 _pool: dict[int, Ranks] = {}
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """fn(rank, world, *args) on all ranks of a group, in processes that later tests use again.
 
     Returns:

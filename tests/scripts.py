@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_script(
-    script: Path, ranks: int = 0, timeout_s: float = 100.0, arguments: Sequence[str] = ()
+    script: Path, ranks: int = 0, timeout_s: float = 200.0, arguments: Sequence[str] = ()
 ) -> str:
     """Run ``script``, under torchrun when ``ranks`` is given; returns what it printed.
 

@@ -43,7 +43,7 @@ def layout(folder: Path, compiler: str, suffix: str, *options: str) -> str:
     )
     program = folder / f"layout{suffix}.out"
     command = [compiler, *options, f"-I{CSRC}", str(source), "-o", str(program)]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=200)
     return subprocess.run([program], check=True, capture_output=True, text=True).stdout
 
 

@@ -87,7 +87,7 @@ def _on_gpus(rank: int, world: int, library: Path, op: str) -> Measurement:
 @pytest.mark.parametrize("op", OPS)
 def test_a_process_and_a_gpu_per_rank(library: Path, op: str) -> None:
     with fresh_ranks(2) as ranks:
-        for found in ranks.run(_on_gpus, library, op, timeout=120.0):
+        for found in ranks.run(_on_gpus, library, op, timeout=200.0):
             check(found)
 
 

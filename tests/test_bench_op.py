@@ -157,7 +157,7 @@ def test_json_on_stdout_is_alone_there() -> None:
         [*FLUX, "bench", "op", *SHAPE, *SHORT, "--json", "-"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     check_document(json.loads(done.stdout), "ag_gemm")

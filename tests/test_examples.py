@@ -24,7 +24,6 @@ def test_the_list_of_examples_is_complete() -> None:
     assert [path.name for path in EXAMPLES] == sorted(LAST_WORDS)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks", [0, 3], ids=["alone", "torchrun"])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example: Path, ranks: int) -> None:

@@ -226,7 +226,7 @@ def test_a_host_that_disappears_is_noticed_in_time(make_hosts: MakeHosts) -> Non
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flux", "bench", "op", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 SMALL = ("--m", "256", "--n", "256", "--k", "128", "--repeats", "3", "--warmup", "1")

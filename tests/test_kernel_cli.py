@@ -292,7 +292,7 @@ def test_cmake_builds_a_set_ahead_of_time(sandbox: Sandbox) -> None:
             env=sandbox.environment,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
         )
 
     def configure(**options: str) -> subprocess.CompletedProcess[str]:

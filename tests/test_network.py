@@ -92,8 +92,8 @@ def every_size(rank: int, world: int, hosts: str, calls: int) -> list[str]:
 
 @pytest.mark.parametrize("hosts", ["ab", "aab"])
 def test_back_to_back_calls_repeat_bitwise(hosts: str) -> None:
-    first = run_ranks(len(hosts), every_size, hosts, 150, timeout=120)
-    assert run_ranks(len(hosts), every_size, hosts, 150, timeout=120) == first
+    first = run_ranks(len(hosts), every_size, hosts, 150, timeout=200)
+    assert run_ranks(len(hosts), every_size, hosts, 150, timeout=200) == first
 
 
 def large(rank: int, world: int, hosts: str) -> None:

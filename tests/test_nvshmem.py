@@ -24,7 +24,7 @@ from harness import fresh_ranks, nothing_left_in_shared_memory
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """On ranks that are not used again: a process stays in its NVSHMEM job."""
     with fresh_ranks(world) as ranks:
-        return ranks.run(fn, *args, timeout=100.0)
+        return ranks.run(fn, *args, timeout=200.0)
 
 
 @pytest.fixture

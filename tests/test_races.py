@@ -62,7 +62,7 @@ def delayed(rank: int, world: int, op_name: str, calls: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_delayed_tiles_are_waited_for(world: int, op: str) -> None:
-    run_ranks(world, delayed, op, 12, timeout=110)
+    run_ranks(world, delayed, op, 12, timeout=200)
 
 
 def back_to_back(rank: int, world: int, op_name: str, way: dict[str, Any], calls: int) -> None:
@@ -99,7 +99,7 @@ def back_to_back(rank: int, world: int, op_name: str, way: dict[str, Any], calls
 def test_thousands_of_calls_give_the_same_bits(
     op: str, world: int, calls: int, way: dict[str, Any]
 ) -> None:
-    run_ranks(world, back_to_back, op, way, calls, timeout=110)
+    run_ranks(world, back_to_back, op, way, calls, timeout=200)
 
 
 def bits_of_every_way(rank: int, world: int, op_name: str, dtype: torch.dtype) -> None:

@@ -30,7 +30,7 @@ ENTRY, PARTIAL, NODE = 2, 3, 6  # FLUX_WAIT_*
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     with fresh_ranks(world) as ranks:
-        return ranks.run(fn, *args, timeout=100.0)
+        return ranks.run(fn, *args, timeout=200.0)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """On ranks that are not used again: ``emulate`` changes the process."""
     with fresh_ranks(world) as ranks:
-        return ranks.run(fn, *args, timeout=120.0)
+        return ranks.run(fn, *args, timeout=200.0)
 
 
 @pytest.fixture
