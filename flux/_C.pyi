@@ -202,6 +202,7 @@ class Lane:
         end: int = 0,
         peer: int = -1,
         nbytes: int = 0,
+        end_ns: int = 0,
     ) -> None: ...
     def add_after_last(
         self, work: int, began_ns: int, number: int, peer: int, nbytes: int

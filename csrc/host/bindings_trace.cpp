@@ -42,9 +42,13 @@ void bind_trace(py::module_& m) {
       .def(
           "add",
           [](Lane& lane, int work, std::int64_t began_ns, int begin, int end, int peer,
-             std::int64_t bytes) { lane.add(record(work, began_ns, begin, end, peer, bytes)); },
+             std::int64_t bytes, std::int64_t end_ns) {
+            Record added = record(work, began_ns, begin, end, peer, bytes);
+            added.end_ns = end_ns;
+            lane.add(added);
+          },
           py::arg("work"), py::arg("began_ns"), py::arg("begin") = 0, py::arg("end") = 0,
-          py::arg("peer") = -1, py::arg("nbytes") = 0)
+          py::arg("peer") = -1, py::arg("nbytes") = 0, py::arg("end_ns") = 0)
       .def(
           "add_after_last",
           [](Lane& lane, int work, std::int64_t began_ns, int number, int peer,

@@ -51,9 +51,9 @@ class Lane {
     return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   }
 
-  // Adds what began at record.begin_ns and ends now.
+  // Adds what began at record.begin_ns and ends now, unless it says when.
   void add(Record record) {
-    record.end_ns = now();
+    if (record.end_ns == 0) record.end_ns = now();
     if (count_ == records_.size()) {
       ++dropped_;
     } else {
@@ -61,7 +61,7 @@ class Lane {
     }
   }
 
-  // The same for one of several things that were begun before the first of them was through: it
+  // The same for one of several tiles that are awaited at once, and come one after the other: it
   // begins when the one before it ends.
   void add_after_last(Record record) {
     if (count_ > 0) record.begin_ns = std::max(record.begin_ns, records_[count_ - 1].end_ns);

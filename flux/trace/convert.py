@@ -194,7 +194,8 @@ class _Call:
             "peer": record.peer,
             "awaits": f"{record.at}:{record.signal}",
         }
-        return f"waits for tile {record.tile} of chunk {record.chunk}", details
+        whose = "its own" if record.peer == self.rank else f"rank {record.peer}'s"
+        return f"waits for {whose} tile {record.tile} of chunk {record.chunk}", details
 
     def _own_gemm(self, record: Record) -> tuple[str, Details]:
         awaited = f"{self.rank}.gemm:{record.chunk}.{record.tile}"
@@ -238,8 +239,8 @@ def events_of(
                     lane.name,
                     KINDS[Work(record.work)],
                     name,
-                    (record.begin_ns + offset_ns - origin_ns) * 1e-3,
-                    (record.end_ns - record.begin_ns) * 1e-3,
+                    (record.begin_ns + offset_ns - origin_ns) / 1000,
+                    (record.end_ns - record.begin_ns) / 1000,
                     {"call": number, **details},
                 )
             )

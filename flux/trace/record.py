@@ -22,7 +22,7 @@ class Trace:
     """What all ranks did in some calls.
 
     Attributes:
-        events: of all ranks; time begins when rank 0 begins the first call.
+        events: of all ranks; time begins when the first of them begins the first call.
         metadata: what was traced, JSON-able. ``calls`` holds the [begin, end] of every call by
             rank in us, ``dropped`` how many events had no room, by rank and lane,
             ``clock_uncertainty_us`` by how much the times of each rank may be shifted against those
@@ -131,9 +131,9 @@ def _gathered(
     clocks: list[Clock],
     warmup: int,
 ) -> Trace | None:
-    origin = exchange.all_gather(spans[0].begin_ns)[0]
-    lanes = recorder.read()
     offset = clocks[op.rank].offset_ns
+    origin = min(exchange.all_gather(spans[0].begin_ns + offset))
+    lanes = recorder.read()
     events = events_of(op.kind.name, op.rank, lanes, recorder.schedules, spans, offset, origin)
     everybody = exchange.all_gather(
         _OfRank([lane._replace(records=[]) for lane in lanes], spans, events)
@@ -144,7 +144,7 @@ def _gathered(
     def times(rank: int) -> list[list[float]]:
         shift = clocks[rank].offset_ns - origin
         return [
-            [(at + shift) * 1e-3 for at in (span.begin_ns, span.end_ns)]
+            [(at + shift) / 1000 for at in (span.begin_ns, span.end_ns)]
             for span in everybody[rank].spans
         ]
 
@@ -163,7 +163,7 @@ def _gathered(
         "topology": str(op.topology),
         "warmup": warmup,
         "calls": {str(rank): times(rank) for rank in range(op.world)},
-        "clock_uncertainty_us": [clock.uncertainty_ns * 1e-3 for clock in clocks],
+        "clock_uncertainty_us": [clock.uncertainty_ns / 1000 for clock in clocks],
         "dropped": dropped,
     }
     return Trace([event for told in everybody for event in told.events], metadata)

@@ -67,12 +67,10 @@ def show(events: list[Event], metadata: Mapping[str, Any], console: Console) -> 
     console.print(table)
     longest = longest_wait(events)
     if longest is not None:
-        peer = longest.details.get("peer")
-        of_rank = "" if peer in (None, longest.rank) else f", from rank {peer}"
         console.print(
             escape(
                 f"longest wait: rank {longest.rank}, {longest.lane}, {longest.details['method']}: "
-                f"{longest.duration_us * 1e-3:.3f} ms, {longest.name}{of_rank}"
+                f"{longest.duration_us * 1e-3:.3f} ms, {longest.name}"
             ),
             soft_wrap=True,
             highlight=False,

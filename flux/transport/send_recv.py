@@ -368,18 +368,24 @@ class _Link:
         else:
             self._engine.peer_entered(self.peer, epoch, digest)
 
-    def _post_send(self, piece: Piece, epoch: int, number: int) -> Any:
-        began = _C.Lane.now() if self.recorder is not None else 0
+    def _post_send(self, piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+        began = self._stamp()
         ready = piece.signal is None or self._engine.await_parcel(self.peer, piece.signal, epoch)
         if not ready:
             raise _Gone
         if self.recorder is not None and piece.signal is not None:
             self.recorder.lane(sender_lane(self.peer)).add(Work.wait, began, number, peer=self.peer)
         self._network.bytes_sent[self.peer] += piece.tensor.nbytes
-        return self._channel.send([piece.tensor], self.peer, DATA_TAG)
+        posted_ns = self._stamp()
+        return self._channel.send([piece.tensor], self.peer, DATA_TAG), posted_ns
 
-    def _post_receive(self, piece: Piece, epoch: int, number: int) -> Any:
-        return self._channel.recv([piece.tensor], self.peer, DATA_TAG)
+    def _post_receive(self, piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+        posted_ns = self._stamp()
+        return self._channel.recv([piece.tensor], self.peer, DATA_TAG), posted_ns
+
+    def _stamp(self) -> int:
+        """Now, for a trace; 0 while nobody traces."""
+        return 0 if self.recorder is None else _C.Lane.now()
 
     def _announce(self, piece: Piece, epoch: int) -> None:
         assert piece.signal is not None
@@ -389,7 +395,7 @@ class _Link:
         self,
         job: _Job,
         work: Work,
-        post: Callable[[Piece, int, int], Any],
+        post: Callable[[Piece, int, int], tuple[Any, int]],
         complete: Callable[[Piece, int], None],
     ) -> None:
         """Keep up to ``window`` bytes, but at least two pieces, posted."""
@@ -407,15 +413,19 @@ class _Link:
             size -= piece.tensor.nbytes
             self._progress = time.monotonic()
             complete(piece, job.epoch)
-            if lane is not None:  # pieces follow one another on the wire, however many are posted
+            if lane is not None and work is Work.receive:
                 lane.add_after_last(work, posted_ns, completed, self.peer, piece.tensor.nbytes)
+            elif lane is not None:  # is looked after late: this thread waits for tiles meanwhile
+                until = posted[0][2] if posted else 0
+                nbytes = piece.tensor.nbytes
+                lane.add(work, posted_ns, completed, completed + 1, self.peer, nbytes, until)
             completed += 1
 
         for number, piece in enumerate(job.pieces):
             while len(posted) >= 2 and size + piece.tensor.nbytes > self._window:
                 complete_oldest()
-            pending = post(piece, job.epoch, number)
-            posted.append((pending, piece, 0 if lane is None else lane.now()))
+            pending, posted_ns = post(piece, job.epoch, number)
+            posted.append((pending, piece, posted_ns))
             size += piece.tensor.nbytes
         while posted:
             complete_oldest()
