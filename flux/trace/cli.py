@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from flux import options
+from flux.bench.command import check_writable, progress_bar, ranks_or_exit
 from flux.terminal import refuse
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def trace_op(
     """
     from flux.bench import launch
 
-    from .run import Wanted, trace_methods
+    from .run import Wanted, traced
 
     config = options.config_of(
         options.Chosen(
@@ -101,12 +101,14 @@ def trace_op(
     joining = launch.torchrun_world() is not None
     speaks = not joining or launch.torchrun_rank() == 0
     if speaks:
-        options.check_writable(out)
-    run = launch.run_joined if joining else launch.run_spawned
+        check_writable(out)
     silent = quiet or not speaks
-    found: Trace | None = options.run_on_ranks(
-        partial(run, config, trace_methods, wanted), silent=silent
-    )
+    console = Console()
+    with (
+        ranks_or_exit(),
+        progress_bar(console, shown=console.is_terminal and not silent) as progress,
+    ):
+        found = traced(config, wanted, progress, joining=joining)
     if speaks and found is not None:
         _report(found, out, silent=silent)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flux.bench import launch
 from flux.bench.methods import Fused
 from flux.bench.op import Progress
 from flux.bench.place import open_place
@@ -46,6 +47,25 @@ class Wanted:
             raise ValueError(f"calls must be in [1, 1000], got {self.calls}")
         if not 1 <= self.capacity <= 1_000_000:
             raise ValueError(f"capacity must be in [1, 1000000], got {self.capacity}")
+
+
+def traced(
+    config: BenchConfig, wanted: Wanted, progress: Progress, *, joining: bool
+) -> Trace | None:
+    """The trace, made on ranks of our own, or as one of torchrun's (None but on rank 0).
+
+    Raises:
+        RankFailedError, HostsUnavailableError: as flux.bench.launch.spawned.
+    """
+    if joining:
+        return launch.as_torchrun_rank(
+            lambda config, rank: trace_methods((config, wanted), rank, progress), config
+        )
+    count = launch.processes(config)
+    found: Trace | None = launch.on_own_ranks(
+        trace_methods, (config, wanted), config, count, progress
+    )
+    return found
 
 
 def trace_methods(
