@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flux.schedule import TileSchedule
 
 CAPACITY = 4096
-"""Records of a lane, if not said otherwise: about 72 bytes each."""
+"""Records of a lane, if not said otherwise: 64 bytes each."""
 
 GEMM_LANE = "GEMM thread"
 COPY_LANE = "copy thread"
