@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flux.bench.command import check_writable, progress_bar, ranks_or_exit, torchrun_or_own
+from flux import options
+from flux.bench.command import check_writable, progress_bar, ranks_or_exit
 from flux.bench.model_cli import bench_model
 from flux.kernels.cli import compile_kernels
-from flux.terminal import EXIT_FAILED, PLAIN, refuse
+from flux.terminal import EXIT_FAILED, PLAIN
+from flux.trace.cli import trace
 from flux.tune.cli import tune
 
 if TYPE_CHECKING:
@@ -74,22 +76,7 @@ def doctor(
 
 app.command("compile")(compile_kernels)
 app.add_typer(tune, name="tune")
-
-
-def _knobs(**chosen: Any) -> dict[str, Any]:
-    """Knobs that were given on the command line, checked before any rank is started."""
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if "tile" in given:
-        try:
-            rows, columns = given["tile"].lower().split("x")
-            given["tile"] = (int(rows), int(columns))
-        except ValueError:
-            raise ValueError(f"tile must look like 512x1024, got {given['tile']!r}") from None
-    if given:
-        from flux import Knobs
-
-        Knobs(**given)
-    return given
+app.add_typer(trace, name="trace")
 
 
 bench.command("model")(bench_model)
@@ -97,42 +84,28 @@ bench.command("model")(bench_model)
 
 @bench.command("op")
 def bench_op(
-    op: Annotated[str, typer.Option(help="ag_gemm | gemm_rs | gemm_ar")] = "ag_gemm",
-    m: Annotated[int, typer.Option("--m", help="Rows of the global problem.")] = 2048,
-    n: Annotated[int, typer.Option("--n", help="Columns; ag_gemm divides them by rank.")] = 4096,
-    k: Annotated[int, typer.Option("--k", help="Depth; the others divide it by rank.")] = 2048,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32 | bfloat16 | float16 | float64; on GPUs bfloat16 if not given."),
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Ranks to start; 2 if not given. Under torchrun: its.")
-    ] = None,
-    hosts: Annotated[
-        str, typer.Option(help="Hosts to make and spread the ranks over: 2, or 3+1. Needs root.")
-    ] = "1",
-    link_rate: Annotated[
-        str | None, typer.Option(help="Speed of every host's link, as 500mbit or 1gbit.")
-    ] = None,
-    backend: Annotated[str | None, typer.Option(help="cpu | cuda; cpu if not given.")] = None,
-    transport: Annotated[
-        str | None,
-        typer.Option(
-            help="cpu: shm | send_recv. cuda: symm_mem, or on one GPU virtual | loopback."
-        ),
-    ] = None,
+    op: options.Op = "ag_gemm",
+    m: options.M = 2048,
+    n: options.N = 4096,
+    k: options.K = 2048,
+    dtype: options.Dtype = None,
+    nproc: options.Nproc = None,
+    hosts: options.Hosts = "1",
+    link_rate: options.LinkRate = None,
+    backend: options.Backend = None,
+    transport: options.Transport = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats of every method.")] = 15,
     warmup: Annotated[int, typer.Option(help="Repeats that are not counted.")] = 3,
-    threads: Annotated[int, typer.Option(help="GEMM threads of each rank.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a peer.")] = 60.0,
-    path: Annotated[str | None, typer.Option(help="Knob: fused | medium | unfused")] = None,
-    order: Annotated[str | None, typer.Option(help="Knob: direct | ring1d | ring2d | ...")] = None,
-    direction: Annotated[str | None, typer.Option(help="Knob: push | pull")] = None,
-    comm_tile_rows: Annotated[int | None, typer.Option(help="Knob: rows moved at once.")] = None,
-    tile: Annotated[str | None, typer.Option(help="Knob: GEMM tile, ROWSxCOLUMNS.")] = None,
-    store: Annotated[str | None, typer.Option(help="Knob: direct | staged")] = None,
-    swizzle: Annotated[str | None, typer.Option(help="Knob: none | rank_shift | xor")] = None,
+    threads: options.Threads = 1,
+    seed: options.Seed = 0,
+    timeout: options.Timeout = 60.0,
+    path: options.PathKnob = None,
+    order: options.Order = None,
+    direction: options.Direction = None,
+    comm_tile_rows: options.CommTileRows = None,
+    tile: options.Tile = None,
+    store: options.Store = None,
+    swizzle: options.Swizzle = None,
     json_target: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write JSON there; - is stdout.")
     ] = None,
@@ -146,43 +119,35 @@ def bench_op(
     Starts its own ranks, or joins torchrun's. torchrun takes --m for one of its own options unless
     told where those end: torchrun --nproc-per-node 2 -m -- flux bench op --m 2048
     """
-    from flux.bench.launch import torchrun_rank
-    from flux.bench.problem import ONE_GPU, BenchConfig, Problem, dtype_name
+    from flux.bench.launch import torchrun_rank, torchrun_world
 
-    world = torchrun_or_own(nproc, hosts)
-    if backend is None and transport in ONE_GPU:
-        backend = "cuda"
-    dtype = dtype or ("bfloat16" if backend == "cuda" else "float32")
-    try:
-        config = BenchConfig(
-            problem=Problem(op, m, n, k, dtype_name(dtype), world or nproc or 2),
-            repeats=repeats,
-            warmup=warmup,
-            threads=threads,
-            backend=backend,
-            transport=transport,
-            knobs=_knobs(
-                path=path,
-                order=order,
-                direction=direction,
-                comm_tile_rows=comm_tile_rows,
-                tile=tile,
-                store=store,
-                swizzle=swizzle,
-            ),
-            timeout_s=timeout,
-            seed=seed,
+    config = options.config_of(
+        options.Chosen(
+            op=op,
+            m=m,
+            n=n,
+            k=k,
+            dtype=dtype,
+            nproc=nproc,
             hosts=hosts,
             link_rate=link_rate,
-        )
-    except (ValueError, TypeError) as error:
-        refuse(str(error))
-    if config.backend == "cuda" and world is None:
-        from flux.bench.gpu import problem_here
-
-        problem = problem_here(config)
-        if problem is not None:
-            refuse(problem)
+            backend=backend,
+            transport=transport,
+            threads=threads,
+            seed=seed,
+            timeout=timeout,
+            path=path,
+            order=order,
+            direction=direction,
+            comm_tile_rows=comm_tile_rows,
+            tile=tile,
+            store=store,
+            swizzle=swizzle,
+        ),
+        repeats=repeats,
+        warmup=warmup,
+    )
+    world = torchrun_world()
     speaks = world is None or torchrun_rank() == 0
     silent = quiet or json_target == "-" or not speaks
     if speaks and json_target not in (None, "-"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[1] / "csrc"
-ENGINE = ("host/engine", "host/engine_reduce", "host/engine_network")
+ENGINE = ("host/engine", "host/engine_reduce", "host/engine_network", "host/engine_trace")
 UNITS = (
     *ENGINE,
     "host/routes",

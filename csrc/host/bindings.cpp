@@ -143,6 +143,9 @@ void bind_engine(py::module_& m) {
                         seed);
           },
           py::arg("longest_s"), py::arg("seed"))
+      .def(
+          "trace", [](Engine& e, Lane* caller, Lane* worker) { e.trace(Lanes{caller, worker}); },
+          py::arg("caller") = nullptr, py::arg("worker") = nullptr)
       .def_property("epoch", &Engine::epoch, &Engine::set_epoch);
 }
 
@@ -191,6 +194,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Native part of flux: tile schedules, signals and the copy engine of the CPU backend.";
   flux::host::bind_core(m);
   flux::host::bind_schedule(m);
+  flux::host::bind_trace(m);
   flux::host::bind_engine(m);
   flux::host::bind_memory(m);
   flux::host::bind_reduce(m);

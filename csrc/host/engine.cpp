@@ -95,6 +95,7 @@ void Engine::refuse(const std::string& why) {
 }
 
 void Engine::worker_main(std::uint32_t done) {
+  become_worker();
   for (;;) {
     const auto ready = [&] { return stop_.load() || submitted_.load() != done; };
     while (!wait_until(*local_, Clock::now() + std::chrono::hours(1), std::chrono::nanoseconds(0),
@@ -161,10 +162,24 @@ bool Engine::await(int pad_of, int peer, const Transfer* what, const Limit& limi
 bool Engine::await_signal(int pad_of, int peer, const Transfer& what, int index,
                           const Limit& limit) {
   const Word& signal = pad(pad_of).signals()[index];
-  return await(pad_of, peer, &what, limit, [&] { return signal.load(std::memory_order_seq_cst); });
+  const auto observe = [&] { return signal.load(std::memory_order_seq_cst); };
+  if (lane() == nullptr) return await(pad_of, peer, &what, limit, observe);
+  if (signal_reached(pad(pad_of), index, epoch_)) return true;  // no wait to speak of
+  const std::int64_t began = Lane::now();
+  const bool is_there = await(pad_of, peer, &what, limit, observe);
+  record_wait(Work::kWait, began, peer, &what, pad_of, index);
+  return is_there;
 }
 
 bool Engine::wait_entries(const Limit& limit) {
+  if (lane() == nullptr) return see_entries(limit);
+  const std::int64_t began = Lane::now();
+  const bool are_seen = see_entries(limit);
+  record_wait(Work::kBarrier, began, -1, nullptr, -1, -1);
+  return are_seen;
+}
+
+bool Engine::see_entries(const Limit& limit) {
   for (int i = 1; i < world(); ++i) {
     const int peer = wrap(rank_ + i, world());
     std::uint64_t entry = 0;
@@ -213,7 +228,10 @@ bool Engine::finish(const Limit& limit) {
     return run_program(Limit{limit.until, deadline, limit.spin});
   }
   const auto ready = [&] { return finished_.load() == epoch_; };
-  return wait_until(*local_, limit.until, limit.spin, ready) && !failed();
+  const std::int64_t began = lane() == nullptr || ready() ? 0 : Lane::now();
+  const bool is_done = wait_until(*local_, limit.until, limit.spin, ready) && !failed();
+  if (began != 0) record_wait(Work::kOwnCopies, began, rank_, nullptr, -1, -1);
+  return is_done;
 }
 
 void Engine::settle() {
@@ -264,6 +282,7 @@ bool Engine::gather(const Transfer& t, const Limit& limit) {
   // owner, who may long have finished and left.
   const int raiser = t.src == rank_ ? schedule_->supplier[t.chunk] : t.src;
   if (!from_shard && !await_signal(t.src, raiser, t, t.signal, limit)) return false;
+  const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
   const std::size_t row_bytes = symmetric_.row_bytes;
   char* dst = symmetric_.data[t.dst] + static_cast<std::size_t>(t.rows.begin) * row_bytes;
   if (symmetric_.remote[t.dst]) {
@@ -277,6 +296,9 @@ bool Engine::gather(const Transfer& t, const Limit& limit) {
               row_bytes, t.rows);
   }
   raise(t.dst, t.signal);
+  if (began != 0 && !symmetric_.remote[t.dst]) {
+    record(Work::kCopy, began, t, t.src == rank_ ? t.dst : t.src, t.dst, bytes_of(t.rows));
+  }
   return true;
 }
 

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "host/lane.h"
 #include "host/reduce.h"
 #include "host/schedule.h"
 #include "host/signal_pad.h"
@@ -122,6 +123,9 @@ class Engine {
   // Random pauses of up to `longest` around every move and every raise, for race tests.
   void set_delay(std::chrono::nanoseconds longest, std::uint64_t seed);
 
+  // Between calls: from now on both threads record what they do, until other lanes (none) are given.
+  void trace(const Lanes& lanes);
+
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   const FailureReport& failure() const { return failure_; }  // once failed()
   std::uint32_t epoch() const { return epoch_; }
@@ -138,7 +142,9 @@ class Engine {
   template <class Observe>
   bool await(int pad, int peer, const Transfer* what, const Limit& limit, Observe&& observe);
   bool await_signal(int pad, int peer, const Transfer& what, int index, const Limit& limit);
+  bool see_entries(const Limit& limit);
   bool await_computed(int count, const Limit& limit);
+  bool see_computed(int count, const Limit& limit);
   bool run_program(const Limit& limit);
   bool run(const Action& action, const Limit& limit);
   bool gather(const Transfer& t, const Limit& limit);
@@ -158,6 +164,18 @@ class Engine {
   void raise(int pad, int index);
   void pause();
   void worker_main(std::uint32_t done);
+  static void become_worker();
+  // Where this thread records; null while nobody traces, which is all that a call then finds out.
+  Lane* lane() const { return lanes_.caller == nullptr ? nullptr : lane_of_this_thread(); }
+  Lane* lane_of_this_thread() const;
+  void record(Work work, std::int64_t began, const Transfer& t, int peer, int at,
+              std::int64_t bytes);
+  void record_wait(Work work, std::int64_t began, int peer, const Transfer* what, int at,
+                   int signal);
+  std::int64_t bytes_of(Range rows) const {
+    return static_cast<std::int64_t>(rows.end - rows.begin) *
+           static_cast<std::int64_t>(symmetric_.row_bytes);
+  }
 
   const int rank_;
   const pid_t pid_;
@@ -170,6 +188,7 @@ class Engine {
   std::uint32_t digest_ = 0;
   std::shared_ptr<const Schedule> schedule_;
   Buffers buffers_;
+  Lanes lanes_;
   bool threaded_ = false;
   std::size_t next_action_ = 0;      // touched by the one thread that runs the program
   bool entries_seen_ = false;        // by that thread

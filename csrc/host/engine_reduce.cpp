@@ -7,7 +7,9 @@ namespace flux::host {
 bool Engine::send(int index, const Limit& limit) {
   const Transfer& t = schedule_->transfers[index];
   if (!await_computed(index + 1, limit)) return false;
-  if (t.dst != rank_ && !symmetric_.remote[t.dst]) {
+  const bool moves = t.dst != rank_ && !symmetric_.remote[t.dst];
+  const std::int64_t began = lane() == nullptr || !moves ? 0 : Lane::now();
+  if (moves) {
     const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
     const std::size_t row_bytes = symmetric_.row_bytes;
     copy_rows(block_row(pull ? rank_ : t.dst, t.block, t.chunk, t.rows.begin), row_bytes,
@@ -15,6 +17,7 @@ bool Engine::send(int index, const Limit& limit) {
               t.rows);
   }
   raise(t.dst, t.signal);
+  if (began != 0) record(Work::kCopy, began, t, t.dst, t.dst, bytes_of(t.rows));
   return true;
 }
 
@@ -33,6 +36,15 @@ void Engine::visit_done(int visit) {
 }
 
 bool Engine::await_computed(int count, const Limit& limit) {
+  const auto computed = [&] { return computed_.load(std::memory_order_seq_cst) >= count; };
+  if (lane() == nullptr || computed()) return see_computed(count, limit);
+  const std::int64_t began = Lane::now();
+  const bool is_computed = see_computed(count, limit);
+  record_wait(Work::kOwnGemm, began, rank_, &schedule_->transfers[count - 1], -1, -1);
+  return is_computed;
+}
+
+bool Engine::see_computed(int count, const Limit& limit) {
   // Only the own calling thread can be late here, and a long GEMM is no failure: no deadline.
   while (computed_.load(std::memory_order_seq_cst) < count) {
     if (failed() || stop_.load(std::memory_order_relaxed)) return false;
@@ -89,6 +101,7 @@ const char* Engine::share(const Reduction& r, const Share& s) const {
 // overwrites a share, it is the own one, at the same place: the kernel reads before it writes.
 bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
   if (!await_shares(r, limit)) return false;
+  const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
   const ScheduleSpec& spec = schedule_->spec;
   const bool own = r.target == rank_;
   std::vector<const void*> sources;
@@ -99,6 +112,7 @@ bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
                     own ? buffers_.bias : nullptr,
                     columns * static_cast<std::size_t>(r.rows.end - r.rows.begin), columns,
                     own ? buffers_.scale : 1.0});
+  bool raises = !own;
   if (!own) {
     raise(r.target, r.signal);
   } else if (spec.problem.op == OpKind::kGemmAR && spec.tiles.direction == Direction::kPull &&
@@ -106,6 +120,12 @@ bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
     copy_rows(result_row(rank_, rank_, r.rows.begin), symmetric_.row_bytes, sum,
               symmetric_.row_bytes, r.rows);
     raise(rank_, r.signal);
+    raises = true;
+  }
+  if (began != 0) {
+    const Transfer what{0, rank_, r.target, r.owner, r.tile, r.rows, r.signal, false};
+    record(Work::kReduce, began, what, r.target, raises ? r.target : -1,
+           bytes_of(r.rows) * static_cast<std::int64_t>(r.shares.size()));
   }
   return true;
 }
@@ -118,25 +138,32 @@ bool Engine::move_result(const Transfer& t, const Limit& limit) {
     if (t.forwarded && !await_signal(rank_, schedule_->supplier[t.chunk], t, t.signal, limit)) {
       return false;
     }
-    if (!symmetric_.remote[t.dst]) {
+    const bool moves = !symmetric_.remote[t.dst];
+    const std::int64_t began = lane() == nullptr || !moves ? 0 : Lane::now();
+    if (moves) {
       const char* from =
           t.forwarded ? result_row(rank_, t.chunk, t.rows.begin) : out_row(t.rows.begin);
       copy_rows(result_row(t.dst, t.chunk, t.rows.begin), row_bytes, from, row_bytes, t.rows);
     }
     raise(t.dst, t.signal);
+    if (began != 0) record(Work::kCopy, began, t, t.dst, t.dst, bytes_of(t.rows));
     return true;
   }
   if (!await_signal(t.src, t.src, t, t.signal, limit)) return false;
+  const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
   copy_rows(out_row(t.rows.begin), row_bytes, result_row(t.src, t.src, t.rows.begin), row_bytes,
             t.rows);
+  if (began != 0) record(Work::kCopy, began, t, t.src, -1, bytes_of(t.rows));
   return true;
 }
 
 bool Engine::receive_result(const Transfer& t, const Limit& limit) {
   if (!await_signal(rank_, t.src, t, t.signal, limit)) return false;
+  const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
   const std::size_t row_bytes = symmetric_.row_bytes;
   copy_rows(out_row(t.rows.begin), row_bytes, result_row(rank_, t.chunk, t.rows.begin), row_bytes,
             t.rows);
+  if (began != 0) record(Work::kCopy, began, t, rank_, -1, bytes_of(t.rows));
   return true;
 }
 

@@ -88,14 +88,34 @@ class Caller {
     engine_.set_delay(std::chrono::microseconds(slow ? draw(rng_, 1, 300) : 0), rng_());
     if (draw(rng_, 0, 15) == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
     const auto schedule = plan.schedule(rank_);
+    const bool traced =
+        draw(rng_, 0, 3) == 0;  // every rank for itself, and its results are the same
+    if (traced) engine_.trace(Lanes{&of_caller_, &of_worker_});
     if (plan.op == OpKind::kAGGemm) {
       gather(plan, schedule, threaded);
     } else {
       reduce(plan, schedule, threaded);
     }
+    if (!traced) return;
+    engine_.trace(Lanes{});
+    CHECK_TRUE(world_ == 1 || of_caller_.count() + of_worker_.count() > 0, "nothing was recorded");
+    check_and_clear(of_caller_);
+    check_and_clear(of_worker_);
   }
 
  private:
+  // One after the other, all of this call.
+  void check_and_clear(Lane& lane) {
+    std::int64_t end = 0;
+    for (std::size_t i = 0; i < lane.count(); ++i) {
+      CHECK_TRUE(end <= lane[i].begin_ns && lane[i].begin_ns <= lane[i].end_ns,
+                 "record " + to_string(i));
+      CHECK_TRUE(lane[i].call == engine_.epoch(), "record " + to_string(i));
+      end = lane[i].end_ns;
+    }
+    lane.clear();
+  }
+
   void require(bool ok) { CHECK_TRUE(ok, describe(engine_)); }
 
   void gather(const Plan& plan, const std::shared_ptr<const Schedule>& schedule, bool threaded) {
@@ -178,6 +198,8 @@ class Caller {
   const int world_;
   const int rank_;
   const Symmetric symmetric_;
+  Lane of_caller_{16};  // now and then too few
+  Lane of_worker_{16};
   Engine engine_;
   std::mt19937 rng_;
   std::vector<float> bias_;

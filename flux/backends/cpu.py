@@ -38,6 +38,7 @@ from flux.backends.epilogue import (
     travelling_row_bytes,
     unpack,
 )
+from flux.backends.slabs import merge_visits
 from flux.backends.unfused import nothing
 from flux.env import POISON, SPIN_US, WINDOW_MB
 from flux.errors import PeerTimeoutError
@@ -48,6 +49,7 @@ from flux.ops.call import Call
 from flux.ops.spec import DTYPES, OpSpec
 from flux.schedule import Parcel, ParcelKind, TileSchedule, Visit
 from flux.topology import Topology
+from flux.trace.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
 from flux.transport import shm
 from flux.transport.exchange import Exchange
 from flux.transport.send_recv import Network, Piece
@@ -129,36 +131,6 @@ class Layout:
         return Layout((regions + 1) * signals, row, blocks, chunk * row, partials, bytes_)
 
 
-def merge_visits(schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
-    """Neighbouring GEMM tiles that are better computed at once, since every cut costs packing.
-
-    Tiles of the own rows wait for nobody, and nobody waits for them. Tiles of an AllGather from
-    another host come over a wire that is slower than memory: all of a chunk but the last tile are
-    one, so that little is left to compute when the last byte arrives (what the own rows take to
-    compute, the wire has for the others).
-    """
-    m, world, rank = schedule.shape[0], schedule.world, schedule.rank
-    tail_only = schedule.op == "ag_gemm" and schedule.topology.nodes > 1
-    hosts = schedule.topology.hosts
-
-    def joins(v: Visit) -> bool:
-        if v.owner == rank:
-            return True
-        far = tail_only and v.owner >= 0 and hosts[v.owner] != hosts[rank]
-        return far and v.row_end < _C.core.row_end(m, world, v.owner)
-
-    slabs: list[tuple[int, int, Visit]] = []
-    for index, v in enumerate(schedule.visits):
-        if slabs:
-            first, _, last = slabs[-1]
-            columns = (last.col_begin, last.col_end) == (v.col_begin, v.col_end)
-            if last.owner == v.owner and columns and last.row_end == v.row_begin and joins(v):
-                slabs[-1] = (first, index + 1, last._replace(row_end=v.row_end))
-                continue
-        slabs.append((index, index + 1, v))
-    return slabs
-
-
 def _spin_seconds(exchange: Exchange, local: Sequence[bool]) -> float:
     """How long to spin: not for long when ranks of this host share cores. Collective."""
     cores: set[int] = set()
@@ -204,6 +176,7 @@ class CpuBackend:
             dtype=DTYPES[spec.out_dtype],
             signals=layout.signals,
         )
+        self.recorder: Recorder | None = None
         self._memory: shm.SymmetricMemory | None = memory
         self._kept_slabs: dict[int, tuple[TileSchedule, list[tuple[int, int, Visit]]]] = {}
         self._wire = travelling_dtype(spec)
@@ -234,6 +207,14 @@ class CpuBackend:
         out = torch.empty(*shape, dtype=self.spec.out_dtype)
         return spoil(out) if self.poison else out
 
+    def trace(self, recorder: Recorder | None) -> None:
+        """Record calls from now on; None: no more. Between calls."""
+        of_caller = None if recorder is None else recorder.lane(GEMM_LANE)
+        self.engine.trace(of_caller, None if recorder is None else recorder.lane(COPY_LANE))
+        if self.network is not None:
+            self.network.trace(recorder)
+        self.recorder = recorder
+
     # -- ops ---------------------------------------------------------------------------------------
 
     def ag_gemm(
@@ -241,6 +222,7 @@ class CpuBackend:
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
         engine, spec = self.engine, self.spec
+        lane = self._lane(schedule)
         x = pack(spec, call)
         if self.network is not None:
             x = x.contiguous()
@@ -268,10 +250,13 @@ class CpuBackend:
                     if not engine.wait_visit(index, self.timeout_s, self.spin_s):
                         self._raise_failure()
                 a = self.gathered[v.row_begin : v.row_end]
+            began = 0 if lane is None else lane.now()
             rows, scale = unpack(spec, a)
             if x_full is not None and v.col_begin == 0:
                 x_full[v.row_begin : v.row_end] = rows
             self._columns(rows, call.scale_x if scale is None else scale, v, call, outs, multiply)
+            if lane is not None:
+                lane.add(Work.gemm, began, first, last)
         if threaded:
             self._await(engine.finish)
         self._finish_network()
@@ -287,6 +272,7 @@ class CpuBackend:
         ``meanwhile`` runs when the GEMM is through, while the last rows are under way.
         """
         engine, spec = self.engine, self.spec
+        lane = self._lane(schedule)
         own = _C.core.row_count(call.m, self.world, self.rank)
         full = spec.op is Op.gemm_ar
         out = self.empty(call.m if full else own, spec.n[0])
@@ -315,6 +301,7 @@ class CpuBackend:
                 if direct
                 else (partial[v.row_begin : v.row_end])
             )
+            began = 0 if lane is None else lane.now()
             whole = v.col_end - v.col_begin == spec.n[0]
             columns = slice(None) if whole else slice(v.col_begin, v.col_end)
             multiply(
@@ -325,6 +312,8 @@ class CpuBackend:
             )
             for index in range(first, last):
                 engine.visit_done(index)
+            if lane is not None:
+                lane.add(Work.gemm, began, first, last)
         meanwhile()
         self._await(engine.finish)
         self._finish_network()
@@ -337,6 +326,7 @@ class CpuBackend:
 
     def check_entries(self, schedule: TileSchedule, digest: int) -> None:
         """Meet the peers without moving anything, so that a mismatch is found (path unfused)."""
+        self._lane(schedule)
         self.engine.begin(schedule.native, digest, False, self.timeout_s)
         if self.network is not None:
             self.network.begin(self.engine.epoch, digest, lambda peer: (), lambda peer: ())
@@ -344,6 +334,10 @@ class CpuBackend:
         self._finish_network()
 
     # -- pieces ------------------------------------------------------------------------------------
+
+    def _lane(self, schedule: TileSchedule) -> _C.Lane | None:
+        """Where the calling thread records this call; None while nobody traces."""
+        return None if self.recorder is None else self.recorder.begin(schedule)
 
     def _columns(
         self,

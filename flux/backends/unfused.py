@@ -17,6 +17,7 @@ from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.errors import PeerTimeoutError
 from flux.ops.call import Call
 from flux.ops.spec import FP8, OpSpec
+from flux.trace.recorder import GEMM_LANE, Recorder, Work
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,6 +44,18 @@ class UnfusedBackend:
         self.rank = rank
         self.world = world
         self.timeout = timedelta(seconds=timeout_s)
+        self._lane: _C.Lane | None = None
+
+    def trace(self, recorder: Recorder | None) -> None:
+        """Record calls from now on; None: no more. Between calls."""
+        self._lane = None if recorder is None else recorder.lane(GEMM_LANE)
+
+    def _began(self) -> int:
+        return 0 if self._lane is None else self._lane.now()
+
+    def _ended(self, work: Work, began: int, nbytes: int = 0) -> None:
+        if self._lane is not None:
+            self._lane.add(work, began, nbytes=nbytes)
 
     def gather_rows(self, x: torch.Tensor, m: int) -> torch.Tensor:
         """[own rows, K] -> [M, K]. Short chunks are padded: collectives want equal sizes."""
@@ -72,7 +85,12 @@ class UnfusedBackend:
     def ag_gemm(self, call: Call, gather: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
         spec = self.spec
-        full, scale = unpack(spec, self.gather_rows(pack(spec, call), call.m))
+        began = self._began()
+        rows = self.gather_rows(pack(spec, call), call.m)
+        if self.world > 1:
+            self._ended(Work.collective, began, rows.nbytes)
+        began = self._began()
+        full, scale = unpack(spec, rows)
         multiply = Multiplier(spec, call)
         outs = []
         for number, bias in enumerate(call.biases):
@@ -80,14 +98,17 @@ class UnfusedBackend:
             scale_x = call.scale_x if scale is None else scale
             multiply(full, out, weight=number, scale_x=scale_x, bias=bias)
             outs.append(out)
+        self._ended(Work.gemm, began)
         if gather and self.world == 1:
             full = full.clone()  # an output must not alias the input
         return outs, (full if gather else None)
 
     def gemm_rs(self, call: Call, meanwhile: Callable[[], None] = nothing) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [own rows, N]; ``meanwhile`` runs while the rows travel."""
+        began = self._began()
         partial = self._padded(call.x, call.m)
         Multiplier(self.spec, call)(call.x, partial[: call.m], scale_x=call.scale_x)
+        self._ended(Work.gemm, began)
         return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
 
     def scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,20 +130,26 @@ class UnfusedBackend:
         if self.world == 1:
             meanwhile()
             return partial
+        began = self._began()
         out = partial.new_empty(partial.shape[0] // self.world, partial.shape[1])
         work = reduce_scatter(out, partial, group=self.group, async_op=True)
         meanwhile()
         self._wait(work)
+        self._ended(Work.collective, began, partial.nbytes)
         return out[: _C.core.row_count(m, self.world, self.rank)]
 
     def gemm_ar(self, call: Call, meanwhile: Callable[[], None] = nothing) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [M, N]; ``meanwhile`` runs while the rows travel."""
+        began = self._began()
         out = call.x.new_empty(call.m, self.spec.n[0], dtype=self.spec.out_dtype)
         Multiplier(self.spec, call)(call.x, out, scale_x=call.scale_x)
+        self._ended(Work.gemm, began)
+        began = self._began()
         work = dist.all_reduce(out, group=self.group, async_op=True) if self.world > 1 else None
         meanwhile()
         if self.world > 1:
             self._wait(work)
+            self._ended(Work.collective, began, out.nbytes)
         return self._finish(out, call.biases[0])
 
     def _finish(self, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -50,6 +50,7 @@ from torch.distributed import distributed_c10d
 
 from flux import _C
 from flux.errors import PeerTimeoutError
+from flux.trace.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
 from flux.transport.exchange import Exchange
 
 T = TypeVar("T")
@@ -195,6 +196,11 @@ class Network:
             link.wait(self.timeout_s)
             link.forget()
 
+    def trace(self, recorder: Recorder | None) -> None:
+        """Record what the connections do from now on; None: no more. Between calls."""
+        for link in self._links:
+            link.recorder = recorder
+
     def problem_with(self, peer: int) -> str:
         """What the connection to ``peer`` broke with, or an empty string."""
         return next((link.problem for link in self._links if link.peer == peer), "")
@@ -258,6 +264,7 @@ class _Link:
     def __init__(self, network: Network, peer: int, window_bytes: int) -> None:
         self.peer = peer
         self.problem = ""
+        self.recorder: Recorder | None = None
         self._network = network
         self._engine = network._engine
         self._channel = network._channel
@@ -327,7 +334,7 @@ class _Link:
             if job.header is not None:
                 job.header.wait(FOREVER)
             if self._engine.await_agreement(job.epoch):
-                self._flow(job, self._post_send, lambda piece, epoch: None)
+                self._flow(job, Work.send, self._post_send, lambda piece, epoch: None)
             job.done.set()
 
     def _receive_calls(self) -> None:
@@ -339,7 +346,7 @@ class _Link:
             if job is None:
                 return
             if self._engine.await_agreement(job.epoch):
-                self._flow(job, self._post_receive, self._announce)
+                self._flow(job, Work.receive, self._post_receive, self._announce)
             job.done.set()
 
     def _publish(self, raw: bytes) -> None:
@@ -361,39 +368,64 @@ class _Link:
         else:
             self._engine.peer_entered(self.peer, epoch, digest)
 
-    def _post_send(self, piece: Piece, epoch: int) -> Any:
+    def _post_send(self, piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+        began = self._stamp()
         ready = piece.signal is None or self._engine.await_parcel(self.peer, piece.signal, epoch)
         if not ready:
             raise _Gone
+        if self.recorder is not None and piece.signal is not None:
+            self.recorder.lane(sender_lane(self.peer)).add(Work.wait, began, number, peer=self.peer)
         self._network.bytes_sent[self.peer] += piece.tensor.nbytes
-        return self._channel.send([piece.tensor], self.peer, DATA_TAG)
+        posted_ns = self._stamp()
+        return self._channel.send([piece.tensor], self.peer, DATA_TAG), posted_ns
 
-    def _post_receive(self, piece: Piece, epoch: int) -> Any:
-        return self._channel.recv([piece.tensor], self.peer, DATA_TAG)
+    def _post_receive(self, piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+        posted_ns = self._stamp()
+        return self._channel.recv([piece.tensor], self.peer, DATA_TAG), posted_ns
+
+    def _stamp(self) -> int:
+        """Now, for a trace; 0 while nobody traces."""
+        return 0 if self.recorder is None else _C.Lane.now()
 
     def _announce(self, piece: Piece, epoch: int) -> None:
         assert piece.signal is not None
         self._engine.announce(piece.signal, epoch)
 
     def _flow(
-        self, job: _Job, post: Callable[[Piece, int], Any], complete: Callable[[Piece, int], None]
+        self,
+        job: _Job,
+        work: Work,
+        post: Callable[[Piece, int, int], tuple[Any, int]],
+        complete: Callable[[Piece, int], None],
     ) -> None:
         """Keep up to ``window`` bytes, but at least two pieces, posted."""
-        posted: deque[tuple[Any, Piece]] = deque()
-        size = 0
+        posted: deque[tuple[Any, Piece, int]] = deque()
+        size = completed = 0
+        lane = None
+        if self.recorder is not None:
+            name = outgoing_lane if work is Work.send else incoming_lane
+            lane = self.recorder.lane(name(self.peer))
 
         def complete_oldest() -> None:
-            nonlocal size
-            work, piece = posted.popleft()
-            work.wait(FOREVER)
+            nonlocal size, completed
+            pending, piece, posted_ns = posted.popleft()
+            pending.wait(FOREVER)
             size -= piece.tensor.nbytes
             self._progress = time.monotonic()
             complete(piece, job.epoch)
+            if lane is not None and work is Work.receive:
+                lane.add_after_last(work, posted_ns, completed, self.peer, piece.tensor.nbytes)
+            elif lane is not None:  # is looked after late: this thread waits for tiles meanwhile
+                until = posted[0][2] if posted else 0
+                nbytes = piece.tensor.nbytes
+                lane.add(work, posted_ns, completed, completed + 1, self.peer, nbytes, until)
+            completed += 1
 
-        for piece in job.pieces:
+        for number, piece in enumerate(job.pieces):
             while len(posted) >= 2 and size + piece.tensor.nbytes > self._window:
                 complete_oldest()
-            posted.append((post(piece, job.epoch), piece))
+            pending, posted_ns = post(piece, job.epoch, number)
+            posted.append((pending, piece, posted_ns))
             size += piece.tensor.nbytes
         while posted:
             complete_oldest()

@@ -1,0 +1,136 @@
+"""Traces as files that chrome://tracing and ui.perfetto.dev show: Chrome's trace event format.
+
+A rank is a process, a lane a thread; events are complete ones ("X"), in microseconds. An arrow (a
+flow, "s" to "f") leads from the event that raised a signal to the wait that it ended; viewers draw
+it between the events that enclose its two ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .events import Event, Kind
+from .record import Trace
+from .recorder import COPY_LANE, GEMM_LANE
+
+_FIRST_LANES = (GEMM_LANE, COPY_LANE)
+
+
+def _lane_order(lane: str) -> tuple[int, str]:
+    return (_FIRST_LANES.index(lane) if lane in _FIRST_LANES else len(_FIRST_LANES), lane)
+
+
+def flows(events: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
+    """Pairs of an event and the wait, or receive, that it ended."""
+    raised: dict[tuple[object, object, str], Event] = {}
+    events = list(events)
+    for event in events:
+        for what in str(event.details.get("raises", "")).split():
+            raised[(event.details.get("method"), event.details.get("call"), what)] = event
+    for event in events:
+        awaited = event.details.get("awaits")
+        if awaited is not None:
+            key = (event.details.get("method"), event.details.get("call"), str(awaited))
+            if key in raised:
+                yield raised[key], event
+
+
+def chrome_events(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """The ``traceEvents`` of these events."""
+    lanes = sorted({(e.rank, e.lane) for e in events}, key=lambda at: (at[0], _lane_order(at[1])))
+    thread: dict[tuple[int, str], int] = {}
+    out: list[dict[str, Any]] = []
+
+    def named(what: str, rank: int, tid: int, **args: object) -> None:
+        out.append({"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args})
+
+    for rank in sorted({event.rank for event in events}):
+        named("process_name", rank, 0, name=f"rank {rank}")
+        named("process_sort_index", rank, 0, sort_index=rank)
+    for rank, lane in lanes:
+        tid = thread[(rank, lane)] = sum(of == rank for of, _ in thread) + 1
+        named("thread_name", rank, tid, name=lane)
+        named("thread_sort_index", rank, tid, sort_index=tid)
+    for e in events:
+        out.append(
+            {
+                "ph": "X",
+                "name": e.name,
+                "cat": e.kind.value,
+                "pid": e.rank,
+                "tid": thread[(e.rank, e.lane)],
+                "ts": e.start_us,
+                "dur": e.duration_us,
+                "args": dict(e.details),
+            }
+        )
+    for number, (cause, effect) in enumerate(flows(events)):
+        # The waiter may be gone before the thread that woke it has looked at the clock.
+        leaves = max(cause.start_us, min(cause.end_us, effect.end_us))
+        arrives = max(effect.end_us, leaves)
+        for phase, at, event in (("s", leaves, cause), ("f", arrives, effect)):
+            flow = {
+                "ph": phase,
+                "name": "tile",
+                "cat": "flow",
+                "id": number,
+                "pid": event.rank,
+                "tid": thread[(event.rank, event.lane)],
+                "ts": min(at, event.end_us),
+            }
+            out.append(flow | {"bp": "e"} if phase == "f" else flow)
+    return out
+
+
+def write_chrome(
+    events: Sequence[Event], path: str | Path, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write a trace for chrome://tracing and ui.perfetto.dev.
+
+    ``metadata``: JSON-able; viewers show it as the trace's own.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    content = {
+        "displayTimeUnit": "ns",
+        "otherData": dict(metadata or {}),
+        "traceEvents": chrome_events(events),
+    }
+    Path(path).write_text(json.dumps(content) + "\n")
+
+
+def read_chrome(path: str | Path) -> Trace:
+    """What ``write_chrome`` has written.
+
+    Raises:
+        ValueError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        entries = content["traceEvents"]
+        lanes = {
+            (entry["pid"], entry["tid"]): entry["args"]["name"]
+            for entry in entries
+            if entry["ph"] == "M" and entry["name"] == "thread_name"
+        }
+        events = [
+            Event(
+                entry["pid"],
+                lanes[(entry["pid"], entry["tid"])],
+                Kind(entry["cat"]),
+                entry["name"],
+                entry["ts"],
+                entry["dur"],
+                entry["args"],
+            )
+            for entry in entries
+            if entry["ph"] == "X"
+        ]
+        return Trace(events, content["otherData"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no trace of flux: {error!r}") from error

@@ -1,0 +1,128 @@
+"""`flux trace`: who moved which tile when, and which tile waited."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from flux import options
+from flux.bench.command import check_writable, progress_bar, ranks_or_exit
+from flux.terminal import refuse
+
+if TYPE_CHECKING:
+    from .record import Trace
+
+trace = typer.Typer(help="Record what every rank does when.", no_args_is_help=True)
+
+
+@trace.callback()
+def _root() -> None:
+    """Keeps `op` a command of its own while it is the only one."""
+
+
+@trace.command("op")
+def trace_op(
+    op: options.Op = "ag_gemm",
+    m: options.M = 2048,
+    n: options.N = 4096,
+    k: options.K = 2048,
+    dtype: options.Dtype = None,
+    nproc: options.Nproc = None,
+    hosts: options.Hosts = "1",
+    link_rate: options.LinkRate = None,
+    backend: options.Backend = None,
+    transport: options.Transport = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="flux | medium | unfused; again for several. flux if not given."),
+    ] = None,
+    calls: Annotated[int, typer.Option(help="Calls to trace, one right after the other.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Calls before those.")] = 3,
+    capacity: Annotated[int, typer.Option(help="Events that each thread has room for.")] = 4096,
+    threads: options.Threads = 1,
+    seed: options.Seed = 0,
+    timeout: options.Timeout = 60.0,
+    path: options.PathKnob = None,
+    order: options.Order = None,
+    direction: options.Direction = None,
+    comm_tile_rows: options.CommTileRows = None,
+    tile: options.Tile = None,
+    store: options.Store = None,
+    swizzle: options.Swizzle = None,
+    out: Annotated[
+        str, typer.Option(metavar="FILE", help="Chrome trace, for ui.perfetto.dev.")
+    ] = "trace.json",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No summary, no progress bar.")] = False,
+) -> None:
+    """Run one op with time stamps of every tile, and write a trace that browsers show.
+
+    Open the file in ui.perfetto.dev or chrome://tracing. Several methods follow one another in it.
+
+    Starts its own ranks, or joins torchrun's. torchrun takes --m for one of its own options unless
+    told where those end: torchrun --nproc-per-node 2 -m -- flux trace op --m 2048
+    """
+    from flux.bench import launch
+
+    from .run import Wanted, traced
+
+    config = options.config_of(
+        options.Chosen(
+            op=op,
+            m=m,
+            n=n,
+            k=k,
+            dtype=dtype,
+            nproc=nproc,
+            hosts=hosts,
+            link_rate=link_rate,
+            backend=backend,
+            transport=transport,
+            threads=threads,
+            seed=seed,
+            timeout=timeout,
+            path=path,
+            order=order,
+            direction=direction,
+            comm_tile_rows=comm_tile_rows,
+            tile=tile,
+            store=store,
+            swizzle=swizzle,
+        ),
+        warmup=warmup,
+    )
+    try:
+        wanted = Wanted(tuple(method or ["flux"]), calls, capacity)
+    except ValueError as error:
+        refuse(str(error))
+    if config.backend == "cuda":
+        refuse("flux trace op runs on backend cpu")
+    joining = launch.torchrun_world() is not None
+    speaks = not joining or launch.torchrun_rank() == 0
+    if speaks:
+        check_writable(out)
+    silent = quiet or not speaks
+    console = Console()
+    with (
+        ranks_or_exit(),
+        progress_bar(console, shown=console.is_terminal and not silent) as progress,
+    ):
+        found = traced(config, wanted, progress, joining=joining)
+    if speaks and found is not None:
+        _report(found, out, silent=silent)
+
+
+def _report(found: Trace, out: str, *, silent: bool) -> None:
+    import flux
+
+    from .chrome import write_chrome
+    from .summary import show
+
+    try:
+        write_chrome(found.events, out, {"flux": flux.__version__, **found.metadata})
+    except OSError as error:
+        refuse(f"cannot write {out}: {error.strerror}")
+    if not silent:
+        show(found.events, found.metadata, Console())
+        print(f"wrote {out}: {len(found.events)} events; open it in ui.perfetto.dev")

@@ -1,0 +1,131 @@
+"""One rank's part of `flux trace op`: one op in several ways, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flux.bench import launch
+from flux.bench.methods import Fused
+from flux.bench.op import Progress
+from flux.bench.place import open_place
+from flux.bench.problem import BenchConfig
+from flux.bench.timing import quiet_collector
+from flux.knobs import Knobs
+
+from .record import Trace, record_op
+
+METHODS = ("flux", "medium", "unfused")
+_GAP = 0.05
+"""Between two methods in one trace: this part of the longer one."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be traced, beside the problem.
+
+    Attributes:
+        methods: of METHODS, in this order.
+        calls: of each.
+        capacity: events of each lane.
+    """
+
+    methods: tuple[str, ...]
+    calls: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in METHODS:
+                raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        if len(set(self.methods)) != len(self.methods):
+            raise ValueError(f"each method once, got {', '.join(self.methods)}")
+        if not 1 <= self.calls <= 1000:
+            raise ValueError(f"calls must be in [1, 1000], got {self.calls}")
+        if not 1 <= self.capacity <= 1_000_000:
+            raise ValueError(f"capacity must be in [1, 1000000], got {self.capacity}")
+
+
+def traced(
+    config: BenchConfig, wanted: Wanted, progress: Progress, *, joining: bool
+) -> Trace | None:
+    """The trace, made on ranks of our own, or as one of torchrun's (None but on rank 0).
+
+    Raises:
+        RankFailedError, HostsUnavailableError: as flux.bench.launch.spawned.
+    """
+    if joining:
+        return launch.as_torchrun_rank(
+            lambda config, rank: trace_methods((config, wanted), rank, progress), config
+        )
+    count = launch.processes(config)
+    found: Trace | None = launch.on_own_ranks(
+        trace_methods, (config, wanted), config, count, progress
+    )
+    return found
+
+
+def trace_methods(
+    argument: tuple[BenchConfig, Wanted], rank: int, progress: Progress
+) -> Trace | None:
+    """Entry of every rank; the trace on rank 0."""
+    config, wanted = argument
+    place = open_place(config, rank)
+    try:
+        inputs = place.inputs(config.seed)
+        traces = []
+        for number, name in enumerate(wanted.methods):
+            if rank == 0:
+                progress(f"tracing {name}", number, len(wanted.methods))
+            method = Fused(name, config, _tuning(config, name))
+            try:
+                with torch.no_grad(), quiet_collector():
+                    traces.append(
+                        record_op(
+                            method.op,
+                            lambda method=method: method(inputs),  # type: ignore[misc]
+                            calls=wanted.calls,
+                            warmup=config.warmup,
+                            capacity=wanted.capacity,
+                        )
+                    )
+            finally:
+                method.close()
+    finally:
+        place.close()
+    done = [trace for trace in traces if trace is not None]
+    return in_a_row(wanted.methods, done) if done else None
+
+
+def _tuning(config: BenchConfig, name: str) -> Knobs | None:
+    if name == "flux":
+        return Knobs(**config.knobs) if config.knobs else None
+    return Knobs(path=name)
+
+
+def in_a_row(methods: Sequence[str], traces: Sequence[Trace]) -> Trace:
+    """One trace of several methods, each beginning where the one before has ended on all ranks."""
+    if len(traces) == 1 and len(methods) == 1:
+        of_method = {**traces[0].metadata, "begins_us": 0.0}
+        return Trace(_named(methods[0], traces[0], 0.0), {"methods": {methods[0]: of_method}})
+    lengths = [max(calls[-1][1] for calls in trace.metadata["calls"].values()) for trace in traces]
+    events, metadata, begins = [], dict[str, Any](), 0.0
+    for method, trace, length in zip(methods, traces, lengths, strict=True):
+        events += _named(method, trace, begins)
+        metadata[method] = {**trace.metadata, "begins_us": begins}
+        begins += length + _GAP * max(lengths)
+    return Trace(events, {"methods": metadata})
+
+
+def _named(method: str, trace: Trace, begins_us: float) -> list[Any]:
+    return [
+        replace(
+            event,
+            start_us=event.start_us + begins_us,
+            details={"method": method, **event.details},
+        )
+        for event in trace.events
+    ]

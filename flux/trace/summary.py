@@ -1,0 +1,84 @@
+"""What a trace says at a glance: where each rank's time went, and who waited longest for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .events import Event, Kind
+from .recorder import GEMM_LANE
+
+MOVING = (Kind.copy, Kind.send, Kind.receive, Kind.reduce)
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Times of one rank in one method, in ms, all calls together.
+
+    ``waiting`` is that of the thread that computes; ``moving`` counts what several lanes move at
+    once several times.
+    """
+
+    method: str
+    rank: int
+    calls: float
+    gemm: float
+    waiting: float
+    moving: float
+
+
+def rank_times(events: Iterable[Event], metadata: Mapping[str, Any]) -> list[RankTime]:
+    """By method and rank; ``metadata`` is that of ``flux trace op``."""
+    events = list(events)
+    out = []
+    for method, about in metadata["methods"].items():
+        for rank in range(about["world"]):
+            mine = [e for e in events if e.rank == rank and e.details.get("method") == method]
+
+            def ms(kinds: Iterable[Kind], lane: str | None = None, mine: Any = mine) -> float:
+                wanted = [e for e in mine if e.kind in kinds and lane in (None, e.lane)]
+                return float(sum(e.duration_us for e in wanted)) * 1e-3
+
+            calls = sum(end - begin for begin, end in about["calls"][str(rank)]) * 1e-3
+            waiting = ms((Kind.wait, Kind.barrier), GEMM_LANE)
+            out.append(RankTime(method, rank, calls, ms((Kind.gemm,)), waiting, ms(MOVING)))
+    return out
+
+
+def longest_wait(events: Iterable[Event]) -> Event | None:
+    """The wait for a tile that took longest."""
+    waits = [e for e in events if e.kind is Kind.wait and "awaits" in e.details]
+    return max(waits, key=lambda event: event.duration_us, default=None)
+
+
+def show(events: list[Event], metadata: Mapping[str, Any], console: Console) -> None:
+    """Print it."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("method", "rank", "in the op", "GEMM", "waiting", "moving"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for time in rank_times(events, metadata):
+        figures = (time.calls, time.gemm, time.waiting, time.moving)
+        table.add_row(time.method, str(time.rank), *(f"{figure:.3f} ms" for figure in figures))
+    console.print(table)
+    longest = longest_wait(events)
+    if longest is not None:
+        console.print(
+            escape(
+                f"longest wait: rank {longest.rank}, {longest.lane}, {longest.details['method']}: "
+                f"{longest.duration_us * 1e-3:.3f} ms, {longest.name}"
+            ),
+            soft_wrap=True,
+            highlight=False,
+        )
+    for method, about in metadata["methods"].items():
+        lost = sum(sum(lanes.values()) for lanes in about["dropped"].values())
+        if lost:
+            console.print(f"[bold red]{method}: {lost} events had no room; use --capacity[/]")
+        uncertain = max(about["clock_uncertainty_us"])
+        if uncertain > 0:
+            console.print(f"{method}: clocks of hosts aligned to +-{uncertain:.1f} us")
