@@ -3,7 +3,6 @@ nodes have no address of each other's memory, and a remote moves rows between th
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
 from collections.abc import Iterator
@@ -13,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulated import EmulatedDevice, emulated_device
-from flux import _C, Knobs, PeerTimeoutError, Topology
-from flux.transport.device import Memory
+from emulated import EmulatedDevice, HeapWorld, Puts, emulated_device
+from fake_nvshmem import puts_of
+from flux import Knobs, PeerTimeoutError, Topology
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS
 from op_cases import Case, random_cases
@@ -127,84 +126,75 @@ def test_buffers_are_free_before_they_are_reused(
 # -- one-sided puts --------------------------------------------------------------------------------
 
 
-class HeapWorld(VirtualWorld):
-    """Its remotes are NVSHMEM's: each rank has pad, mail and data in a symmetric heap."""
+class ByPuts:
+    """Makes worlds whose nodes reach each other by puts alone: VirtualWorld's arguments."""
 
-    MAIL = 8 * 4096  # bytes
+    def __init__(self, puts: Puts) -> None:
+        self.puts = puts
 
-    def memory(self, number: int, words: int, data_bytes: int) -> Memory:
-        op = self._ops[number]
-        if op.memory is None:
-            self.mail_at = -(-words * 4 // 256) * 256
-            begin = self.mail_at + self.MAIL
-            heaps = [self.device.zeros(begin + data_bytes, torch.uint8) for _ in range(self.world)]
-            begins = (ctypes.c_size_t * self.world)(*(heap.data_ptr() for heap in heaps))
-            size = ctypes.c_size_t(begin + data_bytes)
-            self.device.library.emulator_add_heaps(self.world, begins, size)  # type: ignore
-            op.memory = Memory(
-                [heap[: words * 4].view(torch.int32) for heap in heaps],
-                [heap[begin:] for heap in heaps],
-            )
-        return op.memory
-
-    def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote:
-        assert 8 * _C.mail_words(self.world, boxes) <= self.MAIL
-        pad = memory.pads[rank].data_ptr()
-
-        def address(name: str) -> int:
-            function = getattr(self.device.library, name)  # type: ignore[attr-defined]
-            return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-        return _C.NvshmemRemote(
-            driver=self.device.driver,
-            put=address("emulator_put_signal"),
-            raise_=address("emulator_signal"),
-            rank=rank,
-            world=self.world,
-            others=[r for r in range(self.world) if memory.data[r].numel() == 0],
-            data=memory.data[rank].data_ptr(),
-            mail=pad + self.mail_at,
-            status=pad + 2 * self.world * 4,
-            boxes=boxes,
-        )
+    def __call__(self, world: int, device: EmulatedDevice, nodes: int) -> HeapWorld:
+        return HeapWorld(world, device, nodes, self.puts)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("nodes", "lanes"), [(2, 2), (3, 1)])
-def test_one_sided_puts(device: EmulatedDevice, op: str, nodes: int, lanes: int) -> None:
-    world, p = nodes * lanes, problem(op, 33)
-    rng = random.Random(4)
-    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(15)]
-    device.set_delay(1000)
-    with HeapWorld(world, device, nodes) as ranks:
-        ops = [p.build(ranks.rank(r), tuning=Knobs(comm_tile_rows=3)) for r in range(world)]
+@pytest.fixture(scope="module")
+def by_puts(device: EmulatedDevice, fake_nvshmem_library: Path) -> ByPuts:
+    return ByPuts(puts_of(device, fake_nvshmem_library))
+
+
+def bits_of(
+    world: VirtualWorld, p: Problem, knobs: Knobs, everything: list[Inputs]
+) -> list[list[list[torch.Tensor]]]:
+    """Results of back-to-back calls, checked; by call and rank."""
+    with world as ranks:
+        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(ranks.world)]
         outs = call_on_and_on(ranks, ops, everything)
-        device.finish()
+        ranks.device.finish()  # type: ignore[attr-defined]
         for o in ops:
             o.close()
     for inputs, of_ranks in zip(everything, outs, strict=True):
-        for r in range(world):
+        for r in range(world.world):
             inputs.check(of_ranks[r], r, "two_levels")
+    return outs
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("nodes", "lanes"), [(2, 1), (2, 2), (3, 1), (4, 2)])
+def test_one_sided_puts(
+    device: EmulatedDevice, by_puts: ByPuts, op: str, nodes: int, lanes: int
+) -> None:
+    """Back to back, late, with an M that changes; the bits of exchanges on streams, where only who
+    moves the sums is different."""
+    world, p = nodes * lanes, problem(op, 33)
+    rng = random.Random(4)
+    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(12)]
+    knobs = Knobs(comm_tile_rows=3)
+    device.set_delay(1000)
+    found = bits_of(by_puts(world, device, nodes), p, knobs, everything)
+    device.set_delay(0)
+    expected = bits_of(VirtualWorld(world, device, nodes), p, knobs, everything)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a[0], b[0])
 
 
 # -- faults ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("op", "how", "kind"),
+    ("op", "how", "puts"),
     [
-        *((op, how, VirtualWorld) for op in OPS for how in ("wait", "close")),
-        ("gemm_rs", "wait", HeapWorld),
+        *((op, how, False) for op in OPS for how in ("wait", "close")),
+        *((op, how, True) for op in ("gemm_rs", "gemm_ar") for how in ("wait", "close")),
     ],
 )
 def test_a_node_that_does_not_call_is_noticed(
-    device: EmulatedDevice, op: str, how: str, kind: type[VirtualWorld]
+    device: EmulatedDevice, by_puts: ByPuts, op: str, how: str, puts: bool
 ) -> None:
     """Ranks 0 and 1 call, those of the other node do not."""
     device.set_delay(0)
     p = problem(op, 16)
     before = device.streams()
-    with kind(4, device, 2) as ranks:
+    with by_puts(4, device, 2) if puts else VirtualWorld(4, device, 2) as ranks:
         ops = [p.build(ranks.rank(r), timeout_s=1.0) for r in range(4)]
         inputs = Inputs(p, 16, 4, seed=1)
         good = ranks.run(lambda r: inputs.call(ops[r], r))
@@ -224,10 +214,10 @@ def test_a_node_that_does_not_call_is_noticed(
     assert device.streams() == before
 
 
-def test_words_are_renewed(device: EmulatedDevice) -> None:
+def test_words_are_renewed(device: EmulatedDevice, by_puts: ByPuts) -> None:
     """Boxes that no call of late has raised must not look new after 2**31 calls."""
     device.set_delay(0)
-    for kind, name in itertools.product((VirtualWorld, HeapWorld), OPS):
+    for kind, name in itertools.product((VirtualWorld, by_puts), OPS):
         p = problem(name, 40)
         with kind(2, device, 2) as ranks:
             ops = [p.build(ranks.rank(r), tuning=Knobs(comm_tile_rows=2)) for r in range(2)]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from model.program import POISON, Item, Program, Step
-from model.recording import Kind, Scenario
+from model.recording import Kind, Scenario, What
 
 Matches = Callable[[Step], bool]
 Edit = Callable[[Program], None]
@@ -87,6 +87,14 @@ def no_tile_wait(word: str) -> Edit:
     return edit
 
 
+def no_tile_wait_on(word: str, stream: str) -> Edit:
+    def edit(program: Program) -> None:
+        waits = on_stream(program, of_word(program, Kind.await_, word), stream)
+        drop(program, lambda s: waits(s) and s.tile >= 0)
+
+    return edit
+
+
 def no_meeting(word: str) -> Edit:
     """Nobody is awaited where the ranks of a captured call meet."""
 
@@ -128,9 +136,11 @@ def no_join(stream: str) -> Edit:
     return edit
 
 
-def raised_before_copy(program: Program) -> None:
-    raises = of_word(program, Kind.raise_, "signal")
-    swap(program, lambda s: s.kind is Kind.copy, raises)
+def raised_before_copy(word: str = "signal") -> Edit:
+    def edit(program: Program) -> None:
+        swap(program, lambda s: s.kind is Kind.copy, of_word(program, Kind.raise_, word))
+
+    return edit
 
 
 def flag_before_store(program: Program) -> None:
@@ -216,8 +226,33 @@ def _rs(op: str = "gemm_rs", **options: object) -> Scenario:
     return _ag(ops=(op,), **options)
 
 
+def poison_in_sums(program: Program) -> None:
+    """The fill takes in what puts may still read."""
+    sums = {cell for cell, name in enumerate(program.cells) if name.startswith("sum to put")}
+    fills = [s for s in program.steps() if s.kind is Kind.fill and POISON in s.puts.values()]
+    assert fills and sums, "there is nothing to fill"
+    for step in fills:
+        own = (c for c in sums if program.cells[c].endswith(f"rank {step.rank}"))
+        step.puts |= dict.fromkeys(own, POISON)
+
+
+def sums_in_place(program: Program) -> None:
+    """The sum of a node is made in the slot of its first partial."""
+    moved: dict[int, int] = {}
+    for step in program.steps():
+        for cell, symbol in step.puts.items():
+            if program.cells[cell].startswith("sum to put"):
+                first = (What.partial, *symbol[1:])
+                moved[cell] = next(c for c, held in step.expects.items() if held == first)
+    assert moved, "there is no sum to put"
+    for step in program.steps():
+        step.puts = {moved.get(cell, cell): symbol for cell, symbol in step.puts.items()}
+        step.moves = tuple((moved.get(source, source), to) for source, to in step.moves)
+
+
 _RING = {"world": 3, "rows": (6, 6), "order": "ring1d"}
 _NODES = {"world": 4, "rows": (4, 4), "nodes": 2}
+_PUTS = {"nodes": 2, "puts": True}
 
 _ALL = {"rows": (4, 4, 4), "captured": (0, 1, 2)}
 _ANY = ("race", "value", "deadlock")
@@ -318,7 +353,7 @@ BUGS = [
             f"{direction}-signal-after-copy",
             "a signal comes behind its copy",
             _ag(direction=direction),
-            raised_before_copy,
+            raised_before_copy(),
         )
         for direction in ("push", "pull")
     ),
@@ -484,6 +519,59 @@ BUGS = [
                 "rows of other nodes are forwarded behind their signal",
                 _ag(**_NODES),
                 no_stream_wait("signal", "copy stream"),
+            ),
+        )
+    ),
+    *(
+        Bug(f"relay-{name}", rule, scenario, edit, large=True)
+        for name, rule, scenario, edit in (
+            (
+                "open",
+                "a sum is made and put when its owner has opened the call",
+                _rs(**_PUTS),
+                no_tile_wait("opened"),
+            ),
+            (
+                "flags",
+                "the relay waits for the partials of its node",
+                _rs(**_PUTS),
+                no_tile_wait_on("flag", "network's stream"),
+            ),
+            (
+                "join",
+                "the next entry comes behind the relay, which reads slots",
+                _rs(**_PUTS),
+                no_join("caller's stream"),
+            ),
+            (
+                "fork",
+                "other nodes may write what earlier calls have read",
+                _rs(**_PUTS),
+                no_join("network's stream"),
+            ),
+            (
+                "word",
+                "the owner adds up a strip of another node behind its word",
+                _rs(**_PUTS),
+                no_tile_wait("box"),
+            ),
+            (
+                "word-after-data",
+                "the word of a put comes behind its data",
+                _rs(**_PUTS),
+                raised_before_copy("box"),
+            ),
+            (
+                "sums-in-place",
+                "what is put lies where no source writes",
+                _rs(**_PUTS),
+                sums_in_place,
+            ),
+            (
+                "poison",
+                "the fill leaves out what puts may still read",
+                _rs(**_PUTS, poison=True),
+                poison_in_sums,
             ),
         )
     ),

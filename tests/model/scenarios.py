@@ -51,6 +51,8 @@ def standard() -> Iterator[Scenario]:
         for poison in (False, True):
             for rows in ((4, 4), (4, 1, 3)):
                 yield Scenario((op,), 2, rows, direction, poison=poison, nodes=2)
+                if op != "ag_gemm":
+                    yield Scenario((op,), 2, rows, poison=poison, nodes=2, puts=True)
             yield Scenario((op,), 4, (3, 2), direction, poison=poison, nodes=2)
     yield Scenario(("gemm_ar",), 4, (1, 1), poison=True, nodes=2)
     yield Scenario(("gemm_ar",), 3, (5, 3), nodes=3, comm_tile_rows=1)
