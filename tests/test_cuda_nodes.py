@@ -32,6 +32,21 @@ def device(emulator: Path) -> Iterator[EmulatedDevice]:
         yield device
 
 
+class ByPuts:
+    """Makes worlds whose nodes reach each other by puts alone: VirtualWorld's arguments."""
+
+    def __init__(self, puts: Puts) -> None:
+        self.puts = puts
+
+    def __call__(self, world: int, device: EmulatedDevice, nodes: int) -> HeapWorld:
+        return HeapWorld(world, device, nodes, self.puts)
+
+
+@pytest.fixture(scope="module")
+def by_puts(device: EmulatedDevice, fake_nvshmem_library: Path) -> ByPuts:
+    return ByPuts(puts_of(device, fake_nvshmem_library))
+
+
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -98,11 +113,19 @@ def test_back_to_back_calls_repeat_bitwise(
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])
-@pytest.mark.parametrize(("op", "direction"), [*((op, "push") for op in OPS), ("ag_gemm", "pull")])
+@pytest.mark.parametrize(
+    ("op", "direction", "puts"),
+    [
+        *((op, "push", puts) for op in OPS for puts in (False, True)),
+        ("ag_gemm", "pull", False),
+    ],
+)
 def test_buffers_are_free_before_they_are_reused(
     device: EmulatedDevice,
+    by_puts: ByPuts,
     op: str,
     direction: str,
+    puts: bool,
     poison: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,7 +135,7 @@ def test_buffers_are_free_before_they_are_reused(
     p = problem(op, 8, n=16 if op == "ag_gemm" else 8, k=4)
     everything = [Inputs(p, 8, world, seed=i) for i in range(40)]
     device.set_delay(3000)
-    with VirtualWorld(world, device, nodes) as ranks:
+    with by_puts(world, device, nodes) if puts else VirtualWorld(world, device, nodes) as ranks:
         ops = [p.build(ranks.rank(r), tuning=Knobs(direction=direction)) for r in range(world)]
         outs = call_on_and_on(ranks, ops, everything)
         device.finish()
@@ -124,21 +147,6 @@ def test_buffers_are_free_before_they_are_reused(
 
 
 # -- one-sided puts --------------------------------------------------------------------------------
-
-
-class ByPuts:
-    """Makes worlds whose nodes reach each other by puts alone: VirtualWorld's arguments."""
-
-    def __init__(self, puts: Puts) -> None:
-        self.puts = puts
-
-    def __call__(self, world: int, device: EmulatedDevice, nodes: int) -> HeapWorld:
-        return HeapWorld(world, device, nodes, self.puts)
-
-
-@pytest.fixture(scope="module")
-def by_puts(device: EmulatedDevice, fake_nvshmem_library: Path) -> ByPuts:
-    return ByPuts(puts_of(device, fake_nvshmem_library))
 
 
 def bits_of(
@@ -175,6 +183,31 @@ def test_one_sided_puts(
     for one, other in zip(found, expected, strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_sided_puts_on_several_streams(
+    device: EmulatedDevice, by_puts: ByPuts, op: str
+) -> None:
+    """A rank's calls go round three streams, which nothing else orders."""
+    world, p = 4, problem(op, 21)
+    everything = [Inputs(p, 21 - s, world, seed=s) for s in range(9)]
+    device.set_delay(1000)
+    with by_puts(world, device, 2) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(world)]
+        streams = [[ranks.new_stream() for _ in range(3)] for _ in range(world)]
+        outs: list[list[list[torch.Tensor]]] = []
+        for number, inputs in enumerate(everything):
+            outs.append([])
+            for r in range(world):
+                with device.on_stream(streams[r][number % 3]):
+                    outs[-1].append(inputs.call(ops[r], r))
+        for o in ops:
+            o.wait()
+            o.close()
+    for inputs, of_ranks in zip(everything, outs, strict=True):
+        for r in range(world):
+            inputs.check(of_ranks[r], r, "two_levels")
 
 
 # -- faults ----------------------------------------------------------------------------------------
