@@ -51,7 +51,9 @@ struct Record {
 std::vector<Record> records;
 std::uint32_t events = 0;
 std::uint32_t call_epoch = 0;  // by which contents are told apart
-std::uint64_t capture = 0;     // that calls belong to; 0: none
+std::uint32_t first_epoch = 0;
+bool no_call_yet = true;
+std::uint64_t capture = 0;  // that calls belong to; 0: none
 
 Record& add(Kind kind, const void* stream, const void* at = nullptr, std::uint32_t value = 0) {
   Record r{};
@@ -242,11 +244,13 @@ std::vector<Nic> nics;
 
 void put(const Tile& tile, int rank, int pe, const char* from, char* to, std::uint64_t bytes,
          std::uint64_t* word) {
-  auto* begun = new std::uint32_t(0);  // never given back: addresses tell words apart
-  tile.word(kRaise, begun, 0);
+  // One for each put, and never given back: addresses tell words apart. All of them begin at the epoch
+  // before the first, whatever the epoch of the put.
+  auto* begun = new std::uint32_t(0);
+  Tile{tile.stream, first_epoch, tile.number}.word(kRaise, begun, 0);
   nics.push_back({reinterpret_cast<std::uint64_t>(new int), rank});
   const auto* stream = reinterpret_cast<const void*>(nics.back().stream);
-  add(kAwait, stream, begun, tile.epoch);
+  add(kAwait, stream, begun, first_epoch);
   Record& copy = add(kCopy, stream, at_rank(to, pe));
   copy.from = reinterpret_cast<std::uint64_t>(from);
   copy.bytes = bytes;
@@ -397,8 +401,11 @@ std::size_t recorder_record_bytes() { return sizeof(Record); }
 void recorder_clear() {
   records.clear();
   nics.clear();
+  no_call_yet = true;
 }
 void recorder_begin_call(std::uint32_t epoch, std::uint64_t of_capture) {
+  if (no_call_yet) first_epoch = epoch;
+  no_call_yet = false;
   call_epoch = epoch;
   capture = of_capture;
 }
