@@ -3,6 +3,7 @@ nodes have no address of each other's memory, and a remote moves rows between th
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import torch
 
 from emulated import EmulatedDevice, HeapWorld, Puts, emulated_device
 from fake_nvshmem import puts_of
-from flux import Knobs, PeerTimeoutError, Topology
+from flux import _C, Knobs, PeerTimeoutError, Topology
+from flux.transport.device import Memory
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS
 from op_cases import Case, random_cases
@@ -245,6 +247,47 @@ def test_a_node_that_does_not_call_is_noticed(
             o.close()
         device.finish()
     assert device.streams() == before
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+def _sends_nothing(args: int, stream: int) -> int:
+    """In place of the relay."""
+    return 0
+
+
+class SilentNode(HeapWorld):
+    """Its rank 1, alone on node 1, makes its calls but puts no sums."""
+
+    def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote:
+        before, address = self.puts, ctypes.cast(_sends_nothing, ctypes.c_void_p).value
+        assert address
+        self.puts = replace(before, relay=address) if rank == 1 else before
+        try:
+            return super().remote(number, rank, memory, boxes)
+        finally:
+            self.puts = before
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+def test_a_node_whose_sum_does_not_come_is_named(
+    device: EmulatedDevice, by_puts: ByPuts, op: str
+) -> None:
+    device.set_delay(0)
+    p = problem(op, 16)
+    with SilentNode(3, device, 3, by_puts.puts) as ranks:
+        ops = [p.build(ranks.rank(r), timeout_s=0.5) for r in range(3)]
+        inputs = Inputs(p, 16, 3, seed=1)
+        outs = ranks.run(lambda r: inputs.call(ops[r], r))
+        device.finish()
+        for rank in (0, 2):  # the check of one, which then gives up, is heard by the other
+            named = rf"rank {rank} waited more than 0.5 s for the sum of node 1, tile"
+            with pytest.raises(PeerTimeoutError, match=named):
+                ops[rank]._backend.check(wait=False)
+        if op == "gemm_rs":
+            assert bool(outs[0][0].isnan().all()) and bool(outs[2][0].isnan().all())
+            inputs.check(outs[1], 1, "two_levels")
+        for made in ops:
+            made.close()
 
 
 def test_words_are_renewed(device: EmulatedDevice, by_puts: ByPuts) -> None:
