@@ -388,6 +388,8 @@ class NvshmemRemote(Remote):
         driver: Driver,
         put: int,
         raise_: int,
+        relay: int,
+        node_sum: int,
         rank: int,
         world: int,
         others: Sequence[int],
@@ -435,7 +437,7 @@ class CudaOp:
         slots: int,
         slot_bytes: int,
         rest_offset: int,
-        data_bytes: int,
+        sums_offset: int,
         scales_travel: bool,
         all_reduce: bool,
         scale: float,
@@ -448,6 +450,8 @@ class CudaOp:
         nodes: int = 1,
         remote: Remote | None = None,
         beside: int = 0,
+        strips: int = 0,
+        dtype: int = 0,
     ) -> None: ...
     @staticmethod
     def pad_words(world: int, signals: int) -> int: ...

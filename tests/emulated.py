@@ -8,16 +8,18 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flux import _C
+from flux.backends.device import Device
 from flux.kernels.config import GemmConfig
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel, Registry
-from flux.transport.device import Memory
+from flux.transport.device import WORD, Memory, first_signal
 from flux.transport.virtual import VirtualWorld
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,6 +103,63 @@ class SwitchedWorld(VirtualWorld):
                 [data.data_ptr() for data in memory.data], data_bytes
             )
         return memory
+
+
+@dataclass(frozen=True)
+class Puts:
+    """Where the functions of libflux_nvshmem are, or of what stands in for it; how it learns where
+    the heaps of ranks are that are in one process."""
+
+    put_signal: int
+    signal: int
+    relay: int
+    node_sum: int
+    add_heaps: Callable[..., None]
+
+
+class HeapWorld(VirtualWorld):
+    """Virtual nodes whose remotes are NVSHMEM's: each rank has pad, mail and data in a symmetric
+    heap."""
+
+    relays = True
+    MAIL = 8 * 4096  # bytes
+
+    def __init__(self, world: int, device: Device, nodes: int, puts: Puts) -> None:
+        super().__init__(world, device, nodes)
+        self.puts = puts
+
+    def memory(self, number: int, words: int, data_bytes: int) -> Memory:
+        op = self._ops[number]
+        if op.memory is None:
+            mail = -(-words * 4 // 256) * 256
+            begin = mail + self.MAIL
+            heaps = [self.device.zeros(begin + data_bytes, torch.uint8) for _ in range(self.world)]
+            begins = (ctypes.c_size_t * self.world)(*(heap.data_ptr() for heap in heaps))
+            self.puts.add_heaps(self.world, begins, ctypes.c_size_t(begin + data_bytes))
+            op.mail += [heap[mail:begin].view(torch.int64) for heap in heaps]
+            op.memory = Memory(
+                [heap[: words * 4].view(torch.int32) for heap in heaps],
+                [heap[begin:] for heap in heaps],
+            )
+        return super().memory(number, words, data_bytes)
+
+    def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote:
+        assert _C.mail_words(self.world, boxes) * 8 <= self.MAIL
+        before = (first_signal(self.world) - 2 * _C.STATUS_WORDS) * WORD
+        return _C.NvshmemRemote(
+            driver=self.device.driver,
+            put=self.puts.put_signal,
+            raise_=self.puts.signal,
+            relay=self.puts.relay,
+            node_sum=self.puts.node_sum,
+            rank=rank,
+            world=self.world,
+            others=[r for r in range(self.world) if memory.data[r].numel() == 0],
+            data=memory.data[rank].data_ptr(),
+            mail=self.mail(number)[rank].data_ptr(),
+            status=memory.pads[rank].data_ptr() + before,
+            boxes=boxes,
+        )
 
 
 class EmulatedGraph:

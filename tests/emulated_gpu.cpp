@@ -148,23 +148,6 @@ void Stream::note(std::function<void()> task) {
 
 Stream* stream_of(void* handle) { return static_cast<Stream*>(handle); }
 
-// NVSHMEM's symmetric heaps, by rank: a place in one of them names the same place in all of them.
-struct Heaps {
-  std::vector<std::uintptr_t> begins;
-  std::size_t bytes;
-};
-std::vector<Heaps> all_heaps;  // the newest last: memory is used again
-
-std::uintptr_t at_rank(const void* place, int rank) {
-  const auto at = reinterpret_cast<std::uintptr_t>(place);
-  for (auto heaps = all_heaps.rbegin(); heaps != all_heaps.rend(); ++heaps) {
-    for (const std::uintptr_t begin : heaps->begins) {
-      if (at >= begin && at < begin + heaps->bytes) return heaps->begins.at(rank) + (at - begin);
-    }
-  }
-  std::abort();
-}
-
 std::uint32_t load(const std::uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 void store(std::uint32_t* word, std::uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
@@ -436,32 +419,6 @@ void emulator_run(void* stream, void (*body)(void*), void* argument) {
   stream_of(stream)->put([=] { body(argument); });
 }
 void emulator_dawdle() { dawdle(); }
-void emulator_add_heaps(int ranks, const std::uintptr_t* begins, std::size_t bytes) {
-  all_heaps.push_back({{begins, begins + ranks}, bytes});
-}
-// As libflux_nvshmem.so has them. Puts may overtake one another, but no word its own put.
-int emulator_signal(std::uint64_t* word, std::uint64_t value, int rank, void* stream) {
-  stream_of(stream)->put([=] {
-    __atomic_store_n(reinterpret_cast<std::uint64_t*>(at_rank(word, rank)), value,
-                     __ATOMIC_RELEASE);
-  });
-  return 0;
-}
-int emulator_put_signal(void* to, const void* from, std::uint64_t bytes, std::uint64_t* word,
-                        std::uint64_t value, int rank, void* stream) {
-  at_rank(from, rank);  // NVSHMEM sends from its heap, too
-  stream_of(stream)->put([=] {
-    std::vector<char> sent(bytes);  // what follows on the stream may overwrite it
-    std::memcpy(sent.data(), from, bytes);
-    std::thread([=] {
-      dawdle();
-      std::memcpy(reinterpret_cast<void*>(at_rank(to, rank)), sent.data(), bytes);
-      __atomic_store_n(reinterpret_cast<std::uint64_t*>(at_rank(word, rank)), value,
-                       __ATOMIC_RELEASE);
-    }).detach();
-  });
-  return 0;
-}
 void emulator_set_delay(int us) { delay_us = us; }
 int emulator_streams() { return streams_alive; }
 void emulator_refuse_copies(int yes) { copies_refused = yes != 0; }

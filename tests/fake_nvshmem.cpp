@@ -1,4 +1,9 @@
 // Stands in for libflux_nvshmem.so without GPUs: ranks are processes, symmetric memory is shared memory.
+// Or they are in one process, which says where the heap of each is (fake_nvshmem_heaps).
+//
+// Streams are those of an emulated device (emulated_gpu.cpp) if one is given (fake_nvshmem_use). Else all
+// is done at once. What is put on its streams arrives when it pleases, and what kernels put is also read
+// then: from memory, until its word is there.
 //
 // The kernels are the real ones. tests/fake_nvshmem.py takes csrc/cuda/runtime/relay.cuh and what it
 // includes, puts host functions in the place of PTX, and this file gives them threads for blocks.
@@ -15,11 +20,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "device_shim.h"
+#include "heaps.h"
 // The order matters: the shim stands for CUDA, CUTLASS and NVSHMEM.
 #include "cuda/runtime/relay.cuh"
 
@@ -47,6 +54,26 @@ struct State {
 
 State state;
 std::string said;
+
+// Of an emulated device.
+struct Device {
+  void (*run)(void* stream, void (*body)(void*), void* argument) = nullptr;
+  void (*dawdle)() = nullptr;
+};
+Device emulated;
+
+int on_stream(void* stream, std::function<void()> body) {
+  if (emulated.run == nullptr || stream == nullptr) {
+    body();
+    return FLUX_OK;
+  }
+  const auto call = [](void* argument) {
+    const std::unique_ptr<std::function<void()>> one(static_cast<std::function<void()>*>(argument));
+    (*one)();
+  };
+  emulated.run(stream, call, new std::function<void()>(std::move(body)));
+  return FLUX_OK;
+}
 
 int fail(const char* text) {
   said = text;
@@ -144,6 +171,7 @@ int release(void*) {
 
 // The place of `pe` that has this rank's address.
 char* at(const void* address, int pe) {
+  if (!all_heaps.empty()) return at_rank(static_cast<char*>(const_cast<void*>(address)), pe);
   const auto offset = static_cast<const char*>(address) - state.heaps[state.rank];
   if (offset < 0 || offset >= static_cast<std::ptrdiff_t>(kHeap)) std::abort();
   return state.heaps[pe] + offset;
@@ -157,36 +185,49 @@ void raise(std::uint64_t* word, std::uint64_t value, int pe) {
   __atomic_store_n(reinterpret_cast<std::uint64_t*>(at(word, pe)), value, __ATOMIC_RELEASE);
 }
 
+// Puts may overtake one another, but no word its own put.
 int put_signal(void* to, const void* from, std::uint64_t bytes, std::uint64_t* word,
-               std::uint64_t value, int pe, void*) {
-  std::memcpy(at(to, pe), from, bytes);
-  raise(word, value, pe);
-  return FLUX_OK;
-}
-
-int signal(std::uint64_t* word, std::uint64_t value, int pe, void*) {
-  raise(word, value, pe);
-  return FLUX_OK;
-}
-
-int relay(const FluxRelayArgs* args, void*) {
-  if (args->dtype != FLUX_BF16) return fail("the fake has bf16 only");
-  const bool wide = args->n % 8 == 0;
-  shim::launch(args->blocks, flux::kReduceThreads, [&] {
-    wide ? flux::relay_kernel<cutlass::bfloat16_t, 8>(*args)
-         : flux::relay_kernel<cutlass::bfloat16_t, 1>(*args);
+               std::uint64_t value, int pe, void* stream) {
+  return on_stream(stream, [=] {
+    if (emulated.run == nullptr) {
+      std::memcpy(at(to, pe), from, bytes);
+      return raise(word, value, pe);
+    }
+    at(from, pe);  // NVSHMEM sends from its heap, too
+    // What follows on the stream may overwrite it.
+    const std::string sent(static_cast<const char*>(from), bytes);
+    std::thread([=] {
+      emulated.dawdle();
+      std::memcpy(at(to, pe), sent.data(), bytes);
+      raise(word, value, pe);
+    }).detach();
   });
-  return FLUX_OK;
 }
 
-int node_sum(const FluxNodeSumArgs* args, void*) {
-  if (args->dtype != FLUX_BF16) return fail("the fake has bf16 only");
-  const bool wide = args->sum.n % 8 == 0 && args->sum.tile_n % 8 == 0;
-  shim::launch(1, flux::kReduceThreads, [&] {
-    wide ? flux::node_sum_kernel<cutlass::bfloat16_t, 8>(*args)
-         : flux::node_sum_kernel<cutlass::bfloat16_t, 1>(*args);
+int signal(std::uint64_t* word, std::uint64_t value, int pe, void* stream) {
+  return on_stream(stream, [=] { raise(word, value, pe); });
+}
+
+int relay(const FluxRelayArgs* given, void* stream) {
+  if (given->dtype != FLUX_BF16) return fail("the fake has bf16 only");
+  return on_stream(stream, [args = *given] {
+    const bool wide = args.n % 8 == 0;
+    shim::launch(args.blocks, flux::kReduceThreads, [&] {
+      wide ? flux::relay_kernel<cutlass::bfloat16_t, 8>(args)
+           : flux::relay_kernel<cutlass::bfloat16_t, 1>(args);
+    });
   });
-  return FLUX_OK;
+}
+
+int node_sum(const FluxNodeSumArgs* given, void* stream) {
+  if (given->dtype != FLUX_BF16) return fail("the fake has bf16 only");
+  return on_stream(stream, [args = *given] {
+    const bool wide = args.sum.n % 8 == 0 && args.sum.tile_n % 8 == 0;
+    shim::launch(1, flux::kReduceThreads, [&] {
+      wide ? flux::node_sum_kernel<cutlass::bfloat16_t, 8>(args)
+           : flux::node_sum_kernel<cutlass::bfloat16_t, 1>(args);
+    });
+  });
 }
 
 const char* message() { return said.c_str(); }
@@ -202,8 +243,22 @@ std::uint32_t version() {
 void nvshmemx_putmem_signal_nbi_block(void* to, const void* from, std::size_t bytes,
                                       std::uint64_t* word, std::uint64_t value, int, int pe) {
   __syncthreads();
-  if (threadIdx.x == 0) put_signal(to, from, bytes, word, value, pe, nullptr);
-  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const auto put = [=] {
+    if (emulated.dawdle != nullptr) emulated.dawdle();
+    std::memcpy(at(to, pe), from, bytes);
+    raise(word, value, pe);
+  };
+  emulated.run != nullptr ? std::thread(put).detach() : put();
+}
+
+extern "C" __attribute__((visibility("default"))) void fake_nvshmem_use(
+    decltype(Device::run) run, decltype(Device::dawdle) dawdle) {
+  emulated = {run, dawdle};
+}
+extern "C" __attribute__((visibility("default"))) void fake_nvshmem_heaps(
+    int ranks, const std::uintptr_t* begins, std::size_t bytes) {
+  add_heaps(ranks, begins, bytes);
 }
 
 extern "C" __attribute__((visibility("default"))) const FluxNvshmem flux_nvshmem = {

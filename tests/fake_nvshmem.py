@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from emulated import EmulatedDevice, Puts
 from flux import _C
 from flux.transport.nvshmem_library import NvshmemLibrary
 
@@ -29,8 +30,8 @@ _PTX = (
     ),
     (r'asm volatile\("mov\.u64 %0, %%globaltimer;".*?\);', "now = shim::nanoseconds();"),
     (r"<<<.*?>>>", ""),  # launches, which nobody makes here
-    # A warp will do: each is a thread of the host, on every rank.
-    (r"constexpr int kReduceThreads = \d+;", "constexpr int kReduceThreads = 32;"),
+    # A few will do, one for each rank of a node and each other node: they are threads of the host.
+    (r"constexpr int kReduceThreads = \d+;", "constexpr int kReduceThreads = 8;"),
 )
 _STANDS_FOR = ("cuda_runtime.h", "nvshmem.h", "nvshmemx.h")
 _STANDS_FOR_OURS = ("cuda/nvls.cuh",)
@@ -64,6 +65,28 @@ def build(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def fake_nvshmem_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("nvshmem"))
+
+
+def on_streams_of(device: EmulatedDevice, path: Path) -> NvshmemLibrary:
+    """The library, with the streams and the delays of an emulated device."""
+    functions = [
+        ctypes.cast(getattr(device.library, name), ctypes.c_void_p)
+        for name in ("emulator_run", "emulator_dawdle")
+    ]
+    ctypes.CDLL(str(path)).fake_nvshmem_use(*functions)
+    return NvshmemLibrary(path, None)
+
+
+def puts_of(device: EmulatedDevice, path: Path) -> Puts:
+    """The same, for virtual nodes."""
+    library = on_streams_of(device, path)
+    return Puts(
+        library.put_signal,
+        library.signal,
+        library.relay,
+        library.node_sum,
+        ctypes.CDLL(str(path)).fake_nvshmem_heaps,
+    )
 
 
 _WORLD = _C.MAX_KERNEL_WORLD

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulated import EmulatedDevice, emulated_device
+from emulated import EmulatedDevice, HeapWorld, Puts, emulated_device
+from fake_nvshmem import puts_of
 from flux import _C, Knobs, PeerTimeoutError, Topology
 from flux.transport.device import Memory
 from flux.transport.virtual import VirtualWorld
@@ -31,6 +32,21 @@ def device(emulator: Path) -> Iterator[EmulatedDevice]:
     with emulated_device(emulator) as device:
         device.queues = 64  # for 16 ranks
         yield device
+
+
+class ByPuts:
+    """Makes worlds whose nodes reach each other by puts alone: VirtualWorld's arguments."""
+
+    def __init__(self, puts: Puts) -> None:
+        self.puts = puts
+
+    def __call__(self, world: int, device: EmulatedDevice, nodes: int) -> HeapWorld:
+        return HeapWorld(world, device, nodes, self.puts)
+
+
+@pytest.fixture(scope="module")
+def by_puts(device: EmulatedDevice, fake_nvshmem_library: Path) -> ByPuts:
+    return ByPuts(puts_of(device, fake_nvshmem_library))
 
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -99,11 +115,19 @@ def test_back_to_back_calls_repeat_bitwise(
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])
-@pytest.mark.parametrize(("op", "direction"), [*((op, "push") for op in OPS), ("ag_gemm", "pull")])
+@pytest.mark.parametrize(
+    ("op", "direction", "puts"),
+    [
+        *((op, "push", puts) for op in OPS for puts in (False, True)),
+        ("ag_gemm", "pull", False),
+    ],
+)
 def test_buffers_are_free_before_they_are_reused(
     device: EmulatedDevice,
+    by_puts: ByPuts,
     op: str,
     direction: str,
+    puts: bool,
     poison: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -113,7 +137,7 @@ def test_buffers_are_free_before_they_are_reused(
     p = problem(op, 8, n=16 if op == "ag_gemm" else 8, k=4)
     everything = [Inputs(p, 8, world, seed=i) for i in range(40)]
     device.set_delay(3000)
-    with VirtualWorld(world, device, nodes) as ranks:
+    with by_puts(world, device, nodes) if puts else VirtualWorld(world, device, nodes) as ranks:
         ops = [p.build(ranks.rank(r), tuning=Knobs(direction=direction)) for r in range(world)]
         outs = call_on_and_on(ranks, ops, everything)
         device.finish()
@@ -127,60 +151,61 @@ def test_buffers_are_free_before_they_are_reused(
 # -- one-sided puts --------------------------------------------------------------------------------
 
 
-class HeapWorld(VirtualWorld):
-    """Its remotes are NVSHMEM's: each rank has pad, mail and data in a symmetric heap."""
-
-    MAIL = 8 * 4096  # bytes
-
-    def memory(self, number: int, words: int, data_bytes: int) -> Memory:
-        op = self._ops[number]
-        if op.memory is None:
-            self.mail_at = -(-words * 4 // 256) * 256
-            begin = self.mail_at + self.MAIL
-            heaps = [self.device.zeros(begin + data_bytes, torch.uint8) for _ in range(self.world)]
-            begins = (ctypes.c_size_t * self.world)(*(heap.data_ptr() for heap in heaps))
-            size = ctypes.c_size_t(begin + data_bytes)
-            self.device.library.emulator_add_heaps(self.world, begins, size)  # type: ignore
-            op.memory = Memory(
-                [heap[: words * 4].view(torch.int32) for heap in heaps],
-                [heap[begin:] for heap in heaps],
-            )
-        return op.memory
-
-    def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote:
-        assert 8 * _C.mail_words(self.world, boxes) <= self.MAIL
-        pad = memory.pads[rank].data_ptr()
-
-        def address(name: str) -> int:
-            function = getattr(self.device.library, name)  # type: ignore[attr-defined]
-            return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-        return _C.NvshmemRemote(
-            driver=self.device.driver,
-            put=address("emulator_put_signal"),
-            raise_=address("emulator_signal"),
-            rank=rank,
-            world=self.world,
-            others=[r for r in range(self.world) if memory.data[r].numel() == 0],
-            data=memory.data[rank].data_ptr(),
-            mail=pad + self.mail_at,
-            status=pad + 2 * self.world * 4,
-            boxes=boxes,
-        )
+def bits_of(
+    world: VirtualWorld, p: Problem, knobs: Knobs, everything: list[Inputs]
+) -> list[list[list[torch.Tensor]]]:
+    """Results of back-to-back calls, checked; by call and rank."""
+    with world as ranks:
+        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(ranks.world)]
+        outs = call_on_and_on(ranks, ops, everything)
+        ranks.device.finish()  # type: ignore[attr-defined]
+        for o in ops:
+            o.close()
+    for inputs, of_ranks in zip(everything, outs, strict=True):
+        for r in range(world.world):
+            inputs.check(of_ranks[r], r, "two_levels")
+    return outs
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("nodes", "lanes"), [(2, 2), (3, 1)])
-def test_one_sided_puts(device: EmulatedDevice, op: str, nodes: int, lanes: int) -> None:
+@pytest.mark.parametrize(("nodes", "lanes"), [(2, 1), (2, 2), (3, 1), (4, 2)])
+def test_one_sided_puts(
+    device: EmulatedDevice, by_puts: ByPuts, op: str, nodes: int, lanes: int
+) -> None:
+    """Back to back, late, with an M that changes; the bits of exchanges on streams, where only who
+    moves the sums is different."""
     world, p = nodes * lanes, problem(op, 33)
     rng = random.Random(4)
-    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(15)]
+    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(12)]
+    knobs = Knobs(comm_tile_rows=3)
     device.set_delay(1000)
-    with HeapWorld(world, device, nodes) as ranks:
-        ops = [p.build(ranks.rank(r), tuning=Knobs(comm_tile_rows=3)) for r in range(world)]
-        outs = call_on_and_on(ranks, ops, everything)
-        device.finish()
+    found = bits_of(by_puts(world, device, nodes), p, knobs, everything)
+    device.set_delay(0)
+    expected = bits_of(VirtualWorld(world, device, nodes), p, knobs, everything)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_sided_puts_on_several_streams(
+    device: EmulatedDevice, by_puts: ByPuts, op: str
+) -> None:
+    """A rank's calls go round three streams, which nothing else orders."""
+    world, p = 4, problem(op, 21)
+    everything = [Inputs(p, 21 - s, world, seed=s) for s in range(9)]
+    device.set_delay(1000)
+    with by_puts(world, device, 2) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(world)]
+        streams = [[ranks.new_stream() for _ in range(3)] for _ in range(world)]
+        outs: list[list[list[torch.Tensor]]] = []
+        for number, inputs in enumerate(everything):
+            outs.append([])
+            for r in range(world):
+                with device.on_stream(streams[r][number % 3]):
+                    outs[-1].append(inputs.call(ops[r], r))
         for o in ops:
+            o.wait()
             o.close()
     for inputs, of_ranks in zip(everything, outs, strict=True):
         for r in range(world):
@@ -191,20 +216,20 @@ def test_one_sided_puts(device: EmulatedDevice, op: str, nodes: int, lanes: int)
 
 
 @pytest.mark.parametrize(
-    ("op", "how", "kind"),
+    ("op", "how", "puts"),
     [
-        *((op, how, VirtualWorld) for op in OPS for how in ("wait", "close")),
-        ("gemm_rs", "wait", HeapWorld),
+        *((op, how, False) for op in OPS for how in ("wait", "close")),
+        *((op, how, True) for op in ("gemm_rs", "gemm_ar") for how in ("wait", "close")),
     ],
 )
 def test_a_node_that_does_not_call_is_noticed(
-    device: EmulatedDevice, op: str, how: str, kind: type[VirtualWorld]
+    device: EmulatedDevice, by_puts: ByPuts, op: str, how: str, puts: bool
 ) -> None:
     """Ranks 0 and 1 call, those of the other node do not."""
     device.set_delay(0)
     p = problem(op, 16)
     before = device.streams()
-    with kind(4, device, 2) as ranks:
+    with by_puts(4, device, 2) if puts else VirtualWorld(4, device, 2) as ranks:
         ops = [p.build(ranks.rank(r), timeout_s=1.0) for r in range(4)]
         inputs = Inputs(p, 16, 4, seed=1)
         good = ranks.run(lambda r: inputs.call(ops[r], r))
@@ -224,10 +249,51 @@ def test_a_node_that_does_not_call_is_noticed(
     assert device.streams() == before
 
 
-def test_words_are_renewed(device: EmulatedDevice) -> None:
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+def _sends_nothing(args: int, stream: int) -> int:
+    """In place of the relay."""
+    return 0
+
+
+class SilentNode(HeapWorld):
+    """Its rank 1, alone on node 1, makes its calls but puts no sums."""
+
+    def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote:
+        before, address = self.puts, ctypes.cast(_sends_nothing, ctypes.c_void_p).value
+        assert address
+        self.puts = replace(before, relay=address) if rank == 1 else before
+        try:
+            return super().remote(number, rank, memory, boxes)
+        finally:
+            self.puts = before
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+def test_a_node_whose_sum_does_not_come_is_named(
+    device: EmulatedDevice, by_puts: ByPuts, op: str
+) -> None:
+    device.set_delay(0)
+    p = problem(op, 16)
+    with SilentNode(3, device, 3, by_puts.puts) as ranks:
+        ops = [p.build(ranks.rank(r), timeout_s=0.5) for r in range(3)]
+        inputs = Inputs(p, 16, 3, seed=1)
+        outs = ranks.run(lambda r: inputs.call(ops[r], r))
+        device.finish()
+        for rank in (0, 2):  # the check of one, which then gives up, is heard by the other
+            named = rf"rank {rank} waited more than 0.5 s for the sum of node 1, tile"
+            with pytest.raises(PeerTimeoutError, match=named):
+                ops[rank]._backend.check(wait=False)
+        if op == "gemm_rs":
+            assert bool(outs[0][0].isnan().all()) and bool(outs[2][0].isnan().all())
+            inputs.check(outs[1], 1, "two_levels")
+        for made in ops:
+            made.close()
+
+
+def test_words_are_renewed(device: EmulatedDevice, by_puts: ByPuts) -> None:
     """Boxes that no call of late has raised must not look new after 2**31 calls."""
     device.set_delay(0)
-    for kind, name in itertools.product((VirtualWorld, HeapWorld), OPS):
+    for kind, name in itertools.product((VirtualWorld, by_puts), OPS):
         p = problem(name, 40)
         with kind(2, device, 2) as ranks:
             ops = [p.build(ranks.rank(r), tuning=Knobs(comm_tile_rows=2)) for r in range(2)]

@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--op", action="append", choices=OPS, help="called in turn, if several")
     parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--nodes", type=int, default=1, help="that the ranks are on")
+    parser.add_argument("--puts", action="store_true", help="nodes reach each other by NVSHMEM")
     parser.add_argument("--rows", type=numbers, default=(4, 4), help="M of each call: 6,4,6")
     parser.add_argument("--direction", choices=("push", "pull"), default="push")
     parser.add_argument("--order", default="direct", help="of communication: direct, ring1d ...")
@@ -68,6 +69,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         epochs=args.epochs,
         streams=args.streams,
         nodes=args.nodes,
+        puts=args.puts,
     )
 
 

@@ -36,17 +36,25 @@ void bind_remote(py::module_& m) {
            py::kw_only(), py::arg("driver"), py::arg("library"), py::arg("id"), py::arg("rank"),
            py::arg("world"), py::arg("data"), py::arg("blocks"), py::arg("timeout_ns"));
   py::class_<NvshmemRemote, Remote, std::shared_ptr<NvshmemRemote>>(m, "NvshmemRemote")
-      .def(py::init([](std::shared_ptr<Driver> driver, Address put, Address raise, int rank,
-                       int world, std::vector<int> others, Address data, Address mail,
-                       Address status, int boxes) {
-             return std::make_shared<NvshmemRemote>(
-                 std::move(driver), NvshmemPeers{reinterpret_cast<PutSignal>(put),
-                                                 reinterpret_cast<RaiseSignal>(raise), rank, world,
-                                                 std::move(others), data, mail, status, boxes});
+      .def(py::init([](std::shared_ptr<Driver> driver, Address put, Address raise, Address relay,
+                       Address node_sum, int rank, int world, std::vector<int> others, Address data,
+                       Address mail, Address status, int boxes) {
+             NvshmemPeers peers{reinterpret_cast<PutSignal>(put),
+                                reinterpret_cast<RaiseSignal>(raise),
+                                reinterpret_cast<SendSums>(relay),
+                                reinterpret_cast<AddUpNodes>(node_sum),
+                                rank,
+                                world,
+                                std::move(others),
+                                data,
+                                mail,
+                                status,
+                                boxes};
+             return std::make_shared<NvshmemRemote>(std::move(driver), std::move(peers));
            }),
-           py::kw_only(), py::arg("driver"), py::arg("put"), py::arg("raise_"), py::arg("rank"),
-           py::arg("world"), py::arg("others"), py::arg("data"), py::arg("mail"), py::arg("status"),
-           py::arg("boxes"));
+           py::kw_only(), py::arg("driver"), py::arg("put"), py::arg("raise_"), py::arg("relay"),
+           py::arg("node_sum"), py::arg("rank"), py::arg("world"), py::arg("others"),
+           py::arg("data"), py::arg("mail"), py::arg("status"), py::arg("boxes"));
   m.def(
       "nccl_unique_id",
       [](const std::string& library) { return py::bytes(nccl_unique_id(library)); },

@@ -157,9 +157,10 @@ void CudaOp::renew_signals(Stream stream) {
   if (setup_.remote) setup_.remote->renew(stream, epoch_);
 }
 
+// But for sums that the device puts: a put of the last call may still be on its way.
 void CudaOp::fill_with_nan(Stream stream) {
   if (setup_.poison) {
-    driver_->fill(stream, setup_.data[setup_.rank], 0xFFFFFFFFu, setup_.data_bytes / kWord);
+    driver_->fill(stream, setup_.data[setup_.rank], 0xFFFFFFFFu, setup_.sums_offset / kWord);
   }
 }
 
@@ -381,7 +382,7 @@ void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& oper
   }
   {
     const Span stage("flux reduction");
-    kernels_.at(0)->reduce(args, stream);
+    relay() ? add_up_nodes(args, stream) : kernels_.at(0)->reduce(args, stream);
   }
   if (setup_.all_reduce) {
     if (setup_.remote) share_result(schedule, stream);

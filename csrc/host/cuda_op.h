@@ -40,7 +40,8 @@ namespace flux::host {
 // there is a slot per owner, with this rank's partials of its rows, which the owner reads. (At any M the
 // same owner, so that nobody but the owner of a tile has to be awaited before it is written.) Between
 // nodes, slots: W, of each node's rows the partials of this node's ranks; then an inbox for the sum of
-// each other node.
+// each other node. Behind all that, where the device itself puts sums (Relay), what it puts: the sum for
+// a rank of each other node.
 struct CudaOpSetup {
   int rank;
   int world;
@@ -52,8 +53,8 @@ struct CudaOpSetup {
   int slots;
   std::int64_t slot_bytes;
   std::int64_t rest_offset;  // of what comes after gathered rows or slots
-  std::int64_t data_bytes;
-  bool scales_travel;  // AllGather, one scale per row of x
+  std::int64_t sums_offset;  // of sums that the device puts; the end of the data if it puts none
+  bool scales_travel;        // AllGather, one scale per row of x
   bool all_reduce;
   float scale;     // of sums
   int signals;     // words of the pad after the status
@@ -65,6 +66,8 @@ struct CudaOpSetup {
   int nodes = 1;  // consecutive ranks, as many in each, that share memory
   std::shared_ptr<Remote> remote = nullptr;  // the peers of other nodes, if there are some
   int beside = 0;                            // blocks that may run beside a GEMM
+  int strips = 0;                            // words for the sum of one node, where a Relay puts it
+  int dtype = 0;                             // of sums, as FluxRelayArgs has it
 };
 
 template <class T>
@@ -190,10 +193,15 @@ class CudaOp {
   void send_sum(const Schedule& schedule, int tile, int ahead, int n);
   void sum_of_node(const Schedule& schedule, int owner, Range rows, int n);
   void reduce_nodes(FluxReduceArgs* args) const;
+  const Relay* relay() const { return setup_.remote ? setup_.remote->relay() : nullptr; }
+  void relay_sums(const Schedule& schedule, int n);
+  void add_up_nodes(const FluxReduceArgs& sum, Stream stream) const;
+  int result_box(const CommTiling& c, int sender, int tile) const;
   void share_result(const Schedule& schedule, Stream stream);
   void share_tile(const Schedule& schedule, int tile, int ahead);
   std::int64_t partial_of(int owner, int lane) const;
   std::int64_t inbox_of(int node, int at) const;
+  std::int64_t sum_for(int node) const;
 
   std::shared_ptr<Driver> driver_;
   std::vector<std::shared_ptr<Kernel>> kernels_;

@@ -8,6 +8,8 @@
 //   rank 1           ------------------------^
 //   rank 2           slot (1, 0): own    slot (1, 1): of rank 3    inbox 0    -- sum --> rows of rank 2
 //
+// Where the device itself can put (Relay), a kernel of it sums and sends: cuda_op_relay.cpp.
+//
 // GemmAR: sums go to the own node at once, and to the twins, which forward them in theirs.
 //
 // Tiles and phases come in one order on all ranks: in phase h a rank sends to the node h places ahead
@@ -50,6 +52,7 @@ void CudaOp::gather_rows(const Schedule& schedule, Stream stream) {
 void CudaOp::send_sums(const Schedule& schedule, int n) {
   driver_->await_event(network_stream_, forked_);
   setup_.remote->open(network_stream_, epoch_);
+  if (relay()) return relay_sums(schedule, n);
   for (int ahead = 1; ahead < setup_.nodes; ++ahead) {
     for (int tile = 0; tile < tiles_per_chunk(schedule.spec.comm); ++tile) {
       send_sum(schedule, tile, ahead, n);
@@ -143,6 +146,12 @@ void CudaOp::share_result(const Schedule& schedule, Stream stream) {
   join(stream, copy_stream_);
 }
 
+// Boxes of results come behind those of sums.
+int CudaOp::result_box(const CommTiling& c, int sender, int tile) const {
+  const int of_sums = setup_.nodes * (relay() ? setup_.strips : tiles_per_chunk(c));
+  return of_sums + sender * tiles_per_chunk(c) + tile;
+}
+
 void CudaOp::share_tile(const Schedule& schedule, int tile, int ahead) {
   const CommTiling& c = schedule.spec.comm;
   const int to = wrap(node() + ahead, setup_.nodes), from = wrap(node() - ahead, setup_.nodes);
@@ -150,10 +159,9 @@ void CudaOp::share_tile(const Schedule& schedule, int tile, int ahead) {
   const auto add = [&](Move::Kind kind, int peer, Range rows, int sender) {
     if (rows.begin == rows.end) return;
     const std::int64_t at = setup_.rest_offset + rows.begin * setup_.row_bytes;
-    // Boxes of results come behind those of sums.
     moves.push_back({kind, peer, at, at,
                      static_cast<std::size_t>((rows.end - rows.begin) * setup_.row_bytes),
-                     (setup_.nodes + sender) * tiles_per_chunk(c) + tile});
+                     result_box(c, sender, tile)});
   };
   const Range got = comm_tile_rows(c, twin(from), tile);
   add(Move::kSend, twin(to), comm_tile_rows(c, setup_.rank, tile), node());

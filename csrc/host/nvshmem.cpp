@@ -18,7 +18,8 @@ void check(int result, const char* what) {
 
 NvshmemRemote::NvshmemRemote(std::shared_ptr<Driver> driver, NvshmemPeers peers)
     : driver_(std::move(driver)), peers_(std::move(peers)) {
-  if (peers_.put == nullptr || peers_.raise == nullptr) {
+  if (peers_.put == nullptr || peers_.raise == nullptr || peers_.relay == nullptr ||
+      peers_.node_sum == nullptr) {
     throw std::invalid_argument("an NvshmemRemote needs the functions of NVSHMEM");
   }
 }
@@ -48,6 +49,18 @@ void NvshmemRemote::exchange(Stream stream, const std::vector<Move>& moves, std:
     }
   }
   driver_->memory_ops(stream, awaited);
+}
+
+const std::uint64_t* NvshmemRemote::opened() const { return pointer(word(0)); }
+
+std::uint64_t* NvshmemRemote::box(int index) const { return pointer(word(peers_.world + index)); }
+
+void NvshmemRemote::send(const FluxRelayArgs& args, Stream stream) const {
+  check(peers_.relay(&args, handle(stream)), "the relay");
+}
+
+void NvshmemRemote::add_up(const FluxNodeSumArgs& args, Stream stream) const {
+  check(peers_.node_sum(&args, handle(stream)), "the sum of nodes");
 }
 
 void NvshmemRemote::renew(Stream stream, std::uint32_t epoch) {

@@ -9,15 +9,20 @@
 
 namespace flux::host {
 
-// The two functions of libflux_nvshmem.so that are needed: `bytes` to `to` at rank `pe`, then `value`
-// to `word` there, behind what is on the stream; or the word alone. They return 0 unless they fail.
+// The functions of libflux_nvshmem.so that are needed (cuda/runtime/nvshmem_abi.h). They return 0 unless
+// they fail. `bytes` to `to` at rank `pe`, then `value` to `word` there, behind what is on the stream;
+// or the word alone; and the kernels that send and add up sums of nodes.
 using PutSignal = int (*)(void* to, const void* from, std::uint64_t bytes, std::uint64_t* word,
                           std::uint64_t value, int pe, void* stream);
 using RaiseSignal = int (*)(std::uint64_t* word, std::uint64_t value, int pe, void* stream);
+using SendSums = int (*)(const FluxRelayArgs* args, void* stream);
+using AddUpNodes = int (*)(const FluxNodeSumArgs* args, void* stream);
 
 struct NvshmemPeers {
   PutSignal put;
   RaiseSignal raise;
+  SendSums relay;
+  AddUpNodes node_sum;
   int rank;
   int world;
   std::vector<int> others;  // ranks of other nodes, by which NVSHMEM knows them as well
@@ -28,7 +33,7 @@ struct NvshmemPeers {
   int boxes;
 };
 
-class NvshmemRemote : public Remote {
+class NvshmemRemote : public Remote, public Relay {
  public:
   NvshmemRemote(std::shared_ptr<Driver> driver, NvshmemPeers peers);
   void open(Stream stream, std::uint32_t epoch) override;
@@ -36,6 +41,12 @@ class NvshmemRemote : public Remote {
   void renew(Stream stream, std::uint32_t epoch) override;
   void give_up(Stream stream, std::uint32_t epoch) override;
   void close() override {}
+
+  const Relay* relay() const override { return this; }
+  const std::uint64_t* opened() const override;
+  std::uint64_t* box(int index) const override;
+  void send(const FluxRelayArgs& args, Stream stream) const override;
+  void add_up(const FluxNodeSumArgs& args, Stream stream) const override;
 
  private:
   Address word(int index) const { return peers_.mail + index * sizeof(std::uint64_t); }

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/runtime/nvshmem_abi.h"
 #include "host/driver.h"
 
 namespace flux::host {
@@ -40,9 +41,25 @@ struct Move {
   int box;  // the receiver's word for it, each used once in a call
 };
 
+// A remote that puts the sums of ReduceScatter from the device, while the GEMM is at work: the kernels of
+// cuda/runtime/nvshmem_abi.h, which says what they await and who may overwrite what.
+class Relay {
+ public:
+  virtual ~Relay() = default;
+  // By rank, this rank's words for the calls that ranks of other nodes have opened.
+  virtual const std::uint64_t* opened() const = 0;
+  // This rank's word for what comes in a box. The same address names a peer's.
+  virtual std::uint64_t* box(int index) const = 0;
+  virtual void send(const FluxRelayArgs& args, Stream stream) const = 0;
+  virtual void add_up(const FluxNodeSumArgs& args, Stream stream) const = 0;
+};
+
 class Remote {
  public:
   virtual ~Remote() = default;
+
+  // Null: sums travel by exchange().
+  virtual const Relay* relay() const { return nullptr; }
 
   // From here on in the stream, exchanges of call `epoch` may write to this rank's data.
   virtual void open(Stream stream, std::uint32_t epoch) = 0;

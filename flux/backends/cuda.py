@@ -52,6 +52,7 @@ _WAITS = {
     2: "the entry of rank {signal}, whose memory was to be written",
     3: "partials of a peer (flag {signal})",
     5: "rank {signal} to come to the same call of a captured graph",
+    6: "the sum of node {node}",
 }
 
 
@@ -113,7 +114,9 @@ class CudaBackend:
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
         tile = self.kernels[0].tile
-        self.layout = Layout.of(spec, self.world, knobs, tile, self.nodes, choice.most_tiles)
+        self.layout = Layout.of(
+            spec, self.world, knobs, tile, self.nodes, choice.most_tiles, transport.relays
+        )
         self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
@@ -147,7 +150,7 @@ class CudaBackend:
             slots=self.layout.slots,
             slot_bytes=self.layout.slot_bytes,
             rest_offset=self.layout.rest_offset,
-            data_bytes=self.layout.data_bytes,
+            sums_offset=self.layout.sums_offset,
             scales_travel=spec.op is Op.ag_gemm and spec.scaling == "row",
             all_reduce=spec.op is Op.gemm_ar,
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
@@ -160,6 +163,8 @@ class CudaBackend:
             nodes=self.nodes,
             remote=self._remote,
             beside=self.beside,
+            strips=self.layout.strips,
+            dtype=int(spec.out_dtype == torch.float16),  # FLUX_BF16, FLUX_F16
         )
 
     @property
@@ -418,7 +423,10 @@ class CudaBackend:
             code, tile, signal, expected, observed = self._report[:5].tolist()
             if code == ABANDONED:
                 raise PeerTimeoutError(f"{who}: rank {signal} gave up in call {expected}")
-            what = _WAITS[code].format(signal=signal)
+            other = signal + (
+                signal >= self.rank * self.nodes // self.world
+            )  # but for the own node
+            what = _WAITS[code].format(signal=signal, node=other)
             raise PeerTimeoutError(
                 f"{who} waited more than {self.timeout_s:g} s for {what}, tile {tile}, "
                 f"call {expected}: the word was at {observed}"
@@ -465,6 +473,9 @@ class CudaBackend:
         for stream in (*self._streams, self.native.copy_stream, self.native.network_stream):
             if stream or stream in self._streams:  # torch's default stream is 0
                 self._drained(stream)
+        self.native.look()
+        if self.native.failed and not failed:
+            self._let_go()  # peers wait for what this rank's kernels have not done
         self.native.close()
         self._own_data = torch.empty(0)
         self.transport.leave()

@@ -26,9 +26,11 @@ class Layout:
     slots: int
     slot_bytes: int
     rest_offset: int  # of what comes after gathered rows or slots
+    sums_offset: int  # of sums that the device puts to other nodes
     data_bytes: int
     row_bytes: int
     boxes: int = 0  # words for what comes from other nodes
+    strips: int = 0  # of them for the sum of one node, where the device puts it
 
     @staticmethod
     def of(
@@ -38,9 +40,10 @@ class Layout:
         tile: tuple[int, int],
         nodes: int = 1,
         most_tiles: int = 0,
+        relays: bool = False,
     ) -> Layout:
         """The least memory that serves every M up to ``spec.max_m``; ``most_tiles`` of a chunk
-        where comm_tile_rows are open."""
+        where comm_tile_rows are open. ``relays``: the device puts sums to other nodes."""
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements() * spec.itemsize
         if spec.op is Op.ag_gemm:
@@ -50,11 +53,17 @@ class Layout:
             rows = _up(spec.max_m * row)
             scales = _up(spec.max_m * SCALE_BYTES) if spec.scaling == "row" else 0
             boxes = world * tiles * (2 if scales else 1)
-            return Layout(world * tiles, 0, 0, rows, rows + scales, row, boxes)
-        flags = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile).flag_count()
+            size = rows + scales
+            return Layout(world * tiles, 0, 0, rows, size, size, row, boxes)
+        tiling = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile)
         count = 1 if knobs.reduce == "in_flight" else world + nodes - 1
         slot = _up(chunk * row)
         result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
-        boxes = nodes * most_messages(chunk, knobs) * (2 if result else 1)
+        messages = most_messages(chunk, knobs)
+        strips = tiling.strip_count() if relays else 0
+        boxes = nodes * ((strips or messages) + (messages if result else 0))
         size = count * slot
-        return Layout(nodes * flags, count, slot, size, size + result, row, boxes)
+        sums = size + result
+        end = sums + (nodes - 1) * slot if relays else sums
+        signals = nodes * tiling.flag_count()
+        return Layout(signals, count, slot, size, sums, end, row, boxes, strips)

@@ -94,11 +94,15 @@ class DeviceTransport(Protocol):
         nodes: how many sets of ranks there are that share memory: consecutive, of one size.
         sm_share: multiprocessors that its kernels may occupy.
         multicast: whether the memory will have a multicast address; the same on all ranks.
+        relays: whether the device itself puts sums to other nodes (a Relay of csrc/host/remote.h).
     """
 
     rank: int
     world: int
     multicast: bool
+
+    @property
+    def relays(self) -> bool: ...
 
     @property
     def nodes(self) -> int: ...

@@ -60,6 +60,7 @@ class Nodes:
     """
 
     multicast = False  # not between nodes
+    relays = False  # NCCL is driven by streams
 
     def __init__(self, exchange: Exchange, device: Device, nodes: int, timeout_s: float) -> None:
         self.exchange = exchange

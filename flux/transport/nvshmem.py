@@ -180,6 +180,7 @@ class Nvshmem(SymmMem):
         super().__init__(exchange, device)
         self.job = job
         self.nodes = nodes
+        self.relays = nodes > 1
         lanes = self.world // nodes
         self.node = range(self.rank // lanes * lanes, (self.rank // lanes + 1) * lanes)
         self._blocks: list[int] = []
@@ -241,6 +242,8 @@ class Nvshmem(SymmMem):
             driver=self.device.driver,
             put=self.job.library.put_signal,
             raise_=self.job.library.signal,
+            relay=self.job.library.relay,
+            node_sum=self.job.library.node_sum,
             rank=self.rank,
             world=self.world,
             others=[rank for rank in range(self.world) if rank not in self.node],

@@ -60,6 +60,7 @@ class OneGpuWorld:
 
     transport: ClassVar[str]
     multicast: ClassVar[bool] = False  # there is no switch between ranks of one GPU
+    relays: ClassVar[bool] = False
 
     nodes = 1
 
@@ -197,6 +198,7 @@ class OneGpuExchange:
         self.world = rank.of.world
         self.label = label
         self.multicast = rank.of.multicast
+        self.relays = rank.of.relays
         self.op = -1
 
     @property

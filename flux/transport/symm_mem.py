@@ -40,6 +40,7 @@ class SymmMem:
     """
 
     nodes = 1
+    relays = False
 
     def __init__(self, exchange: Exchange, device: Device) -> None:
         self.exchange = exchange

@@ -6,187 +6,29 @@ checker does not look.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from model.program import POISON, Item, Program, Step
-from model.recording import Kind, Scenario
-
-Matches = Callable[[Step], bool]
-Edit = Callable[[Program], None]
-
-
-def _threads(program: Program) -> list[list[Step]]:
-    """Every block of a kernel; streams are edited through ``program.streams``."""
-    return [
-        block
-        for items in program.streams
-        for item in items
-        if isinstance(item, list)
-        for block in item
-    ]
-
-
-def drop(program: Program, matches: Matches) -> None:
-    """Remove steps."""
-    before = sum(1 for _ in program.steps())
-    for items in program.streams:
-        items[:] = [i for i in items if not (isinstance(i, Step) and matches(i))]
-    for block in _threads(program):
-        block[:] = [step for step in block if not matches(step)]
-    assert sum(1 for _ in program.steps()) < before, "there is nothing to drop"
-
-
-def swap(program: Program, first: Matches, then: Matches) -> None:
-    """Exchange neighbours."""
-    found = False
-    for thread in (*program.streams, *_threads(program)):
-        for i in range(len(thread) - 1):
-            one, other = thread[i], thread[i + 1]
-            if isinstance(one, Step) and isinstance(other, Step) and first(one) and then(other):
-                thread[i], thread[i + 1] = other, one
-                found = True
-    assert found, "there is nothing to swap"
-
-
-def move_up(program: Program, matches: Matches, ahead_of: Callable[[Item], bool]) -> None:
-    """Move steps of a stream up to before the last item ahead of them that ``ahead_of`` names."""
-    found = False
-    for items in program.streams:
-        for at in range(len(items)):
-            step = items[at]
-            if not isinstance(step, Step) or not matches(step):
-                continue
-            targets = [i for i in range(at) if ahead_of(items[i])]
-            if targets:
-                items.insert(targets[-1], items.pop(at))
-                found = True
-    assert found, "there is nothing to move"
-
-
-def of_word(program: Program, kind: Kind, name: str) -> Matches:
-    return lambda s: s.kind is kind and program.words[s.word].startswith(name)
-
-
-def on_stream(program: Program, matches: Matches, name: str) -> Matches:
-    return lambda s: matches(s) and name in program.names[s.stream]
-
-
-def is_kernel(item: Item) -> bool:
-    return isinstance(item, list)
-
-
-# -- edits -----------------------------------------------------------------------------------------
-
-
-def no_tile_wait(word: str) -> Edit:
-    def edit(program: Program) -> None:
-        waits = of_word(program, Kind.await_, word)
-        drop(program, lambda s: waits(s) and s.tile >= 0)
-
-    return edit
-
-
-def no_meeting(word: str) -> Edit:
-    """Nobody is awaited where the ranks of a captured call meet."""
-
-    def edit(program: Program) -> None:
-        drop(program, of_word(program, Kind.await_, word))
-
-    return edit
-
-
-def no_reset(program: Program) -> None:
-    drop(program, lambda s: s.kind is Kind.reset)
-
-
-def reset_behind_entry(program: Program) -> None:
-    """A rank tells its peers first, and resets its words then."""
-    for items in program.streams:
-        kernels = [item for item in items if isinstance(item, list)]
-        resets = [kernel for kernel in kernels if kernel[0][0].kind is Kind.reset]
-        for kernel in resets:
-            at = items.index(kernel)
-            items[at : at + 2] = [items[at + 1], kernel]
-
-
-def no_stream_wait(word: str, stream: str) -> Edit:
-    def edit(program: Program) -> None:
-        waits = on_stream(program, of_word(program, Kind.await_, word), stream)
-        drop(program, lambda s: waits(s) and s.tile < 0)
-
-    return edit
-
-
-def no_join(stream: str) -> Edit:
-    """No wait of one stream of a rank for another, inside of calls."""
-
-    def edit(program: Program) -> None:
-        joins = on_stream(program, lambda s: s.kind is Kind.join and s.call >= 0, stream)
-        drop(program, joins)
-
-    return edit
-
-
-def raised_before_copy(program: Program) -> None:
-    raises = of_word(program, Kind.raise_, "signal")
-    swap(program, lambda s: s.kind is Kind.copy, raises)
-
-
-def flag_before_store(program: Program) -> None:
-    raises = of_word(program, Kind.raise_, "flag")
-    swap(program, lambda s: s.is_access and bool(s.puts), raises)
-
-
-def entry_raised_early(program: Program) -> None:
-    """A call's entry goes ahead of the kernels of the call before."""
-    raises = of_word(program, Kind.raise_, "entry")
-    for items in program.streams:
-        found = [i for i in items if isinstance(i, Step) and raises(i)]
-        for step in found:
-            first = next(i for i in items if is_kernel(i) or i is step)
-            if first is not step:
-                items.remove(step)
-                items.insert(items.index(first), step)
-
-
-def entry_before_fill(program: Program) -> None:
-    def is_fill(item: Item) -> bool:
-        return isinstance(item, Step) and item.kind is Kind.fill and POISON in item.puts.values()
-
-    move_up(program, of_word(program, Kind.raise_, "entry"), is_fill)
-
-
-def done_before_reduction(program: Program) -> None:
-    move_up(program, of_word(program, Kind.raise_, "'done'"), is_kernel)
-
-
-def entry_forgotten(program: Program) -> None:
-    """Rank 1 does not tell rank 0 of its second call."""
-    raises = of_word(program, Kind.raise_, "entry of rank 1 at rank 0")
-    drop(program, lambda s: raises(s) and s.call == 1)
-
-
-def no_epochs(program: Program) -> None:
-    """Signals are flags that the first call leaves raised."""
-    for step in program.steps():
-        if step.word >= 0 and program.words[step.word].startswith(("signal", "flag")):
-            step.value = 1
-
-
-def calls_exchanged(program: Program) -> None:
-    """Rank 1 makes its first two calls the other way round."""
-    for items, name in zip(program.streams, program.names, strict=True):
-        if name != "rank 1, caller's stream":
-            continue
-
-        def call(item: Item) -> int:
-            return item.call if isinstance(item, Step) else item[0][0].call
-
-        turn = {0: 1, 1: 0}
-        items.sort(key=lambda item: turn.get(call(item), call(item)))
-        return
-    raise AssertionError("there is no such stream")
+from model.edits import (
+    Edit,
+    calls_exchanged,
+    done_before_reduction,
+    entry_before_fill,
+    entry_forgotten,
+    entry_raised_early,
+    flag_before_store,
+    no_epochs,
+    no_join,
+    no_meeting,
+    no_reset,
+    no_stream_wait,
+    no_tile_wait,
+    no_tile_wait_on,
+    poison_in_sums,
+    raised_before_copy,
+    reset_behind_entry,
+    sums_in_place,
+)
+from model.recording import Scenario
 
 
 @dataclass(frozen=True)
@@ -218,6 +60,7 @@ def _rs(op: str = "gemm_rs", **options: object) -> Scenario:
 
 _RING = {"world": 3, "rows": (6, 6), "order": "ring1d"}
 _NODES = {"world": 4, "rows": (4, 4), "nodes": 2}
+_PUTS = {"nodes": 2, "puts": True}
 
 _ALL = {"rows": (4, 4, 4), "captured": (0, 1, 2)}
 _ANY = ("race", "value", "deadlock")
@@ -318,7 +161,7 @@ BUGS = [
             f"{direction}-signal-after-copy",
             "a signal comes behind its copy",
             _ag(direction=direction),
-            raised_before_copy,
+            raised_before_copy(),
         )
         for direction in ("push", "pull")
     ),
@@ -484,6 +327,59 @@ BUGS = [
                 "rows of other nodes are forwarded behind their signal",
                 _ag(**_NODES),
                 no_stream_wait("signal", "copy stream"),
+            ),
+        )
+    ),
+    *(
+        Bug(f"relay-{name}", rule, scenario, edit, large=True)
+        for name, rule, scenario, edit in (
+            (
+                "open",
+                "a sum is made and put when its owner has opened the call",
+                _rs(**_PUTS),
+                no_tile_wait("opened"),
+            ),
+            (
+                "flags",
+                "the relay waits for the partials of its node",
+                _rs(**_PUTS),
+                no_tile_wait_on("flag", "network's stream"),
+            ),
+            (
+                "join",
+                "the next entry comes behind the relay, which reads slots",
+                _rs(**_PUTS),
+                no_join("caller's stream"),
+            ),
+            (
+                "fork",
+                "other nodes may write what earlier calls have read",
+                _rs(**_PUTS),
+                no_join("network's stream"),
+            ),
+            (
+                "word",
+                "the owner adds up a strip of another node behind its word",
+                _rs(**_PUTS),
+                no_tile_wait("box"),
+            ),
+            (
+                "word-after-data",
+                "the word of a put comes behind its data",
+                _rs(**_PUTS),
+                raised_before_copy("box"),
+            ),
+            (
+                "sums-in-place",
+                "what is put lies where no source writes",
+                _rs(**_PUTS),
+                sums_in_place,
+            ),
+            (
+                "poison",
+                "the fill leaves out what puts may still read",
+                _rs(**_PUTS, poison=True),
+                poison_in_sums,
             ),
         )
     ),

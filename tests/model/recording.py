@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from emulated import ROOT, EmulatedDevice, SwitchedWorld
+from emulated import ROOT, EmulatedDevice, HeapWorld, Puts, SwitchedWorld
 from flux import _C, AGGemm, GemmAR, GemmRS, Knobs, Topology
 from flux.transport.virtual import VirtualWorld
 
@@ -132,6 +132,7 @@ class Scenario:
             replay does what the capture of the same call would do in its place.
         switch: memory has a multicast address, and GemmRS and GemmAR reduce in flight.
         nodes: that the ranks are on.
+        puts: nodes reach each other by NVSHMEM, whose kernels send the sums.
     """
 
     ops: tuple[str, ...]
@@ -150,6 +151,7 @@ class Scenario:
     captured: tuple[int, ...] = ()
     switch: bool = False
     nodes: int = 1
+    puts: bool = False
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -165,6 +167,7 @@ class Scenario:
         extras += [f"epochs from {self.epochs[0]}"] if self.epochs else []
         extras += [f"{self.streams} streams"] if self.streams > 1 else []
         extras += ["by the switch"] if self.switch else []
+        extras += ["by puts"] if self.puts else []
         if self.captured:
             every = len(self.captured) == len(self.rows)
             which = "all calls" if every else "call " + ",".join(str(t + 1) for t in self.captured)
@@ -211,6 +214,8 @@ class RecordingDevice(EmulatedDevice):
         self.library.recorder_records.restype = ctypes.POINTER(_Record)
         self.library.recorder_count.restype = ctypes.c_size_t
         self.library.recorder_record_bytes.restype = ctypes.c_size_t
+        self.library.recorder_nics.restype = ctypes.c_size_t
+        self.library.recorder_nic.restype = ctypes.c_uint64
         assert self.library.recorder_record_bytes() == ctypes.sizeof(_Record)
 
     def clear(self) -> None:
@@ -223,6 +228,19 @@ class RecordingDevice(EmulatedDevice):
 
     def count(self) -> int:
         return int(self.library.recorder_count())
+
+    def puts(self) -> Puts:
+        """In place of NVSHMEM's."""
+        names = ("put_signal", "signal", "relay", "node_sum")
+        functions = [getattr(self.library, f"recorder_{name}") for name in names]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+        return Puts(*addresses, self.library.recorder_heaps)
+
+    def nics(self) -> Iterator[tuple[int, int]]:
+        """Streams that were invented for puts which kernels began, and whose they are."""
+        rank = ctypes.c_int()
+        for number in range(self.library.recorder_nics()):
+            yield self.library.recorder_nic(ctypes.c_size_t(number), ctypes.byref(rank)), rank.value
 
     def records(self) -> list[_Record]:
         return list(self.library.recorder_records()[: self.count()])
@@ -245,12 +263,17 @@ def record(device: RecordingDevice, scenario: Scenario) -> Recording:
     """Make the scenario's calls, rank after rank, none waiting for another rank's."""
     device.clear()
     device.begin_call(0, 0)
-    kind = SwitchedWorld if scenario.switch else VirtualWorld
-    nodes = scenario.nodes
-    with _poison(scenario.poison), kind(scenario.world, device, nodes) as world:
+    with _poison(scenario.poison), _world(device, scenario) as world:
         session = _Session(device, world, scenario)
         recording = session.run()
     return recording
+
+
+def _world(device: RecordingDevice, scenario: Scenario) -> VirtualWorld:
+    if scenario.puts:
+        return HeapWorld(scenario.world, device, scenario.nodes, device.puts())
+    kind = SwitchedWorld if scenario.switch else VirtualWorld
+    return kind(scenario.world, device, scenario.nodes)
 
 
 @dataclass(frozen=True)
@@ -318,12 +341,13 @@ class _Session:
         status = _C.STATUS_WORDS * 8
         region(backend._report.data_ptr(), status, "report, word", status)
         for mail in self.world.mail(backend.transport.op)[rank : rank + 1]:
-            at, boxes = mail.data_ptr(), mail.data_ptr() + self.scenario.world * WORD
+            unit = mail.element_size()
+            at, boxes = mail.data_ptr(), mail.data_ptr() + self.scenario.world * unit
             for begin, count, name in (
                 (at, self.scenario.world, "opened by rank"),
                 (boxes, layout.boxes, "box"),
             ):
-                words = Region(begin, count * WORD, rank, op, name, WORD, True)
+                words = Region(begin, count * unit, rank, op, name, unit, True)
                 self.out.regions.append(words)
         if not layout.slot_bytes:
             region(data, layout.data_bytes, "gathered row", layout.row_bytes)
@@ -332,9 +356,11 @@ class _Session:
             at = data + slot * layout.slot_bytes
             of = " of owner" if s.switch else " of source" if s.nodes == 1 else ""
             region(at, layout.slot_bytes, f"slot{of} {slot}, row", layout.row_bytes)
-        if layout.data_bytes > layout.rest_offset:
-            size = layout.data_bytes - layout.rest_offset
+        if layout.sums_offset > layout.rest_offset:
+            size = layout.sums_offset - layout.rest_offset
             region(data + layout.rest_offset, size, "result, row", layout.row_bytes)
+        for at in range(layout.sums_offset, layout.data_bytes, layout.slot_bytes):
+            region(data + at, layout.slot_bytes, "sum to put, row", layout.row_bytes)
 
     def _pad_regions(self, op: int, rank: int, backend: Any) -> None:
         """As CudaOpSetup in csrc/host/cuda_op.h has them."""
@@ -377,6 +403,8 @@ class _Session:
 
     def run(self) -> Recording:
         self.world.run(self._calls_of)
+        for number, (stream, rank) in enumerate(self.device.nics()):
+            self.out.streams[stream] = (rank, f"put {number}")
         for raw in enumerate(self.device.records()):
             self.out.records.append(self._convert(*raw))
         for ops in self.ops:

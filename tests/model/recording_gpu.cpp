@@ -7,8 +7,11 @@
 #include <vector>
 
 #include "../batch_op.h"
+#include "../heaps.h"
 #include "../multicast.h"
+#include "core/relay.h"
 #include "cuda/arguments.h"
+#include "cuda/runtime/nvshmem_abi.h"
 
 namespace {
 
@@ -48,7 +51,9 @@ struct Record {
 std::vector<Record> records;
 std::uint32_t events = 0;
 std::uint32_t call_epoch = 0;  // by which contents are told apart
-std::uint64_t capture = 0;     // that calls belong to; 0: none
+std::uint32_t first_epoch = 0;
+bool no_call_yet = true;
+std::uint64_t capture = 0;  // that calls belong to; 0: none
 
 Record& add(Kind kind, const void* stream, const void* at = nullptr, std::uint32_t value = 0) {
   Record r{};
@@ -73,7 +78,8 @@ struct Tile {
   std::uint32_t epoch;
   int number;
 
-  void word(Kind kind, const std::uint32_t* words, int index) const {
+  template <class Word>
+  void word(Kind kind, const Word* words, int index) const {
     add(kind, stream, words + index, epoch).tile = number;
   }
   // `elements` at `at`; `first` is the number of the first one in the matrix that they belong to.
@@ -174,52 +180,157 @@ struct Held {
   What what;
   int source;
 };
-Held held_in(const FluxReduceArgs& args, int slot) {
+Held held_in(const FluxReduceArgs& args, int slot, bool relayed) {
   const int lanes = args.source_count, node = args.first_source / lanes;
   const bool all = args.slot_count > lanes;
   if (!all || (slot >= node && slot < node + lanes)) {
     return {kPartial, args.first_source + slot - (all ? node : 0)};
   }
   const int other = slot < node ? slot : slot - lanes + 1;
-  return {lanes > 1 ? kSum : kPartial, other * lanes};
+  return {lanes > 1 || relayed ? kSum : kPartial, other * lanes};
+}
+
+// Rows [begin, end) of one column of tiles, summed. Sums for other nodes are told by their first rank.
+void sum_rows(const FluxReduceArgs& args, const Tile& tile, Range rows, int column, bool relayed) {
+  const int last = args.first_source + args.source_count;
+  const bool own = args.rank >= args.first_source && args.rank < last;
+  const int first = column * kTileN, width = min_of(kTileN, args.n - first);
+  for (int row = rows.begin; row < rows.end; ++row) {
+    const std::int64_t local = row - args.first_row;
+    const std::int64_t number = static_cast<std::int64_t>(row) * args.n + first;
+    const auto sources = sources_of(args);
+    for (int slot = 0; slot < static_cast<int>(sources.size()); ++slot) {
+      const Held held = held_in(args, slot, relayed);
+      tile.touch(kRead, element(sources[slot], local * args.slot_ld + first), width, held.what,
+                 held.source, number);
+    }
+    for (void* out : outs_of(args)) {
+      tile.touch(kWrite, element(out, local * args.out_ld + first), width, own ? kResult : kSum,
+                 own ? args.rank : args.first_source, number);
+    }
+  }
 }
 
 int record_reduce(const FluxReduceArgs* args, void* stream) {
   if (args->rows == 0) return FLUX_OK;
   add(kLaunch, stream);
   const int last = args->first_source + args->source_count;
-  const bool own = args->rank >= args->first_source && args->rank < last;
   const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
   const Range tiles = tiles_of_owner(s, args->rank);
   const int columns = flag_columns(s);
   for (int unit = 0; unit < (tiles.end - tiles.begin) * columns; ++unit) {
     const Tile tile{stream, args->sync.epoch, unit};
     const int tile_row = tiles.begin + unit / columns;
-    const int first = unit % columns * kTileN;
-    const int width = min_of(kTileN, args->n - first);
     const int begin = max_of(tile_row * kTileM, args->first_row);
     const int end = min_of((tile_row + 1) * kTileM, args->first_row + args->rows);
     if (begin >= end) continue;
     for (int source = args->first_source; source < last; ++source) {
       tile.word(kAwait, args->flags, flag_index(s, source, args->rank, tile_row, unit % columns));
     }
-    if (args->out_count == 0) continue;
-    for (int row = begin; row < end; ++row) {
-      const std::int64_t local = row - args->first_row;
-      const std::int64_t number = static_cast<std::int64_t>(row) * args->n + first;
-      const auto sources = sources_of(*args);
-      for (int slot = 0; slot < static_cast<int>(sources.size()); ++slot) {
-        const Held held = held_in(*args, slot);
-        tile.touch(kRead, element(sources[slot], local * args->slot_ld + first), width, held.what,
-                   held.source, number);
-      }
-      for (void* out : outs_of(*args)) {
-        tile.touch(kWrite, element(out, local * args->out_ld + first), width, own ? kResult : kSum,
-                   own ? args->rank : args->first_source, number);
-      }
+    sum_rows(*args, tile, {begin, end}, unit % columns, false);
+  }
+  return FLUX_OK;
+}
+
+// -- NVSHMEM ---------------------------------------------------------------------------------------
+
+// A put that a kernel has begun is made by somebody else, when he pleases: a thread of its own, for which
+// a stream is invented. It begins when the kernel has raised a word that is invented as well.
+struct Nic {
+  std::uint64_t stream;
+  int rank;  // that puts
+};
+std::vector<Nic> nics;
+
+void put(const Tile& tile, int rank, int pe, const char* from, char* to, std::uint64_t bytes,
+         std::uint64_t* word) {
+  // One for each put, and never given back: addresses tell words apart. All of them begin at the epoch
+  // before the first, whatever the epoch of the put.
+  auto* begun = new std::uint32_t(0);
+  Tile{tile.stream, first_epoch, tile.number}.word(kRaise, begun, 0);
+  nics.push_back({reinterpret_cast<std::uint64_t>(new int), rank});
+  const auto* stream = reinterpret_cast<const void*>(nics.back().stream);
+  add(kAwait, stream, begun, first_epoch);
+  Record& copy = add(kCopy, stream, at_rank(to, pe));
+  copy.from = reinterpret_cast<std::uint64_t>(from);
+  copy.bytes = bytes;
+  add(kRaise, stream, at_rank(word, pe), tile.epoch);
+}
+
+// As csrc/cuda/runtime/relay.cuh; a strip is a row of tiles here.
+void relay_strip(const FluxRelayArgs& args, const Tile& tile, int place, int index) {
+  const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
+  const int owner = args.owners[place], first = row_begin(s.m, s.world, owner);
+  const Strip strip = strip_of_owner(s, owner, index);
+  if (strip.begin >= strip.end) return;
+  tile.word(kAwait, args.entries, owner);
+  for (int i = 0; i < args.source_count * flag_columns(s); ++i) {
+    const int source = args.sources[i / flag_columns(s)];
+    tile.word(kAwait, args.flags[place],
+              flag_index(s, source, owner, strip.tile_row, i % flag_columns(s)));
+  }
+  const auto row_of = [&](const void* rows, int row) {
+    return static_cast<const char*>(rows) + static_cast<std::int64_t>(row - first) * s.n * kElement;
+  };
+  for (int row = strip.begin; row < strip.end; ++row) {
+    const std::int64_t number = static_cast<std::int64_t>(row) * s.n;
+    for (int i = 0; i < args.source_count; ++i) {
+      tile.touch(kRead, row_of(args.slots[place], row) + i * args.slot_bytes, s.n, kPartial,
+                 args.sources[i], number);
+    }
+    tile.touch(kWrite, row_of(args.staging[place], row), s.n, kSum, args.sources[0], number);
+  }
+  const auto lane = static_cast<int>(owner % args.source_count);
+  put(tile, args.sources[lane], owner, row_of(args.staging[place], strip.begin),
+      const_cast<char*>(row_of(args.to[place], strip.begin)),
+      static_cast<std::uint64_t>(strip.end - strip.begin) * s.n * kElement,
+      args.words[place] + index);
+}
+
+int record_relay(const FluxRelayArgs* args, void* stream) {
+  add(kLaunch, stream);
+  const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
+  int number = 0;
+  for (int place = 0; place < args->owner_count; ++place) {
+    for (int index = 0; index < strips_of_owner(s, args->owners[place]); ++index) {
+      relay_strip(*args, Tile{stream, args->sync.epoch, number++}, place, index);
     }
   }
   return FLUX_OK;
+}
+
+int record_node_sum(const FluxNodeSumArgs* args, void* stream) {
+  const FluxReduceArgs& sum = args->sum;
+  add(kLaunch, stream);
+  const ScatterTiling s{sum.m, sum.n, sum.world, sum.tile_m, sum.tile_n};
+  for (int unit = 0; unit < strips_of_owner(s, sum.rank) * flag_columns(s); ++unit) {
+    const int index = unit / flag_columns(s), column = unit % flag_columns(s);
+    const Strip strip = strip_of_owner(s, sum.rank, index);
+    if (strip.begin >= strip.end) continue;
+    const Tile tile{stream, sum.sync.epoch, unit};
+    for (int i = 0; i < args->source_count; ++i) {
+      tile.word(kAwait, sum.flags,
+                flag_index(s, args->sources[i], sum.rank, strip.tile_row, column));
+    }
+    for (int node = 0; node < args->node_count; ++node) {
+      tile.word(kAwait, args->words[node], index);
+    }
+    sum_rows(sum, tile, {strip.begin, strip.end}, column, true);
+  }
+  return FLUX_OK;
+}
+
+// On a stream: what is sent has been read when the stream goes on. That it may arrive later is left out.
+int record_signal(std::uint64_t* word, std::uint64_t value, int pe, void* stream) {
+  add(kRaise, stream, at_rank(word, pe), static_cast<std::uint32_t>(value));
+  return 0;
+}
+int record_put(void* to, const void* from, std::uint64_t bytes, std::uint64_t* word,
+               std::uint64_t value, int pe, void* stream) {
+  Record& copy = add(kCopy, stream, at_rank(static_cast<char*>(to), pe));
+  copy.from = reinterpret_cast<std::uint64_t>(from);
+  copy.bytes = bytes;
+  return record_signal(word, value, pe, stream);
 }
 
 // The block's resets, a barrier, and then a thread for each rank. It counts for real.
@@ -264,11 +375,37 @@ extern const FluxKernel flux_emulated_gemm_rs_nk = {FLUX_ABI_VERSION,
                                                     &record_meet,
                                                     &record_reduce};
 
+int recorder_put_signal(void* to, const void* from, std::uint64_t bytes, std::uint64_t* word,
+                        std::uint64_t value, int pe, void* stream) {
+  return record_put(to, from, bytes, word, value, pe, stream);
+}
+int recorder_signal(std::uint64_t* word, std::uint64_t value, int pe, void* stream) {
+  return record_signal(word, value, pe, stream);
+}
+int recorder_relay(const FluxRelayArgs* args, void* stream) { return record_relay(args, stream); }
+int recorder_node_sum(const FluxNodeSumArgs* args, void* stream) {
+  return record_node_sum(args, stream);
+}
+void recorder_heaps(int ranks, const std::uintptr_t* begins, std::size_t bytes) {
+  add_heaps(ranks, begins, bytes);
+}
+std::size_t recorder_nics() { return nics.size(); }
+std::uint64_t recorder_nic(std::size_t i, int* rank) {
+  *rank = nics[i].rank;
+  return nics[i].stream;
+}
+
 std::size_t recorder_count() { return records.size(); }
 const Record* recorder_records() { return records.data(); }
 std::size_t recorder_record_bytes() { return sizeof(Record); }
-void recorder_clear() { records.clear(); }
+void recorder_clear() {
+  records.clear();
+  nics.clear();
+  no_call_yet = true;
+}
 void recorder_begin_call(std::uint32_t epoch, std::uint64_t of_capture) {
+  if (no_call_yet) first_epoch = epoch;
+  no_call_yet = false;
   call_epoch = epoch;
   capture = of_capture;
 }

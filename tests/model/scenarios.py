@@ -51,8 +51,15 @@ def standard() -> Iterator[Scenario]:
         for poison in (False, True):
             for rows in ((4, 4), (4, 1, 3)):
                 yield Scenario((op,), 2, rows, direction, poison=poison, nodes=2)
+                if op != "ag_gemm":
+                    yield Scenario((op,), 2, rows, poison=poison, nodes=2, puts=True)
             yield Scenario((op,), 4, (3, 2), direction, poison=poison, nodes=2)
+            if op != "ag_gemm":
+                yield Scenario((op,), 4, (3, 2), poison=poison, nodes=2, puts=True)
     yield Scenario(("gemm_ar",), 4, (1, 1), poison=True, nodes=2)
+    yield Scenario(("gemm_rs",), 2, nodes=2, puts=True, **AGE)
+    yield Scenario(("gemm_rs",), 2, (4, 4, 4), epochs=LAST_EPOCHS, nodes=2, puts=True)
+    yield Scenario(("gemm_rs",), 2, (4, 4), streams=2, fresh_x=True, nodes=2, puts=True)
     yield Scenario(("gemm_ar",), 3, (5, 3), nodes=3, comm_tile_rows=1)
     yield Scenario(("ag_gemm", "gemm_ar"), 2, (4, 3), nodes=2)
     yield Scenario(("ag_gemm",), 3, (6, 4), order="ring1d", nodes=3)

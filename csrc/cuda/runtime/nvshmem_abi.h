@@ -125,7 +125,8 @@ typedef struct FluxNvshmem {
 
   /* Launches the halves of ReduceScatter. Put relay() on a stream of its own, behind this rank's entry
    * of the call and in front of, or beside, its GEMM: it waits for GEMMs of its node, and no GEMM
-   * waits for it. node_sum() comes behind the GEMM, as FluxKernel.reduce does. A wait that times
+   * waits for it. node_sum() comes behind the GEMM, as FluxKernel.reduce does, and behind this rank's
+   * relay(), which its blocks would keep from a multiprocessor if they were first. A wait that times
    * out is recorded in sync.status; the relay then puts nothing of that strip and raises no word.
    * Not for captured calls (FluxSync.count), whose entries do not hold the epoch: refused. */
   int (*relay)(const FluxRelayArgs* args, void* stream);

@@ -1,0 +1,218 @@
+"""Edits of a recorded program: what takes a rule out of it (bugs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from model.program import POISON, Item, Program, Step
+from model.recording import Kind, What
+
+Matches = Callable[[Step], bool]
+Edit = Callable[[Program], None]
+
+
+def _threads(program: Program) -> list[list[Step]]:
+    """Every block of a kernel; streams are edited through ``program.streams``."""
+    return [
+        block
+        for items in program.streams
+        for item in items
+        if isinstance(item, list)
+        for block in item
+    ]
+
+
+def drop(program: Program, matches: Matches) -> None:
+    """Remove steps."""
+    before = sum(1 for _ in program.steps())
+    for items in program.streams:
+        items[:] = [i for i in items if not (isinstance(i, Step) and matches(i))]
+    for block in _threads(program):
+        block[:] = [step for step in block if not matches(step)]
+    assert sum(1 for _ in program.steps()) < before, "there is nothing to drop"
+
+
+def swap(program: Program, first: Matches, then: Matches) -> None:
+    """Exchange neighbours."""
+    found = False
+    for thread in (*program.streams, *_threads(program)):
+        for i in range(len(thread) - 1):
+            one, other = thread[i], thread[i + 1]
+            if isinstance(one, Step) and isinstance(other, Step) and first(one) and then(other):
+                thread[i], thread[i + 1] = other, one
+                found = True
+    assert found, "there is nothing to swap"
+
+
+def move_up(program: Program, matches: Matches, ahead_of: Callable[[Item], bool]) -> None:
+    """Move steps of a stream up to before the last item ahead of them that ``ahead_of`` names."""
+    found = False
+    for items in program.streams:
+        for at in range(len(items)):
+            step = items[at]
+            if not isinstance(step, Step) or not matches(step):
+                continue
+            targets = [i for i in range(at) if ahead_of(items[i])]
+            if targets:
+                items.insert(targets[-1], items.pop(at))
+                found = True
+    assert found, "there is nothing to move"
+
+
+def of_word(program: Program, kind: Kind, name: str) -> Matches:
+    return lambda s: s.kind is kind and program.words[s.word].startswith(name)
+
+
+def on_stream(program: Program, matches: Matches, name: str) -> Matches:
+    return lambda s: matches(s) and name in program.names[s.stream]
+
+
+def is_kernel(item: Item) -> bool:
+    return isinstance(item, list)
+
+
+# -- edits -----------------------------------------------------------------------------------------
+
+
+def no_tile_wait(word: str) -> Edit:
+    def edit(program: Program) -> None:
+        waits = of_word(program, Kind.await_, word)
+        drop(program, lambda s: waits(s) and s.tile >= 0)
+
+    return edit
+
+
+def no_tile_wait_on(word: str, stream: str) -> Edit:
+    def edit(program: Program) -> None:
+        waits = on_stream(program, of_word(program, Kind.await_, word), stream)
+        drop(program, lambda s: waits(s) and s.tile >= 0)
+
+    return edit
+
+
+def no_meeting(word: str) -> Edit:
+    """Nobody is awaited where the ranks of a captured call meet."""
+
+    def edit(program: Program) -> None:
+        drop(program, of_word(program, Kind.await_, word))
+
+    return edit
+
+
+def no_reset(program: Program) -> None:
+    drop(program, lambda s: s.kind is Kind.reset)
+
+
+def reset_behind_entry(program: Program) -> None:
+    """A rank tells its peers first, and resets its words then."""
+    for items in program.streams:
+        kernels = [item for item in items if isinstance(item, list)]
+        resets = [kernel for kernel in kernels if kernel[0][0].kind is Kind.reset]
+        for kernel in resets:
+            at = items.index(kernel)
+            items[at : at + 2] = [items[at + 1], kernel]
+
+
+def no_stream_wait(word: str, stream: str) -> Edit:
+    def edit(program: Program) -> None:
+        waits = on_stream(program, of_word(program, Kind.await_, word), stream)
+        drop(program, lambda s: waits(s) and s.tile < 0)
+
+    return edit
+
+
+def no_join(stream: str) -> Edit:
+    """No wait of one stream of a rank for another, inside of calls."""
+
+    def edit(program: Program) -> None:
+        joins = on_stream(program, lambda s: s.kind is Kind.join and s.call >= 0, stream)
+        drop(program, joins)
+
+    return edit
+
+
+def raised_before_copy(word: str = "signal") -> Edit:
+    def edit(program: Program) -> None:
+        swap(program, lambda s: s.kind is Kind.copy, of_word(program, Kind.raise_, word))
+
+    return edit
+
+
+def flag_before_store(program: Program) -> None:
+    raises = of_word(program, Kind.raise_, "flag")
+    swap(program, lambda s: s.is_access and bool(s.puts), raises)
+
+
+def entry_raised_early(program: Program) -> None:
+    """A call's entry goes ahead of the kernels of the call before."""
+    raises = of_word(program, Kind.raise_, "entry")
+    for items in program.streams:
+        found = [i for i in items if isinstance(i, Step) and raises(i)]
+        for step in found:
+            first = next(i for i in items if is_kernel(i) or i is step)
+            if first is not step:
+                items.remove(step)
+                items.insert(items.index(first), step)
+
+
+def entry_before_fill(program: Program) -> None:
+    def is_fill(item: Item) -> bool:
+        return isinstance(item, Step) and item.kind is Kind.fill and POISON in item.puts.values()
+
+    move_up(program, of_word(program, Kind.raise_, "entry"), is_fill)
+
+
+def done_before_reduction(program: Program) -> None:
+    move_up(program, of_word(program, Kind.raise_, "'done'"), is_kernel)
+
+
+def entry_forgotten(program: Program) -> None:
+    """Rank 1 does not tell rank 0 of its second call."""
+    raises = of_word(program, Kind.raise_, "entry of rank 1 at rank 0")
+    drop(program, lambda s: raises(s) and s.call == 1)
+
+
+def no_epochs(program: Program) -> None:
+    """Signals are flags that the first call leaves raised."""
+    for step in program.steps():
+        if step.word >= 0 and program.words[step.word].startswith(("signal", "flag")):
+            step.value = 1
+
+
+def calls_exchanged(program: Program) -> None:
+    """Rank 1 makes its first two calls the other way round."""
+    for items, name in zip(program.streams, program.names, strict=True):
+        if name != "rank 1, caller's stream":
+            continue
+
+        def call(item: Item) -> int:
+            return item.call if isinstance(item, Step) else item[0][0].call
+
+        turn = {0: 1, 1: 0}
+        items.sort(key=lambda item: turn.get(call(item), call(item)))
+        return
+    raise AssertionError("there is no such stream")
+
+
+def poison_in_sums(program: Program) -> None:
+    """The fill takes in what puts may still read."""
+    sums = {cell for cell, name in enumerate(program.cells) if name.startswith("sum to put")}
+    fills = [s for s in program.steps() if s.kind is Kind.fill and POISON in s.puts.values()]
+    assert fills and sums, "there is nothing to fill"
+    for step in fills:
+        own = (c for c in sums if program.cells[c].endswith(f"rank {step.rank}"))
+        step.puts |= dict.fromkeys(own, POISON)
+
+
+def sums_in_place(program: Program) -> None:
+    """The sum of a node is made in the slot of its first partial."""
+    moved: dict[int, int] = {}
+    for step in program.steps():
+        for cell, symbol in step.puts.items():
+            if program.cells[cell].startswith("sum to put"):
+                first = (What.partial, *symbol[1:])
+                moved[cell] = next(c for c, held in step.expects.items() if held == first)
+    assert moved, "there is no sum to put"
+    for step in program.steps():
+        step.puts = {moved.get(cell, cell): symbol for cell, symbol in step.puts.items()}
+        step.moves = tuple((moved.get(source, source), to) for source, to in step.moves)

@@ -1,0 +1,143 @@
+"""Ops on several nodes by NVSHMEM: processes with an emulated device each, symmetric memory and the
+kernels of sums in fake_nvshmem.cpp."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from emulated import EmulatedDevice
+from fake_nvshmem import on_streams_of
+from flux import Knobs, PeerTimeoutError, Topology
+from flux.transport import nvshmem
+from flux.transport.virtual import VirtualWorld
+from harness import fresh_ranks, nothing_left_in_shared_memory
+from matrix import OPS
+from reference import Inputs, Problem
+from virtual_cases import call_on_and_on
+
+BF16 = torch.bfloat16
+KNOBS = Knobs(comm_tile_rows=3)
+
+
+def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """On ranks that are not used again: a process stays in its NVSHMEM job."""
+    with fresh_ranks(world) as ranks, nothing_left_in_shared_memory():
+        return ranks.run(fn, *args, timeout=120.0)
+
+
+class Emulated:
+    """An emulated device and NVSHMEM for the ops of this process, on one host of several nodes."""
+
+    def __init__(self, rank: int, world: int, emulator: Path, library: Path, lanes: int) -> None:
+        os.environ["FAKE_NVSHMEM_LANES"] = str(lanes)
+        self.device = EmulatedDevice(emulator)
+        self.device.identity = f"emulated {rank}"
+        self.topology = Topology(world // lanes, 1, lanes)
+        real = nvshmem.open_nvshmem
+        nvshmem.open_nvshmem = lambda exchange, nodes: real(  # type: ignore[assignment]
+            exchange, self.device, lambda: on_streams_of(self.device, library), nodes
+        )
+
+    def build(self, p: Problem, **options: Any) -> Any:
+        given = {"backend": "cuda", "transport": "nvshmem", "topology": self.topology}
+        return p.build(**{"tuning": KNOBS, **given, **options})
+
+    def close(self) -> None:
+        """Everything must have been given back."""
+        nvshmem.shutdown()
+        self.device.set_delay(0)
+        self.device.close()
+        assert self.device.streams() == 0
+
+
+def _problem(op: str, world: int) -> tuple[Problem, list[Inputs]]:
+    rng = random.Random(6)
+    p = Problem(op, 33, (13,), 10, BF16)
+    return p, [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(12)]
+
+
+def _calls(
+    rank: int, world: int, emulator: Path, library: Path, lanes: int
+) -> dict[str, list[torch.Tensor]]:
+    """Back to back, M changing; by op, the results of every call."""
+    here = Emulated(rank, world, emulator, library, lanes)
+    found = {}
+    for op in OPS:
+        p, everything = _problem(op, world)
+        here.device.set_delay(500)
+        with here.build(p) as made:
+            assert made._backend.nodes == world // lanes
+            assert (made._backend.layout.strips > 0) == (op != "ag_gemm")
+            outs = [inputs.call(made, rank) for inputs in everything]
+            made.wait()
+        for inputs, got in zip(everything, outs, strict=True):
+            inputs.check(got, rank, "two_levels")
+        found[op] = [got[0] for got in outs]
+    here.close()
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "lanes"), [(2, 1), (2, 2)])
+def test_processes_give_the_bits_of_virtual_nodes(
+    emulator: Path, fake_nvshmem_library: Path, nodes: int, lanes: int
+) -> None:
+    """Those exchange sums on their streams: other code, the same sums."""
+    world = nodes * lanes
+    processes = run(world, _calls, emulator, fake_nvshmem_library, lanes)
+    device = EmulatedDevice(emulator)
+    for op in OPS:
+        p, everything = _problem(op, world)
+        with VirtualWorld(world, device, nodes=nodes) as ranks:
+            ops = [p.build(ranks.rank(r), tuning=KNOBS) for r in range(world)]
+            outs = call_on_and_on(ranks, ops, everything)
+            device.finish()
+            for o in ops:
+                o.close()
+        for call, of_ranks in enumerate(outs):
+            for rank in range(world):
+                assert torch.equal(of_ranks[rank][0], processes[rank][op][call])
+    device.close()
+
+
+def _late(rank: int, world: int, emulator: Path, library: Path, op: str) -> None:
+    """The ranks of node 0 call, those of node 1 do not."""
+    here = Emulated(rank, world, emulator, library, 2)
+    p = Problem(op, 16, (8,), 8, BF16)
+    made = here.build(p, timeout_s=1.0)
+    begin = time.monotonic()
+    if rank < 2:
+        Inputs(p, 16, world, seed=1).call(made, rank)
+        message = rf"rank {rank} waited .* for (the sum of node 1|the entry of rank {rank + 2},)"
+        gave_up = rf"|rank {1 - rank} gave up"
+        with pytest.raises(PeerTimeoutError, match=message + gave_up):
+            made.wait()
+        made.close()
+        assert time.monotonic() - begin < 30
+    dist.barrier()
+    if rank >= 2:
+        # Of the ranks that have called, or of the own node, which has heard of it before.
+        with pytest.raises(PeerTimeoutError, match=rf"rank {rank}: rank [0-3] gave up"):
+            made.wait()
+    made.close()
+    with here.build(p, timeout_s=30) as again:
+        inputs = Inputs(p, 16, world, seed=2)
+        got = inputs.call(again, rank)
+        again.wait()
+        inputs.check(got, rank, "two_levels")
+    here.close()
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+def test_a_node_that_does_not_call_is_named(
+    emulator: Path, fake_nvshmem_library: Path, op: str
+) -> None:
+    run(4, _late, emulator, fake_nvshmem_library, op)
