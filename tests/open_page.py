@@ -126,7 +126,7 @@ def main() -> None:
         seen[str(width)] = json.loads(script(OVERFLOW))
         if options.pictures:
             view.resize(width, min(int(seen[str(width)]["height"]), 7000))
-            wait_for(lambda done: QTimer.singleShot(700, done))
+            wait_for(lambda done: QTimer.singleShot(2500, done))
             view.grab().save(str(options.pictures / f"{width}.png"))
     counts = {
         selector: script(f"document.querySelectorAll({json.dumps(selector)}).length")

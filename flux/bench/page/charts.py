@@ -22,6 +22,8 @@ from .svg import milliseconds, percent, steps, tag, times
 
 _WIDTH, _HEIGHT = 960.0, 340.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 8.0, 22.0, 58.0
+_UNDER = _HEIGHT - _BOTTOM  # where bars stand
+_WIDEST = 74.0  # bars and their gaps
 _LABELLED = 25.0  # bars at least so wide have their time above them
 _TALLEST = 2.0  # bars beyond this share of the unfused time are cut off
 _LOWEST, _HIGHEST = -1.0, 1.25  # efficiencies beyond are drawn at the edge
@@ -160,18 +162,19 @@ def stacked_bars(groups: Sequence[Group], title: str) -> Markup:
         "Bars of each method: below the fastest whole GEMM, above it the effective communication "
         "time, as shares of the unfused time. The table below has the same figures."
     )
-    return _frame(title, words, _HEIGHT, *content, width=width)
+    return _frame(title, words, _UNDER + 34, *content, width=width)
 
 
 def _bars(group: Group, left: float, slot: float, y: Any) -> Markup:
     gap = min(18.0, slot * 0.16)
-    wide = (slot - gap) / max(len(group.bars), 1)
+    count = max(len(group.bars), 1)
+    wide = min((slot - gap) / count, _WIDEST)
+    first = left + (slot - wide * count) / 2
     drawn: list[Any] = [
-        tag("text", group.label, x=left + slot / 2, y=_HEIGHT - 14, class_="label middle")
+        tag("text", group.label, x=left + slot / 2, y=_UNDER + 22, class_="label middle")
     ]
     for number, bar in enumerate(group.bars):
-        x = left + gap / 2 + wide * number
-        drawn.append(_bar(group, bar, x + wide * 0.07, min(wide * 0.86, 64.0), y))
+        drawn.append(_bar(group, bar, first + wide * (number + 0.07), wide * 0.86, y))
     return tag("g", drawn, class_="group")
 
 
@@ -180,7 +183,7 @@ def _bar(group: Group, bar: Bar, x: float, wide: float, y: Any) -> Markup:
     parts: list[Any] = [tag("title", bar.title)]
     middle = x + wide / 2
     if bar.caption:
-        parts.append(tag("text", bar.caption, x=middle, y=_HEIGHT - 36, class_="tick middle"))
+        parts.append(tag("text", bar.caption, x=middle, y=_UNDER + 20, class_="tick middle"))
     if overall is None or not whole:
         parts.append(tag("text", "wrong", x=middle, y=y(0) - 5, class_="bad middle"))
         return tag("g", parts, class_=f"bar {bar.style} none")
@@ -211,8 +214,14 @@ def efficiency(groups: Sequence[Group], title: str) -> Markup:
         for bar in group.bars
         if (value := bar.figures["overlap_efficiency"]) is not None
     ]
-    low = max(_LOWEST, min([0.0, *values]) - 0.05)
-    high = min(_HIGHEST, max([1.0, *values]) + 0.05)
+    ends = [
+        float(end)
+        for group in groups
+        for bar in group.bars
+        for end in bar.figures.get("overlap_efficiency_interval") or ()
+    ]
+    low = max(_LOWEST, min([0.0, *values, *ends]) - 0.05)
+    high = min(_HIGHEST, max([1.0, *values, *ends]) + 0.05)
     room = _HEIGHT - _TOP - _BOTTOM + 24
 
     def y(value: float) -> float:
