@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -323,12 +324,18 @@ def test_going_on_needs_the_same_run(shapes: str, quick: list[BenchConfig], tmp_
     result = invoke(*options, "--resume", "--repeats", "3")
     assert result.exit_code == 2
     assert "its settings differ (repeats 15, now 3)" in " ".join(result.stderr.split())
+    first = shutil.copy(target, tmp_path / "first.json")
     document = json.loads(target.read_text())
     document["versions"]["torch"] = "1.0"
     target.write_text(json.dumps(document))
     assert "versions differ (torch '1.0', now" in " ".join(
         invoke(*options, "--resume").stderr.split()
     )
+    document["versions"] = results.load(Path(shutil.copy(first, target)))["versions"]
+    document["peers"]["async_tp"] = None
+    target.write_text(json.dumps(document))
+    told = " ".join(invoke(*options, "--resume").stderr.split())
+    assert "other peers can take part now (async_tp True, now False)" in told
     target.write_text("{")
     assert "damaged" in invoke(*options, "--resume").stderr
 

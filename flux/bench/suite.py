@@ -123,7 +123,7 @@ def resume(document: dict[str, Any], earlier: dict[str, Any]) -> int:
     """Take over what an earlier run has measured; returns how many entries that is.
 
     Raises:
-        ValueError: it was made with other settings, on another machine, or with other versions.
+        ValueError: it was made with other settings, versions or peers, or on another machine.
     """
     for name in ("settings", "host", "versions"):
         ours, theirs = document[name], earlier[name]
@@ -133,13 +133,18 @@ def resume(document: dict[str, Any], earlier: dict[str, Any]) -> int:
                 f"cannot go on with an earlier run: its {name} differ ({differs}); start it with "
                 "the same arguments, or leave out --resume to begin anew"
             )
+    parts = [
+        {name: reason is None for name, reason in one["peers"].items()}
+        for one in (document, earlier)
+    ]
+    if parts[0] != parts[1]:
+        raise ValueError(
+            "cannot go on with an earlier run: other peers can take part now "
+            f"({_difference(*parts)}); leave out --resume to begin anew"
+        )
     there = {entry_key(entry): entry for entry in earlier["entries"] if entry["status"] == DONE}
     document["entries"] = [there.get(entry_key(entry), entry) for entry in document["entries"]]
     document["started"] = earlier["started"]
-    # Both runs' peers: a peer that took part in either did.
-    for name, reason in earlier["peers"].items():
-        if reason is None and name not in document["peers"]:
-            document["peers"][name] = None
     document["timeline"] = earlier.get("timeline")
     return sum(entry["status"] == DONE for entry in document["entries"])
 

@@ -4,7 +4,7 @@ A script, not a module of this package: what it imports as `flux` is the other o
 but that and torch.
 
 Written against byte-flux 1.1.2 (bytedance/flux, commit 19831ca): src/pybind/ag_gemm.cc `AGKernel`,
-src/pybind/gemm_rs.cc `GemmRS`, python/flux/testing/utils.py `initialize_distributed`.
+src/pybind/gemm_rs.cc `GemmRS`, python/flux/testing/utils.py `initialize_distributed`, launch.sh.
 """
 
 from __future__ import annotations
@@ -30,6 +30,15 @@ def load() -> Any:
     if not hasattr(flux, "AGKernel") or not hasattr(flux, "GemmRS"):
         raise SystemExit(f"the flux at {flux.__file__} is not byte-flux")
     return flux
+
+
+def prepare(specification: dict[str, Any]) -> None:
+    """Set what byte-flux's launch.sh and torchrun would; nobody else runs in this process."""
+    rank, world = str(specification["rank"]), str(specification["world"])
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("NVSHMEM_BOOTSTRAP", "UID")
+    os.environ.setdefault("NVSHMEM_DISABLE_CUDA_VMM", "1")
 
 
 class Op:
@@ -117,11 +126,13 @@ def main() -> None:
         channel.write(json.dumps(content) + "\n")
 
     try:
+        specification = json.loads(sys.argv[1])
+        prepare(specification)
         import torch
         import torch.distributed
 
         flux = load()
-        op = Op(flux, torch, json.loads(sys.argv[1]))
+        op = Op(flux, torch, specification)
         answer(
             {"byte_flux": str(getattr(flux, "__version__", "unknown")), "torch": torch.__version__}
         )
