@@ -20,12 +20,13 @@ import pytest
 from typer.testing import CliRunner
 
 import suite_data
-from flux.bench import launch, page, results, suite
+from flux.bench import launch, page, results, suite, suite_trace
 from flux.bench.metrics import Metrics
 from flux.bench.op import Measurement, MethodResult, Progress
 from flux.bench.problem import BenchConfig, Problem
 from flux.bench.spawn import RankFailedError
 from flux.cli import app
+from flux.trace.events import Kind
 from peer_cases import Stub
 from test_bench_page import needs_browser, open_page
 
@@ -74,6 +75,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
         return measurement(config)
 
     monkeypatch.setattr(launch, "spawned", spawned)
+    monkeypatch.setattr(suite_trace, "record", lambda document, config: None)
     return seen
 
 
@@ -111,6 +113,11 @@ def test_a_tiny_suite_from_shapes_to_page(shapes: str, tmp_path: Path) -> None:
         assert f"absent: {name}: {reason}" in result.stdout
         assert name in html.read_text()
     _check_figures(document, table, html, result.stdout)
+    events = results.events_of(document)
+    assert {event.rank for event in events} == {0, 1}
+    assert {Kind.gemm, Kind.copy} <= {event.kind for event in events}
+    assert html.read_text().count('class="event k-') == len(events)
+    assert document["timeline"]["title"] == "ag_gemm 64 x 12 x 10, 2 ranks"
     again = tmp_path / "again.html"
     shown = invoke("--from", str(target), "--report", str(again))
     assert shown.exit_code == 0, shown.output

@@ -222,19 +222,20 @@ def _measure(
         if target is not None:
             results.save(document, target)
 
-    console, interrupted = Console(), False
+    console, interrupted, untraced = Console(), False, None
     try:
         with suite_view.watcher(console, silent=quiet) as watching:
             suite.Suite(document, configs[0], save, watching, budget_s).run()
-        _record_timeline(document, configs[0])
-        save()
+        if targets["--report"] is not None:
+            untraced = _record_timeline(document, configs)
+            save()
     except KeyboardInterrupt:
         interrupted = True
     except OSError as error:
         complain(f"cannot write {target}: {error}")
         raise typer.Exit(EXIT_FAILED) from None
     _write(document, targets, quiet=quiet)
-    failed = suite.failures(document)
+    failed = suite.failures(document) + ([] if untraced is None else [untraced])
     for line in failed:
         complain(line)
     if interrupted:
@@ -245,12 +246,20 @@ def _measure(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _record_timeline(document: dict[str, Any], config: BenchConfig) -> None:
-    """THE PLACE where the recorder of flux.trace is to be called, for the page's timeline.
+def _record_timeline(document: dict[str, Any], configs: Sequence[BenchConfig]) -> str | None:
+    """Trace one call at the largest shape of the first op; why that failed, if it did."""
+    from flux.bench import suite_trace
+    from flux.bench.spawn import RankFailedError
 
-    What it returns, a list of flux.trace.events.Event of one call of one op, belongs into
-    ``document["timeline"]`` by way of flux.bench.results.timeline_of(events, title).
-    """
+    first = [config for config in configs if config.problem.op == configs[0].problem.op]
+    config = max(first, key=lambda config: config.problem.m)
+    if document["timeline"] is not None or suite_trace.why_not(config) is not None:
+        return None
+    try:
+        suite_trace.record(document, config)
+    except RankFailedError as error:
+        return f"no timeline: {error}"
+    return None
 
 
 def _show_again(source: Path, targets: dict[str, Path | None], *, quiet: bool) -> None:
