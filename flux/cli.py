@@ -14,6 +14,7 @@ from rich.markup import escape
 from flux import options
 from flux.bench.command import check_writable, progress_bar, ranks_or_exit
 from flux.bench.model_cli import bench_model
+from flux.bench.suite_cli import suite
 from flux.kernels.cli import compile_kernels
 from flux.terminal import EXIT_FAILED, PLAIN
 from flux.trace.cli import trace
@@ -80,6 +81,7 @@ app.add_typer(trace, name="trace")
 
 
 bench.command("model")(bench_model)
+bench.command("suite")(suite)
 
 
 @bench.command("op")

@@ -131,6 +131,14 @@ NVTX = Variable[bool | None](
     "profiler collects them",
 )
 
+BENCH_BYTE_FLUX_PYTHON = Variable(
+    "FLUX_BENCH_BYTE_FLUX_PYTHON",
+    str,
+    "",
+    "Python interpreter that has byte-flux, which imports as flux too; `flux bench suite` compares "
+    "with it; unset: it does not",
+)
+
 VARIABLES: tuple[
     Variable[bool] | Variable[bool | None] | Variable[float] | Variable[int] | Variable[str], ...
 ] = (
@@ -145,4 +153,5 @@ VARIABLES: tuple[
     CCACHE,
     TUNE_CACHE,
     NVTX,
+    BENCH_BYTE_FLUX_PYTHON,
 )

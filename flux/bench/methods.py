@@ -23,8 +23,17 @@ from .problem import BenchConfig, Problem
 from .reference import Inputs
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnTime:
+    """What a method returns whose work another process did, and timed in the same way: only that
+    process knows how long it took."""
+
+    result: object
+    wall_ms: float
+
+
 class Method(Protocol):
-    """One way to compute the op on this rank."""
+    """One way to compute the op on this rank. What a call returns is the result, or OwnTime."""
 
     name: str
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import metrics
-from .methods import Factory, Method, poisoned_methods
+from .methods import Factory, Method, OwnTime, poisoned_methods
 from .place import Place, Taken, open_place
 from .problem import BenchConfig, Problem
 from .reference import Verdict
@@ -153,7 +153,10 @@ class _Run:
         with poisoned_methods(self._factory, self._config, self._rank) as methods:
             self._place.give(inputs, methods)
             for method in methods:
-                verdict = self._place.judge(method, method(inputs), reference)
+                result = method(inputs)
+                if isinstance(result, OwnTime):
+                    result = result.result
+                verdict = self._place.judge(method, result, reference)
                 self._record(method.name, verdict, "before timing")
 
     def _record(self, name: str, verdict: Verdict, when: str) -> None:

@@ -27,7 +27,7 @@ _LOOPBACK = (
     "one rank on the GPU, its peers' memory in the host: times are those of the PCIe link, and "
     "comm is plain copies in both directions at once"
 )
-_FIGURES = (
+FIGURES = (
     "overall_ms",
     "gemm_non_split_ms",
     "comm_ms",
@@ -47,7 +47,7 @@ def document(
     problem = config.problem
     methods: dict[str, Any] = {}
     for method in measurement.methods:
-        figures = {name: getattr(method.metrics, name, None) for name in _FIGURES}
+        figures = {name: getattr(method.metrics, name, None) for name in FIGURES}
         error = method.max_abs_err
         methods[method.name] = {
             **figures,
@@ -97,7 +97,7 @@ def _transports(config: BenchConfig) -> str:
 
 def write_json(content: dict[str, Any], target: str) -> None:
     """Write to a file, or to stdout for '-'. Times keep four digits after the point: 0.1 us."""
-    text = json.dumps(_rounded(content), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(rounded(content), indent=1, allow_nan=False) + "\n"
     if target == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -107,11 +107,12 @@ def write_json(content: dict[str, Any], target: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def _rounded(value: Any, key: str = "") -> Any:
+def rounded(value: Any, key: str = "") -> Any:
+    """As it is written: times with four digits after the point, errors with four in all."""
     if isinstance(value, dict):
-        return {name: _rounded(item, name) for name, item in value.items()}
+        return {name: rounded(item, name) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(item, key) for item in value]
+        return [rounded(item, key) for item in value]
     if isinstance(value, float):
         return float(f"{value:.4g}") if key == "max_abs_err" else round(value, 4)
     return value
@@ -139,7 +140,7 @@ def table(content: dict[str, Any]) -> Table:
             continue
         view.add_row(
             name,
-            *(_milliseconds(method[key]) for key in _FIGURES[:4]),
+            *(_milliseconds(method[key]) for key in FIGURES[:4]),
             *((_milliseconds(method["comm_cpu_ms"]), _excess(content, method)) if across else ()),
             _efficiency(method),
             _number(method["bounded_efficiency"], ".0%"),

@@ -7,10 +7,12 @@ the caches as the same predecessor left them. All ranks make the same sequence o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from .hosts import link_bytes
+from .methods import OwnTime
 from .place import Call, Taken, Timer
 
 
@@ -40,7 +42,11 @@ class Rounds:
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
             self.last.pop(name, None)  # freed as a loop variable would be, not within the timing
-            self.last[name], found[name] = self._time(self._calls[name])
+            result, taken = self._time(self._calls[name])
+            if isinstance(result, OwnTime):  # this process has only waited for another one
+                taken = replace(taken, wall_ms=result.wall_ms, cpu_ms=None)
+                result = result.result
+            self.last[name], found[name] = result, taken
             if self._across:
                 dist.barrier()  # others on this host may still be sending
                 before, self._seen = self._seen, link_bytes()

@@ -1,0 +1,184 @@
+"""The page of `flux bench suite --report`: one file, no script, nothing fetched.
+
+document (results.py) -> charts.py, timeline.py: SVG by svg.py
+                      -> page.html (a jinja2 template, all text escaped) with style.css
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from flux.bench.peers import PEERS
+from flux.bench.results import DONE, SHAPE, events_of, label
+
+from . import charts, timeline
+from .svg import milliseconds, percent, times
+
+_FOLDER = Path(__file__).parent
+_OPS = {
+    "ag_gemm": "AllGather + GEMM",
+    "gemm_rs": "GEMM + ReduceScatter",
+    "gemm_ar": "GEMM + AllReduce",
+}
+_SWEEPS = {
+    "comm_tile_rows": "Size of the communication tile, in rows",
+    "direction": "Push and pull",
+}
+
+
+def render(document: dict[str, Any]) -> str:
+    """The page of a document that has been checked (results.check)."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    done = [entry for entry in document["entries"] if entry["status"] == DONE]
+    events = events_of(document)
+    return environment.get_template("page.html").render(
+        css=Markup(_FOLDER.joinpath("style.css").read_text(encoding="utf-8")),
+        document=document,
+        command=shlex.join(str(word) for word in document["command"]),
+        settings={name: _setting(value) for name, value in document["settings"].items()},
+        summary=_summary(document),
+        sections=[_section(op, done) for op in dict.fromkeys(entry["op"] for entry in done)],
+        sweeps=[_sweep(entry) for entry in done if entry["kind"] != SHAPE],
+        troubles=_troubles(document),
+        peers=_peers(document),
+        timeline=Markup(timeline.timeline(events)) if events else None,
+        timeline_title=(document.get("timeline") or {}).get("title", ""),
+        lanes=timeline.lane_rows(events),
+        waits=timeline.longest_waits(events),
+    )
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "chosen by flux" if value is None else str(value)
+
+
+def _summary(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(figure, what it is, more about it) of the tiles at the top."""
+    shapes = [entry for entry in document["entries"] if entry["kind"] == SHAPE]
+    done = [entry for entry in shapes if entry["status"] == DONE]
+    speeds = [
+        (float(value), entry)
+        for entry in done
+        if (value := entry["result"]["methods"].get("flux", {}).get("speedup_vs_unfused"))
+        is not None
+    ]
+    tiles = [(f"{len(done)} of {len(shapes)}", "shapes measured", "")]
+    if speeds:
+        mean = math.exp(sum(math.log(value) for value, _ in speeds) / len(speeds))
+        ordered = sorted(speeds, key=lambda pair: pair[0])
+        (least, worst), (most, best) = ordered[0], ordered[-1]
+        tiles += [
+            (times(mean), "flux beside unfused", "geometric mean over shapes; above 1 is faster"),
+            (times(most), "the best shape", label(best)),
+            (times(least), "the worst shape", label(worst)),
+        ]
+    return tiles
+
+
+def _section(op: str, done: list[dict[str, Any]]) -> dict[str, Any]:
+    entries = [entry for entry in done if entry["op"] == op and entry["kind"] == SHAPE]
+    groups = charts.shape_groups(entries)
+    names = dict.fromkeys(name for entry in entries for name in entry["result"]["methods"])
+    sizes = {(entry["n"], entry["k"]) for entry in entries}
+    title = _OPS.get(op, op)
+    # A figure holds as many shapes as can be told apart in it; a model's file may have more.
+    chunks = [groups[begin : begin + 8] for begin in range(0, len(groups), 8)]
+    return {
+        "op": op,
+        "title": title,
+        "sizes": " and ".join(f"(n, k) = ({n}, {k})" for n, k in sorted(sizes)),
+        "bars": [charts.stacked_bars(chunk, f"{title}: GEMM and ECT") for chunk in chunks],
+        "efficiency": [
+            charts.efficiency(chunk, f"{title}: overlap efficiency") for chunk in chunks
+        ],
+        "methods": [(name, charts.style(name)) for name in names],
+        "rows": [row for entry in entries for row in _rows(entry)],
+    }
+
+
+def _rows(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """A table's rows of one entry."""
+    return [
+        {
+            "m": entry["m"],
+            "n": entry["n"],
+            "k": entry["k"],
+            "method": name,
+            "style": charts.style(name),
+            "wrong": "; ".join(one.get("wrong", ())),
+            "figures": [
+                milliseconds(one["overall_ms"]),
+                milliseconds(one["gemm_non_split_ms"]),
+                milliseconds(one["comm_ms"]),
+                milliseconds(one["ect_ms"]),
+                percent(one["overlap_efficiency"]),
+                percent(one["bounded_efficiency"]),
+                times(one["speedup_vs_unfused"]),
+                "–" if one["max_abs_err"] is None else f"{one['max_abs_err']:.1e}",
+            ],
+            "knobs": " ".join(
+                f"{knob}={value if isinstance(value, str) else json.dumps(value)}"
+                for knob, value in one["knobs"].items()
+            ),
+        }
+        for name, one in entry["result"]["methods"].items()
+    ]
+
+
+def _sweep(entry: dict[str, Any]) -> dict[str, Any]:
+    title = f"{_SWEEPS[entry['kind']]}: {entry['op']}, m {entry['m']}"
+    return {
+        "title": title,
+        "sizes": f"(n, k) = ({entry['n']}, {entry['k']})",
+        "bars": charts.stacked_bars([charts.sweep_group(entry)], title),
+        "rows": _rows(entry),
+    }
+
+
+def _troubles(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(entry, how it ended, why) of what was not measured, or not right."""
+    return [
+        (
+            label(entry),
+            "wrong result" if entry["status"] == DONE else entry["status"],
+            entry.get("error") or "not yet measured",
+        )
+        for entry in document["entries"]
+        if entry.get("error") or entry["status"] != DONE
+    ]
+
+
+def _peers(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """All peers: whose they are, and why they are absent, from everything or from some shapes."""
+    about = {peer.name: peer.about for peer in PEERS}
+    found = []
+    for name, reason in document["peers"].items():
+        partly: dict[str, list[str]] = {}
+        for entry in document["entries"]:
+            why = entry["peers"].get(name)
+            if reason is None and why is not None:
+                partly.setdefault(why, []).append(label(entry))
+        found.append(
+            {
+                "name": name,
+                "about": about.get(name, ""),
+                "reason": reason,
+                "partly": [(why, ", ".join(labels)) for why, labels in partly.items()],
+            }
+        )
+    return found

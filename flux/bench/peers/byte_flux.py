@@ -1,0 +1,259 @@
+"""byte-flux, which imports as `flux` too, and so lives in an interpreter of its own.
+
+FLUX_BENCH_BYTE_FLUX_PYTHON names that interpreter. Each rank starts one process of it, which runs
+byte_flux_worker.py, joins a group with those of the other ranks, and computes on this rank's GPU.
+
+    rank r (here)                                   its worker (there)
+    x, weight -> a file in memory, shared
+    {"do": "run"}  ------------------------------>  to its GPU; start together; time one call
+    {"ms": ...}    <------------------------------  the result -> the same file
+    result, and the time that the worker took: OwnTime
+
+The two never work at the same time. Times are the worker's, by the method of this benchmark (GPU
+events behind a collective), so that pipes and copies between the processes do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from flux import env
+from flux.bench.methods import Method, OwnTime
+from flux.bench.problem import BenchConfig, Problem
+from flux.bench.reference import Inputs
+
+from .base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
+
+WORKER = Path(__file__).with_name("byte_flux_worker.py")
+_PROBE_S = 120.0
+_START_S = 120.0  # until a worker has imported torch and byte-flux and met the others
+_DTYPES = ("bfloat16", "float16")
+
+
+def _environment() -> dict[str, str]:
+    """Without what leads an interpreter to this process's packages, this flux among them."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+class ByteFlux:
+    name = "byte_flux"
+    about = "ByteDance's flux, in its own interpreter"
+
+    def __init__(self, python: str = "") -> None:
+        self._python = python
+
+    @property
+    def python(self) -> str:
+        """The interpreter; empty if there is none."""
+        return self._python or env.BENCH_BYTE_FLUX_PYTHON.get()
+
+    def available(self) -> str | None:
+        python = self.python
+        if not python:
+            return (
+                f"{env.BENCH_BYTE_FLUX_PYTHON.name} is not set: byte-flux imports as flux too, and "
+                "needs an interpreter of its own"
+            )
+        if shutil.which(python) is None:
+            return f"{env.BENCH_BYTE_FLUX_PYTHON.name}={python} is not an executable"
+        problem = no_gpu()
+        return problem if problem is not None else _probe(python)
+
+    def supports(self, config: BenchConfig) -> str | None:
+        problem = config.problem
+        if problem.op == "gemm_ar":
+            return "has no dense GEMM with AllReduce"
+        if problem.dtype not in _DTYPES:
+            return f"computes {' and '.join(_DTYPES)}, not {problem.dtype}"
+        if config.hosts != "1":
+            return "is started on one host only"
+        return unlike_gpu_ranks(config) or uneven(config, "m", "n" if problem.gathers else "k")
+
+    def make(self, config: BenchConfig, rank: int) -> Method:
+        return WorkerMethod(config, rank, self.python, "cuda")
+
+
+def _probe(python: str) -> str | None:
+    """Whether byte-flux can be imported there."""
+    try:
+        done = subprocess.run(
+            [python, str(WORKER), "--probe"],
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{python} does not run: {error}"
+    if done.returncode == 0:
+        return None
+    last = (done.stderr.strip() or f"it exited with {done.returncode}").splitlines()[-1]
+    return f"{python} has no usable byte-flux: {last}"
+
+
+class WorkerMethod(PeerMethod):
+    """One worker's op. Collective; `device` is ``cuda`` but for tests."""
+
+    name = ByteFlux.name
+
+    def __init__(self, config: BenchConfig, rank: int, python: str, device: str) -> None:
+        self._problem, self._rank = config.problem, rank
+        self._timeout_s = config.timeout_s
+        self._weight: torch.Tensor | None = None
+        meeting = [tempfile.mkdtemp(prefix="flux-byte-flux-") if rank == 0 else ""]
+        dist.broadcast_object_list(meeting, src=0)
+        self._folder = Path(meeting[0])
+        self._worker: _Worker | None = None
+        try:
+            self._x = self._tensor("x", self._problem.x_shape(rank))
+            self._shared_weight = self._tensor("weight", self._problem.weight_shape(rank))
+            self._result = self._tensor("result", self._problem.result_shape(rank))
+            self._worker = _Worker(python, self._specification(device), self._file("stderr"))
+            self._about = self._worker.hear(max(_START_S, self._timeout_s))
+        except BaseException:
+            self.close()
+            raise
+
+    def _file(self, what: str) -> Path:
+        return self._folder / f"{self._rank}.{what}"
+
+    def _tensor(self, what: str, shape: Sequence[int]) -> torch.Tensor:
+        """Memory that is the worker's too."""
+        rows, columns = shape
+        dtype = self._problem.torch_dtype
+        path = self._file(what)
+        path.write_bytes(b"")
+        os.truncate(path, max(1, rows * columns) * dtype.itemsize)
+        flat = torch.from_file(str(path), shared=True, size=rows * columns, dtype=dtype)
+        return flat.view(rows, columns)
+
+    def _specification(self, device: str) -> dict[str, Any]:
+        problem: Problem = self._problem
+        shapes = {
+            "x": problem.x_shape(self._rank),
+            "weight": problem.weight_shape(self._rank),
+            "result": problem.result_shape(self._rank),
+        }
+        return {
+            "op": problem.op,
+            "m": problem.m,
+            "n": problem.n,
+            "k": problem.k,
+            "dtype": problem.dtype,
+            "world": problem.world,
+            "rank": self._rank,
+            "device": device,
+            "gpu": torch.cuda.current_device() if device == "cuda" else 0,
+            "store": str(self._folder / "store"),
+            "timeout_s": self._timeout_s,
+            "tensors": {name: [str(self._file(name)), *shape] for name, shape in shapes.items()},
+        }
+
+    def __call__(self, inputs: Inputs) -> OwnTime:
+        assert self._worker is not None
+        if self._weight is not inputs.weight:
+            self._shared_weight.copy_(inputs.weight)
+            self._weight = inputs.weight
+            self._worker.tell("weight")
+            self._worker.hear(self._timeout_s)
+        self._x.copy_(inputs.x)
+        self._result.fill_(float("nan"))  # what the worker does not write must not pass for right
+        if inputs.x.is_cuda:
+            torch.cuda.synchronize(inputs.x.device)  # the GPU is the worker's alone
+        self._worker.tell("run")
+        answer = self._worker.hear(self._timeout_s)
+        return OwnTime(self._result.to(inputs.x.device, copy=True), float(answer["ms"]))
+
+    def knobs(self) -> dict[str, Any]:
+        return {"path": "byte_flux", **self._about}
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        for file in self._folder.glob(f"{self._rank}.*"):
+            file.unlink(missing_ok=True)
+        if self._rank == 0:
+            with contextlib.suppress(OSError):  # others may still hold files of theirs in it
+                (self._folder / "store").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the last one out takes the folder with it
+            self._folder.rmdir()
+
+
+class _Worker:
+    """The process: lines of JSON to its standard input and from its standard output."""
+
+    def __init__(self, python: str, specification: dict[str, Any], errors: Path) -> None:
+        self._errors = errors
+        with errors.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [python, str(WORKER), json.dumps(specification)],
+                env=_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+            )
+        self._buffer = b""
+
+    def tell(self, what: str) -> None:
+        stream: IO[bytes] | None = self._process.stdin
+        assert stream is not None
+        try:
+            stream.write(json.dumps({"do": what}).encode() + b"\n")
+            stream.flush()
+        except OSError:
+            raise RuntimeError(f"its process is gone{self._last_words()}") from None
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        """The next answer.
+
+        Raises:
+            RuntimeError: none came in time, it is an error, or the process is gone.
+        """
+        assert self._process.stdout is not None
+        source = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([source], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RuntimeError(f"no answer within {timeout_s:g} s{self._last_words()}")
+            data = os.read(source, 65536)
+            if not data:
+                raise RuntimeError(f"its process is gone{self._last_words()}")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def _last_words(self) -> str:
+        lines = self._errors.read_text(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+    def close(self) -> None:
+        """End the process. Its input is at its end then, which it takes for leave to go."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,290 @@
+"""Many runs of the benchmark, one after the other: the shapes of a file, and sweeps of one knob.
+
+    plan     shapes and sweeps -> entries, all pending (results.py has their form)
+    each     `flux bench op`'s measurement on ranks of its own, with flux's methods and the peers
+             that are there, interleaved; the document is saved after it
+    failed   what a peer breaks is measured again without it; else the entry says what went wrong,
+             and the next one is measured
+
+Whatever ends a rank ends only the run of its shape: every run starts new processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+from flux import host
+
+from . import launch, report
+from .methods import Factory, Fused, Method, Unfused
+from .op import Measurement, Progress
+from .peers import PEERS, Peer, blame, peers_and_flux, unsupported
+from .problem import ONE_GPU, BenchConfig, Problem
+from .results import DONE, FAILED, FORMAT, PENDING, SHAPE, SKIPPED, VERSION, entry_key, label
+from .spawn import RankFailedError
+
+_LEAST_TILE_ROWS = 16
+_MOST_TILE_SIZES = 6
+
+Run = Callable[[BenchConfig, Progress, Factory | None], Measurement]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One knob's values at one shape."""
+
+    knob: str
+    problem: Problem
+
+    def variants(self) -> dict[str, dict[str, Any]]:
+        """Knobs by the name of the method that has them.
+
+        Tile sizes are those of the Flux paper, section 4.3: M/W, halved again and again. Down to
+        16 rows, and 6 sizes at most.
+        """
+        if self.knob == "direction":
+            return {value: {"direction": value} for value in ("push", "pull")}
+        sizes = [self.problem.chunk]
+        while len(sizes) < _MOST_TILE_SIZES and sizes[-1] // 2 >= _LEAST_TILE_ROWS:
+            sizes.append(sizes[-1] // 2)
+        return {str(size): {"comm_tile_rows": size} for size in sizes}
+
+
+def sweep_methods(
+    config: BenchConfig, rank: int, variants: Mapping[str, Mapping[str, Any]]
+) -> list[Method]:
+    """The unfused path, and the fused one with each of these knobs. Collective."""
+    import flux
+
+    return [
+        Unfused(config.problem, rank),
+        *(
+            Fused(name, config, flux.Knobs(path="fused", **knobs))
+            for name, knobs in variants.items()
+        ),
+    ]
+
+
+def sweeps_of(problems: Sequence[Problem], m: int | None = None) -> list[Sweep]:
+    """Both sweeps for each op, at its shape with this M, else with its largest.
+
+    Raises:
+        ValueError: no op has a shape with this M.
+    """
+    chosen: dict[str, Problem] = {}
+    for problem in sorted(problems, key=lambda problem: problem.m):
+        if m is None or problem.m == m:
+            chosen[problem.op] = problem  # the last one of each op stays
+    if problems and not chosen:
+        raise ValueError(f"no shape has M = {m}, which the sweeps are to be made at")
+    return [
+        Sweep(knob, problem)
+        for problem in chosen.values()
+        for knob in ("comm_tile_rows", "direction")
+    ]
+
+
+def new_document(
+    configs: Sequence[BenchConfig],
+    sweeps: Sequence[Sweep],
+    settings: dict[str, Any],
+    peers: Mapping[str, str | None],
+    command: Sequence[str],
+) -> dict[str, Any]:
+    """A document of which nothing is measured yet."""
+    entries = [_entry(SHAPE, config.problem) for config in configs]
+    entries += [_entry(sweep.knob, sweep.problem) for sweep in sweeps]
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "command": list(command),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "host": host.device(),
+        "device": host.device(),  # until something is measured on another one
+        "versions": host.versions(),
+        "settings": settings,
+        "peers": dict(peers),
+        "entries": entries,
+        "timeline": None,
+    }
+
+
+def _entry(kind: str, problem: Problem) -> dict[str, Any]:
+    sizes = {name: getattr(problem, name) for name in ("op", "m", "n", "k")}
+    return {"kind": kind, **sizes, "status": PENDING, "peers": {}}
+
+
+def resume(document: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """Take over what an earlier run has measured; returns how many entries that is.
+
+    Raises:
+        ValueError: it was made with other settings, versions or peers, or on another machine.
+    """
+    for name in ("settings", "host", "versions"):
+        ours, theirs = document[name], earlier[name]
+        if ours != theirs:
+            differs = _difference(ours, theirs) if isinstance(ours, dict) else f"{theirs!r}"
+            raise ValueError(
+                f"cannot go on with an earlier run: its {name} differ ({differs}); start it with "
+                "the same arguments, or leave out --resume to begin anew"
+            )
+    parts = [
+        {name: reason is None for name, reason in one["peers"].items()}
+        for one in (document, earlier)
+    ]
+    if parts[0] != parts[1]:
+        raise ValueError(
+            "cannot go on with an earlier run: other peers can take part now "
+            f"({_difference(*parts)}); leave out --resume to begin anew"
+        )
+    there = {entry_key(entry): entry for entry in earlier["entries"] if entry["status"] == DONE}
+    document["entries"] = [there.get(entry_key(entry), entry) for entry in document["entries"]]
+    document["started"] = earlier["started"]
+    document["timeline"] = earlier.get("timeline")
+    return sum(entry["status"] == DONE for entry in document["entries"])
+
+
+def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return ", ".join(f"{name} {theirs.get(name)!r}, now {ours.get(name)!r}" for name in names)
+
+
+class Watcher:
+    """Hears how a suite gets on."""
+
+    def started(self, entry: dict[str, Any], number: int, total: int) -> None:
+        """An entry begins; ``number`` counts from 1."""
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """A step of the entry's measurement begins."""
+
+    def ended(self, entry: dict[str, Any]) -> None:
+        """It is over, however it went."""
+
+    def remark(self, text: str) -> None:
+        """Something that people should know."""
+
+
+class Suite:
+    """Measures the pending entries of a document.
+
+    Args:
+        document: is changed in place.
+        base: everything but the problem.
+        save: called after each entry.
+        budget_s: seconds after which no further entry is begun; None: no limit.
+        run: measures on ranks of its own; launch.spawned but for tests.
+    """
+
+    def __init__(
+        self,
+        document: dict[str, Any],
+        base: BenchConfig,
+        save: Callable[[], None],
+        watcher: Watcher,
+        budget_s: float | None = None,
+        peers: Sequence[Peer] = PEERS,
+        run: Run | None = None,
+    ) -> None:
+        self._document = document
+        self._base = base
+        self._save = save
+        self._watcher = watcher
+        self._deadline = None if budget_s is None else time.monotonic() + budget_s
+        self._peers = peers
+        self._run = run or launch.spawned
+        self._broken: dict[str, str] = {}  # peers that are left out from here on
+
+    def run(self) -> None:
+        """All that is not done; raises only KeyboardInterrupt and what saving raises."""
+        entries = self._document["entries"]
+        self._save()
+        for number, entry in enumerate(entries, 1):
+            if entry["status"] == DONE:
+                continue
+            entry.pop("error", None)
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                entry["status"], entry["error"] = SKIPPED, "the time was over (--budget)"
+                continue
+            self._watcher.started(entry, number, len(entries))
+            self._measure(entry)
+            self._save()
+            self._watcher.ended(entry)
+        self._save()
+
+    def _measure(self, entry: dict[str, Any]) -> None:
+        begin = time.monotonic()
+        entry["status"], entry["seconds"] = FAILED, 0.0
+        try:
+            config = replace(self._base, problem=self._problem(entry))
+            measurement = self._attempts(entry, config)
+            found = report.document(config, measurement, self._document["command"])
+            entry["result"] = report.rounded(found)  # all outputs are made of what the JSON has
+            self._document["device"] = entry["result"]["device"]
+            entry["status"] = DONE
+            if measurement.complaints:
+                entry["error"] = "; ".join(measurement.complaints)
+        except (RankFailedError, ValueError, TypeError, OSError, RuntimeError) as error:
+            entry["error"] = f"{type(error).__name__}: {error}"
+        entry["seconds"] = time.monotonic() - begin
+
+    def _problem(self, entry: dict[str, Any]) -> Problem:
+        sizes = {name: entry[name] for name in ("op", "m", "n", "k")}
+        return replace(self._base.problem, **sizes)
+
+    def _attempts(self, entry: dict[str, Any], config: BenchConfig) -> Measurement:
+        """Measure; if a peer breaks it, again without that peer."""
+        if entry["kind"] != SHAPE:
+            variants = Sweep(entry["kind"], config.problem).variants()
+            return self._one(config, partial(sweep_methods, variants=variants))
+        if config.transport in ONE_GPU:  # which has methods of its own
+            entry["peers"] = self._why_not(config)
+            return self._one(config, None)
+        while True:
+            entry["peers"] = reasons = self._why_not(config) | entry["peers"]
+            names = tuple(name for name, reason in reasons.items() if reason is None)
+            # Everything in it can be pickled: ranks import the function by name.
+            factory = partial(peers_and_flux, names=names, peers=tuple(self._peers))
+            try:
+                return self._one(config, factory if names else None)
+            except RankFailedError as error:
+                if not names:
+                    raise
+                self._leave_out(entry, names, str(error))
+
+    def _why_not(self, config: BenchConfig) -> dict[str, str | None]:
+        here: Mapping[str, str | None] = self._document["peers"]
+        able = unsupported(config, self._peers)
+        return {
+            name: here.get(name, "not looked for") or self._broken.get(name) or able[name]
+            for name in able
+        }
+
+    def _leave_out(self, entry: dict[str, Any], names: Sequence[str], error: str) -> None:
+        """Exclude whom the error names, from this shape; if nobody, all peers from all others."""
+        line = error.splitlines()[0]
+        blamed = [name for name in names if blame(name) in error]
+        for name in blamed or names:
+            entry["peers"][name] = f"failed: {line}"
+            if not blamed:  # a rank died or hung, and nobody could say at what
+                self._broken[name] = (
+                    f"left out after a failure with peers at {label(entry)}: {line}"
+                )
+            self._watcher.remark(f"{label(entry)}: without {name}, which {entry['peers'][name]}")
+
+    def _one(self, config: BenchConfig, factory: Factory | None) -> Measurement:
+        return self._run(config, self._watcher.progress, factory)
+
+
+def failures(document: dict[str, Any]) -> list[str]:
+    """What went wrong, a line for each: entries that failed, and methods whose results were."""
+    return [
+        f"{label(entry)}: {entry['error']}"
+        for entry in document["entries"]
+        if entry.get("error") and entry["status"] in (DONE, FAILED)
+    ]

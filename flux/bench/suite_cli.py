@@ -1,0 +1,292 @@
+"""`flux bench suite`: many shapes, beside every peer that is installed; page, tables, JSON, CSV."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flux.bench.command import check_writable
+from flux.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, refuse
+
+if TYPE_CHECKING:
+    from flux.bench.problem import BenchConfig, Problem
+
+PAPER, PAPER_CPU = "flux-paper", "flux-paper-cpu"
+
+
+def suite(
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file of shapes, or one of tuning/shapes by name; if not given flux-paper on "
+            "GPUs and flux-paper-cpu, scaled down, on the CPU.",
+        ),
+    ] = None,
+    ops: Annotated[
+        str | None, typer.Option(help="Only these ops of the file, with commas between.")
+    ] = None,
+    m: Annotated[
+        str | None, typer.Option("--m", help="These rows in place of the file's, with commas.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="In place of the file's.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start; the file's first if not given.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="cpu | cuda; cuda if not given and there is a GPU per rank.")
+    ] = None,
+    transport: Annotated[str | None, typer.Option(help="As of flux bench op.")] = None,
+    sweeps: Annotated[
+        bool,
+        typer.Option("--sweeps", help="Also the communication tile's size, and push and pull."),
+    ] = False,
+    sweep_m: Annotated[
+        int | None, typer.Option(help="Rows of the sweeps; the largest of each op if not given.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed repeats of every method.")] = 15,
+    warmup: Annotated[int, typer.Option(help="Repeats that are not counted.")] = 3,
+    threads: Annotated[int, typer.Option(help="GEMM threads of each rank.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank.")] = 60.0,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Begin no shape after 90s, 10m, 2h.")
+    ] = None,
+    json_target: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Results, replaced after each shape."),
+    ] = None,
+    csv_target: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="The figures as a table.")
+    ] = None,
+    report_target: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="One HTML page with figures.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what --json FILE already has.")
+    ] = False,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show that JSON.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No tables, no progress.")] = False,
+) -> None:
+    """Time a file of shapes: unfused, medium, flux and every peer that is installed.
+
+    Each shape runs as with flux bench op, on ranks of its own. One that fails is reported, the
+    others go on, and the exit status is 1. Peers that cannot take part are named, with the reason.
+    """
+    targets = {"--json": json_target, "--csv": csv_target, "--report": report_target}
+    for target in targets.values():
+        if target is not None:
+            check_writable(str(target))
+    if source is not None:
+        _show_again(source, targets, quiet=quiet)
+        return
+    if resume and json_target is None:
+        refuse("--resume goes on with the results in --json FILE: say which")
+    from flux.bench.launch import torchrun_world
+
+    if torchrun_world() is not None:
+        refuse(
+            "flux bench suite starts its own ranks, anew for each shape, so that a failure costs "
+            "one shape: start it without torchrun (flux bench op can be started by torchrun)"
+        )
+    try:
+        configs, settings = _plan(
+            {"shapes": shapes, "ops": ops, "m": m, "dtype": dtype, "nproc": nproc},
+            {"backend": backend, "transport": transport},
+            {
+                "repeats": repeats,
+                "warmup": warmup,
+                "threads": threads,
+                "seed": seed,
+                "timeout_s": timeout,
+            },
+        )
+        seconds = _seconds(budget)
+        swept = _sweeps(configs, sweep_m) if sweeps else []
+        settings["sweeps"] = [f"{one.knob} at {one.problem.op} {one.problem.m}" for one in swept]
+    except (ValueError, TypeError) as error:
+        refuse(str(error))
+    _measure(configs, swept, settings, seconds, targets, resume=resume, quiet=quiet)
+
+
+def _seconds(budget: str | None) -> float | None:
+    from flux.tune.cli import parse_duration
+
+    return None if budget is None else parse_duration(budget)
+
+
+def _plan(
+    chosen: dict[str, Any], place: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[BenchConfig], dict[str, Any]]:
+    """Configurations of the shapes, and the settings they share. Raises ValueError."""
+    from flux.bench.gpu import problem_here
+    from flux.bench.problem import ONE_GPU, BenchConfig, dtype_name
+    from flux.tune.shapes import load_shapes
+
+    backend, transport = place["backend"], place["transport"]
+    if backend not in (None, "cpu", "cuda"):
+        raise ValueError(f"--backend must be cpu or cuda, got {backend!r}")
+    if backend is None and transport in ONE_GPU:
+        backend = "cuda"
+    if backend is None:
+        backend = _detected(chosen["nproc"])
+    file = load_shapes(chosen["shapes"] or (PAPER if backend == "cuda" else PAPER_CPU))
+    world = chosen["nproc"] or file.tensor_parallel[0]
+    wanted = None if chosen["dtype"] is None else dtype_name(chosen["dtype"])
+    problems = _chosen(file.problems(world, wanted), chosen["ops"], chosen["m"])
+    configs = [
+        BenchConfig(problem=problem, backend=backend, transport=transport, **options)
+        for problem in problems
+    ]
+    if backend == "cuda":
+        problem_text = problem_here(configs[0])
+        if problem_text is not None:
+            raise ValueError(problem_text)
+    settings = {
+        "shapes": file.file.name,
+        "model": file.model,
+        "dtype": wanted or file.dtype,
+        "world": world,
+        "backend": backend,
+        "transport": transport,
+        **options,
+    }
+    return configs, settings
+
+
+def _detected(nproc: int | None) -> str:
+    """cuda where every rank would have a GPU."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "cuda" if gpus >= max(2, nproc or 8) else "cpu"
+
+
+def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list[Problem]:
+    """What is left of a file's problems, and with which rows. Raises ValueError."""
+    from dataclasses import replace
+
+    from flux.tune.cli import _integers
+
+    left = list(problems)
+    if ops is not None:
+        names = [name.strip() for name in ops.split(",")]
+        there = {problem.op for problem in problems}
+        for name in names:
+            if name not in there:
+                raise ValueError(f"--ops {name}: the file has {', '.join(sorted(there))}")
+        left = [problem for problem in left if problem.op in names]
+    if m is not None:
+        rows = _integers("--m", m)
+        left = [replace(problem, m=size) for problem in left for size in rows]
+    return list(dict.fromkeys(left))
+
+
+def _sweeps(configs: Sequence[BenchConfig], m: int | None) -> list[Any]:
+    from flux.bench.suite import sweeps_of
+
+    return sweeps_of([config.problem for config in configs], m)
+
+
+def _measure(
+    configs: Sequence[BenchConfig],
+    swept: Sequence[Any],
+    settings: dict[str, Any],
+    budget_s: float | None,
+    targets: dict[str, Path | None],
+    *,
+    resume: bool,
+    quiet: bool,
+) -> None:
+    from flux.bench import results, suite, suite_view
+    from flux.bench.peers import survey
+
+    document = suite.new_document(configs, swept, settings, survey(), ["flux", *sys.argv[1:]])
+    target = targets["--json"]
+    if resume and target is not None and target.exists():
+        try:
+            count = suite.resume(document, results.load(target))
+        except ValueError as error:
+            refuse(str(error))
+        if not quiet:
+            print(f"going on: {count} of {len(document['entries'])} are measured already")
+
+    def save() -> None:
+        if target is not None:
+            results.save(document, target)
+
+    console, interrupted, untraced = Console(), False, None
+    try:
+        with suite_view.watcher(console, silent=quiet) as watching:
+            suite.Suite(document, configs[0], save, watching, budget_s).run()
+        if targets["--report"] is not None:
+            untraced = _record_timeline(document, configs)
+            save()
+    except KeyboardInterrupt:
+        interrupted = True
+    except OSError as error:
+        complain(f"cannot write {target}: {error}")
+        raise typer.Exit(EXIT_FAILED) from None
+    _write(document, targets, quiet=quiet)
+    failed = suite.failures(document) + ([] if untraced is None else [untraced])
+    for line in failed:
+        complain(line)
+    if interrupted:
+        again = "" if target is None else "; the same command with --resume goes on from here"
+        complain(f"interrupted{again}")
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _record_timeline(document: dict[str, Any], configs: Sequence[BenchConfig]) -> str | None:
+    """Trace one call at the largest shape of the first op; why that failed, if it did."""
+    from flux.bench import suite_trace
+    from flux.bench.spawn import RankFailedError
+
+    first = [config for config in configs if config.problem.op == configs[0].problem.op]
+    config = max(first, key=lambda config: config.problem.m)
+    if document["timeline"] is not None or suite_trace.why_not(config) is not None:
+        return None
+    try:
+        suite_trace.record(document, config)
+    except RankFailedError as error:
+        return f"no timeline: {error}"
+    return None
+
+
+def _show_again(source: Path, targets: dict[str, Path | None], *, quiet: bool) -> None:
+    from flux.bench import results
+
+    try:
+        document = results.load(source)
+    except ValueError as error:
+        refuse(str(error))
+    target = targets["--json"]
+    if target is not None:
+        results.save(document, target)
+    _write(document, targets, quiet=quiet)
+
+
+def _write(document: dict[str, Any], targets: dict[str, Path | None], *, quiet: bool) -> None:
+    """The page, the CSV and the tables."""
+    from flux.bench import page, results, suite_view
+
+    if not quiet:
+        suite_view.show(document, Console())
+    contents = {"--csv": results.to_csv, "--report": page.render}
+    for option, make in contents.items():
+        target = targets[option]
+        if target is not None:
+            target.write_text(make(document), encoding="utf-8")
+    if not quiet:
+        for target in targets.values():
+            if target is not None:
+                print(f"wrote {target}")

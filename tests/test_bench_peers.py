@@ -1,0 +1,169 @@
+"""Peers: whether each says why it is absent, and whether its adapter computes and is checked."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fake_byte_flux
+import peer_cases
+from flux import env
+from flux.bench import launch
+from flux.bench.op import Measurement
+from flux.bench.peers import PEERS, survey, unsupported
+from flux.bench.peers import byte_flux as byte_flux_adapter
+from flux.bench.problem import BenchConfig, Problem
+from flux.bench.spawn import RankFailedError
+from harness import nothing_left_in_shared_memory
+
+NAMES = ["async_tp", "te_userbuffers", "byte_flux", "cublasmp"]
+
+
+def config(op: str = "ag_gemm", dtype: str = "bfloat16", **changes: Any) -> BenchConfig:
+    sizes = {name: changes.pop(name, size) for name, size in (("m", 12), ("n", 8), ("k", 16))}
+    problem = Problem(op=op, dtype=dtype, world=2, **sizes)
+    return BenchConfig(problem=problem, repeats=3, warmup=1, **changes)
+
+
+def measured(name: str, op: str, dtype: str = "bfloat16", python: str = "") -> Measurement:
+    factory = partial(peer_cases.beside_unfused, name=name, python=python)
+    return launch.spawned(config(op, dtype), lambda what, done, total: None, factory)
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize("name", ["async_tp", "te_userbuffers", "cublasmp"])
+def test_adapters_compute_the_op_and_are_checked(name: str, op: str) -> None:
+    result = measured(name, op)
+    assert result.complaints == []
+    assert [method.name for method in result.methods] == ["unfused", name]
+    peer = result.methods[1]
+    assert len(peer.repeats_ms) == 3 and peer.metrics is not None and peer.knobs["path"]
+
+
+def test_cublasmp_reduces_to_all() -> None:
+    assert measured("cublasmp", "gemm_ar", "float32").complaints == []
+
+
+def test_a_peer_with_wrong_results_has_no_speed() -> None:
+    result = measured("wrong_async_tp", "gemm_rs")
+    peer = result.methods[1]
+    assert peer.metrics is None and peer.repeats_ms == []
+    assert any("async_tp: rank 0" in text for text in result.complaints)
+
+
+# -- byte-flux, in an interpreter of its own -------------------------------------------------------
+
+
+@pytest.fixture
+def byte_flux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(fault: str = "pass", package: str = fake_byte_flux.PACKAGE) -> str:
+        python = fake_byte_flux.make_interpreter(tmp_path, fault, package)
+        monkeypatch.setenv(env.BENCH_BYTE_FLUX_PYTHON.name, str(python))
+        return str(python)
+
+    monkeypatch.setattr(byte_flux_adapter, "no_gpu", lambda: None)
+    return make
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_byte_flux_runs_in_its_own_processes(op: str, byte_flux: Any) -> None:
+    python = byte_flux()
+    assert byte_flux_adapter.ByteFlux().available() is None
+    with nothing_left_in_shared_memory():
+        result = measured("byte_flux", op, python=python)
+    assert not list(Path(tempfile.gettempdir()).glob("flux-byte-flux-*"))
+    assert result.complaints == []
+    peer = result.methods[1]
+    assert peer.knobs["byte_flux"] == "1.1.2"
+    assert len(peer.repeats_ms) == 3
+    assert peer.comm_cpu_ms is None, "its CPU time is another process's"
+
+
+def test_byte_fluxs_wrong_results_are_seen(byte_flux: Any) -> None:
+    python = byte_flux("weight = weight + 1")
+    result = measured("byte_flux", "gemm_rs", python=python)
+    assert any("byte_flux: rank" in text for text in result.complaints)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raise ValueError('no such kernel')", "ValueError: no such kernel"),
+        ("import os; os._exit(3)", "its process is gone"),
+    ],
+)
+def test_byte_fluxs_failures_name_it(fault: str, words: str, byte_flux: Any) -> None:
+    python = byte_flux(fault)
+    with pytest.raises(RankFailedError) as caught:
+        measured("byte_flux", "gemm_rs", python=python)
+    assert f"peer byte_flux: RuntimeError: {words}" in str(caught.value)
+
+
+def test_another_flux_is_not_byte_flux(byte_flux: Any) -> None:
+    byte_flux(package="__version__ = '0.1.0'\n")
+    reason = byte_flux_adapter.ByteFlux().available()
+    assert reason is not None and "is not byte-flux" in reason
+
+
+def test_an_interpreter_without_it(byte_flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    byte_flux(package="raise ImportError('libflux_cuda.so is missing')\n")
+    reason = byte_flux_adapter.ByteFlux().available()
+    assert reason is not None and reason.endswith("ImportError: libflux_cuda.so is missing")
+    monkeypatch.setenv(env.BENCH_BYTE_FLUX_PYTHON.name, "/no/such/python")
+    assert "is not an executable" in str(byte_flux_adapter.ByteFlux().available())
+    monkeypatch.delenv(env.BENCH_BYTE_FLUX_PYTHON.name)
+    assert "needs an interpreter of its own" in str(byte_flux_adapter.ByteFlux().available())
+
+
+# -- who is there, and for what --------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_everybody_says_why_not_here() -> None:
+    reasons = survey()
+    assert list(reasons) == NAMES
+    assert all(reason for reason in reasons.values())
+
+
+def test_a_library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flux.bench.peers import cublasmp, transformer_engine
+
+    def broken(name: str) -> None:
+        raise OSError("libcublasMp.so.0: cannot open shared object file")
+
+    for adapter, peer in (
+        (transformer_engine, transformer_engine.TransformerEngine()),
+        (cublasmp, cublasmp.CublasMp()),
+    ):
+        monkeypatch.setattr(adapter, "no_gpu", lambda: None)
+        monkeypatch.setattr(adapter.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(adapter.importlib, "import_module", broken)
+        assert "OSError: libcublasMp.so.0: cannot open" in str(peer.available())
+
+
+def test_what_each_cannot_compute() -> None:
+    cuda = {"backend": "cuda"}
+    assert set(unsupported(config(**cuda)).values()) == {None}
+    assert set(unsupported(config("gemm_rs", **cuda)).values()) == {None}
+    on_cpu = unsupported(config())
+    assert all("GPUs only" in str(reason) for reason in on_cpu.values())
+    virtual = unsupported(config(backend="cuda", transport="virtual"))
+    assert all("--transport virtual" in str(reason) for reason in virtual.values())
+    ragged = unsupported(config(m=13, **cuda))
+    assert all("needs m divisible by the 2 ranks, got m=13" in str(r) for r in ragged.values())
+    assert "n=9" in str(unsupported(config(n=9, **cuda))["async_tp"])
+    assert "k=9" in str(unsupported(config("gemm_rs", k=9, **cuda))["async_tp"])
+    everybody = unsupported(config("gemm_ar", **cuda))
+    assert [name for name, reason in everybody.items() if reason is None] == ["cublasmp"]
+    wide = unsupported(config(dtype="float32", **cuda))
+    assert [name for name, reason in wide.items() if reason is None] == ["async_tp", "cublasmp"]
+
+
+def test_peers_have_names_of_their_own() -> None:
+    assert [peer.name for peer in PEERS] == NAMES
+    assert len({peer.about for peer in PEERS}) == len(PEERS)
