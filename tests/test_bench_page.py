@@ -20,10 +20,27 @@ from flux.bench.page import charts, svg, timeline
 from flux.trace.events import Event, Kind
 
 BROWSER = Path(__file__).with_name("open_page.py")
-HAS_BROWSER = importlib.util.find_spec("PySide6") is not None
-needs_browser = pytest.mark.skipif(
-    not HAS_BROWSER, reason="PySide6 is not installed: extra browser"
-)
+
+
+def _no_browser() -> str:
+    """Why there is none, or ""."""
+    if importlib.util.find_spec("PySide6") is None:
+        return "PySide6 is not installed: extra browser"
+    loads = [sys.executable, "-c", "import PySide6.QtWebEngineWidgets"]
+    done = subprocess.run(loads, capture_output=True, text=True, timeout=100)
+    errors = done.stderr.strip().splitlines()
+    lacks = done.returncode != 0 and "cannot open shared object file" in errors[-1]
+    return f"the system lacks a library of Qt's: {errors[-1]}" if lacks else ""
+
+
+@pytest.fixture(scope="session")
+def browser() -> None:
+    why_not = _no_browser()
+    if why_not:
+        pytest.skip(why_not)
+
+
+needs_browser = pytest.mark.usefixtures("browser")
 
 
 class Elements(HTMLParser):

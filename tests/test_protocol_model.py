@@ -69,7 +69,8 @@ def test_kernels_with_fewer_blocks_than_tiles(
         check(device, Scenario((op,), 3, (6, 5), direction, comm_tile_rows=1), blocks=blocks)
 
 
-@pytest.mark.parametrize("seed", range(12))
+# Seed 6 draws a scenario with some hundred times the states of the others.
+@pytest.mark.parametrize("seed", [seed for seed in range(13) if seed != 6])
 def test_drawn_scenarios(device: RecordingDevice, seed: int) -> None:
     rng = random.Random(seed)
     check(device, drawn(rng), blocks=rng.choice([None, 1, 2]))
