@@ -26,6 +26,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "layers":  # imported when it is asked for
-        return importlib.import_module("flux.layers")
+    if name in ("compile", "layers"):  # imported when they are asked for
+        return importlib.import_module(f"flux.{name}")
     raise AttributeError(f"module 'flux' has no attribute {name!r}")

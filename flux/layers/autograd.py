@@ -139,7 +139,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype to multiply in: autocast's if that is on and would cast x."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype in (
@@ -164,7 +164,7 @@ def _open(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> Non
     ctx.shape, ctx.dtype = x.shape, x.dtype
 
 
-def _autocast_off(x: torch.Tensor) -> Any:
+def autocast_off(x: torch.Tensor) -> Any:
     """Operands have been cast: nothing inside is to be cast again."""
     device = x.device.type
     on = torch.is_autocast_enabled(device)
@@ -183,20 +183,13 @@ class _Column(torch.autograd.Function):
         bias: torch.Tensor | None,
         how: Parallel,
     ) -> torch.Tensor:
-        dtype = _compute_dtype(x)
+        dtype = compute_dtype(x)
         ctx.input_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         x = x.to(dtype)
         _open(ctx, x, weight, how)
-        with _autocast_off(x):
-            w, world = weight.to(dtype), how.pool.world
+        with autocast_off(x):
             own_bias = bias if bias is not None and bias.dtype == dtype else None
-            rows = _rows(x)
-            if not how.sequence_parallel:
-                y = fresh(linear(rows, w, own_bias), *x.shape[:-1], w.shape[0])
-            else:
-                m, sizes = rows.shape[0] * world, (w.shape[0] * world, w.shape[1], dtype)
-                op = how.pool.ag_gemm(how.user, m, *sizes, fused=how.fuse_ag)
-                y = fresh(op(rows, w, own_bias), x.shape[0] * world, *x.shape[1:-1], w.shape[0])
+            y = column_product(x, weight.to(dtype), own_bias, how)
             # Another dtype's bias decides the dtype of the sum, as it does in Megatron.
             return y if bias is None or own_bias is not None else y + bias
 
@@ -209,23 +202,62 @@ class _Column(torch.autograd.Function):
         deferred = need_w and how.wgrad.defer(dy)
         dtype = ctx.dtype
         rows = _rows(dy).to(dtype)
-        dw: list[Grad] = [None]
-        wait_for_x = _begin_gather(how, x, weight, dtype) if need_w and not deferred else None
 
-        def weight_grad() -> None:
-            if need_w:
-                full = wait_for_x() if wait_for_x is not None else None
-                operands = (None, None) if full is None else (rows, full)
-                dw[0] = how.wgrad.deliver(ctx.parameter, ctx.main_grad, *operands)
+        def deliver(full: torch.Tensor | None) -> Grad:
+            operands = (None, None) if full is None else (rows, full)
+            return how.wgrad.deliver(ctx.parameter, ctx.main_grad, *operands)
 
-        dx: Grad = None
-        if need_x:
-            dx = _column_dx(how, rows, weight.to(dtype), weight_grad)
+        weight = weight.to(dtype)
+        kept = x if need_w and not deferred else None
+        dx, dw = column_grads(rows, kept, weight, how, need_x, deliver if need_w else None)
+        if dx is not None:
             dx = dx.view(ctx.shape).to(ctx.input_dtype)
-        else:
-            weight_grad()
         db = _rows(dy).sum(0).to(ctx.bias_dtype) if need_b else None
-        return dx, dw[0], db, None
+        return dx, dw, db, None
+
+
+def column_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Parallel
+) -> torch.Tensor:
+    """Forward of a column layer on operands of one dtype."""
+    world, rows = how.pool.world, _rows(x)
+    if not how.sequence_parallel:
+        return fresh(linear(rows, weight, bias), *x.shape[:-1], weight.shape[0])
+    m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], x.dtype)
+    op = how.pool.ag_gemm(how.user, m, *sizes, fused=how.fuse_ag)
+    return fresh(op(rows, weight, bias), x.shape[0] * world, *x.shape[1:-1], weight.shape[0])
+
+
+def column_grads(
+    dy: torch.Tensor,
+    x: Grad,
+    weight: torch.Tensor,
+    how: Parallel,
+    need_x: bool,
+    deliver: Callable[[torch.Tensor | None], Grad] | None,
+) -> tuple[Grad, Grad]:
+    """Gradients of a column layer's input, [rows, K], and of its weight.
+
+    Args:
+        dy: [M, N/W], in the dtype of the weight.
+        x: what forward was given; None where the weight gradient is put off, or not needed.
+        need_x: whether the input needs one.
+        deliver: makes the weight gradient of all rows of x [M, K] (None: it is put off); None where
+            there is to be none.
+    """
+    wait_for_x = None if x is None else _begin_gather(how, x, weight, weight.dtype)
+    dw: list[Grad] = [None]
+
+    def weight_grad() -> None:
+        if deliver is not None:
+            dw[0] = deliver(None if wait_for_x is None else wait_for_x())
+
+    dx: Grad = None
+    if need_x:
+        dx = _column_dx(how, dy, weight, weight_grad)
+    else:
+        weight_grad()
+    return dx, dw[0]
 
 
 def _begin_gather(
@@ -261,24 +293,12 @@ def _column_dx(
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Tensor:
-        dtype = _compute_dtype(x)
+        dtype = compute_dtype(x)
         ctx.input_dtype = x.dtype
         x = x.to(dtype)
         _open(ctx, x, weight, how)
-        with _autocast_off(x):
-            pool, w, rows = how.pool, weight.to(dtype), _rows(x)
-            get = pool.gemm_rs if how.sequence_parallel else pool.gemm_ar
-            sizes = (w.shape[0], w.shape[1] * pool.world, dtype)
-            op = get(how.user, rows.shape[0], *sizes, fused=how.fuse_rs)
-            parts = pool.world if how.sequence_parallel else 1
-            if x.shape[0] % parts:
-                op._turn_away(
-                    ValueError(
-                        f"the first dimension must be divisible by the {parts} ranks that it is "
-                        f"scattered over, got {list(x.shape)}"
-                    )
-                )
-            return fresh(op(rows, w), x.shape[0] // parts, *x.shape[1:-1], w.shape[0])
+        with autocast_off(x):
+            return row_product(x, weight.to(dtype), how)
 
     @staticmethod
     @once
@@ -289,7 +309,7 @@ class _Row(torch.autograd.Function):
         w, rows = weight.to(ctx.dtype), _rows(dz).to(ctx.dtype)
         dx: Grad = None
         if how.sequence_parallel:
-            dx, rows = _row_dx(how, rows, w, need_x, need_w)
+            dx, rows = row_dx(how, rows, w, need_x, need_w)
         elif need_x:
             dx = rows @ w
         dw: Grad = None
@@ -298,7 +318,24 @@ class _Row(torch.autograd.Function):
         return (None if dx is None else dx.view(ctx.shape).to(ctx.input_dtype)), dw, None
 
 
-def _row_dx(
+def row_product(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Tensor:
+    """Forward of a row layer on operands of one dtype."""
+    pool, rows = how.pool, _rows(x)
+    get = pool.gemm_rs if how.sequence_parallel else pool.gemm_ar
+    sizes = (weight.shape[0], weight.shape[1] * pool.world, x.dtype)
+    op = get(how.user, rows.shape[0], *sizes, fused=how.fuse_rs)
+    parts = pool.world if how.sequence_parallel else 1
+    if x.shape[0] % parts:
+        op._turn_away(
+            ValueError(
+                f"the first dimension must be divisible by the {parts} ranks that it is "
+                f"scattered over, got {list(x.shape)}"
+            )
+        )
+    return fresh(op(rows, weight), x.shape[0] // parts, *x.shape[1:-1], weight.shape[0])
+
+
+def row_dx(
     how: Parallel, dz: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool
 ) -> tuple[Grad, torch.Tensor]:
     """gather(dz) @ weight [N, K/W], and the gathered dz: each only if it is needed."""

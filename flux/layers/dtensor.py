@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_module as _distribute_module
 from torch.distributed.tensor import parallel as torch_styles
 
+from flux.layers import compiled
 from flux.layers.autograd import Parallel, column_linear, row_linear
 from flux.layers.eligible import say_once, why_not
 from flux.layers.linear import sum_grad
@@ -41,22 +42,44 @@ class StyledLinear(nn.Linear):
     style: Any
     mesh: DeviceMesh
     user: User
+    group_name: str
 
     def local(self, name: str) -> torch.Tensor | None:
         """This rank's part of a parameter."""
         parameter = getattr(self, name)
         return None if parameter is None else parameter.to_local()
 
-    def parallel(self, sequence_parallel: bool, reduce_dx: bool = True) -> Parallel:
-        """How the layer communicates."""
-        pool = pool_of(self.mesh.get_group())
-        return Parallel(pool, self.user, sequence_parallel, reduce_dx)
+    def column(
+        self, x: torch.Tensor, sequence_parallel: bool, reduce_dx: bool = True
+    ) -> torch.Tensor:
+        """A column-parallel product, and its bias."""
+        weight, bias = self.local("weight"), self.local("bias")
+        assert weight is not None
+        if torch.compiler.is_compiling():
+            named = compiled.Named(self.group_name, sequence_parallel, reduce_dx)
+            return compiled.column_linear(x, weight, bias, named)
+        how = Parallel(pool_of(self.group_name), self.user, sequence_parallel, reduce_dx)
+        return column_linear(x, weight, bias, how)
+
+    def row(self, x: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
+        """A row-parallel product, without its bias."""
+        weight = self.local("weight")
+        assert weight is not None
+        if torch.compiler.is_compiling():
+            return compiled.row_linear(
+                x, weight, compiled.Named(self.group_name, sequence_parallel)
+            )
+        how = Parallel(pool_of(self.group_name), self.user, sequence_parallel)
+        return row_linear(x, weight, how)
 
     def why_not(self, x: torch.Tensor) -> str | None:
         """Why a call is not fused, or None."""
+        weight: Any = self.weight
+        if torch.compiler.is_compiling():
+            inside = x.to_local() if isinstance(x, DTensor) else x
+            return why_not(self.group_name, inside, weight.to_local())
         inside = x._local_tensor if isinstance(x, DTensor) else x
-        weight = cast(DTensor, self.weight)._local_tensor
-        return why_not(pool_of(self.mesh.get_group()), inside, weight)
+        return why_not(self.group_name, inside, weight._local_tensor)
 
     def torchs_own(self, x: torch.Tensor, reason: str) -> torch.Tensor:
         """The unfused path, on DTensors."""
@@ -77,7 +100,7 @@ class StyledLinear(nn.Linear):
 
     def close(self) -> None:
         """Free the ops that no other layer needs. Call it on every rank."""
-        pool_of(self.mesh.get_group()).release(self.user)
+        pool_of(self.group_name).release(self.user)
 
 
 def _dim(placement: Placement, x: torch.Tensor) -> int | None:
@@ -109,13 +132,10 @@ class ColwiseLinear(StyledLinear):
             return self.torchs_own(x, reason)
         if isinstance(x, DTensor):
             x = x.to_local(grad_placements=[Partial()] if dim is None else None)
-        weight, bias = self.local("weight"), self.local("bias")
-        assert weight is not None
-        how = self.parallel(dim is not None, reduce_dx)
         if dim is None:
-            y = column_linear(x, weight, bias, how)
+            y = self.column(x, False, reduce_dx)
         else:
-            y = column_linear(x.movedim(dim, 0), weight, bias, how).movedim(0, dim)
+            y = self.column(x.movedim(dim, 0), True).movedim(0, dim)
         if self.style.use_local_output and self.style.output_layouts[0] in (
             Shard(-1),
             Shard(y.dim() - 1),
@@ -146,15 +166,13 @@ class RowwiseLinear(StyledLinear):
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self.mesh, [given], run_check=False)
             x = x.redistribute(placements=[features]).to_local()
-        weight, bias = self.local("weight"), self.local("bias")
-        assert weight is not None
-        how = self.parallel(dim is not None)
+        bias = self.local("bias")
         if dim is None:
-            z = row_linear(x, weight, how)
+            z = self.row(x, False)
         else:
-            z = row_linear(x.movedim(dim, 0), weight, how).movedim(0, dim)
+            z = self.row(x.movedim(dim, 0), True).movedim(0, dim)
         if bias is not None:
-            z = z + (bias if dim is None else sum_grad(bias, self.mesh.get_group()))
+            z = z + (bias if dim is None else sum_grad(bias, self.group_name))
         if self.style.use_local_output:
             return z
         return DTensor.from_local(z, self.mesh, [wanted], run_check=False)
@@ -168,6 +186,7 @@ def _fuse(style: Any, module: nn.Module, mesh: DeviceMesh, new: type[StyledLinea
     module.__class__ = new
     styled = cast(StyledLinear, module)
     styled.style, styled.mesh, styled.user = style, mesh, User()
+    styled.group_name = mesh.get_group().group_name
     return module
 
 

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from flux.layers.pool import OpPool
+from flux.layers.pool import pool_of
 from flux.ops import torch_internals
 from flux.ops.spec import DTYPES, FP8
 
@@ -14,6 +14,7 @@ logger = logging.getLogger("flux.layers")
 _said: set[str] = set()
 
 
+@torch_internals.constant_in_graphs
 def say_once(text: str) -> None:
     """Write a warning to the log "flux.layers", the first time in this process that it is due."""
     if text not in _said:
@@ -21,8 +22,11 @@ def say_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-def why_not(pool: OpPool, x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """Why flux has no fused form for these operands, or None when it has. The same on all ranks."""
+def why_not(group_name: str, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """Why flux has no fused form for these operands, or None when it has. The same on all ranks.
+
+    Collective at the first use of a group. torch.compile can trace it.
+    """
     device = x.device.type
     if type(weight) not in (torch.Tensor, torch.nn.Parameter):
         return f"the weight is a {type(weight).__name__}"
@@ -34,11 +38,17 @@ def why_not(pool: OpPool, x: torch.Tensor, weight: torch.Tensor) -> str | None:
         return "the input is empty"
     if device not in ("cpu", "cuda") or weight.device != x.device:
         return f"the input is on {x.device}, the weight on {weight.device}"
+    reason = _group_cannot(group_name, device)
+    if reason is not None or device == "cpu" or torch.compiler.is_compiling():
+        return reason
+    return "a CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else None
+
+
+@torch_internals.constant_in_graphs
+def _group_cannot(group_name: str, device: str) -> str | None:
+    pool = pool_of(group_name)
     if not torch_internals.serves(pool.group, device):
         return f"the process group has no backend for {device}"
-    if device == "cuda":
-        if pool.hosts > 1:
-            return f"the ranks of the group are on {pool.hosts} hosts, and GPUs of one are served"
-        if torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being captured"
+    if device == "cuda" and pool.hosts > 1:
+        return f"the ranks of the group are on {pool.hosts} hosts, and GPUs of one are served"
     return None

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
-from flux.backends.unfused import all_gather
-from flux.layers.autograd import Parallel, column_linear, fresh, once, row_linear
+from flux.layers import compiled
+from flux.layers.autograd import Parallel, column_linear, once, row_linear
 from flux.layers.pool import User, pool_of
 from flux.transport.exchange import resolve_group
 
@@ -79,6 +79,11 @@ class ParallelLinear(nn.Module):
         layer._take(whole)
         return layer.train(whole.training)
 
+    def _named(self) -> compiled.Named:
+        """How the layer communicates, for a graph."""
+        fused = self.fused
+        return compiled.Named(self.group_name, self.sequence_parallel, fuse_ag=fused, fuse_rs=fused)
+
     def _how(self) -> Parallel:
         return Parallel(
             pool_of(self.group),
@@ -137,9 +142,13 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s(/W), ..., in_features] -> [s, ..., out_features(/W)]. Collective."""
+        if torch.compiler.is_compiling():
+            y = compiled.column_linear(x, self.weight, self.bias, self._named())
+            gathers = self.gather_output and self.world > 1
+            return torch.ops.flux.gather_features(y, self.group_name) if gathers else y
         y = column_linear(x, self.weight, self.bias, self._how())
         if self.gather_output and self.world > 1:
-            gathered: torch.Tensor = cast(Any, _GatherFeatures).apply(y, self)
+            gathered: torch.Tensor = cast(Any, _GatherFeatures).apply(y, self.group_name)
             return gathered
         return y
 
@@ -179,69 +188,68 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, ..., in_features(/W)] -> [s(/W), ..., out_features]. Collective."""
-        if not self.input_is_parallel and self.world > 1:
-            x = cast(Any, _CutFeatures).apply(x, self)
-        z = row_linear(x, self.weight, self._how())
+        cut = not self.input_is_parallel and self.world > 1
+        if torch.compiler.is_compiling():
+            x = torch.ops.flux.cut_features(x, self.group_name) if cut else x
+            z = compiled.row_linear(x, self.weight, self._named())
+        else:
+            x = cast(Any, _CutFeatures).apply(x, self.group_name) if cut else x
+            z = row_linear(x, self.weight, self._how())
         if self.bias is None:
             return z
         bias: torch.Tensor = self.bias
         if self.sequence_parallel and self.world > 1:
-            bias = sum_grad(bias, self.group)
+            bias = sum_grad(bias, self.group_name)
         return z + bias
-
-
-def _all_features(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
-    """Every rank's last dimension, side by side."""
-    parts = x.new_empty(layer.world * x.shape[0], *x.shape[1:])
-    all_gather(parts, x.contiguous(), group=layer.group)
-    beside = parts.view(layer.world, *x.shape).movedim(0, -2).contiguous()
-    return fresh(beside, *x.shape[:-1], layer.world * x.shape[-1])
 
 
 class _GatherFeatures(torch.autograd.Function):
     """All features on every rank. Their gradient is the same on all ranks: each takes its part."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
-        ctx.layer = layer
-        return _all_features(x, layer)
+    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+        ctx.group_name = group_name
+        return compiled._gather_features(x, group_name)
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        return dy.chunk(ctx.layer.world, -1)[ctx.layer.rank].contiguous(), None
+        return compiled._cut_features(dy, ctx.group_name), None
 
 
 class _CutFeatures(torch.autograd.Function):
     """This rank's features of an input that every rank has."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
-        ctx.layer = layer
-        return x.chunk(layer.world, -1)[layer.rank].clone(memory_format=torch.contiguous_format)
+    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+        ctx.group_name = group_name
+        return compiled._cut_features(x, group_name)
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        return _all_features(dy, ctx.layer), None
+        return compiled._gather_features(dy, ctx.group_name), None
 
 
-def sum_grad(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def sum_grad(parameter: torch.Tensor, group_name: str) -> torch.Tensor:
     """A parameter that every rank applies to rows of its own: gradients are summed. Collective in
     backward."""
-    out: torch.Tensor = cast(Any, _SumGrad).apply(parameter, group)
+    if torch.compiler.is_compiling():
+        copied: torch.Tensor = torch.ops.flux.sum_grad(parameter, group_name)
+        return copied
+    out: torch.Tensor = cast(Any, _SumGrad).apply(parameter, group_name)
     return out
 
 
 class _SumGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, parameter: torch.Tensor, group_name: str) -> torch.Tensor:
+        ctx.group_name = group_name
         return parameter.view_as(parameter)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
+        dist.all_reduce(total, group=resolve_group(ctx.group_name))
         return total, None

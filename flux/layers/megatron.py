@@ -74,7 +74,7 @@ class _Fused:
             return "activations are being offloaded"
         if getattr(self, "gtp_remat_size", 1) > 1:
             return "the weight is sharded once more (gtp_remat)"
-        return why_not(pool_of(self.tp_group), x, weight)
+        return why_not(self.tp_group.group_name, x, weight)
 
     def _parallel(self, fuse: bool, communicates: bool, **options: Any) -> Parallel:
         if self._flux_user is None:

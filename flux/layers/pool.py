@@ -67,6 +67,9 @@ class OpPool:
         self._numbers: weakref.WeakKeyDictionary[User, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()
         self._gone: set[int] = set()  # users that this rank has garbage-collected
+        # All compiled graphs together, as nobody says when one of them is gone. A graph knows its
+        # group by name; with a user per layer, each layer would be compiled for itself.
+        self.graphs = User()
 
     # -- ops ---------------------------------------------------------------------------------------
 
@@ -74,7 +77,7 @@ class OpPool:
         self,
         user: User,
         m: int,
-        n: int,
+        n: int | tuple[int, ...],
         k: int,
         dtype: torch.dtype,
         *,
@@ -94,9 +97,10 @@ class OpPool:
         *,
         transpose_weight: bool = False,
         fused: bool = True,
+        reduce: str = "sum",
     ) -> GemmRS:
         """A GemmRS for ``m`` rows. Sizes are global. Collective when there is none yet."""
-        return self._op(GemmRS, user, m, n, k, dtype, transpose_weight, fused)
+        return self._op(GemmRS, user, m, n, k, dtype, transpose_weight, fused, reduce=reduce)
 
     def gemm_ar(
         self,
@@ -108,22 +112,24 @@ class OpPool:
         *,
         transpose_weight: bool = False,
         fused: bool = True,
+        reduce: str = "sum",
     ) -> GemmAR:
         """A GemmAR for ``m`` rows. Sizes are global. Collective when there is none yet."""
-        return self._op(GemmAR, user, m, n, k, dtype, transpose_weight, fused)
+        return self._op(GemmAR, user, m, n, k, dtype, transpose_weight, fused, reduce=reduce)
 
     def _op(
         self,
         kind: Callable[..., O],
         user: User,
         m: int,
-        n: int,
+        n: int | tuple[int, ...],
         k: int,
         dtype: torch.dtype,
         transpose_weight: bool,
         fused: bool,
+        **options: str,
     ) -> O:
-        key = (kind, n, k, dtype, transpose_weight, fused)
+        key = (kind, n, k, dtype, transpose_weight, fused, *options.values())
         entry = self._entries.get(key)
         if entry is None or entry.op.closed or entry.op.spec.max_m < m:
             max_m = m
@@ -141,6 +147,7 @@ class OpPool:
                 transpose_weight=transpose_weight,
                 tuning="cache" if fused else Knobs(path="unfused"),
                 timeout_s=self.timeout_s,
+                **options,
             )
             entry = self._entries[key] = _Entry(op, entry.users if entry is not None else set())
         entry.users.add(self._number(user))

@@ -94,18 +94,35 @@ def _all_gather_matmul(
     if dim == A.dim() - 1:
         full = _gather_last(work, A)
         return (full if return_A else None), [torch.matmul(full, B) for B in Bs]
+
+    def product(rows: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        m = rows.shape[0] * work.world
+        op = work.ag_gemm(m, tuple(n * work.world for n in ns), rows.shape[1], A.dtype)
+        result = op(rows, list(Bs), return_gathered=return_A)
+        return result if return_A else (result, None)
+
+    outs, gathered = around_gather(A, dim, work.world, product)
+    return gathered, outs
+
+
+def around_gather(
+    A: torch.Tensor,
+    dim: int,
+    world: int,
+    product: Callable[[torch.Tensor], tuple[list[torch.Tensor], torch.Tensor | None]],
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """``product`` of rows [rows, K], for an A of more dimensions, gathered along any but the last.
+
+    ``product`` returns what has all rows, [W * rows, ...] each: results, and A if it is wanted.
+    """
     x = A.movedim(dim, 0)
-    rows = x.flatten(0, -2)
-    m = rows.shape[0] * work.world
-    op = work.ag_gemm(m, tuple(n * work.world for n in ns), rows.shape[1], A.dtype)
-    result = op(rows, list(Bs), return_gathered=return_A)
-    outs, gathered = result if return_A else (result, None)
-    lead = (work.world * x.shape[0], *x.shape[1:-1])
+    outs, gathered = product(x.flatten(0, -2))
+    lead = (world * x.shape[0], *x.shape[1:-1])
 
     def restore(t: torch.Tensor) -> torch.Tensor:
         return t.view(*lead, t.shape[-1]).movedim(0, dim)
 
-    return (None if gathered is None else restore(gathered)), [restore(y) for y in outs]
+    return [restore(y) for y in outs], (None if gathered is None else restore(gathered))
 
 
 def _gather_last(work: Workspace, A: torch.Tensor) -> torch.Tensor:
@@ -127,17 +144,35 @@ def _matmul_reduce_scatter(
         f"fused_matmul_reduce_scatter(A {tuple(A.shape)} {A.dtype}, B {tuple(B.shape)}, "
         f"{reduce_op}, scatter_dim {dim})"
     )
-    k = A.shape[-1] * work.world
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        k, n = weight.shape
+        op = work.gemm_rs(rows.shape[0], n, k * work.world, A.dtype, reduce_op)
+        return op(rows, weight)
+
+    return around_scatter(A, B, dim, work.world, product)
+
+
+def around_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    dim: int,
+    world: int,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """``product`` of rows [M, K] and a matrix [K, N], for an A of more dimensions and any ``dim``.
+
+    ``product`` returns this rank's rows of the result, [M / W, N].
+    """
     if dim == A.dim() - 1:
         # Scattering columns is scattering the rows of the transposed product, (A @ B)^T = B^T A^T.
         flat = A.reshape(-1, A.shape[-1])
-        op = work.gemm_rs(B.shape[1], flat.shape[0], k, A.dtype, reduce_op)
-        return op(B.t(), flat.t()).t().reshape(*A.shape[:-1], -1)
+        # Laid out as the fake kernel says: transposed strides would surprise a compiler.
+        columns = product(B.t(), flat.t()).t().contiguous()
+        return columns.view(*A.shape[:-1], B.shape[1] // world)
     x = A.movedim(dim, 0)
-    rows = x.flatten(0, -2)
-    op = work.gemm_rs(rows.shape[0], B.shape[1], k, A.dtype, reduce_op)
-    lead = (x.shape[0] // work.world, *x.shape[1:-1])
-    return op(rows, B).view(*lead, B.shape[1]).movedim(0, dim)
+    lead = (x.shape[0] // world, *x.shape[1:-1])
+    return product(x.flatten(0, -2), B).view(*lead, B.shape[1]).movedim(0, dim)
 
 
 def _checked(work: Workspace, check: Callable[[], int]) -> int:
@@ -195,13 +230,14 @@ LIBRARY.impl("fused_matmul_reduce_scatter", _matmul_reduce_scatter, "CompositeEx
 
 
 @register_fake("fused_all_gather_matmul")
-def _all_gather_matmul_fake(
+def all_gather_matmul_fake(
     A: torch.Tensor,
     Bs: Sequence[torch.Tensor],
     gather_dim: int,
     group_name: str,
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Shapes and strides of ``fused_all_gather_matmul``'s results."""
     world = resolve_group(group_name).size()
     dim = _normal_dim("gather_dim", gather_dim, A.dim())
     lead = list(A.shape[:-1])
@@ -214,9 +250,10 @@ def _all_gather_matmul_fake(
 
 
 @register_fake("fused_matmul_reduce_scatter")
-def _matmul_reduce_scatter_fake(
+def matmul_reduce_scatter_fake(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
+    """Shape and strides of ``fused_matmul_reduce_scatter``'s result."""
     world = resolve_group(group_name).size()
     dim = _normal_dim("scatter_dim", scatter_dim, A.dim())
     lead = list(A.shape[:-1])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._higher_order_ops.effects as _effects
@@ -27,6 +28,25 @@ def modes_are_active() -> bool:
     )
 
 
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def constant_in_graphs(function: F) -> F:
+    """What torch.compiler.assume_constant_result does, which takes a second to import: a function
+    of constants is called once, while a graph is traced, instead of being traced itself."""
+    cast(Any, function)._dynamo_marked_constant = True
+    return function
+
+
 def serves(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether a process group has a backend for devices of this type."""
     return any(device.type == device_type for device in cast(Any, group)._device_types)
+
+
+def decided_when_run(size: Any) -> bool:
+    """Whether a size is a symbol that has no value while a graph is compiled."""
+    if not isinstance(size, torch.SymInt):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))

@@ -1,0 +1,77 @@
+"""What the pass has done in this process: counted, and said in the log "flux.compile"."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+logger = logging.getLogger("flux.compile")
+
+
+@dataclass
+class Report:
+    """Counts of collectives in the graphs that the pass has seen.
+
+    A graph that PyTorch takes from its cache of compiled code was rewritten when it was compiled,
+    and is not counted again.
+
+    Attributes:
+        graphs: how many there were; a training step has one forward and one backward.
+        found: by collective ("all_gather", ...): how many were there.
+        fused: by kind ("all_gather -> matmul", ...): how many are ops of flux now.
+        left: by collective and reason: how many stayed as they were.
+    """
+
+    graphs: int = 0
+    found: Counter[str] = field(default_factory=Counter)
+    fused: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        total = sum(self.found.values())
+        lines = [f"{self.graphs} graph(s), {total} collective(s), {sum(self.fused.values())} fused"]
+        for title, counts in (("fused", self.fused), ("left", self.left)):
+            lines += [f"  {title} {number:4d}  {what}" for what, number in counts.most_common()]
+        return "\n".join(lines)
+
+
+_report = Report()
+_said: set[str] = set()
+
+
+def report() -> Report:
+    """The counts since the process began, or since ``clear_report()``."""
+    return _report
+
+
+def clear_report() -> None:
+    """Count from zero."""
+    global _report
+    _report = Report()
+
+
+def note_found(collective: str) -> None:
+    """A graph has one of these."""
+    _report.found[collective] += 1
+
+
+def note_fused(kind: str) -> None:
+    """A collective has become part of an op."""
+    _report.fused[kind] += 1
+
+
+def note_left(collective: str, reason: str) -> None:
+    """A collective stays; the log says why, the first time."""
+    text = f"{collective}: {reason}"
+    _report.left[text] += 1
+    if text not in _said:
+        _said.add(text)
+        logger.info("left alone: %s", text)
+
+
+def note_graph(fused: int, found: int) -> None:
+    """A graph is done."""
+    _report.graphs += 1
+    if found:
+        logger.info("%d of %d collectives of a graph fused", fused, found)

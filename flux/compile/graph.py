@@ -1,0 +1,183 @@
+"""Looking at, and adding to, graphs of aten operators and functional collectives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+# They keep elements in their order: [b, s, K] as [b * s, K], and back.
+FLAT = frozenset(
+    (
+        aten.reshape.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.default,
+        aten.clone.default,
+    )
+)
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+_WITH_SHAPE = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that a node makes."""
+    val: torch.Tensor = node.meta["val"]
+    return val
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to be equal, without deciding that they shall be."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
+
+
+def argument(node: fx.Node, number: int, name: str, default: Any = None) -> Any:
+    """An argument, given by its place or by its name."""
+    return node.args[number] if len(node.args) > number else node.kwargs.get(name, default)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is A @ B, or bias + A @ B with nothing scaled and one bias per column."""
+    if node.target is aten.mm.default:
+        return True
+    if node.target is not aten.addmm.default:
+        return False
+    plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
+    return bool(plain) and value(node.args[0]).dim() == 1  # type: ignore[arg-type]
+
+
+def operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
+    """(bias or None, A, B) of ``is_product``."""
+    if product.target is aten.mm.default:
+        return None, *product.args  # type: ignore[return-value]
+    return product.args  # type: ignore[return-value]
+
+
+def shards_of(cat: fx.Node, whole: fx.Node | None = None) -> tuple[fx.Node, int] | None:
+    """What a concatenation cuts up and puts together again: (tensor, dimension that is cut).
+
+    All pieces, in order, of equal size, and used for nothing else. ``whole``: only of that tensor.
+    """
+    if cat.target is not aten.cat.default:
+        return None
+    pieces: Any = cat.args[0]
+    if not pieces or not all(isinstance(p, fx.Node) and len(p.users) == 1 for p in pieces):
+        return None
+    first = pieces[0]
+    source: fx.Node
+    if all(p.target is operator.getitem for p in pieces):
+        split = first.args[0]
+        if split.target not in SPLITS or any(p.args != (split, i) for i, p in enumerate(pieces)):
+            return None
+        if len(split.users) != len(pieces):
+            return None
+        source, dim = split.args[0], argument(split, 2, "dim", 0)
+    elif all(p.target is aten.slice.Tensor for p in pieces):
+        source, dim = first.args[0], argument(first, 1, "dim", 0)
+        size = value(first).shape[dim]
+        for i, piece in enumerate(pieces):
+            if piece.args[0] is not source or argument(piece, 1, "dim", 0) != dim:
+                return None
+            if not same(argument(piece, 2, "start", 0) or 0, i * size):
+                return None
+            if argument(piece, 4, "step", 1) != 1:
+                return None
+    else:
+        return None
+    if whole is not None and source is not whole:
+        return None
+    dim = dim % value(source).dim()
+    sizes = [value(p).shape[dim] for p in pieces]
+    if not all(same(s, sizes[0]) for s in sizes):
+        return None
+    if not same(sizes[0] * len(pieces), value(source).shape[dim]):
+        return None
+    return source, dim
+
+
+def flat_descendants(node: fx.Node) -> list[fx.Node]:
+    """The node, and all that hold its elements in the same order in another shape."""
+    found = [node]
+    for each in found:
+        found += [user for user in each.users if user.target in FLAT and user.args[0] is each]
+    return found
+
+
+def depends_on(nodes: Iterable[fx.Node], origin: fx.Node) -> bool:
+    """Whether any of the nodes is, or is computed from, ``origin``."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node is origin:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return False
+
+
+def shape_arguments(node: fx.Node) -> list[Any] | None:
+    """A node's shape as arguments of a reshape: numbers, and nodes where a size is a symbol."""
+    shape = value(node).shape
+    if all(isinstance(size, int) for size in shape):
+        return list(shape)
+    if node.target in _WITH_SHAPE:
+        return list(node.args[1])  # type: ignore[arg-type]
+    part = node.args[0] if node.target is aten.add.Tensor else None
+    if isinstance(part, fx.Node) and part.target in _WITH_SHAPE:
+        return list(part.args[1])  # type: ignore[arg-type]
+    return None
+
+
+class Writer:
+    """Adds nodes to a graph, before a given one, with the values that they will have."""
+
+    def __init__(self, before: fx.Node, mode: FakeTensorMode) -> None:
+        self.graph = before.graph
+        self.before = before
+        self.mode = mode
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        """A call of an operator."""
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args)
+        with self.mode:
+            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    def item(self, several: fx.Node, number: int) -> fx.Node:
+        """One of the results of a call."""
+        return self.call(operator.getitem, several, number)
+
+
+def view_with(user: fx.Node, old: fx.Node, new: fx.Node) -> None:
+    """Let a view take its elements from another node, which may lie otherwise in memory."""
+    user.replace_input_with(old, new)
+    if user.target is aten.view.default:
+        user.target = aten.reshape.default
+
+
+def erase(nodes: Sequence[fx.Node]) -> None:
+    """Take nodes out that have no users left. Collectives, too, which nobody else would."""
+    left = list(dict.fromkeys(nodes))
+    while True:
+        dead = [node for node in left if not node.users]
+        if not dead:
+            return
+        for node in dead:
+            node.graph.erase_node(node)
+            left.remove(node)

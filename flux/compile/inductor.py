@@ -1,0 +1,34 @@
+"""The pass, as Inductor wants it: callable, with an identity for its cache of compiled code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from flux.compile.fuse import fuse
+
+_SOURCES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.py")))
+
+
+class FusePass(CustomGraphPass):
+    """Rewrites a graph after ``theirs``: what was in its place, a pass, several, or None."""
+
+    def __init__(self, theirs: Any = None) -> None:
+        several = isinstance(theirs, (list, tuple))
+        self.theirs: tuple[Any, ...] = tuple(theirs) if several else (theirs,) if theirs else ()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.theirs:
+            each(graph)
+        if fuse(graph):
+            stable_topological_sort(graph)  # nodes were written where their readers are
+            graph.lint()
+
+    def uuid(self) -> Any:
+        """What compiled code depends on; None, so that it is not cached, if we cannot know."""
+        ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.theirs]
+        return None if None in ids else (get_hash_for_files(_SOURCES), *ids)

@@ -1,0 +1,124 @@
+"""The ops that rewritten graphs call: products with communication, on pooled ops of a group.
+
+Unlike the functional forms (flux.ops.functional) they do not meet their peers beforehand to compare
+arguments, as the ranks of a group run the same graph, and their workspaces stay until
+``flux.layers.close_pools()``: a graph has more shapes than a small cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flux.layers.pool import pool_of
+from flux.ops._library import LIBRARY, register_fake
+from flux.ops.functional import (
+    all_gather_matmul_fake,
+    around_gather,
+    around_scatter,
+    matmul_reduce_scatter_fake,
+)
+
+for _schema in (
+    "graph_all_gather_matmul(Tensor A, Tensor[] Bs, Tensor[] biases, bool[] has_bias, "
+    "int gather_dim, str group_name, bool return_A) -> Tensor[]",
+    "graph_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, "
+    "str group_name) -> Tensor",
+    "graph_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor",
+):
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _turned(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether weights [K, N] lie in memory as [N, K], which no copy then has to bring about."""
+    return all(w.stride(0) == 1 for w in weights)
+
+
+def _all_gather_matmul(
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    has_bias: Sequence[bool],
+    gather_dim: int,
+    group_name: str,
+    return_A: bool,
+) -> list[torch.Tensor]:
+    """[*A.shape[:-1], N_i] each, gathered along ``gather_dim``, and the gathered A if asked for."""
+    pool = pool_of(group_name)
+    rest = iter(biases)
+    bias = [next(rest) if has else None for has in has_bias]
+    turned = _turned(Bs)
+
+    def product(rows: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        m, n = rows.shape[0] * pool.world, tuple(B.shape[1] * pool.world for B in Bs)
+        op = pool.ag_gemm(pool.graphs, m, n, rows.shape[1], rows.dtype, transpose_weight=not turned)
+        weights = [B.t() for B in Bs] if turned else list(Bs)
+        result = op(rows, weights, bias, return_gathered=return_A)
+        return result if return_A else (result, None)
+
+    outs, gathered = around_gather(A, gather_dim, pool.world, product)
+    return outs if gathered is None else [*outs, gathered]
+
+
+def _matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
+    """``reduce_scatter(A @ B, reduce_op, scatter_dim)``."""
+    pool = pool_of(group_name)
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        turned = _turned([weight])
+        sizes = (weight.shape[1], weight.shape[0] * pool.world, rows.dtype)
+        op = pool.gemm_rs(
+            pool.graphs, rows.shape[0], *sizes, transpose_weight=not turned, reduce=reduce_op
+        )
+        return op(rows, weight.t() if turned else weight)
+
+    return around_scatter(A, B, scatter_dim, pool.world, product)
+
+
+def _matmul_all_reduce(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str
+) -> torch.Tensor:
+    """``all_reduce(A [M, K] @ B [K, N], reduce_op)``."""
+    pool = pool_of(group_name)
+    turned = _turned([B])
+    sizes = (B.shape[1], B.shape[0] * pool.world, A.dtype)
+    op = pool.gemm_ar(
+        pool.graphs, A.shape[0], *sizes, transpose_weight=not turned, reduce=reduce_op
+    )
+    return op(A, B.t() if turned else B)
+
+
+LIBRARY.impl("graph_all_gather_matmul", _all_gather_matmul, "CompositeExplicitAutograd")
+LIBRARY.impl("graph_matmul_reduce_scatter", _matmul_reduce_scatter, "CompositeExplicitAutograd")
+LIBRARY.impl("graph_matmul_all_reduce", _matmul_all_reduce, "CompositeExplicitAutograd")
+
+
+@register_fake("graph_all_gather_matmul")
+def _all_gather_matmul_fake(
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    has_bias: Sequence[bool],
+    gather_dim: int,
+    group_name: str,
+    return_A: bool,
+) -> list[torch.Tensor]:
+    gathered, outs = all_gather_matmul_fake(A, Bs, gather_dim, group_name, return_A)
+    return outs if gathered is None else [*outs, gathered]
+
+
+@register_fake("graph_matmul_reduce_scatter")
+def _matmul_reduce_scatter_fake(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
+    return matmul_reduce_scatter_fake(A, B, reduce_op, scatter_dim, group_name)
+
+
+@register_fake("graph_matmul_all_reduce")
+def _matmul_all_reduce_fake(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str
+) -> torch.Tensor:
+    return A.new_empty(A.shape[0], B.shape[1])

@@ -1,0 +1,58 @@
+"""What flux serves, judged while a graph is compiled: nothing is communicated then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from flux.ops import torch_internals
+from flux.ops.spec import DTYPES, FP8
+from flux.transport.exchange import resolve_group
+from flux.transport.shm import host_identity
+
+_hosts: list[str] = []  # of all ranks, by global rank; known where GPUs are
+
+
+def learn_hosts() -> None:
+    """Find out which host each rank is on, if that will matter. Collective then."""
+    if not _hosts and torch.cuda.is_available() and dist.is_initialized():
+        found: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, host_identity())
+        _hosts.extend(found)
+
+
+def why_not(group_name: str, tensors: Sequence[torch.Tensor]) -> str | None:
+    """Why flux cannot compute with these operands over a group, or None. The same on all ranks."""
+    first = tensors[0]
+    device = first.device.type
+    if any(t.dtype != first.dtype for t in tensors):
+        return "operands are of different dtypes"
+    if first.dtype not in DTYPES or first.dtype == FP8:
+        return f"there is no form for {first.dtype}"
+    if device not in ("cpu", "cuda") or any(t.device.type != device for t in tensors):
+        return f"operands are on {', '.join(sorted({t.device.type for t in tensors}))}"
+    if any(isinstance(s, int) and s == 0 for t in tensors for s in t.shape):
+        return "an operand is empty"
+    if any(torch_internals.decided_when_run(s) for t in tensors for s in t.shape):
+        return "a size is known only when the graph runs"
+    try:
+        group = resolve_group(group_name)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    if group.size() == 1:
+        return "the group has one rank"
+    if not torch_internals.serves(group, device):
+        return f"the process group has no backend for {device}"
+    return _why_not_gpus(group) if device == "cuda" else None
+
+
+def _why_not_gpus(group: dist.ProcessGroup) -> str | None:
+    if not _hosts:
+        return "where GPUs are is found out by enable(), which came before init_process_group"
+    ranks = dist.get_process_group_ranks(group)
+    hosts = len({_hosts[rank] for rank in ranks})
+    return (
+        f"the group's GPUs are on {hosts} hosts, and those of one are served" if hosts > 1 else None
+    )

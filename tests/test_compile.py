@@ -1,0 +1,180 @@
+"""flux.compile: graphs of models with DTensor plans call our ops, with the results of eager."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import flux
+import harness
+from compile_cases import Block, D, S, passes_only, plan
+from flux.layers import close_pools
+from flux.layers.pool import OpPool
+from harness import run_ranks
+
+harness.PRELOAD += [
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+]
+
+
+def _calls(run: Any) -> dict[str, int]:
+    """How often graphs take an op of each kind from their pool while ``run`` runs."""
+    counts: Counter[str] = Counter()
+    original = OpPool._op
+
+    def counting(self: OpPool, kind: Any, *args: Any, **options: Any) -> Any:
+        counts[kind.__name__] += 1
+        return original(self, kind, *args, **options)
+
+    with mock.patch.object(OpPool, "_op", counting):
+        run()
+    return dict(counts)
+
+
+def _results(run: Any, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    y = run(x)
+    y.square().sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    local = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    return [y.detach(), x.grad, *local]
+
+
+def _block(rank: int, world: int, sequence: bool, real: bool) -> None:
+    torch._dynamo.reset()
+    flux.compile.clear_report()
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    torch.manual_seed(0)
+    model = Block().double()
+    parallelize_module(model, mesh, plan(sequence))
+    torch.manual_seed(rank if sequence else 1)
+    x = torch.randn(2, S // world if sequence else S, D, dtype=torch.float64)
+    want = _results(model, model, x)
+    with flux.compile.enable():
+        compiled = torch.compile(model, fullgraph=True, backend="inductor" if real else passes_only)
+        _results(compiled, model, x)
+    assert not flux.compile.enabled()
+    for a, b in zip(_results(compiled, model, x), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    report = flux.compile.report()
+    assert report.graphs == 2 and sum(report.found.values()) == sum(report.fused.values())
+    calls = _calls(lambda: _results(compiled, model, x))
+    if sequence:  # two of each forward, and two backward; dx of three layers is one product
+        assert calls == {"AGGemm": 4, "GemmRS": 4}
+    else:
+        assert calls == {"GemmAR": report.found["all_reduce"]}
+    close_pools()
+
+
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence_parallel", "replicated"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_block_with_a_plan(world: int, sequence: bool) -> None:
+    run_ranks(world, _block, sequence, False)
+
+
+@pytest.mark.timeout(400)
+def test_a_block_with_inductor() -> None:
+    run_ranks(2, _block, True, True, timeout=380.0)
+
+
+def _cases(world: int) -> dict[str, tuple[Any, Any, int]]:
+    """By name: function of (x, weights), x, how many collectives become our ops."""
+    group = dist.group.WORLD.group_name
+    w, v = torch.randn(6, 4 * world).double(), torch.randn(4 * world, 6).double()
+    x3, b = torch.randn(2, 2 * world, 6).double(), torch.randn(4 * world).double()
+
+    def gather(dim: int) -> Any:
+        return lambda x: funcol.all_gather_tensor(x, dim, group)
+
+    def scatter(x: torch.Tensor, dim: int, op: str = "sum") -> torch.Tensor:
+        return funcol.reduce_scatter_tensor(x, op, dim, group)
+
+    def reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return funcol.all_reduce(x, op, group)
+
+    def shared(x: torch.Tensor) -> Any:
+        full = gather(1)(x)
+        return full @ w, full @ v.t(), full.sum(0)
+
+    def kept(x: torch.Tensor) -> Any:
+        product = x @ w
+        return scatter(product, 0), product
+
+    return {
+        "gather 0": (lambda x: gather(0)(x) @ w, x3, 1),
+        "gather 1": (lambda x: gather(1)(x) @ v.t(), x3, 1),
+        "gather of one batch": (lambda x: gather(1)(x) @ w, x3[:1], 1),
+        "gather 2": (lambda x: gather(2)(x) @ torch.cat([w] * world), x3, 0),
+        "gather rows": (lambda x: torch.addmm(b, gather(0)(x), w), x3[0], 1),
+        "shared": (shared, x3, 1),
+        "weight": (lambda x: x3[0] @ gather(0)(x).t(), x3[0], 0),
+        "scatter 0": (lambda x: scatter(x @ w, 0), torch.cat([x3] * world), 1),
+        "scatter 1": (lambda x: scatter(x @ w, 1, "avg"), x3, 1),
+        "scatter 2": (lambda x: scatter(x @ w, 2), x3, 1),
+        "scatter max": (lambda x: scatter(x @ w, 1, "max"), x3, 0),
+        "sum": (lambda x: scatter(x @ w + (2 * x) @ v.t(), 1), x3, 1),
+        "bias": (lambda x: scatter(torch.addmm(b, x, w), 0), x3[0], 1),
+        "kept": (kept, x3[0], 0),
+        "reduce": (lambda x: reduce(x @ w), x3, 1),
+        "reduce avg": (lambda x: reduce(torch.addmm(b, x, w), "avg"), x3[0], 1),
+        "reduce no product": (lambda x: reduce(x.relu()), x3, 0),
+    }
+
+
+def _each_case(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    for name, (run, x, fused) in _cases(world).items():
+        torch._dynamo.reset()
+        flux.compile.clear_report()
+        if name == "weight":
+            dist.broadcast(x, 0)
+        with flux.compile.enable(), torch.no_grad():
+            got = torch.compile(run, fullgraph=True, backend=passes_only)(x)
+        report = flux.compile.report()
+        assert sum(report.fused.values()) == fused, (name, str(report))
+        assert sum(report.left.values()) == 1 - fused, (name, str(report))
+        torch.testing.assert_close(got, run(x), rtol=1e-11, atol=1e-11, msg=name)
+    close_pools()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_pattern(world: int) -> None:
+    run_ranks(world, _each_case, timeout=120.0)
+
+
+def test_enable_and_disable() -> None:
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    seen: list[int] = []
+
+    def theirs(graph: torch.fx.Graph) -> None:
+        seen.append(1)
+
+    config.post_grad_custom_pre_pass = theirs
+    try:
+        flux.compile.enable()
+        with flux.compile.enable():
+            installed = config.post_grad_custom_pre_pass
+            assert isinstance(installed, CustomGraphPass) and flux.compile.enabled()
+            installed(torch.fx.Graph())
+            assert seen == [1]
+            assert installed.uuid() is None  # theirs has no identity: nothing may be cached
+        assert config.post_grad_custom_pre_pass is theirs and not flux.compile.enabled()
+        flux.compile.disable()
+    finally:
+        config.post_grad_custom_pre_pass = None
+    with flux.compile.enable():
+        assert config.post_grad_custom_pre_pass.uuid()
