@@ -31,10 +31,11 @@ import flux
 from flux import _C, env, host, toolchain
 from flux.cluster import Cluster, load_cluster, shipped_clusters, world_shape
 from flux.detection import detect
-from flux.doctor_ranks import Place, verdicts
+from flux.doctor_ranks import verdicts
 from flux.kernels import runtime
 from flux.kernels.build import MissingToolError
 from flux.kernels.registry import Registry, cache_root, default_roots
+from flux.transport.p2p import Place
 from flux.tune.cache import default_caches
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
@@ -379,7 +380,7 @@ def gpu_pairs(count: int, reaches: Callable[[int, int], bool]) -> list[Item]:
                     f"GPU {a} - GPU {b}",
                     "send_recv",
                     WARNING,
-                    f"{', '.join(missing)}: no P2P, so NCCL, and only if asked for",
+                    f"{', '.join(missing)}: no P2P, so NCCL",
                 )
                 if missing
                 else Item(f"GPU {a} - GPU {b}", "symm_mem", note="each addresses the other (P2P)")
@@ -394,8 +395,8 @@ def rank_pairs(places: Sequence[Place]) -> list[Item]:
     items = []
     for verdict, pairs in verdicts(places).items():
         name = ", ".join(f"{a}-{b}" for a, b in pairs)
-        status = OK if verdict.transport else WARNING
-        items.append(Item(verdict.transport or "none", f"ranks {name}", status, verdict.why))
+        status = WARNING if verdict.slow else OK
+        items.append(Item(verdict.transport, f"ranks {name}", status, verdict.why))
     return items
 
 

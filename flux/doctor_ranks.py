@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
 from typing import Any
@@ -12,54 +12,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux.transport.shm import host_identity
+from flux.transport.p2p import Place, place_here, reach
 
 LIMIT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is.
-
-    Attributes:
-        host: the same for ranks that can share memory.
-        gpu: identity of its GPU; None if it has none.
-        reaches: of every GPU that the rank sees, by identity, whether its own can address it.
-    """
-
-    host: str
-    gpu: str | None = None
-    reaches: dict[str, bool] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """`transport` None: there is none that ops on these two ranks could use for GPU tensors."""
+    """`slow`: slower than it could be on other hardware, or with other settings."""
 
-    transport: str | None
+    transport: str
     why: str
+    slow: bool = False
 
 
 def between(a: Place, b: Place) -> Verdict:
     """What moves tiles between two ranks: for tensors on their GPUs where both have one."""
-    gpus = a.gpu is not None and b.gpu is not None
-    if a.host != b.host:
-        if gpus:
-            return Verdict(None, "different hosts: symm_mem serves one; on the CPU send_recv")
-        return Verdict("send_recv", "different hosts")
     if a.gpu is None or b.gpu is None:
+        if a.host != b.host:
+            return Verdict("send_recv", "different hosts")
         both = "no GPU" if a.gpu is b.gpu else "a GPU on one side only"
         return Verdict("shm", f"one host, {both}: tensors on the CPU")
+    if a.host != b.host:
+        return Verdict("send_recv", "different hosts: NCCL, or nvshmem where asked for")
     if a.gpu == b.gpu:
         return Verdict(
             "symm_mem", "the same GPU, on which they take turns: a test, not a deployment"
         )
-    unseen = b.gpu not in a.reaches or a.gpu not in b.reaches
-    if unseen:
+    reached = reach(a, b)
+    if reached is None:
         return Verdict("symm_mem", "one host; they do not see each other's GPU, so P2P is not sure")
-    if a.reaches[b.gpu] and b.reaches[a.gpu]:
+    if reached:
         return Verdict("symm_mem", "one host, each GPU addresses the other (P2P)")
-    return Verdict(None, "one host, but no P2P between the GPUs; on the CPU shm")
+    return Verdict("send_recv", "one host, but no P2P between the GPUs: NCCL", slow=True)
 
 
 def verdicts(places: Sequence[Place]) -> dict[Verdict, list[tuple[int, int]]]:
@@ -70,18 +55,10 @@ def verdicts(places: Sequence[Place]) -> dict[Verdict, list[tuple[int, int]]]:
     return found
 
 
-def place_here() -> Place:
-    """Where this rank is, with the GPU that torchrun's local rank means."""
+def _own_gpu() -> int | None:
+    """The GPU that torchrun's local rank means."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    if count == 0:
-        return Place(host_identity())
-    own = index % count
-    identities = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
-    reaches = {
-        identities[i]: i == own or torch.cuda.can_device_access_peer(own, i) for i in range(count)
-    }
-    return Place(host_identity(), identities[own], reaches)
+    return int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
 
 
 def places_of_all() -> list[Place]:
@@ -91,7 +68,7 @@ def places_of_all() -> list[Place]:
         dist.init_process_group("gloo", timeout=LIMIT)
     try:
         places: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(places, place_here())
+        dist.all_gather_object(places, place_here(_own_gpu()))
     finally:
         if made:
             dist.destroy_process_group()

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 import flux
 from flux import doctor, env, host, toolchain
 from flux.cli import app
-from flux.doctor_ranks import Place, between, places_of_all
+from flux.doctor_ranks import between, places_of_all
 from flux.knobs import Knobs
+from flux.transport.p2p import Place
 from flux.tune.cache import Cache
 from flux.tune.keys import Key
 from flux.tune.winners import Winner
@@ -249,9 +250,10 @@ def test_what_moves_tiles_between_ranks() -> None:
     found = {item.note: item for item in doctor.rank_pairs(places)}
     p2p, none, across = found.values()
     assert (p2p.name, p2p.value) == ("symm_mem", "ranks 0-1, 0-2, 1-2") and "P2P" in p2p.note
-    assert (none.name, none.value) == ("none", "ranks 0-3, 1-3, 2-3") and "no P2P" in none.note
-    assert (across.name, across.value) == ("none", "ranks 0-4, 1-4, 2-4, 3-4")
-    assert {item.status for item in (none, across)} == {"warning"} and p2p.status == "ok"
+    assert (none.name, none.value) == ("send_recv", "ranks 0-3, 1-3, 2-3")
+    assert "no P2P" in none.note and none.status == "warning"
+    assert (across.name, across.value) == ("send_recv", "ranks 0-4, 1-4, 2-4, 3-4")
+    assert "NCCL" in across.note and {across.status, p2p.status} == {"ok"}
 
     alone = Place("one", "gpu 5", {"gpu 5": True})  # CUDA_VISIBLE_DEVICES of one each
     assert between(places[0], alone).transport == "symm_mem"
@@ -285,7 +287,7 @@ def test_what_moves_tiles_between_gpus() -> None:
         ("GPU 0 - GPU 2", "symm_mem"),
         ("GPU 1 - GPU 2", "send_recv"),
     ]
-    assert three[2].note == "2 cannot address 1: no P2P, so NCCL, and only if asked for"
+    assert three[2].note == "2 cannot address 1: no P2P, so NCCL"
 
 
 def test_winners_and_damaged_files_are_counted(

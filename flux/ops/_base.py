@@ -27,9 +27,9 @@ from flux.ops.executor import (
     check_executor,
     check_hosts,
     check_options,
-    hosts_of,
     open_exchange,
     open_gpus,
+    places_of,
     refuse_capture,
     resolve_knobs,
     resolve_topology,
@@ -99,13 +99,14 @@ class TensorParallelOp:
         knobs = Knobs()
         problem: Exception | None = None
         label = type(self).__name__
-        hosts = hosts_of(exchange)
+        places = places_of(exchange, backend)
+        hosts = [place.host for place in places]
         try:
             sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
             spec = OpSpec(self.kind, *sizes, activation, scaling)
             knobs = resolve_knobs(label, tuning)
             backend = check_executor(label, spec, exchange, knobs, backend, transport)
-            hosts = who_shares_memory(hosts, backend, transport, topology)
+            hosts = who_shares_memory(places, backend, transport, topology)
             topology = resolve_topology(label, topology, hosts)
             check_legal(knobs, topology)
             check_options(label, spec, exchange.world, timeout_s)

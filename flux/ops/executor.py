@@ -18,7 +18,7 @@ from flux.transport import nvshmem, symm_mem
 from flux.transport.device import DeviceTransport
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
-from flux.transport.shm import host_identity
+from flux.transport.p2p import Place, place_here, sharing
 
 MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
 TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv", "nvshmem")}
@@ -52,23 +52,31 @@ def refuse_capture(label: str, exchange: Exchange | OneGpuExchange) -> None:
         )
 
 
-def hosts_of(exchange: Exchange | OneGpuExchange) -> list[str]:
-    """By rank, a name that two ranks share if they are on one host. Collective."""
+def places_of(exchange: Exchange | OneGpuExchange, backend: str | None) -> list[Place]:
+    """Where each rank is: its GPU, too, if it means to use one. Collective."""
     if isinstance(exchange, OneGpuExchange):
         lanes = exchange.world // exchange.nodes
-        return [str(rank // lanes) for rank in range(exchange.world)]
-    return exchange.all_gather(host_identity())
+        return [Place(str(rank // lanes)) for rank in range(exchange.world)]
+    wants_gpu = (backend or default_backend(exchange)) == "cuda" and torch.cuda.is_available()
+    try:
+        place = place_here(torch.cuda.current_device() if wants_gpu else None)
+    except RuntimeError:  # which symm_mem.own_device meets again, and tells all ranks
+        place = place_here(None)
+    return exchange.all_gather(place)
 
 
 def who_shares_memory(
-    hosts: list[str], backend: str, transport: str | None, topology: Topology | None
+    places: Sequence[Place], backend: str, transport: str | None, topology: Topology | None
 ) -> list[str]:
     """By rank, a name that two ranks share if they share memory.
 
     ``send_recv`` means that nobody does. On GPUs, the ranks of a host do all the same where there
     are several hosts, or a topology has several nodes: then it, or ``nvshmem``, is what moves rows
-    between those.
+    between those. GPUs without P2P share nothing unless ``symm_mem`` is asked for.
     """
+    hosts = [place.host for place in places]
+    if backend == "cuda" and transport != "symm_mem":
+        hosts = sharing(places)
     if transport not in ("send_recv", "nvshmem"):
         return hosts
     if backend == "cuda" and isinstance(topology, Topology) and topology.world == len(hosts):

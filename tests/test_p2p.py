@@ -1,0 +1,60 @@
+"""Who shares memory where GPUs lack P2P, and that ops follow it."""
+
+from __future__ import annotations
+
+import pytest
+
+from flux.ops.executor import who_shares_memory
+from flux.topology import Topology
+from flux.transport.p2p import Place, reach, sharing
+
+
+def host(name: str, bridges: list[list[int]], count: int) -> list[Place]:
+    """Ranks with a GPU each, of which those on a bridge reach each other."""
+    gpus = [f"{name} {i}" for i in range(count)]
+    together = [next((b for b in bridges if i in b), [i]) for i in range(count)]
+    return [
+        Place(name, gpus[i], {gpu: j in together[i] for j, gpu in enumerate(gpus)})
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "nodes"),
+    [
+        (host("a", [[0, 1, 2, 3]], 4), ["a"] * 4),
+        (host("a", [], 4), ["0", "1", "2", "3"]),
+        (host("a", [[0, 1], [2, 3]], 4), ["0", "0", "2", "2"]),
+        (host("a", [[0, 2], [1, 3]], 4), ["0", "1", "2", "3"]),  # not consecutive
+        (host("a", [[0, 1, 2]], 4), ["0", "1", "2", "3"]),  # of two sizes
+        (host("a", [[0, 1]], 2) + host("b", [[0, 1]], 2), ["a", "a", "b", "b"]),
+        (host("a", [[0, 1]], 2) + host("b", [], 2), ["0", "1", "2", "3"]),
+        (host("a", [[0, 1], [2, 3]], 4) + host("b", [[0, 1]], 2), ["0", "0", "2", "2", "4", "4"]),
+    ],
+)
+def test_who_shares_memory(places: list[Place], nodes: list[str]) -> None:
+    assert sharing(places) == nodes
+    for transport in (None, "nvshmem"):
+        assert who_shares_memory(places, "cuda", transport, None) == nodes
+    names = [place.host for place in places]
+    assert who_shares_memory(places, "cuda", "symm_mem", None) == names, "as was asked for"
+    assert who_shares_memory(places, "cpu", None, None) == names
+
+
+def test_reach_must_be_mutual_and_known() -> None:
+    a, b = Place("a", "0", {"0": True, "1": True}), Place("a", "1", {"0": False, "1": True})
+    assert reach(a, b) is reach(b, a) is False
+    assert sharing([a, b]) == ["0", "1"]
+    blind = Place("a", "1", {"1": True})  # CUDA_VISIBLE_DEVICES of one each
+    assert reach(a, blind) is None and sharing([a, blind]) == ["a", "a"]
+    assert reach(a, a) is True and sharing([a, a]) == ["a", "a"]
+    with pytest.raises(ValueError, match="must have a GPU"):
+        reach(a, Place("a"))
+    assert sharing([a, Place("a")]) == ["a", "a"], "a rank without one is refused elsewhere"
+
+
+def test_a_topology_may_ask_for_more_nodes() -> None:
+    places = host("a", [[0, 1, 2, 3]], 4)
+    assert who_shares_memory(places, "cuda", "send_recv", None) == ["0", "1", "2", "3"]
+    nodes = who_shares_memory(places, "cuda", "send_recv", Topology(nodes=2, lanes=2))
+    assert nodes == ["a/0", "a/0", "a/1", "a/1"]
