@@ -18,7 +18,9 @@ import torch.distributed as dist
 import flux
 from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError, Topology
+from flux.ops import executor
 from flux.transport import nodes, symm_mem
+from flux.transport.p2p import Place
 from flux.transport.virtual import VirtualWorld
 from harness import fresh_ranks
 from matrix import OPS
@@ -112,6 +114,25 @@ def _stress(rank: int, world: int, library: Path, op: str) -> list[torch.Tensor]
         inputs.check(got, rank, "two_levels")
     here.close()
     return [got[0] for got in outs]
+
+
+def _pairs(rank: int, world: int, library: Path) -> None:
+    """Four GPUs of one host, of which 0 and 1, and 2 and 3, are joined by a bridge."""
+    here = Emulated(rank, library, 0)
+    reaches = {f"gpu {other}": other // 2 == rank // 2 for other in range(world)}
+    executor.place_here = lambda gpu: Place("here", f"gpu {rank}", reaches)  # type: ignore
+    p = Problem("gemm_rs", 9, (8,), 8, BF16)
+    with p.build(backend="cuda") as op:
+        assert op.topology == Topology(2, 1, 2), "two nodes, though nobody has said so"
+        inputs = Inputs(p, 9, world, seed=1)
+        got = inputs.call(op, rank)
+        op.wait()
+        inputs.check(got, rank, "two_levels")
+    here.close()
+
+
+def test_gpus_without_p2p_between_them(library: Path) -> None:
+    run(4, _pairs, library)
 
 
 @pytest.mark.parametrize("op", OPS)
