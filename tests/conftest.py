@@ -18,7 +18,7 @@ from flux.bench.hosts import Hosts, HostsUnavailableError
 os.environ["FLUX_TUNE_CACHE"] = tempfile.mkdtemp(prefix="flux-test-tune-")
 atexit.register(shutil.rmtree, os.environ["FLUX_TUNE_CACHE"], ignore_errors=True)
 
-pytest_plugins = ["device_fixtures", "fake_nvshmem", "kernel_sandbox"]
+pytest_plugins = ["browser", "device_fixtures", "fake_nvshmem", "kernel_sandbox"]
 
 # "ci" draws the same examples on every run, so that a red build means that the change is at fault.
 # Look further with HYPOTHESIS_PROFILE=explore.

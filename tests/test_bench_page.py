@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,32 +12,10 @@ from typing import Any
 import pytest
 
 import suite_data
+from browser import open_page
 from flux.bench import page, results
 from flux.bench.page import charts, svg, timeline
 from flux.trace.events import Event, Kind
-
-BROWSER = Path(__file__).with_name("open_page.py")
-
-
-def _no_browser() -> str:
-    """Why there is none, or ""."""
-    if importlib.util.find_spec("PySide6") is None:
-        return "PySide6 is not installed: extra browser"
-    loads = [sys.executable, "-c", "import PySide6.QtWebEngineWidgets"]
-    done = subprocess.run(loads, capture_output=True, text=True, timeout=100)
-    errors = done.stderr.strip().splitlines()
-    lacks = done.returncode != 0 and "cannot open shared object file" in errors[-1]
-    return f"the system lacks a library of Qt's: {errors[-1]}" if lacks else ""
-
-
-@pytest.fixture(scope="session")
-def browser() -> None:
-    why_not = _no_browser()
-    if why_not:
-        pytest.skip(why_not)
-
-
-needs_browser = pytest.mark.usefixtures("browser")
 
 
 class Elements(HTMLParser):
@@ -349,22 +324,7 @@ def test_csv_has_all_methods_and_all_reasons() -> None:
 # -- in a browser ----------------------------------------------------------------------------------
 
 
-def open_page(path: Path, *arguments: str) -> dict[str, Any]:
-    """What a browser shows of a page."""
-    done = subprocess.run(
-        [sys.executable, str(BROWSER), str(path), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    seen: dict[str, Any] = json.loads(done.stdout)
-    assert seen["loaded"] is True
-    return seen
-
-
-@needs_browser
+@pytest.mark.usefixtures("browser")
 @pytest.mark.parametrize("arguments", [(), ("--open", "--dark")], ids=["as it is", "all opened"])
 def test_a_browser_shows_the_page(arguments: tuple[str, ...], tmp_path: Path) -> None:
     made = document()
@@ -395,7 +355,7 @@ def test_a_browser_shows_the_page(arguments: tuple[str, ...], tmp_path: Path) ->
     assert "Not measured, or not right" in seen["text"]
 
 
-@needs_browser
+@pytest.mark.usefixtures("browser")
 def test_the_browser_sees_what_is_wrong_with_a_page(tmp_path: Path) -> None:
     """So that the test above can fail."""
     path = tmp_path / "page.html"

@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 import suite_data
+from browser import open_page
 from flux.bench import launch, page, results, suite, suite_trace
 from flux.bench.metrics import Metrics
 from flux.bench.op import Measurement, MethodResult, Progress
@@ -28,7 +29,6 @@ from flux.bench.spawn import RankFailedError
 from flux.cli import app
 from flux.trace.events import Kind
 from peer_cases import Stub
-from test_bench_page import needs_browser, open_page
 
 SHAPES = """
 model = "tiny"
@@ -146,7 +146,7 @@ def _check_figures(document: dict[str, Any], table: Path, html: Path, printed: s
         assert f"{one['overall_ms']:.4g}" in printed
 
 
-@needs_browser
+@pytest.mark.usefixtures("browser")
 def test_a_suite_of_this_machine_in_a_browser(
     shapes: str, quick: list[BenchConfig], tmp_path: Path
 ) -> None:
