@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,9 @@ import torch.distributed as dist
 import megatron_cases as mc
 from flux.bench.megatron_cpu import data_parallel, gpt, step
 
-VOCAB, SEQUENCE, BATCH, STEPS = 64, 16, 2, 30
+ALL = os.environ.get("FLUX_TEST_ALL") == "1"
+VOCAB, SEQUENCE, BATCH = 64, 16, 2
+STEPS = 30 if ALL else 10
 
 
 @dataclass(frozen=True)

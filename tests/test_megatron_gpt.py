@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,17 @@ from gpt_cases import GPTCase, build, check_training
 from harness import run_ranks
 from scripts import ROOT, run_script
 
-ALL = os.environ.get("FLUX_TEST_ALL") == "1"
-# World, sequence parallelism, tied embeddings. Each takes a quarter or half a minute on two cores.
+# World, sequence parallelism, tied embeddings.
 ALWAYS = [(2, False, False), (2, True, True), (4, False, True), (4, True, False)]
 MORE = [(2, False, True), (2, True, False), (4, False, False), (4, True, True)]
 
 
-@pytest.mark.parametrize(("world", "sp", "tied"), [*ALWAYS, *(MORE if ALL else ())])
+@pytest.mark.parametrize(("world", "sp", "tied"), [*ALWAYS, *(MORE if gpt_cases.ALL else ())])
 def test_same_losses_as_megatron(world: int, sp: bool, tied: bool) -> None:
-    """FLUX_TEST_ALL=1 has all combinations."""
+    """FLUX_TEST_ALL=1 has all combinations, and 30 steps of each instead of 10."""
     results = run_ranks(world, check_training, GPTCase(sp, tied), "replace", timeout=200)
     first, last = results[0]
-    assert last < 0.8 * first, "it has learnt something"
+    assert last < (0.8 if gpt_cases.ALL else 0.95) * first, "it has learnt something"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 
 import pytest
 import torch
@@ -54,3 +56,20 @@ def test_equal_to_megatron(world: int, kind: str) -> None:
     cases = [case for case in _every_form() if case.kind == kind]
     assert len(cases) > 15
     assert run_ranks(world, _check, cases, timeout=200) == [len(cases)] * world
+
+
+def _threads(rank: int, world: int) -> list[int]:
+    """How many this rank has, each time that Megatron has come and gone."""
+    counts = []
+    for _ in range(3):
+        with mc.megatron(world):
+            mc.check_layer(LayerCase("row", True), rank, world)
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_groups_go_with_megatron() -> None:
+    """They have threads that wake up a hundred times a second: a thousand slow everything down."""
+    for counts in run_ranks(2, _threads):
+        assert counts[2] <= counts[0] + 4, counts

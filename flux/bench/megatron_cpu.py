@@ -14,6 +14,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+
+from flux.layers import close_pools
 
 
 @contextlib.contextmanager
@@ -34,12 +37,42 @@ def megatron_on_cpu(tensor_parallel: int, **options: Any) -> Iterator[None]:
             (random, "_set_cuda_rng_state", lambda *_, **__: None),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
+        groups = stack.enter_context(_collected_groups())
         parallel_state.initialize_model_parallel(tensor_parallel, **options)
         random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         try:
             yield
+            close_pools()
         finally:
             parallel_state.destroy_model_parallel()
+            for group in list(groups):
+                dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _collected_groups() -> Iterator[list[dist.ProcessGroup]]:
+    """The groups that are made meanwhile and not destroyed. Megatron only forgets most of its own.
+
+    Some twenty groups of gloo have a hundred threads, each of which wakes up every 10 ms.
+    """
+    made: list[dist.ProcessGroup] = []
+    original, original_destroy = dist.new_group, dist.destroy_process_group
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        group = original(*args, **options)
+        if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
+            made.append(group)
+        return group
+
+    def destroy_process_group(group: Any = None) -> None:
+        original_destroy(group)
+        made[:] = [other for other in made if other is not group]
+
+    with (
+        mock.patch.object(dist, "new_group", new_group),
+        mock.patch.object(dist, "destroy_process_group", destroy_process_group),
+    ):
+        yield made
 
 
 class Norm:
