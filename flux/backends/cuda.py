@@ -473,10 +473,13 @@ class CudaBackend:
         for stream in (*self._streams, self.native.copy_stream, self.native.network_stream):
             if stream or stream in self._streams:  # torch's default stream is 0
                 self._drained(stream)
-        self.native.look()
-        if self.native.failed and not failed:
-            self._let_go()  # peers wait for what this rank's kernels have not done
-        self.native.close()
-        self._own_data = torch.empty(0)
-        self.transport.leave()
-        self.peers = Peers()
+        try:
+            if not failed:
+                self.native.look()
+                if self.native.failed:
+                    self._let_go()  # peers wait for what this rank's kernels have not done
+        finally:
+            self.native.close()
+            self._own_data = torch.empty(0)
+            self.transport.leave()
+            self.peers = Peers()
