@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from flux import options
-from flux.bench.command import check_writable, progress_bar, ranks_or_exit
+from flux.bench.command import check_writable, say_wrong, speaks, watched_ranks
 from flux.bench.model_cli import bench_model
 from flux.bench.suite_cli import suite
 from flux.kernels.cli import compile_kernels
-from flux.terminal import EXIT_FAILED, PLAIN
+from flux.terminal import EXIT_FAILED
 from flux.trace.cli import trace
 from flux.tune.cli import tune
 
@@ -96,8 +95,8 @@ def bench_op(
     link_rate: options.LinkRate = None,
     backend: options.Backend = None,
     transport: options.Transport = None,
-    repeats: Annotated[int, typer.Option(help="Timed repeats of every method.")] = 15,
-    warmup: Annotated[int, typer.Option(help="Repeats that are not counted.")] = 3,
+    repeats: options.Repeats = 15,
+    warmup: options.Warmup = 3,
     threads: options.Threads = 1,
     seed: options.Seed = 0,
     timeout: options.Timeout = 60.0,
@@ -108,10 +107,8 @@ def bench_op(
     tile: options.Tile = None,
     store: options.Store = None,
     swizzle: options.Swizzle = None,
-    json_target: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write JSON there; - is stdout.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No table, no progress bar.")] = False,
+    json_target: options.JsonTarget = None,
+    quiet: options.QuietTable = False,
 ) -> None:
     """Time one op: unfused (library), medium (chunk per rank), flux. One run, interleaved.
 
@@ -121,54 +118,23 @@ def bench_op(
     Starts its own ranks, or joins torchrun's. torchrun takes --m for one of its own options unless
     told where those end: torchrun --nproc-per-node 2 -m -- flux bench op --m 2048
     """
-    from flux.bench.launch import torchrun_rank, torchrun_world
-
-    config = options.config_of(
-        options.Chosen(
-            op=op,
-            m=m,
-            n=n,
-            k=k,
-            dtype=dtype,
-            nproc=nproc,
-            hosts=hosts,
-            link_rate=link_rate,
-            backend=backend,
-            transport=transport,
-            threads=threads,
-            seed=seed,
-            timeout=timeout,
-            path=path,
-            order=order,
-            direction=direction,
-            comm_tile_rows=comm_tile_rows,
-            tile=tile,
-            store=store,
-            swizzle=swizzle,
-        ),
-        repeats=repeats,
-        warmup=warmup,
-    )
-    world = torchrun_world()
-    speaks = world is None or torchrun_rank() == 0
-    silent = quiet or json_target == "-" or not speaks
-    if speaks and json_target not in (None, "-"):
+    chosen = options.Chosen.among(locals())
+    config = options.config_of(chosen, repeats=repeats, warmup=warmup)
+    silent = quiet or json_target == "-" or not speaks()
+    if speaks() and json_target not in (None, "-"):
         check_writable(json_target)
-    measurement = _measure(config, joining=world is not None, silent=silent)
-    if speaks:
+    measurement = _measure(config, silent=silent)
+    if speaks():
         _report(config, measurement, json_target, silent=silent)
     if measurement.complaints:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _measure(config: BenchConfig, *, joining: bool, silent: bool) -> Measurement:
+def _measure(config: BenchConfig, *, silent: bool) -> Measurement:
     from flux.bench import launch
 
-    console = Console()
-    with (
-        ranks_or_exit(),
-        progress_bar(console, shown=console.is_terminal and not silent) as progress,
-    ):
+    joining = launch.torchrun_world() is not None
+    with watched_ranks(silent) as progress:
         return (launch.joined if joining else launch.spawned)(config, progress)
 
 
@@ -180,9 +146,7 @@ def _report(
     content = report.document(config, measurement, ["flux", *sys.argv[1:]])
     if not silent:
         report.show(content, Console())
-    errors = Console(stderr=True)
-    for complaint in measurement.complaints:
-        errors.print(f"[bold red]wrong result:[/] {escape(complaint)}", **PLAIN)
+    say_wrong(measurement.complaints)
     if json_target is not None:
         report.write_json(content, json_target)
         if not silent:

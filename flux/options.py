@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,6 +36,8 @@ Transport = Annotated[
     str | None,
     typer.Option(help="cpu: shm | send_recv. cuda: symm_mem, or on one GPU virtual | loopback."),
 ]
+Repeats = Annotated[int, typer.Option(help="Timed repeats of every method.")]
+Warmup = Annotated[int, typer.Option(help="Repeats that are not counted.")]
 Threads = Annotated[int, typer.Option(help="GEMM threads of each rank.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for a peer.")]
@@ -45,6 +48,10 @@ CommTileRows = Annotated[int | None, typer.Option(help="Knob: rows moved at once
 Tile = Annotated[str | None, typer.Option(help="Knob: GEMM tile, ROWSxCOLUMNS.")]
 Store = Annotated[str | None, typer.Option(help="Knob: direct | staged")]
 Swizzle = Annotated[str | None, typer.Option(help="Knob: none | rank_shift | xor")]
+JsonTarget = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write JSON there; - is stdout.")
+]
+QuietTable = Annotated[bool, typer.Option("--quiet", help="No table, no progress bar.")]
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,11 @@ class Chosen:
     tile: str | None
     store: str | None
     swizzle: str | None
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Chosen:
+        """Those of a command's arguments."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
 
 def config_of(chosen: Chosen, *, repeats: int = 1, warmup: int) -> BenchConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +39,31 @@ def check_writable(target: str) -> None:
         refuse(f"cannot write {target}: {error.strerror}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         refuse(f"cannot write {target}")
+
+
+def speaks() -> bool:
+    """Whether this process is to print and write: under torchrun, rank 0."""
+    from .launch import torchrun_rank, torchrun_world
+
+    return torchrun_world() is None or torchrun_rank() == 0
+
+
+def say_wrong(complaints: Sequence[str]) -> None:
+    """Print what is wrong with results to stderr."""
+    errors = Console(stderr=True)
+    for complaint in complaints:
+        errors.print(f"[bold red]wrong result:[/] {escape(complaint)}", **PLAIN)
+
+
+@contextmanager
+def watched_ranks(silent: bool) -> Iterator[Progress]:
+    """A progress bar on terminals while ranks run; what becomes of those that fail is said."""
+    console = Console()
+    with (
+        ranks_or_exit(),
+        progress_bar(console, shown=console.is_terminal and not silent) as progress,
+    ):
+        yield progress
 
 
 @contextmanager

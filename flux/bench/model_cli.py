@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from flux.bench.command import check_writable, progress_bar, ranks_or_exit, torchrun_or_own
-from flux.terminal import EXIT_FAILED, PLAIN, refuse
+from flux import options
+from flux.bench.command import (
+    check_writable,
+    say_wrong,
+    speaks,
+    torchrun_or_own,
+    watched_ranks,
+)
+from flux.terminal import EXIT_FAILED, refuse
 
 if TYPE_CHECKING:
     from flux.bench.model import ModelConfig
@@ -49,31 +55,22 @@ def bench_model(
     sequence_parallel: Annotated[
         bool, typer.Option(help="In training and prefill; decoding has none.")
     ] = True,
-    nproc: Annotated[
-        int | None, typer.Option(help="Ranks to start; 2 if not given. Under torchrun: its.")
-    ] = None,
-    hosts: Annotated[
-        str, typer.Option(help="Hosts to make and spread the ranks over: 2, or 3+1. Needs root.")
-    ] = "1",
-    link_rate: Annotated[
-        str | None, typer.Option(help="Speed of every host's link, as 500mbit or 1gbit.")
-    ] = None,
+    nproc: options.Nproc = None,
+    hosts: options.Hosts = "1",
+    link_rate: options.LinkRate = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats.")] = 15,
-    warmup: Annotated[int, typer.Option(help="Repeats that are not counted.")] = 3,
-    threads: Annotated[int, typer.Option(help="GEMM threads of each rank.")] = 1,
+    warmup: options.Warmup = 3,
+    threads: options.Threads = 1,
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a peer.")] = 60.0,
-    json_target: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write JSON there; - is stdout.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No table, no progress bar.")] = False,
+    timeout: options.Timeout = 60.0,
+    json_target: options.JsonTarget = None,
+    quiet: options.QuietTable = False,
 ) -> None:
     """Time a layer of a model with Megatron-core's linear layers and with ours, interleaved.
 
     On the CPU; needs megatron-core. Both must give the same results, before and after, or the exit
     status is 1.
     """
-    from flux.bench.launch import torchrun_rank
     from flux.bench.model import ModelConfig
 
     if importlib.util.find_spec("megatron") is None:
@@ -100,17 +97,12 @@ def bench_model(
         )
     except (ValueError, TypeError) as error:
         refuse(str(error))
-    speaks = world is None or torchrun_rank() == 0
-    silent = quiet or json_target == "-" or not speaks
-    if speaks and json_target not in (None, "-"):
+    silent = quiet or json_target == "-" or not speaks()
+    if speaks() and json_target not in (None, "-"):
         check_writable(json_target)
-    console = Console()
-    with (
-        ranks_or_exit(),
-        progress_bar(console, shown=console.is_terminal and not silent) as progress,
-    ):
+    with watched_ranks(silent) as progress:
         found = _measure(config, world is not None, progress)
-    if speaks:
+    if speaks():
         _report(config, found, json_target, silent)
     if any(phase.complaint for phase in found):
         raise typer.Exit(EXIT_FAILED)
@@ -124,9 +116,6 @@ def _report(
     content = model_report.document(config, found, ["flux", *sys.argv[1:]])
     if not silent:
         model_report.show(content, Console())
-    errors = Console(stderr=True)
-    for phase in found:
-        if phase.complaint:
-            errors.print(f"[bold red]wrong result:[/] {escape(phase.complaint)}", **PLAIN)
+    say_wrong([phase.complaint for phase in found if phase.complaint])
     if json_target is not None:
         report.write_json(content, json_target)

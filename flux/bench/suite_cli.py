@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from flux import options
 from flux.bench.command import check_writable
 from flux.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, refuse
 
@@ -49,10 +50,10 @@ def suite(
     sweep_m: Annotated[
         int | None, typer.Option(help="Rows of the sweeps; the largest of each op if not given.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed repeats of every method.")] = 15,
-    warmup: Annotated[int, typer.Option(help="Repeats that are not counted.")] = 3,
-    threads: Annotated[int, typer.Option(help="GEMM threads of each rank.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    repeats: options.Repeats = 15,
+    warmup: options.Warmup = 3,
+    threads: options.Threads = 1,
+    seed: options.Seed = 0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank.")] = 60.0,
     budget: Annotated[
         str | None, typer.Option(metavar="TIME", help="Begin no shape after 90s, 10m, 2h.")
@@ -123,7 +124,7 @@ def _seconds(budget: str | None) -> float | None:
 
 
 def _plan(
-    chosen: dict[str, Any], place: dict[str, Any], options: dict[str, Any]
+    chosen: dict[str, Any], place: dict[str, Any], course: dict[str, Any]
 ) -> tuple[list[BenchConfig], dict[str, Any]]:
     """Configurations of the shapes, and the settings they share. Raises ValueError."""
     from flux.bench.gpu import problem_here
@@ -142,7 +143,7 @@ def _plan(
     wanted = None if chosen["dtype"] is None else dtype_name(chosen["dtype"])
     problems = _chosen(file.problems(world, wanted), chosen["ops"], chosen["m"])
     configs = [
-        BenchConfig(problem=problem, backend=backend, transport=transport, **options)
+        BenchConfig(problem=problem, backend=backend, transport=transport, **course)
         for problem in problems
     ]
     if backend == "cuda":
@@ -156,7 +157,7 @@ def _plan(
         "world": world,
         "backend": backend,
         "transport": transport,
-        **options,
+        **course,
     }
     return configs, settings
 
@@ -173,7 +174,7 @@ def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list
     """What is left of a file's problems, and with which rows. Raises ValueError."""
     from dataclasses import replace
 
-    from flux.tune.cli import _integers
+    from flux.tune.cli import integers
 
     left = list(problems)
     if ops is not None:
@@ -184,7 +185,7 @@ def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list
                 raise ValueError(f"--ops {name}: the file has {', '.join(sorted(there))}")
         left = [problem for problem in left if problem.op in names]
     if m is not None:
-        rows = _integers("--m", m)
+        rows = integers("--m", m)
         left = [replace(problem, m=size) for problem in left for size in rows]
     return list(dict.fromkeys(left))
 

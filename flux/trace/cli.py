@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from flux import options
-from flux.bench.command import check_writable, progress_bar, ranks_or_exit
+from flux.bench.command import check_writable, speaks, watched_ranks
 from flux.terminal import refuse
 
 if TYPE_CHECKING:
@@ -63,53 +63,24 @@ def trace_op(
     Starts its own ranks, or joins torchrun's. torchrun takes --m for one of its own options unless
     told where those end: torchrun --nproc-per-node 2 -m -- flux trace op --m 2048
     """
-    from flux.bench import launch
+    chosen = options.Chosen.among(locals())
+    config = options.config_of(chosen, warmup=warmup)
+    from flux.bench.launch import torchrun_world
 
     from .run import Wanted, traced
 
-    config = options.config_of(
-        options.Chosen(
-            op=op,
-            m=m,
-            n=n,
-            k=k,
-            dtype=dtype,
-            nproc=nproc,
-            hosts=hosts,
-            link_rate=link_rate,
-            backend=backend,
-            transport=transport,
-            threads=threads,
-            seed=seed,
-            timeout=timeout,
-            path=path,
-            order=order,
-            direction=direction,
-            comm_tile_rows=comm_tile_rows,
-            tile=tile,
-            store=store,
-            swizzle=swizzle,
-        ),
-        warmup=warmup,
-    )
     try:
         wanted = Wanted(tuple(method or ["flux"]), calls, capacity)
     except ValueError as error:
         refuse(str(error))
     if config.backend == "cuda":
         refuse("flux trace op runs on backend cpu")
-    joining = launch.torchrun_world() is not None
-    speaks = not joining or launch.torchrun_rank() == 0
-    if speaks:
+    if speaks():
         check_writable(out)
-    silent = quiet or not speaks
-    console = Console()
-    with (
-        ranks_or_exit(),
-        progress_bar(console, shown=console.is_terminal and not silent) as progress,
-    ):
-        found = traced(config, wanted, progress, joining=joining)
-    if speaks and found is not None:
+    silent = quiet or not speaks()
+    with watched_ranks(silent) as progress:
+        found = traced(config, wanted, progress, joining=torchrun_world() is not None)
+    if speaks() and found is not None:
         _report(found, out, silent=silent)
 
 

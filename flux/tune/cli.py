@@ -48,7 +48,7 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def _integers(name: str, text: str) -> list[int]:
+def integers(name: str, text: str) -> list[int]:
     parts = text.split(",")
     if not all(re.fullmatch(r"\s*[0-9]+\s*", part) and int(part) >= 1 for part in parts):
         raise ValueError(f"{name} must be integers >= 1 with commas between, got {text!r}")
@@ -167,9 +167,9 @@ def _problems(
         if sizes["sequence"] or sizes["batch"]:
             raise ValueError("--sequence and --batch are for models: --shapes FILE")
         return [
-            Problem(op, rows, n, k, wanted or "float32", world or 2) for rows in _integers("--m", m)
+            Problem(op, rows, n, k, wanted or "float32", world or 2) for rows in integers("--m", m)
         ]
-    batches = None if sizes["batch"] is None else _integers("--batch", sizes["batch"])
+    batches = None if sizes["batch"] is None else integers("--batch", sizes["batch"])
     if sizes["sequence"] is not None and sizes["sequence"] < 1:
         raise ValueError(f"--sequence must be at least 1, got {sizes['sequence']}")
     assert file is not None
