@@ -30,8 +30,9 @@ from flux.env import LAYER_TIMEOUT_S
 from flux.knobs import Knobs, Op
 from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.ops._base import TensorParallelOp
+from flux.ops.executor import places_of, why_not_gpus
 from flux.transport.exchange import Exchange, kept_for
-from flux.transport.shm import host_identity
+from flux.transport.p2p import sharing
 
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
@@ -61,7 +62,7 @@ class OpPool:
         self.group = group
         self.exchange = Exchange(group, "flux.layers")
         self.rank, self.world = self.exchange.rank, self.exchange.world
-        self.hosts = len(set(self.exchange.all_gather(host_identity())))
+        self.why_not_gpus = why_not_gpus(sharing(places_of(self.exchange, None)))
         self.timeout_s = LAYER_TIMEOUT_S.get()
         self._entries: dict[tuple[object, ...], _Entry] = {}
         self._numbers: weakref.WeakKeyDictionary[User, int] = weakref.WeakKeyDictionary()

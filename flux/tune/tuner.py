@@ -28,7 +28,7 @@ from flux.topology import Topology
 from flux.tune.cache import Cache
 from flux.tune.choice import group_parts, key_of
 from flux.tune.cost import Shape, gemm_ms
-from flux.tune.halving import Halving, median_ms, rounds_for
+from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
 from flux.tune.launcher import Launcher
 from flux.tune.space import ALWAYS, Candidate, Pruned, Space, candidates
@@ -77,6 +77,7 @@ class Search:
     candidates: tuple[Candidate, ...]
     pruned: list[Pruned]
     halving: Halving
+    warm_up: bool = True
     samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
@@ -155,7 +156,7 @@ def make_search(
     halving = Halving(names, ALWAYS, options.rounds or rounds_for(least_ms))
     if options.exhaustive:
         halving = replace(halving, rounds=halving.rounds[-1:])
-    return Search(problem, shape, tuple(kept), pruned, halving)
+    return Search(problem, shape, tuple(kept), pruned, halving, least_ms < SHORT_MS)
 
 
 class Tuner:
@@ -302,6 +303,7 @@ class Tuner:
             blackboard=str(blackboard),
             seconds=seconds,
             batch=max(2, min(64, _MEMORY_BYTES // (shape.world * per_rank + 1))),
+            warm_up=search.warm_up,
             samples=search.samples,
             excluded=tuple(search.excluded),
             checked=tuple(search.checked),

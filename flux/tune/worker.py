@@ -1,8 +1,8 @@
 """A rank's part of the search for one shape: check candidates, time them in rounds, leave one out.
 
     rank 0 decides what comes next, and everybody does it
-    check   each candidate of a batch that got beyond the first rung: run it on memory full of NaN
-            and compare with float64                              -> wrong: out
+    check   each candidate of a batch that got to the last rung: run it on memory full of NaN and
+            compare with float64                                  -> wrong: out
     rounds  all of the batch and the unfused path, interleaved    -> each reported as it ends
     check   the last result of each, which had other inputs than the round before  -> wrong: out
 
@@ -17,8 +17,8 @@ import contextlib
 import mmap
 import struct
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from flux.bench.problem import BenchConfig
 from flux.bench.reference import Verdict, judge, make_inputs, make_reference
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
-from flux.tune.halving import Halving
+from flux.tune.halving import Halving, Step
 from flux.tune.space import Candidate
 
 ANCHOR = "unfused"
@@ -53,6 +53,7 @@ class Job:
         seconds: until rank 0 calls it a day.
         blackboard: path of a file of 4 bytes.
         batch: candidates whose memory there is room for at once.
+        warm_up: call a candidate once before its first round.
         make: how a candidate is built; importable.
     """
 
@@ -62,6 +63,7 @@ class Job:
     blackboard: str
     seconds: float
     batch: int = 64
+    warm_up: bool = True
     samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     checked: tuple[str, ...] = ()
@@ -119,6 +121,7 @@ class _Worker:
         self._samples = {name: list(taken) for name, taken in job.samples.items()}
         self._excluded = set(job.excluded)
         self._checked = set(job.checked)
+        self._methods: dict[str, Method] = {}  # of the latest batch, whose best come again
         self._alive()
         self._inputs = make_inputs(self._problem, rank, self._config.seed)
         self._reference = make_reference(self._problem, rank, self._inputs)
@@ -126,26 +129,23 @@ class _Worker:
 
     def run(self) -> None:
         """Until the rules are satisfied or the time is over."""
-        while True:
-            batch = self._shared(self._next() if self._rank == 0 else None)
-            if batch is None:
-                return
-            names, rounds, first_look = batch
-            for name in names:
-                # Most candidates go no further than the first rung, whose last results are checked
-                # anyway. Those that do are run on poisoned memory before.
-                if not first_look and name not in self._checked:
-                    self._check(name)
-            self._measure([name for name in names if name not in self._excluded], rounds)
+        try:
+            while (step := self._shared(self._next() if self._rank == 0 else None)) is not None:
+                for name in step.names if step.last_rung else ():
+                    # The last results of every rung are checked anyway; most candidates do not get
+                    # as far as the last one.
+                    if name not in self._checked:
+                        self._check(name)
+                self._measure([name for name in step.names if name not in self._excluded], step)
+        finally:
+            self._keep([])
 
-    def _next(self) -> tuple[tuple[str, ...], int, bool] | None:
-        """What all ranks do next: candidates, rounds, and whether this is the first of several
-        rungs. Rank 0's decision."""
+    def _next(self) -> Step | None:
+        """What all ranks do next. Rank 0's decision."""
         step = self._job.halving.next_step(self._samples, self._excluded)
         if step is None or time.monotonic() > self._deadline:
             return None
-        first_look = step.rung == 0 and len(self._job.halving.rounds) > 1
-        return step.names[: self._job.batch], step.rounds, first_look
+        return replace(step, names=step.names[: self._job.batch])
 
     def _shared(self, value: Any) -> Any:
         values = [value]
@@ -215,39 +215,44 @@ class _Worker:
 
     # -- timing ------------------------------------------------------------------------------------
 
-    def _measure(self, names: list[str], rounds: int) -> None:
+    def _measure(self, names: list[str], step: Step) -> None:
         if not names:
             return
         anchors = [] if ANCHOR in names or ANCHOR in self._excluded else [ANCHOR]
-        methods: dict[str, Method] = {}
-        try:
-            for name in [*names, *anchors]:
-                self._running(name)
-                self._build(name, methods)
-            names = [name for name in names if name in methods]
-            if names:
-                self._rounds(names, methods, rounds)
-        finally:
-            for method in methods.values():
-                method.close()
+        self._keep([*names, *anchors])
+        new = [name for name in (*names, *anchors) if name not in self._methods]
+        for name in new:
+            self._running(name)
+            self._build(name)
+        names = [name for name in names if name in self._methods]
+        if names:
+            # The first call of all is nobody's: libraries set themselves up.
+            warm_up = new if self._job.warm_up else [name for name in new if name == ANCHOR]
+            self._rounds(names, [name for name in warm_up if name in self._methods], step.rounds)
         self._idle()  # not when it failed: the blackboard then says at what
 
-    def _build(self, name: str, methods: dict[str, Method]) -> None:
+    def _keep(self, names: Collection[str]) -> None:
+        """Close what was built, but for these."""
+        for name in [name for name in self._methods if name not in names]:
+            self._methods.pop(name).close()
+
+    def _build(self, name: str) -> None:
         """Build a candidate, unless it is refused: then, on all ranks alike, it is excluded."""
         try:
-            methods[name] = self._make(self._config, self._candidate(name), self._rank)
+            self._methods[name] = self._make(self._config, self._candidate(name), self._rank)
             verdict = Verdict(True, 0.0)
         except (ValueError, TypeError) as error:
             verdict = Verdict(False, 0.0, f"refused: {error}")
-        if not self._agreed(name, verdict) and name in methods:
-            methods.pop(name).close()
+        if not self._agreed(name, verdict) and name in self._methods:
+            self._methods.pop(name).close()
 
-    def _rounds(self, names: list[str], methods: dict[str, Method], rounds: int) -> None:
-        calls = {name: self._call(name, method) for name, method in methods.items()}
+    def _rounds(self, names: list[str], warm_up: list[str], rounds: int) -> None:
+        calls = {name: self._call(name, method) for name, method in self._methods.items()}
         timing = Rounds(calls, self._place)
         with torch.no_grad(), quiet_collector():
             self._flip()
-            timing.run(0)  # not counted: pages are touched, threads start
+            if warm_up:
+                Rounds({name: calls[name] for name in warm_up}, self._place).run(0)
             index = 0
             while any(len(self._samples.get(name, ())) < rounds for name in names):
                 index += 1
