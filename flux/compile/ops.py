@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from flux.layers.pool import pool_of
+from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.ops._library import LIBRARY, register_fake, spread
 from flux.ops.functional import (
     all_gather_matmul_fake,
@@ -53,7 +54,9 @@ def _all_gather_matmul(
 
     def product(rows: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         m, n = rows.shape[0] * pool.world, tuple(B.shape[1] * pool.world for B in Bs)
-        op = pool.ag_gemm(pool.graphs, m, n, rows.shape[1], rows.dtype, transpose_weight=not turned)
+        op = pool.op(
+            AGGemm, pool.graphs, m, n, rows.shape[1], rows.dtype, transpose_weight=not turned
+        )
         result = op(rows, weights, bias, return_gathered=return_A)
         return result if return_A else (result, None)
 
@@ -70,8 +73,13 @@ def _matmul_reduce_scatter(
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         weights, turned = _as_weights([weight])
         sizes = (weight.shape[1], weight.shape[0] * pool.world, rows.dtype)
-        op = pool.gemm_rs(
-            pool.graphs, rows.shape[0], *sizes, transpose_weight=not turned, reduce=reduce_op
+        op = pool.op(
+            GemmRS,
+            pool.graphs,
+            rows.shape[0],
+            *sizes,
+            transpose_weight=not turned,
+            reduce=reduce_op,
         )
         return op(rows, *weights)
 
@@ -85,8 +93,8 @@ def _matmul_all_reduce(
     pool = pool_of(group_name)
     weights, turned = _as_weights([B])
     sizes = (B.shape[1], B.shape[0] * pool.world, A.dtype)
-    op = pool.gemm_ar(
-        pool.graphs, A.shape[0], *sizes, transpose_weight=not turned, reduce=reduce_op
+    op = pool.op(
+        GemmAR, pool.graphs, A.shape[0], *sizes, transpose_weight=not turned, reduce=reduce_op
     )
     return op(A, *weights)
 

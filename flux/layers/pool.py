@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from flux.env import LAYER_TIMEOUT_S
 from flux.knobs import Knobs, Op
-from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.ops._base import TensorParallelOp
 from flux.ops.executor import places_of, why_not_gpus
 from flux.transport.exchange import Exchange, kept_for
@@ -74,8 +73,9 @@ class OpPool:
 
     # -- ops ---------------------------------------------------------------------------------------
 
-    def ag_gemm(
+    def op(
         self,
+        kind: type[O],
         user: User,
         m: int,
         n: int | tuple[int, ...],
@@ -84,52 +84,12 @@ class OpPool:
         *,
         transpose_weight: bool = False,
         fused: bool = True,
-    ) -> AGGemm:
-        """An AGGemm for ``m`` rows. Sizes are global. Collective when there is none yet."""
-        return self._op(AGGemm, user, m, n, k, dtype, transpose_weight, fused)
-
-    def gemm_rs(
-        self,
-        user: User,
-        m: int,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        *,
-        transpose_weight: bool = False,
-        fused: bool = True,
-        reduce: str = "sum",
-    ) -> GemmRS:
-        """A GemmRS for ``m`` rows. Sizes are global. Collective when there is none yet."""
-        return self._op(GemmRS, user, m, n, k, dtype, transpose_weight, fused, reduce=reduce)
-
-    def gemm_ar(
-        self,
-        user: User,
-        m: int,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        *,
-        transpose_weight: bool = False,
-        fused: bool = True,
-        reduce: str = "sum",
-    ) -> GemmAR:
-        """A GemmAR for ``m`` rows. Sizes are global. Collective when there is none yet."""
-        return self._op(GemmAR, user, m, n, k, dtype, transpose_weight, fused, reduce=reduce)
-
-    def _op(
-        self,
-        kind: Callable[..., O],
-        user: User,
-        m: int,
-        n: int | tuple[int, ...],
-        k: int,
-        dtype: torch.dtype,
-        transpose_weight: bool,
-        fused: bool,
         **options: str,
     ) -> O:
+        """An op of this kind for ``m`` rows. Sizes are global. Collective when there is none yet.
+
+        ``fused`` False: the library's collective and one product. ``options``: more of the op's.
+        """
         key = (kind, n, k, dtype, transpose_weight, fused, *options.values())
         entry = self._entries.get(key)
         if entry is None or entry.op.closed or entry.op.spec.max_m < m:
@@ -139,7 +99,7 @@ class OpPool:
                 max_m = max(m, 2 * entry.op.spec.max_m)  # doubling: growing M rebuilds seldom
                 entry.op.close()
             self._drop_unused()
-            op = kind(
+            op = cast(Callable[..., O], kind)(
                 self.group,
                 max_m=max_m,
                 n=n,
