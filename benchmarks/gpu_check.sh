@@ -49,8 +49,25 @@ build_kernels() {
   "$python" tools/compile_kernels.py --set minimal --arch 90a,80 --out flux/lib/kernels
 }
 
+# Kernels of a trace build come with the others (make kernels ARGS=--trace), or are built here.
+build_trace_kernels() {
+  "$python" tools/compile_kernels.py --trace --set minimal --arch 90a --out flux/lib/kernels
+}
+
+# All ranks on the GPU, then one whose peers are played: what a multiprocessor does while it waits.
+trace_ops() {
+  local op
+  for op in ag_gemm gemm_rs gemm_ar; do
+    "$python" -m flux trace op --op "$op" --transport virtual --nproc 4 --m 4096 --n 8192 --k 4096 \
+      --calls 2 --out "$out/trace_virtual_$op.json" || return
+    "$python" -m flux trace op --op "$op" --transport loopback --nproc 4 --m 4096 --n 8192 --k 4096 \
+      --calls 2 --out "$out/trace_loopback_$op.json" || return
+  done
+}
+
 nvidia-smi > "$out/nvidia-smi.txt" 2>&1
-export -f build_native build_kernels
+export -f build_native build_kernels build_trace_kernels trace_ops
+export out
 export python
 step native 120 bash -c build_native
 compgen -G 'flux/lib/kernels/*/*.so' > /dev/null || step kernels 400 bash -c build_kernels
@@ -58,6 +75,9 @@ step test_small 60 "${tests[@]}" -x -k "small or plain"
 step test_gpu 120 "${tests[@]}"
 step kernels_bench 110 "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json"
 step loopback_bench 120 "$python" benchmarks/gpu_loopback.py "$out/loopback.json"
+compgen -G 'flux/lib/kernels/*_traced_*/*.so' > /dev/null ||
+  step trace_kernels 200 bash -c build_trace_kernels
+step trace 90 bash -c trace_ops
 step memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 1 \
   "${tests[@]}" -k small
 step test_loopback 60 "${tests[@]/test_gpu/test_gpu_loopback}"

@@ -26,6 +26,7 @@ extern const FluxKernel flux_null_ag_gemm = {FLUX_ABI_VERSION,
                                              &prepare,
                                              &launch,
                                              &meet,
+                                             nullptr,
                                              nullptr};
 extern const FluxKernel flux_null_gemm_rs = {FLUX_ABI_VERSION,
                                              sizeof(FluxGemmArgs),
@@ -36,7 +37,8 @@ extern const FluxKernel flux_null_gemm_rs = {FLUX_ABI_VERSION,
                                              &prepare,
                                              &launch,
                                              &meet,
-                                             &reduce};
+                                             &reduce,
+                                             nullptr};
 
 int cuGetErrorString(int, const char** text) {
   *text = "no error";
@@ -59,6 +61,10 @@ int cuEventCreate(void** event, unsigned) {
 }
 int cuEventDestroy_v2(void*) { return 0; }
 int cuEventRecord(void*, void*) { return 0; }
+int cuEventElapsedTime(float* ms, void*, void*) {
+  *ms = 0;
+  return 0;
+}
 int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
 int cuMemcpyAsync(std::uintptr_t, std::uintptr_t, std::size_t, void*) { return 0; }
 int cuStreamWriteValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) { return 0; }

@@ -233,7 +233,41 @@ def reduce(
     scale: float = 1.0,
 ) -> None: ...
 
+class StreamTrace:
+    """What streams of a GPU did when, by events: csrc/host/stream_trace.h."""
+
+    STAMPS: int
+    dropped: int
+    def __init__(self, driver: Driver, capacity: int) -> None: ...
+    def begin(self, stream: int) -> int: ...
+    def end(
+        self,
+        token: int,
+        stream: int,
+        work: int,
+        call: int = 0,
+        peer: int = -1,
+        begin: int = 0,
+        end: int = 0,
+        at: int = -1,
+        signal: int = -1,
+        nbytes: int = 0,
+    ) -> None: ...
+    def tie(
+        self, stream: int, kernel: Kernel | None = None, times: int = 0
+    ) -> tuple[int, int, int, int]:
+        """ns: what is added to the kernels' clock to have Lane.now, what both clocks may be wrong
+        by, what they may be apart beside, the least step of the kernels'."""
+
+    @property
+    def records(
+        self,
+    ) -> list[tuple[int, tuple[int, int, int, int, int, int, int, int, int, int, int, int]]]: ...
+    def close(self) -> None: ...
+
 ABI_VERSION: int
+TRACE_RECORD_BYTES: int
+TRACE_UNITS: int
 NVSHMEM_ABI: tuple[int, int, int]
 """FLUX_NVSHMEM_ABI_VERSION, and bytes of its two structs of arguments."""
 MAX_KERNEL_WORLD: int
@@ -255,6 +289,7 @@ class KernelSync:
     epoch: int
     timeout_ns: int
     status: int
+    trace: int
 
 class GemmArgs:
     """FluxGemmArgs of csrc/cuda/abi.h. Pointers are addresses."""
@@ -319,6 +354,7 @@ class Kernel:
     name: str
     tile: tuple[int, int]
     reduces: bool
+    traces: bool
     def __init__(self, library: str, symbol: str) -> None: ...
     def prepare(self, device: int) -> None: ...
     def workspace_bytes(self, args: GemmArgs) -> int: ...
@@ -352,6 +388,7 @@ def act_as_peer(
     parts: Sequence[_GatherPart],
     entries: Sequence[int],
     signals: Sequence[int],
+    trace: StreamTrace | None = None,
 ) -> None: ...
 
 Rows = tuple[int, int, int, int]
@@ -458,6 +495,7 @@ class CudaOp:
     def close(self) -> None: ...
     def look(self) -> None: ...
     def let_go(self) -> None: ...
+    def trace(self, kernels: int, streams: StreamTrace | None) -> None: ...
     def workspace_bytes(self, schedule: Schedule, operands: Sequence[Operand], k: int) -> int: ...
     def set_workspace(self, stream: int, address: int, bytes: int) -> None: ...
     def ag_gemm(

@@ -305,6 +305,9 @@ def _kernels() -> list[Item]:
         items.append(Item("libraries", "none", ABSENT, "flux compile builds them"))
     for (op, arch), count in sorted(counts.items()):
         items.append(Item(f"{op} sm_{arch}", f"{count} config{'s' if count > 1 else ''}"))
+    if built.traced:
+        note = "for flux trace"
+        items.append(Item("trace builds", f"{len(built.traced)} configs", note=note))
     if built.stale:
         note = "made from other sources, not used; flux compile makes new ones"
         items.append(Item("stale libraries", str(len(built.stale)), WARNING, note))

@@ -130,6 +130,13 @@ NVTX = Variable[bool | None](
     "NVTX ranges around calls on GPUs and their stages, for profilers (0 or 1); unset: when a "
     "profiler collects them",
 )
+TRACE = Variable(
+    "FLUX_TRACE",
+    _flag,
+    False,
+    "ops on GPUs take kernels of a trace build (`flux compile --trace`), which flux.trace can ask "
+    "what they did when (0 or 1); `flux trace op` sets it for its ops",
+)
 
 BENCH_BYTE_FLUX_PYTHON = Variable(
     "FLUX_BENCH_BYTE_FLUX_PYTHON",
@@ -153,5 +160,6 @@ VARIABLES: tuple[
     CCACHE,
     TUNE_CACHE,
     NVTX,
+    TRACE,
     BENCH_BYTE_FLUX_PYTHON,
 )

@@ -64,7 +64,7 @@ _VARIANTS: dict[str, dict[str, str]] = {
 }
 
 
-def _kernels(library: Path) -> dict[str, BuiltKernel]:
+def _kernels(library: Path, build: str = "") -> dict[str, BuiltKernel]:
     kernels = {}
     for name, options in _VARIANTS.items():
         for weight in ("nk", "kn"):
@@ -73,7 +73,7 @@ def _kernels(library: Path) -> dict[str, BuiltKernel]:
             fields = {"dtype": "bf16", "weight": weight, "alignment": 1, **options}
             config = GemmConfig(op, "90a", tile=(64, 64, 64), schedule="pingpong", **fields)
             symbol = f"flux_emulated_{op}_{weight}{rest}"
-            kernels[symbol] = BuiltKernel(config, library, symbol, Usage())
+            kernels[symbol] = BuiltKernel(config, library, symbol + build, Usage())
     return kernels
 
 
@@ -195,7 +195,8 @@ class EmulatedDevice:
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
         self.driver = _C.Driver(str(library))
-        self.registry = EmulatedRegistry((), _kernels(library), (), (), ())
+        traced = _kernels(library, "_traced")
+        self.registry = EmulatedRegistry((), _kernels(library), (), (), (), traced)
         self._current = self.driver.create_stream()
         self._main = self._current
         self._kept: list[torch.Tensor] = []
@@ -211,6 +212,10 @@ class EmulatedDevice:
     def streams(self) -> int:
         """Streams that have not been destroyed."""
         return int(self.library.emulator_streams())
+
+    def timed_events(self) -> int:
+        """Events with times that have not been destroyed."""
+        return int(self.library.emulator_timed_events())
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype)

@@ -21,6 +21,7 @@
 
 #include "batch_op.h"
 #include "cuda/arguments.h"
+#include "emulated_trace.h"
 #include "multicast.h"
 
 namespace {
@@ -30,6 +31,7 @@ using Clock = std::chrono::steady_clock;
 
 std::atomic<int> delay_us{0};
 std::atomic<int> streams_alive{0};
+std::atomic<int> timed_events{0};
 std::atomic<bool> copies_refused{false};
 std::atomic<bool> launches_refused{false};
 
@@ -92,7 +94,9 @@ class Stream {
 using Flag = std::shared_ptr<std::atomic<bool>>;
 
 struct Event {
+  bool timed = false;
   Flag done = std::make_shared<std::atomic<bool>>(true);
+  std::shared_ptr<std::uint64_t> passed = std::make_shared<std::uint64_t>(0);  // when
   std::uint64_t capture = 0;  // of its last record; 0: none
   int number = 0;             // within that
 };
@@ -158,6 +162,7 @@ void nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 
 constexpr int kTileM = 4;
 constexpr int kTileN = 8;
+constexpr int kBlock = 3;  // each kernel has one, which does everything
 
 float to_float(std::uint16_t bits) {
   const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
@@ -174,9 +179,13 @@ std::uint16_t to_bf16(float value) {
 
 bool await(const std::uint32_t* words, int index, const FluxSync& sync, int code, int tile) {
   const auto begin = Clock::now();
-  for (;;) {
+  const std::uint64_t stamp = emulated::now();
+  for (bool first = true;; first = false) {
     const std::uint32_t seen = load(words + index);
-    if (epoch_reached(seen, sync.epoch)) return true;
+    if (epoch_reached(seen, sync.epoch)) {
+      if (!first) emulated::tell(sync, stamp, FLUX_TRACE_WAIT, tile, code, index, kBlock);
+      return true;
+    }
     if (__atomic_load_n(sync.status, __ATOMIC_ACQUIRE) != 0) return false;
     if (Clock::now() - begin > std::chrono::nanoseconds(sync.timeout_ns)) {
       sync.status[FLUX_STATUS_TILE] = tile;
@@ -251,8 +260,10 @@ void run_ag_gemm(const FluxGemmArgs& args) {
     for (int i = waits.begin; args.signals != nullptr && i < waits.end; ++i) {
       await(args.signals, i, args.sync, FLUX_WAIT_GATHER, tile.m);
     }
+    const std::uint64_t began = emulated::now();
     dawdle();
     store_tile<C>(args, tile);
+    emulated::tell(args.sync, began, FLUX_TRACE_TILE, tile.m, tile.n, 0, kBlock);
   }
 }
 
@@ -265,6 +276,7 @@ void run_gemm_rs(const FluxGemmArgs& args) {
   for (int slot = 0; slot < map.rows * map.columns; ++slot) {
     const TileCoord tile = tile_at(map, slot);
     const Range owners = owners_of_tile(to.tiling, tile.m);
+    const std::uint64_t begin = emulated::now();
     bool free[FLUX_MAX_WORLD] = {};
     for (int owner = owners.begin; owner < owners.end; ++owner) {
       FluxSync sync = to.sync;
@@ -284,10 +296,13 @@ void run_gemm_rs(const FluxGemmArgs& args) {
         row[c] = to_bf16(C::kInFlight ? to_float(row[c]) + value : value);
       }
     }
+    emulated::tell(to.sync, begin, FLUX_TRACE_TILE, tile.m, tile.n, 0, kBlock);
+    const std::uint64_t stored = emulated::now();
     for (int owner = owners.begin; owner < owners.end; ++owner) {
       if (!free[owner]) continue;
       store(to.flags[owner] + flag_index(to.tiling, to.rank, owner, tile.m, tile.n), to.sync.epoch);
     }
+    emulated::tell(to.sync, stored, FLUX_TRACE_RELEASE, tile.m, tile.n, 0, kBlock);
   }
 }
 
@@ -342,8 +357,11 @@ void run_reduce(const FluxReduceArgs& args) {
         complete &= await(args.flags, flag, args.sync, FLUX_WAIT_PARTIAL, row);
       }
       const Range columns{column * args.tile_n, min_of((column + 1) * args.tile_n, args.n)};
+      const std::uint64_t begin = emulated::now();
       dawdle();
       sum_tile(args, rows, columns, complete);
+      emulated::tell(args.sync, begin, FLUX_TRACE_SUM, args.first_row + rows.begin, column,
+                     rows.end - rows.begin, kBlock);
     }
   }
 }
@@ -381,17 +399,40 @@ int meet(const FluxMeetArgs* args, void* stream) { return launch<run_meet>(args,
 int reduce(const FluxReduceArgs* args, void* stream) { return launch<run_reduce>(args, stream); }
 std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
 int prepare(int) { return FLUX_OK; }
+int stamp(std::uint64_t* times, std::int32_t count, void* stream) {
+  stream_of(stream)->put([=] { emulated::stamp(times, count); });
+  return FLUX_OK;
+}
+// Kernels of other builds do not look at the trace.
+template <auto kRun>
+void untraced(const FluxGemmArgs& args) {
+  FluxGemmArgs blind = args;
+  blind.sync.trace = nullptr;
+  kRun(blind);
+}
 
 }  // namespace
 
 extern "C" {
 
-#define EMULATED(symbol, version, reduction, ...)                                 \
-  extern const FluxKernel symbol = {version,  sizeof(FluxGemmArgs),               \
-                                    #symbol,  kTileM,                             \
-                                    kTileN,   &no_workspace,                      \
-                                    &prepare, &launch<__VA_ARGS__, FluxGemmArgs>, \
-                                    &meet,    reduction};
+#define EMULATED(symbol, version, reduction, ...)                                           \
+  extern const FluxKernel symbol = {version,  sizeof(FluxGemmArgs),                         \
+                                    #symbol,  kTileM,                                       \
+                                    kTileN,   &no_workspace,                                \
+                                    &prepare, &launch<untraced<__VA_ARGS__>, FluxGemmArgs>, \
+                                    &meet,    reduction,                                    \
+                                    nullptr};                                               \
+  extern const FluxKernel symbol##_traced = {version,                                       \
+                                             sizeof(FluxGemmArgs),                          \
+                                             #symbol "_traced",                             \
+                                             kTileM,                                        \
+                                             kTileN,                                        \
+                                             &no_workspace,                                 \
+                                             &prepare,                                      \
+                                             &launch<__VA_ARGS__, FluxGemmArgs>,            \
+                                             &meet,                                         \
+                                             reduction,                                     \
+                                             &stamp};
 #define EMULATED_AG(suffix, ...)                                     \
   EMULATED(flux_emulated_ag_gemm##suffix, FLUX_ABI_VERSION, nullptr, \
            run_ag_gemm<Config<__VA_ARGS__>>)
@@ -446,14 +487,18 @@ int cuStreamSynchronize(void* stream) {
   return 0;
 }
 int cuStreamQuery(void* stream) { return stream_of(stream)->idle() ? 0 : 600; }
-int cuEventCreate(void** event, unsigned) {
-  *event = new Event;
+int cuEventCreate(void** event, unsigned flags) {
+  *event = new Event{flags == 0};
+  timed_events += flags == 0;
   return 0;
 }
-int cuEventDestroy_v2(void* event) {
-  delete static_cast<Event*>(event);
+int cuEventDestroy_v2(void* handle) {
+  auto* event = static_cast<Event*>(handle);
+  timed_events -= event->timed;
+  delete event;
   return 0;
 }
+int emulator_timed_events() { return timed_events; }
 int cuEventRecord(void* handle, void* stream) {
   auto* event = static_cast<Event*>(handle);
   if (Graph* graph = stream_of(stream)->capture; graph != nullptr) {
@@ -464,7 +509,19 @@ int cuEventRecord(void* handle, void* stream) {
   }
   event->capture = 0;
   event->done = std::make_shared<std::atomic<bool>>(false);
-  stream_of(stream)->put([done = event->done] { *done = true; });
+  event->passed = std::make_shared<std::uint64_t>(0);
+  stream_of(stream)->put([done = event->done, passed = event->passed] {
+    *passed = emulated::now();
+    *done = true;
+  });
+  return 0;
+}
+int cuEventElapsedTime(float* ms, void* begin, void* end) {
+  const auto* from = static_cast<Event*>(begin);
+  const auto* to = static_cast<Event*>(end);
+  if (!from->timed || !to->timed) return 400;
+  if (*from->passed == 0 || *to->passed == 0) return 600;
+  *ms = static_cast<float>(static_cast<std::int64_t>(*to->passed - *from->passed) * 1e-6);
   return 0;
 }
 int cuStreamWaitEvent(void* stream, void* handle, unsigned) {

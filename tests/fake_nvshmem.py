@@ -18,7 +18,12 @@ from flux.transport.nvshmem_library import NvshmemLibrary
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).parent
-_KERNEL_SOURCES = ("cuda/runtime/relay.cuh", "cuda/gemm/reduce.cuh", "cuda/sync.cuh")
+_KERNEL_SOURCES = (
+    "cuda/runtime/relay.cuh",
+    "cuda/gemm/reduce.cuh",
+    "cuda/sync.cuh",
+    "cuda/trace.cuh",
+)
 _PTX = (
     (
         r'asm volatile\("ld\.acquire\.sys\.global\.u(?:32|64) %0, \[%1\];".*?\);',
@@ -98,10 +103,11 @@ class Sync(ctypes.Structure):
 
     _fields_ = (
         ("epoch", ctypes.c_uint32),
-        ("pad_", _i),
+        ("launch", _i),
         ("timeout_ns", _l),
         ("status", _p),
         ("count", _p),
+        ("trace", _p),
     )
 
 

@@ -51,6 +51,8 @@ def test_the_header_is_read_completely() -> None:
     found = structs()
     assert set(found) == {
         "FluxOrder",
+        "FluxTraceRecord",
+        "FluxTrace",
         "FluxSync",
         "FluxGemmArgs",
         "FluxReduceArgs",

@@ -225,7 +225,7 @@ def test_torchrun() -> None:
 
 def _without_gpus(rank: int, world: int) -> str:
     with pytest.raises(ValueError) as caught:
-        launch._check_gpus(config_of("ag_gemm", None, world))
+        launch.check_gpus(config_of("ag_gemm", None, world))
     return str(caught.value)
 
 

@@ -66,7 +66,7 @@ def find_tool(name: str) -> str | None:
 def sass_of(kernel: BuiltKernel, arch: str) -> str:
     """Instructions of the GEMM itself, one per line."""
     functions = functions_in(kernel.library, arch)
-    [gemm] = [sass for name, sass in functions.items() if kernel.symbol in name]
+    [gemm] = [sass for name, sass in functions.items() if kernel.config.name in name]
     return gemm
 
 
@@ -118,6 +118,32 @@ def test_flags_are_raised_after_the_stores_are_complete(registry: Registry) -> N
         before = sass[: flag.start()]
         assert "FENCE.VIEW.ASYNC.G" in before and "MEMBAR.ALL.SYS" in before
     assert "STG.E.STRONG.SYS" in sass
+
+
+def clock_reads(sass: str) -> int:
+    return len(re.findall(r"SR_GLOBALTIMERLO", sass))
+
+
+@pytest.mark.parametrize("op", ["gemm", "ag_gemm", "gemm_rs"])
+def test_the_clock_is_read_by_waits_alone(registry: Registry, op: str) -> None:
+    """But in trace builds: where a wait begins, and as it goes on."""
+    waits = {"gemm": 0, "ag_gemm": 1, "gemm_rs": 1}
+    assert clock_reads(sm90(registry, op)) == 2 * waits[op]
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_trace_builds_stamp_tiles(registry: Registry, op: str) -> None:
+    traced = registry.for_traces()
+    [config] = [c for c in MINIMAL if (c.op, c.arch) == (op, "90a")]
+    kernel = kernel_of(traced, config)
+    assert _C.Kernel(str(kernel.library), kernel.symbol).traces
+    plain = kernel_of(registry, config)
+    assert not _C.Kernel(str(plain.library), plain.symbol).traces
+    sass = sass_of(kernel, "90a")
+    assert clock_reads(sass) > clock_reads(sass_of(plain, "90a")) and "SR_VIRTUALSMID" in sass
+    usage = kernel.usage
+    assert usage.registers <= plain.usage.registers
+    assert usage.spill_store_bytes == usage.spill_load_bytes == 0, usage
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])

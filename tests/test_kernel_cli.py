@@ -242,6 +242,69 @@ def test_within_a_root_the_newest_counts(sandbox: Sandbox) -> None:
     assert not {kernel.library for kernel in built.kernels.values()} & set(old)
 
 
+def test_trace_builds_lie_beside_the_others(sandbox: Sandbox) -> None:
+    fused = [config for config in SM90 if config.op != "gemm"]
+    sandbox.compile("--set", "minimal", "--arch", "90a")
+    plain = set(sandbox.built())
+    listed = sandbox.compile("--set", "minimal", "--arch", "90a", "--trace", "--list").stdout
+    assert listed.splitlines() == [f"{'-':<6}{config.name}" for config in fused]
+    done = sandbox.compile("--set", "minimal", "--arch", "90a", "--trace")
+    assert done.returncode == 0 and f"{len(fused)} kernels built" in done.stdout
+    traced = set(sandbox.built()) - plain
+    assert len(traced) == len(fused) and all("_bf16_traced_" in path.name for path in traced)
+    for path in traced:
+        assert "#define FLUX_TRACE" in (path.parent / "kernels.cu").read_text()
+        content = json.loads(path.with_suffix(".json").read_text())
+        assert content["traced"] is True
+        assert all(symbol.endswith("_traced") for symbol in content["kernels"])
+    calls = len(sandbox.calls())
+    sandbox.compile("--set", "minimal", "--arch", "90a", "--trace")
+    assert len(sandbox.calls()) == calls, "they are there already"
+    listed = sandbox.compile("--set", "minimal", "--arch", "90a", "--trace", "--list").stdout
+    assert listed.count("built") == len(fused)
+
+    found = Registry.load([sandbox.cache])
+    assert set(found.kernels) == {config.name for config in SM90}
+    assert {kernel.library for kernel in found.kernels.values()} <= plain
+    traces = found.for_traces()
+    assert set(traces.kernels) == {config.name for config in fused}
+    for kernel in traces.candidates("ag_gemm", "bf16", (9, 0), BIG):
+        assert kernel.symbol == f"{kernel.config.name}_traced" and kernel.library in traced
+        assert kernel.usage.registers == 168
+
+
+def test_what_is_built_ahead_replaces_no_other_build(sandbox: Sandbox) -> None:
+    out = sandbox.root / "package"
+    both = ["--set", "minimal", "--arch", "90a", "--out", str(out)]
+    sandbox.compile(*both)
+    sandbox.compile(*both, "--trace")
+    before = sandbox.built(out)
+    change_a_header(sandbox)
+    sandbox.compile(*both)
+    after = sandbox.built(out)
+    assert {path for path in before if "_traced_" in path.name} <= set(after)
+    assert len(after) == len(before), "of each build the old ones are gone, or none are"
+    found = Registry.load([out])
+    assert len(found.kernels) == len(SM90) and not found.traced and len(found.stale) == 2
+
+
+def test_manifests_of_before_are_of_no_trace_build(sandbox: Sandbox) -> None:
+    sandbox.compile("--set", "minimal", "--arch", "90a")
+    for path in sandbox.built():
+        content = json.loads(path.with_suffix(".json").read_text())
+        del content["traced"]
+        path.with_suffix(".json").write_text(json.dumps(content))
+    found = Registry.load([sandbox.cache])
+    assert len(found.kernels) == len(SM90) and not found.traced and not found.damaged
+
+
+def test_doctor_tells_trace_builds_apart(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "package_root", lambda: sandbox.root / "package")
+    sandbox.compile("--set", "minimal", "--arch", "90a", "--trace")
+    found = kernels_section()
+    assert found["libraries"].value == "none" and found["trace builds"].value == "2 configs"
+
+
 def test_without_sources_nothing_is_stale(sandbox: Sandbox) -> None:
     sandbox.compile("--set", "minimal")
     shutil.rmtree(sandbox.csrc)

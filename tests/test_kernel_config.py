@@ -314,6 +314,13 @@ FLUX_KERNEL({name}, flux::sm90::GemmRS<{name}_config>)
     )
 
 
+def test_a_unit_of_a_trace_build_says_so_first() -> None:
+    plain, traced = translation_unit([HOPPER]), translation_unit([HOPPER], traced=True)
+    (head, rest), name = plain.split("\n\n", 1), HOPPER.name
+    rest = rest.replace(f"FLUX_KERNEL({name},", f"FLUX_KERNEL({name}_traced,")
+    assert traced == f"{head}\n\n#define FLUX_TRACE\n\n{rest}"
+
+
 extents = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256])
 configs = st.builds(
     GemmConfig,

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 3
+#define FLUX_ABI_VERSION 4
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -33,14 +33,47 @@ typedef struct FluxOrder {
   const int32_t* sequence; /* (host) W chunks in visiting order, or null: by order and mesh */
 } FluxOrder;
 
+/* What kernels of a trace build put down of their own work (flux/trace/gpu.py reads it; cuda/trace.cuh
+ * writes). Times are of %globaltimer. */
+typedef struct FluxTraceRecord {
+  uint64_t begin_ns;
+  uint64_t end_ns;
+  int32_t kind;   /* FLUX_TRACE_* */
+  int32_t row;    /* row of GEMM tiles; of a sum: the first row of [M, n] */
+  int32_t column; /* of GEMM tiles; of a wait: FLUX_WAIT_* */
+  int32_t signal; /* of a wait: index of the signal, flag or entry; of a sum: rows */
+  int32_t sm;     /* multiprocessor */
+  int32_t unit;   /* block * FLUX_TRACE_UNITS + warp group: one of these does one thing at a time */
+  uint32_t epoch; /* of the call */
+  uint32_t launch; /* FluxSync.launch */
+} FluxTraceRecord;
+enum {
+  FLUX_TRACE_TILE = 1, /* a GEMM tile, from its first multiplication to the end of its epilogue */
+  FLUX_TRACE_PART = 2, /* stream-K: a part of a tile that another block finishes */
+  FLUX_TRACE_WAIT = 3, /* for what was not there at the first look */
+  FLUX_TRACE_RELEASE = 4, /* stores of a tile awaited, and its flags raised at their owners */
+  FLUX_TRACE_SUM = 5,     /* partials added up */
+  FLUX_TRACE_UNITS = 4
+};
+/* In device memory, all of it there before the call. What has no room is counted and left out. */
+typedef struct FluxTrace {
+  uint32_t count; /* of records, those without room included */
+  uint32_t capacity;
+  FluxTraceRecord* records;
+  uint64_t* begun; /* by unit: when its tile began */
+  uint32_t blocks; /* that `begun` has room for */
+  uint32_t lost;   /* tiles of other blocks */
+} FluxTrace;
+
 /* Waits. Signals hold the epoch of the call that raised them (csrc/core/signal.h). A call that is
  * captured into a graph does not know its number: FluxMeetArgs. */
 typedef struct FluxSync {
   uint32_t epoch;
-  uint32_t pad_;
+  uint32_t launch;       /* for traces: number of the weight, or the rank whose rows are summed */
   uint64_t timeout_ns;   /* a wait that takes longer is recorded in `status` and given up */
   uint64_t* status;      /* FLUX_STATUS_WORDS words of this rank's pad; zero: no wait has failed */
   const uint32_t* count; /* entries hold the number that stands here, or (null) the epoch */
+  FluxTrace* trace; /* trace builds: where to put down what happens, or null; others ignore it */
 } FluxSync;
 
 /* What a failed wait leaves in FluxSync.status. The first one to fail writes; later waits of the
@@ -155,6 +188,8 @@ typedef struct FluxKernel {
   int (*launch)(const FluxGemmArgs* args, void* stream); /* asynchronous */
   int (*meet)(const FluxMeetArgs* args, void* stream);
   int (*reduce)(const FluxReduceArgs* args, void* stream); /* gemm_rs, else null */
+  /* Trace builds, else null: reads %globaltimer `count` times, one right after the other. */
+  int (*stamp)(uint64_t* times, int32_t count, void* stream);
 } FluxKernel;
 
 #endif

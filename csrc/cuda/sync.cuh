@@ -14,6 +14,7 @@
 
 #include "core/signal.h"
 #include "cuda/abi.h"
+#include "cuda/trace.cuh"
 
 namespace flux {
 
@@ -33,12 +34,6 @@ __device__ __forceinline__ std::uint32_t load_acquire_sys(const std::uint64_t* w
 
 __device__ __forceinline__ void store_release_sys(std::uint32_t* word, std::uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ std::uint64_t nanoseconds() {
-  std::uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  return now;
 }
 
 // Keeps the first failure of a launch; the host reads it when the kernel has ended.
@@ -64,7 +59,10 @@ __device__ __forceinline__ bool await_epoch(const Word* word, int signal, const 
   const std::uint64_t begin = nanoseconds();
   for (;;) {
     const std::uint32_t seen = load_acquire_sys(word);
-    if (epoch_reached(seen, sync.epoch)) return true;
+    if (epoch_reached(seen, sync.epoch)) {
+      tell(sync, begin, {FLUX_TRACE_WAIT, tile, code, signal});
+      return true;
+    }
     if (*failed != 0) return false;
     if (nanoseconds() - begin > sync.timeout_ns) {
       record_failure(sync, code, tile, signal, seen);

@@ -199,6 +199,7 @@ PYBIND11_MODULE(_C, m) {
   flux::host::bind_memory(m);
   flux::host::bind_reduce(m);
   flux::host::bind_kernels(m);
+  flux::host::bind_streams(m);
   flux::host::bind_remote(m);
   flux::host::bind_cuda_op(m);
   flux::host::bind_nvtx(m);

@@ -103,6 +103,7 @@ void bind_op(py::module_& m) {
       .def("close", &CudaOp::close)
       .def("look", &CudaOp::look, py::call_guard<py::gil_scoped_release>())
       .def("let_go", &CudaOp::let_go, py::call_guard<py::gil_scoped_release>())
+      .def("trace", &CudaOp::trace, py::arg("kernels"), py::arg("streams"))
       .def_property("epoch", &CudaOp::epoch, &CudaOp::set_epoch)
       .def_property_readonly("failed", &CudaOp::failed)
       .def_property_readonly("copy_stream", &CudaOp::copy_stream)
@@ -157,13 +158,15 @@ void bind_cuda_op(py::module_& m) {
       "act_as_peer",
       [](Driver& driver, const Schedule& schedule, int real, std::uintptr_t stream,
          std::uint32_t epoch, const std::vector<Part>& parts, const Addresses& entries,
-         const Addresses& signals) {
-        act_as_peer(driver, schedule,
-                    GatherCall{stream, stream, 0, epoch, gather_parts(parts), entries, signals},
-                    real);
+         const Addresses& signals, StreamTrace* trace) {
+        const std::vector<GatherPart> all = gather_parts(parts);
+        GatherCall call{stream, stream, 0, epoch, all, entries, signals};
+        call.trace = trace;
+        act_as_peer(driver, schedule, call, real);
       },
       py::kw_only(), py::arg("driver"), py::arg("schedule"), py::arg("real"), py::arg("stream"),
-      py::arg("epoch"), py::arg("parts"), py::arg("entries"), py::arg("signals"));
+      py::arg("epoch"), py::arg("parts"), py::arg("entries"), py::arg("signals"),
+      py::arg("trace") = nullptr);
 }
 
 }  // namespace flux::host

@@ -60,6 +60,7 @@ void bind_parts(py::module_& m) {
                   .def_readwrite("epoch", &FluxSync::epoch)
                   .def_readwrite("timeout_ns", &FluxSync::timeout_ns);
   address(sync, "status", &FluxSync::status);
+  address(sync, "trace", &FluxSync::trace);
 }
 
 void bind_gemm_args(py::module_& m) {
@@ -182,6 +183,7 @@ void bind_kernels(py::module_& m) {
       .def_property_readonly("tile",
                              [](const Kernel& k) { return py::make_tuple(k.tile_m(), k.tile_n()); })
       .def_property_readonly("reduces", &Kernel::reduces)
+      .def_property_readonly("traces", &Kernel::traces)
       .def("prepare", &Kernel::prepare, py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def("workspace_bytes",
            [](const Kernel& k, const GemmArgs& args) { return k.workspace_bytes(args); })
@@ -192,6 +194,8 @@ void bind_kernels(py::module_& m) {
       });
   bind_driver(m);
   m.attr("ABI_VERSION") = FLUX_ABI_VERSION;
+  m.attr("TRACE_RECORD_BYTES") = static_cast<int>(sizeof(FluxTraceRecord));
+  m.attr("TRACE_UNITS") = static_cast<int>(FLUX_TRACE_UNITS);
   m.attr("NVSHMEM_ABI") =
       py::make_tuple(FLUX_NVSHMEM_ABI_VERSION, sizeof(FluxRelayArgs), sizeof(FluxNodeSumArgs));
   m.attr("MAX_KERNEL_WORLD") = FLUX_MAX_WORLD;

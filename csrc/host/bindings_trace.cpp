@@ -1,25 +1,27 @@
-// Lanes of a trace: flux._C.Lane.
+// Lanes of a trace, flux._C.Lane, and what streams of a GPU tell: flux._C.StreamTrace.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <stdexcept>
 
 #include "host/bindings.h"
 #include "host/lane.h"
+#include "host/stream_trace.h"
 
 namespace py = pybind11;
 
 namespace flux::host {
 namespace {
 
+py::tuple fields(const Record& r) {
+  return py::make_tuple(r.begin_ns, r.end_ns, r.call, static_cast<int>(r.work), r.peer, r.chunk,
+                        r.tile, r.range.begin, r.range.end, r.at, r.signal, r.bytes);
+}
+
 py::list records(const Lane& lane) {
   py::list all;
-  for (std::size_t i = 0; i < lane.count(); ++i) {
-    const Record& r = lane[i];
-    all.append(py::make_tuple(r.begin_ns, r.end_ns, r.call, static_cast<int>(r.work), r.peer,
-                              r.chunk, r.tile, r.range.begin, r.range.end, r.at, r.signal,
-                              r.bytes));
-  }
+  for (std::size_t i = 0; i < lane.count(); ++i) all.append(fields(lane[i]));
   return all;
 }
 
@@ -60,6 +62,42 @@ void bind_trace(py::module_& m) {
       .def_property_readonly("records", &records)
       .def_property_readonly("dropped", &Lane::dropped)
       .def("clear", &Lane::clear);
+}
+
+void bind_streams(py::module_& m) {
+  py::class_<StreamTrace, std::shared_ptr<StreamTrace>>(m, "StreamTrace")
+      .def(py::init<std::shared_ptr<Driver>, std::size_t>(), py::arg("driver"), py::arg("capacity"))
+      .def("begin", &StreamTrace::begin, py::arg("stream"))
+      .def(
+          "end",
+          [](StreamTrace& trace, int token, Stream stream, int work, std::uint32_t call, int peer,
+             int begin, int end, int at, int signal, std::int64_t bytes) {
+            trace.end(
+                token, stream,
+                told(static_cast<Work>(work), call, peer, -1, -1, {begin, end}, at, signal, bytes));
+          },
+          py::arg("token"), py::arg("stream"), py::arg("work"), py::arg("call") = 0,
+          py::arg("peer") = -1, py::arg("begin") = 0, py::arg("end") = 0, py::arg("at") = -1,
+          py::arg("signal") = -1, py::arg("nbytes") = 0)
+      .def(
+          "tie",
+          [](StreamTrace& trace, Stream stream, const Kernel* kernel, std::uintptr_t times) {
+            const ClockTie t = trace.tie(stream, kernel, reinterpret_cast<std::uint64_t*>(times));
+            return py::make_tuple(t.offset_ns, t.uncertainty_ns, t.between_ns, t.resolution_ns);
+          },
+          py::arg("stream"), py::arg("kernel") = nullptr, py::arg("times") = 0)
+      .def_property_readonly("records",
+                             [](const StreamTrace& trace) {
+                               py::list all;
+                               for (const auto& [stream, record] : trace.read()) {
+                                 all.append(py::make_tuple(stream, fields(record)));
+                               }
+                               return all;
+                             })
+      .def_property_readonly("dropped", &StreamTrace::dropped)
+      .def("close", &StreamTrace::close)
+      .def_property_readonly_static("STAMPS",
+                                    [](const py::object&) { return StreamTrace::kStamps; });
 }
 
 }  // namespace flux::host

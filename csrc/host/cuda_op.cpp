@@ -122,6 +122,9 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   if (capture_ != 0 && setup_.remote) {
     throw std::invalid_argument("calls between nodes cannot be captured into a CUDA graph");
   }
+  if (capture_ != 0 && traced()) {
+    throw std::invalid_argument("calls that are traced cannot be captured into a CUDA graph");
+  }
   words_ = capture_ != 0 ? &captured_ : &eager_;
   if (capture_ != 0) return begin_captured(schedule, stream);
   const bool behind = read_by_peers(schedule);
@@ -129,10 +132,11 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   // Calls follow one another whatever streams they are on: an entry speaks for all earlier ones.
   if (last_stream_ != 0 && last_stream_ != stream) driver_->await_event(stream, ended_);
   last_stream_ = stream;
+  if (traced()) whole_call_ = streams_->begin(stream);
   if (epoch_ % kRenewEvery == 0) renew_signals(stream);
   if (!behind) fill_with_nan(stream);
   zero_sums(stream);
-  driver_->memory_ops(stream, raise_in_node(words_->entries, entries()));
+  put_traced(stream, Work::kEnter, raise_in_node(words_->entries, entries()));
   if (behind && setup_.poison) {
     // What peers read themselves is free when they have begun this call, too.
     driver_->memory_ops(stream, await_node(words_->entries));
@@ -165,6 +169,7 @@ void CudaOp::fill_with_nan(Stream stream) {
 }
 
 void CudaOp::end(Stream stream) {
+  if (traced()) streams_->end(whole_call_, stream, told(Work::kCall, epoch_));
   driver_->copy(stream, setup_.report, status_of(setup_.rank), kStatusBytes);
   driver_->record(capture_ != 0 ? captured_end_ : ended_, stream);
 }
@@ -196,13 +201,17 @@ void CudaOp::let_go() {
   driver_->destroy_stream(rescue);
 }
 
-FluxSync CudaOp::sync() const {
-  return {number(), 0, setup_.timeout_ns, pointer<std::uint64_t>(status_of(setup_.rank)),
-          capture_ != 0 ? pointer<const std::uint32_t>(count_) : nullptr};
+FluxSync CudaOp::sync(int launch) const {
+  return {number(),
+          static_cast<std::uint32_t>(launch),
+          setup_.timeout_ns,
+          pointer<std::uint64_t>(status_of(setup_.rank)),
+          capture_ != 0 ? pointer<const std::uint32_t>(count_) : nullptr,
+          pointer<FluxTrace>(kernel_trace_)};
 }
 
 FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
-                               int k) const {
+                               int k, int launch) const {
   const TileOrder& tiles = schedule.spec.tiles;
   FluxGemmArgs args{};
   args.m = schedule.spec.problem.m;
@@ -223,7 +232,7 @@ FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Op
   args.order.raster = tiles.raster;
   args.order.comm_tile_rows = schedule.spec.comm.rows;
   args.order.sequence = schedule.sequence.empty() ? nullptr : schedule.sequence.data();
-  args.sync = sync();
+  args.sync = sync(launch);
   args.sm_count = setup_.sm_count;
   args.device = setup_.device;
   const auto room = workspaces_.find(stream);
@@ -263,6 +272,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   GatherCall moved{stream,         copy_stream_, forked_,
                    number(),       parts,        capture_ != 0 ? kAllMet : words_->entries,
                    words_->signals};
+  moved.trace = streams_.get();
   if (setup_.remote) {
     moved.node = neighbours();
     moved.beside = [&] { gather_rows(schedule, stream); };
@@ -274,7 +284,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   bool awaited = pulls(schedule);  // by the copy stream
   for (std::size_t i = 0; i < operands.size(); ++i) {
     if (operands[i].n == 0) continue;
-    FluxGemmArgs args = gemm_args(schedule, stream, operands[i], x.k);
+    FluxGemmArgs args = gemm_args(schedule, stream, operands[i], x.k, static_cast<int>(i));
     args.a = pointer<const void>(setup_.data[setup_.rank]);
     args.lda = x.k;
     args.scale_a = pointer<const float>(setup_.scales_travel ? scales_[setup_.rank] : x.scale);
@@ -292,8 +302,10 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   if (!awaited) await_rows(schedule, stream);
   if (gathered != 0) {
     const Span stage("flux collect");
-    driver_->copy(stream, gathered, setup_.data[setup_.rank],
-                  static_cast<std::size_t>(m) * setup_.row_bytes);
+    stamped(streams_.get(), stream, told(Work::kCollect, epoch_), [&] {
+      driver_->copy(stream, gathered, setup_.data[setup_.rank],
+                    static_cast<std::size_t>(m) * setup_.row_bytes);
+    });
   }
   end(stream);
 }
@@ -362,7 +374,7 @@ FluxReduceArgs CudaOp::reduce_args(const Schedule& schedule, int n) const {
   args.source_count = lanes();
   args.scale = setup_.scale;
   args.sm_count = setup_.sm_count;
-  args.sync = sync();
+  args.sync = sync(rank);
   return args;
 }
 
@@ -419,10 +431,12 @@ void CudaOp::collect(int m, Stream stream, Address out) {
     std::vector<MemOp> done = raise_in_node(words_->done, {setup_.rank});
     const std::vector<MemOp> waits = await_node(words_->done);
     done.insert(done.end(), waits.begin(), waits.end());
-    driver_->memory_ops(stream, done);
+    put_traced(stream, Work::kResult, done);
   }
-  driver_->copy(stream, out, setup_.data[setup_.rank] + setup_.rest_offset,
-                static_cast<std::size_t>(m) * setup_.row_bytes);
+  stamped(streams_.get(), stream, told(Work::kCollect, epoch_), [&] {
+    driver_->copy(stream, out, setup_.data[setup_.rank] + setup_.rest_offset,
+                  static_cast<std::size_t>(m) * setup_.row_bytes);
+  });
 }
 
 }  // namespace flux::host

@@ -26,6 +26,7 @@
 #include "host/kernels.h"
 #include "host/remote.h"
 #include "host/schedule.h"
+#include "host/stream_trace.h"
 
 namespace flux::host {
 
@@ -131,6 +132,11 @@ class CudaOp {
   Stream copy_stream() const { return copy_stream_; }
   Stream network_stream() const { return network_stream_; }  // 0: there is one node
 
+  // Puts down what kernels of a trace build do, in a FluxTrace at this address, and what streams do,
+  // from the next call on; nothing: no more. Calls that are captured are refused meanwhile.
+  void trace(Address kernels, std::shared_ptr<StreamTrace> streams);
+  bool traced() const { return streams_ != nullptr; }
+
   // Device memory that a call with this schedule needs on each stream that it runs on, in bytes.
   std::uint64_t workspace_bytes(const Schedule& schedule, const std::vector<Operand>& operands,
                                 int k) const;
@@ -177,15 +183,18 @@ class CudaOp {
   // What signals and flags of the call hold.
   std::uint32_t number() const { return capture_ != 0 ? 1 : epoch_; }
   FluxReduceArgs reduce_args(const Schedule& schedule, int n) const;
-  FluxSync sync() const;
+  // `launch`: number of a weight, or whose rows are summed; for traces.
+  FluxSync sync(int launch) const;
   Address status_of(int rank) const;
-  FluxGemmArgs gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
-                         int k) const;
+  FluxGemmArgs gemm_args(const Schedule& schedule, Stream stream, const Operand& operand, int k,
+                         int launch = 0) const;
   std::vector<MemOp> raise_in_node(const std::vector<Address>& words,
                                    const std::vector<int>& places) const;
   std::vector<MemOp> await_node(const std::vector<Address>& words) const;
   std::vector<int> entries() const;
   void join(Stream later, Stream earlier);
+  void exchange(const std::vector<Move>& moves);
+  void put_traced(Stream stream, Work work, const std::vector<MemOp>& ops);
 
   // cuda_op_nodes.cpp
   void gather_rows(const Schedule& schedule, Stream stream);
@@ -222,6 +231,9 @@ class CudaOp {
   Event captured_end_ = 0;  // the same within a capture
   Stream captured_stream_ = 0;
   std::uint64_t last_capture_ = 0;
+  Address kernel_trace_ = 0;  // FluxTrace
+  std::shared_ptr<StreamTrace> streams_;
+  int whole_call_ = StreamTrace::kNone;
   std::uint64_t capture_ = 0;  // that the call which is being made belongs to; 0: none
   std::uint32_t epoch_ = 0;
 };

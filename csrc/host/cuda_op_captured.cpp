@@ -33,7 +33,7 @@ FluxMeetArgs CudaOp::meeting(const std::vector<Address>& words) const {
     args.statuses[rank] = pointer<std::uint64_t>(status_of(rank));
   }
   args.awaited = pointer<const std::uint32_t>(words[setup_.rank]);
-  args.sync = sync();
+  args.sync = sync(0);
   return args;
 }
 

@@ -43,7 +43,7 @@ void CudaOp::gather_rows(const Schedule& schedule, Stream stream) {
   }
   gather_from_nodes(*driver_, *setup_.remote, schedule,
                     NetworkCall{network_stream_, epoch_, neighbours(), parts, row_bytes,
-                                words_->signals[setup_.rank]});
+                                words_->signals[setup_.rank], streams_.get()});
 }
 
 // -- ReduceScatter ---------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ void CudaOp::send_sum(const Schedule& schedule, int tile, int ahead, int n) {
     const std::int64_t at = inbox_of(from, node()) + offset(got, setup_.rank);
     moves.push_back({Move::kReceive, twin(from), at, 0, bytes(got), box(from)});
   }
-  setup_.remote->exchange(network_stream_, moves, epoch_);
+  exchange(moves);
 }
 
 // The node's partials of some of the owner's rows, added up in the own slot; alone on its node, a
@@ -93,6 +93,7 @@ void CudaOp::sum_of_node(const Schedule& schedule, int owner, Range rows, int n)
   const std::int64_t within =
       (rows.begin - row_begin(args.m, args.world, owner)) * setup_.row_bytes;
   args.rank = owner;
+  args.sync.launch = static_cast<std::uint32_t>(owner);
   args.first_row = rows.begin;
   args.rows = rows.end - rows.begin;
   args.slot_count = lanes();
@@ -166,14 +167,18 @@ void CudaOp::share_tile(const Schedule& schedule, int tile, int ahead) {
   const Range got = comm_tile_rows(c, twin(from), tile);
   add(Move::kSend, twin(to), comm_tile_rows(c, setup_.rank, tile), node());
   add(Move::kReceive, twin(from), got, from);
-  setup_.remote->exchange(network_stream_, moves, epoch_);
+  exchange(moves);
   if (got.begin == got.end) return;
   join(copy_stream_, network_stream_);
   const Move& came = moves.back();
   for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
     if (peer == setup_.rank) continue;
-    driver_->copy(copy_stream_, setup_.data[peer] + came.at, setup_.data[setup_.rank] + came.at,
-                  came.bytes);
+    const auto bytes = static_cast<std::int64_t>(came.bytes);
+    const Record what = told(Work::kCopy, epoch_, peer, twin(from), tile, got, peer, -1, bytes);
+    stamped(streams_.get(), copy_stream_, what, [&] {
+      driver_->copy(copy_stream_, setup_.data[peer] + came.at, setup_.data[setup_.rank] + came.at,
+                    came.bytes);
+    });
   }
 }
 

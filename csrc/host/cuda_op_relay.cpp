@@ -55,7 +55,7 @@ void CudaOp::relay_sums(const Schedule& schedule, int n) {
     args.words[place] = relay()->box(node() * setup_.strips);
   }
   args.entries = relay()->opened();
-  args.sync = sync();
+  args.sync = sync(0);
   relay()->send(args, network_stream_);
 }
 

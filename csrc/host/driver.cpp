@@ -14,6 +14,7 @@ namespace {
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDefault = 0;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kWriteDefault = 0;
 constexpr unsigned kWaitGreaterOrEqual = 0;  // (int32)(*address - value) >= 0
@@ -54,6 +55,7 @@ struct Driver::Entries {
   int (*event_create)(void**, unsigned);
   int (*event_destroy)(void*);
   int (*event_record)(void*, void*);
+  int (*event_elapsed)(float*, void*, void*);
   int (*stream_wait_event)(void*, void*, unsigned);
   int (*copy)(Address, Address, std::size_t, void*);
   int (*write_value)(void*, Address, std::uint32_t, unsigned);
@@ -80,6 +82,7 @@ Driver::Driver(const std::string& library) {
   look_up(handle, "cuEventCreate", &entries_->event_create);
   look_up(handle, "cuEventDestroy_v2", &entries_->event_destroy);
   look_up(handle, "cuEventRecord", &entries_->event_record);
+  look_up(handle, "cuEventElapsedTime", &entries_->event_elapsed);
   look_up(handle, "cuStreamWaitEvent", &entries_->stream_wait_event);
   look_up(handle, "cuMemcpyAsync", &entries_->copy);
   look_up(handle, "cuStreamWriteValue32_v2", &entries_->write_value);
@@ -134,6 +137,19 @@ Event Driver::create_event() {
   void* event = nullptr;
   check(entries_->event_create(&event, kEventDisableTiming), "cuEventCreate");
   return reinterpret_cast<Event>(event);
+}
+
+Event Driver::create_timed_event() {
+  void* event = nullptr;
+  check(entries_->event_create(&event, kEventDefault), "cuEventCreate");
+  return reinterpret_cast<Event>(event);
+}
+
+double Driver::elapsed_ns(Event begin, Event end) {
+  float ms = 0;
+  check(entries_->event_elapsed(&ms, reinterpret_cast<void*>(begin), reinterpret_cast<void*>(end)),
+        "cuEventElapsedTime");
+  return static_cast<double>(ms) * 1e6;
 }
 
 void Driver::destroy_event(Event event) {

@@ -41,6 +41,10 @@ class Driver {
   void order_after(Stream later, Stream earlier);
   // The same in two steps, with an event that is kept.
   Event create_event();
+  // One whose time of passing is kept.
+  Event create_timed_event();
+  // Between two of them that have passed, in ns; the driver says it in units of half a microsecond or less.
+  double elapsed_ns(Event begin, Event end);
   void destroy_event(Event event);
   void record(Event event, Stream stream);
   void await_event(Stream stream, Event event);

@@ -39,16 +39,35 @@ class NetworkGather {
     if (!inside(call_.node, out.peer)) {
       add(&moves, Move::kSend, out, tile);
       if (!moves.empty() && out.chunk != tiles_.rank) {
-        driver_.await_signal(call_.stream, signal(out.chunk, tile), call_.epoch);
+        const Record wait = about(Work::kWait, tiles_.rank, out, tile);
+        stamped(call_.trace, call_.stream, wait,
+                [&] { driver_.await_signal(call_.stream, signal(out.chunk, tile), call_.epoch); });
       }
     }
     const std::size_t sends = moves.size();
     if (!inside(call_.node, in.peer)) add(&moves, Move::kReceive, in, tile);
     if (moves.empty()) return;
+    const int token =
+        call_.trace != nullptr ? call_.trace->begin(call_.stream) : StreamTrace::kNone;
     remote_.exchange(call_.stream, moves, call_.epoch);
+    if (token != StreamTrace::kNone) {
+      std::vector<Record> parts;
+      if (sends > 0) parts.push_back(about(Work::kSend, out.peer, out, tile));
+      if (moves.size() > sends) parts.push_back(about(Work::kReceive, in.peer, in, tile));
+      call_.trace->end(token, call_.stream, parts);
+    }
     if (moves.size() > sends) {
       driver_.signal(call_.stream, signal(in.chunk, tile), call_.epoch);
     }
+  }
+
+  // What a trace is told of a tile that is sent, received, or awaited here.
+  Record about(Work work, int peer, const Hop& hop, int tile) const {
+    const Range rows = comm_tile_rows(comm_, hop.chunk, tile);
+    std::int64_t bytes = 0;
+    for (const std::int64_t row : call_.row_bytes) bytes += (rows.end - rows.begin) * row;
+    return told(work, call_.epoch, peer, hop.chunk, tile, rows, tiles_.rank,
+                signal_index(comm_, hop.chunk, tile), bytes);
   }
 
   void add(std::vector<Move>* moves, Move::Kind kind, const Hop& hop, int tile) const {

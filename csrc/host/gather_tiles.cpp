@@ -35,7 +35,7 @@ class Gather {
       if (pulls()) {
         fetch(t);
       } else {
-        if (t.forwarded) await_tile(rank_, t.signal);
+        if (t.forwarded) await_tile(t, rank_);
         send(t);
       }
     }
@@ -49,7 +49,7 @@ class Gather {
       } else if (t.src == real) {
         fetch(t);
       } else {
-        raise(call_.stream, rank_, t.signal);
+        announce(t);
       }
     }
     flush();
@@ -72,19 +72,35 @@ class Gather {
     const int begin = row_begin(schedule_.spec.problem.m, world_, rank_);
     return part.own + static_cast<Address>(row - begin) * part.row_bytes;
   }
-  // Rows to the gathered ones of `to`: from those of `from`, or from where the call got them.
-  void copy(Stream stream, int to, Range rows, int from) {
+  // Rows to the gathered ones of `to`: from those of `from`, or from where the call got them. `what`: the
+  // tile, for a trace.
+  void copy(Stream stream, int to, Range rows, int from, const Record& what) {
     flush();
-    for (const GatherPart& part : call_.parts) {
-      const Address source =
-          from == kGiven ? own_row(part, rows.begin) : row_in(part, part.sources, from, rows.begin);
-      driver_.copy(stream, row_in(part, part.gathered, to, rows.begin), source,
-                   static_cast<std::size_t>(rows.end - rows.begin) * part.row_bytes);
-    }
+    stamped(call_.trace, stream, what, [&] {
+      for (const GatherPart& part : call_.parts) {
+        const Address source = from == kGiven ? own_row(part, rows.begin)
+                                              : row_in(part, part.sources, from, rows.begin);
+        driver_.copy(stream, row_in(part, part.gathered, to, rows.begin), source,
+                     static_cast<std::size_t>(rows.end - rows.begin) * part.row_bytes);
+      }
+    });
+  }
+
+  // What a trace is told of a tile's copy, with `peer`, after which its signal at rank `at` is raised.
+  Record copied(int chunk, int tile, Range rows, int peer, int at, int signal) const {
+    if (call_.trace == nullptr) return {};
+    std::int64_t bytes = 0;
+    for (const GatherPart& part : call_.parts) bytes += (rows.end - rows.begin) * part.row_bytes;
+    return told(Work::kCopy, call_.epoch, peer, chunk, tile, rows, at, signal, bytes);
   }
 
   // Memory operations are kept back until something else goes onto their stream: the driver takes
-  // them together, which costs it little more than one.
+  // them together, which costs it little more than one. Traced waits go alone.
+  void await(Stream stream, MemOp op, const Record& what) {
+    if (call_.trace == nullptr) return put(stream, op);
+    flush();
+    stamped(call_.trace, stream, what, [&] { driver_.memory_ops(stream, {op}); });
+  }
   void put(Stream stream, MemOp op) {
     if (stream != pending_stream_) flush();
     pending_stream_ = stream;
@@ -97,7 +113,8 @@ class Gather {
 
   void await_entry(Stream stream, int peer) {
     if (peer == rank_ || entered_[peer]) return;
-    put(stream, {MemOp::kWait, word(call_.entries, rank_, peer), call_.epoch});
+    await(stream, {MemOp::kWait, word(call_.entries, rank_, peer), call_.epoch},
+          told(Work::kEntry, call_.epoch, peer));
     entered_[peer] = true;
   }
 
@@ -106,25 +123,40 @@ class Gather {
     for (int tile = 0; tile < tiles_per_chunk(c); ++tile) {
       const Range rows = comm_tile_rows(c, rank_, tile);
       if (rows.begin == rows.end) continue;
-      copy(call_.home, rank_, rows, kGiven);
-      raise(call_.home, rank_, signal_index(c, rank_, tile));
+      const int signal = signal_index(c, rank_, tile);
+      copy(call_.home, rank_, rows, kGiven, copied(rank_, tile, rows, rank_, rank_, signal));
+      raise(call_.home, rank_, signal);
     }
   }
 
   void send(const Transfer& t) {
     await_entry(call_.stream, t.dst);
-    copy(call_.stream, t.dst, t.rows, t.forwarded ? rank_ : kGiven);
+    copy(call_.stream, t.dst, t.rows, t.forwarded ? rank_ : kGiven,
+         copied(t.chunk, t.tile, t.rows, t.dst, t.dst, t.signal));
     raise(call_.stream, t.dst, t.signal);
   }
 
   void fetch(const Transfer& t) {
-    await_tile(t.src, t.signal);
-    copy(call_.stream, rank_, t.rows, t.src);
+    await_tile(t, t.src);
+    copy(call_.stream, rank_, t.rows, t.src,
+         copied(t.chunk, t.tile, t.rows, t.src, rank_, t.signal));
     raise(call_.stream, rank_, t.signal);
   }
 
-  void await_tile(int rank, int signal) {
-    put(call_.stream, {MemOp::kWait, word(call_.signals, rank, signal), call_.epoch});
+  // Rows that are there from the beginning: as if they had been copied.
+  void announce(const Transfer& t) {
+    if (call_.trace == nullptr) return raise(call_.stream, rank_, t.signal);
+    flush();
+    stamped(call_.trace, call_.stream,
+            told(Work::kCopy, call_.epoch, rank_, t.chunk, t.tile, t.rows, rank_, t.signal), [&] {
+              raise(call_.stream, rank_, t.signal);
+              flush();
+            });
+  }
+
+  void await_tile(const Transfer& t, int at) {
+    await(call_.stream, {MemOp::kWait, word(call_.signals, at, t.signal), call_.epoch},
+          told(Work::kWait, call_.epoch, at, t.chunk, t.tile, t.rows, at, t.signal));
   }
   void raise(Stream stream, int rank, int signal) {
     put(stream, {MemOp::kWrite, word(call_.signals, rank, signal), call_.epoch});

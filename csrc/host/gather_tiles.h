@@ -25,6 +25,7 @@
 #include "host/driver.h"
 #include "host/remote.h"
 #include "host/schedule.h"
+#include "host/stream_trace.h"
 
 namespace flux::host {
 
@@ -47,6 +48,7 @@ struct GatherCall {
   Range node = {0, 0};                  // ranks that share memory, when those are not all
   // Puts on streams what is to run beside the copies, once own rows have been put on `home`.
   std::function<void()> beside = {};
+  StreamTrace* trace = nullptr;
 };
 
 // Whether rows are fetched by their destination.
@@ -66,6 +68,7 @@ struct NetworkCall {
   const std::vector<std::int64_t>& parts;
   const std::vector<std::int64_t>& row_bytes;  // by part
   Address signals;                             // of this rank's pad
+  StreamTrace* trace = nullptr;
 };
 void gather_from_nodes(Driver& driver, Remote& remote, const Schedule& schedule,
                        const NetworkCall& call);

@@ -21,6 +21,8 @@ class Kernel {
   int tile_m() const { return table_->tile_m; }
   int tile_n() const { return table_->tile_n; }
   bool reduces() const { return table_->reduce != nullptr; }
+  // Whether it is one of a trace build, which looks at FluxSync.trace.
+  bool traces() const { return table_->stamp != nullptr; }
 
   // Loads the code onto a device, which must not happen while another kernel spins there.
   void prepare(int device) const;
@@ -30,6 +32,8 @@ class Kernel {
   void launch(const FluxGemmArgs& args, std::uintptr_t stream) const;
   void meet(const FluxMeetArgs& args, std::uintptr_t stream) const;
   void reduce(const FluxReduceArgs& args, std::uintptr_t stream) const;
+  // Puts readings of the device's clock at `times`, which the device can write to.
+  void stamp(std::uint64_t* times, int count, std::uintptr_t stream) const;
 
  private:
   void check(int status, const char* what) const;

@@ -20,12 +20,19 @@ enum class Work : int {
   kGemm = 0,
   kReduce = 1,
   kCopy = 2,
-  kSend = 3,      // to another host
-  kReceive = 4,   // from one
-  kWait = 5,      // for a signal
-  kBarrier = 6,   // for all ranks to enter the call
-  kOwnGemm = 7,   // waits for a tile of this rank's own GEMM
-  kOwnCopies = 8  // waits for this rank's own copies and reductions
+  kSend = 3,       // to another host
+  kReceive = 4,    // from one
+  kWait = 5,       // for a signal
+  kBarrier = 6,    // for all ranks to enter the call
+  kOwnGemm = 7,    // waits for a tile of this rank's own GEMM
+  kOwnCopies = 8,  // waits for this rank's own copies and reductions
+  // 9: a collective of the library. On streams of a GPU (stream_trace.h):
+  kCall = 10,     // from the begin of a call to its end
+  kEnter = 11,    // tells the peers that this rank has entered
+  kEntry = 12,    // waits for a peer's entry
+  kResult = 13,   // waits for all ranks' rows of the result
+  kCollect = 14,  // copies rows from symmetric memory to where the caller wants them
+  kSlab = 15      // a played peer's partials; `range`: the flags that follow
 };
 
 struct Record {

@@ -30,7 +30,7 @@ from flux.backends.device import Device
 from flux.backends.epilogue import ACTIVATE, spoil
 from flux.backends.layout import Layout
 from flux.backends.op_kernels import OpKernel, op_kernel
-from flux.env import POISON
+from flux.env import POISON, TRACE
 from flux.errors import PeerTimeoutError
 from flux.kernels.config import TMA_BYTES, GemmConfig
 from flux.kernels.registry import BuiltKernel
@@ -42,6 +42,7 @@ from flux.topology import Topology
 from flux.transport.device import WORD, DeviceTransport, Peers, beside
 
 if TYPE_CHECKING:
+    from flux.trace.gpu import GpuRecorder
     from flux.tune.choice import Choice
 
 SWITCH_BYTES = 16  # that a multicast access takes
@@ -97,6 +98,7 @@ class CudaBackend:
         self.topology = topology
         self.timeout_s = timeout_s
         self.poison = POISON.get()
+        self.recorder: GpuRecorder | None = None
         nvtx.switch()
         self.device: Device = transport.device
         self.sm_count = transport.sm_share
@@ -192,12 +194,12 @@ class CudaBackend:
         Raises:
             ValueError: a rank has none.
         """
-        spec, problem = self.spec, None
+        spec, problem, traced = self.spec, None, TRACE.get()
         found = []
         try:
             for n in spec.local_n(self.world, self.rank):
                 kernel = op_kernel(
-                    spec, self.world, n, self.device, knobs, self.sm_count, preferred
+                    spec, self.world, n, self.device, knobs, self.sm_count, preferred, traced
                 )
                 found.append(kernel)
         except ValueError as error:
@@ -320,6 +322,10 @@ class CudaBackend:
         if self.native.failed:
             self.check(wait=False)
         stream = self.device.current_stream()
+        if self.recorder is not None and self.capturing():
+            raise ValueError(
+                f"{self.spec.label}: calls that are traced cannot be captured into a CUDA graph"
+            )
         if self.nodes > 1 and self.capturing():
             raise ValueError(
                 f"{self.spec.label}: calls cannot be captured into a CUDA graph where ranks are on "
@@ -356,7 +362,10 @@ class CudaBackend:
     def _make_room(
         self, schedule: TileSchedule, stream: int, operands: list[_C.Operand], k: int
     ) -> None:
-        """See to the memory that kernels need for themselves, once per stream and M."""
+        """See to the memory that kernels need for themselves, once per stream and M; a trace hears
+        of the call."""
+        if self.recorder is not None:
+            self.recorder.began(self.rank, schedule)
         if self.driver.capture(stream):
             return self._make_room_in_graph(schedule, stream, operands, k)
         key = (stream, schedule.shape[0])

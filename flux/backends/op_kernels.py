@@ -54,9 +54,10 @@ def op_kernel(
     knobs: Knobs,
     sm_count: int,
     preferred: GemmConfig | None = None,
+    traced: bool = False,
 ) -> OpKernel:
     """The best kernel for ``n`` columns: ``preferred``, in the variant that the op wants, if it is
-    built and can do it; else the one that the model chooses.
+    built and can do it; else the one that the model chooses. ``traced``: of a trace build.
 
     Raises:
         ValueError: no kernel that is built can do it.
@@ -66,6 +67,9 @@ def op_kernel(
         raise ValueError(
             f"{spec.label}: backend cuda needs bfloat16, float16 or float8_e4m3fn, got {spec.dtype}"
         )
+    registry = device.registry.for_traces() if traced else device.registry
+    build = "flux compile --trace" if traced else "flux compile"
+    builders = f"`{build}` builds" if traced else "`flux tune` or `flux compile` builds"
     alternatives = problems(spec, world, n)
     wanted = {
         "weight": "kn" if spec.transpose_weight else "nk",
@@ -75,7 +79,7 @@ def op_kernel(
 
     def best(activation: str) -> BuiltKernel | None:
         for_each = [
-            device.registry.candidates(
+            registry.candidates(
                 "ag_gemm" if spec.op is Op.ag_gemm else "gemm_rs",
                 dtype,
                 device.capability,
@@ -93,7 +97,7 @@ def op_kernel(
                     return candidate
             _warn_once(
                 f"{spec.label}: the tuned kernel {preferred.name} is not built, or cannot do "
-                f"{alternatives[0]}: another one runs (`flux tune` or `flux compile` builds it)"
+                f"{alternatives[0]}: another one runs ({builders} it)"
             )
         return choose(suited, alternatives[0], sm_count)
 
@@ -109,5 +113,5 @@ def op_kernel(
     options = ", ".join(f"{name} = {value}" for name, value in wanted.items())
     raise ValueError(
         f"{spec.label}: no built kernel does {alternatives[0]} in {dtype} ({options}) on compute "
-        f"capability {device.capability}: build some with `flux compile`"
+        f"capability {device.capability}: build some with `{build}`"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,23 @@ from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.errors import PeerTimeoutError
 from flux.ops.call import Call
 from flux.ops.spec import FP8, OpSpec
-from flux.trace.recorder import GEMM_LANE, Recorder, Work
+from flux.trace.recorder import Work
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Stamps(Protocol):
+    """Who wants to know when what went on."""
+
+    def began(self) -> int:
+        """Something begins; what ``ended`` wants to know."""
+        ...
+
+    def ended(self, work: Work, began: int, nbytes: int) -> None:
+        """It was this."""
+        ...
 
 
 def nothing() -> None:
@@ -44,18 +57,18 @@ class UnfusedBackend:
         self.rank = rank
         self.world = world
         self.timeout = timedelta(seconds=timeout_s)
-        self._lane: _C.Lane | None = None
+        self._stamps: Stamps | None = None
 
-    def trace(self, recorder: Recorder | None) -> None:
+    def trace(self, stamps: Stamps | None) -> None:
         """Record calls from now on; None: no more. Between calls."""
-        self._lane = None if recorder is None else recorder.lane(GEMM_LANE)
+        self._stamps = stamps
 
     def _began(self) -> int:
-        return 0 if self._lane is None else self._lane.now()
+        return 0 if self._stamps is None else self._stamps.began()
 
     def _ended(self, work: Work, began: int, nbytes: int = 0) -> None:
-        if self._lane is not None:
-            self._lane.add(work, began, nbytes=nbytes)
+        if self._stamps is not None:
+            self._stamps.ended(work, began, nbytes)
 
     def gather_rows(self, x: torch.Tensor, m: int) -> torch.Tensor:
         """[own rows, K] -> [M, K]. Short chunks are padded: collectives want equal sizes."""

@@ -43,7 +43,7 @@ def processes(config: BenchConfig) -> int:
     return 1 if config.transport in ONE_GPU else config.problem.world
 
 
-def _group(config: BenchConfig) -> str:
+def group_of(config: BenchConfig) -> str:
     """Backends of the process group: ranks with GPUs of their own talk over gloo beside NCCL."""
     own_gpus = config.backend == "cuda" and config.transport not in ONE_GPU
     return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
@@ -62,7 +62,9 @@ def spawned(config: BenchConfig, progress: Progress, factory: Factory | None = N
         HostsUnavailableError: several hosts were asked for, and this machine cannot make them.
     """
     argument, count = (config, factory), processes(config)
-    result: Measurement = on_own_ranks(_one_rank, argument, config, count, progress, _group(config))
+    result: Measurement = on_own_ranks(
+        _one_rank, argument, config, count, progress, group_of(config)
+    )
     return result
 
 
@@ -103,12 +105,14 @@ def on_hosts(config: Placeable, identities: Sequence[str]) -> Placeable:
     return replace(config, hosts="+".join(map(str, sizes)), common_clock=False)
 
 
-def _check_gpus(config: BenchConfig) -> None:
+def check_gpus(config: BenchConfig) -> None:
     """Refuse, on all ranks, what one of them has no GPU for. Collective.
 
     Raises:
         ValueError: a rank has none.
     """
+    if config.backend != "cuda":
+        return
     problems: list[Any] = [None] * config.problem.world
     dist.all_gather_object(problems, problem_here(config))
     for rank, problem in enumerate(problems):
@@ -120,11 +124,10 @@ def joined(config: BenchConfig, progress: Progress, factory: Factory | None = No
     """Run as one of torchrun's ranks, on one host or several; returns the measurement on each."""
 
     def run(config: BenchConfig, rank: int) -> Measurement:
-        if config.backend == "cuda":
-            _check_gpus(config)
+        check_gpus(config)
         return _one_rank((config, factory), rank, progress)
 
-    return as_torchrun_rank(run, config, _group(config))
+    return as_torchrun_rank(run, config, group_of(config))
 
 
 def as_torchrun_rank(

@@ -51,6 +51,14 @@ class Method(Protocol):
     def close(self) -> None: ...
 
 
+class OpMethod(Method, Protocol):
+    """One that calls ops of flux."""
+
+    @property
+    def ops(self) -> list[Any]:
+        """Those of this process, by rank."""
+
+
 class Unfused:
     """torch.distributed collective before or after one torch.mm: what a user has without flux.
 
@@ -126,6 +134,10 @@ class Fused:
             timeout_s=config.timeout_s,
             **options,
         )
+
+    @property
+    def ops(self) -> list[Any]:
+        return [self.op]
 
     def __call__(self, inputs: Inputs) -> torch.Tensor:
         result: torch.Tensor = self.op(inputs.x, inputs.weight, **self._call_options)

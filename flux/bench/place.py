@@ -15,7 +15,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from .methods import Method, default_methods, library_collective, whole_gemms
+from .methods import (
+    Fused,
+    Method,
+    OpMethod,
+    default_methods,
+    library_collective,
+    whole_gemms,
+)
 from .problem import BenchConfig
 from .reference import Verdict, judge, make_inputs, make_reference
 from .timing import StartLine, timed
@@ -55,6 +62,10 @@ class Place(Timer, Protocol):
 
     def factory(self, config: BenchConfig, rank: int) -> list[Method]:
         """The methods, if no others are asked for. Collective."""
+        ...
+
+    def fused(self, name: str, config: BenchConfig, knobs: Any) -> OpMethod:
+        """An op of flux, under this name; ``knobs`` None leaves them to the op. Collective."""
         ...
 
     def share(self, value: T) -> list[T]:
@@ -124,6 +135,9 @@ class CpuRanks(ProcessTimer):
 
     def factory(self, config: BenchConfig, rank: int) -> list[Method]:
         return default_methods(config, rank)
+
+    def fused(self, name: str, config: BenchConfig, knobs: Any) -> OpMethod:
+        return Fused(name, config, knobs)
 
     def share(self, value: T) -> list[T]:
         everybody: list[Any] = [None] * self.problem.world

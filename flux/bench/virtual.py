@@ -36,6 +36,10 @@ class OfAllRanks:
             Fused(name, config, tuning, ranks.rank(rank)) for rank in range(config.problem.world)
         ]
 
+    @property
+    def ops(self) -> list[Any]:
+        return [of.op for of in self._of]
+
     def __call__(self, inputs: Any) -> Any:
         return self._ranks.run(lambda rank: self._of[rank](inputs[rank]))
 
@@ -103,12 +107,15 @@ class Ranks:
         self.device: str | None = self.machine.name
         self._world = VirtualWorld(config.problem.world, self.machine.device)
 
+    def fused(self, name: str, config: BenchConfig, knobs: Any) -> OfAllRanks:
+        return OfAllRanks(name, config, knobs, self._world)
+
     def factory(self, config: BenchConfig, rank: int) -> list[Method]:
         chosen = flux.Knobs(**config.knobs) if config.knobs else None
         return [
             Unfused(config.problem, self.machine),
-            OfAllRanks("medium", config, flux.Knobs(path="medium"), self._world),
-            OfAllRanks("flux", config, chosen, self._world),
+            self.fused("medium", config, flux.Knobs(path="medium")),
+            self.fused("flux", config, chosen),
         ]
 
     def share(self, value: T) -> list[T]:

@@ -19,7 +19,7 @@ from flux import env, toolchain
 from flux.kernels import manifest, ptxas, sources
 from flux.kernels.children import Cancelled, Children
 from flux.kernels.config import GemmConfig
-from flux.kernels.generator import library_name, translation_unit
+from flux.kernels.generator import library_name, symbol, translation_unit
 from flux.kernels.manifest import DamagedLibraryError, Library
 
 SOURCE = "kernels.cu"
@@ -126,11 +126,12 @@ class Unit:
     configs: tuple[GemmConfig, ...]
     sources: str
     key: str
+    traced: bool = False
 
     @property
     def name(self) -> str:
         """Of the library."""
-        return library_name(self.configs, self.key)
+        return library_name(self.configs, self.key, self.traced)
 
     @property
     def arch(self) -> str:
@@ -140,19 +141,20 @@ class Unit:
     def what(self) -> str:
         """For people: what it has, in a few words."""
         first = self.configs[0]
-        return f"{first.op} sm_{first.arch} {first.dtype} x{len(self.configs)}"
+        build = " traced" if self.traced else ""
+        return f"{first.op} sm_{first.arch} {first.dtype}{build} x{len(self.configs)}"
 
 
-def make_unit(configs: Sequence[GemmConfig], tools: Tools) -> Unit:
+def make_unit(configs: Sequence[GemmConfig], tools: Tools, traced: bool = False) -> Unit:
     """Compute the key of a library of these configs, as these tools would build it."""
-    hashed = sources.sources_hash(configs, tools.csrc)
+    hashed = sources.sources_hash(configs, tools.csrc, traced)
     key = sources.library_key(
         hashed,
         cutlass=tools.cutlass.version or "unknown",
         nvcc=tools.nvcc.version or "unknown",
         flags=(*tools.flags(configs[0].arch), *LINK_FLAGS),
     )
-    return Unit(tuple(configs), hashed, key)
+    return Unit(tuple(configs), hashed, key, traced)
 
 
 def build(
@@ -233,16 +235,17 @@ def _acquire(guard: FileLock, cancelled: threading.Event) -> None:
 def _build_in(staging: Path, unit: Unit, root: Path, tools: Tools, children: Children) -> None:
     begin = time.monotonic()
     library = f"{unit.name}.so"
-    text = translation_unit(unit.configs)
+    text = translation_unit(unit.configs, unit.traced)
     (staging / SOURCE).write_text(text, encoding="utf-8")
     commands = (tools.compile_command(unit.arch), tools.link_command(library))
     report = run_all(commands, staging, children, _names(unit), failure_log(root, unit.name))
     seconds = time.monotonic() - begin
     # The headers may have been edited since the key was computed.
-    if sources.sources_hash(unit.configs, tools.csrc) != unit.sources:
+    if sources.sources_hash(unit.configs, tools.csrc, unit.traced) != unit.sources:
         raise CompileError(f"{_names(unit)}: headers changed while this was compiled; try again")
     (staging / f"{unit.name}.ptxas.txt").write_text(report, encoding="utf-8")
     path = staging / library
+    usage = ptxas.usage(report, unit.configs)
     manifest.write(
         Library(
             name=unit.name,
@@ -255,8 +258,9 @@ def _build_in(staging: Path, unit: Unit, root: Path, tools: Tools, children: Chi
             flags=tools.flags(unit.arch),
             sources=unit.sources,
             key=unit.key,
-            kernels={config.name: config for config in unit.configs},
-            usage=ptxas.usage(report, unit.configs),
+            traced=unit.traced,
+            kernels={symbol(config, unit.traced): config for config in unit.configs},
+            usage={symbol(config, unit.traced): usage[config.name] for config in unit.configs},
             warnings=tuple(ptxas.warnings(report)),
             seconds=seconds,
         ),

@@ -56,6 +56,13 @@ def compile_kernels(
             "nvidia-nvshmem package, too.",
         ),
     ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Build kernels that put down what they do, for `flux trace`; beside the others.",
+        ),
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Build CUDA kernels ahead of time. Needs nvcc and CUTLASS, but no GPU.
@@ -67,38 +74,42 @@ def compile_kernels(
 
     root = (out or cache_root()).expanduser().absolute()
     if runtime:
-        if list_only or only is not None:
-            refuse("--runtime builds one library: it goes with neither --list nor --only")
+        if list_only or only is not None or trace:
+            refuse("--runtime builds one library: it goes with none of --list, --only, --trace")
         _compile_runtime(_archs(arch), root, is_cache=out is None, json_output=json_output)
         return
-    configs = _chosen(arch, set_name, only)
+    configs = _chosen(arch, set_name, only, traced=trace)
     if list_only:
-        _list(configs, root, json_output=json_output)
+        _list(configs, root, traced=trace, json_output=json_output)
     else:
-        _compile(configs, root, jobs, is_cache=out is None, json_output=json_output)
+        _compile(configs, root, jobs, traced=trace, is_cache=out is None, json_output=json_output)
 
 
 def _archs(text: str) -> list[str]:
     return [part.strip().removeprefix("sm_") for part in text.split(",") if part.strip()]
 
 
-def _chosen(arch: str, set_name: str, only: str | None) -> list[GemmConfig]:
-    from flux.kernels.sets import config_set
+def _chosen(arch: str, set_name: str, only: str | None, *, traced: bool) -> list[GemmConfig]:
+    from flux.kernels.sets import FUSED, config_set
 
     try:
         configs = config_set(set_name, _archs(arch))
     except ValueError as error:
         refuse(str(error))
     chosen = [config for config in configs if only is None or only in config.name]
+    if traced:  # ops run no others
+        chosen = [config for config in chosen if config.op in FUSED]
     if not chosen:
         refuse(f"no kernel of the set {set_name} for {arch} has {only!r} in its name; see --list")
     return chosen
 
 
-def _list(configs: Sequence[GemmConfig], root: Path, *, json_output: bool) -> None:
+def _list(configs: Sequence[GemmConfig], root: Path, *, traced: bool, json_output: bool) -> None:
     from flux.kernels.registry import Registry
 
     registry = Registry.load([root])
+    if traced:
+        registry = registry.for_traces()
     built = {symbol: str(kernel.library) for symbol, kernel in registry.kernels.items()}
     if json_output:
         kernels = [
@@ -148,6 +159,7 @@ def _compile(
     root: Path,
     jobs: int | None,
     *,
+    traced: bool,
     is_cache: bool,
     json_output: bool,
 ) -> None:
@@ -162,7 +174,7 @@ def _compile(
     except OSError as error:
         refuse(f"cannot write {root}: {error.strerror}")
     begin = time.monotonic()
-    plan = driver.plan(configs, root, tools)
+    plan = driver.plan(configs, root, tools, traced)
     limit = driver.job_limit(len(plan.units), jobs)
     try:
         with _ends_as_interrupted(), _progress(len(plan.units), silent=json_output) as observer:

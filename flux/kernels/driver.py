@@ -57,16 +57,17 @@ class Observer:
         """It was built, or found, or failed."""
 
 
-def plan(configs: Sequence[GemmConfig], root: Path, tools: Tools) -> Plan:
-    """Look up in ``root`` which of the configs are built, as these tools would build them now.
+def plan(configs: Sequence[GemmConfig], root: Path, tools: Tools, traced: bool = False) -> Plan:
+    """Look up in ``root`` which of the configs are built, as these tools would build them now;
+    ``traced``: as kernels that put down what they do.
 
     Groups are made before looking, so that everyone who asks for the same configs at the same time
     asks for the same libraries.
     """
     current: dict[str, Library] = {}
     for library in manifest.scan(root):
-        if is_current(library, tools):
-            current.update(dict.fromkeys(library.kernels, library))
+        if library.traced == traced and is_current(library, tools):
+            current.update({config.name: library for config in library.configs})
     ready: dict[str, Library] = {}
     units = []
     for group in libraries(configs):
@@ -75,13 +76,13 @@ def plan(configs: Sequence[GemmConfig], root: Path, tools: Tools) -> Plan:
             if config.name in current:
                 ready[current[config.name].name] = current[config.name]
         if missing:
-            units.append(make_unit(missing, tools))
+            units.append(make_unit(missing, tools, traced))
     return Plan(list(ready.values()), units)
 
 
 def is_current(library: Library, tools: Tools) -> bool:
     """Whether these tools would build the very same library."""
-    return make_unit(library.configs, tools).key == library.key
+    return make_unit(library.configs, tools, library.traced).key == library.key
 
 
 def job_limit(units: int, wanted: int | None = None) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from flux.kernels import generator
 from flux.kernels.config import GemmConfig
 from flux.kernels.ptxas import Usage
 
@@ -49,6 +50,7 @@ class Library:
         flags: of the compiler.
         sources: hash of the unit and of our headers that it includes.
         key: hash of all that went into it.
+        traced: whether it is a trace build, whose kernels put down what they do.
         kernels: config by symbol, in the order of the unit.
         usage: of registers and local memory, by symbol.
         warnings: of nvcc and ptxas.
@@ -69,6 +71,7 @@ class Library:
     usage: Mapping[str, Usage]
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
+    traced: bool = False
     directory: Path = field(default=Path(), compare=False)
 
     @property
@@ -94,6 +97,7 @@ class Library:
             "flags": list(self.flags),
             "sources": self.sources,
             "key": self.key,
+            "traced": self.traced,
             "kernels": {symbol: config.as_dict() for symbol, config in self.kernels.items()},
             "ptxas": {symbol: usage.as_dict() for symbol, usage in self.usage.items()},
             "warnings": list(self.warnings),
@@ -149,12 +153,13 @@ def _parse(name: str, content: Mapping[str, Any], directory: Path) -> Library:
         usage={symbol: Usage(**counts) for symbol, counts in content["ptxas"].items()},
         warnings=tuple(content["warnings"]),
         seconds=float(content["seconds"]),
+        traced=bool(content.get("traced", False)),  # libraries of earlier versions say nothing
         directory=directory,
     )
     if content["library"] != f"{name}.so" or not name.endswith(f"_{library.key[:12]}"):
         raise ValueError(f"describes {content['library']!r} of key {library.key!r}")
     for symbol, config in library.kernels.items():
-        if symbol != config.name:
+        if symbol != generator.symbol(config, library.traced):
             raise ValueError(f"symbol {symbol} has the config of {config.name}")
     if not library.kernels:
         raise ValueError("no kernels")

@@ -6,7 +6,7 @@ Nothing is loaded here: csrc/host does that, given a path and a symbol.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flux import env
@@ -37,6 +37,7 @@ class Registry:
         libraries: that hold them.
         stale: libraries made from other sources than those that are here: not used.
         damaged: directories of libraries that were set aside, now or earlier: not used.
+        traced: kernels of trace builds, by the symbols that they have in other builds.
     """
 
     roots: tuple[Path, ...]
@@ -44,6 +45,7 @@ class Registry:
     libraries: tuple[Library, ...]
     stale: tuple[Library, ...]
     damaged: tuple[Path, ...]
+    traced: dict[str, BuiltKernel] = field(default_factory=dict)
 
     @classmethod
     def load(cls, roots: Sequence[Path] | None = None) -> Registry:
@@ -56,6 +58,7 @@ class Registry:
         roots = tuple(default_roots() if roots is None else roots)
         headers = sources.csrc()
         kernels: dict[str, BuiltKernel] = {}
+        traced: dict[str, BuiltKernel] = {}
         usable, stale = [], []
         for root in roots:
             newest_first = sorted(manifest.scan(root), key=_age)
@@ -66,9 +69,13 @@ class Registry:
                 usable.append(library)
                 for symbol, config in library.kernels.items():
                     kernel = BuiltKernel(config, library.path, symbol, library.usage[symbol])
-                    kernels.setdefault(symbol, kernel)
+                    (traced if library.traced else kernels).setdefault(config.name, kernel)
         damaged = [path for root in roots for path in manifest.damaged(root)]
-        return cls(roots, kernels, tuple(usable), tuple(stale), tuple(damaged))
+        return cls(roots, kernels, tuple(usable), tuple(stale), tuple(damaged), traced)
+
+    def for_traces(self) -> Registry:
+        """The same, whose kernels are those of trace builds."""
+        return replace(self, kernels=self.traced)
 
     def find(self, config: GemmConfig) -> BuiltKernel | None:
         """The kernel of exactly this config, if it is built."""
@@ -115,7 +122,7 @@ def _age(library: Library) -> tuple[int, str]:
 
 def is_stale(library: Library, headers: Path) -> bool:
     """Whether it was made from sources other than these."""
-    return sources.sources_hash(library.configs, headers) != library.sources
+    return sources.sources_hash(library.configs, headers, library.traced) != library.sources
 
 
 def package_root() -> Path:

@@ -60,9 +60,9 @@ def headers(text: str, root: Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in found)
 
 
-def sources_hash(configs: Sequence[GemmConfig], root: Path) -> str:
+def sources_hash(configs: Sequence[GemmConfig], root: Path, traced: bool = False) -> str:
     """Of a unit and all headers of ours that it includes. A library with another one is stale."""
-    text = translation_unit(configs)
+    text = translation_unit(configs, traced)
     parts = [("unit", text)]
     parts += [(name, _read(root / name)) for name in headers(text, root)]
     # Kernels are launched through it whether or not a unit includes it (yet).

@@ -8,6 +8,7 @@ it between the events that enclose its two ends.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from .events import Event, Kind
 from .record import Trace
 from .recorder import COPY_LANE, GEMM_LANE
 
-_FIRST_LANES = (GEMM_LANE, COPY_LANE)
+_FIRST_LANES = (GEMM_LANE, COPY_LANE, "stream", "copy stream", "network stream")
 
 
-def _lane_order(lane: str) -> tuple[int, str]:
-    return (_FIRST_LANES.index(lane) if lane in _FIRST_LANES else len(_FIRST_LANES), lane)
+def _lane_order(lane: str) -> tuple[int, list[str]]:
+    """Numbers in names count as numbers."""
+    first = _FIRST_LANES.index(lane) if lane in _FIRST_LANES else len(_FIRST_LANES)
+    return first, [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", lane)]
 
 
 def flows(events: Iterable[Event]) -> Iterator[tuple[Event, Event]]:

@@ -67,14 +67,15 @@ def trace_op(
     config = options.config_of(chosen, warmup=warmup)
     from flux.bench.launch import torchrun_world
 
-    from .run import Wanted, traced
+    from .run import Wanted, traced, why_not
 
     try:
         wanted = Wanted(tuple(method or ["flux"]), calls, capacity)
     except ValueError as error:
         refuse(str(error))
-    if config.backend == "cuda":
-        refuse("flux trace op runs on backend cpu")
+    missing = why_not(config, wanted)
+    if missing is not None:
+        refuse(missing)
     if speaks():
         check_writable(out)
     silent = quiet or not speaks()

@@ -1,20 +1,28 @@
-"""Tracing calls of an op on the ranks of a process group."""
+"""Tracing calls of an op on the ranks of a process group, or on those that share a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from flux import _C
 from flux.backends.cpu import CpuBackend
+from flux.backends.cuda import CudaBackend
 from flux.ops._base import TensorParallelOp
 from flux.transport.exchange import Exchange, resolve_group
+from flux.transport.one_gpu import OneGpuExchange
 
 from .clocks import Clock, align_clocks
 from .convert import Span, events_of
 from .events import Event
-from .recorder import CAPACITY, LaneRecords, Recorder
+from .gpu import GpuRecorder
+from .gpu_events import gpu_events, gpu_spans
+from .recorder import CAPACITY, GEMM_LANE, HostStamps, Recorder
+
+if TYPE_CHECKING:
+    from flux.schedule import TileSchedule
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,9 @@ class Trace:
         metadata: what was traced, JSON-able. ``calls`` holds the [begin, end] of every call by
             rank in us, ``dropped`` how many events had no room, by rank and lane,
             ``clock_uncertainty_us`` by how much the times of each rank may be shifted against those
-            of rank 0.
+            of rank 0. On GPUs, ``gpu_clock_us`` says by rank how far its kernels' times may be from
+            its streams' (``kernels_to_streams``), and in what steps kernels' times come
+            (``resolution``).
     """
 
     events: list[Event]
@@ -39,16 +49,32 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class _OfRank:
-    """What one rank has to tell."""
+class _Told:
+    """What one rank has to tell: what makes events of it needs to know when time begins."""
 
-    lanes: list[LaneRecords]
+    rank: int
+    schedule: TileSchedule | None  # of the first call; none where the library makes it
     spans: list[Span]
+    events: Callable[[int, int], list[Event]]
+    dropped: dict[str, int]
+    uncertainty_ns: int = 0
+    gpu_clock_us: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """The same, with its events, on rank 0's clock."""
+
+    rank: int
+    calls: list[list[float]]
     events: list[Event]
+    dropped: dict[str, int]
+    uncertainty_us: float
+    gpu_clock_us: dict[str, float] | None
 
 
 def record_op(
-    op: TensorParallelOp,
+    op: TensorParallelOp | Sequence[TensorParallelOp],
     call: Callable[[], object],
     *,
     calls: int = 1,
@@ -60,13 +86,17 @@ def record_op(
     Calls that are not traced come first. Then all ranks meet, and make ``calls`` calls one right
     after the other. Results are those of calls that nobody traces, bit by bit.
 
+    On GPUs the op must have kernels of a trace build: ``flux compile --trace`` builds them, and an
+    op that is built with FLUX_TRACE=1 takes them.
+
     Args:
-        op: on the CPU backend.
-        call: makes one call of it: ``lambda: op(x, weight)``.
+        op: of this rank; of a VirtualWorld the ops of all ranks, in order.
+        call: makes one call of it, ``lambda: op(x, weight)``; of a VirtualWorld the call of all
+            ranks, by its ``run``.
         calls: to trace.
         warmup: calls before those.
         capacity: events that a lane of a rank has room for, in all calls together; what exceeds it
-            is counted.
+            is counted. On a GPU, for each multiprocessor, and for all streams of a rank.
 
     Returns:
         On rank 0 the events of all ranks, on the others None.
@@ -75,85 +105,200 @@ def record_op(
         ValueError, TypeError: refused arguments, on all ranks alike.
         Whatever ``call`` raises.
     """
-    exchange = _check(op, calls, warmup, capacity)
+    ops = [op] if isinstance(op, TensorParallelOp) else list(op)
+    exchange = _check(ops, calls, warmup, capacity)
     for _ in range(warmup):
         call()
-    recorder = Recorder(capacity, _remote_ranks(op))
-    clocks = align_clocks(exchange)
-    _attach(op, recorder)
-    spans = []
-    try:
-        exchange.all_gather(None)  # so that nobody's first wait is for a rank that starts later
-        for _ in range(calls):
-            begin = _C.Lane.now()
-            call()
-            spans.append(Span(begin, _C.Lane.now()))
-    finally:
-        if not op.closed:
-            _attach(op, None)
-    return _gathered(op, exchange, recorder, spans, clocks, warmup)
+    clocks = None
+    if isinstance(ops[0]._backend, CudaBackend):
+        _finish(ops)
+        clocks = align_clocks(exchange) if exchange is not None else None
+        told = _on_gpus(ops, call, exchange, calls, capacity)
+    else:
+        assert exchange is not None
+        clocks = align_clocks(exchange)
+        told = [_on_cpu(ops[0], call, exchange, calls, capacity)]
+    everybody = _gathered(told, exchange, clocks)
+    return _trace(ops[0], told[0].schedule, everybody, warmup) if ops[0].rank == 0 else None
 
 
-def _check(op: TensorParallelOp, calls: int, warmup: int, capacity: int) -> Exchange:
-    """Where the op's ranks meet; whatever one of them is refused, all are."""
-    if not isinstance(op, TensorParallelOp):
-        raise TypeError(f"op must be a flux op, got {type(op).__name__}")
-    if op.world > 1 and not isinstance(op._backend, CpuBackend):
-        raise ValueError(f"{op.spec.label}: only ops of backend cpu can be traced, got {op!r}")
-    exchange = Exchange(resolve_group(op._unfused.group), "flux.trace")
-    problem = None
+def _check(
+    ops: Sequence[TensorParallelOp], calls: int, warmup: int, capacity: int
+) -> Exchange | None:
+    """Where the op's ranks meet, None if all are here; whatever one of them is refused, all are."""
+    for op in ops:
+        if not isinstance(op, TensorParallelOp):
+            raise TypeError(f"op must be a flux op, got {type(op).__name__}")
+    problem = next((why for op in ops if (why := _why_not(op))), None) or _why_not_these(ops)
     given = {"calls": calls, "warmup": warmup, "capacity": capacity}
     for name, least in (("calls", 1), ("warmup", 0), ("capacity", 1)):
         if type(given[name]) is not int or given[name] < least:
-            problem = ValueError(f"{name} must be an integer >= {least}, got {given[name]!r}")
-    if op.closed:
-        problem = ValueError(f"{op!r} cannot be traced: it is closed")
-    exchange.agree("flux.trace", problem, {"op": op.spec.label, **given})
+            problem = f"{name} must be an integer >= {least}, got {given[name]!r}"
+    error = None if problem is None else ValueError(problem)
+    if not ops or _world_on_one_gpu(ops[0]) is not None:
+        if error is not None:
+            raise error
+        return None
+    exchange = Exchange(resolve_group(ops[0]._unfused.group), "flux.trace")
+    exchange.agree("flux.trace", error, {"op": ops[0].spec.label, **given})
     return exchange
 
 
-def _remote_ranks(op: TensorParallelOp) -> Sequence[int]:
-    network = op._backend.network if isinstance(op._backend, CpuBackend) else None
-    return [] if network is None else list(network.bytes_sent)
+def _world_on_one_gpu(op: TensorParallelOp) -> OneGpuExchange | None:
+    transport = op._backend.transport if isinstance(op._backend, CudaBackend) else None
+    return transport if isinstance(transport, OneGpuExchange) else None
 
 
-def _attach(op: TensorParallelOp, recorder: Recorder | None) -> None:
-    if isinstance(op._backend, CpuBackend):
-        op._backend.trace(recorder)
-    op._unfused.trace(recorder)
+def _why_not_these(ops: Sequence[TensorParallelOp]) -> str | None:
+    places = [_world_on_one_gpu(op) for op in ops]
+    first = places[0] if places else None
+    have = [op.rank for op in ops]
+    wanted = have[:1] if first is None else list(first.of.real)
+    same = {None if place is None else (place.of, place.op) for place in places}
+    if ops and have == wanted and len(same) == 1:
+        return None
+    return (
+        f"op must be that of this rank, or those of all ranks of a VirtualWorld, got ranks {have}"
+    )
+
+
+def _why_not(op: TensorParallelOp) -> str | None:
+    backend, label = op._backend, op.spec.label
+    if op.closed:
+        return f"{op!r} cannot be traced: it is closed"
+    if backend is None and op._checker.device.type != "cpu":
+        return f"{label}: one rank on a GPU waits for nobody; look at it with a profiler"
+    if not isinstance(backend, CudaBackend):
+        return None
+    if backend.capturing():
+        return f"{label}: calls that are traced cannot be captured into a CUDA graph"
+    fused = any(knobs.path != "unfused" for knobs in op._choice.variants())
+    if fused and not all(kernel.traces for kernel in backend.kernels):
+        return (
+            f"{label}: its kernels are of no trace build: build some with `flux compile --trace`, "
+            "and the op with FLUX_TRACE=1"
+        )
+    return None
+
+
+def _finish(ops: Sequence[TensorParallelOp]) -> None:
+    """Until the calls that were made are done."""
+    for op in ops:
+        op.wait()
+        if isinstance(op._backend, CudaBackend):
+            op._backend.peers.wait()
+
+
+def _on_cpu(
+    op: TensorParallelOp,
+    call: Callable[[], object],
+    exchange: Exchange,
+    calls: int,
+    capacity: int,
+) -> _Told:
+    backend = op._backend
+    network = backend.network if isinstance(backend, CpuBackend) else None
+    recorder = Recorder(capacity, [] if network is None else list(network.bytes_sent))
+
+    def attach(attached: Recorder | None) -> None:
+        if isinstance(backend, CpuBackend):
+            backend.trace(attached)
+        op._unfused.trace(None if attached is None else HostStamps(attached.lane(GEMM_LANE)))
+
+    attach(recorder)
+    try:
+        exchange.all_gather(None)  # so that nobody's first wait is for a rank that starts later
+        spans = _made(call, calls)
+    finally:
+        if not op.closed:
+            attach(None)
+    lanes = recorder.read()
+
+    def events(offset_ns: int, origin_ns: int) -> list[Event]:
+        schedules = recorder.schedules
+        return events_of(op.kind.name, op.rank, lanes, schedules, spans, offset_ns, origin_ns)
+
+    dropped = {lane.name: lane.dropped for lane in lanes if lane.dropped}
+    first = recorder.schedules[0] if recorder.schedules else None
+    return _Told(op.rank, first, spans, events, dropped)
+
+
+def _made(call: Callable[[], object], calls: int) -> list[Span]:
+    spans = []
+    for _ in range(calls):
+        begin = _C.Lane.now()
+        call()
+        spans.append(Span(begin, _C.Lane.now()))
+    return spans
+
+
+def _on_gpus(
+    ops: Sequence[TensorParallelOp],
+    call: Callable[[], object],
+    exchange: Exchange | None,
+    calls: int,
+    capacity: int,
+) -> list[_Told]:
+    recorder = GpuRecorder(ops, capacity)
+    try:
+        recorder.start()
+        if exchange is not None:
+            exchange.all_gather(None)
+        made = []
+        for recorder.number in range(calls):
+            made += _made(call, 1)
+        recorder.wait()
+        tie, everything = recorder.tie, recorder.read()
+    finally:
+        recorder.stop()
+    clock = {"kernels_to_streams": tie.between / 1000, "resolution": tie.resolution / 1000}
+    return [
+        _Told(
+            of.rank,
+            of.schedules[0] if of.schedules else None,
+            gpu_spans(of, made),
+            partial(gpu_events, of),
+            of.dropped,
+            tie.uncertainty,
+            clock,
+        )
+        for of in everything
+    ]
 
 
 def _gathered(
+    told: Sequence[_Told], exchange: Exchange | None, clocks: Sequence[Clock] | None
+) -> list[_OfRank]:
+    """What all ranks have to tell, on rank 0's clock, from its first event on. Collective."""
+
+    def clock_of(one: _Told) -> Clock:
+        return Clock(0, 0) if clocks is None else clocks[one.rank]
+
+    first = min(one.spans[0].begin_ns + clock_of(one).offset_ns for one in told)
+    origin = first if exchange is None else min(exchange.all_gather(first))
+
+    def on_common_clock(one: _Told) -> _OfRank:
+        clock = clock_of(one)
+        shift = clock.offset_ns - origin
+        return _OfRank(
+            one.rank,
+            [[(at + shift) / 1000 for at in (s.begin_ns, s.end_ns)] for s in one.spans],
+            one.events(clock.offset_ns, origin),
+            one.dropped,
+            (clock.uncertainty_ns + one.uncertainty_ns) / 1000,
+            one.gpu_clock_us,
+        )
+
+    mine = [on_common_clock(one) for one in told]
+    return mine if exchange is None else [one for of in exchange.all_gather(mine) for one in of]
+
+
+def _trace(
     op: TensorParallelOp,
-    exchange: Exchange,
-    recorder: Recorder,
-    spans: list[Span],
-    clocks: list[Clock],
+    schedule: TileSchedule | None,
+    everybody: Sequence[_OfRank],
     warmup: int,
-) -> Trace | None:
-    offset = clocks[op.rank].offset_ns
-    origin = min(exchange.all_gather(spans[0].begin_ns + offset))
-    lanes = recorder.read()
-    events = events_of(op.kind.name, op.rank, lanes, recorder.schedules, spans, offset, origin)
-    everybody = exchange.all_gather(
-        _OfRank([lane._replace(records=[]) for lane in lanes], spans, events)
-    )
-    if op.rank != 0:
-        return None
-
-    def times(rank: int) -> list[list[float]]:
-        shift = clocks[rank].offset_ns - origin
-        return [
-            [(at + shift) / 1000 for at in (span.begin_ns, span.end_ns)]
-            for span in everybody[rank].spans
-        ]
-
-    schedule = recorder.schedules[0] if recorder.schedules else None
-    dropped = {
-        str(rank): lost
-        for rank, told in enumerate(everybody)
-        if (lost := {lane.name: lane.dropped for lane in told.lanes if lane.dropped})
-    }
+) -> Trace:
     metadata: dict[str, Any] = {
         "op": op.kind.name,
         "shape": list(schedule.shape) if schedule else [op.spec.max_m, sum(op.spec.n), op.spec.k],
@@ -162,8 +307,10 @@ def _gathered(
         "knobs": str(schedule.knobs) if schedule else "",
         "topology": str(op.topology),
         "warmup": warmup,
-        "calls": {str(rank): times(rank) for rank in range(op.world)},
-        "clock_uncertainty_us": [clock.uncertainty_ns / 1000 for clock in clocks],
-        "dropped": dropped,
+        "calls": {str(of.rank): of.calls for of in everybody},
+        "clock_uncertainty_us": [of.uncertainty_us for of in everybody],
+        "dropped": {str(of.rank): of.dropped for of in everybody if of.dropped},
     }
-    return Trace([event for told in everybody for event in told.events], metadata)
+    if any(of.gpu_clock_us for of in everybody):
+        metadata["gpu_clock_us"] = {str(of.rank): of.gpu_clock_us for of in everybody}
+    return Trace([event for of in everybody for event in of.events], metadata)

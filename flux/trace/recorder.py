@@ -31,6 +31,27 @@ class Work(IntEnum):
     own_gemm = 7  # waits for a tile of the rank's own GEMM
     own_copies = 8  # waits for the rank's own copies and reductions
     collective = 9  # of the library: path = unfused
+    call = 10  # on streams of a GPU: from the begin of a call to its end
+    enter = 11  # tells the peers that this rank has entered
+    entry = 12  # waits for a peer's entry
+    result = 13  # waits for all ranks' rows of the result
+    collect = 14  # copies rows from symmetric memory to where the caller wants them
+    slab = 15  # a played peer's partials; first, last: the flags that follow
+
+
+class HostStamps:
+    """Stamps of the host's clock around what library calls do, in one lane."""
+
+    def __init__(self, lane: _C.Lane) -> None:
+        self._lane = lane
+
+    def began(self) -> int:
+        """What ``ended`` wants to know."""
+        return self._lane.now()
+
+    def ended(self, work: Work, began: int, nbytes: int) -> None:
+        """This is what went on since then."""
+        self._lane.add(work, began, nbytes=nbytes)
 
 
 class Record(NamedTuple):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flux.bench import launch
-from flux.bench.methods import Fused
 from flux.bench.op import Progress
 from flux.bench.place import open_place
-from flux.bench.problem import BenchConfig
+from flux.bench.problem import ONE_GPU, BenchConfig
 from flux.bench.timing import quiet_collector
+from flux.env import TRACE
+from flux.kernels.registry import Registry
 from flux.knobs import Knobs
 
 from .record import Trace, record_op
@@ -57,15 +60,32 @@ def traced(
     Raises:
         RankFailedError, HostsUnavailableError: as flux.bench.launch.spawned.
     """
+    group = launch.group_of(config)
     if joining:
-        return launch.as_torchrun_rank(
-            lambda config, rank: trace_methods((config, wanted), rank, progress), config
-        )
+
+        def run(config: BenchConfig, rank: int) -> Trace | None:
+            launch.check_gpus(config)
+            return trace_methods((config, wanted), rank, progress)
+
+        return launch.as_torchrun_rank(run, config, group)
     count = launch.processes(config)
     found: Trace | None = launch.on_own_ranks(
-        trace_methods, (config, wanted), config, count, progress
+        trace_methods, (config, wanted), config, count, progress, group
     )
     return found
+
+
+def why_not(config: BenchConfig, wanted: Wanted) -> str | None:
+    """What is missing for such a trace on GPUs; None if nothing is."""
+    if config.backend != "cuda":
+        return None
+    if config.transport in ONE_GPU and "unfused" in wanted.methods:
+        return f"--transport {config.transport} has no library collective: leave out unfused"
+    built = Registry.load().traced.values()
+    op = "ag_gemm" if config.problem.gathers else "gemm_rs"
+    if wanted.methods != ("unfused",) and not any(kernel.config.op == op for kernel in built):
+        return f"no trace build of {op} kernels is there: flux compile --trace makes some"
+    return None
 
 
 def trace_methods(
@@ -80,12 +100,14 @@ def trace_methods(
         for number, name in enumerate(wanted.methods):
             if rank == 0:
                 progress(f"tracing {name}", number, len(wanted.methods))
-            method = Fused(name, config, _tuning(config, name))
+            with _trace_kernels(config.backend == "cuda" and name != "unfused"):
+                method = place.fused(name, config, _tuning(config, name))
+            place.give(inputs, [method])
             try:
                 with torch.no_grad(), quiet_collector():
                     traces.append(
                         record_op(
-                            method.op,
+                            method.ops,
                             lambda method=method: method(inputs),  # type: ignore[misc]
                             calls=wanted.calls,
                             warmup=config.warmup,
@@ -98,6 +120,21 @@ def trace_methods(
         place.close()
     done = [trace for trace in traces if trace is not None]
     return in_a_row(wanted.methods, done) if done else None
+
+
+@contextmanager
+def _trace_kernels(wanted: bool) -> Iterator[None]:
+    """Ops that are built meanwhile have kernels of a trace build."""
+    before = os.environ.get(TRACE.name)
+    if wanted:
+        os.environ[TRACE.name] = "1"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[TRACE.name] = before
+        else:
+            os.environ.pop(TRACE.name, None)
 
 
 def _tuning(config: BenchConfig, name: str) -> Knobs | None:

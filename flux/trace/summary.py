@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ class RankTime:
     """Times of one rank in one method, in ms, all calls together.
 
     ``waiting`` is that of the thread that computes; ``moving`` counts what several lanes move at
-    once several times.
+    once several times. Of what multiprocessors do, the mean.
     """
 
     method: str
@@ -37,17 +38,27 @@ def rank_times(events: Iterable[Event], metadata: Mapping[str, Any]) -> list[Ran
     events = list(events)
     out = []
     for method, about in metadata["methods"].items():
-        for rank in range(about["world"]):
+        for rank in map(int, about["calls"]):
             mine = [e for e in events if e.rank == rank and e.details.get("method") == method]
-
-            def ms(kinds: Iterable[Kind], lane: str | None = None, mine: Any = mine) -> float:
-                wanted = [e for e in mine if e.kind in kinds and lane in (None, e.lane)]
-                return float(sum(e.duration_us for e in wanted)) * 1e-3
-
             calls = sum(end - begin for begin, end in about["calls"][str(rank)]) * 1e-3
-            waiting = ms((Kind.wait, Kind.barrier), GEMM_LANE)
-            out.append(RankTime(method, rank, calls, ms((Kind.gemm,)), waiting, ms(MOVING)))
+            computing = [e for e in mine if e.lane == GEMM_LANE or _multiprocessor(e)]
+            waiting = _ms(computing, (Kind.wait, Kind.barrier))
+            gemm, moving = _ms(mine, (Kind.gemm,)), _ms(mine, MOVING)
+            out.append(RankTime(method, rank, calls, gemm, waiting, moving))
     return out
+
+
+def _multiprocessor(event: Event) -> str | None:
+    """Which one the event was on: "SM 12"."""
+    found = re.match(r"SM \d+", event.lane)
+    return found and found.group()
+
+
+def _ms(events: Sequence[Event], kinds: Iterable[Kind]) -> float:
+    wanted = [event for event in events if event.kind in kinds]
+    many = len({_multiprocessor(event) for event in events} - {None})
+    each = (e.duration_us / (many if _multiprocessor(e) else 1) for e in wanted)
+    return float(sum(each)) * 1e-3
 
 
 def longest_wait(events: Iterable[Event]) -> Event | None:
@@ -81,4 +92,8 @@ def show(events: list[Event], metadata: Mapping[str, Any], console: Console) -> 
             console.print(f"[bold red]{method}: {lost} events had no room; use --capacity[/]")
         uncertain = max(about["clock_uncertainty_us"])
         if uncertain > 0:
-            console.print(f"{method}: clocks of hosts aligned to +-{uncertain:.1f} us")
+            console.print(f"{method}: clocks of ranks aligned to +-{uncertain:.1f} us")
+        for clock in about.get("gpu_clock_us", {}).values():
+            apart, steps = clock["kernels_to_streams"], clock["resolution"]
+            console.print(f"{method}: kernels to streams +-{apart:.1f} us, in steps of {steps} us")
+            break

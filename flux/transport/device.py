@@ -84,6 +84,14 @@ class Peers:
     def let_go(self, epoch: int) -> None:
         """Release every stream that waits on behalf of a peer."""
 
+    def wait(self) -> None:
+        """Until their part of all calls is done."""
+
+    def trace(self, streams: _C.StreamTrace | None) -> dict[int, int]:
+        """Put down what is done for the peers from now on; None: no more. Returns whom the streams
+        act for: ranks, by stream."""
+        return {}
+
 
 class DeviceTransport(Protocol):
     """One op's ranks on GPUs, and their memory.

@@ -44,7 +44,8 @@ Who may write where, and when, beside what csrc/host/gather_tiles.h and docs/ker
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ from flux import _C
 from flux.backends.device import Device
 from flux.env import POISON
 from flux.knobs import Op
+from flux.trace.recorder import Work
 from flux.transport.device import Memory, Peers, first_signal
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
@@ -90,6 +92,10 @@ class LoopbackWorld(OneGpuWorld):
     def sm_share(self) -> int:
         """All of them: copy engines do the peers' part."""
         return self.device.sm_count
+
+    @property
+    def real(self) -> range:
+        return range(REAL, REAL + 1)
 
     def why_not(self, spec: OpSpec, knobs: Knobs) -> str | None:
         """Peers copy; they neither add nor quantise."""
@@ -221,6 +227,7 @@ class LoopbackPeers(Peers):
         self._sets = PinnedPool(lambda: pinned(layout.data_bytes, torch.uint8), over)
         self._words = PinnedPool(lambda: pinned(layout.signals, torch.int32), over)
         self._provided: _Provided | None = None
+        self._streams: _C.StreamTrace | None = None
         self._epoch = 0  # of the last call
 
     # -- what the user gives -----------------------------------------------------------------------
@@ -297,8 +304,27 @@ class LoopbackPeers(Peers):
         assert self._provided is not None
         self._epoch = epoch
         for peer, agent in self.of.agents.items():
-            self.driver.signal(agent, self.pads[REAL] + peer * WORD, epoch & 0xFFFFFFFF)
+            with self._traced(agent, Work.enter, peer):
+                self.driver.signal(agent, self.pads[REAL] + peer * WORD, epoch & 0xFFFFFFFF)
         return self._provided.rows.data_ptr()
+
+    @contextmanager
+    def _traced(self, agent: int, work: Work, peer: int, **what: int) -> Iterator[None]:
+        """What is put on an agent's stream meanwhile is told to who traces."""
+        streams = self._streams
+        token = -1 if streams is None else streams.begin(agent)
+        yield
+        if streams is not None:
+            streams.end(token, agent, work, call=self._epoch & 0xFFFFFFFF, peer=peer, **what)
+
+    def trace(self, streams: _C.StreamTrace | None) -> dict[int, int]:
+        """See Peers."""
+        self._streams = streams
+        return {agent: peer for peer, agent in self.of.agents.items()}
+
+    def wait(self) -> None:
+        """Until the agents are done."""
+        self.of.finish(self.of.agents.values())
 
     def gather(self, schedule: TileSchedule, epoch: int, data: list[int]) -> list[int]:
         """Push this rank's gathered rows, or pull from them; where it pulls from itself."""
@@ -315,6 +341,7 @@ class LoopbackPeers(Peers):
                 parts=[(rows + self._row(m, peer), self.layout.row_bytes, data, sources)],
                 entries=self.pads,
                 signals=self.signals,
+                trace=self._streams,
             )
         return sources
 
@@ -328,11 +355,14 @@ class LoopbackPeers(Peers):
         words[: max((slab.flags for slab in slabs), default=0)] = _as_int32(value)
         self._words.give(words, epoch)
         for peer, agent in self.of.agents.items():
-            self.driver.await_signal(agent, self.pads[peer] + REAL * WORD, value)
+            with self._traced(agent, Work.entry, REAL):
+                self.driver.await_signal(agent, self.pads[peer] + REAL * WORD, value)
             for slab in slabs:
                 at = peer * self.layout.slot_bytes + slab.begin
-                self.driver.copy(agent, self.data[REAL] + at, partials + at, slab.size)
                 flag = tiling.flag_index(peer, REAL, slab.tile_row, 0)
+                flags = {"at": REAL, "begin": flag, "end": flag + slab.flags}
+                with self._traced(agent, Work.slab, REAL, nbytes=slab.size, **flags):
+                    self.driver.copy(agent, self.data[REAL] + at, partials + at, slab.size)
                 address = self.signals[REAL] + flag * WORD
                 self.driver.signal(agent, address, value)
                 rest = (slab.flags - 1) * WORD
@@ -361,7 +391,8 @@ class LoopbackPeers(Peers):
             begin = self.layout.rest_offset + self._row(m, peer)
             size = _C.core.row_count(m, self.world, peer) * self.layout.row_bytes
             provided = self._provided.rows.data_ptr()
-            self.driver.copy(agent, self.data[REAL] + begin, provided + begin, size)
+            with self._traced(agent, Work.copy, REAL, nbytes=size):
+                self.driver.copy(agent, self.data[REAL] + begin, provided + begin, size)
             done = self.pads[REAL] + (self.world + peer) * WORD
             self.driver.signal(agent, done, epoch & 0xFFFFFFFF)
 

@@ -79,6 +79,11 @@ class OneGpuWorld:
     def sm_share(self) -> int:
         raise NotImplementedError
 
+    @property
+    def real(self) -> range:
+        """Ranks that have ops; others are played."""
+        return range(self.world)
+
     def why_not(self, spec: OpSpec, knobs: Knobs) -> str | None:
         """Why the world cannot run such an op; None if it can."""
         if knobs.path == "unfused":

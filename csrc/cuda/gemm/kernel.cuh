@@ -14,11 +14,32 @@ enum class Activation { kNone, kGelu, kSilu };
 enum class Scaling { kNone, kTensor, kRow };
 enum class Reduce { kLocal, kInFlight };
 
-// Loads all code of a kernel, with what captured calls need beside it.
+#ifdef FLUX_TRACE
+static __global__ void stamp_kernel(std::uint64_t* times, int count) {
+  for (int i = 0; i < count; ++i) times[i] = nanoseconds();
+}
+
+// FluxKernel.stamp
+inline int stamp_clock(std::uint64_t* times, std::int32_t count, void* stream) {
+  stamp_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(times, count);
+  return static_cast<int>(cudaGetLastError());
+}
+
+inline int prepare_stamp() {
+  cudaFuncAttributes attributes;
+  return static_cast<int>(cudaFuncGetAttributes(&attributes, stamp_kernel));
+}
+#else
+constexpr int (*stamp_clock)(std::uint64_t*, std::int32_t, void*) = nullptr;
+inline int prepare_stamp() { return 0; }
+#endif
+
+// Loads all code of a kernel, with what captured calls and traces need beside it.
 template <class Kernel>
 int prepare(int device) {
-  const int status = Kernel::prepare(device);
-  return status != 0 ? status : prepare_meet();
+  int status = Kernel::prepare(device);
+  if (status == 0) status = prepare_meet();
+  return status != 0 ? status : prepare_stamp();
 }
 
 }  // namespace flux
@@ -35,4 +56,5 @@ int prepare(int device) {
                              &flux::prepare<__VA_ARGS__>,   \
                              &__VA_ARGS__::launch,          \
                              &flux::meet,                   \
-                             __VA_ARGS__::kReduce};
+                             __VA_ARGS__::kReduce,          \
+                             flux::stamp_clock};

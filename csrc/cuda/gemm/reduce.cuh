@@ -130,8 +130,10 @@ __global__ void __launch_bounds__(kReduceThreads)
       // The partials were written at other addresses than the switch reads them at.
       if (args.switch_in != nullptr) fence_alias();
       const int first = column * s.tile_n;
+      const std::uint64_t began = stamp();
       reduce_strip<Element, Width>(args, begin - args.first_row, end - begin, first,
                                    min_of(s.tile_n, args.n - first), complete);
+      if (threadIdx.x == 0) tell(args.sync, began, {FLUX_TRACE_SUM, begin, column, end - begin});
     }
   }
 }

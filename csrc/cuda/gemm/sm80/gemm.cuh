@@ -24,6 +24,10 @@ struct BlockParams {
   int tile_m = 0;
   FluxSync sync{};
   ScatterTargets targets{};
+#ifdef FLUX_TRACE
+  std::uint64_t began = 0;  // the tile that the block is at
+  TileCoord tile{-1, -1};
+#endif
 };
 
 // The block's copy of it, in shared memory: CUTLASS's stream-K kernel keeps its parameters in local
@@ -41,18 +45,38 @@ CUTLASS_DEVICE void share_block_params(BlockParams const& params) {
   __syncthreads();
 }
 
+// Trace builds: the block is done with its tile if it comes to another one, and ends if to none.
+CUTLASS_DEVICE void leave_tile([[maybe_unused]] TileCoord next) {
+#ifdef FLUX_TRACE
+  BlockParams& p = block_params();
+  if (threadIdx.x != 0 || p.tile.m < 0 || (p.tile.m == next.m && p.tile.n == next.n)) return;
+  tell(p.sync, p.began, {FLUX_TRACE_TILE, p.tile.m, p.tile.n, 0});
+  p.tile = {-1, -1};
+#endif
+}
+CUTLASS_DEVICE void enter_tile([[maybe_unused]] TileCoord at) {
+#ifdef FLUX_TRACE
+  BlockParams& p = block_params();
+  if (threadIdx.x != 0 || p.tile.m >= 0) return;
+  p.began = stamp();
+  p.tile = at;
+#endif
+}
+
 // Every thread of the block waits for itself: each acquires what it then reads with cp.async, which
 // belongs to the generic proxy, so neither a barrier nor a proxy fence is needed.
 CUTLASS_DEVICE cutlass::gemm::GemmCoord tile_of_slot(int slot) {
   BlockParams const& p = block_params();
   if (slot >= p.map.rows * p.map.columns) return {p.map.rows, p.map.columns, 0};
   const TileCoord at = tile_at(p.map, slot);
+  leave_tile(at);
   if (p.signals != nullptr) {
     const int begin = at.m * p.tile_m;
     const Range range = signals_of_rows(p.tiling, begin, min_of(begin + p.tile_m, p.tiling.m));
     for (int i = range.begin; i < range.end; ++i)
-      await(p.signals, i, p.sync, FLUX_WAIT_GATHER, at.m);
+      await(p.signals, i, told_by_one(p.sync), FLUX_WAIT_GATHER, at.m);
   }
+  enter_tile(at);
   return {at.m, at.n, 0};
 }
 
@@ -169,6 +193,7 @@ __global__ void __launch_bounds__(Base::kThreadCount)
     OrderedSwizzle swizzle;
     Base().run_with_swizzle(params.base, storage, swizzle);
   }
+  leave_tile({-1, -1});
 }
 
 // Launches a kernel whose visitor arguments `Visited` makes, for the op `kOp`.

@@ -31,7 +31,7 @@ struct ScatterStore : Base {
       const Range owners = owners_of_tile(targets_->tiling, tile_m_);
       const FluxSync sync = entry_sync(targets_->sync);
       for (int owner = owners.begin; owner < owners.end; ++owner) {
-        reached_ &= await(targets_->entries, owner, sync, FLUX_WAIT_ENTRY, tile_m_);
+        reached_ &= await(targets_->entries, owner, told_by_one(sync), FLUX_WAIT_ENTRY, tile_m_);
       }
     }
 
@@ -53,6 +53,7 @@ struct ScatterStore : Base {
     }
 
     CUTLASS_DEVICE void end_epilogue() {
+      const std::uint64_t begin = stamp();
       __threadfence_system();
       if (!__syncthreads_and(reached_)) return;
       const Range owners = owners_of_tile(targets_->tiling, tile_m_);
@@ -60,6 +61,9 @@ struct ScatterStore : Base {
       if (owner < owners.end && targets_->flags[owner] != nullptr) {
         const int flag = flag_index(targets_->tiling, targets_->rank, owner, tile_m_, tile_n_);
         store_release_sys(targets_->flags[owner] + flag, targets_->sync.epoch);
+      }
+      if (threadIdx.x == 0) {
+        tell(targets_->sync, begin, {FLUX_TRACE_RELEASE, tile_m_, tile_n_, 0});
       }
     }
 

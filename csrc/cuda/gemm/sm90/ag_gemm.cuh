@@ -95,8 +95,10 @@ struct AGGemm {
     out.epilogue.thread = Visitor::arguments(args);
     out.epilogue.ptr_D = static_cast<typename C::Output*>(args.d);
     cute::get<0>(out.epilogue.dD) = args.ldd;
-    out.scheduler = scheduler_arguments<typename Launch::Scheduler>(tile_map(
-        tile_order(args, OpKind::kAGGemm, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)));
+    out.scheduler = scheduler_arguments<typename Launch::Scheduler>(
+        tile_map(
+            tile_order(args, OpKind::kAGGemm, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),
+        args.sync);
     return out;
   }
   static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {

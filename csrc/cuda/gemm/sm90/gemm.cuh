@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/gemm/kernel.cuh"
+#include "cuda/gemm/sm90/stamped.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
@@ -47,7 +48,7 @@ struct Types {
 
 // CUTLASS's mainloop; stages fill the shared memory that the epilogue leaves, unless given.
 template <class C, class Epilogue>
-using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+using Mainloop = StampedMainloop<typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Types<C>::Element,
     typename Types<C>::LayoutA, Types<C>::kAlignment, typename Types<C>::Element,
     typename Types<C>::LayoutB, Types<C>::kAlignment, float, typename Types<C>::Tile,
@@ -56,15 +57,17 @@ using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
                        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
                            sizeof(typename Epilogue::SharedStorage))>,
                        cutlass::gemm::collective::StageCount<C::kStages>>,
-    typename Types<C>::MainloopSchedule>::CollectiveOp;
+    typename Types<C>::MainloopSchedule>::CollectiveOp>;
 
 // CUTLASS's epilogue around an epilogue visitor tree. D is void when the tree stores by itself.
 template <class C, class Visitor, class D>
-using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Types<C>::Tile,
-    typename Types<C>::Cluster, cutlass::epilogue::collective::EpilogueTileAuto, float, float, void,
-    typename Types<C>::LayoutD, Types<C>::kAlignmentD, D, typename Types<C>::LayoutD,
-    Types<C>::kAlignmentD, typename Types<C>::EpilogueSchedule, Visitor>::CollectiveOp;
+using Epilogue = StampedEpilogue<
+    typename cutlass::epilogue::collective::CollectiveBuilder<
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Types<C>::Tile,
+        typename Types<C>::Cluster, cutlass::epilogue::collective::EpilogueTileAuto, float, float,
+        void, typename Types<C>::LayoutD, Types<C>::kAlignmentD, D, typename Types<C>::LayoutD,
+        Types<C>::kAlignmentD, typename Types<C>::EpilogueSchedule, Visitor>::CollectiveOp,
+    Types<C>::kPingpong>;
 
 namespace visit {
 using namespace cutlass::epilogue::fusion;
@@ -186,6 +189,7 @@ struct Launcher {
       cute::get<0>(out.mainloop.dB) = args.ldb;
     }
     out.hw_info = hardware(args);
+    if constexpr (kTraced) out.mainloop.sync = out.epilogue.sync = args.sync;
     return out;
   }
 

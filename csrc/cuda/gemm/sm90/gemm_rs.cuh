@@ -36,8 +36,10 @@ struct GemmRS {
     auto out = Launch::arguments(args);
     out.epilogue.thread = {visit::Scaled<C>::arguments(args),
                            {scatter_targets(args, kTileM, kTileN)}};
-    out.scheduler = scheduler_arguments<typename Launch::Scheduler>(tile_map(
-        tile_order(args, OpKind::kGemmRS, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)));
+    out.scheduler = scheduler_arguments<typename Launch::Scheduler>(
+        tile_map(
+            tile_order(args, OpKind::kGemmRS, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),
+        args.sync);
     return out;
   }
   static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {

@@ -168,6 +168,7 @@ struct ScatterStore : Base {
     if (pending_m_ < 0) return;
     const ScatterTargets& to = params_->targets;
     const Range owners = owners_of_tile(to.tiling, pending_m_);
+    const std::uint64_t begin = stamp();
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncwarp();
@@ -176,6 +177,8 @@ struct ScatterStore : Base {
       const int flag = flag_index(to.tiling, to.rank, owner, pending_m_, pending_n_);
       store_release_sys(to.flags[owner] + flag, to.sync.epoch);
     }
+    if (threadIdx.x % 32 == 0)
+      tell(to.sync, begin, {FLUX_TRACE_RELEASE, pending_m_, pending_n_, 0});
     pending_m_ = -1;
   }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "core/tile_map.h"
+#include "cuda/sync.cuh"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 
 namespace flux::sm90 {
@@ -19,9 +20,15 @@ class OrderedTileScheduler : public Base {
  public:
   struct Arguments : Base::Arguments {
     TileMap map;
+#ifdef FLUX_TRACE
+    FluxSync sync{};
+#endif
   };
   struct Params : Base::Params {
     TileMap map;
+#ifdef FLUX_TRACE
+    FluxSync sync;
+#endif
   };
   struct WorkTileInfo : Base::WorkTileInfo {
     int slot_m = 0;
@@ -43,6 +50,9 @@ class OrderedTileScheduler : public Base {
     static_cast<typename Base::Params&>(params) =
         Base::to_underlying_arguments(problem, tile, cluster, hardware, args, rest...);
     params.map = args.map;
+#ifdef FLUX_TRACE
+    params.sync = args.sync;
+#endif
     return params;
   }
 
@@ -70,6 +80,12 @@ class OrderedTileScheduler : public Base {
                                    Accumulators& accumulators, std::uint32_t barriers,
                                    std::uint32_t barrier) {
     Base::fixup(params, work.of_base(), accumulators, barriers, barrier);
+#ifdef FLUX_TRACE
+    // Of stream-K, what another block finishes ends here; the rest with its epilogue.
+    if (!Base::compute_epilogue(work.of_base(), params)) {
+      end_tile<false>(params.sync, {FLUX_TRACE_PART, work.M_idx, work.N_idx, 0});
+    }
+#endif
   }
 
  private:
@@ -98,8 +114,12 @@ struct OrderedStreamK {};
 
 // Row by row, so that slots are what the map expects.
 template <class Scheduler>
-typename Scheduler::Arguments scheduler_arguments(TileMap const& map) {
+typename Scheduler::Arguments scheduler_arguments(TileMap const& map,
+                                                  [[maybe_unused]] FluxSync const& sync) {
   typename Scheduler::Arguments args{};
+#ifdef FLUX_TRACE
+  args.sync = sync;
+#endif
   args.max_swizzle_size = 1;
   args.raster_order = Scheduler::RasterOrderOptions::AlongN;
   args.map = map;

@@ -1,0 +1,100 @@
+// What a kernel tells a trace (flux/trace) of its own work. Only a trace build does: one with FLUX_TRACE
+// defined (`flux compile --trace`). In any other, everything here is empty, and kernels are the machine
+// code that they would be without it.
+//
+// Nobody waits: memory is there before the call, a place in it comes from one atomic addition, and what
+// finds none is only counted. Stamps are of %globaltimer, which all multiprocessors share; it ticks every
+// 32 ns on some GPUs and every microsecond on others. Records are read when the stream is done.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/abi.h"
+
+namespace flux {
+
+#ifdef FLUX_TRACE
+constexpr bool kTraced = true;
+#else
+constexpr bool kTraced = false;
+#endif
+
+__device__ __forceinline__ std::uint64_t nanoseconds() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+// FluxTraceRecord, as far as it is not found out here.
+struct Told {
+  int kind;
+  int row;
+  int column;
+  int signal;
+};
+
+#ifdef FLUX_TRACE
+
+constexpr int kWarpGroup = 128;
+
+__device__ __forceinline__ int block_number() {
+  return static_cast<int>(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z));
+}
+__device__ __forceinline__ int unit_number() {
+  return block_number() * FLUX_TRACE_UNITS + static_cast<int>(threadIdx.x) / kWarpGroup;
+}
+
+// What begins a stretch of time that tell() ends.
+__device__ __forceinline__ std::uint64_t stamp() { return nanoseconds(); }
+
+// One thread puts down that this went on from `begin` until now.
+__device__ __forceinline__ void tell(const FluxSync& sync, std::uint64_t begin, const Told& what) {
+  FluxTrace* trace = sync.trace;
+  if (trace == nullptr) return;
+  const std::uint64_t end = nanoseconds();
+  const std::uint32_t place = atomicAdd(&trace->count, 1u);
+  if (place >= trace->capacity) return;
+  int sm;
+  asm("mov.u32 %0, %%smid;" : "=r"(sm));
+  trace->records[place] = {begin,       end, what.kind,     what.row,   what.column,
+                           what.signal, sm,  unit_number(), sync.epoch, sync.launch};
+}
+
+// The begin of a tile, where who ends it has no register of his that whoever began it knows: kept in
+// memory, by warp group. Shared memory will not do, since kernels want their dynamic part to begin at
+// its very beginning. The same thread ends it.
+__device__ __forceinline__ void begin_tile(const FluxSync& sync) {
+  FluxTrace* trace = sync.trace;
+  if (trace == nullptr || threadIdx.x % kWarpGroup != 0) return;
+  if (block_number() < static_cast<int>(trace->blocks)) trace->begun[unit_number()] = nanoseconds();
+}
+
+// Of the warp groups that share a tile the first tells; with `kApart`, each has its own.
+template <bool kApart>
+__device__ __forceinline__ void end_tile(const FluxSync& sync, const Told& what) {
+  FluxTrace* trace = sync.trace;
+  if (trace == nullptr || threadIdx.x % kWarpGroup != 0) return;
+  if (!kApart && threadIdx.x != kWarpGroup) return;  // behind the producer's
+  if (block_number() >= static_cast<int>(trace->blocks)) {
+    atomicAdd(&trace->lost, 1u);
+    return;
+  }
+  tell(sync, trace->begun[unit_number()], what);
+  trace->begun[unit_number()] = nanoseconds();  // for an end without a begin
+}
+
+// Where all threads of a block wait for the same, one of them tells.
+__device__ __forceinline__ FluxSync told_by_one(FluxSync sync) {
+  if (threadIdx.x != 0) sync.trace = nullptr;
+  return sync;
+}
+
+#else
+
+__device__ __forceinline__ std::uint64_t stamp() { return 0; }
+__device__ __forceinline__ void tell(const FluxSync&, std::uint64_t, const Told&) {}
+__device__ __forceinline__ const FluxSync& told_by_one(const FluxSync& sync) { return sync; }
+
+#endif
+
+}  // namespace flux

@@ -1,0 +1,382 @@
+"""From what a rank's kernels and streams have put down to events.
+
+Lanes of a rank: a multiprocessor's tiles ("SM 12.0"), the waits of its loads ("SM 12.0 loads"),
+waits for entries and flags of its stores ("SM 12.0 stores"), and its sums ("SM 12.0 sums"); ".1" is
+what goes on there at the same time: another block, or the other warp group of a ping-pong kernel.
+Then the streams: of the calls ("stream"), "copy stream", "network stream", "to rank 3", "from rank
+3".
+
+Beside those of convert.py, these strings tie events together:
+
+    "1.entry:0"     rank 0 has entered the call, as rank 1 hears
+    "1.flag:1:6"    flag 6 of the rows of rank 1, where rank 1 sees it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from flux import _C
+from flux.knobs import Op
+
+from .convert import COLLECTIVES, Details, Span, rows_text
+from .events import Event, Kind
+from .gpu import KernelRecord, RankRecords
+from .recorder import Record, Work, incoming_lane, outgoing_lane
+
+if TYPE_CHECKING:
+    from flux.schedule import TileSchedule
+
+
+class Told(IntEnum):
+    """Values of FLUX_TRACE_* (csrc/cuda/abi.h)."""
+
+    tile = 1
+    part = 2
+    wait = 3
+    release = 4
+    sum = 5
+
+
+GATHER, ENTRY, PARTIAL = 1, 2, 3
+"""What waits of kernels are for: values of FLUX_WAIT_*."""
+_WAIT_LANES = {GATHER: "loads", ENTRY: "stores", PARTIAL: "sums"}
+_LANES = {Told.tile: "", Told.part: "", Told.release: "stores", Told.sum: "sums"}
+_KINDS = {
+    Told.tile: Kind.gemm,
+    Told.part: Kind.gemm,
+    Told.wait: Kind.wait,
+    Told.release: Kind.copy,
+    Told.sum: Kind.reduce,
+}
+_STREAM_KINDS = {
+    Work.gemm: Kind.gemm,
+    Work.collective: Kind.copy,
+    Work.copy: Kind.copy,
+    Work.slab: Kind.copy,
+    Work.collect: Kind.copy,
+    Work.send: Kind.send,
+    Work.receive: Kind.receive,
+    Work.wait: Kind.wait,
+    Work.entry: Kind.wait,
+    Work.result: Kind.wait,
+    Work.enter: Kind.barrier,
+}
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """Who holds what for whom: see csrc/host/cuda_op.h."""
+
+    rank: int
+    world: int
+    nodes: int
+
+    @property
+    def lanes(self) -> int:
+        return self.world // self.nodes
+
+    @property
+    def neighbours(self) -> range:
+        begin = self.rank // self.lanes * self.lanes
+        return range(begin, begin + self.lanes)
+
+    def holder(self, owner: int) -> int:
+        """The rank of this node that holds what its ranks have for the rows of ``owner``."""
+        return self.neighbours.start + owner % self.lanes
+
+    @property
+    def twins(self) -> list[int]:
+        """Ranks whose rows this one holds, itself among them."""
+        return [node * self.lanes + self.rank % self.lanes for node in range(self.nodes)]
+
+
+class _Kernels:
+    """What records of the kernels of one call mean."""
+
+    def __init__(self, told: RankRecords, schedule: TileSchedule) -> None:
+        backend = told.backend
+        self.rank, self.world = told.rank, backend.world
+        self.spec = backend.spec
+        self.m = schedule.shape[0]
+        self.tiles = [kernel.tile for kernel in backend.kernels]
+        self.widths = backend.spec.local_n(self.world, self.rank)
+        self.comm_rows = schedule.knobs.comm_tile_rows or 1
+        self.nodes = _Nodes(self.rank, self.world, backend.nodes)
+        self.scatters = backend.spec.op is not Op.ag_gemm
+        self.flags = _C.core.ScatterTiling(self.m, self.widths[0], self.world, *self.tiles[0])
+
+    def describe(self, r: KernelRecord) -> tuple[str, Details]:
+        """Name and details of the event."""
+        describe = {
+            Told.tile: self._tile,
+            Told.part: self._tile,
+            Told.wait: self._wait,
+            Told.release: self._release,
+            Told.sum: self._sum,
+        }
+        return describe[Told(r.kind)](r)
+
+    def _place(self, r: KernelRecord) -> Details:
+        tile, width = self.tiles[0], self.widths[0]
+        if not self.scatters:
+            tile, width = self.tiles[r.launch], self.widths[r.launch]
+        details: Details = {
+            "tile_row": r.row,
+            "tile_column": r.column,
+            "row_begin": r.row * tile[0],
+            "row_end": min(self.m, (r.row + 1) * tile[0]),
+            "col_begin": r.column * tile[1],
+            "col_end": min(width, (r.column + 1) * tile[1]),
+        }
+        if len(self.widths) > 1:
+            details["weight"] = r.launch
+        return details
+
+    def _tile(self, r: KernelRecord) -> tuple[str, Details]:
+        details = self._place(r)
+        name = f"tile ({r.row}, {r.column})"
+        if r.kind == Told.part:
+            details["part"] = 1
+            name = f"part of {name}"
+        if self.scatters:
+            owners = range(*self.flags.owners_of_tile(r.row))
+            if len(owners) == 1:
+                details["owner"] = owners[0]
+        return name, details
+
+    def _wait(self, r: KernelRecord) -> tuple[str, Details]:
+        if r.column == GATHER:
+            per_chunk = -(-_C.core.chunk_rows(self.m, self.world) // self.comm_rows)
+            chunk, tile = divmod(r.signal, per_chunk)
+            details: Details = {"chunk": chunk, "tile": tile, "tile_row": r.row}
+            details["awaits"] = f"{self.rank}:{r.signal}"
+            return f"waits for tile {tile} of chunk {chunk}", details
+        if r.column == ENTRY:
+            awaited = f"{self.rank}.entry:{r.signal}"
+            return f"waits for rank {r.signal} to enter", {"peer": r.signal, "awaits": awaited}
+        if r.column == PARTIAL:
+            source = r.signal // (self.flags.flag_rows() * self.flags.flag_columns())
+            awaited = f"{self.rank}.flag:{r.launch}:{r.signal}"
+            details = {"peer": source, "tile_row": r.row, "awaits": awaited}
+            return f"waits for rank {source}'s part of a tile of row {r.row}", details
+        return f"waits (code {r.column})", {}
+
+    def _release(self, r: KernelRecord) -> tuple[str, Details]:
+        details = self._place(r)
+        raised = []
+        for owner in range(*self.flags.owners_of_tile(r.row)):
+            flag = self.flags.flag_index(self.rank, owner, r.row, r.column)
+            raised.append(f"{self.nodes.holder(owner)}.flag:{owner}:{flag}")
+        details["raises"] = " ".join(raised)
+        return f"stores of tile ({r.row}, {r.column}) done, flags", details
+
+    def _sum(self, r: KernelRecord) -> tuple[str, Details]:
+        details: Details = {"row_begin": r.row, "row_end": r.row + r.signal}
+        details["tile_column"] = r.column
+        name = f"sums {rows_text(r.row, r.row + r.signal)}"
+        if r.launch != self.rank:
+            details["owner"] = r.launch
+            name += f" of rank {r.launch}"
+        return name, details
+
+
+def _lane_class(r: KernelRecord) -> str:
+    return _WAIT_LANES.get(r.column, "waits") if r.kind == Told.wait else _LANES[Told(r.kind)]
+
+
+def _track(r: KernelRecord) -> tuple[int, str, int, int, int]:
+    """What goes on one after the other; by multiprocessor and kind of lane."""
+    return r.sm, _lane_class(r), r.epoch, r.launch, r.unit
+
+
+def in_lanes(records: Iterable[KernelRecord]) -> dict[str, list[KernelRecord]]:
+    """Records by lane, in order, so that no two of a lane overlap.
+
+    A track's waits begin when the one before ends: threads of a block wait for several things at
+    once, which come one after the other. Tracks share a lane where one ends before the other
+    begins.
+    """
+    tracks: dict[tuple[int, str, int, int, int], list[KernelRecord]] = {}
+    for record in sorted(records, key=lambda r: (r.end_ns, r.begin_ns)):
+        track = tracks.setdefault(_track(record), [])
+        if track and record.begin_ns < track[-1].end_ns:
+            record = record._replace(begin_ns=track[-1].end_ns)
+        track.append(record)
+    lanes: dict[str, list[KernelRecord]] = {}
+    by_begin = sorted(tracks.items(), key=lambda item: (item[0][:2], item[1][0].begin_ns))
+    for (sm, suffix), group in groupby(by_begin, key=lambda item: item[0][:2]):
+        shared: list[list[KernelRecord]] = []
+        for _, track in group:
+            free = next((one for one in shared if one[-1].end_ns <= track[0].begin_ns), None)
+            if free is None:
+                shared.append(free := [])
+            free += track
+        for number, lane in enumerate(shared):
+            lanes[f"SM {sm}.{number} {suffix}".strip()] = lane
+    return lanes
+
+
+class _Streams:
+    """What records of the streams of a rank mean."""
+
+    def __init__(self, told: RankRecords) -> None:
+        backend = told.backend
+        self.rank, self.op = told.rank, backend.spec.op.name
+        self.nodes = _Nodes(told.rank, backend.world, backend.nodes)
+
+    def describe(self, r: Record) -> tuple[str, Details]:
+        """Name and details of the event."""
+        work = Work(r.work)
+        if work is Work.gemm:
+            return "GEMM", {}
+        if work is Work.collective:
+            return COLLECTIVES[self.op], {"bytes": r.nbytes}
+        if work is Work.enter:
+            raised = [
+                f"{peer}.entry:{twin}"
+                for peer in self.nodes.neighbours
+                for twin in self.nodes.twins
+            ]
+            return "enters the call", {"raises": " ".join(raised)}
+        if work is Work.entry:
+            awaited = f"{self.rank}.entry:{r.peer}"
+            return f"waits for rank {r.peer} to enter", {"peer": r.peer, "awaits": awaited}
+        if work is Work.result:
+            return "waits for all ranks' rows of the result", {}
+        if work is Work.collect:
+            return (
+                "copies the result out" if self.op != "ag_gemm" else "copies gathered rows out",
+                {},
+            )
+        if work is Work.wait:
+            details: Details = {"chunk": r.chunk, "tile": r.tile, "awaits": f"{r.at}:{r.signal}"}
+            return f"waits for tile {r.tile} of chunk {r.chunk}", details
+        return self._moved(work, r)
+
+    def _moved(self, work: Work, r: Record) -> tuple[str, Details]:
+        details: Details = {"peer": r.peer, "bytes": r.nbytes}
+        rows = "rows"
+        if r.first < r.last and work is not Work.slab:
+            rows = rows_text(r.first, r.last)
+            details |= {"row_begin": r.first, "row_end": r.last}
+        if r.chunk >= 0:
+            details |= {"chunk": r.chunk, "tile": r.tile}
+        if work is Work.send:
+            details["raises"] = f"{self.rank}>>{r.peer}:{r.signal}"
+            return f"{rows} to rank {r.peer}", details
+        if work is Work.receive:
+            details["awaits"] = f"{r.peer}>>{self.rank}:{r.signal}"
+            if self.op == "ag_gemm":
+                details["raises"] = f"{self.rank}:{r.signal}"
+            return f"{rows} from rank {r.peer}", details
+        if work is Work.slab:
+            flags = (f"{r.at}.flag:{r.at}:{flag}" for flag in range(r.first, r.last))
+            details["raises"] = " ".join(flags)
+            return f"partials to rank {r.peer}", details
+        if r.signal >= 0:
+            details["raises"] = f"{r.at}:{r.signal}"
+        if r.peer == self.rank:
+            del details["peer"]
+            return f"{rows} within own memory", details
+        return f"{rows} {'to' if r.at in (r.peer, -1) else 'from'} rank {r.peer}", details
+
+
+class _Played(_Streams):
+    """The same of a peer that is played: it has entered for the one real rank alone."""
+
+    def __init__(self, told: RankRecords, peer: int) -> None:
+        super().__init__(told)
+        self.rank, self.real = peer, told.rank
+
+    def describe(self, r: Record) -> tuple[str, Details]:
+        if Work(r.work) is Work.enter:
+            return "enters the call", {"raises": f"{self.real}.entry:{self.rank}"}
+        return super().describe(r)
+
+
+def _stream_lane(name: str, r: Record) -> str:
+    """Both directions of an exchange go on at once."""
+    if r.work == Work.send:
+        return outgoing_lane(r.peer)
+    return incoming_lane(r.peer) if r.work == Work.receive else name
+
+
+class _Clock:
+    """Times of a rank as events have them; which call of it something belongs to."""
+
+    def __init__(self, told: RankRecords, offset_ns: int, origin_ns: int) -> None:
+        self.first = told.first_epoch
+        self.shift = offset_ns - origin_ns
+
+    def call(self, epoch: int) -> int:
+        return (epoch - self.first - 1) & 0xFFFFFFFF
+
+    def event(
+        self,
+        rank: int,
+        lane: str,
+        kind: Kind,
+        what: tuple[str, Details],
+        r: Record | KernelRecord,
+        call: int,
+    ) -> Event:
+        name, details = what
+        begin, length = (r.begin_ns + self.shift) / 1000, (r.end_ns - r.begin_ns) / 1000
+        return Event(rank, lane, kind, name, begin, length, {"call": call, **details})
+
+
+def gpu_events(told: RankRecords, offset_ns: int, origin_ns: int) -> list[Event]:
+    """Events of one rank, and of the peers that are played for it, by lane and in order.
+
+    Args:
+        told: what was recorded.
+        offset_ns: what is added to this host's clock to have rank 0's.
+        origin_ns: where time begins, on rank 0's clock.
+    """
+    clock = _Clock(told, offset_ns, origin_ns)
+    calls = [_Kernels(told, schedule) for schedule in told.schedules]
+    events = []
+    for lane, kernel_records in in_lanes(told.kernels).items():
+        for k in kernel_records:
+            number = clock.call(k.epoch)
+            what = calls[number].describe(k)
+            events.append(clock.event(told.rank, lane, _KINDS[Told(k.kind)], what, k, number))
+    events += _of_streams(told.rank, _Streams(told), told.streams, clock)
+    for peer, records in told.agents.items():
+        lanes = {"played": records}
+        events += _of_streams(peer, _Played(told, peer), lanes, clock)
+    return events
+
+
+def _of_streams(
+    rank: int, meaning: _Streams, lanes: dict[str, list[Record]], clock: _Clock
+) -> Iterator[Event]:
+    for name, records in lanes.items():
+        for r in sorted(records, key=lambda r: (r.begin_ns, r.end_ns)):
+            if r.work == Work.call:
+                continue
+            # What the library does is told by number, as it knows of no epochs.
+            number = r.call if r.work in (Work.gemm, Work.collective) else clock.call(r.call)
+            kind, lane = _STREAM_KINDS[Work(r.work)], _stream_lane(name, r)
+            yield clock.event(rank, lane, kind, meaning.describe(r), r, number)
+
+
+def gpu_spans(told: RankRecords, calls: Sequence[Span]) -> list[Span]:
+    """When the calls were on the GPU; where nothing tells, when the host made them."""
+    clock = _Clock(told, 0, 0)
+    whole: dict[int, Span] = {}
+    parts: dict[int, list[Record]] = {}
+    for r in (record for records in told.streams.values() for record in records):
+        if r.work == Work.call:
+            whole[clock.call(r.call)] = Span(r.begin_ns, r.end_ns)
+        elif r.work in (Work.gemm, Work.collective):
+            parts.setdefault(r.call, []).append(r)
+    for number, of_call in parts.items():
+        begin, end = min(r.begin_ns for r in of_call), max(r.end_ns for r in of_call)
+        whole.setdefault(number, Span(begin, end))
+    return [whole.get(number, made) for number, made in enumerate(calls)]
