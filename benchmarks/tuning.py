@@ -43,6 +43,7 @@ from flux.tune.halving import Halving, median_ms
 from flux.tune.journal import Journal
 from flux.tune.keys import Key
 from flux.tune.launcher import Spawned
+from flux.tune.machine import survey
 from flux.tune.shapes import load_shapes
 from flux.tune.space import load_space
 from flux.tune.tuner import Options, Search, Tuner, make_search
@@ -53,7 +54,8 @@ WORLD = 2
 
 def run(search: Search, options: Options) -> float:
     """Run one search with a cache of its own; seconds that it took."""
-    launcher, here = Spawned(WORLD), detect("cpu", options.threads)
+    launcher = Spawned(WORLD)
+    here = survey(launcher, "cpu", options.transport, options.threads)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder), "run", {})

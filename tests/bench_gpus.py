@@ -21,6 +21,9 @@ class EmulatedMachine(gpu.Machine):
     def synchronize(self) -> None:
         self.device.finish()
 
+    def free_bytes(self) -> int:
+        return 1 << 40
+
     def time(
         self, run: Callable[[], T], line_up: Callable[[], object] = lambda: None
     ) -> tuple[T, float]:

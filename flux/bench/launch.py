@@ -43,7 +43,7 @@ def processes(config: BenchConfig) -> int:
     return 1 if config.transport in ONE_GPU else config.problem.world
 
 
-def _group(config: BenchConfig) -> str:
+def group_of(config: BenchConfig) -> str:
     """Backends of the process group: ranks with GPUs of their own talk over gloo beside NCCL."""
     own_gpus = config.backend == "cuda" and config.transport not in ONE_GPU
     return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
@@ -62,7 +62,9 @@ def spawned(config: BenchConfig, progress: Progress, factory: Factory | None = N
         HostsUnavailableError: several hosts were asked for, and this machine cannot make them.
     """
     argument, count = (config, factory), processes(config)
-    result: Measurement = on_own_ranks(_one_rank, argument, config, count, progress, _group(config))
+    result: Measurement = on_own_ranks(
+        _one_rank, argument, config, count, progress, group_of(config)
+    )
     return result
 
 
@@ -124,7 +126,7 @@ def joined(config: BenchConfig, progress: Progress, factory: Factory | None = No
             _check_gpus(config)
         return _one_rank((config, factory), rank, progress)
 
-    return as_torchrun_rank(run, config, _group(config))
+    return as_torchrun_rank(run, config, group_of(config))
 
 
 def as_torchrun_rank(

@@ -145,6 +145,10 @@ class CpuRanks(ProcessTimer):
     def judge(self, method: Method, got: object, reference: Any) -> Verdict:
         return judge(self.problem, self.rank, got, reference)
 
+    def free_bytes(self) -> int | None:
+        """Memory that methods may still take; None: there is nothing to be careful about."""
+        return None
+
     def gemms(self, inputs: Any) -> dict[str, Call]:
         return whole_gemms(self.problem, inputs)
 

@@ -35,12 +35,14 @@ class Launcher(Protocol):
     Attributes:
         world: ranks.
         hosts: the host of each.
+        ranks: those whose workers this supervisor starts.
         leads: this is the supervisor that decides, writes and speaks.
         compiles: this is the supervisor that compiles for its host.
     """
 
     world: int
     hosts: list[str]
+    ranks: tuple[int, ...]
     leads: bool
     compiles: bool
 
@@ -53,9 +55,10 @@ class Launcher(Protocol):
         ...
 
     def run(
-        self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
-    ) -> str:
-        """Run workers; why they failed, or nothing. Collective; ``on`` hears rank 0's events."""
+        self, entry: Entry, job: Any, on: OnEvent, *, stall_s: float, **options: Any
+    ) -> tuple[Any, str]:
+        """Run workers, with these options of ``run_ranks``: rank 0's result, where that was
+        started, and why they failed, or nothing. Collective; ``on`` hears rank 0's events."""
         ...
 
 
@@ -68,6 +71,7 @@ class Spawned:
     def __init__(self, world: int) -> None:
         self.world = world
         self.hosts = ["here"] * world
+        self.ranks = tuple(range(world))
 
     def share(self, value: T) -> T:
         return value
@@ -76,9 +80,9 @@ class Spawned:
         return [value]
 
     def run(
-        self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
-    ) -> str:
-        return _run(entry, job, self.world, threads, timeout_s, stall_s, on, None)
+        self, entry: Entry, job: Any, on: OnEvent, *, stall_s: float, **options: Any
+    ) -> tuple[Any, str]:
+        return _run(entry, job, self.world, on, stall_s=stall_s, **options)
 
 
 class Joined:
@@ -87,6 +91,7 @@ class Joined:
     def __init__(self) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_S))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.ranks = (self.rank,)
         self.hosts = self.gather(host_identity())
         here = [rank for rank in range(self.world) if self.hosts[rank] == self.hosts[self.rank]]
         self._slot = (here.index(self.rank), len(here))
@@ -105,49 +110,31 @@ class Joined:
         return values[0]
 
     def run(
-        self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
-    ) -> str:
+        self, entry: Entry, job: Any, on: OnEvent, *, stall_s: float, **options: Any
+    ) -> tuple[Any, str]:
         if self.leads:  # a store for each run: keys of dead workers must not meet new ones
             self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = self.share(0 if self._store is None else self._store.port)
         address = os.environ.get("MASTER_ADDR", socket.gethostname())
         part = Part((self.rank,), (address, port), self._slot)
-        failures = self.gather(_run(entry, job, self.world, threads, timeout_s, stall_s, on, part))
+        result, failure = _run(entry, job, self.world, on, stall_s=stall_s, part=part, **options)
+        failures = self.gather(failure)
         self._store = None
         # A worker that died without a word is the cause of what the others report.
         told = sorted((text for text in failures if text), key=lambda text: "killed" not in text)
-        return told[0] if told else ""
+        return result, told[0] if told else ""
 
     def close(self) -> None:
         """Leave the group of supervisors."""
         dist.destroy_process_group()
 
 
-def _run(
-    entry: Entry,
-    job: Any,
-    world: int,
-    threads: int,
-    timeout_s: float,
-    stall_s: float,
-    on: OnEvent,
-    part: Part | None,
-) -> str:
+def _run(entry: Entry, job: Any, world: int, on: OnEvent, **options: Any) -> tuple[Any, str]:
     def hear(what: Any, done: int, total: int) -> None:
         if what is not None:
             on(what)
 
     try:
-        run_ranks(
-            entry,
-            job,
-            world,
-            threads=threads,
-            timeout_s=timeout_s,
-            progress=hear,
-            part=part,
-            stall_s=stall_s,
-        )
+        return run_ranks(entry, job, world, progress=hear, **options), ""
     except RankFailedError as error:
-        return str(error).splitlines()[0]
-    return ""
+        return None, str(error).splitlines()[0]

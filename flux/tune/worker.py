@@ -25,12 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flux.backends.op_kernels import is_variant
 from flux.bench.methods import Fused, Method, poisoned_methods
-from flux.bench.place import CpuRanks
-from flux.bench.problem import BenchConfig
-from flux.bench.reference import Verdict, judge, make_inputs, make_reference
+from flux.bench.place import CpuRanks, open_place
+from flux.bench.problem import BenchConfig, Problem
+from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
+from flux.tune.choice import Fixed
 from flux.tune.halving import Halving
 from flux.tune.space import Candidate
 
@@ -52,7 +54,7 @@ class Job:
         samples, excluded, checked: what is known already.
         seconds: until rank 0 calls it a day.
         blackboard: path of a file of 4 bytes.
-        batch: candidates whose memory there is room for at once.
+        batch: candidates at once, at most; on a GPU as many as its memory has room for.
         make: how a candidate is built; importable.
     """
 
@@ -95,8 +97,72 @@ class Blackboard:
 
 
 def make_method(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
-    """The op with a candidate's knobs. Collective."""
-    return Fused(candidate.name, config, candidate.knobs)
+    """The op with a candidate's knobs and kernel. Collective.
+
+    Raises:
+        ValueError: it refuses them, or would run another kernel, whose time would be taken for that
+            of the candidate; on all ranks.
+    """
+    if config.backend != "cuda":
+        return Fused(candidate.name, config, candidate.knobs)
+    method = Fused(candidate.name, config, Fixed(candidate.knobs, candidate.kernel))
+    problems: list[Any] = [None] * config.problem.world
+    dist.all_gather_object(problems, _other_kernel(method, candidate))
+    for of_rank, problem in enumerate(problems):
+        if problem is not None:
+            method.close()
+            raise ValueError(f"on rank {of_rank} {problem}")
+    return method
+
+
+def _other_kernel(method: Fused, candidate: Candidate) -> str | None:
+    """What is wrong with the kernel that the op has got; None if it is the candidate's."""
+    if candidate.knobs.path == "unfused":
+        return None  # which runs the library's
+    if candidate.kernel is None:
+        return "no kernel of the space does this shape"
+    for config in method.op._backend.configs:
+        if not is_variant(config, candidate.kernel):
+            return f"its kernel cannot run, and {config.name} would in its place"
+    return None
+
+
+class Room:
+    """Whether devices have memory for one more candidate, those that are built being kept.
+
+    Nobody knows beforehand what an op takes. So the next one is expected to take as much as the
+    largest so far, and the result that each leaves behind.
+
+    Args:
+        problem: of the candidates.
+        free: bytes that are free on the fullest device; None: no matter. Collective.
+    """
+
+    def __init__(self, problem: Problem, free: Callable[[], int | None]) -> None:
+        self._ask = free
+        self._free = free()
+        self._largest, self._count = 0, 0
+        rows, columns = problem.result_shape(0)
+        self._result = rows * columns * problem.torch_dtype.itemsize
+        # Gathered rows, or partials, of all M. Judging takes some six arrays of float64.
+        travels = problem.m * (problem.k if problem.gathers else problem.n)
+        self._working = travels * problem.torch_dtype.itemsize + rows * columns * 48
+
+    def for_another(self) -> bool:
+        """Whether to build one more; the first is tried in any case."""
+        if self._free is None or self._count == 0:
+            return True
+        needed = self._largest + (self._count + 1) * self._result + self._working
+        return self._free >= needed
+
+    def taken(self) -> None:
+        """One more is built. Collective."""
+        self._count += 1
+        if self._free is not None:
+            left = self._ask()
+            assert left is not None
+            self._largest = max(self._largest, self._free - left)
+            self._free = left
 
 
 def tune_rank(job: Job, rank: int, report: Report) -> None:
@@ -120,9 +186,13 @@ class _Worker:
         self._excluded = set(job.excluded)
         self._checked = set(job.checked)
         self._alive()
-        self._inputs = make_inputs(self._problem, rank, self._config.seed)
-        self._reference = make_reference(self._problem, rank, self._inputs)
-        self._place = CpuRanks(self._config, rank)
+        place = open_place(self._config, rank)
+        assert isinstance(place, CpuRanks)  # ranks on one GPU have no winners
+        self._place = place
+        self._alive()
+        self._inputs = place.inputs(self._config.seed)
+        self._reference = place.reference(self._inputs)
+        self._alive()
 
     def run(self) -> None:
         """Until the rules are satisfied or the time is over."""
@@ -156,8 +226,7 @@ class _Worker:
 
     def _alive(self) -> None:
         """Keep the supervisor from taking this rank for stuck."""
-        if self._rank:
-            self._send(None, 0, 0)
+        self._send(None, 0, 0)
 
     def _event(self, **content: Any) -> None:
         if self._rank == 0:
@@ -191,7 +260,7 @@ class _Worker:
         try:
             with poisoned_methods(self._factory(candidate), self._config, self._rank) as methods:
                 result = methods[0](self._inputs)
-                verdict = judge(self._problem, self._rank, result, self._reference)
+                verdict = self._place.judge(methods[0], result, self._reference)
         except (ValueError, TypeError) as error:  # refused, on all ranks alike
             verdict = Verdict(False, 0.0, f"refused: {error}")
         if self._agreed(name, verdict):
@@ -218,19 +287,34 @@ class _Worker:
     def _measure(self, names: list[str], rounds: int) -> None:
         if not names:
             return
-        anchors = [] if ANCHOR in names or ANCHOR in self._excluded else [ANCHOR]
         methods: dict[str, Method] = {}
-        try:
-            for name in [*names, *anchors]:
-                self._running(name)
-                self._build(name, methods)
-            names = [name for name in names if name in methods]
-            if names:
-                self._rounds(names, methods, rounds)
-        finally:
-            for method in methods.values():
-                method.close()
-        self._idle()  # not when it failed: the blackboard then says at what
+        if ANCHOR not in names and ANCHOR not in self._excluded:
+            self._running(ANCHOR)
+            self._build(ANCHOR, methods)
+        room = Room(self._problem, self._free_bytes)
+        for name in names:
+            if not room.for_another():
+                break  # the others' turn is when these have made room
+            self._running(name)
+            self._build(name, methods)
+            room.taken()
+        names = [name for name in names if name in methods]
+        if names:
+            self._rounds(names, methods, rounds)
+        # Not when it failed: closing waits for a device that may hang, and the processes go anyway.
+        # The blackboard then says at what.
+        for method in methods.values():
+            method.close()
+        self._idle()
+
+    def _free_bytes(self) -> int | None:
+        """Of the device that has least; None where that does not matter. Collective."""
+        mine = self._place.free_bytes()
+        if mine is None:
+            return None
+        least = torch.tensor([mine])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
 
     def _build(self, name: str, methods: dict[str, Method]) -> None:
         """Build a candidate, unless it is refused: then, on all ranks alike, it is excluded."""
@@ -258,7 +342,8 @@ class _Worker:
                     break
         for name in names:
             self._running(name)
-            self._agreed(name, judge(self._problem, self._rank, timing.last[name], self._reference))
+            verdict = self._place.judge(methods[name], timing.last[name], self._reference)
+            self._agreed(name, verdict)
 
     def _call(self, name: str, method: Method) -> Callable[[], object]:
         def call() -> object:
@@ -269,7 +354,7 @@ class _Worker:
 
     def _flip(self) -> None:
         """Other inputs, and their results: one left over from the round before is a wrong one."""
-        self._inputs.x.neg_()
+        self._place.renew(self._inputs)
         self._reference.expected.neg_()
 
     def _slowest(self, samples: dict[str, Any]) -> tuple[dict[str, float], bool]:
