@@ -36,13 +36,13 @@ from common import RESULTS, ROOT, markdown, milliseconds
 
 from flux import host
 from flux.bench.problem import Problem
+from flux.bench.supervisors import Spawned
 from flux.detection import detect
 from flux.knobs import Knobs
 from flux.tune.cache import Cache
 from flux.tune.halving import Halving, median_ms
 from flux.tune.journal import Journal
 from flux.tune.keys import Key
-from flux.tune.launcher import Spawned
 from flux.tune.machine import survey
 from flux.tune.shapes import load_shapes
 from flux.tune.space import load_space

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import tune_gpus
 from flux.bench import gpu
 from flux.bench import problem as bench_problem
+from flux.bench.supervisors import Spawned
 from flux.cli import app
 from flux.cluster import load_cluster
 from flux.detection import detect
@@ -24,7 +25,6 @@ from flux.transport.p2p import Place
 from flux.tune import choice, kernels, keys, machine, tuner
 from flux.tune.cache import Cache
 from flux.tune.journal import Journal, run_id
-from flux.tune.launcher import Spawned
 from flux.tune.space import Candidate, load_space
 from flux.tune.tuner import Options, Search, Tuner, describe, make_search
 from flux.tune.winners import Winner

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 import tune_makers
 from flux.bench.problem import Problem
+from flux.bench.supervisors import Spawned
 from flux.datafile import data_root
 from flux.detection import detect
 from flux.tune.cache import Cache
 from flux.tune.halving import Halving, score
 from flux.tune.journal import BusyError, Journal, run_id
-from flux.tune.launcher import Spawned
 from flux.tune.machine import survey
 from flux.tune.space import load_space
 from flux.tune.tuner import Observer, Options, Search, Tuner, describe, make_search
@@ -367,7 +367,7 @@ from pathlib import Path
 from flux.bench.problem import Problem
 from flux.tune.cache import Cache
 from flux.tune.journal import Journal
-from flux.tune.launcher import Joined
+from flux.bench.supervisors import Joined
 from flux.tune.machine import survey
 from flux.tune.space import load_space
 from flux.tune.tuner import Options, Tuner, make_search

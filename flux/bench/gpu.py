@@ -48,7 +48,7 @@ def why_not(config: BenchConfig, gpus: int, ranks_here: int | None) -> str | Non
     world, transport = config.problem.world, config.transport
     if transport not in (None, *TRANSPORTS):
         return f"--backend cuda has the transports {', '.join(TRANSPORTS)}, got {transport!r}"
-    if config.hosts != "1":
+    if config.hosts != "1" and ranks_here is None:
         return "--hosts makes hosts that have no GPUs; leave it out with --backend cuda"
     if transport in ONE_GPU and gpus:
         least = 1 if transport == "virtual" else 2

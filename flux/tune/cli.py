@@ -16,8 +16,8 @@ from flux.tune import winners_cli
 
 if TYPE_CHECKING:
     from flux.bench.problem import Problem
+    from flux.bench.supervisors import Joined, Spawned
     from flux.cluster import Cluster
-    from flux.tune.launcher import Joined, Spawned
     from flux.tune.machine import Machine
     from flux.tune.space import Space
     from flux.tune.tuner import Options, Search
@@ -263,8 +263,8 @@ def _tune(
 ) -> None:
     from filelock import Timeout
 
+    from flux.bench.supervisors import Joined, Spawned
     from flux.tune.cache import Cache, cache_root
-    from flux.tune.launcher import Joined, Spawned
     from flux.tune.machine import survey
     from flux.tune.progress import observer
     from flux.tune.space import space_for

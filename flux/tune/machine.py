@@ -15,12 +15,12 @@ import torch
 from flux.bench import gpu
 from flux.bench.problem import ONE_GPU
 from flux.bench.spawn import forkserver
+from flux.bench.supervisors import Launcher
 from flux.cluster import Cluster, world_shape
 from flux.detection import detect
 from flux.ops.executor import TRANSPORTS, who_shares_memory
 from flux.transport.p2p import Place, place_here
 from flux.tune.choice import group_parts
-from flux.tune.launcher import Launcher
 
 LOOKING_S = 180.0
 """How long the driver may take to show GPUs: some seconds for each where nobody uses them."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from flux.bench.launch import group_of
 from flux.bench.problem import BenchConfig, Problem
+from flux.bench.supervisors import Launcher
 from flux.cluster import Cluster
 from flux.kernels.registry import cache_root
 from flux.knobs import Knobs, Op
@@ -32,7 +33,6 @@ from flux.tune.cost import Shape, gemm_ms
 from flux.tune.halving import Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
 from flux.tune.keys import Key, versions
-from flux.tune.launcher import Launcher
 from flux.tune.machine import Machine
 from flux.tune.space import ALWAYS, Candidate, Pruned, Space, candidates
 from flux.tune.winners import Winner
@@ -295,13 +295,13 @@ class Tuner:
         _, failure = self._launcher.run(
             tune_rank,
             job,
-            lambda event: self._note(search, event),
+            lambda event, *_: self._note(search, event) if event is not None else None,
             threads=self._options.threads,
             timeout_s=timeout + reference_s + start_s,
             stall_s=max(_FEWEST_STALL_S, 2 * timeout) + 2 * reference_s + start_s,
             group=group_of(job.config),
         )
-        return failure
+        return failure.partition("\n")[0]
 
     def _job(self, search: Search, blackboard: Path, seconds: float, at_once: int) -> Job:
         options, shape = self._options, search.shape

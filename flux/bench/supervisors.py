@@ -1,8 +1,8 @@
-"""Where the ranks that run candidates come from: processes of this one, or of each of torchrun's.
+"""Ranks that may die: processes of this one, or under torchrun one of each of its ranks.
 
-Candidates never run in the process that supervises them. Under torchrun each of its ranks is a
-supervisor with one worker, and the supervisors' own group, which no candidate touches, keeps them
-together when workers die.
+What may take a rank down, candidates of the tuner or other libraries, never runs in the process
+that supervises it. Under torchrun each of its ranks is a supervisor with one worker, and the
+supervisors' own group, which no worker touches, keeps them together when workers die.
 
     torchrun rank 0  supervisor ---- gloo ---- supervisor  torchrun rank 1
                          |                         |
@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+import time
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from flux.bench.spawn import Entry, Part, RankFailedError, run_ranks
 from flux.transport.shm import host_identity
 
+from .op import Progress
+from .spawn import Entry, Part, RankFailedError, run_ranks
+
 T = TypeVar("T")
-OnEvent = Callable[[dict[str, Any]], None]
 
 MEETING_S = 24 * 3600.0
 """How long supervisors wait for one another: as long as the slowest of them compiles."""
@@ -55,10 +56,11 @@ class Launcher(Protocol):
         ...
 
     def run(
-        self, entry: Entry, job: Any, on: OnEvent, *, stall_s: float, **options: Any
+        self, entry: Entry, job: Any, progress: Progress, *, stall_s: float, **options: Any
     ) -> tuple[Any, str]:
         """Run workers, with these options of ``run_ranks``: rank 0's result, where that was
-        started, and why they failed, or nothing. Collective; ``on`` hears rank 0's events."""
+        started, and why they failed, the cause first, or nothing. Collective; ``progress`` hears
+        the workers of this supervisor, all of which must report now and then."""
         ...
 
 
@@ -80,9 +82,9 @@ class Spawned:
         return [value]
 
     def run(
-        self, entry: Entry, job: Any, on: OnEvent, *, stall_s: float, **options: Any
+        self, entry: Entry, job: Any, progress: Progress, *, stall_s: float, **options: Any
     ) -> tuple[Any, str]:
-        return _run(entry, job, self.world, on, stall_s=stall_s, **options)
+        return _run(entry, job, self.world, progress, stall_s=stall_s, **options)
 
 
 class Joined:
@@ -110,31 +112,29 @@ class Joined:
         return values[0]
 
     def run(
-        self, entry: Entry, job: Any, on: OnEvent, *, stall_s: float, **options: Any
+        self, entry: Entry, job: Any, progress: Progress, *, stall_s: float, **options: Any
     ) -> tuple[Any, str]:
         if self.leads:  # a store for each run: keys of dead workers must not meet new ones
             self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = self.share(0 if self._store is None else self._store.port)
         address = os.environ.get("MASTER_ADDR", socket.gethostname())
         part = Part((self.rank,), (address, port), self._slot)
-        result, failure = _run(entry, job, self.world, on, stall_s=stall_s, part=part, **options)
-        failures = self.gather(failure)
+        result, failure = _run(
+            entry, job, self.world, progress, stall_s=stall_s, part=part, **options
+        )
+        failures = self.gather((failure, time.time()))
         self._store = None
-        # A worker that died without a word is the cause of what the others report.
-        told = sorted((text for text in failures if text), key=lambda text: "killed" not in text)
-        return result, told[0] if told else ""
+        # A worker that died without a word is the cause of what the others report; then the first.
+        told = sorted(failures, key=lambda one: (_told(one[0]), one[1]))
+        return result, "\n".join(text for text, _ in told if text)
 
     def close(self) -> None:
         """Leave the group of supervisors."""
         dist.destroy_process_group()
 
 
-def _run(entry: Entry, job: Any, world: int, on: OnEvent, **options: Any) -> tuple[Any, str]:
-    def hear(what: Any, done: int, total: int) -> None:
-        if what is not None:
-            on(what)
-
+def _run(entry: Entry, job: Any, world: int, progress: Progress, **options: Any) -> tuple[Any, str]:
     try:
-        return run_ranks(entry, job, world, progress=hear, **options), ""
+        return run_ranks(entry, job, world, progress=progress, **options), ""
     except RankFailedError as error:
-        return None, str(error).splitlines()[0]
+        return None, str(error)
