@@ -133,6 +133,11 @@ class Joined:
         dist.destroy_process_group()
 
 
+def _told(failure: str) -> bool:
+    """Whether a worker could say what went wrong."""
+    return "killed by" not in failure and "exited with" not in failure
+
+
 def _run(entry: Entry, job: Any, world: int, progress: Progress, **options: Any) -> tuple[Any, str]:
     try:
         return run_ranks(entry, job, world, progress=progress, **options), ""
