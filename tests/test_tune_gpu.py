@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 import tune_gpus
 from flux.bench import gpu
 from flux.bench import problem as bench_problem
-from flux.bench.supervisors import Spawned
+from flux.bench.supervisors import Launcher, Spawned
 from flux.cli import app
 from flux.cluster import load_cluster
 from flux.detection import detect
 from flux.knobs import Knobs
 from flux.transport.p2p import Place
-from flux.tune import choice, kernels, keys, machine, tuner
+from flux.tune import choice, kernels, keys, machine
 from flux.tune.cache import Cache
 from flux.tune.journal import Journal, run_id
 from flux.tune.space import Candidate, load_space
@@ -31,6 +31,7 @@ from flux.tune.winners import Winner
 from harness import fresh_ranks
 from matrix import OPS
 from reference import Inputs, Problem
+from scripts import run_script
 
 M, N, K = 32, 16, 32
 SPACE = """
@@ -54,26 +55,28 @@ stages = [2, 3, 4, 5]
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, as far as supervisors can see; all kernels are built."""
-    sight = (load_cluster("flux-h800"), Place("here"))
-    monkeypatch.setattr(machine, "look", lambda backend, gpus, threads: [sight] * len(gpus))
-    monkeypatch.setattr(gpu, "gpus_here", lambda: (2, None))
-    monkeypatch.setattr(tuner, "group_of", lambda config: "gloo")
-    monkeypatch.setattr(kernels, "build_kernels", lambda configs, root: {})
+    tune_gpus.pretend(monkeypatch.setattr)
 
 
 def start(
-    folder: Path, make: Any, op: str = "ag_gemm", **options: Any
+    folder: Path,
+    make: Any,
+    op: str = "ag_gemm",
+    launcher: Launcher | None = None,
+    **options: Any,
 ) -> tuple[Search, Cache, Tuner]:
+    """A search that has not begun."""
     file = folder / "space.toml"
-    file.write_text(SPACE)
-    launcher = Spawned(2)
+    if not file.exists():
+        file.write_text(SPACE)
+    launcher = launcher or Spawned(2)
     found = machine.survey(launcher, "cuda", None, 1)
     chosen = Options(**{"rounds": (2, 3), "candidate_timeout_s": 10, "make": make, **options})
     problem = bench_problem.Problem(op, M, N, K, "bfloat16", 2)
     search = make_search(problem, load_space(file), found.cluster, found.sharing, chosen)
     cache = Cache(folder / "cache")
     what = describe([search], found, chosen)
-    journal = Journal(folder / "runs", run_id(what), what)
+    journal = Journal(folder / "runs", run_id(what), what) if launcher.leads else None
     return search, cache, Tuner([search], launcher, found, cache, journal, chosen)
 
 
@@ -161,6 +164,33 @@ def test_bad_candidates_are_excluded_with_the_reason(
 
 
 @pytest.mark.timeout(300)
+def test_under_torchrun_each_rank_supervises_a_gpu(emulator: Path, tmp_path: Path) -> None:
+    (tmp_path / "space.toml").write_text(SPACE)
+    script = tmp_path / "tune_under_torchrun.py"
+    script.write_text(
+        f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from pathlib import Path
+import test_tune_gpu, tune_gpus
+from flux.bench.supervisors import Joined
+
+if __name__ == "__main__":
+    tune_gpus.pretend(setattr)
+    launcher = Joined()
+    make = tune_gpus.Maker(Path({str(emulator)!r}), "dies")
+    search, _, tuner = test_tune_gpu.start(Path({str(tmp_path)!r}), make, launcher=launcher)
+    tuner.run()
+    if launcher.leads:
+        print("winner", search.winner.kernel.stages, test_tune_gpu.excluded(search)[3])
+    launcher.close()
+"""
+    )
+    found = run_script(script, ranks=2)
+    assert "winner 4 {" in found and "its ranks failed: rank 1: killed by SIGSEGV" in found
+
+
+@pytest.mark.timeout(300)
 def test_candidates_share_what_memory_is_free(here: None, emulator: Path, tmp_path: Path) -> None:
     """With room for the anchor and two: were there a third, it would fail."""
     search, _ = tune(tmp_path, tune_gpus.Counting(emulator))
@@ -180,7 +210,7 @@ def test_kernels_that_do_not_compile_are_no_candidates(
     here: None, emulator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = tune_gpus.config_of("gemm_rs", tune_gpus.MISSING).name
-    monkeypatch.setattr(kernels, "build_kernels", lambda configs, root: {bad: "nvcc failed"})
+    tune_gpus.pretend(monkeypatch.setattr, [bad])
     search, _ = tune(tmp_path, tune_gpus.Maker(emulator), "gemm_rs")
     assert excluded(search) == {tune_gpus.MISSING: {"does not compile: nvcc failed"}}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from emulated import EmulatedDevice, EmulatedRegistry
 from flux.bench import gpu
 from flux.bench.methods import Method
 from flux.bench.problem import BenchConfig
+from flux.cluster import load_cluster
 from flux.kernels.config import GemmConfig
 from flux.kernels.registry import BuiltKernel
+from flux.transport.p2p import Place
+from flux.tune import kernels, machine, tuner
 from flux.tune.space import Candidate
 from flux.tune.worker import make_method
 from test_symm_mem import emulate
@@ -36,18 +40,29 @@ def config_of(op: str, stages: int) -> GemmConfig:
 def open_gpu(library: Path) -> EmulatedDevice:
     """An emulated GPU of this process, for ops and for the tuner; with the kernels of the space."""
     device = emulate(os.getpid(), library)
-    kernels = dict(device.registry.kernels)
-    for kernel in list(kernels.values()):
+    there = dict(device.registry.kernels)
+    for kernel in list(there.values()):
         plain = (kernel.config.weight, kernel.config.scaling, kernel.config.activation)
         if plain != ("nk", "none", "none") or kernel.config.reduce != "local":
             continue
         for stages in STAGES:
             if stages != MISSING:
                 config = config_of(kernel.config.op, stages)
-                kernels[config.name] = BuiltKernel(config, library, kernel.symbol, kernel.usage)
-    device.registry = EmulatedRegistry((), kernels, (), (), ())
+                there[config.name] = BuiltKernel(config, library, kernel.symbol, kernel.usage)
+    device.registry = EmulatedRegistry((), there, (), (), ())
     gpu.open_machine = lambda index: bench_gpus.EmulatedMachine(device)  # type: ignore
     return device
+
+
+def pretend(put: Callable[[Any, str, Any], object], missing: Sequence[str] = ()) -> None:
+    """Two GPUs, as far as supervisors can see, and all kernels built but those that are missing;
+    ``put`` is setattr, or undoes it later."""
+    sight = (load_cluster("flux-h800"), Place("here"))
+    failed = dict.fromkeys(missing, "nvcc failed")
+    put(machine, "look", lambda backend, gpus, threads: [sight] * len(gpus))
+    put(gpu, "gpus_here", lambda: (2, None))
+    put(tuner, "group_of", lambda config: "gloo")
+    put(kernels, "build_kernels", lambda configs, root: failed)
 
 
 @dataclass
