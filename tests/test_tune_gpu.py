@@ -110,7 +110,9 @@ def _as_tuned(
     p = Problem(op, M, (N,), K, torch.bfloat16)
     with p.build(backend="cuda", tuning="cache") as made:
         inputs = Inputs(p, M, world, 7)
-        inputs.check(inputs.call(made, rank), rank)
+        got = inputs.call(made, rank)
+        made.wait()
+        inputs.check(got, rank)
         found = made._backend.configs, asdict(made.schedule(M).knobs)
     device.close()
     return found
@@ -154,8 +156,9 @@ def test_bad_candidates_are_excluded_with_the_reason(
     here: None, emulator: Path, tmp_path: Path, fault: str, words: str
 ) -> None:
     make = tune_gpus.Maker(emulator, fault)
-    search, _ = tune(tmp_path, make, candidate_timeout_s=2 if fault == "hangs" else 10)
-    assert search.winner is not None and search.winner.kernel == tune_gpus.config_of("ag_gemm", 4)
+    timeout_s = 2 if fault == "hangs" else 10
+    search, _ = tune(tmp_path, make, "gemm_rs", candidate_timeout_s=timeout_s)
+    assert search.winner is not None and search.winner.kernel == tune_gpus.config_of("gemm_rs", 4)
     reasons = excluded(search)
     assert set(reasons) == {3, tune_gpus.MISSING}
     for reason in reasons[3]:
@@ -169,7 +172,7 @@ def test_under_torchrun_each_rank_supervises_a_gpu(emulator: Path, tmp_path: Pat
     script = tmp_path / "tune_under_torchrun.py"
     script.write_text(
         f"""
-import sys
+import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}]
 from pathlib import Path
 import test_tune_gpu, tune_gpus
@@ -179,11 +182,14 @@ if __name__ == "__main__":
     tune_gpus.pretend(setattr)
     launcher = Joined()
     make = tune_gpus.Maker(Path({str(emulator)!r}), "dies")
-    search, _, tuner = test_tune_gpu.start(Path({str(tmp_path)!r}), make, launcher=launcher)
+    folder = Path({str(tmp_path)!r})
+    search, _, tuner = test_tune_gpu.start(folder, make, "gemm_rs", launcher)
     tuner.run()
     if launcher.leads:
         print("winner", search.winner.kernel.stages, test_tune_gpu.excluded(search)[3])
     launcher.close()
+    sys.stdout.flush()
+    os._exit(0)  # the job has brought the emulation here, too, whose threads would be waited for
 """
     )
     found = run_script(script, ranks=2)

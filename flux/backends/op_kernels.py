@@ -37,8 +37,13 @@ class OpKernel:
 def is_variant(config: GemmConfig, of: GemmConfig) -> bool:
     """Whether they differ only in what the op decides: the weight's layout, the epilogue, and who
     sums."""
-    decided = {"activation": of.activation, "scaling": of.scaling, "reduce": of.reduce}
-    return of == replace(config, weight=of.weight, **decided)
+    return of == replace(
+        config,
+        weight=of.weight,
+        activation=of.activation,
+        scaling=of.scaling,
+        reduce=of.reduce,
+    )
 
 
 def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:

@@ -106,10 +106,13 @@ class Machine:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
 
-    def time(self, run: Callable[[], T], line_up: Call = lambda: None) -> tuple[T, float]:
+    def time(
+        self, run: Callable[[], T], line_up: Call = lambda: None, wait: Call = lambda: None
+    ) -> tuple[T, float]:
         """Result, and ms between its start and end on the current stream of an idle GPU.
 
         A kernel that sleeps keeps the host's time to enqueue out; ``line_up`` is put behind it.
+        ``wait`` knows how to give up, which waiting for the device does not.
         """
         self.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -118,6 +121,7 @@ class Machine:
         begin.record()
         result = run()
         end.record()
+        wait()
         self.synchronize()
         return result, begin.elapsed_time(end)
 
@@ -156,6 +160,6 @@ class GpuRanks(CpuRanks):
         self.machine.synchronize()
         return super().judge(method, got, reference)
 
-    def time(self, call: Callable[[], T]) -> tuple[T, Taken]:
-        result, elapsed = self.machine.time(call, lambda: dist.all_reduce(self._together))
+    def time(self, call: Callable[[], T], wait: Call = lambda: None) -> tuple[T, Taken]:
+        result, elapsed = self.machine.time(call, lambda: dist.all_reduce(self._together), wait)
         return result, Taken(elapsed)

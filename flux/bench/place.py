@@ -103,8 +103,12 @@ class ProcessTimer:
     def __init__(self, world: int, threads: int, common_clock: bool) -> None:
         self._line = StartLine(world, threads, common_clock=common_clock)
 
-    def time(self, call: Callable[[], T]) -> tuple[T, Taken]:
-        """Run a call that starts on all ranks together. Collective."""
+    def time(self, call: Callable[[], T], wait: Call = lambda: None) -> tuple[T, Taken]:
+        """Run a call that starts on all ranks together. Collective.
+
+        ``wait`` returns when what the call has put on a device is done, or raises what has become
+        of it. On the CPU nothing is left to wait for.
+        """
         self._line.wait()
         cpu = time.process_time_ns()
         result, elapsed = timed(call)

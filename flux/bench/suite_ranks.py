@@ -148,9 +148,11 @@ class TorchrunRanks:
         return found
 
     def follow(self) -> None:
-        while (order := self._processes.share(None)) is not None:
+        nothing: Any = None
+        while (order := self._processes.share(nothing)) is not None:
             try:
-                self._run(*order, silent)
+                entry, argument, config = order
+                self._run(entry, argument, config, silent)
             except RankFailedError:
                 continue  # which the process that leads hears, too
 

@@ -93,7 +93,7 @@ class Joined:
     def __init__(self) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_S))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.ranks = (self.rank,)
+        self.ranks: tuple[int, ...] = (self.rank,)
         self.hosts = self.gather(host_identity())
         here = [rank for rank in range(self.world) if self.hosts[rank] == self.hosts[self.rank]]
         self._slot = (here.index(self.rank), len(here))

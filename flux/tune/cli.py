@@ -16,7 +16,7 @@ from flux.tune import winners_cli
 
 if TYPE_CHECKING:
     from flux.bench.problem import Problem
-    from flux.bench.supervisors import Joined, Spawned
+    from flux.bench.supervisors import Launcher
     from flux.cluster import Cluster
     from flux.tune.machine import Machine
     from flux.tune.space import Space
@@ -270,7 +270,8 @@ def _tune(
     from flux.tune.space import space_for
     from flux.tune.tuner import Tuner, make_search
 
-    launcher: Joined | Spawned = Joined() if joining else Spawned(problems[0].world)
+    joined = Joined() if joining else None
+    launcher: Launcher = joined or Spawned(problems[0].world)
     try:
         try:
             here = survey(launcher, backend, options.transport, options.threads)
@@ -297,8 +298,8 @@ def _tune(
         complain(f"cannot go on: {error}; the same command goes on from here")
         raise typer.Exit(EXIT_FAILED) from None
     finally:
-        if joining:
-            launcher.close()  # type: ignore[union-attr]
+        if joined is not None:
+            joined.close()
     if launcher.leads:
         _report(searches, cache, json_output=json_output)
     if launcher.leads and any(search.winner is None for search in searches):
@@ -310,7 +311,7 @@ def _journal(
     cache: Any,
     searches: Sequence[Search],
     here: Machine,
-    launcher: Joined | Spawned,
+    launcher: Launcher,
     options: Options,
     *,
     fresh: bool,

@@ -146,11 +146,12 @@ def look(backend: str, gpus: Sequence[int], threads: int) -> list[Sight]:
 
 
 def _look_at_gpus(gpus: Sequence[int], answer: Connection) -> None:
-    found: list[Sight] | str = []
+    found: list[Sight] = []
     try:
+        torch.cuda.init()
         for index in gpus:
             torch.cuda.set_device(index)
             found.append((detect("cuda"), place_here(index)))
+        answer.send(found)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        found = str(error)
-    answer.send(found)
+        answer.send(str(error))

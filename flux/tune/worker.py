@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from flux.backends.op_kernels import is_variant
 from flux.bench.methods import Fused, Method, poisoned_methods
-from flux.bench.place import CpuRanks, open_place
+from flux.bench.place import CpuRanks, Taken, open_place
 from flux.bench.problem import BenchConfig, Problem
 from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
@@ -163,6 +163,27 @@ class Room:
             assert left is not None
             self._largest = max(self._largest, self._free - left)
             self._free = left
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a candidate, and how to wait until it is done on a device."""
+
+    run: Callable[[], object]
+    wait: Callable[[], None]
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+class _Patient:
+    """Times candidates, which may hang on their device: ops give up within their timeout."""
+
+    def __init__(self, place: CpuRanks) -> None:
+        self._place = place
+
+    def time(self, call: Any) -> tuple[Any, Taken]:
+        return self._place.time(call, call.wait)
 
 
 def tune_rank(job: Job, rank: int, report: Report) -> None:
@@ -328,7 +349,7 @@ class _Worker:
 
     def _rounds(self, names: list[str], methods: dict[str, Method], rounds: int) -> None:
         calls = {name: self._call(name, method) for name, method in methods.items()}
-        timing = Rounds(calls, self._place)
+        timing = Rounds(calls, _Patient(self._place))
         with torch.no_grad(), quiet_collector():
             self._flip()
             timing.run(0)  # not counted: pages are touched, threads start
@@ -345,12 +366,12 @@ class _Worker:
             verdict = self._place.judge(methods[name], timing.last[name], self._reference)
             self._agreed(name, verdict)
 
-    def _call(self, name: str, method: Method) -> Callable[[], object]:
+    def _call(self, name: str, method: Method) -> _Call:
         def call() -> object:
             self._running(name)  # a store to memory: far below what a clock sees
             return method(self._inputs)
 
-        return call
+        return _Call(call, method.wait)
 
     def _flip(self) -> None:
         """Other inputs, and their results: one left over from the round before is a wrong one."""
