@@ -188,6 +188,7 @@ class Counting(Maker):
     """The GPU has memory for a few candidates: each takes a part of it while it is open."""
 
     most: int = 3
+    error: str = "more than there is room for"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -202,7 +203,7 @@ class Counting(Maker):
         method = Slow(make_method(config, candidate, rank), 0.0)
         self.open += 1
         if self.open > self.most:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 1024 MiB")
+            raise RuntimeError(self.error)
 
         def close(close: Any = method.close) -> None:
             close()
@@ -215,6 +216,8 @@ class Counting(Maker):
 @dataclass
 class Greedy(Counting):
     """The same, where the driver says that all of it is free."""
+
+    error: str = "CUDA out of memory. Tried to allocate 1024 MiB"
 
     def free(self) -> int:
         return 1 << 40
