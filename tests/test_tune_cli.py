@@ -135,7 +135,7 @@ def test_where_nobody_can_write_nothing_is_measured(
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("FLUX_TUNE_CACHE", str(blocked))
-    result = run("--op", "ag_gemm", "--m", "8", "--n", "8", "--k", "8")
+    result = run("--op", "ag_gemm", "--m", "8", "--n", "8", "--k", "8", "--backend", "cpu")
     assert result.exit_code == 2 and "cannot write to" in result.stderr
 
 

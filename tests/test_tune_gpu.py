@@ -325,7 +325,6 @@ def test_gpus_are_looked_at_by_another_process() -> None:
         (("--transport", "virtual"), "puts all ranks on one GPU, for which there are no winners"),
         (("--transport", "loopback"), "ops run the heuristic's knobs there"),
         (("--backend", "cpu", "--transport", "symm_mem"), "has the transports shm, send_recv"),
-        (("--backend", "cpu", "--space", "sm80"), "the space is for backend cuda"),
         (("--backend", "cuda", "--nproc", "1"), "there is nothing to tune on one GPU"),
         (("--backend", "cuda", "--nproc", "4"), "4 ranks need a GPU each, and there is 1"),
         (("--nproc", "4"), "--backend cpu tunes ranks on the CPU"),
