@@ -17,27 +17,37 @@ from typing import Any
 from common import conditions, markdown, measured, milliseconds
 
 RESULTS = Path("benchmarks", "results", "layers")
-# Name of the model, what its sizes are divided by, tokens of a sequence. The first two have much to
-# communicate for what they compute, as narrow layers do.
-CASES = [("gpt3-175b", 24, 2048), ("llama2-70b", 16, 2048), ("gpt3-175b", 12, 512)]
+# Name of the model, what its sizes are divided by, tokens of a sequence, sequences. With all tokens
+# in one sequence attention makes most of the time; with few in each, it is the linear layers.
+CASES = [
+    ("gpt3-175b", 12, 256, 8),
+    ("llama2-70b", 8, 256, 8),
+    ("gpt3-175b", 24, 256, 8),
+    ("llama2-70b", 16, 2048, 1),
+    ("gpt3-175b", 12, 512, 1),
+]
 LINKS = ["none", "500mbit", "1gbit", "2gbit"]
 
-HEADER = ["model", "link", "phase", "Megatron ms", "flux ms", "compute ms", "host ms"]
+HEADER = ["model, tokens", "link", "phase", "Megatron ms", "flux ms", "compute ms", "host ms"]
 HEADER += ["exposed, Megatron's", "exposed, flux's", "ratio"]
 
 
-def run(model: str, scale: int, sequence: int, link: str, repeats: int) -> dict[str, Any]:
+def run(
+    model: str, scale: int, sequence: int, batch: int, link: str, repeats: int
+) -> dict[str, Any]:
     arguments = ["bench", "model", "--model", model, "--scale", str(scale)]
-    arguments += ["--sequence", str(sequence), "--repeats", str(repeats), "--warmup", "2"]
+    arguments += ["--sequence", str(sequence), "--batch", str(batch)]
+    arguments += ["--repeats", str(repeats), "--warmup", "2"]
     arguments += ["--hosts", "2", "--link-rate", link] if link != "none" else []
-    return measured(arguments, RESULTS / f"{model}_{scale}_{sequence}_{link}.json")
+    return measured(arguments, RESULTS / f"{model}_{scale}_{sequence}x{batch}_{link}.json")
 
 
 def rows(document: dict[str, Any]) -> Iterable[list[str]]:
     for phase, found in document["phases"].items():
         megatron, ours = found["layers"]["megatron"], found["layers"]["flux"]
         yield [
-            f"{document['model']} / {document['scale']}, {document['sequence']}",
+            f"{document['model']} / {document['scale']}, "
+            f"{document['sequence']} x {document['batch']}",
             document["link_rate"] or "one host",
             phase,
             *(milliseconds(form["overall_ms"]) for form in (megatron, ours)),

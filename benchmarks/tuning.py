@@ -7,7 +7,7 @@
              the two winners and the unfused path once more, interleaved in one run: that run's
              ratios are the figures, so that neither search is judged by its own luckiest sample.
 `kills`      `flux tune` is killed with SIGKILL at random moments, then run to its end.
-`processes`  processes that store and read winners at once.
+`processes`  processes that store and read winners at once, and commands that tune at once.
 `look_up`    what a tuned op's schedule costs per call beside one that is not tuned.
 
 Raw figures: benchmarks/results/cpu/tuning.json.
@@ -36,6 +36,7 @@ from common import RESULTS, ROOT, markdown, milliseconds
 
 from flux import host
 from flux.bench.problem import Problem
+from flux.bench.spawn import run_ranks
 from flux.bench.supervisors import Spawned
 from flux.detection import detect
 from flux.knobs import Knobs
@@ -79,8 +80,7 @@ def compare(problem: Problem) -> dict[str, Any]:
     hosts, space = ["here"] * WORLD, load_space("cpu")
     tuned = make_search(problem, space, here, hosts, options)
     tuned_s = run(tuned, options)
-    # More than the tuner's last rung has: what is called the best must be.
-    rounds = math.ceil(1.4 * tuned.halving.rounds[-1])
+    rounds = tuned.halving.rounds[-1]
     everything = replace(options, rounds=(rounds,), exhaustive=True)
     full = make_search(problem, replace(space, prune_above=math.inf), here, hosts, everything)
     full_s = run(full, everything)
@@ -110,13 +110,16 @@ def compare(problem: Problem) -> dict[str, Any]:
 
 def search_part(options: argparse.Namespace) -> dict[str, Any]:
     problems = load_shapes(options.file).problems(WORLD)
+    # The server that ranks are forked from imports torch at its first use: that is nobody's search.
+    run_ranks(_nothing, None, WORLD)
     documents = []
     for problem in problems[: options.shapes]:
         documents.append(compare(problem))
         last = documents[-1]
         print(
             f"{problem.op} {problem.m}: tuned/best {last['tuned_over_best']:.3f}, tuned/unfused "
-            f"{last['tuned_over_unfused']:.3f}, {last['time_share']:.0%} of the time",
+            f"{last['tuned_over_unfused']:.3f}, {last['time_share']:.0%} of the time "
+            f"({last['tuned']['seconds']:.0f} of {last['exhaustive']['seconds']:.0f} s)",
             file=sys.stderr,
             flush=True,
         )
@@ -136,8 +139,7 @@ def kills_part(options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         variables = {**os.environ, "FLUX_TUNE_CACHE": folder}
-        command = [sys.executable, "-m", "flux", "tune", "--op", "gemm_rs", "--m", "8,64,512"]
-        command += ["--n", "256", "--k", "256", "--nproc", str(WORLD), "--json"]
+        command = _command("--op", "gemm_rs", "--m", "8,64,512", "--n", "256", "--k", "256")
         moments, written = [], []
         for _ in range(options.kills):
             process = subprocess.Popen(
@@ -203,7 +205,46 @@ def processes_part(options: argparse.Namespace) -> dict[str, Any]:
         "missing_at_once": missing.value,
         "damaged_files": damaged,
         "seconds": seconds,
+        "tuners": _tuners(count),
     }
+
+
+def _tuners(count: int) -> dict[str, Any]:
+    """As many commands tune at once, each another M of one problem, whose winners share a file."""
+    rows = [8 * (1 + number) for number in range(count)]
+    with tempfile.TemporaryDirectory() as folder:
+        cache, reads, fewer = Cache(Path(folder)), 0, 0
+        begin = time.monotonic()
+        commands = [
+            subprocess.Popen(
+                _command("--op", "gemm_rs", "--m", str(m), "--n", "64", "--k", "64"),
+                cwd=ROOT,
+                env={**os.environ, "FLUX_TUNE_CACHE": folder},
+                stdout=subprocess.DEVNULL,
+            )
+            for m in rows
+        ]
+        seen: set[int] = set()
+        while any(command.poll() is None for command in commands):
+            now = {winner.m for entry in cache.entries() for winner in entry.winners}
+            reads, fewer, seen = reads + 1, fewer + len(seen - now), seen | now
+            time.sleep(0.01)
+        kept = sorted(winner.m for entry in cache.entries() for winner in entry.winners)
+        return {
+            "commands": count,
+            "failed": sum(command.returncode != 0 for command in commands),
+            "wanted": rows,
+            "kept": kept,
+            "reads_meanwhile": reads,
+            "winners_lost_between_reads": fewer,
+            "damaged_files": len(cache.damaged()),
+            "seconds": time.monotonic() - begin,
+        }
+
+
+def _command(*arguments: str) -> list[str]:
+    options = ["--nproc", str(WORLD), "--json"]
+    return [sys.executable, "-m", "flux", "tune", *arguments, *options]
 
 
 def _look_up(argument: Any, rank: int, progress: Any) -> dict[str, float]:
@@ -239,11 +280,13 @@ def _look_up(argument: Any, rank: int, progress: Any) -> dict[str, float]:
 
 
 def look_up_part(options: argparse.Namespace) -> dict[str, Any]:
-    from flux.bench.spawn import run_ranks
-
     with tempfile.TemporaryDirectory() as folder:
         figures: dict[str, float] = run_ranks(_look_up, folder, WORLD)
     return {**figures, "added_us": figures["tuned_us"] - figures["off_us"]}
+
+
+def _nothing(argument: Any, rank: int, progress: Any) -> None:
+    """A rank that has nothing to do."""
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

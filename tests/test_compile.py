@@ -31,13 +31,13 @@ harness.PRELOAD += [
 def _calls(run: Any) -> dict[str, int]:
     """How often graphs take an op of each kind from their pool while ``run`` runs."""
     counts: Counter[str] = Counter()
-    original = OpPool._op
+    original = OpPool.op
 
     def counting(self: OpPool, kind: Any, *args: Any, **options: Any) -> Any:
         counts[kind.__name__] += 1
         return original(self, kind, *args, **options)
 
-    with mock.patch.object(OpPool, "_op", counting):
+    with mock.patch.object(OpPool, "op", counting):
         run()
     return dict(counts)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flux.ops.executor import who_shares_memory
+from flux.compile import served
+from flux.layers import eligible
+from flux.ops import torch_internals
+from flux.ops.executor import who_shares_memory, why_not_gpus
 from flux.topology import Topology
 from flux.transport.p2p import Place, reach, sharing
 
@@ -58,3 +61,32 @@ def test_a_topology_may_ask_for_more_nodes() -> None:
     assert who_shares_memory(places, "cuda", "send_recv", None) == ["0", "1", "2", "3"]
     nodes = who_shares_memory(places, "cuda", "send_recv", Topology(nodes=2, lanes=2))
     assert nodes == ["a/0", "a/0", "a/1", "a/1"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        (["a"] * 4, None),
+        (["a", "a", "b", "b"], None),
+        (["a", "b", "c"], None),
+        (["a", "a", "b"], "same number of ranks on each host"),
+        (["a", "b", "a", "b"], "numbered one host after the other"),
+        (["a"] * 33, "serves up to 32 ranks, the group has 33"),
+    ],
+)
+def test_layers_and_graphs_fuse_on_gpus_where_ops_serve_them(
+    nodes: list[str], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pool:
+        group = None
+        why_not_gpus = why_not_gpus(nodes)
+
+    monkeypatch.setattr(eligible, "pool_of", lambda name: Pool)
+    monkeypatch.setattr(torch_internals, "serves", lambda group, device: True)
+    monkeypatch.setattr(served, "_hosts", nodes)
+    monkeypatch.setattr(
+        served.dist, "get_process_group_ranks", lambda group: list(range(len(nodes)))
+    )
+    for said in (eligible._group_cannot("tp", "cuda"), served._why_not_gpus(None)):  # type: ignore[arg-type]
+        assert (said is None) if reason is None else (said is not None and reason in said)
+    assert eligible._group_cannot("tp", "cpu") is None

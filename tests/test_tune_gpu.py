@@ -199,7 +199,7 @@ if __name__ == "__main__":
 
 @pytest.mark.timeout(300)
 def test_candidates_share_what_memory_is_free(here: None, emulator: Path, tmp_path: Path) -> None:
-    """With room for the anchor and two: were there a third, it would fail."""
+    """With room for the anchor, one, and one that is checked beside them: a fourth would fail."""
     search, _ = tune(tmp_path, tune_gpus.Counting(emulator))
     assert search.winner is not None and set(excluded(search)) == {tune_gpus.MISSING}
     assert len(search.candidates) > 6

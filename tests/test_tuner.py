@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ def play(halving: Halving, ms: dict[str, float], noise: float, seed: int = 0) ->
 
 @settings(max_examples=60)
 @given(count=st.integers(1, 80), seed=st.integers(0, 10**6))
-def test_halving_finds_the_fastest_in_a_quarter_of_the_calls(count: int, seed: int) -> None:
+def test_halving_finds_the_fastest_in_less_than_a_quarter_of_the_calls(
+    count: int, seed: int
+) -> None:
     rng = random.Random(seed)
     names = ("unfused", "medium", *(f"c{i}" for i in range(count)))
     ms = {name: rng.uniform(1.0, 3.0) for name in names}
@@ -61,7 +64,7 @@ def test_halving_finds_the_fastest_in_a_quarter_of_the_calls(count: int, seed: i
     assert ms[best] <= 1.02 * min(ms.values())
     assert calls == halving.planned_rounds() or count < 8
     if count >= 40:
-        assert calls <= 0.27 * len(names) * halving.rounds[-1]
+        assert calls <= 0.23 * len(names) * halving.rounds[-1]
 
 
 def test_the_always_candidates_are_measured_to_the_end() -> None:
@@ -72,7 +75,7 @@ def test_the_always_candidates_are_measured_to_the_end() -> None:
         assert "c3" not in step.names
         for name in step.names:  # the library path is the slowest by far
             samples.setdefault(name, []).append((9.0 if name in names[:2] else 1.0, 9.0))
-    assert {len(samples["unfused"]), len(samples["medium"])} == {18}
+    assert {len(samples["unfused"]), len(samples["medium"])} == {30}
     assert "c3" not in samples
 
 
@@ -86,7 +89,7 @@ def test_what_was_decided_before_a_crash_is_decided_again(seed: int, cut: float)
     log: list[tuple[str, tuple[float, float]]] = []
     steps = []
     while (step := halving.next_step(samples, ())) is not None:
-        steps.append(step.rung)
+        steps.append(step.last_rung)
         name = step.names[0]
         taken = (rng.uniform(1, 2), 1.0)
         samples.setdefault(name, []).append(taken)
@@ -219,6 +222,22 @@ def test_the_fastest_wins_and_is_remembered_in_full(tmp_path: Path) -> None:
     assert all(value is not None for value in search.winner.as_dict()["knobs"].values())
     assert sum(event["event"] == "round" for event in log.events) >= 4
     assert not list((tmp_path / "runs").glob("*.jsonl"))
+
+
+def test_candidates_are_built_once_for_all_rungs_and_finalists_once_more(
+    tmp_path: Path,
+) -> None:
+    made = tune_makers.made_by(os.getpid())
+    made.unlink(missing_ok=True)
+    try:
+        search, _ = tune(tmp_path, tune_makers.counted, options=Options(rounds=(1, 2, 3)))
+        count = Counter(made.read_text().splitlines())
+    finally:
+        made.unlink(missing_ok=True)
+    finalists = {name for name, taken in search.samples.items() if len(taken) == 3}
+    assert set(count) == {one.name for one in search.candidates} > finalists
+    for name, times in count.items():  # once on memory full of NaN
+        assert times == (2 if name in finalists else 1), name
 
 
 @pytest.mark.timeout(300)

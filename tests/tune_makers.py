@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +77,21 @@ def times(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
     known = {"unfused": 60.0, "medium": 80.0, "default": 90.0}
     rows = candidate.knobs.comm_tile_rows or 0
     return Slept(config, candidate, rank, known.get(candidate.name, 5.0 * rows))
+
+
+def made_by(process: int) -> Path:
+    """Where ``counted`` says what ranks of a process have built. Ranks do not have its environment:
+    the server that they are forked from may be older."""
+    return Path(tempfile.gettempdir(), f"flux-test-made-{process}")
+
+
+def counted(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
+    """As ``times``, in hundredths of it; each that is built leaves its name in a file."""
+    parent = multiprocessing.parent_process()
+    if rank == 0 and parent is not None:
+        with made_by(parent.pid or 0).open("a") as file:
+            file.write(f"{candidate.name}\n")
+    return Slept(config, candidate, rank, (candidate.knobs.comm_tile_rows or 0) * 0.05)
 
 
 FAULTS: dict[int, Any] = {1: Wrong, 2: WrongLater, 4: Dies, 8: DiesLater}

@@ -62,15 +62,16 @@ class StartLine:
         self._instant[0] = time.monotonic_ns() + self._lead_ns
         dist.all_reduce(self._instant, op=dist.ReduceOp.MAX, group=self._group)
         instant = int(self._instant.item())
-        nap = instant - self._spin_ns - time.monotonic_ns()
-        if nap > 0:
-            time.sleep(nap * 1e-9)
+        ahead = instant - time.monotonic_ns()
+        if ahead > self._spin_ns:
+            time.sleep((ahead - self._spin_ns) * 1e-9)
         while (now := time.monotonic_ns()) < instant:
             pass
         self.late_ns = now - instant
-        # A rank that learnt of the instant too late asks for more time ahead of the next one; the
-        # maximum over the ranks makes everybody grant it.
-        lead = self._lead_ns * 2 if self.late_ns > _LATE_NS else self._lead_ns * 15 // 16
+        # A rank that learns of the instant too late asks for more time ahead of the next one; the
+        # maximum over the ranks makes everybody grant it. (One that slept for too long would not
+        # have slept less.)
+        lead = self._lead_ns * 2 if ahead < _LATE_NS else self._lead_ns * 15 // 16
         self._lead_ns = min(max(lead, _LEAD_NS), _MAX_LEAD_NS)
 
 

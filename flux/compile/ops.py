@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from flux.layers.pool import pool_of
-from flux.ops._library import LIBRARY, register_fake
+from flux.ops import AGGemm, GemmAR, GemmRS
+from flux.ops._library import LIBRARY, register_fake, spread
 from flux.ops.functional import (
     all_gather_matmul_fake,
     around_gather,
@@ -30,9 +31,11 @@ for _schema in (
     LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _turned(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether weights [K, N] lie in memory as [N, K], which no copy then has to bring about."""
-    return all(w.stride(0) == 1 for w in weights)
+def _as_weights(products: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    """Right operands [K, N] as an op takes them, and whether that is turned, as [N, K]: as they are
+    where they lie so in memory, so that nothing is copied."""
+    turned = all(B.stride(0) == 1 for B in products)
+    return ([B.t() for B in products] if turned else list(products)), turned
 
 
 def _all_gather_matmul(
@@ -46,14 +49,14 @@ def _all_gather_matmul(
 ) -> list[torch.Tensor]:
     """[*A.shape[:-1], N_i] each, gathered along ``gather_dim``, and the gathered A if asked for."""
     pool = pool_of(group_name)
-    rest = iter(biases)
-    bias = [next(rest) if has else None for has in has_bias]
-    turned = _turned(Bs)
+    bias = spread(biases, has_bias)
+    weights, turned = _as_weights(Bs)
 
     def product(rows: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         m, n = rows.shape[0] * pool.world, tuple(B.shape[1] * pool.world for B in Bs)
-        op = pool.ag_gemm(pool.graphs, m, n, rows.shape[1], rows.dtype, transpose_weight=not turned)
-        weights = [B.t() for B in Bs] if turned else list(Bs)
+        op = pool.op(
+            AGGemm, pool.graphs, m, n, rows.shape[1], rows.dtype, transpose_weight=not turned
+        )
         result = op(rows, weights, bias, return_gathered=return_A)
         return result if return_A else (result, None)
 
@@ -68,12 +71,17 @@ def _matmul_reduce_scatter(
     pool = pool_of(group_name)
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        turned = _turned([weight])
+        weights, turned = _as_weights([weight])
         sizes = (weight.shape[1], weight.shape[0] * pool.world, rows.dtype)
-        op = pool.gemm_rs(
-            pool.graphs, rows.shape[0], *sizes, transpose_weight=not turned, reduce=reduce_op
+        op = pool.op(
+            GemmRS,
+            pool.graphs,
+            rows.shape[0],
+            *sizes,
+            transpose_weight=not turned,
+            reduce=reduce_op,
         )
-        return op(rows, weight.t() if turned else weight)
+        return op(rows, *weights)
 
     return around_scatter(A, B, scatter_dim, pool.world, product)
 
@@ -83,12 +91,12 @@ def _matmul_all_reduce(
 ) -> torch.Tensor:
     """``all_reduce(A [M, K] @ B [K, N], reduce_op)``."""
     pool = pool_of(group_name)
-    turned = _turned([B])
+    weights, turned = _as_weights([B])
     sizes = (B.shape[1], B.shape[0] * pool.world, A.dtype)
-    op = pool.gemm_ar(
-        pool.graphs, A.shape[0], *sizes, transpose_weight=not turned, reduce=reduce_op
+    op = pool.op(
+        GemmAR, pool.graphs, A.shape[0], *sizes, transpose_weight=not turned, reduce=reduce_op
     )
-    return op(A, B.t() if turned else B)
+    return op(A, *weights)
 
 
 LIBRARY.impl("graph_all_gather_matmul", _all_gather_matmul, "CompositeExplicitAutograd")
@@ -110,11 +118,7 @@ def _all_gather_matmul_fake(
     return outs if gathered is None else [*outs, gathered]
 
 
-@register_fake("graph_matmul_reduce_scatter")
-def _matmul_reduce_scatter_fake(
-    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
-) -> torch.Tensor:
-    return matmul_reduce_scatter_fake(A, B, reduce_op, scatter_dim, group_name)
+register_fake("graph_matmul_reduce_scatter")(matmul_reduce_scatter_fake)
 
 
 @register_fake("graph_matmul_all_reduce")

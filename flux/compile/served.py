@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flux.ops import torch_internals
+from flux.ops.executor import why_not_gpus
 from flux.ops.spec import DTYPES, FP8
 from flux.transport.exchange import resolve_group
 from flux.transport.shm import host_identity
@@ -51,8 +52,4 @@ def why_not(group_name: str, tensors: Sequence[torch.Tensor]) -> str | None:
 def _why_not_gpus(group: dist.ProcessGroup) -> str | None:
     if not _hosts:
         return "where GPUs are is found out by enable(), which came before init_process_group"
-    ranks = dist.get_process_group_ranks(group)
-    hosts = len({_hosts[rank] for rank in ranks})
-    return (
-        f"the group's GPUs are on {hosts} hosts, and those of one are served" if hosts > 1 else None
-    )
+    return why_not_gpus([_hosts[rank] for rank in dist.get_process_group_ranks(group)])

@@ -35,6 +35,7 @@ from torch.nn.functional import linear
 
 from flux.layers.pool import OpPool, User
 from flux.layers.wgrad import Grad, WeightGrad
+from flux.ops import AGGemm, GemmAR, GemmRS
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def column_product(
     if not how.sequence_parallel:
         return fresh(linear(rows, weight, bias), *x.shape[:-1], weight.shape[0])
     m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], x.dtype)
-    op = how.pool.ag_gemm(how.user, m, *sizes, fused=how.fuse_ag)
+    op = how.pool.op(AGGemm, how.user, m, *sizes, fused=how.fuse_ag)
     return fresh(op(rows, weight, bias), x.shape[0] * world, *x.shape[1:-1], weight.shape[0])
 
 
@@ -268,7 +269,7 @@ def _begin_gather(
     if not how.sequence_parallel:
         return lambda: rows
     m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], dtype)
-    op = how.pool.ag_gemm(how.user, m, *sizes, fused=how.fuse_ag)
+    op = how.pool.op(AGGemm, how.user, m, *sizes, fused=how.fuse_ag)
     return op._unfused.start_gather(rows, m)
 
 
@@ -281,9 +282,11 @@ def _column_dx(
         dx = dy @ weight
         meanwhile()
         return dx
-    get = pool.gemm_rs if how.sequence_parallel else pool.gemm_ar
+    kind = GemmRS if how.sequence_parallel else GemmAR
     n, k = weight.shape[1], weight.shape[0] * pool.world
-    op = get(how.user, dy.shape[0], n, k, dy.dtype, transpose_weight=True, fused=how.fuse_rs)
+    op = pool.op(
+        kind, how.user, dy.shape[0], n, k, dy.dtype, transpose_weight=True, fused=how.fuse_rs
+    )
     return op.overlapped(dy, weight, meanwhile)
 
 
@@ -321,9 +324,9 @@ class _Row(torch.autograd.Function):
 def row_product(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Tensor:
     """Forward of a row layer on operands of one dtype."""
     pool, rows = how.pool, _rows(x)
-    get = pool.gemm_rs if how.sequence_parallel else pool.gemm_ar
+    kind = GemmRS if how.sequence_parallel else GemmAR
     sizes = (weight.shape[0], weight.shape[1] * pool.world, x.dtype)
-    op = get(how.user, rows.shape[0], *sizes, fused=how.fuse_rs)
+    op = pool.op(kind, how.user, rows.shape[0], *sizes, fused=how.fuse_rs)
     parts = pool.world if how.sequence_parallel else 1
     if x.shape[0] % parts:
         op._turn_away(
@@ -342,7 +345,7 @@ def row_dx(
     pool = how.pool
     n, k = weight.shape[1] * pool.world, weight.shape[0]
     m = dz.shape[0] * pool.world
-    op = pool.ag_gemm(how.user, m, n, k, dz.dtype, transpose_weight=True, fused=how.fuse_ag)
+    op = pool.op(AGGemm, how.user, m, n, k, dz.dtype, transpose_weight=True, fused=how.fuse_ag)
     if not need_x:
         return None, op._unfused.gather_rows(dz, m)
     if not need_w:

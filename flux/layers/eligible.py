@@ -49,6 +49,4 @@ def _group_cannot(group_name: str, device: str) -> str | None:
     pool = pool_of(group_name)
     if not torch_internals.serves(pool.group, device):
         return f"the process group has no backend for {device}"
-    if device == "cuda" and pool.hosts > 1:
-        return f"the ranks of the group are on {pool.hosts} hosts, and GPUs of one are served"
-    return None
+    return pool.why_not_gpus if device == "cuda" else None

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
+from flux.layers import compiled
 from flux.layers.autograd import Parallel, column_linear, row_linear
 from flux.layers.eligible import say_once, why_not
 from flux.layers.pool import Alone, OpPool, User, pool_of
@@ -33,6 +35,19 @@ from flux.layers.wgrad import WeightGrad
 if "_forward_impl" not in vars(megatron_layers.ColumnParallelLinear):
     # Older releases choose the product inside forward, where it cannot be replaced.
     raise ImportError("flux.layers.megatron needs megatron-core 0.16 or newer")
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _outside_graphs(function: F) -> F:
+    """What becomes of a gradient that is accumulated or deferred is a side effect, on tensors and
+    lists of Megatron's that no graph has: such calls are left to eager mode, between two graphs."""
+    reason = "a weight gradient that is accumulated or deferred cannot be part of a graph"
+    return cast(F, torch.compiler.disable(function, reason=reason))
+
+
+_eager_column, _eager_row = _outside_graphs(column_linear), _outside_graphs(row_linear)
 
 
 class _Fused:
@@ -82,6 +97,11 @@ class _Fused:
         fuse_ag, fuse_rs = self._switches() if fuse else (False, False)
         pool = pool_of(self.tp_group) if communicates else cast(OpPool, Alone())
         return Parallel(pool, self._flux_user, fuse_ag=fuse_ag, fuse_rs=fuse_rs, **options)
+
+    def _named(self, sequence_parallel: bool, reduce_dx: bool = True) -> compiled.Named:
+        """The same for a graph."""
+        name = self.tp_group.group_name
+        return compiled.Named(name, sequence_parallel, reduce_dx, *self._switches())
 
     def _fuses(self, x: torch.Tensor, weight: torch.Tensor, communicates: bool) -> bool:
         """Whether to take the fused path; what does not is said in the log, once."""
@@ -137,6 +157,9 @@ class ColumnParallelLinear(_Fused, megatron_layers.ColumnParallelLinear):  # typ
         if not fuses and not (accumulate and _megatron_cannot_accumulate()):
             y: torch.Tensor = super()._forward_impl(input=input, weight=weight, **how)
             return y
+        if fuses and torch.compiler.is_compiling() and buffer is None and not accumulate:
+            named = self._named(sequence_parallel, allreduce_dgrad)
+            return compiled.column_linear(input, weight, how["bias"], named)
         if buffer is not None and not weight.requires_grad:
             raise ValueError("a weight gradient cannot be deferred: the weight is frozen")
         parallel = self._parallel(
@@ -146,7 +169,7 @@ class ColumnParallelLinear(_Fused, megatron_layers.ColumnParallelLinear):  # typ
             reduce_dx=allreduce_dgrad,
             wgrad=WeightGrad(accumulate, buffer, how["wgrad_deferral_limit"]),
         )
-        return column_linear(input, weight, how["bias"], parallel)
+        return _eager_column(input, weight, how["bias"], parallel)
 
 
 class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ignore[misc, unused-ignore]
@@ -174,9 +197,12 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
             return result
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        wgrad = WeightGrad(self.gradient_accumulation_fusion)
-        parallel = self._parallel(True, True, sequence_parallel=self.sequence_parallel, wgrad=wgrad)
-        output = row_linear(input_, self.weight, parallel)
+        if torch.compiler.is_compiling() and not self.gradient_accumulation_fusion:
+            output = compiled.row_linear(input_, self.weight, self._named(self.sequence_parallel))
+        else:
+            wgrad = WeightGrad(self.gradient_accumulation_fusion)
+            how = self._parallel(True, True, sequence_parallel=self.sequence_parallel, wgrad=wgrad)
+            output = _eager_row(input_, self.weight, how)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
@@ -187,7 +213,7 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
             parallel = self._parallel(
                 False, False, sequence_parallel=False, reduce_dx=False, wgrad=WeightGrad(True)
             )
-            return column_linear(input, weight, how["bias"], parallel)
+            return _eager_column(input, weight, how["bias"], parallel)
         y: torch.Tensor = super()._forward_impl(input=input, weight=weight, **how)
         return y
 

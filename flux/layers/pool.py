@@ -28,10 +28,10 @@ import torch.distributed as dist
 
 from flux.env import LAYER_TIMEOUT_S
 from flux.knobs import Knobs, Op
-from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.ops._base import TensorParallelOp
+from flux.ops.executor import places_of, why_not_gpus
 from flux.transport.exchange import Exchange, kept_for
-from flux.transport.shm import host_identity
+from flux.transport.p2p import sharing
 
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
@@ -61,7 +61,7 @@ class OpPool:
         self.group = group
         self.exchange = Exchange(group, "flux.layers")
         self.rank, self.world = self.exchange.rank, self.exchange.world
-        self.hosts = len(set(self.exchange.all_gather(host_identity())))
+        self.why_not_gpus = why_not_gpus(sharing(places_of(self.exchange, None)))
         self.timeout_s = LAYER_TIMEOUT_S.get()
         self._entries: dict[tuple[object, ...], _Entry] = {}
         self._numbers: weakref.WeakKeyDictionary[User, int] = weakref.WeakKeyDictionary()
@@ -73,8 +73,9 @@ class OpPool:
 
     # -- ops ---------------------------------------------------------------------------------------
 
-    def ag_gemm(
+    def op(
         self,
+        kind: type[O],
         user: User,
         m: int,
         n: int | tuple[int, ...],
@@ -83,52 +84,12 @@ class OpPool:
         *,
         transpose_weight: bool = False,
         fused: bool = True,
-    ) -> AGGemm:
-        """An AGGemm for ``m`` rows. Sizes are global. Collective when there is none yet."""
-        return self._op(AGGemm, user, m, n, k, dtype, transpose_weight, fused)
-
-    def gemm_rs(
-        self,
-        user: User,
-        m: int,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        *,
-        transpose_weight: bool = False,
-        fused: bool = True,
-        reduce: str = "sum",
-    ) -> GemmRS:
-        """A GemmRS for ``m`` rows. Sizes are global. Collective when there is none yet."""
-        return self._op(GemmRS, user, m, n, k, dtype, transpose_weight, fused, reduce=reduce)
-
-    def gemm_ar(
-        self,
-        user: User,
-        m: int,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        *,
-        transpose_weight: bool = False,
-        fused: bool = True,
-        reduce: str = "sum",
-    ) -> GemmAR:
-        """A GemmAR for ``m`` rows. Sizes are global. Collective when there is none yet."""
-        return self._op(GemmAR, user, m, n, k, dtype, transpose_weight, fused, reduce=reduce)
-
-    def _op(
-        self,
-        kind: Callable[..., O],
-        user: User,
-        m: int,
-        n: int | tuple[int, ...],
-        k: int,
-        dtype: torch.dtype,
-        transpose_weight: bool,
-        fused: bool,
         **options: str,
     ) -> O:
+        """An op of this kind for ``m`` rows. Sizes are global. Collective when there is none yet.
+
+        ``fused`` False: the library's collective and one product. ``options``: more of the op's.
+        """
         key = (kind, n, k, dtype, transpose_weight, fused, *options.values())
         entry = self._entries.get(key)
         if entry is None or entry.op.closed or entry.op.spec.max_m < m:
@@ -138,7 +99,7 @@ class OpPool:
                 max_m = max(m, 2 * entry.op.spec.max_m)  # doubling: growing M rebuilds seldom
                 entry.op.close()
             self._drop_unused()
-            op = kind(
+            op = cast(Callable[..., O], kind)(
                 self.group,
                 max_m=max_m,
                 n=n,

@@ -39,7 +39,8 @@ def register_fake(name: str) -> Callable[[F], F]:
     return cast(Callable[[F], F], decorate)
 
 
-def _spread(biases: Sequence[torch.Tensor], has_bias: Sequence[bool]) -> list[torch.Tensor | None]:
+def spread(biases: Sequence[torch.Tensor], has_bias: Sequence[bool]) -> list[torch.Tensor | None]:
+    """The bias of each weight or None, from those that there are: schemas know no optional ones."""
     rest = iter(biases)
     return [next(rest) if present else None for present in has_bias]
 
@@ -55,7 +56,7 @@ def _ag_gemm(
     scales: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     op = cast(AGGemm, op_of(handle))
-    return op._run(x, weights, _spread(biases, has_bias), m, return_gathered, scales)
+    return op._run(x, weights, spread(biases, has_bias), m, return_gathered, scales)
 
 
 def _gemm(

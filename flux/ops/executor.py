@@ -177,14 +177,22 @@ def check_executor(
     return backend
 
 
-def _check_nodes(label: str, sharing: Sequence[str], topology: Topology, knobs: Knobs) -> None:
-    """On GPUs, nodes of the topology are what shares memory, and all alike."""
+def why_not_gpus(sharing: Sequence[str]) -> str | None:
+    """Why the GPUs of ranks that share memory like this cannot be served, or None."""
+    if len(sharing) > MAX_WORLD:
+        return f"backend cuda serves up to {MAX_WORLD} ranks, the group has {len(sharing)}"
     apart = Topology.of_hosts(sharing)
     if apart.placement:
-        raise ValueError(
-            f"{label}: backend cuda needs the same number of ranks on each host, numbered one host "
-            f"after the other, got {apart}"
+        return (
+            "backend cuda needs the same number of ranks on each host, numbered one host after the "
+            f"other, got {apart}"
         )
+    return None
+
+
+def _check_nodes(label: str, sharing: Sequence[str], topology: Topology, knobs: Knobs) -> None:
+    """On GPUs, nodes of the topology are what shares memory."""
+    apart = Topology.of_hosts(sharing)
     if topology.placement or topology.nodes != apart.nodes:
         raise ValueError(
             f"{label}: ranks share memory in {apart.nodes} nodes of {apart.lanes}, and the "
@@ -211,10 +219,9 @@ def check_hosts(
 ) -> Knobs:
     """Knobs that work where these ranks share memory: it cannot be pulled from another host."""
     hosts = len(set(sharing))
-    if backend == "cuda" and len(sharing) > MAX_WORLD:
-        raise ValueError(
-            f"{label}: backend cuda serves up to {MAX_WORLD} ranks, the group has {len(sharing)}"
-        )
+    reason = why_not_gpus(sharing) if backend == "cuda" else None
+    if reason is not None:
+        raise ValueError(f"{label}: {reason}")
     if hosts == 1:
         return knobs
     if transport in ("shm", "symm_mem"):

@@ -1,9 +1,10 @@
 """Successive halving: who is measured next, and who is out. Pure, so that what was measured before
 a crash leads to the very same decisions after it.
 
-    rung 0   all candidates, a few rounds each              -> the best quarter goes on
-    rung 1   a quarter, more rounds                         -> the best of these go on
-    rung 2   a handful, as many rounds as a benchmark has   -> the winner
+    rung 0   all candidates, two rounds each                -> the best third goes on
+    rung 1   these, two more                                -> the best of these go on
+    rung 2   a sixth, some rounds                           -> the best of these go on
+    rung 3   a handful, as many rounds as a benchmark has   -> the winner
 
 Rounds are interleaved, and the unfused path is timed in each, so a candidate's score is its median
 over that of the unfused path *in the same rounds*: candidates that were measured at different times
@@ -18,12 +19,15 @@ from dataclasses import dataclass
 
 from flux.heuristic import ceil_div
 
-ROUNDS = (2, 6, 18)
+ROUNDS = (2, 4, 10, 30)
 """Of each candidate by the end of each rung; of short calls more, see ``rounds_for``."""
-SHARES = (4, 16)
+SHARES = (3, 6, 25)
 """One of so many candidates goes on to the next rung."""
-FEWEST = 3
+FEWEST = 2
 """So many at least."""
+
+SHORT_MS = 25.0
+"""Below it, what happens once (pages are touched, threads start) is a large part of a call."""
 
 Samples = Mapping[str, Sequence[tuple[float, float]]]
 """By candidate: (ms of its slowest rank, ms of the anchor's slowest rank) of each round."""
@@ -32,15 +36,16 @@ Samples = Mapping[str, Sequence[tuple[float, float]]]
 def rounds_for(ms: float) -> tuple[int, ...]:
     """Rounds by rung where calls take about so long: wake-ups of threads make up most of a short
     one and scatter by their own size, and its rounds are cheap."""
-    times = 4 if ms < 5 else 2 if ms < 25 else 1
+    times = 4 if ms < 5 else 2 if ms < SHORT_MS else 1
     return tuple(times * rounds for rounds in ROUNDS)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What to measure next: these candidates, until each has ``rounds``."""
+    """What to measure next: these candidates, until each has ``rounds``. In the last rung, one of
+    them will be the winner."""
 
-    rung: int
+    last_rung: bool
     names: tuple[str, ...]
     rounds: int
 
@@ -65,7 +70,7 @@ class Halving:
         for rung, rounds in enumerate(self.rounds):
             lacking = tuple(name for name in alive if len(samples.get(name, ())) < rounds)
             if lacking:
-                return Step(rung, lacking, rounds)
+                return Step(rung == len(self.rounds) - 1, lacking, rounds)
             if rung < len(SHARES):
                 alive = self._survivors(alive, samples, rounds, rung)
         return None
@@ -107,8 +112,13 @@ class Halving:
 
 
 def score(samples: Sequence[tuple[float, float]]) -> float:
-    """Time relative to the anchor's in the same rounds; smaller is better."""
-    return median_ms(samples) / statistics.median([anchor for _, anchor in samples])
+    """Time relative to the anchor's in the same rounds; smaller is better.
+
+    Of an even number of rounds the lower of the two in the middle counts: what disturbs a call
+    makes it longer, and of two rounds one in which nothing did tells more than their mean.
+    """
+    own, anchors = zip(*samples, strict=True)
+    return float(statistics.median_low(own) / statistics.median_low(anchors))
 
 
 def median_ms(samples: Sequence[tuple[float, float]]) -> float:

@@ -30,7 +30,7 @@ from flux.tune import kernels
 from flux.tune.cache import Cache
 from flux.tune.choice import key_of
 from flux.tune.cost import Shape, gemm_ms
-from flux.tune.halving import Halving, median_ms, rounds_for
+from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
 from flux.tune.keys import Key, versions
 from flux.tune.machine import Machine
@@ -83,6 +83,7 @@ class Search:
     candidates: tuple[Candidate, ...]
     pruned: list[Pruned]
     halving: Halving
+    warm_up: bool = True
     samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
@@ -165,7 +166,9 @@ def make_search(
     halving = Halving(names, ALWAYS, options.rounds or rounds_for(least_ms))
     if options.exhaustive:
         halving = replace(halving, rounds=halving.rounds[-1:])
-    return Search(problem, shape, tuple(kept), pruned, halving)
+    # On a GPU the first call of an op loads and allocates.
+    warm_up = least_ms < SHORT_MS or space.backend == "cuda"
+    return Search(problem, shape, tuple(kept), pruned, halving, warm_up)
 
 
 class Tuner:
@@ -323,6 +326,7 @@ class Tuner:
             blackboard=str(blackboard),
             seconds=seconds,
             batch=at_once,
+            warm_up=search.warm_up,
             samples=search.samples,
             excluded=tuple(search.excluded),
             checked=tuple(search.checked),

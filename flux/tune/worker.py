@@ -1,8 +1,8 @@
 """A rank's part of the search for one shape: check candidates, time them in rounds, leave one out.
 
     rank 0 decides what comes next, and everybody does it
-    check   each candidate of a batch that got beyond the first rung: run it on memory full of NaN
-            and compare with float64                              -> wrong: out
+    check   each candidate of a batch that got to the last rung: run it on memory full of NaN and
+            compare with float64                                  -> wrong: out
     rounds  all of the batch and the unfused path, interleaved    -> each reported as it ends
     check   the last result of each, which had other inputs than the round before  -> wrong: out
 
@@ -17,8 +17,8 @@ import contextlib
 import mmap
 import struct
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
 from flux.tune.choice import Fixed
-from flux.tune.halving import Halving
+from flux.tune.halving import Halving, Step
 from flux.tune.space import Candidate
 
 ANCHOR = "unfused"
@@ -55,6 +55,7 @@ class Job:
         seconds: until rank 0 calls it a day.
         blackboard: path of a file of 4 bytes.
         batch: candidates at once, at most; on a GPU as many as its memory has room for.
+        warm_up: call a candidate once before its first round.
         make: how a candidate is built; importable.
     """
 
@@ -64,6 +65,7 @@ class Job:
     blackboard: str
     seconds: float
     batch: int = 64
+    warm_up: bool = True
     samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     checked: tuple[str, ...] = ()
@@ -131,7 +133,8 @@ class Room:
     """Whether devices have memory for one more candidate, those that are built being kept.
 
     Nobody knows beforehand what an op takes. So the next one is expected to take as much as the
-    largest so far, and the result that each leaves behind.
+    largest so far, and the result that each leaves behind; as much again stays free for a candidate
+    that is checked beside those.
 
     Args:
         problem: of the candidates.
@@ -141,26 +144,26 @@ class Room:
     def __init__(self, problem: Problem, free: Callable[[], int | None]) -> None:
         self._ask = free
         self._free = free()
-        self._largest, self._count = 0, 0
+        self._largest = 0
         rows, columns = problem.result_shape(0)
         self._result = rows * columns * problem.torch_dtype.itemsize
         # Gathered rows, or partials, of all M. Judging takes some six arrays of float64.
         travels = problem.m * (problem.k if problem.gathers else problem.n)
         self._working = travels * problem.torch_dtype.itemsize + rows * columns * 48
 
-    def for_another(self) -> bool:
-        """Whether to build one more; the first is tried in any case."""
-        if self._free is None or self._count == 0:
+    def for_another(self, built: int) -> bool:
+        """Whether to build one more beside so many; the first is tried in any case. Collective."""
+        if self._free is None:
             return True
-        needed = self._largest + (self._count + 1) * self._result + self._working
-        return self._free >= needed
+        self._free = self._ask()
+        assert self._free is not None
+        needed = 2 * self._largest + (built + 1) * self._result + self._working
+        return built == 0 or self._free >= needed
 
     def taken(self) -> None:
         """One more is built. Collective."""
-        self._count += 1
-        if self._free is not None:
-            left = self._ask()
-            assert left is not None
+        left = None if self._free is None else self._ask()
+        if self._free is not None and left is not None:
             self._largest = max(self._largest, self._free - left)
             self._free = left
 
@@ -206,6 +209,7 @@ class _Worker:
         self._samples = {name: list(taken) for name, taken in job.samples.items()}
         self._excluded = set(job.excluded)
         self._checked = set(job.checked)
+        self._methods: dict[str, Method] = {}  # of the latest batch, whose best come again
         self._alive()
         place = open_place(self._config, rank)
         assert isinstance(place, CpuRanks)  # ranks on one GPU have no winners
@@ -213,30 +217,27 @@ class _Worker:
         self._alive()
         self._inputs = place.inputs(self._config.seed)
         self._reference = place.reference(self._inputs)
+        self._room = Room(self._problem, self._free_bytes)
         self._alive()
 
     def run(self) -> None:
         """Until the rules are satisfied or the time is over."""
-        while True:
-            batch = self._shared(self._next() if self._rank == 0 else None)
-            if batch is None:
-                return
-            names, rounds, first_look = batch
-            for name in names:
-                # Most candidates go no further than the first rung, whose last results are checked
-                # anyway. Those that do are run on poisoned memory before.
-                if not first_look and name not in self._checked:
+        while (step := self._shared(self._next() if self._rank == 0 else None)) is not None:
+            for name in step.names if step.last_rung else ():
+                # The last results of every rung are checked anyway; most candidates do not get as
+                # far as the last one.
+                if name not in self._checked:
                     self._check(name)
-            self._measure([name for name in names if name not in self._excluded], rounds)
+            self._measure([name for name in step.names if name not in self._excluded], step)
+        # Not when it failed: closing waits for a device that may hang, and the process goes anyway.
+        self._keep([])
 
-    def _next(self) -> tuple[tuple[str, ...], int, bool] | None:
-        """What all ranks do next: candidates, rounds, and whether this is the first of several
-        rungs. Rank 0's decision."""
+    def _next(self) -> Step | None:
+        """What all ranks do next. Rank 0's decision."""
         step = self._job.halving.next_step(self._samples, self._excluded)
         if step is None or time.monotonic() > self._deadline:
             return None
-        first_look = step.rung == 0 and len(self._job.halving.rounds) > 1
-        return step.names[: self._job.batch], step.rounds, first_look
+        return replace(step, names=step.names[: self._job.batch])
 
     def _shared(self, value: Any) -> Any:
         values = [value]
@@ -305,28 +306,25 @@ class _Worker:
 
     # -- timing ------------------------------------------------------------------------------------
 
-    def _measure(self, names: list[str], rounds: int) -> None:
+    def _measure(self, names: list[str], step: Step) -> None:
         if not names:
             return
-        methods: dict[str, Method] = {}
-        if ANCHOR not in names and ANCHOR not in self._excluded:
-            self._running(ANCHOR)
-            self._build(ANCHOR, methods)
-        room = Room(self._problem, self._free_bytes)
-        for name in names:
-            if not room.for_another():
+        anchors = [] if ANCHOR in names or ANCHOR in self._excluded else [ANCHOR]
+        self._keep([*names, *anchors])
+        new = [name for name in (*anchors, *names) if name not in self._methods]
+        for name in new:
+            built = [other for other in names if other in self._methods]
+            if name != ANCHOR and not self._room.for_another(len(built)):
                 break  # the others' turn is when these have made room
             self._running(name)
-            self._build(name, methods)
-            room.taken()
-        names = [name for name in names if name in methods]
+            self._build(name)
+            self._room.taken()
+        names = [name for name in names if name in self._methods]
         if names:
-            self._rounds(names, methods, rounds)
-        # Not when it failed: closing waits for a device that may hang, and the processes go anyway.
-        # The blackboard then says at what.
-        for method in methods.values():
-            method.close()
-        self._idle()
+            # The first call of all is nobody's: libraries set themselves up.
+            warm_up = new if self._job.warm_up else [name for name in new if name == ANCHOR]
+            self._rounds(names, [name for name in warm_up if name in self._methods], step.rounds)
+        self._idle()  # not when it failed: the blackboard then says at what
 
     def _free_bytes(self) -> int | None:
         """Of the device that has least; None where that does not matter. Collective."""
@@ -337,22 +335,29 @@ class _Worker:
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
 
-    def _build(self, name: str, methods: dict[str, Method]) -> None:
+    def _keep(self, names: Collection[str]) -> None:
+        """Close what was built, but for these."""
+        for name in [name for name in self._methods if name not in names]:
+            self._methods.pop(name).close()
+
+    def _build(self, name: str) -> None:
         """Build a candidate, unless it is refused: then, on all ranks alike, it is excluded."""
         try:
-            methods[name] = self._make(self._config, self._candidate(name), self._rank)
+            self._methods[name] = self._make(self._config, self._candidate(name), self._rank)
             verdict = Verdict(True, 0.0)
         except (ValueError, TypeError) as error:
             verdict = Verdict(False, 0.0, f"refused: {error}")
-        if not self._agreed(name, verdict) and name in methods:
-            methods.pop(name).close()
+        if not self._agreed(name, verdict) and name in self._methods:
+            self._methods.pop(name).close()
 
-    def _rounds(self, names: list[str], methods: dict[str, Method], rounds: int) -> None:
-        calls = {name: self._call(name, method) for name, method in methods.items()}
-        timing = Rounds(calls, _Patient(self._place))
+    def _rounds(self, names: list[str], warm_up: list[str], rounds: int) -> None:
+        calls = {name: self._call(name, method) for name, method in self._methods.items()}
+        timer = _Patient(self._place)
+        timing = Rounds(calls, timer)
         with torch.no_grad(), quiet_collector():
-            self._flip()
-            timing.run(0)  # not counted: pages are touched, threads start
+            if warm_up:
+                self._flip()
+                Rounds({name: calls[name] for name in warm_up}, timer).run(0)
             index = 0
             while any(len(self._samples.get(name, ())) < rounds for name in names):
                 index += 1
@@ -363,7 +368,7 @@ class _Worker:
                     break
         for name in names:
             self._running(name)
-            verdict = self._place.judge(methods[name], timing.last[name], self._reference)
+            verdict = self._place.judge(self._methods[name], timing.last[name], self._reference)
             self._agreed(name, verdict)
 
     def _call(self, name: str, method: Method) -> _Call:
