@@ -65,10 +65,39 @@ trace_ops() {
   done
 }
 
+# Tuning is between GPUs. A small space: one kernel that is built, and one to be compiled, if it can be.
+tune_briefly() {
+  local gpus op
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  if ((gpus < 2)); then
+    echo "skipped: $gpus GPU, and one rank has nothing to tune"
+    return
+  fi
+  export FLUX_TUNE_CACHE="$out/tune" FLUX_KERNEL_CACHE="$out/kernels"
+  cat > "$out/tune_space.toml" << 'END'
+backend = "cuda"
+arch = "90a"
+prune_above = 10
+[ag_gemm]
+comm_tile_rows = ["chunk", "chunk/2", "chunk/4"]
+direction = ["push", "pull"]
+[gemm_rs]
+swizzle = ["rank_shift", "xor"]
+[kernel]
+tile = [[128, 256, 64], [256, 128, 64]]
+schedule = ["cooperative"]
+cluster = [[2, 1]]
+END
+  for op in ag_gemm gemm_rs; do
+    "$python" -m flux tune --backend cuda --op "$op" --m 2048 --n 8192 --k 8192 --nproc $((gpus > 8 ? 8 : gpus)) \
+      --space "$out/tune_space.toml" --budget 100s --json > "$out/tune_$op.json" || return
+  done
+  "$python" -m flux tune show
+}
+
 nvidia-smi > "$out/nvidia-smi.txt" 2>&1
-export -f build_native build_kernels build_trace_kernels trace_ops
-export out
-export python
+export -f build_native build_kernels build_trace_kernels trace_ops tune_briefly
+export python out
 step native 120 bash -c build_native
 compgen -G 'flux/lib/kernels/*/*.so' > /dev/null || step kernels 400 bash -c build_kernels
 step test_small 60 "${tests[@]}" -x -k "small or plain"
@@ -85,6 +114,7 @@ step test_processes 90 "${tests[@]/test_gpu/test_gpu_processes}"
 step test_graphs 60 "${tests[@]/test_gpu/test_gpu_graphs}"
 step test_interop 60 "${tests[@]/test_gpu/test_gpu_interop}"
 step test_bench 60 "${tests[@]/test_gpu/test_gpu_bench}"
+step tune 240 bash -c tune_briefly
 step fp8_bench 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 \
   --json "$out/kernels_e4m3.json"
 step racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 1 \

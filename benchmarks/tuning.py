@@ -37,13 +37,14 @@ from common import RESULTS, ROOT, markdown, milliseconds
 from flux import host
 from flux.bench.problem import Problem
 from flux.bench.spawn import run_ranks
+from flux.bench.supervisors import Spawned
 from flux.detection import detect
 from flux.knobs import Knobs
 from flux.tune.cache import Cache
 from flux.tune.halving import Halving, median_ms
 from flux.tune.journal import Journal
 from flux.tune.keys import Key
-from flux.tune.launcher import Spawned
+from flux.tune.machine import survey
 from flux.tune.shapes import load_shapes
 from flux.tune.space import load_space
 from flux.tune.tuner import Options, Search, Tuner, make_search
@@ -54,7 +55,8 @@ WORLD = 2
 
 def run(search: Search, options: Options) -> float:
     """Run one search with a cache of its own; seconds that it took."""
-    launcher, here = Spawned(WORLD), detect("cpu", options.threads)
+    launcher = Spawned(WORLD)
+    here = survey(launcher, "cpu", options.transport, options.threads)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder), "run", {})

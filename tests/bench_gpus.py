@@ -21,13 +21,20 @@ class EmulatedMachine(gpu.Machine):
     def synchronize(self) -> None:
         self.device.finish()
 
+    def free_bytes(self) -> int:
+        return 1 << 40
+
     def time(
-        self, run: Callable[[], T], line_up: Callable[[], object] = lambda: None
+        self,
+        run: Callable[[], T],
+        line_up: Callable[[], object] = lambda: None,
+        wait: Callable[[], object] = lambda: None,
     ) -> tuple[T, float]:
         self.synchronize()
         line_up()
         begin = time.perf_counter()
         result = run()
+        wait()
         self.synchronize()
         return result, (time.perf_counter() - begin) * 1e3
 

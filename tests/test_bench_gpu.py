@@ -6,6 +6,7 @@ On a real one: test_gpu_bench.py.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,7 @@ def test_no_gpu_is_one_line() -> None:
 def test_torchrun() -> None:
     config = config_of("ag_gemm", None, world=8)
     assert gpu.why_not(config, gpus=4, ranks_here=4) is None
+    assert gpu.why_not(replace(config, hosts="2"), gpus=4, ranks_here=4) is None
     assert "8 ranks need a GPU each, and there are 4" in str(gpu.why_not(config, 4, 8))
     virtual = config_of("ag_gemm", "virtual")
     assert "leave out torchrun" in str(gpu.why_not(virtual, 4, 2))

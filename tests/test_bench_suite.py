@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import suite_data
 from browser import open_page
-from flux.bench import launch, page, results, suite, suite_trace
+from flux.bench import launch, page, results, suite, suite_cli, suite_ranks, suite_trace
 from flux.bench.metrics import Metrics
 from flux.bench.op import Measurement, MethodResult, Progress
 from flux.bench.problem import BenchConfig, Problem
@@ -75,7 +77,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
         return measurement(config)
 
     monkeypatch.setattr(launch, "spawned", spawned)
-    monkeypatch.setattr(suite_trace, "record", lambda document, config: None)
+    monkeypatch.setattr(suite_trace, "why_not", lambda config: "no ranks")
     return seen
 
 
@@ -233,6 +235,8 @@ def test_sweeps_halve_the_chunk() -> None:
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--backend", "tpu"], "--backend must be cpu or cuda"),
         (["--backend", "cuda"], "needs a CUDA device"),
+        (["--hosts", "3", "--nproc", "2"], "hosts must be in [1, 2], got 3"),
+        (["--link-rate", "1gbit"], "a link rate needs at least 2 hosts"),
         (["--sweeps", "--sweep-m", "3"], "no shape has M = 3"),
         (["--report", "/dev/null/x.html"], "cannot write /dev/null/x.html"),
         (["--from", "/no/such.json"], "cannot read /no/such.json: No such file"),
@@ -248,11 +252,132 @@ def test_usage_errors_measure_nothing(
     assert words in " ".join(result.stderr.split())
 
 
-def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    result = invoke()
-    assert result.exit_code == 2 and "without torchrun" in result.stderr
+# -- torchrun, hosts -------------------------------------------------------------------------------
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def under_torchrun(*command: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, *command], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.timeout(400)
+def test_beside_torchruns_ranks(shapes: str, tmp_path: Path) -> None:
+    target, html = tmp_path / "out.json", tmp_path / "out.html"
+    command = ["-m", "--", "flux", "bench", "suite", "--shapes", shapes, "--ops", "ag_gemm"]
+    command += ["--json", str(target), "--repeats", "2"]
+    done = under_torchrun(*command, "--report", str(html))
+    document = results.load(target)
+    assert [entry["status"] for entry in document["entries"]] == ["done"] * 2
+    assert (document["settings"]["world"], document["settings"]["hosts"]) == (2, "1")
+    assert {event.rank for event in results.events_of(document)} == {0, 1}
+    assert done.stdout.count("[2/2] ag_gemm 64 x 12 x 10") == 1  # one of the ranks speaks
+    document["entries"][1]["status"] = "failed"  # what rank 0's file says is what all ranks do
+    results.save(document, target)
+    assert "going on: 1 of 2 are measured already" in under_torchrun(*command, "--resume").stdout
+    again = results.load(target)
+    assert [entry["status"] for entry in again["entries"]] == ["done"] * 2
+    assert again["entries"][0] == document["entries"][0]
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_dies_beside_torchruns_costs_one_attempt(tmp_path: Path) -> None:
+    script = tmp_path / "suite_under_torchrun.py"
+    script.write_text(
+        f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+import json
+from dataclasses import replace
+from flux.bench import suite
+from flux.bench.problem import BenchConfig, Problem
+from flux.bench.suite_ranks import TorchrunRanks
+from peer_cases import Stub
+
+if __name__ == "__main__":
+    ranks = TorchrunRanks()
+    base = BenchConfig(Problem("gemm_rs", 4, 4, 4, "float32", 2), repeats=2, warmup=0)
+    peers = (Stub("fine"), Stub("faulty", "kill"), Stub("raises", "raise"))
+    document = suite.new_document([base], [], {{}}, {{peer.name: None for peer in peers}}, [])
+    if ranks.leads:
+        for some in (peers[::2], peers[:2]):
+            document["entries"][0] |= {{"status": "pending", "peers": {{}}}}
+            made = suite.Suite(
+                document, base, lambda: None, suite.Watcher(), peers=some, run=ranks.measure
+            )
+            made.run()
+            print(json.dumps(document["entries"][0]))
+        ranks.done()
+    else:
+        ranks.follow()
+    ranks.close()
+"""
+    )
+    lines = under_torchrun(str(script)).stdout.splitlines()
+    raised, killed = (json.loads(line) for line in lines if line.startswith("{"))
+    assert raised["status"] == killed["status"] == "done"
+    assert list(raised["result"]["methods"]) == ["unfused", "medium", "flux", "fine"]
+    assert "peer raises: RuntimeError: the injected fault" in raised["peers"]["raises"]
+    assert list(killed["result"]["methods"]) == ["unfused", "medium", "flux"]
+    assert "rank 1: exited with 9" in killed["peers"]["faulty"]
+
+
+def test_a_peer_takes_part_where_all_hosts_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = object.__new__(suite_ranks.TorchrunRanks)
+    everybody = [{"a": None, "b": None}, {"a": "not installed", "b": None}]
+    monkeypatch.setattr(ranks, "agree", lambda value: everybody, raising=False)
+    assert ranks.survey() == {"a": "not installed", "b": None}
+
+
+@pytest.mark.parametrize(
+    ("everybody", "text"),
+    [
+        ([("", {"backend": "cpu"}), ("needs a CUDA device", None)], "needs a CUDA device"),
+        ([("", {"backend": "cpu"}), ("", {"backend": "cuda"})], "different plans"),
+    ],
+)
+def test_all_ranks_refuse_what_one_cannot_do(
+    everybody: list[Any], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for leads in (True, False):
+        ranks: Any = SimpleNamespace(leads=leads, agree=lambda value: everybody)
+        plan: Any = SimpleNamespace(settings=everybody[0][1])
+        with pytest.raises(typer.Exit) as caught:
+            suite_cli._agreed(ranks, lambda plan=plan: plan)  # type: ignore[misc]
+        assert caught.value.exit_code == 2
+        assert (text in capsys.readouterr().err) == leads
+
+
+@pytest.mark.timeout(240)
+def test_hosts_of_our_own(shapes: str, make_hosts: Callable[..., Any], tmp_path: Path) -> None:
+    make_hosts(2).close()  # skips where there can be none
+    target, html = tmp_path / "out.json", tmp_path / "out.html"
+    options = ["--shapes", shapes, "--m", "64", "--hosts", "2", "--link-rate", "1gbit"]
+    options += ["--repeats", "3", "--warmup", "1", "--sweeps"]
+    result = invoke(*options, "--json", str(target), "--report", str(html))
+    assert result.exit_code == 0, result.output
+    document = results.load(target)
+    assert [(one["kind"], one["status"]) for one in document["entries"]] == [
+        ("shape", "done"),
+        ("shape", "done"),
+        ("comm_tile_rows", "done"),
+        ("comm_tile_rows", "done"),
+    ]
+    for entry in document["entries"]:
+        found = entry["result"]
+        assert (found["hosts"], found["link_rate"]) == (2, "1gbit")
+        assert all(
+            m["link_bytes"] >= found["link_bytes_minimum"] for m in found["methods"].values()
+        )
+    assert document["settings"]["hosts"] == "2"
+    assert {event.rank for event in results.events_of(document)} == {0, 1}
+    result = invoke(*options, "--json", str(target), "--resume", "--link-rate", "500mbit")
+    assert result.exit_code == 2
+    assert "(link_rate '1gbit', now '500mbit')" in " ".join(result.stderr.split())
 
 
 # -- when something goes wrong ---------------------------------------------------------------------

@@ -17,7 +17,7 @@ from flux.datafile import data_root
 from flux.kernels import build
 from flux.knobs import Knobs, Op
 from flux.topology import Topology
-from flux.tune import tuner
+from flux.tune import kernels
 from flux.tune.cache import Cache
 from flux.tune.cost import Shape
 from flux.tune.keys import Key
@@ -135,7 +135,7 @@ def test_where_nobody_can_write_nothing_is_measured(
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("FLUX_TUNE_CACHE", str(blocked))
-    result = run("--op", "ag_gemm", "--m", "8", "--n", "8", "--k", "8")
+    result = run("--op", "ag_gemm", "--m", "8", "--n", "8", "--k", "8", "--backend", "cpu")
     assert result.exit_code == 2 and "cannot write to" in result.stderr
 
 
@@ -185,12 +185,12 @@ def test_kernels_of_candidates_are_built_and_failures_are_named(
     names = sorted({config.name for config in configs})
     root = tmp_path / "kernels"
     sandbox.set(fail=f"{names[0]},")
-    failed = tuner.build_kernels(configs, root)
+    failed = kernels.build_kernels(configs, root)
     assert list(failed) == names[:1] and "nvcc failed" in failed[names[0]]
     sandbox.set(fail="")
-    assert tuner.build_kernels(configs, root) == {}
+    assert kernels.build_kernels(configs, root) == {}
     built = len(sandbox.calls())
-    assert tuner.build_kernels(configs, root) == {}
+    assert kernels.build_kernels(configs, root) == {}
     assert len(sandbox.calls()) == built, "what is built is built again"
 
 
@@ -201,9 +201,10 @@ def test_without_a_compiler_every_kernel_has_its_reason(
         raise build.MissingToolError("nvcc was not found")
 
     monkeypatch.setattr(build, "find_tools", nothing)
+    monkeypatch.setattr(kernels, "package_root", lambda: tmp_path / "none")
     problem = Shape(Op.ag_gemm, 4096, 49152, 12288, "bfloat16", 2, 8)
     kept, _ = candidates(load_space("sm90a"), problem, Topology.flat(8), load_cluster("flux-h800"))
     configs = [one.kernel for one in kept if one.kernel is not None]
-    failed = tuner.build_kernels(configs, tmp_path)
+    failed = kernels.build_kernels(configs, tmp_path)
     assert set(failed.values()) == {"nvcc was not found"}
     assert set(failed) == {config.name for config in configs}

@@ -240,7 +240,10 @@ def test_explain_says_what_would_be_tried_on_hardware_that_is_not_here() -> None
         (["--op", "ag_gemm", "--space", "nowhere"], "no file nowhere"),
         (["--op", "ag_gemm", "--batch", "3"], "are for models"),
         (["--shapes", "llama3-8b", "--sequence", "0"], "--sequence must be at least 1"),
-        (["--op", "ag_gemm", "--space", "sm90a"], "only cpu can be measured"),
+        (
+            ["--op", "ag_gemm", "--space", "sm90a", "--backend", "cpu"],
+            "the space is for backend cuda",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_starts(

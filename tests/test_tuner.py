@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 
 import tune_makers
 from flux.bench.problem import Problem
+from flux.bench.supervisors import Spawned
 from flux.datafile import data_root
 from flux.detection import detect
 from flux.tune.cache import Cache
 from flux.tune.halving import Halving, score
 from flux.tune.journal import BusyError, Journal, run_id
-from flux.tune.launcher import Spawned
+from flux.tune.machine import survey
 from flux.tune.space import load_space
 from flux.tune.tuner import Observer, Options, Search, Tuner, describe, make_search
 
@@ -190,11 +191,12 @@ def tune(
     file = folder / "space.toml"
     file.write_text(SPACE)
     options = replace(options or Options(rounds=(2, 3, 4), candidate_timeout_s=10), make=make)
-    launcher, here = Spawned(2), detect("cpu", 1)
+    launcher = Spawned(2)
+    here = survey(launcher, "cpu", None, 1)
     problem = Problem("ag_gemm", m, 16, 16, "float32", 2)
-    search = make_search(problem, load_space(file), here, launcher.hosts, options)
+    search = make_search(problem, load_space(file), here.cluster, here.sharing, options)
     cache = Cache(folder / "cache")
-    what = describe([search], here, launcher.hosts, options)
+    what = describe([search], here, options)
     with Journal(folder / "runs", run_id(what), what) as journal:
         Tuner([search], launcher, here, cache, journal, options, log).run()
     return search, cache
@@ -382,10 +384,10 @@ sys.path[:0] = [{str(Path(__file__).parent)!r}]
 import json, tune_makers
 from pathlib import Path
 from flux.bench.problem import Problem
-from flux.detection import detect
 from flux.tune.cache import Cache
 from flux.tune.journal import Journal
-from flux.tune.launcher import Joined
+from flux.bench.supervisors import Joined
+from flux.tune.machine import survey
 from flux.tune.space import load_space
 from flux.tune.tuner import Options, Tuner, make_search
 
@@ -393,10 +395,10 @@ if __name__ == "__main__":
     folder = Path({str(tmp_path)!r})
     launcher = Joined()
     options = Options(rounds=(2, 3), candidate_timeout_s=10, make=tune_makers.faulty)
-    here = detect("cpu", 1)
+    here = survey(launcher, "cpu", None, 1)
     problem = Problem("ag_gemm", 32, 16, 16, "float32", 2)
     space = load_space(folder / "space.toml")
-    search = make_search(problem, space, here, launcher.hosts, options)
+    search = make_search(problem, space, here.cluster, here.sharing, options)
     journal = Journal(folder / "runs", "run", {{}}) if launcher.leads else None
     Tuner([search], launcher, here, Cache(folder / "cache"), journal, options).run()
     if launcher.leads:

@@ -113,6 +113,7 @@ class CudaBackend:
             self.beside = beside(self.sm_count)
             cluster = max(math.prod(kernel.built.config.cluster) for kernel in chosen)
             self.sm_count = max(1, self.sm_count - self.beside * cluster)
+        self.configs = [kernel.built.config for kernel in chosen]
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
         tile = self.kernels[0].tile

@@ -34,9 +34,16 @@ class OpKernel:
     activate_after: bool
 
 
-def _is_variant(config: GemmConfig, of: GemmConfig) -> bool:
-    """Whether they differ only in what the op decides: the weight's layout and the epilogue."""
-    return of == replace(config, weight=of.weight, activation=of.activation, scaling=of.scaling)
+def is_variant(config: GemmConfig, of: GemmConfig) -> bool:
+    """Whether they differ only in what the op decides: the weight's layout, the epilogue, and who
+    sums."""
+    return of == replace(
+        config,
+        weight=of.weight,
+        activation=of.activation,
+        scaling=of.scaling,
+        reduce=of.reduce,
+    )
 
 
 def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
@@ -93,7 +100,7 @@ def op_kernel(
         suited = [candidate for candidate in for_each[0] if candidate.symbol in common]
         if preferred is not None:
             for candidate in suited:
-                if _is_variant(candidate.config, preferred):
+                if is_variant(candidate.config, preferred):
                     return candidate
             _warn_once(
                 f"{spec.label}: the tuned kernel {preferred.name} is not built, or cannot do "

@@ -27,6 +27,16 @@ _ON_ONE = (
 )
 
 
+def too_few(world: int, gpus: int, ranks_here: int | None) -> str | None:
+    """What is said where not every rank of this host has a GPU; arguments as for ``why_not``."""
+    if gpus == 0:
+        return "--backend cuda needs a CUDA device that torch can see; there is none"
+    needed = world if ranks_here is None else ranks_here
+    if needed <= gpus:
+        return None
+    return f"{needed} ranks need a GPU each, and there {'is' if gpus == 1 else 'are'} {gpus}"
+
+
 def why_not(config: BenchConfig, gpus: int, ranks_here: int | None) -> str | None:
     """Why this machine cannot run a benchmark on GPUs; None if it can.
 
@@ -38,29 +48,38 @@ def why_not(config: BenchConfig, gpus: int, ranks_here: int | None) -> str | Non
     world, transport = config.problem.world, config.transport
     if transport not in (None, *TRANSPORTS):
         return f"--backend cuda has the transports {', '.join(TRANSPORTS)}, got {transport!r}"
-    if config.hosts != "1":
+    if config.hosts != "1" and ranks_here is None:
         return "--hosts makes hosts that have no GPUs; leave it out with --backend cuda"
-    if gpus == 0:
-        return "--backend cuda needs a CUDA device that torch can see; there is none"
-    if transport in ONE_GPU:
+    if transport in ONE_GPU and gpus:
         least = 1 if transport == "virtual" else 2
         if ranks_here is not None:
             return f"--transport {transport} runs all ranks in one process: leave out torchrun"
         if not least <= world <= most_ranks():
             return f"--transport {transport} takes --nproc {least} to {most_ranks()}, got {world}"
         return None
-    needed = world if ranks_here is None else ranks_here
-    if needed > gpus:
-        have = f"there {'is' if gpus == 1 else 'are'} {gpus}"
-        return f"{needed} ranks need a GPU each, and {have}: lower --nproc, or {_ON_ONE}"
-    return None
+    problem = too_few(world, gpus, ranks_here)
+    return f"{problem}: lower --nproc, or {_ON_ONE}" if problem and gpus else problem
+
+
+def gpus_here() -> tuple[int, int | None]:
+    """(CUDA devices that torch sees, ranks that torchrun has started here: None if it has not).
+
+    Asks the driver how many there are, and makes no context.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = os.environ.get("LOCAL_WORLD_SIZE") if "RANK" in os.environ else None
+    return gpus, None if here is None else int(here)
 
 
 def problem_here(config: BenchConfig) -> str | None:
     """``why_not``, of this process on this machine."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    here = os.environ.get("LOCAL_WORLD_SIZE") if "RANK" in os.environ else None
-    return why_not(config, gpus, None if here is None else int(here))
+    return why_not(config, *gpus_here())
+
+
+def gpu_of(rank: int) -> int:
+    """The number of a rank's GPU: torchrun says it, else ranks have them in order."""
+    local = os.environ.get("LOCAL_RANK") if "RANK" in os.environ else None
+    return rank if local is None else int(local)
 
 
 class Machine:
@@ -81,10 +100,19 @@ class Machine:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device.torch_device)
 
-    def time(self, run: Callable[[], T], line_up: Call = lambda: None) -> tuple[T, float]:
+    def free_bytes(self) -> int:
+        """Memory that can still be taken: the device's, and what torch keeps for later tensors."""
+        device = self.device.torch_device
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+
+    def time(
+        self, run: Callable[[], T], line_up: Call = lambda: None, wait: Call = lambda: None
+    ) -> tuple[T, float]:
         """Result, and ms between its start and end on the current stream of an idle GPU.
 
         A kernel that sleeps keeps the host's time to enqueue out; ``line_up`` is put behind it.
+        ``wait`` knows how to give up, which waiting for the device does not.
         """
         self.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -93,6 +121,7 @@ class Machine:
         begin.record()
         result = run()
         end.record()
+        wait()
         self.synchronize()
         return result, begin.elapsed_time(end)
 
@@ -116,18 +145,21 @@ class GpuRanks(CpuRanks):
 
     def __init__(self, config: BenchConfig, rank: int) -> None:
         super().__init__(config, rank)
-        self.machine = open_machine(int(os.environ.get("LOCAL_RANK", rank)))
+        self.machine = open_machine(gpu_of(rank))
         self.device = self.machine.name
         self._together = torch.zeros(1, device=self.machine.device.torch_device)
 
     def inputs(self, seed: int) -> Inputs:
         return self.machine.put(make_inputs(self.problem, self.rank, seed))
 
+    def free_bytes(self) -> int | None:
+        return self.machine.free_bytes()
+
     def judge(self, method: Method, got: object, reference: Any) -> Verdict:
         method.wait()
         self.machine.synchronize()
         return super().judge(method, got, reference)
 
-    def time(self, call: Callable[[], T]) -> tuple[T, Taken]:
-        result, elapsed = self.machine.time(call, lambda: dist.all_reduce(self._together))
+    def time(self, call: Callable[[], T], wait: Call = lambda: None) -> tuple[T, Taken]:
+        result, elapsed = self.machine.time(call, lambda: dist.all_reduce(self._together), wait)
         return result, Taken(elapsed)

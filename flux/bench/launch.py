@@ -18,7 +18,7 @@ from .gpu import problem_here
 from .hosts import Hosts
 from .methods import Factory
 from .model import ModelConfig
-from .op import Measurement, Progress, measure
+from .op import Measurement, Progress, measure, silent
 from .problem import ONE_GPU, BenchConfig, Run
 from .spawn import Entry, run_ranks
 
@@ -50,6 +50,12 @@ def group_of(config: BenchConfig) -> str:
 
 
 def _one_rank(argument: Any, rank: int, progress: Progress) -> Measurement:
+    config, factory = argument
+    return measure(config, rank, progress if rank == 0 else silent, factory)
+
+
+def supervised_rank(argument: Any, rank: int, progress: Progress) -> Measurement:
+    """Entry of a rank that has a supervisor of its own, which waits for its reports."""
     config, factory = argument
     return measure(config, rank, progress, factory)
 

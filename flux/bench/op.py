@@ -25,7 +25,7 @@ from .rounds import Rounds
 from .timing import quiet_collector
 
 Progress = Callable[[str, int, int], None]
-"""Called as (what is happening, steps done, steps in all); by rank 0 only."""
+"""Called as (what is happening, steps done, steps in all)."""
 
 _GEMM, _COMM, _METHOD = "gemm/", "comm/", "method/"
 _LIBRARY = _COMM + "library"
@@ -81,10 +81,14 @@ class Measurement:
         return [text for method in self.methods for text in method.complaints]
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """Nobody is told."""
+
+
 def measure(
     config: BenchConfig,
     rank: int,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
     factory: Factory | None = None,
     place: Place | None = None,
 ) -> Measurement:
@@ -142,8 +146,7 @@ class _Run:
                 method.close()
 
     def _step(self, what: str) -> None:
-        if self._rank == 0:
-            self._progress(what, self._done, self._config.warmup + self._config.repeats + 2)
+        self._progress(what, self._done, self._config.warmup + self._config.repeats + 2)
         self._done += 1
 
     def _check_poisoned(self) -> None:

@@ -114,8 +114,12 @@ class ProcessTimer:
     def __init__(self, world: int, threads: int, common_clock: bool) -> None:
         self._line = StartLine(world, threads, common_clock=common_clock)
 
-    def time(self, call: Callable[[], T]) -> tuple[T, Taken]:
-        """Run a call that starts on all ranks together. Collective."""
+    def time(self, call: Callable[[], T], wait: Call = lambda: None) -> tuple[T, Taken]:
+        """Run a call that starts on all ranks together. Collective.
+
+        ``wait`` returns when what the call has put on a device is done, or raises what has become
+        of it. On the CPU nothing is left to wait for.
+        """
         self._line.wait()
         cpu = time.process_time_ns()
         result, elapsed = timed(call)
@@ -158,6 +162,10 @@ class CpuRanks(ProcessTimer):
 
     def judge(self, method: Method, got: object, reference: Any) -> Verdict:
         return judge(self.problem, self.rank, got, reference)
+
+    def free_bytes(self) -> int | None:
+        """Memory that methods may still take; None: there is nothing to be careful about."""
+        return None
 
     def gemms(self, inputs: Any) -> dict[str, Call]:
         return whole_gemms(self.problem, inputs)

@@ -173,3 +173,8 @@ class BenchConfig:
     def host_of(self) -> tuple[int, ...]:
         """The host of each rank."""
         return parse_hosts(self.hosts, self.problem.world)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks could read each other's memory, on a host where all of them can."""
+        return len(set(self.host_of)) == 1 and self.transport != "send_recv"

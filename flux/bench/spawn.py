@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -139,6 +140,15 @@ def pin(number: int, count: int, threads: int) -> None:
         os.sched_setaffinity(0, cores[number * each : (number + 1) * each])
 
 
+def forkserver() -> ForkServerContext:
+    """What processes are forked from: a server that has imported torch, which with many ranks saves
+    most of the time until the first repeat. It has no threads, knows nothing of this process's
+    CUDA, and ends with this process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["typer", "flux.bench.launch"])
+    return context
+
+
 def run_ranks(
     entry: Entry,
     argument: Any,
@@ -168,10 +178,7 @@ def run_ranks(
     Raises:
         RankFailedError: a rank raised, died or stalled; no rank is left running.
     """
-    # One server imports torch, the ranks are forked from it: with many ranks that saves most of the
-    # time until the first repeat. The server has no threads, and ends with this process.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["typer", "flux.bench.launch"])
+    context = forkserver()
     folder = tempfile.TemporaryDirectory(prefix="flux-ranks-") if places else None
     store = None
     if folder is None and part is None:

@@ -70,8 +70,11 @@ def sweep_methods(
     ]
 
 
-def sweeps_of(problems: Sequence[Problem], m: int | None = None) -> list[Sweep]:
-    """Both sweeps for each op, at its shape with this M, else with its largest.
+def sweeps_of(
+    problems: Sequence[Problem], m: int | None = None, *, pulls: bool = True
+) -> list[Sweep]:
+    """Both sweeps for each op, at its shape with this M, else with its largest; without ``pulls``,
+    which needs memory that peers can read, that of the tile's size alone.
 
     Raises:
         ValueError: no op has a shape with this M.
@@ -82,11 +85,8 @@ def sweeps_of(problems: Sequence[Problem], m: int | None = None) -> list[Sweep]:
             chosen[problem.op] = problem  # the last one of each op stays
     if problems and not chosen:
         raise ValueError(f"no shape has M = {m}, which the sweeps are to be made at")
-    return [
-        Sweep(knob, problem)
-        for problem in chosen.values()
-        for knob in ("comm_tile_rows", "direction")
-    ]
+    knobs = ("comm_tile_rows", "direction") if pulls else ("comm_tile_rows",)
+    return [Sweep(knob, problem) for problem in chosen.values() for knob in knobs]
 
 
 def new_document(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +13,13 @@ import typer
 from rich.console import Console
 
 from flux import options
-from flux.bench.command import check_writable
-from flux.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, refuse
+from flux.bench.command import check_writable, speaks, torchrun_or_own
+from flux.terminal import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, complain, refuse
 
 if TYPE_CHECKING:
     from flux.bench.problem import BenchConfig, Problem
+    from flux.bench.suite import Sweep
+    from flux.bench.suite_ranks import SuiteRanks
 
 PAPER, PAPER_CPU = "flux-paper", "flux-paper-cpu"
 
@@ -43,6 +47,8 @@ def suite(
         str | None, typer.Option(help="cpu | cuda; cuda if not given and there is a GPU per rank.")
     ] = None,
     transport: Annotated[str | None, typer.Option(help="As of flux bench op.")] = None,
+    hosts: options.Hosts = "1",
+    link_rate: options.LinkRate = None,
     sweeps: Annotated[
         bool,
         typer.Option("--sweeps", help="Also the communication tile's size, and push and pull."),
@@ -80,41 +86,86 @@ def suite(
 
     Each shape runs as with flux bench op, on ranks of its own. One that fails is reported, the
     others go on, and the exit status is 1. Peers that cannot take part are named, with the reason.
+
+    Starts its own ranks, or one for each of torchrun's, on one host or several: torchrun
+    --nproc-per-node 8 -m -- flux bench suite ...
     """
     targets = {"--json": json_target, "--csv": csv_target, "--report": report_target}
     for target in targets.values():
-        if target is not None:
+        if target is not None and speaks():
             check_writable(str(target))
     if source is not None:
-        _show_again(source, targets, quiet=quiet)
+        if speaks():
+            _show_again(source, targets, quiet=quiet)
         return
     if resume and json_target is None:
         refuse("--resume goes on with the results in --json FILE: say which")
-    from flux.bench.launch import torchrun_world
+    from flux.bench.suite_ranks import OwnRanks, TorchrunRanks
 
-    if torchrun_world() is not None:
-        refuse(
-            "flux bench suite starts its own ranks, anew for each shape, so that a failure costs "
-            "one shape: start it without torchrun (flux bench op can be started by torchrun)"
+    world = torchrun_or_own(nproc, hosts)
+    ranks: SuiteRanks = OwnRanks() if world is None else TorchrunRanks()
+    with closing(ranks):
+        plan = _agreed(
+            ranks,
+            lambda: _plan(
+                {"shapes": shapes, "ops": ops, "m": m, "dtype": dtype, "nproc": world or nproc},
+                {"backend": backend, "transport": transport},
+                {
+                    "repeats": repeats,
+                    "warmup": warmup,
+                    "threads": threads,
+                    "seed": seed,
+                    "timeout_s": timeout,
+                    "hosts": hosts,
+                    "link_rate": link_rate,
+                },
+                ranks,
+                sweep_m if sweeps else None,
+                sweeps=sweeps,
+                budget=budget,
+            ),
         )
+        peers = ranks.survey()
+        if not ranks.leads:
+            _follow(ranks)
+            return
+        _measure(plan, peers, ranks, targets, resume=resume, quiet=quiet)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be measured, with which settings, in how many seconds at most."""
+
+    configs: Sequence[BenchConfig]
+    sweeps: Sequence[Sweep]
+    settings: dict[str, Any]
+    budget_s: float | None
+
+
+def _agreed(ranks: SuiteRanks, make: Callable[[], _Plan]) -> _Plan:
+    """The plan, or a refusal on all ranks alike. Collective."""
+    plan, problem = None, ""
     try:
-        configs, settings = _plan(
-            {"shapes": shapes, "ops": ops, "m": m, "dtype": dtype, "nproc": nproc},
-            {"backend": backend, "transport": transport},
-            {
-                "repeats": repeats,
-                "warmup": warmup,
-                "threads": threads,
-                "seed": seed,
-                "timeout_s": timeout,
-            },
-        )
-        seconds = _seconds(budget)
-        swept = _sweeps(configs, sweep_m) if sweeps else []
-        settings["sweeps"] = [f"{one.knob} at {one.problem.op} {one.problem.m}" for one in swept]
+        plan = make()
     except (ValueError, TypeError) as error:
-        refuse(str(error))
-    _measure(configs, swept, settings, seconds, targets, resume=resume, quiet=quiet)
+        problem = str(error)
+    settings = None if plan is None else plan.settings
+    everybody = ranks.agree((problem, settings))
+    told = [text for text, _ in everybody if text]
+    if not told and any(other != settings for _, other in everybody):
+        told = ["ranks have different plans: give all of them the same arguments, and --backend"]
+    if told or plan is None:
+        if ranks.leads:
+            refuse(told[0])
+        raise typer.Exit(EXIT_USAGE)
+    return plan
+
+
+def _follow(ranks: SuiteRanks) -> None:
+    try:
+        ranks.follow()
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def _seconds(budget: str | None) -> float | None:
@@ -124,11 +175,19 @@ def _seconds(budget: str | None) -> float | None:
 
 
 def _plan(
-    chosen: dict[str, Any], place: dict[str, Any], course: dict[str, Any]
-) -> tuple[list[BenchConfig], dict[str, Any]]:
-    """Configurations of the shapes, and the settings they share. Raises ValueError."""
+    chosen: dict[str, Any],
+    place: dict[str, Any],
+    course: dict[str, Any],
+    ranks: SuiteRanks,
+    sweep_m: int | None,
+    *,
+    sweeps: bool,
+    budget: str | None,
+) -> _Plan:
+    """Raises ValueError."""
     from flux.bench.gpu import problem_here
     from flux.bench.problem import ONE_GPU, BenchConfig, dtype_name
+    from flux.bench.suite import sweeps_of
     from flux.tune.shapes import load_shapes
 
     backend, transport = place["backend"], place["transport"]
@@ -150,6 +209,10 @@ def _plan(
         problem_text = problem_here(configs[0])
         if problem_text is not None:
             raise ValueError(problem_text)
+    if course["hosts"] != "1":
+        _check_hosts()
+    configs = ranks.placed(configs)
+    swept = sweeps_of(problems, sweep_m, pulls=configs[0].shares_memory) if sweeps else []
     settings = {
         "shapes": file.file.name,
         "model": file.model,
@@ -158,16 +221,28 @@ def _plan(
         "backend": backend,
         "transport": transport,
         **course,
+        "hosts": configs[0].hosts,
+        "sweeps": [f"{one.knob} at {one.problem.op} {one.problem.m}" for one in swept],
     }
-    return configs, settings
+    return _Plan(configs, swept, settings, _seconds(budget))
+
+
+def _check_hosts() -> None:
+    """Find out before the first measurement whether hosts can be made here. Raises ValueError."""
+    from flux.bench.hosts import HostsUnavailableError, check_available
+
+    try:
+        check_available()
+    except HostsUnavailableError as error:
+        raise ValueError(str(error)) from error
 
 
 def _detected(nproc: int | None) -> str:
     """cuda where every rank would have a GPU."""
-    import torch
+    from flux.bench.gpu import gpus_here
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "cuda" if gpus >= max(2, nproc or 8) else "cpu"
+    gpus, ranks_here = gpus_here()
+    return "cuda" if gpus >= (ranks_here or max(2, nproc or 8)) else "cpu"
 
 
 def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list[Problem]:
@@ -190,31 +265,27 @@ def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list
     return list(dict.fromkeys(left))
 
 
-def _sweeps(configs: Sequence[BenchConfig], m: int | None) -> list[Any]:
-    from flux.bench.suite import sweeps_of
-
-    return sweeps_of([config.problem for config in configs], m)
-
-
 def _measure(
-    configs: Sequence[BenchConfig],
-    swept: Sequence[Any],
-    settings: dict[str, Any],
-    budget_s: float | None,
+    plan: _Plan,
+    peers: dict[str, str | None],
+    ranks: SuiteRanks,
     targets: dict[str, Path | None],
     *,
     resume: bool,
     quiet: bool,
 ) -> None:
     from flux.bench import results, suite, suite_view
-    from flux.bench.peers import survey
 
-    document = suite.new_document(configs, swept, settings, survey(), ["flux", *sys.argv[1:]])
+    configs = plan.configs
+    document = suite.new_document(
+        configs, plan.sweeps, plan.settings, peers, ["flux", *sys.argv[1:]]
+    )
     target = targets["--json"]
     if resume and target is not None and target.exists():
         try:
             count = suite.resume(document, results.load(target))
         except ValueError as error:
+            ranks.done()
             refuse(str(error))
         if not quiet:
             print(f"going on: {count} of {len(document['entries'])} are measured already")
@@ -226,13 +297,16 @@ def _measure(
     console, interrupted, untraced = Console(), False, None
     try:
         with suite_view.watcher(console, silent=quiet) as watching:
-            suite.Suite(document, configs[0], save, watching, budget_s).run()
+            run = ranks.measure
+            suite.Suite(document, configs[0], save, watching, plan.budget_s, run=run).run()
         if targets["--report"] is not None:
-            untraced = _record_timeline(document, configs)
+            untraced = _record_timeline(document, configs, ranks)
             save()
-    except KeyboardInterrupt:
+        ranks.done()
+    except KeyboardInterrupt:  # which torchrun's other processes get, too
         interrupted = True
     except OSError as error:
+        ranks.done()
         complain(f"cannot write {target}: {error}")
         raise typer.Exit(EXIT_FAILED) from None
     _write(document, targets, quiet=quiet)
@@ -247,7 +321,9 @@ def _measure(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _record_timeline(document: dict[str, Any], configs: Sequence[BenchConfig]) -> str | None:
+def _record_timeline(
+    document: dict[str, Any], configs: Sequence[BenchConfig], ranks: SuiteRanks
+) -> str | None:
     """Trace one call at the largest shape of the first op; why that failed, if it did."""
     from flux.bench import suite_trace
     from flux.bench.spawn import RankFailedError
@@ -257,7 +333,7 @@ def _record_timeline(document: dict[str, Any], configs: Sequence[BenchConfig]) -
     if document["timeline"] is not None or suite_trace.why_not(config) is not None:
         return None
     try:
-        suite_trace.record(document, config)
+        suite_trace.put(document, config, ranks.trace(config))
     except RankFailedError as error:
         return f"no timeline: {error}"
     return None

@@ -12,10 +12,10 @@ from .op import Progress
 from .problem import BenchConfig
 from .reference import make_inputs
 from .results import timeline_of
-from .spawn import run_ranks
 
 
-def _trace_rank(config: BenchConfig, rank: int, progress: Progress) -> Trace | None:
+def trace_rank(config: BenchConfig, rank: int, progress: Progress) -> Trace | None:
+    """Entry of every rank; the trace on rank 0."""
     method = Fused("flux", config, flux.Knobs(path="fused"))
     try:
         inputs = make_inputs(config.problem, rank, config.seed)
@@ -31,16 +31,9 @@ def why_not(config: BenchConfig) -> str | None:
     return "one rank waits for nobody" if config.problem.world == 1 else None
 
 
-def record(document: dict[str, Any], config: BenchConfig) -> None:
-    """Put the timeline of one call into the document.
-
-    Raises:
-        RankFailedError: a rank raised, died or stalled.
-    """
+def put(document: dict[str, Any], config: BenchConfig, trace: Trace) -> None:
+    """Put the timeline of one call into the document."""
     problem = config.problem
-    trace: Trace = run_ranks(
-        _trace_rank, config, problem.world, threads=config.threads, timeout_s=config.timeout_s
-    )
     title = f"{problem.op} {problem.m} x {problem.n} x {problem.k}, {problem.world} ranks"
     if trace.dropped:
         title += f"; {trace.dropped} events had no room and are missing"

@@ -86,7 +86,7 @@ class TensorParallelOp:
         reduce: str,
         backend: str | None,
         transport: str | None,
-        tuning: str | Knobs,
+        tuning: str | Knobs | Fixed,
         timeout_s: float,
         topology: Topology | None,
         scaling: str = "none",
@@ -104,7 +104,7 @@ class TensorParallelOp:
         try:
             sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
             spec = OpSpec(self.kind, *sizes, activation, scaling)
-            knobs = resolve_knobs(label, tuning)
+            knobs = resolve_knobs(label, tuning.given if isinstance(tuning, Fixed) else tuning)
             backend = check_executor(label, spec, exchange, knobs, backend, transport)
             hosts = who_shares_memory(places, backend, transport, topology)
             topology = resolve_topology(label, topology, hosts)
@@ -117,10 +117,12 @@ class TensorParallelOp:
             problem = error
         fields = spec.fields() if spec else {}
         tuned = tuning == "cache"
+        kernel = tuning.kernel if isinstance(tuning, Fixed) else None
         options = {
             "backend": backend,
             "tuning": "cache" if tuned else "off",
             "knobs": str(knobs),
+            "kernel": kernel.name if kernel is not None else "",
             "timeout_s": timeout_s,
             "topology": str(topology),
         }
@@ -138,7 +140,7 @@ class TensorParallelOp:
         elif backend == "cuda":
             gpus = open_gpus(exchange, len(set(hosts)), timeout_s, transport)
         device = gpus.device.torch_device if gpus else torch.device("cpu")
-        self._choice: Choice = Fixed(knobs)
+        self._choice: Choice = Fixed(knobs, kernel)
         if tuned and isinstance(exchange, Exchange):
             self._choice = choice.choose(spec, exchange, hosts, topology, backend, self._is_legal)
         self._checker = CallChecker(spec, self.world, self.rank, device)

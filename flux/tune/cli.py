@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +16,9 @@ from flux.tune import winners_cli
 
 if TYPE_CHECKING:
     from flux.bench.problem import Problem
+    from flux.bench.supervisors import Launcher
     from flux.cluster import Cluster
-    from flux.tune.launcher import Joined, Spawned
+    from flux.tune.machine import Machine
     from flux.tune.space import Space
     from flux.tune.tuner import Options, Search
 
@@ -86,7 +86,16 @@ def tune_shapes(
     candidate_timeout: Annotated[
         float, typer.Option(help="Seconds that a call of a candidate may take.")
     ] = 20.0,
-    transport: Annotated[str | None, typer.Option(help="Transport; chosen if not given.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu | cuda; that of --space if not given, else cuda where there is one."
+        ),
+    ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(help="cpu: shm | send_recv. cuda: symm_mem | send_recv | nvshmem."),
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="For the cost model, instead of what is detected."),
@@ -113,6 +122,7 @@ def tune_shapes(
     if context.invoked_subcommand is not None:
         return
     from flux.bench.launch import torchrun_world
+    from flux.tune.machine import resolve_backend
     from flux.tune.tuner import Options
 
     world = torchrun_world()
@@ -130,17 +140,25 @@ def tune_shapes(
             seed=seed,
             transport=transport,
         )
+        tried = None if space is None else _space(space)
+        described = _described(cluster)
+        of_space = None if tried is None else tried.backend
+        if explain and described is not None and backend is None:
+            backend = described.device.kind
+        backend = resolve_backend(backend, transport, of_space)
         sizes = {"sequence": sequence, "batch": batch}
-        problems = _problems(shapes, op, m, n, k, sizes, dtype, world or nproc)
+        usual = dtype or ("bfloat16" if op is not None and backend == "cuda" else None)
+        problems = _problems(shapes, op, m, n, k, sizes, usual, world or nproc)
         if explain:
-            _explain(problems, cluster, space, options, json_output=json_output)
+            _explain(problems, described, tried, backend, options, json_output=json_output)
             return
     except (ValueError, TypeError) as error:
         refuse(str(error))
     _tune(
         problems,
-        cluster,
-        space,
+        described,
+        tried,
+        backend,
         options,
         joining=world is not None,
         fresh=fresh,
@@ -177,30 +195,39 @@ def _problems(
     return found.problems(world or found.tensor_parallel[0], wanted)
 
 
-def _setting(
-    cluster: str | None, space: str | None, options: Options
-) -> tuple[Cluster, Cluster, Space]:
-    """What is here, what the model is to believe, and what to try."""
+def _described(cluster: str | None) -> Cluster | None:
+    """What the cost model is to believe, if not what is here."""
     from flux.cluster import load_cluster
-    from flux.detection import detect
-    from flux.tune.space import load_space, space_for
 
-    here = detect("cpu", options.threads)
-    believed = here if cluster is None else load_cluster(cluster)
-    return here, believed, load_space(space or space_for(believed))
+    return None if cluster is None else load_cluster(cluster)
+
+
+def _space(name: str) -> Space:
+    from flux.tune.space import load_space
+
+    return load_space(name)
 
 
 def _explain(
     problems: Sequence[Problem],
-    cluster: str | None,
-    space: str | None,
+    described: Cluster | None,
+    space: Space | None,
+    backend: str,
     options: Options,
     *,
     json_output: bool,
 ) -> None:
+    from flux.tune.machine import look
+    from flux.tune.space import space_for
     from flux.tune.tuner import make_search
 
-    _, believed, tried = _setting(cluster, space, options)
+    try:
+        believed = described or look(backend, [0], options.threads)[0][0]
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"the {backend} device here cannot be looked at: {error}; --cluster describes another"
+        ) from error
+    tried = space or _space(space_for(believed))
     documents = []
     for problem in problems:
         # As on the described cluster: its hosts are filled one after the other.
@@ -225,38 +252,33 @@ def _explain(
 
 def _tune(
     problems: Sequence[Problem],
-    cluster: str | None,
-    space: str | None,
+    described: Cluster | None,
+    space: Space | None,
+    backend: str,
     options: Options,
     *,
     joining: bool,
     fresh: bool,
     json_output: bool,
 ) -> None:
-    import torch
     from filelock import Timeout
 
+    from flux.bench.supervisors import Joined, Spawned
     from flux.tune.cache import Cache, cache_root
-    from flux.tune.launcher import Joined, Spawned
+    from flux.tune.machine import survey
     from flux.tune.progress import observer
+    from flux.tune.space import space_for
     from flux.tune.tuner import Tuner, make_search
 
-    if torch.cuda.is_available():
-        warnings.warn(
-            "ranks are measured on the CPU: `flux tune` has no GPU backend yet", stacklevel=1
-        )
-    launcher: Joined | Spawned = Joined() if joining else Spawned(problems[0].world)
+    joined = Joined() if joining else None
+    launcher: Launcher = joined or Spawned(problems[0].world)
     try:
         try:
-            here, believed, tried = _setting(cluster, space, options)
-            if tried.backend != "cpu":
-                raise ValueError(
-                    f"{tried.file} is for backend {tried.backend}; only cpu can be measured yet: "
-                    "use --explain to see what would be tried"
-                )
+            here = survey(launcher, backend, options.transport, options.threads)
+            believed = described or here.cluster
+            tried = space or _space(space_for(here.cluster))
             searches = [
-                make_search(problem, tried, believed, launcher.hosts, options)
-                for problem in problems
+                make_search(problem, tried, believed, here.sharing, options) for problem in problems
             ]
         except (ValueError, TypeError) as error:
             refuse(str(error))
@@ -276,8 +298,8 @@ def _tune(
         complain(f"cannot go on: {error}; the same command goes on from here")
         raise typer.Exit(EXIT_FAILED) from None
     finally:
-        if joining:
-            launcher.close()  # type: ignore[union-attr]
+        if joined is not None:
+            joined.close()
     if launcher.leads:
         _report(searches, cache, json_output=json_output)
     if launcher.leads and any(search.winner is None for search in searches):
@@ -288,8 +310,8 @@ def _tune(
 def _journal(
     cache: Any,
     searches: Sequence[Search],
-    here: Cluster,
-    launcher: Joined | Spawned,
+    here: Machine,
+    launcher: Launcher,
     options: Options,
     *,
     fresh: bool,
@@ -300,7 +322,7 @@ def _journal(
 
     problem, journal = "", None
     if launcher.leads:
-        what = describe(searches, here, launcher.hosts, options)
+        what = describe(searches, here, options)
         try:
             cache.check_writable()
             runs, name = cache.root / "runs", run_id(what)

@@ -47,6 +47,10 @@ def best_so_far(search: Search) -> str:
 
 def _lines() -> Observer:
     class Lines(Observer):
+        def compiling(self, search: Search, count: int) -> None:
+            if count:
+                print(f"{search.label}: building {count} kernels", flush=True)
+
         def event(self, search: Search, event: dict[str, Any]) -> None:
             if event["event"] == "excluded":
                 print(f"{search.label}: excluded {event['name']}: {event['reason']}", flush=True)
@@ -67,6 +71,12 @@ def _bar(bar: Progress, console: Console) -> Observer:
         def started(self, search: Search, number: int, total: int) -> None:
             self._place = f"[{number + 1}/{total}] {search.label}"
             self._draw(search)
+
+        def compiling(self, search: Search, count: int) -> None:
+            if count:
+                what = f"{self._place}: building {count} kernels"
+                bar.update(self._task, description=what, total=None)
+                bar.refresh()
 
         def event(self, search: Search, event: dict[str, Any]) -> None:
             if event["event"] == "excluded":

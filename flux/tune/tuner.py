@@ -18,19 +18,22 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from flux.bench.launch import group_of
 from flux.bench.problem import BenchConfig, Problem
-from flux.cluster import Cluster, world_shape
-from flux.kernels.config import GemmConfig
+from flux.bench.supervisors import Launcher
+from flux.cluster import Cluster
 from flux.kernels.registry import cache_root
 from flux.knobs import Knobs, Op
 from flux.ops.spec import OpSpec
 from flux.topology import Topology
+from flux.tune import kernels
 from flux.tune.cache import Cache
-from flux.tune.choice import group_parts, key_of
+from flux.tune.choice import key_of
 from flux.tune.cost import Shape, gemm_ms
 from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
-from flux.tune.launcher import Launcher
+from flux.tune.keys import Key, versions
+from flux.tune.machine import Machine
 from flux.tune.space import ALWAYS, Candidate, Pruned, Space, candidates
 from flux.tune.winners import Winner
 from flux.tune.worker import NOBODY, Blackboard, Job, Maker, tune_rank
@@ -41,6 +44,9 @@ _MEMORY_BYTES = 2 << 30
 """Of symmetric memory, for the candidates of a batch on all ranks of a host."""
 _STARTS_IN_VAIN = 2
 """Workers that fail without a candidate at work this often end the search for a shape."""
+_GPU_START_S = 20.0
+"""That GPUs and NCCL may take to start, beside what a rank does then."""
+_MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,9 @@ class Observer:
     def started(self, search: Search, number: int, total: int) -> None:
         """The search for a shape begins, or goes on."""
 
+    def compiling(self, search: Search, count: int) -> None:
+        """So many kernels are being built, which takes minutes."""
+
     def event(self, search: Search, event: dict[str, Any]) -> None:
         """A candidate is being checked, was excluded, or a round has ended."""
 
@@ -136,10 +145,11 @@ class Observer:
 
 
 def make_search(
-    problem: Problem, space: Space, cluster: Cluster, hosts: Sequence[str], options: Options
+    problem: Problem, space: Space, cluster: Cluster, sharing: Sequence[str], options: Options
 ) -> Search:
-    """The candidates of a problem. Pure, but for the files it reads."""
-    topology = Topology.of_hosts(list(hosts))
+    """The candidates of a problem, for ranks of which those with one name in ``sharing`` share
+    memory. Pure, but for the files it reads."""
+    topology = Topology.of_hosts(list(sharing))
     shape = Shape(
         Op[problem.op],
         problem.m,
@@ -156,17 +166,18 @@ def make_search(
     halving = Halving(names, ALWAYS, options.rounds or rounds_for(least_ms))
     if options.exhaustive:
         halving = replace(halving, rounds=halving.rounds[-1:])
-    return Search(problem, shape, tuple(kept), pruned, halving, least_ms < SHORT_MS)
+    # On a GPU the first call of an op loads and allocates.
+    warm_up = least_ms < SHORT_MS or space.backend == "cuda"
+    return Search(problem, shape, tuple(kept), pruned, halving, warm_up)
 
 
 class Tuner:
     """Tunes shapes on the ranks of a launcher. Every supervisor has one; one of them leads.
-    Construction is collective among them.
 
     Args:
         searches: what to tune.
         launcher: where workers come from.
-        cluster: what ranks compute with and are connected by, as detected.
+        machine: what they run on.
         cache: where winners go.
         journal: of the leader; None on the others.
     """
@@ -175,7 +186,7 @@ class Tuner:
         self,
         searches: Sequence[Search],
         launcher: Launcher,
-        cluster: Cluster,
+        machine: Machine,
         cache: Cache,
         journal: Journal | None,
         options: Options,
@@ -183,14 +194,11 @@ class Tuner:
     ) -> None:
         self._searches = searches
         self._launcher = launcher
-        self._cluster = cluster
+        self._machine = machine
         self._cache = cache
         self._journal = journal
         self._options = options
         self._observer = observer or Observer()
-        # As ops see it: of all ranks, whose hosts may not be alike.
-        self._world_shape = world_shape(launcher.hosts)
-        self._parts = group_parts(launcher.gather(cluster.parts(self._world_shape)))
         self._deadline = None if options.budget_s is None else time.monotonic() + options.budget_s
         for event in list(journal.events) if journal else []:
             for search in searches:
@@ -220,12 +228,13 @@ class Tuner:
     def _search(self, search: Search, blackboard: Path, seconds: float) -> None:
         leads, in_vain = self._launcher.leads, 0
         until = time.monotonic() + seconds
+        at_once = _MOST_AT_ONCE
         self._compile(search)
         while True:
             job: Job | None = None
             if leads and not search.done and time.monotonic() < until and not search.problem_text:
                 Blackboard.create(blackboard)
-                job = self._job(search, blackboard, until - time.monotonic())
+                job = self._job(search, blackboard, until - time.monotonic(), at_once)
             job = self._launcher.share(job)
             if job is None:
                 break
@@ -237,6 +246,9 @@ class Tuner:
                 continue
             if "SIGTERM" in failure:  # whoever ends jobs means all of it, not the candidate
                 raise KeyboardInterrupt(failure)
+            if "out of memory" in failure and at_once > 1:
+                at_once = 1  # whoever asked last is not to blame for what the others hold
+                continue
             number = Blackboard.read(blackboard)
             if number == NOBODY:
                 in_vain += 1
@@ -258,39 +270,50 @@ class Tuner:
 
     def _compile(self, search: Search) -> None:
         """Build the kernels of all candidates, in parallel, on one rank of each host."""
-        configs = [one.kernel for one in search.candidates if one.kernel is not None]
+        alive = [one for one in search.candidates if one.name not in search.excluded]
+        wanted = {one.name: kernels.needed(one) for one in alive}
+        configs = self._launcher.share([config for of in wanted.values() for config in of])
         if not configs:
             return
-        failed = build_kernels(configs, cache_root()) if self._launcher.compiles else {}
+        failed: dict[str, str] = {}
+        if self._launcher.compiles:
+            self._observer.compiling(search, len(kernels.missing(configs, cache_root())))
+            failed = kernels.build_kernels(configs, cache_root())
+        versions.cache_clear()  # which are those of the kernels that are there
         everybody = self._launcher.gather(failed)
         if not self._launcher.leads:
             return
         errors = {name: text for of_host in everybody for name, text in of_host.items()}
-        for candidate in search.candidates:
-            kernel = candidate.kernel
-            if kernel and kernel.name in errors and candidate.name not in search.excluded:
-                reason = f"does not compile: {errors[kernel.name]}"
-                self._note(search, {"event": "excluded", "name": candidate.name, "reason": reason})
+        for name, of_candidate in wanted.items():
+            bad = [config.name for config in of_candidate if config.name in errors]
+            if bad:
+                reason = f"does not compile: {errors[bad[0]]}"
+                self._note(search, {"event": "excluded", "name": name, "reason": reason})
 
     def _run(self, search: Search, job: Job) -> str:
         timeout = self._options.candidate_timeout_s
         # The float64 reference takes some ten times as long as the GEMM, in float32 and at peak.
-        reference_s = gemm_ms(search.shape, self._cluster) * 40e-3
-        return self._launcher.run(
+        reference_s = gemm_ms(search.shape, self._machine.cluster) * 40e-3
+        start_s = _GPU_START_S if self._machine.backend == "cuda" else 0.0
+        _, failure = self._launcher.run(
             tune_rank,
             job,
-            self._options.threads,
-            timeout + reference_s,
-            max(_FEWEST_STALL_S, 2 * timeout) + 2 * reference_s,
-            lambda event: self._note(search, event),
+            lambda event, *_: self._note(search, event) if event is not None else None,
+            threads=self._options.threads,
+            timeout_s=timeout + reference_s + start_s,
+            stall_s=max(_FEWEST_STALL_S, 2 * timeout) + 2 * reference_s + start_s,
+            group=group_of(job.config),
         )
+        return failure.partition("\n")[0]
 
-    def _job(self, search: Search, blackboard: Path, seconds: float) -> Job:
+    def _job(self, search: Search, blackboard: Path, seconds: float, at_once: int) -> Job:
         options, shape = self._options, search.shape
-        per_rank = shape.m * shape.row_bytes * (2 if shape.op is Op.gemm_ar else 1)
+        if self._machine.backend == "cpu":
+            at_once = min(at_once, self._fitting(shape))
         config = BenchConfig(
             problem=search.problem,
             threads=options.threads,
+            backend=self._machine.backend,
             transport=options.transport,
             timeout_s=options.candidate_timeout_s,
             seed=options.seed,
@@ -302,13 +325,19 @@ class Tuner:
             halving=search.halving,
             blackboard=str(blackboard),
             seconds=seconds,
-            batch=max(2, min(64, _MEMORY_BYTES // (shape.world * per_rank + 1))),
+            batch=at_once,
             warm_up=search.warm_up,
             samples=search.samples,
             excluded=tuple(search.excluded),
             checked=tuple(search.checked),
             make=options.make,
         )
+
+    @staticmethod
+    def _fitting(shape: Shape) -> int:
+        """Candidates that the host's memory is to hold at once."""
+        per_rank = shape.m * shape.row_bytes * (2 if shape.op is Op.gemm_ar else 1)
+        return max(2, _MEMORY_BYTES // (shape.world * per_rank + 1))
 
     def _note(self, search: Search, event: dict[str, Any]) -> None:
         """Write down, then learn: what is decided upon is on disk."""
@@ -352,36 +381,8 @@ class Tuner:
             tuned_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             kernel=candidate.kernel,
         )
-        kind = self._cluster.device.kind
-        key = key_of(spec_of(search.problem), self._world_shape, self._parts, kind)
-        self._cache.store(key, winner, self._parts)
+        self._cache.store(_key(search, self._machine), winner, self._machine.parts)
         return winner
-
-
-def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
-    """Build what is not built yet, as many at once as cores and memory allow; by kernel, why some
-    could not be."""
-    from flux.kernels import build, driver
-
-    wanted = list(dict.fromkeys(configs))
-    try:
-        tools = build.find_tools()
-        root.mkdir(parents=True, exist_ok=True)
-    except (build.MissingToolError, OSError, ValueError) as error:
-        return {config.name: str(error) for config in wanted}
-    observer, units = driver.Observer(), driver.plan(wanted, root, tools).units
-    outcomes = driver.build_all(units, root, tools, driver.job_limit(len(units)), observer)
-    # A library has several kernels, of which one that does not compile takes the others along.
-    mixed = [o.unit for o in outcomes if o.error and len(o.unit.configs) > 1]
-    alone = [build.make_unit([config], tools) for unit in mixed for config in unit.configs]
-    outcomes = [outcome for outcome in outcomes if outcome.unit not in mixed]
-    if alone:
-        outcomes += driver.build_all(alone, root, tools, driver.job_limit(len(alone)), observer)
-    return {
-        outcome.unit.configs[0].name: outcome.error.splitlines()[0]
-        for outcome in outcomes
-        if outcome.error
-    }
 
 
 def spec_of(problem: Problem) -> OpSpec:
@@ -391,16 +392,18 @@ def spec_of(problem: Problem) -> OpSpec:
     )
 
 
-def describe(
-    searches: Sequence[Search], cluster: Cluster, hosts: Sequence[str], options: Options
-) -> dict[str, Any]:
+def _key(search: Search, machine: Machine) -> Key:
+    return key_of(spec_of(search.problem), machine.shape, machine.parts, machine.backend)
+
+
+def describe(searches: Sequence[Search], machine: Machine, options: Options) -> dict[str, Any]:
     """What a run is of: its journal serves exactly the runs that have the same."""
-    shape = world_shape(list(hosts))
+    key = _key(searches[0], machine).as_dict()
+    if machine.backend == "cuda":  # where it says what is built, which a run adds to
+        key["toolchain"] = kernels.compiler()
     return {
-        "machine": cluster.parts(shape),
-        "versions": key_of(
-            spec_of(searches[0].problem), shape, cluster.parts(shape), cluster.device.kind
-        ).as_dict(),
+        "machine": machine.parts,
+        "versions": key,
         "threads": options.threads,
         "transport": options.transport,
         "seed": options.seed,

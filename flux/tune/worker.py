@@ -25,12 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flux.backends.op_kernels import is_variant
 from flux.bench.methods import Fused, Method, poisoned_methods
-from flux.bench.place import CpuRanks
-from flux.bench.problem import BenchConfig
-from flux.bench.reference import Verdict, judge, make_inputs, make_reference
+from flux.bench.place import CpuRanks, Taken, open_place
+from flux.bench.problem import BenchConfig, Problem
+from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
+from flux.tune.choice import Fixed
 from flux.tune.halving import Halving, Step
 from flux.tune.space import Candidate
 
@@ -52,7 +54,7 @@ class Job:
         samples, excluded, checked: what is known already.
         seconds: until rank 0 calls it a day.
         blackboard: path of a file of 4 bytes.
-        batch: candidates whose memory there is room for at once.
+        batch: candidates at once, at most; on a GPU as many as its memory has room for.
         warm_up: call a candidate once before its first round.
         make: how a candidate is built; importable.
     """
@@ -97,8 +99,94 @@ class Blackboard:
 
 
 def make_method(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
-    """The op with a candidate's knobs. Collective."""
-    return Fused(candidate.name, config, candidate.knobs)
+    """The op with a candidate's knobs and kernel. Collective.
+
+    Raises:
+        ValueError: it refuses them, or would run another kernel, whose time would be taken for that
+            of the candidate; on all ranks.
+    """
+    if config.backend != "cuda":
+        return Fused(candidate.name, config, candidate.knobs)
+    method = Fused(candidate.name, config, Fixed(candidate.knobs, candidate.kernel))
+    problems: list[Any] = [None] * config.problem.world
+    dist.all_gather_object(problems, _other_kernel(method, candidate))
+    for of_rank, problem in enumerate(problems):
+        if problem is not None:
+            method.close()
+            raise ValueError(f"on rank {of_rank} {problem}")
+    return method
+
+
+def _other_kernel(method: Fused, candidate: Candidate) -> str | None:
+    """What is wrong with the kernel that the op has got; None if it is the candidate's."""
+    if candidate.knobs.path == "unfused":
+        return None  # which runs the library's
+    if candidate.kernel is None:
+        return "no kernel of the space does this shape"
+    for config in method.op._backend.configs:
+        if not is_variant(config, candidate.kernel):
+            return f"its kernel cannot run, and {config.name} would in its place"
+    return None
+
+
+class Room:
+    """Whether devices have memory for one more candidate, those that are built being kept.
+
+    Nobody knows beforehand what an op takes. So the next one is expected to take as much as the
+    largest so far, and the result that each leaves behind; as much again stays free for a candidate
+    that is checked beside those.
+
+    Args:
+        problem: of the candidates.
+        free: bytes that are free on the fullest device; None: no matter. Collective.
+    """
+
+    def __init__(self, problem: Problem, free: Callable[[], int | None]) -> None:
+        self._ask = free
+        self._free = free()
+        self._largest = 0
+        rows, columns = problem.result_shape(0)
+        self._result = rows * columns * problem.torch_dtype.itemsize
+        # Gathered rows, or partials, of all M. Judging takes some six arrays of float64.
+        travels = problem.m * (problem.k if problem.gathers else problem.n)
+        self._working = travels * problem.torch_dtype.itemsize + rows * columns * 48
+
+    def for_another(self, built: int) -> bool:
+        """Whether to build one more beside so many; the first is tried in any case. Collective."""
+        if self._free is None:
+            return True
+        self._free = self._ask()
+        assert self._free is not None
+        needed = 2 * self._largest + (built + 1) * self._result + self._working
+        return built == 0 or self._free >= needed
+
+    def taken(self) -> None:
+        """One more is built. Collective."""
+        left = None if self._free is None else self._ask()
+        if self._free is not None and left is not None:
+            self._largest = max(self._largest, self._free - left)
+            self._free = left
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a candidate, and how to wait until it is done on a device."""
+
+    run: Callable[[], object]
+    wait: Callable[[], None]
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+class _Patient:
+    """Times candidates, which may hang on their device: ops give up within their timeout."""
+
+    def __init__(self, place: CpuRanks) -> None:
+        self._place = place
+
+    def time(self, call: Any) -> tuple[Any, Taken]:
+        return self._place.time(call, call.wait)
 
 
 def tune_rank(job: Job, rank: int, report: Report) -> None:
@@ -123,22 +211,26 @@ class _Worker:
         self._checked = set(job.checked)
         self._methods: dict[str, Method] = {}  # of the latest batch, whose best come again
         self._alive()
-        self._inputs = make_inputs(self._problem, rank, self._config.seed)
-        self._reference = make_reference(self._problem, rank, self._inputs)
-        self._place = CpuRanks(self._config, rank)
+        place = open_place(self._config, rank)
+        assert isinstance(place, CpuRanks)  # ranks on one GPU have no winners
+        self._place = place
+        self._alive()
+        self._inputs = place.inputs(self._config.seed)
+        self._reference = place.reference(self._inputs)
+        self._room = Room(self._problem, self._free_bytes)
+        self._alive()
 
     def run(self) -> None:
         """Until the rules are satisfied or the time is over."""
-        try:
-            while (step := self._shared(self._next() if self._rank == 0 else None)) is not None:
-                for name in step.names if step.last_rung else ():
-                    # The last results of every rung are checked anyway; most candidates do not get
-                    # as far as the last one.
-                    if name not in self._checked:
-                        self._check(name)
-                self._measure([name for name in step.names if name not in self._excluded], step)
-        finally:
-            self._keep([])
+        while (step := self._shared(self._next() if self._rank == 0 else None)) is not None:
+            for name in step.names if step.last_rung else ():
+                # The last results of every rung are checked anyway; most candidates do not get as
+                # far as the last one.
+                if name not in self._checked:
+                    self._check(name)
+            self._measure([name for name in step.names if name not in self._excluded], step)
+        # Not when it failed: closing waits for a device that may hang, and the process goes anyway.
+        self._keep([])
 
     def _next(self) -> Step | None:
         """What all ranks do next. Rank 0's decision."""
@@ -156,8 +248,7 @@ class _Worker:
 
     def _alive(self) -> None:
         """Keep the supervisor from taking this rank for stuck."""
-        if self._rank:
-            self._send(None, 0, 0)
+        self._send(None, 0, 0)
 
     def _event(self, **content: Any) -> None:
         if self._rank == 0:
@@ -191,7 +282,7 @@ class _Worker:
         try:
             with poisoned_methods(self._factory(candidate), self._config, self._rank) as methods:
                 result = methods[0](self._inputs)
-                verdict = judge(self._problem, self._rank, result, self._reference)
+                verdict = self._place.judge(methods[0], result, self._reference)
         except (ValueError, TypeError) as error:  # refused, on all ranks alike
             verdict = Verdict(False, 0.0, f"refused: {error}")
         if self._agreed(name, verdict):
@@ -220,16 +311,29 @@ class _Worker:
             return
         anchors = [] if ANCHOR in names or ANCHOR in self._excluded else [ANCHOR]
         self._keep([*names, *anchors])
-        new = [name for name in (*names, *anchors) if name not in self._methods]
+        new = [name for name in (*anchors, *names) if name not in self._methods]
         for name in new:
+            built = [other for other in names if other in self._methods]
+            if name != ANCHOR and not self._room.for_another(len(built)):
+                break  # the others' turn is when these have made room
             self._running(name)
             self._build(name)
+            self._room.taken()
         names = [name for name in names if name in self._methods]
         if names:
             # The first call of all is nobody's: libraries set themselves up.
             warm_up = new if self._job.warm_up else [name for name in new if name == ANCHOR]
             self._rounds(names, [name for name in warm_up if name in self._methods], step.rounds)
         self._idle()  # not when it failed: the blackboard then says at what
+
+    def _free_bytes(self) -> int | None:
+        """Of the device that has least; None where that does not matter. Collective."""
+        mine = self._place.free_bytes()
+        if mine is None:
+            return None
+        least = torch.tensor([mine])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
 
     def _keep(self, names: Collection[str]) -> None:
         """Close what was built, but for these."""
@@ -248,11 +352,12 @@ class _Worker:
 
     def _rounds(self, names: list[str], warm_up: list[str], rounds: int) -> None:
         calls = {name: self._call(name, method) for name, method in self._methods.items()}
-        timing = Rounds(calls, self._place)
+        timer = _Patient(self._place)
+        timing = Rounds(calls, timer)
         with torch.no_grad(), quiet_collector():
-            self._flip()
             if warm_up:
-                Rounds({name: calls[name] for name in warm_up}, self._place).run(0)
+                self._flip()
+                Rounds({name: calls[name] for name in warm_up}, timer).run(0)
             index = 0
             while any(len(self._samples.get(name, ())) < rounds for name in names):
                 index += 1
@@ -263,18 +368,19 @@ class _Worker:
                     break
         for name in names:
             self._running(name)
-            self._agreed(name, judge(self._problem, self._rank, timing.last[name], self._reference))
+            verdict = self._place.judge(self._methods[name], timing.last[name], self._reference)
+            self._agreed(name, verdict)
 
-    def _call(self, name: str, method: Method) -> Callable[[], object]:
+    def _call(self, name: str, method: Method) -> _Call:
         def call() -> object:
             self._running(name)  # a store to memory: far below what a clock sees
             return method(self._inputs)
 
-        return call
+        return _Call(call, method.wait)
 
     def _flip(self) -> None:
         """Other inputs, and their results: one left over from the round before is a wrong one."""
-        self._inputs.x.neg_()
+        self._place.renew(self._inputs)
         self._reference.expected.neg_()
 
     def _slowest(self, samples: dict[str, Any]) -> tuple[dict[str, float], bool]:

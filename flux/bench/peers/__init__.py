@@ -29,6 +29,8 @@ def survey(peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
 
 def unsupported(config: BenchConfig, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
     """Why each peer cannot compute this problem, by name; None: it can."""
+    if len(set(config.host_of)) > 1:  # all of them are for GPUs that reach each other's memory
+        return {peer.name: "is measured on one host only" for peer in peers}
     return {peer.name: peer.supports(config) for peer in peers}
 
 

@@ -1,8 +1,8 @@
-"""Where the ranks that run candidates come from: processes of this one, or of each of torchrun's.
+"""Ranks that may die: processes of this one, or under torchrun one of each of its ranks.
 
-Candidates never run in the process that supervises them. Under torchrun each of its ranks is a
-supervisor with one worker, and the supervisors' own group, which no candidate touches, keeps them
-together when workers die.
+What may take a rank down, candidates of the tuner or other libraries, never runs in the process
+that supervises it. Under torchrun each of its ranks is a supervisor with one worker, and the
+supervisors' own group, which no worker touches, keeps them together when workers die.
 
     torchrun rank 0  supervisor ---- gloo ---- supervisor  torchrun rank 1
                          |                         |
@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+import time
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from flux.bench.spawn import Entry, Part, RankFailedError, run_ranks
 from flux.transport.shm import host_identity
 
+from .op import Progress
+from .spawn import Entry, Part, RankFailedError, run_ranks
+
 T = TypeVar("T")
-OnEvent = Callable[[dict[str, Any]], None]
 
 MEETING_S = 24 * 3600.0
 """How long supervisors wait for one another: as long as the slowest of them compiles."""
@@ -35,12 +36,14 @@ class Launcher(Protocol):
     Attributes:
         world: ranks.
         hosts: the host of each.
+        ranks: those whose workers this supervisor starts.
         leads: this is the supervisor that decides, writes and speaks.
         compiles: this is the supervisor that compiles for its host.
     """
 
     world: int
     hosts: list[str]
+    ranks: tuple[int, ...]
     leads: bool
     compiles: bool
 
@@ -53,9 +56,11 @@ class Launcher(Protocol):
         ...
 
     def run(
-        self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
-    ) -> str:
-        """Run workers; why they failed, or nothing. Collective; ``on`` hears rank 0's events."""
+        self, entry: Entry, job: Any, progress: Progress, *, stall_s: float, **options: Any
+    ) -> tuple[Any, str]:
+        """Run workers, with these options of ``run_ranks``: rank 0's result, where that was
+        started, and why they failed, the cause first, or nothing. Collective; ``progress`` hears
+        the workers of this supervisor, all of which must report now and then."""
         ...
 
 
@@ -68,6 +73,7 @@ class Spawned:
     def __init__(self, world: int) -> None:
         self.world = world
         self.hosts = ["here"] * world
+        self.ranks = tuple(range(world))
 
     def share(self, value: T) -> T:
         return value
@@ -76,9 +82,9 @@ class Spawned:
         return [value]
 
     def run(
-        self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
-    ) -> str:
-        return _run(entry, job, self.world, threads, timeout_s, stall_s, on, None)
+        self, entry: Entry, job: Any, progress: Progress, *, stall_s: float, **options: Any
+    ) -> tuple[Any, str]:
+        return _run(entry, job, self.world, progress, stall_s=stall_s, **options)
 
 
 class Joined:
@@ -87,6 +93,7 @@ class Joined:
     def __init__(self) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_S))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.ranks: tuple[int, ...] = (self.rank,)
         self.hosts = self.gather(host_identity())
         here = [rank for rank in range(self.world) if self.hosts[rank] == self.hosts[self.rank]]
         self._slot = (here.index(self.rank), len(here))
@@ -105,49 +112,34 @@ class Joined:
         return values[0]
 
     def run(
-        self, entry: Entry, job: Any, threads: int, timeout_s: float, stall_s: float, on: OnEvent
-    ) -> str:
+        self, entry: Entry, job: Any, progress: Progress, *, stall_s: float, **options: Any
+    ) -> tuple[Any, str]:
         if self.leads:  # a store for each run: keys of dead workers must not meet new ones
             self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = self.share(0 if self._store is None else self._store.port)
         address = os.environ.get("MASTER_ADDR", socket.gethostname())
         part = Part((self.rank,), (address, port), self._slot)
-        failures = self.gather(_run(entry, job, self.world, threads, timeout_s, stall_s, on, part))
+        result, failure = _run(
+            entry, job, self.world, progress, stall_s=stall_s, part=part, **options
+        )
+        failures = self.gather((failure, time.time()))
         self._store = None
-        # A worker that died without a word is the cause of what the others report.
-        told = sorted((text for text in failures if text), key=lambda text: "killed" not in text)
-        return told[0] if told else ""
+        # A worker that died without a word is the cause of what the others report; then the first.
+        told = sorted(failures, key=lambda one: (_told(one[0]), one[1]))
+        return result, "\n".join(text for text, _ in told if text)
 
     def close(self) -> None:
         """Leave the group of supervisors."""
         dist.destroy_process_group()
 
 
-def _run(
-    entry: Entry,
-    job: Any,
-    world: int,
-    threads: int,
-    timeout_s: float,
-    stall_s: float,
-    on: OnEvent,
-    part: Part | None,
-) -> str:
-    def hear(what: Any, done: int, total: int) -> None:
-        if what is not None:
-            on(what)
+def _told(failure: str) -> bool:
+    """Whether a worker could say what went wrong."""
+    return "killed by" not in failure and "exited with" not in failure
 
+
+def _run(entry: Entry, job: Any, world: int, progress: Progress, **options: Any) -> tuple[Any, str]:
     try:
-        run_ranks(
-            entry,
-            job,
-            world,
-            threads=threads,
-            timeout_s=timeout_s,
-            progress=hear,
-            part=part,
-            stall_s=stall_s,
-        )
+        return run_ranks(entry, job, world, progress=progress, **options), ""
     except RankFailedError as error:
-        return str(error).splitlines()[0]
-    return ""
+        return None, str(error)

@@ -1,0 +1,64 @@
+"""The kernels of candidates: which must be there before the search, and building what is not.
+
+Worker processes start after that, so their registries have what was built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flux import toolchain
+from flux.kernels import build, driver
+from flux.kernels.config import GemmConfig
+from flux.kernels.registry import Registry, package_root
+from flux.tune.space import Candidate
+
+
+def needed(candidate: Candidate) -> list[GemmConfig]:
+    """The kernels that must be there for a candidate; of sums in flight both forms, since where the
+    NVLink switch sums the GEMM is the plain one."""
+    kernel = candidate.kernel
+    if kernel is None:
+        return []
+    summing = replace(kernel, reduce=candidate.knobs.reduce or kernel.reduce)
+    return list(dict.fromkeys([kernel, summing]))
+
+
+def missing(configs: Iterable[GemmConfig], root: Path) -> list[GemmConfig]:
+    """Those that neither came with the package nor are built in ``root``."""
+    there = Registry.load([package_root(), root])
+    return [config for config in dict.fromkeys(configs) if there.find(config) is None]
+
+
+def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
+    """Build what is missing, as many at once as cores and memory allow; by kernel, why some could
+    not be built."""
+    wanted = missing(configs, root)
+    if not wanted:
+        return {}
+    try:
+        tools = build.find_tools()
+        root.mkdir(parents=True, exist_ok=True)
+    except (build.MissingToolError, OSError, ValueError) as error:
+        return {config.name: str(error) for config in wanted}
+    observer, units = driver.Observer(), driver.plan(wanted, root, tools).units
+    outcomes = driver.build_all(units, root, tools, driver.job_limit(len(units)), observer)
+    # A library has several kernels, of which one that does not compile takes the others along.
+    mixed = [o.unit for o in outcomes if o.error and len(o.unit.configs) > 1]
+    alone = [build.make_unit([config], tools) for unit in mixed for config in unit.configs]
+    outcomes = [outcome for outcome in outcomes if outcome.unit not in mixed]
+    if alone:
+        outcomes += driver.build_all(alone, root, tools, driver.job_limit(len(alone)), observer)
+    return {
+        outcome.unit.configs[0].name: outcome.error.splitlines()[0]
+        for outcome in outcomes
+        if outcome.error
+    }
+
+
+def compiler() -> str:
+    """The compiler that builds what is missing."""
+    found = toolchain.nvcc()
+    return f"nvcc {found.version or '?'}" if found is not None else "no nvcc"

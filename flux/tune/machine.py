@@ -1,0 +1,157 @@
+"""What a tuning run takes place on: backend, devices, and which ranks share memory.
+
+Supervisors look at GPUs through a process that ends at once: a context of theirs would hold memory
+on every GPU for as long as the search takes, and a candidate's illegal access could reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+
+from flux.bench import gpu
+from flux.bench.problem import ONE_GPU
+from flux.bench.spawn import forkserver
+from flux.bench.supervisors import Launcher
+from flux.cluster import Cluster, world_shape
+from flux.detection import detect
+from flux.ops.executor import TRANSPORTS, who_shares_memory
+from flux.transport.p2p import Place, place_here
+from flux.tune.choice import group_parts
+
+LOOKING_S = 180.0
+"""How long the driver may take to show GPUs: some seconds for each where nobody uses them."""
+
+Sight = tuple[Cluster, Place]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a run's ranks.
+
+    Attributes:
+        cluster: what this supervisor's first rank computes with, and is connected by.
+        sharing: by rank, a name that two ranks share if they share memory, as ops find it out.
+        parts: what the fingerprint of the group's winners is made of.
+    """
+
+    cluster: Cluster
+    sharing: list[str]
+    parts: dict[str, object]
+
+    @property
+    def backend(self) -> str:
+        """``cpu`` | ``cuda``."""
+        return self.cluster.device.kind
+
+    @property
+    def shape(self) -> str:
+        """Of the world, as winners are kept apart by it."""
+        return world_shape(self.sharing)
+
+
+def resolve_backend(given: str | None, transport: str | None, of_space: str | None) -> str:
+    """The backend to tune: what is given, else what the space or the transport is for, else
+    ``cuda`` where torch sees a CUDA device.
+
+    Raises:
+        ValueError: they contradict one another, or there are no winners for such ranks.
+    """
+    if given not in (None, *TRANSPORTS):
+        raise ValueError(f"--backend must be cpu or cuda, got {given!r}")
+    if transport in ONE_GPU:
+        raise ValueError(
+            f"--transport {transport} puts all ranks on one GPU, for which there are no winners: "
+            "ops run the heuristic's knobs there. Tune with a GPU for each rank, without it"
+        )
+    can = [name for name, transports in TRANSPORTS.items() if transport in (None, *transports)]
+    backend = given or of_space
+    if backend is None:
+        backend = can[0] if len(can) == 1 else "cuda" if torch.cuda.is_available() else "cpu"
+    if backend not in can:
+        known = ", ".join(TRANSPORTS[backend])
+        raise ValueError(f"--backend {backend} has the transports {known}, got {transport!r}")
+    if of_space is not None and of_space != backend:
+        raise ValueError(f"the space is for backend {of_space}, and {backend} is to be tuned")
+    return backend
+
+
+def why_not_gpus(world: int, gpus: int, ranks_here: int | None) -> str | None:
+    """Why ranks of this host cannot be tuned on its GPUs; arguments as for ``gpu.why_not``."""
+    if world == 1:
+        return "one rank sends nothing to anybody: there is nothing to tune on one GPU"
+    problem = gpu.too_few(world, gpus, ranks_here)
+    return problem and f"{problem}; --backend cpu tunes ranks on the CPU"
+
+
+def survey(launcher: Launcher, backend: str, transport: str | None, threads: int) -> Machine:
+    """Look at the devices of all ranks. Collective among supervisors.
+
+    Raises:
+        ValueError: one of them has no device, or cannot look at it; on all.
+    """
+    seen: list[Sight] = []
+    problem = None
+    if backend == "cuda":
+        problem = why_not_gpus(launcher.world, *gpu.gpus_here())
+    if problem is None:
+        try:
+            seen = look(backend, [gpu.gpu_of(rank) for rank in launcher.ranks], threads)
+        except (RuntimeError, OSError) as error:
+            problem = f"its {backend} devices cannot be looked at: {error}"
+    everybody = launcher.gather((backend, problem, seen))
+    backends = sorted({of for of, _, _ in everybody})
+    if len(backends) > 1:
+        raise ValueError(f"ranks would tune {' and '.join(backends)}: say which with --backend")
+    for rank, (_, text, _) in enumerate(everybody):
+        if text is not None:
+            raise ValueError(text if len(everybody) == 1 else f"rank {rank}: {text}")
+    sights = [sight for _, _, of in everybody for sight in of]
+    sharing = who_shares_memory([place for _, place in sights], backend, transport, None)
+    shape = world_shape(sharing)
+    return Machine(
+        seen[0][0], sharing, group_parts([cluster.parts(shape) for cluster, _ in sights])
+    )
+
+
+def look(backend: str, gpus: Sequence[int], threads: int) -> list[Sight]:
+    """What ranks with these GPUs are on; on the CPU, as many ranks.
+
+    Raises:
+        RuntimeError, OSError: CUDA does not work, or does not answer.
+    """
+    if backend == "cpu":
+        return [(detect("cpu", threads), place_here(None))] * len(gpus)
+    context = forkserver()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_look_at_gpus, args=(tuple(gpus), theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(LOOKING_S):
+            raise RuntimeError(f"the driver did not answer for {LOOKING_S:g} s")
+        found: list[Sight] | str = ours.recv()
+    except EOFError:
+        raise RuntimeError("the process that looked at them died") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def _look_at_gpus(gpus: Sequence[int], answer: Connection) -> None:
+    found: list[Sight] = []
+    try:
+        torch.cuda.init()
+        for index in gpus:
+            torch.cuda.set_device(index)
+            found.append((detect("cuda"), place_here(index)))
+        answer.send(found)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        answer.send(str(error))
