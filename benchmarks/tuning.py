@@ -9,6 +9,7 @@
 `kills`      `flux tune` is killed with SIGKILL at random moments, then run to its end.
 `processes`  processes that store and read winners at once, and commands that tune at once.
 `look_up`    what a tuned op's schedule costs per call beside one that is not tuned.
+`ship`       puts what `search` has found fastest into tuning/results. Only if asked for.
 
 Raw figures: benchmarks/results/cpu/tuning.json.
 """
@@ -29,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +40,18 @@ from flux import host
 from flux.bench.problem import Problem
 from flux.bench.spawn import run_ranks
 from flux.bench.supervisors import Spawned
+from flux.cluster import world_shape
 from flux.detection import detect
 from flux.knobs import Knobs
 from flux.tune.cache import Cache
+from flux.tune.choice import key_of
 from flux.tune.halving import Halving, median_ms
 from flux.tune.journal import Journal
 from flux.tune.keys import Key
 from flux.tune.machine import survey
 from flux.tune.shapes import load_shapes
 from flux.tune.space import load_space
-from flux.tune.tuner import Options, Search, Tuner, make_search
+from flux.tune.tuner import Options, Search, Tuner, make_search, spec_of
 from flux.tune.winners import Winner
 
 WORLD = 2
@@ -90,6 +94,7 @@ def compare(problem: Problem) -> dict[str, Any]:
     run(final, options)
     ms = {name: median_ms(taken) for name, taken in final.samples.items()}
     return {
+        "at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "op": problem.op,
         "m": problem.m,
         "n": problem.n,
@@ -251,9 +256,6 @@ def _look_up(argument: Any, rank: int, progress: Any) -> dict[str, float]:
     import torch.distributed as dist
 
     import flux
-    from flux.cluster import world_shape
-    from flux.tune.choice import key_of
-    from flux.tune.tuner import spec_of
 
     shape = world_shape(["here"] * WORLD)
     parts = detect("cpu").parts(shape)
@@ -289,11 +291,39 @@ def _nothing(argument: Any, rank: int, progress: Any) -> None:
     """A rank that has nothing to do."""
 
 
+def ship_part(options: argparse.Namespace) -> dict[str, Any]:
+    """Winners of the last `search`, from its last run, which timed both searches' side by side."""
+    search = json.loads(Path(options.out).read_text())["search"]
+    here, shape = detect("cpu", 1), world_shape(["here"] * WORLD)
+    parts, shipped = here.parts(shape), {}
+    cache = Cache(ROOT / "tuning" / "results")
+    for document in search["shapes"]:
+        problem = Problem(*(document[name] for name in ("op", "m", "n", "k", "dtype")), WORLD)
+        everything = replace(load_space("cpu"), prune_above=math.inf)
+        made = make_search(problem, everything, here, ["here"] * WORLD, Options())
+        knobs = {one.name: one.knobs for one in made.candidates}
+        rounds = document["rounds_ms"]
+        name = min(rounds, key=lambda name: statistics.median(rounds[name]))
+        winner = Winner(
+            problem.m,
+            # The library's path has no knobs: what an op resolves by itself may change.
+            Knobs(path="unfused") if name == "unfused" else knobs[name],
+            statistics.median(rounds[name]),
+            statistics.median(rounds["unfused"]),
+            rounds=len(rounds[name]),
+            tuned_at=document["at"],
+        )
+        cache.store(key_of(spec_of(problem), shape, parts, "cpu"), winner, parts)
+        shipped[f"{problem.op} {problem.m}"] = name
+    return shipped
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "search": search_part,
     "kills": kills_part,
     "processes": processes_part,
     "look_up": look_up_part,
+    "ship": ship_part,
 }
 
 
@@ -316,7 +346,7 @@ def table(search: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-1])
     parser.add_argument("--file", default="cpu-small", help="shapes of `search`")
     parser.add_argument("--shapes", type=int, default=12, help="how many of them")
     parser.add_argument("--kills", type=int, default=20)
@@ -333,7 +363,7 @@ def main() -> None:
         target.write_text(json.dumps(content, indent=1) + "\n")
     if "search" in options.parts:
         print(table(content["search"]))
-    for part in ("kills", "processes", "look_up"):
+    for part in ("kills", "processes", "look_up", "ship"):
         if part in options.parts:
             print(f"{part}: {json.dumps(content[part])}")
 
