@@ -21,6 +21,8 @@ import cuda_host_time
 import multi_host
 from common import RESULTS, ROOT, conditions, markdown, percent, ratio
 
+import tuning
+
 LABELS = {"ag_gemm": "AGGemm", "gemm_rs": "GemmRS", "gemm_ar": "GemmAR"}
 
 
@@ -83,6 +85,13 @@ def cuda_host() -> str:
     return cuda_host_time.table(load(RESULTS / "cuda_host_time.json"))
 
 
+def tuned() -> str:
+    """The tuner beside exhaustive search."""
+    document = load(RESULTS / "tuning.json")
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return f"{tuning.table(document['search'])}\n\n{document['device']}; {versions}; float32"
+
+
 def hosts() -> str:
     """Every run between hosts, then hierarchical against flat."""
     documents = {
@@ -97,6 +106,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "growth": growth,
     "hosts": hosts,
     "cuda_host": cuda_host,
+    "tuning": tuned,
 }
 
 

@@ -22,6 +22,7 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -102,15 +103,29 @@ def compare(problem: Problem) -> dict[str, Any]:
         "dtype": problem.dtype,
         "tuned": {"name": found, "seconds": tuned_s, "rounds": tuned.rounds_done},
         "exhaustive": {"name": best, "seconds": full_s, "rounds": full.rounds_done},
+        "exhaustive_ms": {name: median_ms(taken) for name, taken in full.samples.items()},
         "candidates": len(tuned.candidates),
         "candidates_exhaustive": len(full.candidates),
         "excluded": {**tuned.excluded, **full.excluded},
         "ms": {"tuned": ms[found], "best": ms[best], "unfused": ms["unfused"]},
         "rounds_ms": {name: [own for own, _ in taken] for name, taken in final.samples.items()},
         "tuned_over_best": ms[found] / ms[best],
+        "tuned_over_best_interval": interval(final.samples[found], final.samples[best]),
         "tuned_over_unfused": ms[found] / ms["unfused"],
         "time_share": tuned_s / full_s,
     }
+
+
+def interval(
+    tuned: Sequence[tuple[float, float]], best: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
+    """Where 95% of resamples of the rounds put the ratio of the medians."""
+    draw, found = random.Random(0), []
+    for _ in range(2000):
+        rounds = draw.choices(range(len(tuned)), k=len(tuned))
+        found.append(median_ms([tuned[i] for i in rounds]) / median_ms([best[i] for i in rounds]))
+    ends = statistics.quantiles(found, n=40)
+    return ends[0], ends[-1]
 
 
 def search_part(options: argparse.Namespace) -> dict[str, Any]:
@@ -296,26 +311,36 @@ def ship_part(options: argparse.Namespace) -> dict[str, Any]:
     search = json.loads(Path(options.out).read_text())["search"]
     here, shape = detect("cpu", 1), world_shape(["here"] * WORLD)
     parts, shipped = here.parts(shape), {}
-    cache = Cache(ROOT / "tuning" / "results")
-    for document in search["shapes"]:
-        problem = Problem(*(document[name] for name in ("op", "m", "n", "k", "dtype")), WORLD)
-        everything = replace(load_space("cpu"), prune_above=math.inf)
-        made = make_search(problem, everything, here, ["here"] * WORLD, Options())
-        knobs = {one.name: one.knobs for one in made.candidates}
-        rounds = document["rounds_ms"]
-        name = min(rounds, key=lambda name: statistics.median(rounds[name]))
-        winner = Winner(
-            problem.m,
-            # The library's path has no knobs: what an op resolves by itself may change.
-            Knobs(path="unfused") if name == "unfused" else knobs[name],
-            statistics.median(rounds[name]),
-            statistics.median(rounds["unfused"]),
-            rounds=len(rounds[name]),
-            tuned_at=document["at"],
-        )
-        cache.store(key_of(spec_of(problem), shape, parts, "cpu"), winner, parts)
-        shipped[f"{problem.op} {problem.m}"] = name
+    results = ROOT / "tuning" / "results"
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Cache(Path(folder))
+        for entry in Cache(results, read_only=True).entries():
+            cache.merge(entry)
+        for document in search["shapes"]:
+            problem = Problem(*(document[name] for name in ("op", "m", "n", "k", "dtype")), WORLD)
+            winner = _fastest(problem, document)
+            cache.store(key_of(spec_of(problem), shape, parts, "cpu"), winner, parts)
+            shipped[f"{problem.op} {problem.m}"] = str(winner.knobs)
+        for path in cache.directory.glob("*.json"):
+            shutil.copy(path, results)
     return shipped
+
+
+def _fastest(problem: Problem, document: dict[str, Any]) -> Winner:
+    everything = replace(load_space("cpu"), prune_above=math.inf)
+    made = make_search(problem, everything, detect("cpu", 1), ["here"] * WORLD, Options())
+    knobs = {one.name: one.knobs for one in made.candidates}
+    rounds = document["rounds_ms"]
+    name = min(rounds, key=lambda name: statistics.median(rounds[name]))
+    return Winner(
+        problem.m,
+        # The library's path has no knobs: what an op resolves by itself may change.
+        Knobs(path="unfused") if name == "unfused" else knobs[name],
+        statistics.median(rounds[name]),
+        statistics.median(rounds["unfused"]),
+        rounds=len(rounds[name]),
+        tuned_at=document["at"],
+    )
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
@@ -337,11 +362,14 @@ def table(search: dict[str, Any]) -> str:
                 f"{document['op']} {document['m']} x {document['n']} x {document['k']}",
                 *(milliseconds(ms[name]) for name in ("unfused", "tuned", "best")),
                 f"**{document['tuned_over_unfused']:.3f}**",
-                f"{document['tuned_over_best']:.3f}",
-                f"{document['time_share']:.0%}",
+                "{:.3f} ({:.2f} to {:.2f})".format(
+                    document["tuned_over_best"], *document["tuned_over_best_interval"]
+                ),
+                f"{document['candidates_exhaustive']}",
+                f"{document['tuned']['seconds']:.0f} of {document['exhaustive']['seconds']:.0f}",
             ]
         )
-    return markdown([*header, "time of exhaustive search"], rows)
+    return markdown([*header, "candidates", "seconds"], rows)
 
 
 def main() -> None:
