@@ -302,7 +302,8 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   if (!awaited) await_rows(schedule, stream);
   if (gathered != 0) {
     const Span stage("flux collect");
-    stamped(streams_.get(), stream, told(Work::kCollect, epoch_), [&] {
+    const auto collected = [&] { return told(Work::kCollect, epoch_); };
+    stamped(streams_.get(), stream, collected, [&] {
       driver_->copy(stream, gathered, setup_.data[setup_.rank],
                     static_cast<std::size_t>(m) * setup_.row_bytes);
     });
@@ -433,7 +434,8 @@ void CudaOp::collect(int m, Stream stream, Address out) {
     done.insert(done.end(), waits.begin(), waits.end());
     put_traced(stream, Work::kResult, done);
   }
-  stamped(streams_.get(), stream, told(Work::kCollect, epoch_), [&] {
+  const auto collected = [&] { return told(Work::kCollect, epoch_); };
+  stamped(streams_.get(), stream, collected, [&] {
     driver_->copy(stream, out, setup_.data[setup_.rank] + setup_.rest_offset,
                   static_cast<std::size_t>(m) * setup_.row_bytes);
   });

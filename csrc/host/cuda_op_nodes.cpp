@@ -173,8 +173,10 @@ void CudaOp::share_tile(const Schedule& schedule, int tile, int ahead) {
   const Move& came = moves.back();
   for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
     if (peer == setup_.rank) continue;
-    const auto bytes = static_cast<std::int64_t>(came.bytes);
-    const Record what = told(Work::kCopy, epoch_, peer, twin(from), tile, got, peer, -1, bytes);
+    const auto what = [&] {
+      const auto bytes = static_cast<std::int64_t>(came.bytes);
+      return told(Work::kCopy, epoch_, peer, twin(from), tile, got, peer, -1, bytes);
+    };
     stamped(streams_.get(), copy_stream_, what, [&] {
       driver_->copy(copy_stream_, setup_.data[peer] + came.at, setup_.data[setup_.rank] + came.at,
                     came.bytes);

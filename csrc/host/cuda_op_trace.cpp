@@ -17,22 +17,25 @@ void CudaOp::trace(Address kernels, std::shared_ptr<StreamTrace> streams) {
 }
 
 void CudaOp::put_traced(Stream stream, Work work, const std::vector<MemOp>& ops) {
-  stamped(streams_.get(), stream, told(work, epoch_), [&] { driver_->memory_ops(stream, ops); });
+  stamped(
+      streams_.get(), stream, [&] { return told(work, epoch_); },
+      [&] { driver_->memory_ops(stream, ops); });
 }
 
 // On the network's stream; both ends of a move call it by the receiver's word for it.
 void CudaOp::exchange(const std::vector<Move>& moves) {
-  const int token =
-      traced() && !moves.empty() ? streams_->begin(network_stream_) : StreamTrace::kNone;
-  setup_.remote->exchange(network_stream_, moves, epoch_);
-  if (token == StreamTrace::kNone) return;
-  std::vector<Record> parts;
-  for (const Move& m : moves) {
-    const bool sends = m.kind == Move::kSend;
-    parts.push_back(told(sends ? Work::kSend : Work::kReceive, epoch_, m.peer, -1, -1, {0, 0},
-                         sends ? m.peer : setup_.rank, m.box, static_cast<std::int64_t>(m.bytes)));
-  }
-  streams_->end(token, network_stream_, parts);
+  const auto parts = [&] {
+    std::vector<Record> records;
+    for (const Move& m : moves) {
+      const bool sends = m.kind == Move::kSend;
+      records.push_back(told(sends ? Work::kSend : Work::kReceive, epoch_, m.peer, -1, -1, {0, 0},
+                             sends ? m.peer : setup_.rank, m.box,
+                             static_cast<std::int64_t>(m.bytes)));
+    }
+    return records;
+  };
+  stamped(moves.empty() ? nullptr : streams_.get(), network_stream_, parts,
+          [&] { setup_.remote->exchange(network_stream_, moves, epoch_); });
 }
 
 }  // namespace flux::host

@@ -39,7 +39,7 @@ class NetworkGather {
     if (!inside(call_.node, out.peer)) {
       add(&moves, Move::kSend, out, tile);
       if (!moves.empty() && out.chunk != tiles_.rank) {
-        const Record wait = about(Work::kWait, tiles_.rank, out, tile);
+        const auto wait = [&] { return about(Work::kWait, tiles_.rank, out, tile); };
         stamped(call_.trace, call_.stream, wait,
                 [&] { driver_.await_signal(call_.stream, signal(out.chunk, tile), call_.epoch); });
       }
@@ -47,15 +47,14 @@ class NetworkGather {
     const std::size_t sends = moves.size();
     if (!inside(call_.node, in.peer)) add(&moves, Move::kReceive, in, tile);
     if (moves.empty()) return;
-    const int token =
-        call_.trace != nullptr ? call_.trace->begin(call_.stream) : StreamTrace::kNone;
-    remote_.exchange(call_.stream, moves, call_.epoch);
-    if (token != StreamTrace::kNone) {
-      std::vector<Record> parts;
-      if (sends > 0) parts.push_back(about(Work::kSend, out.peer, out, tile));
-      if (moves.size() > sends) parts.push_back(about(Work::kReceive, in.peer, in, tile));
-      call_.trace->end(token, call_.stream, parts);
-    }
+    const auto parts = [&] {
+      std::vector<Record> records;
+      if (sends > 0) records.push_back(about(Work::kSend, out.peer, out, tile));
+      if (moves.size() > sends) records.push_back(about(Work::kReceive, in.peer, in, tile));
+      return records;
+    };
+    stamped(call_.trace, call_.stream, parts,
+            [&] { remote_.exchange(call_.stream, moves, call_.epoch); });
     if (moves.size() > sends) {
       driver_.signal(call_.stream, signal(in.chunk, tile), call_.epoch);
     }

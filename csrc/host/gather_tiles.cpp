@@ -72,9 +72,10 @@ class Gather {
     const int begin = row_begin(schedule_.spec.problem.m, world_, rank_);
     return part.own + static_cast<Address>(row - begin) * part.row_bytes;
   }
-  // Rows to the gathered ones of `to`: from those of `from`, or from where the call got them. `what`: the
-  // tile, for a trace.
-  void copy(Stream stream, int to, Range rows, int from, const Record& what) {
+  // Rows to the gathered ones of `to`: from those of `from`, or from where the call got them. `what` says
+  // for a trace which tile it is.
+  template <class What>
+  void copy(Stream stream, int to, Range rows, int from, What&& what) {
     flush();
     stamped(call_.trace, stream, what, [&] {
       for (const GatherPart& part : call_.parts) {
@@ -88,7 +89,6 @@ class Gather {
 
   // What a trace is told of a tile's copy, with `peer`, after which its signal at rank `at` is raised.
   Record copied(int chunk, int tile, Range rows, int peer, int at, int signal) const {
-    if (call_.trace == nullptr) return {};
     std::int64_t bytes = 0;
     for (const GatherPart& part : call_.parts) bytes += (rows.end - rows.begin) * part.row_bytes;
     return told(Work::kCopy, call_.epoch, peer, chunk, tile, rows, at, signal, bytes);
@@ -96,7 +96,8 @@ class Gather {
 
   // Memory operations are kept back until something else goes onto their stream: the driver takes
   // them together, which costs it little more than one. Traced waits go alone.
-  void await(Stream stream, MemOp op, const Record& what) {
+  template <class What>
+  void await(Stream stream, MemOp op, What&& what) {
     if (call_.trace == nullptr) return put(stream, op);
     flush();
     stamped(call_.trace, stream, what, [&] { driver_.memory_ops(stream, {op}); });
@@ -114,7 +115,7 @@ class Gather {
   void await_entry(Stream stream, int peer) {
     if (peer == rank_ || entered_[peer]) return;
     await(stream, {MemOp::kWait, word(call_.entries, rank_, peer), call_.epoch},
-          told(Work::kEntry, call_.epoch, peer));
+          [&] { return told(Work::kEntry, call_.epoch, peer); });
     entered_[peer] = true;
   }
 
@@ -124,7 +125,8 @@ class Gather {
       const Range rows = comm_tile_rows(c, rank_, tile);
       if (rows.begin == rows.end) continue;
       const int signal = signal_index(c, rank_, tile);
-      copy(call_.home, rank_, rows, kGiven, copied(rank_, tile, rows, rank_, rank_, signal));
+      copy(call_.home, rank_, rows, kGiven,
+           [&] { return copied(rank_, tile, rows, rank_, rank_, signal); });
       raise(call_.home, rank_, signal);
     }
   }
@@ -132,14 +134,14 @@ class Gather {
   void send(const Transfer& t) {
     await_entry(call_.stream, t.dst);
     copy(call_.stream, t.dst, t.rows, t.forwarded ? rank_ : kGiven,
-         copied(t.chunk, t.tile, t.rows, t.dst, t.dst, t.signal));
+         [&] { return copied(t.chunk, t.tile, t.rows, t.dst, t.dst, t.signal); });
     raise(call_.stream, t.dst, t.signal);
   }
 
   void fetch(const Transfer& t) {
     await_tile(t, t.src);
     copy(call_.stream, rank_, t.rows, t.src,
-         copied(t.chunk, t.tile, t.rows, t.src, rank_, t.signal));
+         [&] { return copied(t.chunk, t.tile, t.rows, t.src, rank_, t.signal); });
     raise(call_.stream, rank_, t.signal);
   }
 
@@ -147,16 +149,19 @@ class Gather {
   void announce(const Transfer& t) {
     if (call_.trace == nullptr) return raise(call_.stream, rank_, t.signal);
     flush();
-    stamped(call_.trace, call_.stream,
-            told(Work::kCopy, call_.epoch, rank_, t.chunk, t.tile, t.rows, rank_, t.signal), [&] {
-              raise(call_.stream, rank_, t.signal);
-              flush();
-            });
+    const auto what = [&] {
+      return told(Work::kCopy, call_.epoch, rank_, t.chunk, t.tile, t.rows, rank_, t.signal);
+    };
+    stamped(call_.trace, call_.stream, what, [&] {
+      raise(call_.stream, rank_, t.signal);
+      flush();
+    });
   }
 
   void await_tile(const Transfer& t, int at) {
-    await(call_.stream, {MemOp::kWait, word(call_.signals, at, t.signal), call_.epoch},
-          told(Work::kWait, call_.epoch, at, t.chunk, t.tile, t.rows, at, t.signal));
+    await(call_.stream, {MemOp::kWait, word(call_.signals, at, t.signal), call_.epoch}, [&] {
+      return told(Work::kWait, call_.epoch, at, t.chunk, t.tile, t.rows, at, t.signal);
+    });
   }
   void raise(Stream stream, int rank, int signal) {
     put(stream, {MemOp::kWrite, word(call_.signals, rank, signal), call_.epoch});

@@ -76,12 +76,13 @@ inline Record told(Work work, std::uint32_t call, int peer = -1, int chunk = -1,
   return {0, 0, call, work, peer, chunk, tile, rows, at, signal, bytes};
 }
 
-// Puts `body` on a stream, with stamps if somebody traces.
-template <class Body>
-void stamped(StreamTrace* trace, Stream stream, const Record& what, Body&& body) {
+// Puts `body` on a stream, with stamps if somebody traces. Only then `what` is called, for the record of
+// it, or for several.
+template <class What, class Body>
+void stamped(StreamTrace* trace, Stream stream, What&& what, Body&& body) {
   const int token = trace != nullptr ? trace->begin(stream) : StreamTrace::kNone;
   std::forward<Body>(body)();
-  if (token != StreamTrace::kNone) trace->end(token, stream, what);
+  if (token != StreamTrace::kNone) trace->end(token, stream, what());
 }
 
 }  // namespace flux::host
