@@ -38,6 +38,7 @@ from typing import Any
 from common import RESULTS, ROOT, markdown, milliseconds
 
 from flux import host
+from flux.bench.metrics import bootstrap
 from flux.bench.problem import Problem
 from flux.bench.spawn import run_ranks
 from flux.bench.supervisors import Spawned
@@ -120,12 +121,13 @@ def interval(
     tuned: Sequence[tuple[float, float]], best: Sequence[tuple[float, float]]
 ) -> tuple[float, float]:
     """Where 95% of resamples of the rounds put the ratio of the medians."""
-    draw, found = random.Random(0), []
-    for _ in range(2000):
-        rounds = draw.choices(range(len(tuned)), k=len(tuned))
-        found.append(median_ms([tuned[i] for i in rounds]) / median_ms([best[i] for i in rounds]))
-    ends = statistics.quantiles(found, n=40)
-    return ends[0], ends[-1]
+
+    def ratio(rounds: list[int]) -> float:
+        return median_ms([tuned[i] for i in rounds]) / median_ms([best[i] for i in rounds])
+
+    ends = bootstrap(ratio, len(tuned), 0.95)
+    assert ends is not None
+    return ends
 
 
 def search_part(options: argparse.Namespace) -> dict[str, Any]:
@@ -329,13 +331,12 @@ def ship_part(options: argparse.Namespace) -> dict[str, Any]:
 def _fastest(problem: Problem, document: dict[str, Any]) -> Winner:
     everything = replace(load_space("cpu"), prune_above=math.inf)
     made = make_search(problem, everything, detect("cpu", 1), ["here"] * WORLD, Options())
-    knobs = {one.name: one.knobs for one in made.candidates}
+    knobs = {one.name: one.chosen for one in made.candidates}
     rounds = document["rounds_ms"]
     name = min(rounds, key=lambda name: statistics.median(rounds[name]))
     return Winner(
         problem.m,
-        # The library's path has no knobs: what an op resolves by itself may change.
-        Knobs(path="unfused") if name == "unfused" else knobs[name],
+        knobs[name],
         statistics.median(rounds[name]),
         statistics.median(rounds["unfused"]),
         rounds=len(rounds[name]),

@@ -6,7 +6,8 @@ Variables are read when an op is constructed, never inside a call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -35,6 +36,19 @@ class Variable(Generic[T]):
             return self.parse(text)
         except ValueError as error:
             raise ValueError(f"environment variable {self.name}={text!r}: {error}") from error
+
+    @contextmanager
+    def during(self, text: str) -> Iterator[None]:
+        """Set to ``text`` for this process; what it was before is put back."""
+        before = os.environ.get(self.name)
+        os.environ[self.name] = text
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[self.name]
+            else:
+                os.environ[self.name] = before
 
 
 def _flag(text: str) -> bool:

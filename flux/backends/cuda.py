@@ -215,7 +215,7 @@ class CudaBackend:
         self, schedule: TileSchedule, call: Call, gather: bool
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
-        stream = self._begin(call.m)
+        stream = self._begin(schedule)
         given, call = call, self._fit.call(call, gathers=True)
         outs = [self._empty(call.m, columns) for columns in call.columns]
         x_full = self._empty(call.m, self.spec.k, self.spec.dtype) if gather else None
@@ -240,7 +240,7 @@ class CudaBackend:
     @on_its_device
     def gemm_rs(self, schedule: TileSchedule, call: Call) -> torch.Tensor:
         """[M, K/W] x [K/W, N] -> [own rows, N]; GemmAR: [M, N]."""
-        stream = self._begin(call.m)
+        stream = self._begin(schedule)
         given = call
         if call.x.shape[1] == 0:
             call = self._of_zeros(call)
@@ -282,7 +282,7 @@ class CudaBackend:
     @on_its_device
     def repeat(self, last: Remembered, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The call that ``last`` is of, with other contents of x and weight."""
-        stream = self._begin(last.m)
+        stream = self._begin(last.schedule)
         out = x.new_empty(last.out_rows, last.columns)  # in less time than by torch.empty
         if self.poison:
             spoil(out)
@@ -312,8 +312,8 @@ class CudaBackend:
         """The number of the next call."""
         return (self.native.epoch + 1) & 0xFFFFFFFF
 
-    def _begin(self, m: int) -> int:
-        """Hear of what earlier calls found; the stream that the call goes onto.
+    def _begin(self, schedule: TileSchedule) -> int:
+        """Hear of what earlier calls found, tell a trace; the stream that the call goes onto.
 
         Raises:
             PeerTimeoutError: see ``check``.
@@ -338,7 +338,9 @@ class CudaBackend:
                     f"{self.spec.label}: calls cannot be captured into a CUDA graph where the host "
                     "acts for the peers, as in loopback"
                 )
-            self.peers.check(m)
+            self.peers.check(schedule.shape[0])
+        if self.recorder is not None:
+            self.recorder.began(self.rank, schedule)
         self._streams.add(stream)
         return stream
 
@@ -363,10 +365,7 @@ class CudaBackend:
     def _make_room(
         self, schedule: TileSchedule, stream: int, operands: list[_C.Operand], k: int
     ) -> None:
-        """See to the memory that kernels need for themselves, once per stream and M; a trace hears
-        of the call."""
-        if self.recorder is not None:
-            self.recorder.began(self.rank, schedule)
+        """See to the memory that kernels need for themselves, once per stream and M."""
         if self.driver.capture(stream):
             return self._make_room_in_graph(schedule, stream, operands, k)
         key = (stream, schedule.shape[0])

@@ -7,7 +7,6 @@ library collective alone) is only timed. Both allocate what a caller in a loop w
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from flux.backends.unfused import all_gather, reduce_scatter
+from flux.env import POISON
 
 from .problem import BenchConfig, Problem
 from .reference import Inputs
@@ -205,18 +205,12 @@ def poisoned_methods(factory: Factory, config: BenchConfig, rank: int) -> Iterat
 
     flux ops see to that themselves when FLUX_POISON is set at their construction.
     """
-    before = os.environ.get("FLUX_POISON")
-    os.environ["FLUX_POISON"] = "1"
     methods: list[Method] = []
     try:
-        with _PoisonedAllocation():
+        with POISON.during("1"), _PoisonedAllocation():
             methods = factory(config, rank)
             yield methods
     finally:
-        if before is None:
-            del os.environ["FLUX_POISON"]
-        else:
-            os.environ["FLUX_POISON"] = before
         for method in methods:
             method.close()
 

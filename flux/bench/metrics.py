@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 RESOLUTION = 0.005
@@ -146,19 +146,35 @@ def overlap_efficiency_interval(
     repeats = len(overall_ms)
     if repeats < _FEWEST_SAMPLES:
         return None
-    draw = random.Random(0)  # the same file for the same samples
-    found = []
-    for _ in range(_RESAMPLES):
-        chosen = draw.choices(range(repeats), k=repeats)
 
-        def middle(times: Sequence[float], chosen: list[int] = chosen) -> float:
+    def figure(chosen: list[int]) -> float | None:
+        def middle(times: Sequence[float]) -> float:
             return statistics.median([times[index] for index in chosen])
 
         gemm = min(middle(times) for times in gemms_ms)
-        value = overlap_efficiency(middle(overall_ms), gemm, middle(unfused_ms))
+        return overlap_efficiency(middle(overall_ms), gemm, middle(unfused_ms))
+
+    return bootstrap(figure, repeats, CONFIDENCE)
+
+
+def bootstrap(
+    figure: Callable[[list[int]], float | None], repeats: int, confidence: float
+) -> tuple[float, float] | None:
+    """Ends of the interval in which ``figure`` lies, by resampling repeats.
+
+    Args:
+        figure: of the repeats with these numbers, any of them any number of times.
+
+    Returns:
+        The ends, or None where the figure is undefined for a resample.
+    """
+    draw = random.Random(0)  # the same file for the same samples
+    found = []
+    for _ in range(_RESAMPLES):
+        value = figure(draw.choices(range(repeats), k=repeats))
         if value is None:
             return None
         found.append(value)
     found.sort()
-    outside = int(_RESAMPLES * (1.0 - CONFIDENCE) / 2)
+    outside = int(_RESAMPLES * (1.0 - confidence) / 2)
     return found[outside], found[-1 - outside]

@@ -26,11 +26,11 @@ from . import metrics
 from .megatron_cpu import megatron_on_cpu
 from .model import ModelConfig
 from .model_layers import FORMS, LayerCall, largest_error, make_calls
+from .op import Progress, silent
 from .place import ProcessTimer
 from .rounds import Rounds
 from .timing import quiet_collector
 
-Progress = Callable[[str, int, int], None]
 TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2}
 """Of the largest magnitude of a result. Sums are in another order, and attention is not linear."""
 PROFILED = 3  # calls whose Python is measured
@@ -70,9 +70,7 @@ class _Samples:
     host_ms: dict[str, float] = field(default_factory=dict)
 
 
-def measure_model(
-    config: ModelConfig, rank: int, progress: Progress = lambda what, done, total: None
-) -> list[PhaseResult]:
+def measure_model(config: ModelConfig, rank: int, progress: Progress = silent) -> list[PhaseResult]:
     """Run the benchmark on an initialised default process group. Collective."""
     # Megatron's small fused functions are not compiled: compiling takes longer than measuring.
     with megatron_on_cpu(config.world), torch.compiler.set_stance("force_eager"):

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from .problem import Problem
 
+_PART = 1 << 16  # elements that are judged at once, on the CPU
 _CONFIDENCE = 10.0
 _SLACK = 1.02
 """Second-order terms, and |A| @ |B| being itself computed in floating point."""
@@ -195,9 +196,6 @@ def judge_values(got: torch.Tensor, reference: Reference) -> Verdict:
             return _complaint(got, reference)
         largest = max(largest, float(error.max()))
     return Verdict(True, largest)
-
-
-_PART = 1 << 16  # elements
 
 
 def _complaint(got: torch.Tensor, reference: Reference) -> Verdict:

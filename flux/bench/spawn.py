@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from .hosts import Placed, wait_for_link
-from .op import Progress
+from .op import Progress, silent
 
 _GRACE_S = 1.5
 _EXIT_S = 5.0
@@ -156,7 +156,7 @@ def run_ranks(
     *,
     threads: int = 1,
     timeout_s: float = 60.0,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
     places: Sequence[Placed] | None = None,
     part: Part | None = None,
     stall_s: float | None = None,

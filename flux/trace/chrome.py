@@ -15,9 +15,9 @@ from typing import Any
 
 from .events import Event, Kind
 from .record import Trace
-from .recorder import COPY_LANE, GEMM_LANE
+from .recorder import COPY_LANE, COPY_STREAM_LANE, GEMM_LANE, NETWORK_STREAM_LANE, STREAM_LANE
 
-_FIRST_LANES = (GEMM_LANE, COPY_LANE, "stream", "copy stream", "network stream")
+_FIRST_LANES = (GEMM_LANE, COPY_LANE, STREAM_LANE, COPY_STREAM_LANE, NETWORK_STREAM_LANE)
 
 
 def _lane_order(lane: str) -> tuple[int, list[str]]:

@@ -22,7 +22,7 @@ import torch
 from flux import _C
 from flux.backends.cuda import CudaBackend
 
-from .recorder import Record, Work
+from .recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LANE, Record, Work
 
 if TYPE_CHECKING:
     from flux.ops._base import TensorParallelOp
@@ -222,14 +222,15 @@ class GpuRecorder:
         lanes: dict[int, dict[str, list[Record]]] = {b.rank: {} for b in self.backends}
         agents: dict[int, dict[int, list[Record]]] = {b.rank: {} for b in self.backends}
         real = self.backends[0].rank
-        names = {b.native.copy_stream: (b.rank, "copy stream") for b in self.backends}
-        names |= {b.native.network_stream: (b.rank, "network stream") for b in self.backends}
+        names = {b.native.copy_stream: (b.rank, COPY_STREAM_LANE) for b in self.backends}
+        names |= {b.native.network_stream: (b.rank, NETWORK_STREAM_LANE) for b in self.backends}
+        names |= {stream: (rank, STREAM_LANE) for stream, rank in self.homes.items()}
         for stream, fields in self.streams.records:
             record = Record(*fields)
             if stream in self._agents:
                 agents[real].setdefault(self._agents[stream], []).append(record)
                 continue
-            rank, name = (self.homes[stream], "stream") if stream in self.homes else names[stream]
+            rank, name = names[stream]
             lanes[rank].setdefault(name, []).append(record)
         found = []
         for backend in self.backends:

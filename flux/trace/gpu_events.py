@@ -21,6 +21,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from flux import _C
+from flux.heuristic import ceil_div
 from flux.knobs import Op
 
 from .convert import COLLECTIVES, Details, Span, rows_text
@@ -151,7 +152,7 @@ class _Kernels:
 
     def _wait(self, r: KernelRecord) -> tuple[str, Details]:
         if r.column == GATHER:
-            per_chunk = -(-_C.core.chunk_rows(self.m, self.world) // self.comm_rows)
+            per_chunk = ceil_div(_C.core.chunk_rows(self.m, self.world), self.comm_rows)
             chunk, tile = divmod(r.signal, per_chunk)
             details: Details = {"chunk": chunk, "tile": tile, "tile_row": r.row}
             details["awaits"] = f"{self.rank}:{r.signal}"

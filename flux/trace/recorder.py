@@ -16,6 +16,9 @@ CAPACITY = 4096
 
 GEMM_LANE = "GEMM thread"
 COPY_LANE = "copy thread"
+STREAM_LANE = "stream"
+COPY_STREAM_LANE = "copy stream"
+NETWORK_STREAM_LANE = "network stream"
 
 
 class Work(IntEnum):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +99,8 @@ def trace_methods(
         for number, name in enumerate(wanted.methods):
             if rank == 0:
                 progress(f"tracing {name}", number, len(wanted.methods))
-            with _trace_kernels(config.backend == "cuda" and name != "unfused"):
+            on_gpu = config.backend == "cuda" and name != "unfused"
+            with TRACE.during("1") if on_gpu else nullcontext():  # kernels of a trace build
                 method = place.fused(name, config, _tuning(config, name))
             place.give(inputs, [method])
             try:
@@ -120,21 +120,6 @@ def trace_methods(
         place.close()
     done = [trace for trace in traces if trace is not None]
     return in_a_row(wanted.methods, done) if done else None
-
-
-@contextmanager
-def _trace_kernels(wanted: bool) -> Iterator[None]:
-    """Ops that are built meanwhile have kernels of a trace build."""
-    before = os.environ.get(TRACE.name)
-    if wanted:
-        os.environ[TRACE.name] = "1"
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[TRACE.name] = before
-        else:
-            os.environ.pop(TRACE.name, None)
 
 
 def _tuning(config: BenchConfig, name: str) -> Knobs | None:

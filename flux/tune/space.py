@@ -72,6 +72,14 @@ class Candidate:
     kernel: GemmConfig | None = None
     predicted_ms: float = 0.0
 
+    @property
+    def chosen(self) -> Knobs:
+        """What a winner says of it: of the library's path nothing else, as that has no knobs.
+
+        What an op resolves by itself may change.
+        """
+        return Knobs(path="unfused") if self.knobs.path == "unfused" else self.knobs
+
 
 @dataclass(frozen=True)
 class Pruned:

@@ -23,7 +23,7 @@ from flux.bench.problem import BenchConfig, Problem
 from flux.bench.supervisors import Launcher
 from flux.cluster import Cluster
 from flux.kernels.registry import cache_root
-from flux.knobs import Knobs, Op
+from flux.knobs import Op
 from flux.ops.spec import OpSpec
 from flux.topology import Topology
 from flux.tune import kernels
@@ -369,11 +369,9 @@ class Tuner:
         candidate = next(one for one in search.candidates if one.name == best)
         ms = search.ms(best)
         assert ms is not None
-        # With its own fields set and nothing else: what an op resolves by itself may change.
-        knobs = Knobs(path="unfused") if candidate.knobs.path == "unfused" else candidate.knobs
         winner = Winner(
             m=search.problem.m,
-            knobs=knobs,
+            knobs=candidate.chosen,
             ms=ms,
             unfused_ms=search.ms("unfused"),
             medium_ms=search.ms("medium"),

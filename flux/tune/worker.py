@@ -295,9 +295,7 @@ class _Worker:
 
     def _agreed(self, name: str, verdict: Verdict) -> bool:
         """Whether it was right on all ranks; else it is excluded on all of them."""
-        verdicts: list[Any] = [None] * self._problem.world
-        dist.all_gather_object(verdicts, verdict)
-        for rank, other in enumerate(verdicts):
+        for rank, other in enumerate(self._place.share(verdict)):
             if not other.ok:
                 how = "" if other.complaint.startswith("refused") else "wrong result: "
                 self._exclude(name, f"{how}{other.complaint} (rank {rank})")
