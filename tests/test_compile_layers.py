@@ -182,8 +182,9 @@ def _opcheck(rank: int, world: int) -> None:
         args = (dy, x.detach(), w.detach(), True, True, *how)
         check(ops.column_linear_grad.default, args)
         check(ops.row_linear.default, (x, w, *how))
-    dz = torch.randn(4, 2, F, **KW)
-    check(ops.row_linear_grad.default, (dz, w.detach(), True, True, *how))
+        dz = torch.randn(4 // (world if sp else 1), 2, F, **KW)
+        args = (dz, x.detach(), w.detach(), True, True, *how)
+        check(ops.row_linear_grad.default, args)
     for op in (ops.gather_features, ops.cut_features, ops.sum_grad):
         check(op.default, (leaf(4, 2 * world), name))
     a, bs = torch.randn(2, 4, D, **KW), [torch.randn(D, 6, **KW), torch.randn(6, D, **KW).t()]

@@ -39,7 +39,7 @@ from flux.backends.epilogue import (
     unpack,
 )
 from flux.backends.slabs import merge_visits
-from flux.backends.unfused import nothing
+from flux.backends.unfused import ALONE, Beside, nothing
 from flux.env import POISON, SPIN_US, WINDOW_MB
 from flux.errors import PeerTimeoutError
 from flux.heuristic import MAX_COMM_TILES, across_hosts, ceil_div
@@ -218,7 +218,11 @@ class CpuBackend:
     # -- ops ---------------------------------------------------------------------------------------
 
     def ag_gemm(
-        self, schedule: TileSchedule, call: Call, gather: bool
+        self,
+        schedule: TileSchedule,
+        call: Call,
+        gather: bool,
+        beside: Beside = ALONE,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
         engine, spec = self.engine, self.spec
@@ -242,13 +246,21 @@ class CpuBackend:
         if not threaded:
             self._await(engine.finish)
         begin = _C.core.row_begin(call.m, self.world, self.rank)
-        for first, last, v in self._slabs(schedule):
+        slabs = self._slabs(schedule)
+        foreign = [number for number, slab in enumerate(slabs) if slab[2].owner != self.rank]
+        if not foreign:
+            beside.both()
+        for number, (first, last, v) in enumerate(slabs):
             if v.owner == self.rank:
                 a = x[v.row_begin - begin : v.row_end - begin]
             else:
+                if number == foreign[0]:
+                    beside.meanwhile()
                 for index in range(first, last):
                     if not engine.wait_visit(index, self.timeout_s, self.spin_s):
                         self._raise_failure()
+                if number == foreign[-1]:
+                    beside.arrived()
                 a = self.gathered[v.row_begin : v.row_end]
             began = 0 if lane is None else lane.now()
             rows, scale = unpack(spec, a)

@@ -7,6 +7,7 @@ benchmarks. It runs on any backend and any number of hosts that torch.distribute
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -39,6 +40,23 @@ class Stamps(Protocol):
 
 def nothing() -> None:
     """What a caller has to do meanwhile who has nothing to do."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a caller does beside an AllGather: ``meanwhile`` rows of others are under way, and when
+    the last of them have ``arrived`` and are to be multiplied. Each is called once."""
+
+    meanwhile: Callable[[], None] = nothing
+    arrived: Callable[[], None] = nothing
+
+    def both(self) -> None:
+        """Where there is no moment between the two."""
+        self.meanwhile()
+        self.arrived()
+
+
+ALONE = Beside()
 
 
 class UnfusedBackend:
@@ -95,11 +113,16 @@ class UnfusedBackend:
 
         return finish
 
-    def ag_gemm(self, call: Call, gather: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    def ag_gemm(
+        self, call: Call, gather: bool, beside: Beside = ALONE
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
         spec = self.spec
         began = self._began()
-        rows = self.gather_rows(pack(spec, call), call.m)
+        wait = self.start_gather(pack(spec, call), call.m)
+        beside.meanwhile()
+        rows = wait()
+        beside.arrived()
         if self.world > 1:
             self._ended(Work.collective, began, rows.nbytes)
         began = self._began()

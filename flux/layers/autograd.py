@@ -10,13 +10,13 @@ W ranks; x [rows, K], weight [N, K] of this rank; SP: sequence parallelism, shar
                    dw = dy.T @ x                 while the last rows of dx travel
     row, SP        z  = scatter(x @ w.T)         GemmRS
                    dx = gather(dz) @ w           AGGemm, whose gathered dz is kept
-                   dw = gather(dz).T @ x         nothing left to communicate
+                   dw = gather(dz).T @ x         while the column layer's x travels (ahead.py)
     row            z  = all_reduce(x @ w.T)      GemmAR
                    dx = dz @ w,  dw = dz.T @ x   nothing to communicate: dz is the same everywhere
 
     backward of a column layer, SP, on one rank:
         GEMM   [ dy @ w: others' rows | own rows ][ dy.T @ x ] sum of dx
-        wires  [ x arrives ......  | dx leaves as it is ready ...... ]
+        wires  [ x arrives, if it has not | dx leaves as it is ready ]
 
 Under autocast operands are cast as torch.nn.functional.linear's would be. The backward of a
 backward would have to communicate once more and is refused.
@@ -27,12 +27,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear
 
+from flux import _C
+from flux.backends.unfused import nothing
+from flux.layers.ahead import EarlyGather
 from flux.layers.pool import OpPool, User
 from flux.layers.wgrad import Grad, WeightGrad
 from flux.ops import AGGemm, GemmAR, GemmRS
@@ -74,7 +77,7 @@ def column_linear(
         ValueError, TypeError: refused input, on all ranks alike.
         PeerTimeoutError: a peer died or stalled.
     """
-    y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how)
+    y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how, _early_gather(how, weight))
     return y
 
 
@@ -89,8 +92,18 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Te
     Raises:
         As ``column_linear``.
     """
-    z: torch.Tensor = cast(Any, _Row).apply(x, weight, how)
+    before, how.pool.early_gather = how.pool.early_gather, None
+    z: torch.Tensor = cast(Any, _Row).apply(x, weight, how, before)
     return z
+
+
+def _early_gather(how: Parallel, weight: torch.Tensor) -> EarlyGather | None:
+    """For a column layer whose backward gathers its input; the next row layer begins that."""
+    gathers = how.sequence_parallel and how.pool.world > 1 and how.wgrad.deferred is None
+    if not (gathers and weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    gather = how.pool.early_gather = EarlyGather(partial(begin_gather, how))
+    return gather
 
 
 # -- what both have in common ----------------------------------------------------------------------
@@ -183,11 +196,15 @@ class _Column(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         how: Parallel,
+        early: EarlyGather | None,
     ) -> torch.Tensor:
         dtype = compute_dtype(x)
         ctx.input_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         x = x.to(dtype)
         _open(ctx, x, weight, how)
+        ctx.early = early
+        if early is not None:
+            early.saved_by(ctx)
         with autocast_off(x):
             own_bias = bias if bias is not None and bias.dtype == dtype else None
             y = column_product(x, weight.to(dtype), own_bias, how)
@@ -198,7 +215,8 @@ class _Column(torch.autograd.Function):
     @once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         how: Parallel = ctx.how
-        x, weight = ctx.saved_tensors
+        early: EarlyGather | None = ctx.early
+        x, weight, wait = (*ctx.saved_tensors, None) if early is None else early.take(ctx)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         deferred = need_w and how.wgrad.defer(dy)
         dtype = ctx.dtype
@@ -209,12 +227,13 @@ class _Column(torch.autograd.Function):
             return how.wgrad.deliver(ctx.parameter, ctx.main_grad, *operands)
 
         weight = weight.to(dtype)
-        kept = x if need_w and not deferred else None
-        dx, dw = column_grads(rows, kept, weight, how, need_x, deliver if need_w else None)
+        if wait is None and need_w and not deferred:
+            wait = begin_gather(how, x, weight)
+        dx, dw = column_grads(rows, wait, weight, how, need_x, deliver if need_w else None)
         if dx is not None:
             dx = dx.view(ctx.shape).to(ctx.input_dtype)
         db = _rows(dy).sum(0).to(ctx.bias_dtype) if need_b else None
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 def column_product(
@@ -231,7 +250,7 @@ def column_product(
 
 def column_grads(
     dy: torch.Tensor,
-    x: Grad,
+    wait_for_x: Callable[[], torch.Tensor] | None,
     weight: torch.Tensor,
     how: Parallel,
     need_x: bool,
@@ -241,12 +260,12 @@ def column_grads(
 
     Args:
         dy: [M, N/W], in the dtype of the weight.
-        x: what forward was given; None where the weight gradient is put off, or not needed.
+        wait_for_x: for all rows of what forward was given, [M, K]; None where the weight gradient
+            is put off, or not needed.
         need_x: whether the input needs one.
         deliver: makes the weight gradient of all rows of x [M, K] (None: it is put off); None where
             there is to be none.
     """
-    wait_for_x = None if x is None else _begin_gather(how, x, weight, weight.dtype)
     dw: list[Grad] = [None]
 
     def weight_grad() -> None:
@@ -261,14 +280,14 @@ def column_grads(
     return dx, dw[0]
 
 
-def _begin_gather(
-    how: Parallel, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype
+def begin_gather(
+    how: Parallel, x: torch.Tensor, weight: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """Begin to collect all rows of a column layer's input; the result waits for them."""
     rows, world = _rows(x), how.pool.world
     if not how.sequence_parallel:
         return lambda: rows
-    m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], dtype)
+    m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], x.dtype)
     op = how.pool.op(AGGemm, how.user, m, *sizes, fused=how.fuse_ag)
     return op._unfused.start_gather(rows, m)
 
@@ -295,9 +314,15 @@ def _column_dx(
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        how: Parallel,
+        before: EarlyGather | None,
+    ) -> torch.Tensor:
         dtype = compute_dtype(x)
-        ctx.input_dtype = x.dtype
+        ctx.input_dtype, ctx.before = x.dtype, before
         x = x.to(dtype)
         _open(ctx, x, weight, how)
         with autocast_off(x):
@@ -310,15 +335,13 @@ class _Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_w = ctx.needs_input_grad[:2]
         w, rows = weight.to(ctx.dtype), _rows(dz).to(ctx.dtype)
-        dx: Grad = None
-        if how.sequence_parallel:
-            dx, rows = row_dx(how, rows, w, need_x, need_w)
-        elif need_x:
-            dx = rows @ w
-        dw: Grad = None
-        if need_w:
-            dw = how.wgrad.deliver(ctx.parameter, ctx.main_grad, rows, _rows(x))
-        return (None if dx is None else dx.view(ctx.shape).to(ctx.input_dtype)), dw, None
+        x = _rows(x) if need_w else None
+        deliver = partial(how.wgrad.deliver, ctx.parameter, ctx.main_grad)
+        before: EarlyGather | None = ctx.before
+        idle = nothing if before is None else before.begin
+        dx, dw = row_grads(rows, x, w, how, need_x, deliver, idle)
+        dx = None if dx is None else dx.view(ctx.shape).to(ctx.input_dtype)
+        return dx, (None if dw is None else dw.to(weight.dtype)), None, None
 
 
 def row_product(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Tensor:
@@ -338,17 +361,65 @@ def row_product(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.T
     return fresh(op(rows, weight), x.shape[0] // parts, *x.shape[1:-1], weight.shape[0])
 
 
-def row_dx(
-    how: Parallel, dz: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool
-) -> tuple[Grad, torch.Tensor]:
-    """gather(dz) @ weight [N, K/W], and the gathered dz: each only if it is needed."""
-    pool = how.pool
-    n, k = weight.shape[1] * pool.world, weight.shape[0]
-    m = dz.shape[0] * pool.world
-    op = pool.op(AGGemm, how.user, m, n, k, dz.dtype, transpose_weight=True, fused=how.fuse_ag)
-    if not need_x:
-        return None, op._unfused.gather_rows(dz, m)
-    if not need_w:
-        return op(dz, weight), dz
-    dx, full = op(dz, weight, return_gathered=True)
-    return dx, full
+def row_grads(
+    dz: torch.Tensor,
+    x: Grad,
+    weight: torch.Tensor,
+    how: Parallel,
+    need_x: bool,
+    deliver: Callable[[torch.Tensor, torch.Tensor], Grad],
+    idle: Callable[[], None] = nothing,
+) -> tuple[Grad, Grad]:
+    """Gradients of a row layer's input, [M, K/W], and of its weight.
+
+    Args:
+        dz: own rows (SP) or all, in the dtype of the weight.
+        x: all rows of what forward was given; None where the weight needs no gradient.
+        need_x: whether the input needs one.
+        deliver: makes the weight gradient of all rows of dz [M, N] and x.
+        idle: called when the last rows have come, which are then to be multiplied.
+    """
+    if not how.sequence_parallel:
+        dx = dz @ weight if need_x else None
+        idle()
+        return dx, None if x is None else deliver(dz, x)
+    m, n, k = dz.shape[0] * how.pool.world, weight.shape[1] * how.pool.world, weight.shape[0]
+    op = how.pool.op(AGGemm, how.user, m, n, k, dz.dtype, transpose_weight=True, fused=how.fuse_ag)
+    if x is None:
+        dx = op(dz, weight) if need_x else None
+        idle()
+        return dx, None
+    own = _OwnRows(op, dz, x) if op.waits_for_hosts and how.wgrad.in_parts(dz.dtype) else None
+    meanwhile = nothing if own is None else own.multiply
+    if need_x:
+        dx, full = op.overlapped(dz, weight, meanwhile, idle)
+    else:
+        wait = op._unfused.start_gather(dz, m)
+        meanwhile()
+        dx, full = None, wait()
+        idle()
+    return dx, deliver(full, x) if own is None else own.complete(full)
+
+
+class _OwnRows:
+    """A weight gradient of which the own rows' part is computed while the others are under way.
+
+    Always, whether they have come or not: sums are in the same order in every run.
+    """
+
+    def __init__(self, op: AGGemm, dz: torch.Tensor, x: torch.Tensor) -> None:
+        self._dz, self._x = dz, x
+        begin = _C.core.row_begin(x.shape[0], op.world, op.rank)
+        self._end = begin + dz.shape[0]
+        self._begin = begin
+        self._dw: Grad = None
+
+    def multiply(self) -> None:
+        self._dw = self._dz.t() @ self._x[self._begin : self._end]
+
+    def complete(self, full: torch.Tensor) -> torch.Tensor:
+        """With the others' rows, of all that have been gathered [M, N]."""
+        assert self._dw is not None
+        for rows in (slice(self._begin), slice(self._end, None)):
+            self._dw.addmm_(full[rows].t(), self._x[rows])
+        return self._dw

@@ -6,7 +6,7 @@ its backward beside the communication is inside of one op, ``column_linear_grad`
 saw a gather, two products and a reduction could put them into an order that hides nothing.
 
     column_linear      y             backward: column_linear_grad -> dx, dw
-    row_linear         z             backward: row_linear_grad -> dx, gathered dz (SP only)
+    row_linear         z             backward: row_linear_grad -> dx, dw
     gather_features    all features  backward: cut_features, and the other way round
     sum_grad           a copy        backward: an all-reduce of the gradient
 
@@ -25,11 +25,12 @@ from flux.backends.unfused import all_gather
 from flux.layers.autograd import (
     Parallel,
     autocast_off,
+    begin_gather,
     column_grads,
     column_product,
     compute_dtype,
     fresh,
-    row_dx,
+    row_grads,
     row_product,
 )
 from flux.layers.pool import pool_of
@@ -55,7 +56,8 @@ for _schema in (
     f"column_linear_grad(Tensor dy, Tensor x, Tensor weight, bool need_x, bool need_w, {_HOW}) "
     "-> Tensor[]",
     f"row_linear(Tensor x, Tensor weight, {_HOW}) -> Tensor",
-    f"row_linear_grad(Tensor dz, Tensor weight, bool need_x, bool need_w, {_HOW}) -> Tensor[]",
+    f"row_linear_grad(Tensor dz, Tensor x, Tensor weight, bool need_x, bool need_w, {_HOW}) "
+    "-> Tensor[]",
     "gather_features(Tensor x, str group_name) -> Tensor",
     "cut_features(Tensor x, str group_name) -> Tensor",
     "sum_grad(Tensor parameter, str group_name) -> Tensor",
@@ -115,15 +117,10 @@ def _column_grad(
         assert full is not None
         return rows.t() @ full
 
+    parallel = _parallel(how)
     with autocast_off(x):
-        dx, dw = column_grads(
-            rows,
-            x if need_w else None,
-            weight,
-            _parallel(how),
-            need_x,
-            weight_grad if need_w else None,
-        )
+        wait = begin_gather(parallel, x, weight) if need_w else None
+        dx, dw = column_grads(rows, wait, weight, parallel, need_x, weight_grad if need_w else None)
     grads = (None if dx is None else fresh(dx, *x.shape), dw)
     return [grad for grad in grads if grad is not None]
 
@@ -171,14 +168,13 @@ def _row(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tensor:
 
 
 def _row_grad(
-    dz: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *how: Any
+    dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *how: Any
 ) -> list[torch.Tensor]:
-    parallel, rows = _parallel(how), _rows(dz)
+    rows, all_x = _rows(dz), _rows(x) if need_w else None
     with autocast_off(dz):
-        dx, full = row_dx(parallel, rows, weight, need_x, need_w)
-    if full.data_ptr() == dz.data_ptr():  # nothing to gather; an output must not be an input
-        full = full.clone()
-    return [*([] if dx is None else [dx]), *([full] if need_w else [])]
+        dx, dw = row_grads(rows, all_x, weight, _parallel(how), need_x, lambda dz, x: dz.t() @ x)
+    grads = (None if dx is None else fresh(dx, *x.shape), dw)
+    return [grad for grad in grads if grad is not None]
 
 
 @register_fake("row_linear")
@@ -189,11 +185,9 @@ def _row_fake(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tensor:
 
 @register_fake("row_linear_grad")
 def _row_grad_fake(
-    dz: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *how: Any
+    dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *how: Any
 ) -> list[torch.Tensor]:
-    m = _scaled(dz.numel() // dz.shape[-1], how[0], True, True)
-    dx = [dz.new_empty(m, weight.shape[1])] if need_x else []
-    return [*dx, *([dz.new_empty(m, dz.shape[-1])] if need_w else [])]
+    return _column_grad_fake(dz, x, weight, need_x, need_w)
 
 
 def _setup_row(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -204,15 +198,15 @@ def _setup_row(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _backward_row(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     need_x, need_w = (bool(need) for need in ctx.needs_input_grad[:2])
-    dx: Grad = None
-    full = _rows(dz)
-    if ctx.how[1] and (need_x or need_w):
-        grads = torch.ops.flux.row_linear_grad(dz, weight, need_x, need_w, *ctx.how)
-        dx, full = (grads[0] if need_x else None), grads[-1]
-    elif need_x:
-        dx = full @ weight
-    dw = full.t() @ _rows(x) if need_w else None
-    return (None if dx is None else dx.view(x.shape)), dw, *[None] * len(ctx.how)
+    if not ctx.how[1]:  # nothing to communicate: the compiler sees both products
+        rows = _rows(dz)
+        dx = (rows @ weight).view(x.shape) if need_x else None
+        return dx, rows.t() @ _rows(x) if need_w else None, *[None] * len(ctx.how)
+    dx, dw = None, None
+    if need_x or need_w:
+        grads = torch.ops.flux.row_linear_grad(dz, x, weight, need_x, need_w, *ctx.how)
+        dx, dw = (grads[0] if need_x else None), (grads[-1] if need_w else None)
+    return dx, dw, *[None] * len(ctx.how)
 
 
 # -- features, and gradients of parameters that all ranks have -------------------------------------

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from flux.env import LAYER_TIMEOUT_S
 from flux.knobs import Knobs, Op
+from flux.layers.ahead import EarlyGather
 from flux.ops._base import TensorParallelOp
 from flux.ops.executor import places_of, why_not_gpus
 from flux.transport.exchange import Exchange, kept_for
@@ -70,6 +71,7 @@ class OpPool:
         # All compiled graphs together, as nobody says when one of them is gone. A graph knows its
         # group by name; with a user per layer, each layer would be compiled for itself.
         self.graphs = User()
+        self.early_gather: EarlyGather | None = None  # of the last column layer, for the next row's
 
     # -- ops ---------------------------------------------------------------------------------------
 

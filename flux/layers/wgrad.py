@@ -44,6 +44,11 @@ class WeightGrad:
         kept.append(dy)
         return True
 
+    def in_parts(self, dtype: torch.dtype) -> bool:
+        """Whether the gradient may be the sum of several products: of 16-bit ones each would be
+        rounded, and main_grad takes one."""
+        return not self.accumulate and dtype in (torch.float32, torch.float64)
+
     def deliver(
         self, weight: Any, main_grad: Grad, dy: torch.Tensor | None, x: torch.Tensor | None
     ) -> Grad:

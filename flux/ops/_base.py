@@ -17,7 +17,7 @@ from typing_extensions import Self
 from flux import _C
 from flux.backends.cpu import CpuBackend
 from flux.backends.cuda import CudaBackend
-from flux.backends.unfused import UnfusedBackend
+from flux.backends.unfused import UnfusedBackend, nothing
 from flux.env import CHECK, VARIABLES
 from flux.knobs import Knobs, Op, check_legal
 from flux.ops import torch_internals
@@ -217,6 +217,11 @@ class TensorParallelOp:
         return self._backend.workspace_bytes if self._backend else 0
 
     @property
+    def waits_for_hosts(self) -> bool:
+        """Whether a call waits, on the CPU, for rows of other hosts, while other work could run."""
+        return isinstance(self._backend, CpuBackend) and self.topology.nodes > 1
+
+    @property
     def closed(self) -> bool:
         """True after ``close()`` and after a failure."""
         return self._closed
@@ -383,3 +388,18 @@ class TensorParallelOp:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             self._release(failed=False)
+
+
+def never_refused(work: Callable[[], None]) -> Callable[[], None]:
+    """A caller's ``work`` beside a call, whose errors cannot be taken for a refused argument: rows
+    are under way by then."""
+    if work is nothing:
+        return work
+
+    def run() -> None:
+        try:
+            work()
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(f"the caller's work beside the op failed: {error}") from error
+
+    return run

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
+from flux.backends.cpu import CpuBackend
+from flux.backends.unfused import ALONE, Beside, nothing
 from flux.knobs import Knobs, Op
-from flux.ops._base import TensorParallelOp
+from flux.ops._base import TensorParallelOp, never_refused
 from flux.ops.call import Call
 from flux.schedule import TileSchedule
 from flux.topology import Topology
@@ -149,6 +151,31 @@ class AGGemm(TensorParallelOp):
         y = outs[: len(weights)] if several else outs[0]
         return (y, outs[len(weights)]) if return_gathered else y
 
+    def overlapped(
+        self,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        meanwhile: Callable[[], None] = nothing,
+        arrived: Callable[[], None] = nothing,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The op without bias and without autograd, beside work of the caller's.
+
+        ``meanwhile`` is called once, when the own rows are multiplied and others are under way: a
+        backward pass begins with its weight gradient there. ``arrived`` is called once, when the
+        last rows have come and are to be multiplied: another transfer can begin. On GPUs both are
+        called behind the kernels. Neither may call this op.
+
+        Returns:
+            y [M, N/W] and the gathered x [M, K].
+
+        Raises:
+            As for a call; what the caller's work raises closes the op, whose peers hear of it.
+        """
+        self._check_types(x_shard, weight)
+        beside = Beside(never_refused(meanwhile), never_refused(arrived))
+        y, x_full = self._run(x_shard, [weight], [None], None, True, [], beside)
+        return y, x_full
+
     def _run(
         self,
         x: torch.Tensor,
@@ -157,22 +184,27 @@ class AGGemm(TensorParallelOp):
         m: int | None,
         gather: bool,
         scales: Sequence[torch.Tensor],
+        beside: Beside = ALONE,
     ) -> list[torch.Tensor]:
         """What ``torch.ops.flux.ag_gemm`` executes."""
         outs, x_full = self._guarded(
-            lambda: self._execute(*self._prepare(x, weights, biases, m, scales), gather)
+            lambda: self._execute(*self._prepare(x, weights, biases, m, scales), gather, beside)
         )
         return outs if x_full is None else [*outs, x_full]
 
     def _execute(
-        self, call: Call, schedule: TileSchedule, gather: bool
+        self, call: Call, schedule: TileSchedule, gather: bool, beside: Beside
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         if self._backend is None:
-            return self._unfused.ag_gemm(call, gather)
+            return self._unfused.ag_gemm(call, gather, beside)
         if schedule.knobs.path == "unfused":
             self._backend.check_entries(schedule, call.m)
-            return self._unfused.ag_gemm(call, gather)
-        return self._backend.ag_gemm(schedule, call, gather)
+            return self._unfused.ag_gemm(call, gather, beside)
+        if isinstance(self._backend, CpuBackend):
+            return self._backend.ag_gemm(schedule, call, gather, beside)
+        found = self._backend.ag_gemm(schedule, call, gather)
+        beside.both()  # behind the kernels on the caller's stream, which it does not wait for
+        return found
 
 
 def _scales(of_x: Any, of_weight: Any) -> list[Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from flux.backends.cpu import CpuBackend
 from flux.backends.unfused import nothing
 from flux.knobs import Knobs, Op
-from flux.ops._base import TensorParallelOp
+from flux.ops._base import TensorParallelOp, never_refused
 from flux.ops.call import Call
 from flux.schedule import TileSchedule
 from flux.topology import Topology
@@ -143,8 +143,7 @@ class GemmRS(TensorParallelOp):
     def _execute(
         self, call: Call, schedule: TileSchedule, meanwhile: Callable[[], None]
     ) -> torch.Tensor:
-        if meanwhile is not nothing:
-            meanwhile = _never_refused(meanwhile)
+        meanwhile = never_refused(meanwhile)
         unfused = self._unfused.gemm_rs if self.kind is Op.gemm_rs else self._unfused.gemm_ar
         if self._backend is None:
             return unfused(call, meanwhile)
@@ -156,15 +155,3 @@ class GemmRS(TensorParallelOp):
         out = self._backend.gemm_rs(schedule, call)
         meanwhile()  # behind the kernels on the caller's stream, which it does not wait for
         return out
-
-
-def _never_refused(work: Callable[[], None]) -> Callable[[], None]:
-    """``work``, whose errors cannot be taken for a refused argument: rows are under way by then."""
-
-    def run() -> None:
-        try:
-            work()
-        except (TypeError, ValueError) as error:
-            raise RuntimeError(f"the caller's work beside the op failed: {error}") from error
-
-    return run

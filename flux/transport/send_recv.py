@@ -13,6 +13,11 @@ one header per call: its number, a digest of what all ranks must agree on, or wh
 refused. Works on any backend with send and recv for CPU tensors (gloo, MPI). Operations between two
 ranks are posted in the same order at both ends, so backends without tags do too.
 
+A rank sends nothing of a call before it has posted its receives, as many as fit the window. gloo's
+sender waits for a word that the receive has been posted, and that word takes the connection that
+the other direction's tiles take: behind those it would arrive when they are through, and the two
+directions, which a wire carries at the same time, would take turns.
+
 Memory ordering and buffer reuse. A receive is posted for call e only after this rank has begun e
 and has seen every rank enter e (``await_agreement``): on this host nobody reads the target for e-1
 any more, for the same reason as in csrc/host/signal_pad.h. A sender cannot overtake that:
@@ -89,6 +94,7 @@ class _Job:
     epoch: int
     pieces: Iterable[Piece] = ()
     header: Any = None  # the pending send of the header
+    posted: threading.Event = field(default_factory=threading.Event)  # the first of its operations
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -334,8 +340,16 @@ class _Link:
             if job.header is not None:
                 job.header.wait(FOREVER)
             if self._engine.await_agreement(job.epoch):
+                self._await_receives()
                 self._flow(job, Work.send, self._post_send, lambda piece, epoch: None)
             job.done.set()
+
+    def _await_receives(self) -> None:
+        """Wait until this call's receives are posted."""
+        receives = self._current[1]
+        while not receives.posted.wait(0.05):
+            if not self._threads[1].is_alive():
+                raise _Gone
 
     def _receive_calls(self) -> None:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
@@ -423,9 +437,11 @@ class _Link:
 
         for number, piece in enumerate(job.pieces):
             while len(posted) >= 2 and size + piece.tensor.nbytes > self._window:
+                job.posted.set()
                 complete_oldest()
             pending, posted_ns = post(piece, job.epoch, number)
             posted.append((pending, piece, posted_ns))
             size += piece.tensor.nbytes
+        job.posted.set()
         while posted:
             complete_oldest()
