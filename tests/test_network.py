@@ -402,3 +402,44 @@ def test_a_rank_that_starts_again_joins_the_survivors(hosts: str, tmp_path: Path
             for process in processes:
                 process.kill()
                 process.wait()
+
+
+def receives_first(rank: int, world: int, hosts: str) -> None:
+    """gloo tells a sender over the same connection that a receive is posted: behind tiles that
+    leave by it, that would arrive when they are through."""
+    from flux.transport.send_recv import DATA_TAG
+
+    with on_host(hosts[rank]):
+        for op_name in OPS:
+            problem = Problem(op_name, 64, (8,), 8)
+            with problem.build(tuning=Knobs(comm_tile_rows=4)) as op:
+                network = op._backend.network
+                posted: list[tuple[int, str]] = []
+                channel = network._channel
+
+                class Noting:
+                    def send(self, tensors: Any, peer: int, tag: int) -> Any:
+                        if tag == DATA_TAG:
+                            posted.append((peer, "send"))  # noqa: B023
+                        return channel.send(tensors, peer, tag)  # noqa: B023
+
+                    def recv(self, tensors: Any, peer: int, tag: int) -> Any:
+                        if tag == DATA_TAG:
+                            time.sleep(0.002)  # the sender would be first
+                            posted.append((peer, "receive"))  # noqa: B023
+                        return channel.recv(tensors, peer, tag)  # noqa: B023
+
+                for link in network._links:
+                    link._channel = Noting()
+                inputs = Inputs(problem, 64, world, seed=1)
+                inputs.check(inputs.call(op, rank), rank)
+                for link in network._links:
+                    link._channel = channel
+                    own = [what for peer, what in posted if peer == link.peer]
+                    assert "send" in own and "receive" in own, (op_name, own)
+                    assert own == sorted(own), (op_name, link.peer, own)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abc"])
+def test_receives_are_posted_before_anything_is_sent(hosts: str) -> None:
+    run_ranks(len(hosts), receives_first, hosts)

@@ -337,6 +337,16 @@ def test_predictions_are_positive_and_grow_with_m(op: str, world: int, nodes: in
             assert times[-1].total > times[0].total
 
 
+def test_of_long_transfers_the_last_tile_alone_is_added() -> None:
+    """Two hosts at 1 Gbit/s, M = 2048: transfers much longer than the GEMM."""
+    cluster = load_cluster("cpu")
+    for op, n, k in (("ag_gemm", 128, 512), ("gemm_rs", 512, 128)):
+        problem = shape(op, 2048, n, k, 2, 2)
+        found = cost.predict(problem, cluster, Knobs())
+        assert 0 < found.comm_ms - found.gemm_ms < found.exposed_ms < found.comm_ms
+        assert cost.choose(problem, cluster, [Knobs(), Knobs(path="unfused")]).path == "fused"
+
+
 def test_one_rank_communicates_nothing() -> None:
     assert cost.predict(shape("ag_gemm", 64, 64, 64, 1), load_cluster("cpu"), Knobs()).comm_ms == 0
 

@@ -289,7 +289,7 @@ def begin_gather(
         return lambda: rows
     m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], x.dtype)
     op = how.pool.op(AGGemm, how.user, m, *sizes, fused=how.fuse_ag)
-    return op._unfused.start_gather(rows, m)
+    return op.start_gather(rows, m)
 
 
 def _column_dx(
@@ -394,7 +394,7 @@ def row_grads(
     if need_x:
         dx, full = op.overlapped(dz, weight, meanwhile, idle)
     else:
-        wait = op._unfused.start_gather(dz, m)
+        wait = op.start_gather(dz, m)
         meanwhile()
         dx, full = None, wait()
         idle()

@@ -176,6 +176,15 @@ class AGGemm(TensorParallelOp):
         y, x_full = self._run(x_shard, [weight], [None], None, True, [], beside)
         return y, x_full
 
+    def start_gather(self, x_shard: torch.Tensor, m: int) -> Callable[[], torch.Tensor]:
+        """Begin to gather rows without a product: [own rows, K], of ``m`` in all. Collective.
+
+        Returns:
+            What waits for them and returns them, [M, K]; raises PeerTimeoutError. Other calls of
+            this op may come before that, and other gathers, in the same order on all ranks.
+        """
+        return self._unfused.start_gather(x_shard, m, both_ways=self.waits_for_hosts)
+
     def _run(
         self,
         x: torch.Tensor,

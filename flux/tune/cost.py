@@ -153,13 +153,29 @@ def predict(shape: Shape, cluster: Cluster, knobs: Knobs) -> Prediction:
         comm = comm * (0.5 if stored else 1.0) + cluster.link.latency_us * 1e-3
         return Prediction(whole, comm, comm + overhead)
     latency = cluster.link.latency_us if shape.nodes == 1 else cluster.network.latency_us
-    steps = shape.world if knobs.path == "medium" else transfers + 1
-    if knobs.path == "medium":  # the small GEMMs of a ring do not fill the device
-        overhead += shape.world * latency * 1e-3
-    # The first tile (AllGather: after the own rows) or the last (ReduceScatter) is not hidden, and
-    # of the rest, what is longer than the GEMM beside it.
-    exposed = max(0.0, comm - whole * (shape.world - 1) / shape.world) + comm / steps
+    if knobs.path == "medium":
+        overhead += shape.world * latency * 1e-3  # a ring's small GEMMs do not fill the device
+        exposed = max(0.0, comm - whole * (shape.world - 1) / shape.world) + comm / shape.world
+    else:
+        exposed = _fused_exposed_ms(shape, knobs, whole, comm, transfers)
     return Prediction(whole, comm, exposed + latency * 1e-3 + overhead)
+
+
+def _fused_exposed_ms(
+    shape: Shape, knobs: Knobs, whole: float, comm: float, transfers: int
+) -> float:
+    """What a fused kernel leaves of its transfers.
+
+    AllGather      | own rows | others', as they come |  others' last tile has to come first
+    ReduceScatter  | others' rows | own rows |          others' first tile has to be there
+                                                        first, and their last may outlast the rest
+    """
+    assert knobs.comm_tile_rows is not None and knobs.tile is not None
+    tile = whole * min(1.0, min(knobs.comm_tile_rows, knobs.tile[0]) / max(shape.m, 1))
+    exposed = max(0.0, comm + tile - whole)
+    if shape.op is Op.ag_gemm:
+        return exposed
+    return max(exposed, comm / transfers - whole / shape.world)
 
 
 def _cut_ms(shape: Shape, cluster: Cluster, knobs: Knobs, whole: float) -> float:
