@@ -54,7 +54,8 @@ def rows(document: dict[str, Any]) -> Iterable[list[str]]:
             milliseconds(found["compute_ms"]),
             milliseconds(ours["host_ms"]),
             *(milliseconds(form["exposed_ms"]) for form in (megatron, ours)),
-            f"**{found['ratio']:.2f}**",
+            f"**{found['ratio']:.2f}** ({found['ratio_interval'][0]:.2f} to "
+            f"{found['ratio_interval'][1]:.2f})",
         ]
 
 

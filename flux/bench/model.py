@@ -17,6 +17,9 @@ from .hosts import parse_hosts
 from .problem import DTYPES, check_run, dtype_name
 
 PHASES = ("train", "prefill", "decode")
+DECODE_REPEATS = 8
+"""Repeats of decoding for one of the other phases: it takes a hundredth of their time, and a rank
+that is interrupted is a large part of that."""
 
 
 def scaled(layer: Layer, scale: int, world: int) -> Layer:
@@ -56,6 +59,7 @@ class ModelConfig:
         sequence: tokens of a sequence, and of a prompt.
         batch: sequences at once, in training and prefill; ``decode_batch`` in decoding.
         sequence_parallel: of training and prefill. Decoding has none, as a token cannot be split.
+        repeats: of training and prefill; ``DECODE_REPEATS`` times as many of decoding.
     """
 
     model: str
@@ -109,6 +113,9 @@ class ModelConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[dtype_name(self.dtype)]
+
+    def repeats_of(self, phase: str) -> int:
+        return self.repeats * (DECODE_REPEATS if phase == "decode" else 1)
 
     def sequence_parallel_in(self, phase: str) -> bool:
         return self.sequence_parallel and phase != "decode"

@@ -46,6 +46,7 @@ def document(
 def _phase(result: PhaseResult) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ratio": result.ratio,
+        "ratio_interval": result.ratio_interval,
         "compute_ms": result.compute_ms if result.forms else None,
         "max_error": result.max_error,
         "layers": {name: asdict(form) for name, form in result.forms.items()},

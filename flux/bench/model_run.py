@@ -63,6 +63,19 @@ class PhaseResult:
             return None
         return self.forms["flux"].overall_ms / self.forms["megatron"].overall_ms
 
+    @property
+    def ratio_interval(self) -> tuple[float, float] | None:
+        """Where 95% of resamples of the repeats put the ratio; None without it, or below 5."""
+        if not self.forms:
+            return None
+        ours, megatron = (self.forms[form].repeats_ms for form in ("flux", "megatron"))
+
+        def ratio(chosen: list[int]) -> float:
+            of_ours, of_megatron = ([times[i] for i in chosen] for times in (ours, megatron))
+            return metrics.median(of_ours) / metrics.median(of_megatron)
+
+        return None if len(ours) < 5 else metrics.bootstrap(ratio, len(ours), 0.95)
+
 
 @dataclass
 class _Samples:
@@ -111,12 +124,12 @@ class _Phase:
 
     def _time(self, calls: dict[str, LayerCall]) -> _Samples:
         config, samples = self._config, _Samples()
-        rounds = Rounds(calls, self._timer)
+        rounds, repeats = Rounds(calls, self._timer), config.repeats_of(self._phase)
         with quiet_collector():
-            for index in range(-config.warmup, config.repeats):
+            for index in range(-config.warmup, repeats):
                 if self._rank == 0:
                     done = index + config.warmup
-                    self._progress(self._phase, done, config.warmup + config.repeats)
+                    self._progress(self._phase, done, config.warmup + repeats)
                 found = rounds.run(index)
                 if index >= 0:
                     for form, taken in found.items():
@@ -166,7 +179,7 @@ def around_ops(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[No
 
         return call
 
-    entries = ((AGGemm, "__call__"), (GemmRS, "__call__"), (GemmRS, "overlapped"))
+    entries = [(op, name) for op in (AGGemm, GemmRS) for name in ("__call__", "overlapped")]
     with contextlib.ExitStack() as stack:
         for op, name in entries:
             stack.enter_context(mock.patch.object(op, name, wrapped(vars(op)[name])))
