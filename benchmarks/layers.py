@@ -10,7 +10,7 @@ benchmarks/results/layers/; the table goes to stdout.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,20 @@ HEADER = ["model, tokens", "link", "phase", "Megatron ms", "flux ms", "compute m
 HEADER += ["exposed, Megatron's", "exposed, flux's", "ratio"]
 
 
+def runs(
+    models: Sequence[str] | None = None, links: Sequence[str] = LINKS
+) -> Iterator[tuple[str, int, int, int, str]]:
+    """What is measured: cases, and links of each."""
+    for case in CASES:
+        if not models or case[0] in models:
+            for link in links:
+                yield (*case, link)
+
+
+def file_name(model: str, scale: int, sequence: int, batch: int, link: str) -> str:
+    return f"{model}_{scale}_{sequence}x{batch}_{link}.json"
+
+
 def run(
     model: str, scale: int, sequence: int, batch: int, link: str, repeats: int
 ) -> dict[str, Any]:
@@ -39,7 +53,7 @@ def run(
     arguments += ["--sequence", str(sequence), "--batch", str(batch)]
     arguments += ["--repeats", str(repeats), "--warmup", "2"]
     arguments += ["--hosts", "2", "--link-rate", link] if link != "none" else []
-    return measured(arguments, RESULTS / f"{model}_{scale}_{sequence}x{batch}_{link}.json")
+    return measured(arguments, RESULTS / file_name(model, scale, sequence, batch, link))
 
 
 def rows(document: dict[str, Any]) -> Iterable[list[str]]:
@@ -71,13 +85,8 @@ def main() -> None:
     parser.add_argument("--links", nargs="*", default=LINKS)
     parser.add_argument("--repeats", type=int, default=11)
     options = parser.parse_args()
-    documents = [
-        run(*case, link, options.repeats)
-        for case in CASES
-        if not options.models or case[0] in options.models
-        for link in options.links
-    ]
-    print(table(documents))
+    wanted = runs(options.models, options.links)
+    print(table([run(*case, options.repeats) for case in wanted]))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import cpu_foundation
 import cpu_growth
 import cpu_overhead
 import cuda_host_time
+import layers
 import multi_host
 from common import RESULTS, ROOT, conditions, markdown, percent, ratio
 
@@ -100,11 +101,18 @@ def hosts() -> str:
     return multi_host.tables(documents)
 
 
+def layer() -> str:
+    """Every run of layers.py, in the order of its cases and links."""
+    paths = [RESULTS.parent / "layers" / layers.file_name(*case) for case in layers.runs()]
+    return layers.table([load(path) for path in paths])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
     "overhead": overhead,
     "growth": growth,
     "hosts": hosts,
+    "layers": layer,
     "cuda_host": cuda_host,
     "tuning": tuned,
 }

@@ -26,6 +26,7 @@ MIN_SLAB_ROWS = {Op.ag_gemm: 2048, Op.gemm_rs: 1024, Op.gemm_ar: 1024}
 COMM_TILE_BYTES = 1 << 20
 NETWORK_TILE_BYTES = {Op.ag_gemm: 16 << 20, Op.gemm_rs: 8 << 20, Op.gemm_ar: 8 << 20}
 MAX_COMM_TILES = 64
+FEW_ROWS = 64
 INLINE_BYTES = 256 << 10
 
 
@@ -46,10 +47,14 @@ def network_slab_rows(op: Op, m: int, world: int) -> int:
     """Rows of a GEMM tile between hosts: whole parts of a chunk, or chunks when they are small.
 
     A ReduceScatter computes other hosts' rows first: small slabs let the first of them leave early.
+    Of few rows, as in decoding, a GEMM takes as long as it takes to read the weight: cut in two it
+    reads it twice.
     An AllGather is left with the last tile when the wire falls silent; the tiles before it are
     computed as one (backends/cpu.py).
     """
     chunk = ceil_div(m, world)
+    if m <= FEW_ROWS and op is not Op.ag_gemm:
+        return m
     if chunk < 1024:
         return chunk
     low, high = (ceil_div(chunk, 4), chunk // 2) if op is Op.ag_gemm else (512, 1023)

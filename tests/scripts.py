@@ -12,6 +12,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def torchrun(ranks: int) -> list[str]:
+    """The start of a command. --standalone picks a free port: tests can run side by side."""
+    module = "torch.distributed.run"
+    return [sys.executable, "-m", module, "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def under_torchrun(*command: str, timeout_s: float) -> str:
+    """What two ranks of ``command`` print; AssertionError with their complaints if they fail."""
+    done = subprocess.run(
+        [*torchrun(2), *command],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def run_script(
     script: Path, ranks: int = 0, timeout_s: float = 200.0, arguments: Sequence[str] = ()
 ) -> str:
@@ -21,10 +40,7 @@ def run_script(
         AssertionError: it failed, took too long, or used what its readers will soon have to change;
             the message holds its output.
     """
-    command = [sys.executable]
-    if ranks:
-        # --standalone picks a free port, so that tests can run side by side.
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = torchrun(ranks) if ranks else [sys.executable]
     # Poisoned, so that memory which nobody wrote cannot pass for a result.
     settings = {"FLUX_POISON": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(

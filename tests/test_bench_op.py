@@ -22,6 +22,7 @@ from flux.bench.problem import BenchConfig, Problem
 from flux.bench.timing import StartLine
 from flux.cli import app
 from harness import nothing_left_in_shared_memory, run_ranks
+from scripts import under_torchrun
 
 FLUX = [sys.executable, "-m", "flux"]
 SHAPE = ["--m", "13", "--n", "10", "--k", "9"]
@@ -165,14 +166,10 @@ def test_json_on_stdout_is_alone_there() -> None:
 
 def test_joins_torchrun(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*run, "-m", "--", "flux", "bench", "op", "--op", "gemm_rs", *SHAPE, *SHORT]
-    done = subprocess.run(
-        [*command, "--json", str(target)], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "--", "flux", "bench", "op", "--op", "gemm_rs", *SHAPE, *SHORT]
+    printed = under_torchrun(*command, "--json", str(target), timeout_s=100)
     check_document(json.loads(target.read_text()), "gemm_rs")
-    assert done.stdout.count("gemm_rs 13 x 10 x 9") == 1  # one of the ranks speaks
+    assert printed.count("gemm_rs 13 x 10 x 9") == 1  # one of the ranks speaks
 
 
 def test_refuses_another_world_than_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:

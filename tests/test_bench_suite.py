@@ -31,6 +31,7 @@ from flux.bench.spawn import RankFailedError
 from flux.cli import app
 from flux.trace.events import Kind
 from peer_cases import Stub
+from scripts import under_torchrun
 
 SHAPES = """
 model = "tiny"
@@ -254,31 +255,22 @@ def test_usage_errors_measure_nothing(
 
 # -- torchrun, hosts -------------------------------------------------------------------------------
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def under_torchrun(*command: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, *command], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
 
 @pytest.mark.timeout(400)
 def test_beside_torchruns_ranks(shapes: str, tmp_path: Path) -> None:
     target, html = tmp_path / "out.json", tmp_path / "out.html"
     command = ["-m", "--", "flux", "bench", "suite", "--shapes", shapes, "--ops", "ag_gemm"]
     command += ["--json", str(target), "--repeats", "2"]
-    done = under_torchrun(*command, "--report", str(html))
+    printed = under_torchrun(*command, "--report", str(html), timeout_s=200)
     document = results.load(target)
     assert [entry["status"] for entry in document["entries"]] == ["done"] * 2
     assert (document["settings"]["world"], document["settings"]["hosts"]) == (2, "1")
     assert {event.rank for event in results.events_of(document)} == {0, 1}
-    assert done.stdout.count("[2/2] ag_gemm 64 x 12 x 10") == 1  # one of the ranks speaks
+    assert printed.count("[2/2] ag_gemm 64 x 12 x 10") == 1  # one of the ranks speaks
     document["entries"][1]["status"] = "failed"  # what rank 0's file says is what all ranks do
     results.save(document, target)
-    assert "going on: 1 of 2 are measured already" in under_torchrun(*command, "--resume").stdout
+    printed = under_torchrun(*command, "--resume", timeout_s=200)
+    assert "going on: 1 of 2 are measured already" in printed
     again = results.load(target)
     assert [entry["status"] for entry in again["entries"]] == ["done"] * 2
     assert again["entries"][0] == document["entries"][0]
@@ -317,7 +309,7 @@ if __name__ == "__main__":
     ranks.close()
 """
     )
-    lines = under_torchrun(str(script)).stdout.splitlines()
+    lines = under_torchrun(str(script), timeout_s=200).splitlines()
     raised, killed = (json.loads(line) for line in lines if line.startswith("{"))
     assert raised["status"] == killed["status"] == "done"
     assert list(raised["result"]["methods"]) == ["unfused", "medium", "flux", "fine"]

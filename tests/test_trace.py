@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from flux.trace.summary import longest_wait
 from flux.transport.exchange import Exchange, resolve_group
 from harness import run_ranks
 from reference import Inputs, Problem
+from scripts import under_torchrun
 from test_network import on_host
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
@@ -341,13 +341,6 @@ def test_bad_input_starts_nothing(
 
 def test_joins_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "-m", "--", "flux", "trace", "op", *SHAPE, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wrote ") == 1
+    command = ["-m", "--", "flux", "trace", "op", *SHAPE, "--out", str(out)]
+    assert under_torchrun(*command, timeout_s=150).count("wrote ") == 1
     assert {e.rank for e in read_chrome(out).events} == {0, 1}

@@ -29,6 +29,7 @@ from flux.tune.journal import BusyError, Journal, run_id
 from flux.tune.machine import survey
 from flux.tune.space import load_space
 from flux.tune.tuner import Observer, Options, Search, Tuner, describe, make_search
+from scripts import under_torchrun
 
 # -- halving ---------------------------------------------------------------------------------------
 
@@ -407,16 +408,7 @@ if __name__ == "__main__":
 """
     )
     (tmp_path / "space.toml").write_text(SPACE)
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(under_torchrun(str(script), timeout_s=280).splitlines()[-1])
     assert found["winner"]["knobs"]["comm_tile_rows"] == 16
     assert len(found["excluded"]) == 4
 

@@ -336,14 +336,19 @@ class CpuBackend:
 
     gemm_ar = gemm_rs
 
-    def check_entries(self, schedule: TileSchedule, digest: int) -> None:
-        """Meet the peers without moving anything, so that a mismatch is found (path unfused)."""
+    def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
+        """Begin to meet the peers without moving anything; what is returned waits for them, and
+        raises where calls do not fit together (path unfused)."""
         self._lane(schedule)
         self.engine.begin(schedule.native, digest, False, self.timeout_s)
         if self.network is not None:
             self.network.begin(self.engine.epoch, digest, lambda peer: (), lambda peer: ())
-        self._await(self.engine.wait_entries)
-        self._finish_network()
+
+        def met() -> None:
+            self._await(self.engine.wait_entries)
+            self._finish_network()
+
+        return met
 
     # -- pieces ------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from flux.backends.device import Device
 from flux.backends.epilogue import ACTIVATE, spoil
 from flux.backends.layout import Layout
 from flux.backends.op_kernels import OpKernel, op_kernel
+from flux.backends.unfused import nothing
 from flux.env import POISON, TRACE
 from flux.errors import PeerTimeoutError
 from flux.kernels.config import TMA_BYTES, GemmConfig
@@ -463,9 +464,10 @@ class CudaBackend:
         self.peers.let_go(self.native.epoch)
         self.native.let_go()
 
-    def check_entries(self, schedule: TileSchedule, digest: int) -> None:
+    def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
         """Nothing: on GPUs nobody waits for a peer before a call. Calls that do not fit together
         are found with FLUX_CHECK."""
+        return nothing
 
     def refuse(self, why: str) -> None:
         """Nothing, as the host does not meet its peers: the caller hears of bad input at once, and

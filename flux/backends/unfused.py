@@ -26,7 +26,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_EXCHANGE_TAG = 0x466C7578  # on the user's group, whose own tags are small
+_EXCHANGE_TAG = 18008  # on the user's group; MPI takes tags up to 32767
 
 
 class Stamps(Protocol):
@@ -165,12 +165,19 @@ class UnfusedBackend:
             full = full.clone()  # an output must not alias the input
         return outs, (full if gather else None)
 
-    def gemm_rs(self, call: Call, meanwhile: Callable[[], None] = nothing) -> torch.Tensor:
-        """[M, K/W] x [K/W, N] -> [own rows, N]; ``meanwhile`` runs while the rows travel."""
+    def gemm_rs(
+        self,
+        call: Call,
+        meanwhile: Callable[[], None] = nothing,
+        met: Callable[[], None] = nothing,
+    ) -> torch.Tensor:
+        """[M, K/W] x [K/W, N] -> [own rows, N]; ``met`` is called before anything travels, after
+        the GEMM, and ``meanwhile`` while the rows do."""
         began = self._began()
         partial = self._padded(call.x, call.m)
         Multiplier(self.spec, call)(call.x, partial[: call.m], scale_x=call.scale_x)
         self._ended(Work.gemm, began)
+        met()
         return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
 
     def scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -200,12 +207,18 @@ class UnfusedBackend:
         self._ended(Work.collective, began, partial.nbytes)
         return out[: _C.core.row_count(m, self.world, self.rank)]
 
-    def gemm_ar(self, call: Call, meanwhile: Callable[[], None] = nothing) -> torch.Tensor:
-        """[M, K/W] x [K/W, N] -> [M, N]; ``meanwhile`` runs while the rows travel."""
+    def gemm_ar(
+        self,
+        call: Call,
+        meanwhile: Callable[[], None] = nothing,
+        met: Callable[[], None] = nothing,
+    ) -> torch.Tensor:
+        """[M, K/W] x [K/W, N] -> [M, N]; ``met`` and ``meanwhile`` as in ``gemm_rs``."""
         began = self._began()
         out = call.x.new_empty(call.m, self.spec.n[0], dtype=self.spec.out_dtype)
         Multiplier(self.spec, call)(call.x, out, scale_x=call.scale_x)
         self._ended(Work.gemm, began)
+        met()
         began = self._began()
         work = dist.all_reduce(out, group=self.group, async_op=True) if self.world > 1 else None
         meanwhile()

@@ -178,7 +178,7 @@ def _meet_to_grow(op: TensorParallelOp, m: int) -> None:
     # As in a call with M, which this op has never seen: it is more than max_m.
     digest = m if op.kind is Op.ag_gemm else m * 2
     backend, schedule = op._backend, op.schedule(1)
-    op._guarded(lambda: backend.check_entries(schedule, digest))
+    op._guarded(lambda: backend.meet(schedule, digest)())
 
 
 def pool_of(group: dist.ProcessGroup | str | None) -> OpPool:

@@ -207,7 +207,7 @@ class AGGemm(TensorParallelOp):
         if self._backend is None:
             return self._unfused.ag_gemm(call, gather, beside)
         if schedule.knobs.path == "unfused":
-            self._backend.check_entries(schedule, call.m)
+            self._backend.meet(schedule, call.m)()
             return self._unfused.ag_gemm(call, gather, beside)
         if isinstance(self._backend, CpuBackend):
             return self._backend.ag_gemm(schedule, call, gather, beside)

@@ -148,8 +148,8 @@ class GemmRS(TensorParallelOp):
         if self._backend is None:
             return unfused(call, meanwhile)
         if schedule.knobs.path == "unfused":
-            self._backend.check_entries(schedule, call.m * 2 + (call.biases[0] is not None))
-            return unfused(call, meanwhile)
+            met = self._backend.meet(schedule, call.m * 2 + (call.biases[0] is not None))
+            return unfused(call, meanwhile, met)
         if isinstance(self._backend, CpuBackend):
             return self._backend.gemm_rs(schedule, call, meanwhile)
         out = self._backend.gemm_rs(schedule, call)

@@ -89,7 +89,7 @@ class Workspace:
         digest = zlib.crc32(what.encode()) & 0x7FFFFFFF
         schedule = make_schedule("ag_gemm", (1, 1, 1), self.world, self.rank)
         try:
-            self._control.check_entries(schedule, digest)
+            self._control.meet(schedule, digest)()
         except ValueError:
             raise
         except BaseException:
