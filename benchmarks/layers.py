@@ -20,11 +20,9 @@ RESULTS = Path("benchmarks", "results", "layers")
 # Name of the model, what its sizes are divided by, tokens of a sequence, sequences. With all tokens
 # in one sequence attention makes most of the time; with few in each, it is the linear layers.
 CASES = [
-    ("gpt3-175b", 12, 256, 8),
-    ("llama2-70b", 8, 256, 8),
     ("gpt3-175b", 24, 256, 8),
-    ("llama2-70b", 16, 2048, 1),
     ("gpt3-175b", 12, 512, 1),
+    ("llama2-70b", 16, 2048, 1),
 ]
 LINKS = ["none", "500mbit", "1gbit", "2gbit"]
 

@@ -411,8 +411,8 @@ def receives_first(rank: int, world: int, hosts: str) -> None:
 
     with on_host(hosts[rank]):
         for op_name in OPS:
-            problem = Problem(op_name, 64, (8,), 8)
-            with problem.build(tuning=Knobs(comm_tile_rows=4)) as op:
+            problem = Problem(op_name, 192, (512,), 512)
+            with problem.build(tuning=Knobs(comm_tile_rows=32)) as op:
                 network = op._backend.network
                 posted: list[tuple[int, str]] = []
                 channel = network._channel
@@ -431,7 +431,7 @@ def receives_first(rank: int, world: int, hosts: str) -> None:
 
                 for link in network._links:
                     link._channel = Noting()
-                inputs = Inputs(problem, 64, world, seed=1)
+                inputs = Inputs(problem, 192, world, seed=1)
                 inputs.check(inputs.call(op, rank), rank)
                 for link in network._links:
                     link._channel = channel
