@@ -54,6 +54,11 @@ def run(
     return measured(arguments, RESULTS / file_name(model, scale, sequence, batch, link))
 
 
+def interval_text(ends: list[float] | None) -> str:
+    """Nothing of fewer repeats than an interval needs."""
+    return "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+
+
 def rows(document: dict[str, Any]) -> Iterable[list[str]]:
     for phase, found in document["phases"].items():
         megatron, ours = found["layers"]["megatron"], found["layers"]["flux"]
@@ -66,8 +71,7 @@ def rows(document: dict[str, Any]) -> Iterable[list[str]]:
             milliseconds(found["compute_ms"]),
             milliseconds(ours["host_ms"]),
             *(milliseconds(form["exposed_ms"]) for form in (megatron, ours)),
-            f"**{found['ratio']:.2f}** ({found['ratio_interval'][0]:.2f} to "
-            f"{found['ratio_interval'][1]:.2f})",
+            f"**{found['ratio']:.2f}**" + interval_text(found["ratio_interval"]),
         ]
 
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from flux import Knobs, Topology
+from flux import Knobs, PeerTimeoutError, Topology
 from reference import ACTIVATIONS, DTYPES, FP8, LAYOUTS, Inputs, Problem
 
 
@@ -193,3 +195,22 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bitwise equality; NaN and -0 count for what they are."""
     bits = [t.contiguous().view(torch.uint8) for t in (a, b)]
     return a.shape == b.shape and torch.equal(*bits)
+
+
+def failing_work(op: Any, x: torch.Tensor, weight: torch.Tensor, rank: int) -> None:
+    """Work beside a call that fails on rank 0 closes the op there, and the others hear of it."""
+
+    def fail() -> None:
+        raise ValueError("the weight gradient is ill")
+
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="the weight gradient is ill"):
+            op.overlapped(x, weight, fail)
+        assert op.closed
+    else:
+        # This rank's call may be through before rank 0 fails, but the next one is not.
+        with pytest.raises(PeerTimeoutError, match="rank 0"):
+            for _ in range(2):
+                op.overlapped(x, weight, lambda: None)
+    op.close()
+    dist.barrier()

@@ -22,6 +22,7 @@ from flux.backends.unfused import UnfusedBackend
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
 from flux.layers.pool import pool_of
 from harness import fresh_ranks, held, nothing_left_in_shared_memory, run_ranks
+from op_cases import failing_work
 
 S, B, D, F = 24, 2, 16, 48  # divisible by 2, 3 and 4 ranks
 
@@ -196,21 +197,7 @@ def _overlapped(rank: int, world: int) -> None:
             with pytest.raises(ValueError, match="x must be"):
                 op.overlapped(x[:, :1], weight, lambda calls=calls: calls.append(2))
             assert calls == [1] and not op.closed
-
-            def fail() -> None:
-                raise ValueError("the weight gradient is ill")
-
-            if rank == 0:
-                with pytest.raises(RuntimeError, match="the weight gradient is ill"):
-                    op.overlapped(x, weight, fail)
-                assert op.closed
-            else:
-                # This rank's call may be through before rank 0 fails, but the next one is not.
-                with pytest.raises(PeerTimeoutError, match="rank 0"):
-                    for _ in range(2):
-                        op.overlapped(x, weight, lambda: None)
-            op.close()
-            dist.barrier()
+            failing_work(op, x, weight, rank)
 
 
 def _not_waited_for(rank: int, world: int) -> None:

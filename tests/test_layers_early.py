@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from flux import AGGemm, Knobs, PeerTimeoutError
+from flux import AGGemm, Knobs
+from flux.env import HOST
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
 from flux.layers.autograd import _OwnRows
 from flux.layers.pool import pool_of
 from flux.layers.wgrad import WeightGrad
 from harness import fresh_ranks, run_ranks
+from op_cases import failing_work
 
 S, D, F = 24, 16, 48
 
@@ -28,8 +30,7 @@ S, D, F = 24, 16, 48
 @contextmanager
 def on_hosts(rank: int, hosts: str) -> Iterator[None]:
     """Ranks with different letters are on different hosts, those with none on one."""
-    named = mock.patch.dict("os.environ", FLUX_HOST=hosts[rank]) if hosts else nullcontext()
-    with named:
+    with HOST.during(hosts[rank]) if hosts else nullcontext():
         yield
         close_pools()  # a pool knows its hosts
 
@@ -216,9 +217,7 @@ def _freed(rank: int, world: int) -> None:
 
     def compute_again(dy: torch.Tensor) -> None:
         storage.resize_(size)
-        with torch.no_grad():
-            torch.Tensor.set_(bytes_, bytes_.storage())  # type: ignore[call-overload]
-            storage.copy_(bytes_.untyped_storage())
+        storage.copy_(bytes_.untyped_storage())
 
     y.register_hook(compute_again)
     events: list[str] = []
@@ -288,24 +287,7 @@ def _overlapped(rank: int, world: int, hosts: str) -> None:
             with pytest.raises(ValueError, match="x must be"):
                 op.overlapped(x[:, :1], weight, *beside)
             assert len(calls) == 2 and not op.closed
-            _fails(op, x, weight, rank)
-
-
-def _fails(op: AGGemm, x: torch.Tensor, weight: torch.Tensor, rank: int) -> None:
-    def fail() -> None:
-        raise ValueError("the weight gradient is ill")
-
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="the weight gradient is ill"):
-            op.overlapped(x, weight, fail)
-        assert op.closed
-    else:
-        # This rank's call may be through before rank 0 fails, but the next one is not.
-        with pytest.raises(PeerTimeoutError, match="rank 0"):
-            for _ in range(2):
-                op.overlapped(x, weight)
-    op.close()
-    dist.barrier()
+            failing_work(op, x, weight, rank)
 
 
 @pytest.mark.parametrize("hosts", ["", "ab"])

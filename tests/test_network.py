@@ -15,8 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 import flux
 from flux import AGGemm, GemmRS, Knobs, PeerTimeoutError, Topology
+from flux.env import HOST
 from flux.ops.workspace import clear_workspaces
 from harness import fresh_ranks, held, join_group, nothing_left_in_shared_memory, run_ranks
 from op_cases import Case, check_cases, meshes, random_case
@@ -37,18 +37,9 @@ OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 PLACEMENTS = ("ab", "aab", "aaab", "aabb", "abab", "abc", "aabbcc", "aaabbc")
 
 
-@contextmanager
-def on_host(name: str) -> Iterator[None]:
+def on_host(name: str) -> AbstractContextManager[None]:
     """Ops built inside are on the host of this name."""
-    before = os.environ.get("FLUX_HOST")
-    os.environ["FLUX_HOST"] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["FLUX_HOST"]
-        else:
-            os.environ["FLUX_HOST"] = before
+    return HOST.during(name)
 
 
 def check_on_hosts(rank: int, world: int, hosts: str, cases: list[Case]) -> int:

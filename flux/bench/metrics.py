@@ -143,9 +143,6 @@ def overlap_efficiency_interval(
     Returns:
         The ends, or None for fewer than 5 repeats or where the figure itself is undefined.
     """
-    repeats = len(overall_ms)
-    if repeats < _FEWEST_SAMPLES:
-        return None
 
     def figure(chosen: list[int]) -> float | None:
         def middle(times: Sequence[float]) -> float:
@@ -154,7 +151,7 @@ def overlap_efficiency_interval(
         gemm = min(middle(times) for times in gemms_ms)
         return overlap_efficiency(middle(overall_ms), gemm, middle(unfused_ms))
 
-    return bootstrap(figure, repeats, CONFIDENCE)
+    return bootstrap(figure, len(overall_ms), CONFIDENCE)
 
 
 def bootstrap(
@@ -166,8 +163,10 @@ def bootstrap(
         figure: of the repeats with these numbers, any of them any number of times.
 
     Returns:
-        The ends, or None where the figure is undefined for a resample.
+        The ends, or None for fewer than 5 repeats or where the figure is undefined for a resample.
     """
+    if repeats < _FEWEST_SAMPLES:
+        return None
     draw = random.Random(0)  # the same file for the same samples
     found = []
     for _ in range(_RESAMPLES):

@@ -74,7 +74,7 @@ class PhaseResult:
             of_ours, of_megatron = ([times[i] for i in chosen] for times in (ours, megatron))
             return metrics.median(of_ours) / metrics.median(of_megatron)
 
-        return None if len(ours) < 5 else metrics.bootstrap(ratio, len(ours), 0.95)
+        return metrics.bootstrap(ratio, len(ours), 0.95)
 
 
 @dataclass
