@@ -97,11 +97,14 @@ class core:
         def flag_columns(self) -> int: ...
         def flag_count(self) -> int: ...
         def flag_index(self, source: int, owner: int, tile_row: int, tile_column: int) -> int: ...
+        def map_rows(self, owner: int) -> int: ...
+        def map_row(self, owner: int, row: int) -> int: ...
         def strip_count(self) -> int: ...
         def strips_of_owner(self, owner: int) -> int: ...
         def strip_of_owner(self, owner: int, index: int) -> tuple[int, int, int]: ...
 
     strip_rows: int
+    guard_rows: int
     max_runs: int
 
 HomeTuple = tuple[int, int]
@@ -289,6 +292,7 @@ class KernelSync:
     epoch: int
     timeout_ns: int
     status: int
+    report: int
     trace: int
 
 class GemmArgs:
@@ -311,6 +315,7 @@ class GemmArgs:
     sync: KernelSync
     signals: int
     slot_ld: int
+    guard_rows: int
     entries: int
     workspace: int
     workspace_bytes: int
@@ -346,6 +351,7 @@ class ReduceArgs:
     first_source: int
     source_count: int
     most_blocks: int
+    early: int
     def __init__(self) -> None: ...
     def set_slots(self, slots: Sequence[int]) -> None: ...
     def set_outs(self, outs: Sequence[int]) -> None: ...

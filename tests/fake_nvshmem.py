@@ -106,6 +106,7 @@ class Sync(ctypes.Structure):
         ("launch", _i),
         ("timeout_ns", _l),
         ("status", _p),
+        ("report", _p),
         ("count", _p),
         ("trace", _p),
     )

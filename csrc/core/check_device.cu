@@ -114,6 +114,8 @@ __global__ void check_kernel_maps(TileOrder t, ScatterTiling s, int slot, int ro
   d.add(flag_index(s, slot, slot, row, row));
   d.add(strips_per_tile(s.tile_m));
   d.add(strip_count(s));
+  d.add(map_rows(s, 0));
+  d.add(map_row(s, 0, 0));
   d.add(strips_of_owner(s, slot));
   d.add(strip_of_owner(s, slot, row));
   out[threadIdx.x] = d.value;

@@ -58,4 +58,24 @@ FLUX_HD constexpr int flag_index(const ScatterTiling& s, int source, int owner, 
   return (source * flag_rows(s) + local) * flag_columns(s) + tile_column;
 }
 
+// A bulk store moves a box of rows that may begin before the first row of an owner, and end behind its
+// last one. What lies beyond the end of a tensor map is left out, but a store must not begin before the
+// map's first row (CUDA programming guide, on tensor copies from shared to global memory). So the
+// map of an owner begins `kGuardRows` in front of its slot: rows of the box that belong to the owner
+// before it land there, where nothing is ever read. M = 8, W = 2, rows 3-5 of a tile, guard 3:
+//
+//   map of owner 0    guard guard guard | 0 1 2 3           box at map row 6: rows 3, and 4, 5 left out
+//   map of owner 1    guard guard guard | 4 5 6 7           box at map row 2: row 3 into the guard, 4, 5
+constexpr int kGuardRows = 128;  // no epilogue stores a higher box
+
+// Rows of the map of `owner`. An owner without rows has a map of the guard and one row: maps are not empty.
+FLUX_HD constexpr int map_rows(const ScatterTiling& s, int owner) {
+  return kGuardRows + max_of(row_count(s.m, s.world, owner), 1);
+}
+// Where a row of [M, N] is in the map of `owner`; not negative for the first row of a box that is at most
+// kGuardRows high and has a row of the owner.
+FLUX_HD constexpr int map_row(const ScatterTiling& s, int owner, int row) {
+  return row - row_begin(s.m, s.world, owner) + kGuardRows;
+}
+
 }  // namespace flux

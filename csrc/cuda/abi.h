@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 /* Raised whenever a struct here changes; libraries of another version are refused. */
-#define FLUX_ABI_VERSION 4
+#define FLUX_ABI_VERSION 5
 /* Ranks whose memory one kernel can address: tensor maps are kernel parameters. */
 #define FLUX_MAX_WORLD 32
 
@@ -69,9 +69,11 @@ typedef struct FluxTrace {
  * captured into a graph does not know its number: FluxMeetArgs. */
 typedef struct FluxSync {
   uint32_t epoch;
-  uint32_t launch;       /* for traces: number of the weight, or the rank whose rows are summed */
-  uint64_t timeout_ns;   /* a wait that takes longer is recorded in `status` and given up */
-  uint64_t* status;      /* FLUX_STATUS_WORDS words of this rank's pad; zero: no wait has failed */
+  uint32_t launch;     /* for traces: number of the weight, or the rank whose rows are summed */
+  uint64_t timeout_ns; /* a wait that takes longer is recorded in `status` and given up */
+  uint64_t* status;    /* FLUX_STATUS_WORDS words of this rank's pad; zero: no wait has failed */
+  uint64_t* report; /* the same words in memory of the host, which the kernel that finds a failure
+                            also writes, its code last; or null */
   const uint32_t* count; /* entries hold the number that stands here, or (null) the epoch */
   FluxTrace* trace; /* trace builds: where to put down what happens, or null; others ignore it */
 } FluxSync;
@@ -114,9 +116,12 @@ typedef struct FluxGemmArgs {
   const uint32_t* signals;
   /* ReduceScatter: by owner, where this rank's partial of the owner's rows goes ([rows, n], rows ld
    * apart), the flags this rank raises there, and the entries of this rank's pad, by owner. With
-   * reduce in flight, `slots` is the owner's zeroed result. Null flags: nobody is told. */
+   * reduce in flight, `slots` is the owner's zeroed result. Null flags: nobody is told.
+   * guard_rows: rows in front of every slot, ld apart, that the kernel may fill with anything
+   * (core/scatter.h). sm_90a: a kernel whose boxes are higher refuses. */
   void* slots[FLUX_MAX_WORLD];
   int64_t slot_ld;
+  int32_t guard_rows;
   uint32_t* flags[FLUX_MAX_WORLD];
   const uint32_t* entries;
   /* Resources. */
@@ -153,6 +158,8 @@ typedef struct FluxReduceArgs {
   FluxSync sync;
   int32_t first_source, source_count; /* the ranks whose flags are awaited */
   int32_t most_blocks;                /* of the launch, beside a GEMM; 0: what fills sm_count */
+  int32_t early; /* 1: the launch before it on the stream is the GEMM of the same kernel. Blocks may
+                    start as soon as all blocks of that have, on multiprocessors that it leaves free */
 } FluxReduceArgs;
 
 /* Where the ranks of a captured call meet: a kernel of one block, which in this order numbers the

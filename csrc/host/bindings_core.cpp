@@ -114,6 +114,8 @@ void bind_kernel_maps(py::module_& core) {
       .def("flag_count", &flag_count)
       .def("flag_index", &flag_index, py::arg("source"), py::arg("owner"), py::arg("tile_row"),
            py::arg("tile_column"))
+      .def("map_rows", &map_rows, py::arg("owner"))
+      .def("map_row", &map_row, py::arg("owner"), py::arg("row"))
       .def("strip_count", &strip_count)
       .def("strips_of_owner", &strips_of_owner, py::arg("owner"))
       .def("strip_of_owner", [](const ScatterTiling& s, int owner, int index) {
@@ -121,6 +123,7 @@ void bind_kernel_maps(py::module_& core) {
         return std::make_tuple(strip.tile_row, strip.begin, strip.end);
       });
   core.attr("strip_rows") = kStripRows;
+  core.attr("guard_rows") = kGuardRows;
   core.attr("max_runs") = kMaxRuns;
 }
 

@@ -60,6 +60,7 @@ void bind_parts(py::module_& m) {
                   .def_readwrite("epoch", &FluxSync::epoch)
                   .def_readwrite("timeout_ns", &FluxSync::timeout_ns);
   address(sync, "status", &FluxSync::status);
+  address(sync, "report", &FluxSync::report);
   address(sync, "trace", &FluxSync::trace);
 }
 
@@ -76,6 +77,7 @@ void bind_gemm_args(py::module_& m) {
                    .def_readwrite("order", &GemmArgs::order)
                    .def_readwrite("sync", &GemmArgs::sync)
                    .def_readwrite("slot_ld", &GemmArgs::slot_ld)
+                   .def_readwrite("guard_rows", &GemmArgs::guard_rows)
                    .def_readwrite("workspace_bytes", &GemmArgs::workspace_bytes)
                    .def_readwrite("sm_count", &GemmArgs::sm_count)
                    .def_readwrite("device", &GemmArgs::device);
@@ -132,6 +134,7 @@ void bind_reduce_args(py::module_& m) {
                    .def_readwrite("first_source", &ReduceArgs::first_source)
                    .def_readwrite("source_count", &ReduceArgs::source_count)
                    .def_readwrite("most_blocks", &ReduceArgs::most_blocks)
+                   .def_readwrite("early", &ReduceArgs::early)
                    .def_readwrite("sync", &ReduceArgs::sync);
   address<ReduceArgs>(bound, "flags",
                       static_cast<const std::uint32_t* ReduceArgs::*>(&ReduceArgs::flags));

@@ -206,6 +206,7 @@ FluxSync CudaOp::sync(int launch) const {
           static_cast<std::uint32_t>(launch),
           setup_.timeout_ns,
           pointer<std::uint64_t>(status_of(setup_.rank)),
+          nullptr,
           capture_ != 0 ? pointer<const std::uint32_t>(count_) : nullptr,
           pointer<FluxTrace>(kernel_trace_)};
 }
