@@ -2,6 +2,7 @@
 // that tests check on any machine what kernels are given.
 #pragma once
 
+#include "core/relay.h"
 #include "core/scatter.h"
 #include "core/signal.h"
 #include "core/tile_map.h"
@@ -60,6 +61,28 @@ inline ScatterTargets scatter_targets(FluxGemmArgs const& args, int tile_m, int 
   to.tiling = {args.m, args.n, world, tile_m, tile_n};
   to.sync = args.sync;
   return to;
+}
+
+// Strips of tiles that the reduction sums one by one, each with the threads of one block.
+inline int reduce_units(const FluxReduceArgs& args) {
+  const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
+  const Range tiles = tiles_of_owner(s, args.rank);
+  return (tiles.end - tiles.begin) * flag_columns(s) * ceil_div(args.tile_m, kStripRows);
+}
+
+// Blocks of the reduction. Eight of 256 threads fill a multiprocessor; but a device places blocks
+// breadth-first, so n blocks may be on n multiprocessors, which is what `most_blocks` limits.
+inline int reduce_blocks(const FluxReduceArgs& args) {
+  const int most = args.most_blocks > 0 ? args.most_blocks : 8 * max_of(args.sm_count, 1);
+  return min_of(reduce_units(args), most);
+}
+
+// Blocks of a GEMM that hands out tiles by block number and may use `sm_count` of `device_sms`
+// multiprocessors, each with room for `blocks_per_sm`. If not all multiprocessors are its own, there are
+// no more blocks than its share of them, since each may be on another one.
+inline int shared_blocks(int tiles, int sm_count, int device_sms, int blocks_per_sm) {
+  const int most = sm_count < device_sms ? sm_count : device_sms * max_of(blocks_per_sm, 1);
+  return min_of(tiles, most);
 }
 
 }  // namespace flux
