@@ -394,6 +394,7 @@ def act_as_peer(
     parts: Sequence[_GatherPart],
     entries: Sequence[int],
     signals: Sequence[int],
+    offers: Sequence[int],
     trace: StreamTrace | None = None,
 ) -> None: ...
 
@@ -479,12 +480,14 @@ class CudaOp:
         row_bytes: int,
         slots: int,
         slot_bytes: int,
+        guard_bytes: int,
         rest_offset: int,
         sums_offset: int,
         scales_travel: bool,
         all_reduce: bool,
         scale: float,
         signals: int,
+        offers: int,
         report: int,
         timeout_ns: int,
         sm_count: int,
@@ -495,9 +498,11 @@ class CudaOp:
         beside: int = 0,
         strips: int = 0,
         dtype: int = 0,
+        shared: bool = False,
+        graph_overlap: bool = False,
     ) -> None: ...
     @staticmethod
-    def pad_words(world: int, signals: int) -> int: ...
+    def pad_words(world: int, signals: int, offers: int) -> int: ...
     def close(self) -> None: ...
     def look(self) -> None: ...
     def let_go(self) -> None: ...

@@ -151,7 +151,14 @@ TRACE = Variable(
     "ops on GPUs take kernels of a trace build (`flux compile --trace`), which flux.trace can ask "
     "what they did when (0 or 1); `flux trace op` sets it for its ops",
 )
-
+GRAPH_OVERLAP = Variable(
+    "FLUX_GRAPH_OVERLAP",
+    _flag,
+    False,
+    "copies of AllGather calls that are captured into a CUDA graph run beside the GEMM, as those of "
+    "other calls do, and not ahead of it: needs a driver that runs branches of a graph at the same "
+    "time (0 or 1)",
+)
 BENCH_BYTE_FLUX_PYTHON = Variable(
     "FLUX_BENCH_BYTE_FLUX_PYTHON",
     str,
@@ -175,5 +182,6 @@ VARIABLES: tuple[
     TUNE_CACHE,
     NVTX,
     TRACE,
+    GRAPH_OVERLAP,
     BENCH_BYTE_FLUX_PYTHON,
 )

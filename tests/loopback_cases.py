@@ -51,7 +51,8 @@ def check_peers(op: Any, inputs: Inputs, got: list[torch.Tensor]) -> None:
                 assert torch.equal(rows[begin:end], inputs.x[begin:end]), f"rows of rank {peer}"
             continue
         right = partial(inputs, 0, peer)
-        slot = memory[: right.numel()].view(right.shape).double()
+        begin = layout.slot_offset(0) // p.dtype.itemsize
+        slot = memory[begin : begin + right.numel()].view(right.shape).double()
         scale = right.abs().max() if right.numel() else 0.0
         assert bool(((slot - right).abs() <= 0.02 * scale).all()), f"partial for rank {peer}"
         if p.op == "gemm_ar":

@@ -16,10 +16,11 @@ namespace {
 using Addresses = std::vector<std::uintptr_t>;
 using Part = std::tuple<Address, std::int64_t, Addresses, Addresses>;
 
+// They refer to the tuples.
 std::vector<GatherPart> gather_parts(const std::vector<Part>& parts) {
   std::vector<GatherPart> all;
   for (const auto& [own, row_bytes, gathered, sources] : parts) {
-    all.push_back({own, row_bytes, gathered, sources});
+    all.push_back({own, row_bytes, &gathered, &sources});
   }
   return all;
 }
@@ -56,50 +57,37 @@ void all_or_broken(Call&& call) {
 
 void bind_op(py::module_& m) {
   py::class_<CudaOp>(m, "CudaOp", "One rank's calls of a fused op on a GPU.")
-      .def(
-          py::init([](std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
-                      int rank, Addresses pads, Addresses data, Address multicast,
-                      bool sums_by_switch, std::int64_t row_bytes, int slots,
-                      std::int64_t slot_bytes, std::int64_t rest_offset, std::int64_t sums_offset,
-                      bool scales_travel, bool all_reduce, float scale, int signals, Address report,
-                      std::uint64_t timeout_ns, int sm_count, int device, bool poison, int nodes,
-                      std::shared_ptr<Remote> remote, int beside, int strips, int dtype) {
-            const int world = static_cast<int>(pads.size());
-            return std::make_unique<CudaOp>(std::move(driver), std::move(kernels),
-                                            CudaOpSetup{rank,
-                                                        world,
-                                                        std::move(pads),
-                                                        std::move(data),
-                                                        multicast,
-                                                        sums_by_switch,
-                                                        row_bytes,
-                                                        slots,
-                                                        slot_bytes,
-                                                        rest_offset,
-                                                        sums_offset,
-                                                        scales_travel,
-                                                        all_reduce,
-                                                        scale,
-                                                        signals,
-                                                        report,
-                                                        timeout_ns,
-                                                        sm_count,
-                                                        device,
-                                                        poison,
-                                                        nodes,
-                                                        std::move(remote),
-                                                        beside,
-                                                        strips,
-                                                        dtype});
-          }),
-          py::kw_only(), py::arg("driver"), py::arg("kernels"), py::arg("rank"), py::arg("pads"),
-          py::arg("data"), py::arg("multicast"), py::arg("sums_by_switch"), py::arg("row_bytes"),
-          py::arg("slots"), py::arg("slot_bytes"), py::arg("rest_offset"), py::arg("sums_offset"),
-          py::arg("scales_travel"), py::arg("all_reduce"), py::arg("scale"), py::arg("signals"),
-          py::arg("report"), py::arg("timeout_ns"), py::arg("sm_count"), py::arg("device"),
-          py::arg("poison"), py::arg("nodes") = 1, py::arg("remote") = nullptr,
-          py::arg("beside") = 0, py::arg("strips") = 0, py::arg("dtype") = 0)
-      .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"))
+      .def(py::init([](std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
+                       int rank, Addresses pads, Addresses data, Address multicast,
+                       bool sums_by_switch, std::int64_t row_bytes, int slots,
+                       std::int64_t slot_bytes, std::int64_t guard_bytes, std::int64_t rest_offset,
+                       std::int64_t sums_offset, bool scales_travel, bool all_reduce, float scale,
+                       int signals, int offers, Address report, std::uint64_t timeout_ns,
+                       int sm_count, int device, bool poison, int nodes,
+                       std::shared_ptr<Remote> remote, int beside, int strips, int dtype,
+                       bool shared, bool graph_overlap) {
+             const int world = static_cast<int>(pads.size());
+             return std::make_unique<CudaOp>(
+                 std::move(driver), std::move(kernels),
+                 CudaOpSetup{
+                     rank,           world,       std::move(pads), std::move(data),   multicast,
+                     sums_by_switch, row_bytes,   slots,           slot_bytes,        guard_bytes,
+                     rest_offset,    sums_offset, scales_travel,   all_reduce,        scale,
+                     signals,        offers,      report,          timeout_ns,        sm_count,
+                     device,         poison,      nodes,           std::move(remote), beside,
+                     strips,         dtype,       shared,          graph_overlap});
+           }),
+           py::kw_only(), py::arg("driver"), py::arg("kernels"), py::arg("rank"), py::arg("pads"),
+           py::arg("data"), py::arg("multicast"), py::arg("sums_by_switch"), py::arg("row_bytes"),
+           py::arg("slots"), py::arg("slot_bytes"), py::arg("guard_bytes"), py::arg("rest_offset"),
+           py::arg("sums_offset"), py::arg("scales_travel"), py::arg("all_reduce"),
+           py::arg("scale"), py::arg("signals"), py::arg("offers"), py::arg("report"),
+           py::arg("timeout_ns"), py::arg("sm_count"), py::arg("device"), py::arg("poison"),
+           py::arg("nodes") = 1, py::arg("remote") = nullptr, py::arg("beside") = 0,
+           py::arg("strips") = 0, py::arg("dtype") = 0, py::arg("shared") = false,
+           py::arg("graph_overlap") = false)
+      .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"),
+                  py::arg("offers"))
       .def("close", &CudaOp::close)
       .def("look", &CudaOp::look, py::call_guard<py::gil_scoped_release>())
       .def("let_go", &CudaOp::let_go, py::call_guard<py::gil_scoped_release>())
@@ -158,14 +146,14 @@ void bind_cuda_op(py::module_& m) {
       "act_as_peer",
       [](Driver& driver, const Schedule& schedule, int real, std::uintptr_t stream,
          std::uint32_t epoch, const std::vector<Part>& parts, const Addresses& entries,
-         const Addresses& signals, StreamTrace* trace) {
+         const Addresses& signals, const Addresses& offers, StreamTrace* trace) {
         const std::vector<GatherPart> all = gather_parts(parts);
-        GatherCall call{stream, stream, 0, epoch, all, entries, signals};
-        call.trace = trace;
-        act_as_peer(driver, schedule, call, real);
+        const GatherCall call{stream,  stream,  0,      epoch,  all,
+                              entries, signals, offers, {0, 0}, trace};
+        Gather(driver, schedule, call).act_as_peer(real);
       },
       py::kw_only(), py::arg("driver"), py::arg("schedule"), py::arg("real"), py::arg("stream"),
-      py::arg("epoch"), py::arg("parts"), py::arg("entries"), py::arg("signals"),
+      py::arg("epoch"), py::arg("parts"), py::arg("entries"), py::arg("signals"), py::arg("offers"),
       py::arg("trace") = nullptr);
 }
 

@@ -42,14 +42,16 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
     eager_.entries.push_back(setup_.pads[rank]);
     eager_.done.push_back(eager_.entries.back() + ranks);
     eager_.signals.push_back(status_of(rank) + kStatusBytes);
-    const Address count = eager_.signals.back() + signals;
+    eager_.offers.push_back(eager_.signals.back() + signals);
+    const Address count = eager_.offers.back() + setup_.offers * kWord;
     if (rank == setup_.rank) count_ = count;
     captured_.entries.push_back(count + kWord);
-    resets_.push_back(captured_.entries.back() + ranks);
-    captured_.done.push_back(resets_.back() + ranks);
+    captured_.done.push_back(captured_.entries.back() + ranks);
     captured_.signals.push_back(captured_.done.back() + ranks);
+    captured_.offers.push_back(captured_.signals.back() + signals);
     scales_.push_back(setup_.data[rank] + setup_.rest_offset);
   }
+  rescue_ = driver_->rescue_stream();
   copy_stream_ = driver_->create_stream();
   if (setup_.remote) network_stream_ = driver_->create_stream();
   forked_ = driver_->create_event();
@@ -58,8 +60,9 @@ CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kerne
   captured_end_ = driver_->create_event();
 }
 
-std::int64_t CudaOp::pad_words(int world, int signals) {
-  return std::int64_t{2} * world + kStatusBytes / kWord + signals + 1 + 3 * world + signals;
+std::int64_t CudaOp::pad_words(int world, int signals, int offers) {
+  const std::int64_t raised = std::int64_t{2} * world + signals + offers;
+  return raised + kStatusBytes / kWord + 1 + raised;
 }
 
 CudaOp::~CudaOp() { close(); }
@@ -73,11 +76,12 @@ void CudaOp::close() {
   driver_->destroy_stream(copy_stream_);
   if (network_stream_ != 0) driver_->destroy_stream(network_stream_);
   copy_stream_ = network_stream_ = 0;
+  rescue_.reset();
   if (setup_.remote) setup_.remote->close();
 }
 
 bool CudaOp::failed() const {
-  // The device writes it, by a copy.
+  // The device writes it.
   return *pointer<const volatile std::uint64_t>(setup_.report) != FLUX_WAIT_NONE;
 }
 
@@ -130,7 +134,7 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   const bool behind = read_by_peers(schedule);
   ++epoch_;
   // Calls follow one another whatever streams they are on: an entry speaks for all earlier ones.
-  if (last_stream_ != 0 && last_stream_ != stream) driver_->await_event(stream, ended_);
+  if (last_stream_ && *last_stream_ != stream) driver_->await_event(stream, ended_);
   last_stream_ = stream;
   if (traced()) whole_call_ = streams_->begin(stream);
   if (epoch_ % kRenewEvery == 0) renew_signals(stream);
@@ -157,7 +161,7 @@ void CudaOp::zero_sums(Stream stream) {
 // Entries and words of GemmAR are written by every call, signals and flags only by calls of that M.
 void CudaOp::renew_signals(Stream stream) {
   driver_->fill(stream, eager_.signals[setup_.rank], epoch_ - 1,
-                static_cast<std::size_t>(setup_.signals));
+                static_cast<std::size_t>(setup_.signals + setup_.offers));
   if (setup_.remote) setup_.remote->renew(stream, epoch_);
 }
 
@@ -168,9 +172,14 @@ void CudaOp::fill_with_nan(Stream stream) {
   }
 }
 
-void CudaOp::end(Stream stream) {
+// A peer that gives up says so in this rank's status, and lets its streams go after that; so whoever reads
+// the status behind all that the call has read hears of what they may have spoilt. Kernels do that when
+// they end (cuda/sync.cuh); where a copy comes behind the last of them, the status is copied once more.
+void CudaOp::end(Stream stream, bool told_by_kernel) {
   if (traced()) streams_->end(whole_call_, stream, told(Work::kCall, epoch_));
-  driver_->copy(stream, setup_.report, status_of(setup_.rank), kStatusBytes);
+  if (!told_by_kernel) {
+    driver_->copy(stream, setup_.report, status_of(setup_.rank), kStatusBytes);
+  }
   driver_->record(capture_ != 0 ? captured_end_ : ended_, stream);
 }
 
@@ -179,26 +188,22 @@ Address CudaOp::status_of(int rank) const {
 }
 
 void CudaOp::look() {
-  const Stream aside = driver_->create_stream();
-  driver_->copy(aside, setup_.report, status_of(setup_.rank), kStatusBytes);
-  driver_->synchronize(aside);
-  driver_->destroy_stream(aside);
+  driver_->copy(*rescue_, setup_.report, status_of(setup_.rank), kStatusBytes);
+  driver_->synchronize(*rescue_);
 }
 
 void CudaOp::let_go() {
-  const Stream rescue = driver_->create_stream();
   for (int rank = neighbours().begin; rank < neighbours().end; ++rank) {
     if (rank == setup_.rank) continue;
-    driver_->memory_ops(rescue, tell_of_giving_up(status_of(rank), setup_.rank, epoch_));
+    driver_->memory_ops(*rescue_, tell_of_giving_up(status_of(rank), setup_.rank, epoch_));
   }
-  if (setup_.remote) setup_.remote->give_up(rescue, epoch_);
-  const auto signals = static_cast<std::size_t>(setup_.signals);
-  driver_->fill(rescue, setup_.pads[setup_.rank], epoch_,
+  if (setup_.remote) setup_.remote->give_up(*rescue_, epoch_);
+  const auto words = static_cast<std::size_t>(setup_.signals + setup_.offers);
+  driver_->fill(*rescue_, setup_.pads[setup_.rank], epoch_,
                 2 * static_cast<std::size_t>(setup_.world));
-  driver_->fill(rescue, eager_.signals[setup_.rank], epoch_, signals);
-  driver_->fill(rescue, captured_.signals[setup_.rank], 1, signals);
-  driver_->synchronize(rescue);
-  driver_->destroy_stream(rescue);
+  driver_->fill(*rescue_, eager_.signals[setup_.rank], epoch_, words);
+  driver_->fill(*rescue_, captured_.signals[setup_.rank], 1, words);
+  driver_->synchronize(*rescue_);
 }
 
 FluxSync CudaOp::sync(int launch) const {
@@ -206,7 +211,7 @@ FluxSync CudaOp::sync(int launch) const {
           static_cast<std::uint32_t>(launch),
           setup_.timeout_ns,
           pointer<std::uint64_t>(status_of(setup_.rank)),
-          nullptr,
+          pointer<std::uint64_t>(setup_.report),
           capture_ != 0 ? pointer<const std::uint32_t>(count_) : nullptr,
           pointer<FluxTrace>(kernel_trace_)};
 }
@@ -265,51 +270,70 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
                      const std::vector<Operand>& operands, Address gathered,
                      const std::vector<Address>& sources) {
   const Span call("AGGemm", schedule.spec.problem.m);
-  begin(schedule, stream);
-  const int m = schedule.spec.problem.m;
-  std::vector<GatherPart> parts{
-      {x.x, setup_.row_bytes, setup_.data, sources.empty() ? setup_.data : sources}};
-  if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, scales_, scales_});
-  GatherCall moved{stream,         copy_stream_, forked_,
-                   number(),       parts,        capture_ != 0 ? kAllMet : words_->entries,
-                   words_->signals};
-  moved.trace = streams_.get();
-  if (setup_.remote) {
-    moved.node = neighbours();
-    moved.beside = [&] { gather_rows(schedule, stream); };
+  const int signals = signal_count(schedule.spec.comm);
+  if (signals > setup_.signals || (pulls(schedule) && signals > setup_.offers)) {
+    throw std::invalid_argument("the schedule has " + std::to_string(signals) +
+                                " communication tiles, and the pad words for " +
+                                std::to_string(setup_.signals) + " signals and " +
+                                std::to_string(setup_.offers) + " offers");
   }
+  begin(schedule, stream);
+  std::vector<GatherPart> parts{
+      {x.x, setup_.row_bytes, &setup_.data, sources.empty() ? &setup_.data : &sources}};
+  if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, &scales_, &scales_});
+  GatherCall moved{stream,          copy_stream_,   forked_,
+                   number(),        parts,          capture_ != 0 ? kAllMet : words_->entries,
+                   words_->signals, words_->offers, setup_.remote ? neighbours() : Range{0, 0},
+                   streams_.get()};
+  Gather gather(*driver_, schedule, moved);
+  {
+    const Span stage("flux own rows");
+    gather.publish();
+  }
+  if (setup_.remote) join(network_stream_, stream);
+  std::size_t first = 0;  // kernel
+  while (first < operands.size() && operands[first].n == 0) ++first;
+  const bool kernels = first < operands.size();
+  const bool beside = capture_ == 0 || setup_.graph_overlap;
+  if (kernels && beside) put_kernel(schedule, stream, x, operands, first);
   {
     const Span stage("flux copies");
-    gather_tiles(*driver_, schedule, moved);
+    if (setup_.remote) gather_rows(schedule);
+    gather.move();
   }
-  bool awaited = pulls(schedule);  // by the copy stream
-  for (std::size_t i = 0; i < operands.size(); ++i) {
-    if (operands[i].n == 0) continue;
-    FluxGemmArgs args = gemm_args(schedule, stream, operands[i], x.k, static_cast<int>(i));
-    args.a = pointer<const void>(setup_.data[setup_.rank]);
-    args.lda = x.k;
-    args.scale_a = pointer<const float>(setup_.scales_travel ? scales_[setup_.rank] : x.scale);
-    args.d = pointer<void>(operands[i].out);
-    args.ldd = operands[i].out_ld;
-    args.bias = pointer<const void>(operands[i].bias);
-    args.signals = pointer<const std::uint32_t>(words_->signals[setup_.rank]);
-    const Span stage("flux kernel");
-    kernels_.at(i)->launch(args, stream);
-    awaited = true;
+  if (!beside) join(stream, copy_stream_);
+  for (std::size_t i = beside ? first + 1 : first; i < operands.size(); ++i) {
+    if (operands[i].n > 0) put_kernel(schedule, stream, x, operands, i);
   }
   // x may be overwritten, and the gathered rows reused, by what follows on the stream.
-  join(stream, copy_stream_);
+  if (beside) join(stream, copy_stream_);
   if (setup_.remote) join(stream, network_stream_);
-  if (!awaited) await_rows(schedule, stream);
+  if (!kernels && !pulls(schedule)) await_rows(schedule, stream);  // pulled by the copy stream
   if (gathered != 0) {
     const Span stage("flux collect");
     const auto collected = [&] { return told(Work::kCollect, epoch_); };
     stamped(streams_.get(), stream, collected, [&] {
       driver_->copy(stream, gathered, setup_.data[setup_.rank],
-                    static_cast<std::size_t>(m) * setup_.row_bytes);
+                    static_cast<std::size_t>(schedule.spec.problem.m) * setup_.row_bytes);
     });
   }
-  end(stream);
+  end(stream, kernels && gathered == 0 && !setup_.remote);
+}
+
+// One weight times the gathered rows.
+void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
+                        const std::vector<Operand>& operands, std::size_t number) {
+  const Span stage("flux kernel");
+  const Operand& operand = operands[number];
+  FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k, static_cast<int>(number));
+  args.a = pointer<const void>(setup_.data[setup_.rank]);
+  args.lda = x.k;
+  args.scale_a = pointer<const float>(setup_.scales_travel ? scales_[setup_.rank] : x.scale);
+  args.d = pointer<void>(operand.out);
+  args.ldd = operand.out_ld;
+  args.bias = pointer<const void>(operand.bias);
+  args.signals = pointer<const std::uint32_t>(words_->signals[setup_.rank]);
+  kernels_.at(number)->launch(args, stream);
 }
 
 // Holds a stream back until all gathered rows are there, when no kernel has.
@@ -338,14 +362,14 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
   args.scale_a = pointer<const float>(x.scale);
   for (int owner = 0; owner < setup_.world; ++owner) {
     const int to = holder(owner);
-    const std::int64_t at = setup_.slots > 1 ? partial_of(owner, setup_.rank % lanes()) : 0;
-    const Address owned = setup_.sums_by_switch
-                              ? setup_.data[setup_.rank] + owner * setup_.slot_bytes
-                              : setup_.data[to] + at;
+    const std::int64_t at = setup_.slots > 1 ? partial_of(owner, setup_.rank % lanes()) : slot(0);
+    const Address owned =
+        setup_.sums_by_switch ? setup_.data[setup_.rank] + slot(owner) : setup_.data[to] + at;
     args.slots[owner] = pointer<void>(owned);
     args.flags[owner] = pointer<std::uint32_t>(words_->signals[to] + region_of(owner) * kWord);
   }
   args.slot_ld = operand.n;
+  args.guard_rows = static_cast<std::int32_t>(setup_.guard_bytes / setup_.row_bytes);
   args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
   // Ahead of the kernel if there are several nodes: the fork is where the call begins.
   if (setup_.remote) driver_->record(forked_, stream);
@@ -367,8 +391,8 @@ FluxReduceArgs CudaOp::reduce_args(const Schedule& schedule, int n) const {
   args.world = world;
   args.rank = rank;
   args.slot_count = setup_.slots;
-  for (int slot = 0; slot < std::min(setup_.slots, FLUX_MAX_WORLD); ++slot) {
-    args.slots[slot] = pointer<const void>(setup_.data[rank] + slot * setup_.slot_bytes);
+  for (int source = 0; source < std::min(setup_.slots, FLUX_MAX_WORLD); ++source) {
+    args.slots[source] = pointer<const void>(setup_.data[rank] + slot(source));
   }
   args.slot_ld = args.out_ld = n;
   args.flags = pointer<const std::uint32_t>(words_->signals[rank] + region_of(rank) * kWord);
@@ -376,13 +400,23 @@ FluxReduceArgs CudaOp::reduce_args(const Schedule& schedule, int n) const {
   args.source_count = lanes();
   args.scale = setup_.scale;
   args.sm_count = setup_.sm_count;
+  // A device places blocks breadth-first: as many as there are multiprocessors in this rank's share may
+  // sit on as many of them, and wait for a GEMM that needs whole ones.
+  if (setup_.shared) args.most_blocks = setup_.sm_count;
   args.sync = sync(rank);
   return args;
 }
 
 void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out) {
+  put_reduction(schedule, stream, operand, out, false);
+}
+
+// `early`: right behind its GEMM on the stream, beside the end of which it begins.
+void CudaOp::put_reduction(const Schedule& schedule, Stream stream, const Operand& operand,
+                           Address out, bool early) {
   FluxReduceArgs args = reduce_args(schedule, operand.n);
   args.bias = pointer<const void>(operand.bias);
+  args.early = early ? 1 : 0;
   args.out_count = setup_.all_reduce ? lanes() : 1;
   for (int to = 0; to < args.out_count; ++to) {
     const Address result = setup_.data[neighbours().begin + to] + setup_.rest_offset +
@@ -402,14 +436,14 @@ void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& oper
     if (setup_.remote) share_result(schedule, stream);
     collect(schedule.spec.problem.m, stream, out);
   }
-  end(stream);
+  end(stream, !setup_.all_reduce && !setup_.remote && args.rows > 0);
 }
 
 // The switch does what it can: the addition if that need not be in rank order, and the distribution of
 // results whose rows it can take.
 void CudaOp::by_switch(FluxReduceArgs& args) const {
   if (setup_.sums_by_switch) {
-    args.switch_in = pointer<const void>(setup_.multicast + setup_.rank * setup_.slot_bytes);
+    args.switch_in = pointer<const void>(setup_.multicast + slot(setup_.rank));
   }
   if (setup_.all_reduce && setup_.row_bytes % kSwitchBytes == 0) {
     args.switch_out =
@@ -421,7 +455,8 @@ void CudaOp::gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, con
                      Address out) {
   const Span call(setup_.all_reduce ? "GemmAR" : "GemmRS", schedule.spec.problem.m);
   scatter(schedule, stream, x, operand);
-  reduce(schedule, stream, operand, out);
+  // Not where ranks share the device: the reduction would wait in places that a peer's GEMM needs.
+  put_reduction(schedule, stream, operand, out, !setup_.shared && !setup_.remote && capture_ == 0);
 }
 
 // GemmAR: the result, once everybody's rows of it have been written here.

@@ -1,10 +1,14 @@
 // One rank's calls of a fused op on a GPU: everything that a call puts on streams, in one native call.
 //
-//   AGGemm   stream       zeros, NaN | entry -> all peers | own rows | kernels: wait, multiply | join
+//   AGGemm   stream       zeros, NaN | entry -> all peers | own rows | kernel: wait, multiply | ... | join
 //            copy stream  rows to or from peers, their signals ...
 //
 //   GemmRS   stream       zeros, NaN | entry -> all peers | kernel: tile -> its owner, flag | reduction
 //   GemmAR                ... | "my rows are everywhere" -> all peers | await all | result -> output
+//
+// The host submits in this order: own rows, first kernel, copies, further kernels. The copies come after a
+// kernel that waits for those of peers, and ahead of whatever is behind that kernel on its stream: so
+// they start while it runs, even if all streams share one hardware queue.
 //
 // Between nodes there is a third stream: cuda_op_nodes.cpp, and docs/protocol.md for the pictures.
 //
@@ -19,6 +23,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "host/driver.h"
@@ -33,11 +38,11 @@ namespace flux::host {
 // Symmetric memory of one op, as this rank addresses it, and what every launch is told.
 //
 // Pad: W entries (word o: of whoever holds rows of o for this node, see cuda_op_nodes.cpp), W words
-// "my result is everywhere" (GemmAR), the status (FLUX_STATUS_WORDS of 64 bits), then signals or flags;
-// then the words of captured calls: their count, W entries, W words "my signals are reset", W of the
-// result, signals or flags. Peers write to the status only to say that they have given up.
+// "my result is everywhere" (GemmAR), the status (FLUX_STATUS_WORDS of 64 bits), then signals or flags, and
+// offers (pulls); then the words of captured calls: their count, W entries, W of the result, signals or
+// flags, offers. Peers write to the status only to say that they have given up.
 // Data: gathered rows, then their scales if they have some; or slots of partials, one per source or
-// (reduced in flight) one that all add to, then (GemmAR) the result. Where the NVLink switch adds up,
+// (reduced in flight) one that all add to, each behind its guard (core/scatter.h), then (GemmAR) the result. Where the NVLink switch adds up,
 // there is a slot per owner, with this rank's partials of its rows, which the owner reads. (At any M the
 // same owner, so that nobody but the owner of a tile has to be awaited before it is written.) Between
 // nodes, slots: W, of each node's rows the partials of this node's ranks; then an inbox for the sum of
@@ -52,14 +57,16 @@ struct CudaOpSetup {
   bool sums_by_switch;
   std::int64_t row_bytes;  // of rows that travel
   int slots;
-  std::int64_t slot_bytes;
+  std::int64_t slot_bytes;   // of a guard and the slot behind it
+  std::int64_t guard_bytes;  // 0: kernels need none
   std::int64_t rest_offset;  // of what comes after gathered rows or slots
   std::int64_t sums_offset;  // of sums that the device puts; the end of the data if it puts none
   bool scales_travel;        // AllGather, one scale per row of x
   bool all_reduce;
   float scale;     // of sums
   int signals;     // words of the pad after the status
-  Address report;  // where the host reads the status
+  int offers;      // words of the pad after these
+  Address report;  // where the host reads the status, in its own memory; kernels write to it
   std::uint64_t timeout_ns;
   int sm_count;
   int device;
@@ -69,6 +76,11 @@ struct CudaOpSetup {
   int beside = 0;                            // blocks that may run beside a GEMM
   int strips = 0;                            // words for the sum of one node, where a Relay puts it
   int dtype = 0;                             // of sums, as FluxRelayArgs has it
+  // Whether ranks share the device: blocks that wait must leave room for those they wait for.
+  bool shared = false;
+  // Whether copies of captured calls may be beside the kernel that waits for peers' copies. A graph's
+  // scheduler knows its edges alone: it may as well put them behind the kernel, and all ranks would hang.
+  bool graph_overlap = false;
 };
 
 template <class T>
@@ -100,12 +112,13 @@ struct CallWords {
   std::vector<Address> entries;
   std::vector<Address> done;
   std::vector<Address> signals;
+  std::vector<Address> offers;
 };
 
 class CudaOp {
  public:
   // Words of a pad: see CudaOpSetup.
-  static std::int64_t pad_words(int world, int signals);
+  static std::int64_t pad_words(int world, int signals, int offers);
 
   // One kernel per operand.
   CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
@@ -174,7 +187,8 @@ class CudaOp {
   int holder(int owner) const { return neighbours().begin + owner % lanes(); }
   int twin(int node) const { return node * lanes() + setup_.rank % lanes(); }
   int region_of(int owner) const { return owner / lanes() * (setup_.signals / setup_.nodes); }
-  void end(Stream stream);
+  // `told`: the kernel that ends the call reports failures by itself.
+  void end(Stream stream, bool told);
   void fill_with_nan(Stream stream);
   void renew_signals(Stream stream);
   void await_rows(const Schedule& schedule, Stream stream);
@@ -183,6 +197,10 @@ class CudaOp {
   // What signals and flags of the call hold.
   std::uint32_t number() const { return capture_ != 0 ? 1 : epoch_; }
   FluxReduceArgs reduce_args(const Schedule& schedule, int n) const;
+  void put_reduction(const Schedule& schedule, Stream stream, const Operand& operand, Address out,
+                     bool early);
+  void put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
+                  const std::vector<Operand>& operands, std::size_t number);
   // `launch`: number of a weight, or whose rows are summed; for traces.
   FluxSync sync(int launch) const;
   Address status_of(int rank) const;
@@ -197,7 +215,7 @@ class CudaOp {
   void put_traced(Stream stream, Work work, const std::vector<MemOp>& ops);
 
   // cuda_op_nodes.cpp
-  void gather_rows(const Schedule& schedule, Stream stream);
+  void gather_rows(const Schedule& schedule);
   void send_sums(const Schedule& schedule, int n);
   void send_sum(const Schedule& schedule, int tile, int ahead, int n);
   void sum_of_node(const Schedule& schedule, int owner, Range rows, int n);
@@ -208,6 +226,7 @@ class CudaOp {
   int result_box(const CommTiling& c, int sender, int tile) const;
   void share_result(const Schedule& schedule, Stream stream);
   void share_tile(const Schedule& schedule, int tile, int ahead);
+  std::int64_t slot(int number) const { return number * setup_.slot_bytes + setup_.guard_bytes; }
   std::int64_t partial_of(int owner, int lane) const;
   std::int64_t inbox_of(int node, int at) const;
   std::int64_t sum_for(int node) const;
@@ -219,16 +238,16 @@ class CudaOp {
   CallWords captured_;
   const CallWords* words_ = &eager_;  // of the call that is being made
   Address count_ = 0;                 // of this rank's captured calls
-  std::vector<Address> resets_;       // words "my signals are reset", by rank
   std::vector<Address> scales_;       // by rank, gathered
   std::map<Stream, std::pair<Address, std::uint64_t>> workspaces_;
   Stream copy_stream_ = 0;
   Stream network_stream_ = 0;
+  std::shared_ptr<const Stream> rescue_;  // never waits
   Event forked_ = 0;
   Event joined_ = 0;
-  Event ended_ = 0;  // the last call, on its stream
-  Stream last_stream_ = 0;
-  Event captured_end_ = 0;  // the same within a capture
+  Event ended_ = 0;                    // the last call, on its stream
+  std::optional<Stream> last_stream_;  // torch's default stream is 0
+  Event captured_end_ = 0;             // the same within a capture
   Stream captured_stream_ = 0;
   std::uint64_t last_capture_ = 0;
   Address kernel_trace_ = 0;  // FluxTrace

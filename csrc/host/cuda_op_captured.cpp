@@ -5,15 +5,16 @@
 // and the waits of GEMM tiles look at, hold it. Signals and flags, which copy streams raise and await,
 // hold 1, and their rank resets them at the start of a call:
 //
-//   push, ReduceScatter   reset own | entry -> all | (AllGather: await all entries) | as ever
-//   pull                  entry -> all, await all | reset own | "reset" -> all, await all | as ever
+//   reset own | entry -> all | (AllGather: await all entries) | as ever
 //
-// Nobody raises a signal or flag of a rank for a call before he has seen the rank's entry, which comes
-// behind the reset; and nobody awaits one for an earlier call any more: they are awaited by the rank's
-// own streams, ahead of its entry, or (pull) by peers, ahead of theirs, which the rank has awaited when
-// it resets. What pulls awaits signals of peers: those have been reset when all have said so, and are
-// not reset again before the own next entry. The fork comes behind all this, so copy streams of a
-// captured call wait for no entries.
+// Nobody raises a signal, offer or flag of a rank for a call before it has seen the rank's entry, which
+// comes behind the reset; and nothing awaits one for an earlier call any more: they are awaited by the
+// rank's own streams, ahead of its entry. The fork comes behind all this, so copy streams of a captured
+// call wait for no entries.
+//
+// The copies come ahead of the kernel that waits for those of peers, by an edge of the graph (unless
+// graph_overlap is set): no copy waits for a kernel, so whatever order a graph's scheduler finds in its
+// edges, ranks cannot wait for each other in a circle. Beside the kernel, they could.
 //
 // Captured and eager calls use the same data, and words of their own. Each entry says that the rank's
 // stream has passed all earlier calls of either kind, as long as replays run on streams that come behind
@@ -37,9 +38,11 @@ FluxMeetArgs CudaOp::meeting(const std::vector<Address>& words) const {
   return args;
 }
 
-// Signals or flags that calls with this schedule await.
+// Signals (and the offers behind all signals) or flags that calls with this schedule await.
 int CudaOp::words_in_use(const Schedule& schedule) const {
-  if (schedule.spec.tiles.op == OpKind::kAGGemm) return signal_count(schedule.spec.comm);
+  if (schedule.spec.tiles.op == OpKind::kAGGemm) {
+    return signal_count(schedule.spec.comm) + (setup_.offers > 0 ? setup_.signals : 0);
+  }
   const Kernel& kernel = *kernels_.at(0);
   return flag_count(ScatterTiling{schedule.spec.problem.m, schedule.spec.problem.n, setup_.world,
                                   kernel.tile_m(), kernel.tile_n()});
@@ -47,22 +50,19 @@ int CudaOp::words_in_use(const Schedule& schedule) const {
 
 void CudaOp::begin_captured(const Schedule& schedule, Stream stream) {
   follow_capture(stream);
-  const bool pull = pulls(schedule);
   const Kernel& kernel = *kernels_.at(0);
   FluxMeetArgs entry = meeting(words_->entries);
   entry.advance = 1;
+  entry.reset = pointer<std::uint32_t>(words_->signals[setup_.rank]);
+  entry.reset_count = words_in_use(schedule);
   // Of a ReduceScatter, tiles await their owners.
   const bool gathers = schedule.spec.tiles.op == OpKind::kAGGemm;
   const bool behind = read_by_peers(schedule);
   if (!gathers && !(behind && setup_.poison)) entry.awaited = nullptr;
-  FluxMeetArgs reset = meeting(resets_);
-  (pull ? reset : entry).reset = pointer<std::uint32_t>(words_->signals[setup_.rank]);
-  (pull ? reset : entry).reset_count = words_in_use(schedule);
   if (!behind) fill_with_nan(stream);
   zero_sums(stream);
   kernel.meet(entry, stream);
   if (behind) fill_with_nan(stream);
-  if (pull) kernel.meet(reset, stream);
 }
 
 // Calls of one capture follow one another, as eager ones do. Between captures nothing can be ordered.

@@ -26,16 +26,16 @@ constexpr Address kWord = sizeof(std::uint32_t);
 
 // Where the holder of `owner` has the partial of the rank at `lane` of its node.
 std::int64_t CudaOp::partial_of(int owner, int lane) const {
-  return (owner / lanes() * lanes() + lane) * setup_.slot_bytes;
+  return slot(owner / lanes() * lanes() + lane);
 }
 
 // Where a rank of node `at` has the sum that comes from `node`.
 std::int64_t CudaOp::inbox_of(int node, int at) const {
-  return (setup_.world + (node < at ? node : node - 1)) * setup_.slot_bytes;
+  return slot(setup_.world + (node < at ? node : node - 1));
 }
 
-void CudaOp::gather_rows(const Schedule& schedule, Stream stream) {
-  join(network_stream_, stream);
+// The network's stream is behind the own rows, and not behind the kernel.
+void CudaOp::gather_rows(const Schedule& schedule) {
   std::vector<std::int64_t> parts{0}, row_bytes{setup_.row_bytes};
   if (setup_.scales_travel) {
     parts.push_back(setup_.rest_offset);
@@ -43,7 +43,7 @@ void CudaOp::gather_rows(const Schedule& schedule, Stream stream) {
   }
   gather_from_nodes(*driver_, *setup_.remote, schedule,
                     NetworkCall{network_stream_, epoch_, neighbours(), parts, row_bytes,
-                                words_->signals[setup_.rank], streams_.get()});
+                                words_->signals, words_->offers, streams_.get()});
 }
 
 // -- ReduceScatter ---------------------------------------------------------------------------------

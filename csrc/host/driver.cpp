@@ -22,7 +22,7 @@ constexpr int kCaptureActive = 1;
 constexpr int kCaptureInvalidated = 2;
 constexpr int kOpWait = 1;
 constexpr int kOpWrite = 2;
-constexpr std::size_t kMostOps = 256;  // of one cuStreamBatchMemOp
+constexpr std::size_t kMostOps = 255;  // of one cuStreamBatchMemOp: less than 256, says cuda.h
 
 // CUstreamBatchMemOpParams: waits and writes of 32 bits have the same layout in it.
 union BatchOp {
@@ -131,6 +131,19 @@ void Driver::order_after(Stream later, Stream earlier) {
   const std::shared_ptr<void> owned(event, [this](void* e) { entries_->event_destroy(e); });
   record(reinterpret_cast<Event>(event), earlier);
   await_event(later, reinterpret_cast<Event>(event));
+}
+
+std::shared_ptr<const Stream> Driver::rescue_stream() {
+  std::shared_ptr<const Stream> stream = rescue_.lock();
+  if (stream) return stream;
+  // The deleter holds the entry points, not the driver: that may be gone before the last op.
+  stream = std::shared_ptr<const Stream>(new Stream(create_stream()),
+                                         [library = library_, entries = entries_](const Stream* s) {
+                                           entries->stream_destroy(reinterpret_cast<void*>(*s));
+                                           delete s;
+                                         });
+  rescue_ = stream;
+  return stream;
 }
 
 Event Driver::create_event() {

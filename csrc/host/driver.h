@@ -34,6 +34,10 @@ class Driver {
   // A stream of the current context, of the highest priority: tiles must not queue behind kernels.
   Stream create_stream();
   void destroy_stream(Stream stream);
+  // A stream that never waits, for what must get through while other streams do. All ops share it: it is
+  // there before any of them waits, since streams share hardware queues, and a new one may be behind a
+  // stream that waits. It lives as long as it is held.
+  std::shared_ptr<const Stream> rescue_stream();
   void synchronize(Stream stream);
   // Whether all work of the stream is done.
   bool ready(Stream stream);
@@ -64,6 +68,7 @@ class Driver {
 
   std::shared_ptr<void> library_;
   std::shared_ptr<Entries> entries_;
+  std::weak_ptr<const Stream> rescue_;
 };
 
 }  // namespace flux::host

@@ -55,9 +55,20 @@ class NetworkGather {
     };
     stamped(call_.trace, call_.stream, parts,
             [&] { remote_.exchange(call_.stream, moves, call_.epoch); });
-    if (moves.size() > sends) {
-      driver_.signal(call_.stream, signal(in.chunk, tile), call_.epoch);
+    if (moves.size() > sends) arrived(in.chunk, tile);
+  }
+
+  // Kernels of this rank may read the tile; ranks of the node may pull it.
+  void arrived(int chunk, int tile) {
+    std::vector<MemOp> ops{{MemOp::kWrite, signal(chunk, tile), call_.epoch}};
+    if (tiles_.direction == Direction::kPull) {
+      for (const int puller : pullers(tiles_, chunk)) {
+        if (!inside(call_.node, puller)) continue;
+        const Address word = call_.offers[puller] + signal_index(comm_, chunk, tile) * kWord;
+        ops.push_back({MemOp::kWrite, word, call_.epoch});
+      }
     }
+    driver_.memory_ops(call_.stream, ops);
   }
 
   // What a trace is told of a tile that is sent, received, or awaited here.
@@ -82,7 +93,7 @@ class NetworkGather {
   }
 
   Address signal(int chunk, int tile) const {
-    return call_.signals + signal_index(comm_, chunk, tile) * kWord;
+    return call_.signals[tiles_.rank] + signal_index(comm_, chunk, tile) * kWord;
   }
 
   Driver& driver_;

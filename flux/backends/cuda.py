@@ -31,7 +31,7 @@ from flux.backends.epilogue import ACTIVATE, spoil
 from flux.backends.layout import Layout
 from flux.backends.op_kernels import OpKernel, op_kernel
 from flux.backends.unfused import nothing
-from flux.env import POISON, TRACE
+from flux.env import GRAPH_OVERLAP, POISON, TRACE
 from flux.errors import PeerTimeoutError
 from flux.kernels.config import TMA_BYTES, GemmConfig
 from flux.kernels.registry import BuiltKernel
@@ -118,10 +118,12 @@ class CudaBackend:
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
         tile = self.kernels[0].tile
+        # Bulk stores of sm_90a kernels spoil rows in front of slots.
+        guard = _C.core.guard_rows if self.configs[0].arch == "90a" else 0
         self.layout = Layout.of(
-            spec, self.world, knobs, tile, self.nodes, choice.most_tiles, transport.relays
+            spec, self.world, knobs, tile, self.nodes, choice.most_tiles, transport.relays, guard
         )
-        self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals)
+        self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals, self.layout.offers)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
         self.pads = [pad.data_ptr() for pad in memory.pads]
         self.data = [data.data_ptr() for data in memory.data]
@@ -138,6 +140,8 @@ class CudaBackend:
         self.last: Remembered | None = None
         self.repeats = 0  # calls that were recognised
         self._open = True
+        if self._activate_after:
+            self._load_activation()
 
     @on_its_device
     def _native(self, timeout_s: float) -> _C.CudaOp:
@@ -153,12 +157,14 @@ class CudaBackend:
             row_bytes=self.layout.row_bytes,
             slots=self.layout.slots,
             slot_bytes=self.layout.slot_bytes,
+            guard_bytes=self.layout.guard_bytes,
             rest_offset=self.layout.rest_offset,
             sums_offset=self.layout.sums_offset,
             scales_travel=spec.op is Op.ag_gemm and spec.scaling == "row",
             all_reduce=spec.op is Op.gemm_ar,
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
             signals=self.layout.signals,
+            offers=self.layout.offers,
             report=self._report.data_ptr(),
             timeout_ns=int(timeout_s * 1e9),
             sm_count=self.sm_count,
@@ -169,6 +175,8 @@ class CudaBackend:
             beside=self.beside,
             strips=self.layout.strips,
             dtype=int(spec.out_dtype == torch.float16),  # FLUX_BF16, FLUX_F16
+            shared=self.transport.sm_share < self.device.sm_count,
+            graph_overlap=GRAPH_OVERLAP.get(),
         )
 
     @property
@@ -182,6 +190,14 @@ class CudaBackend:
         kernel = _C.Kernel(str(built.library), built.symbol)
         kernel.prepare(self.device.index)
         return kernel
+
+    @on_its_device
+    def _load_activation(self) -> None:
+        """Run the activation once: torch loads its code at the first use, which must not be behind
+        a kernel that waits."""
+        some = torch.zeros(64, dtype=self.spec.out_dtype, device=self.device.torch_device)
+        self.device.keep(some)
+        self.device.enqueue(partial(self._activate, some))
 
     def _sums_by_switch(self, knobs: Knobs) -> bool:
         """Whether the NVLink switch adds up partials: if they may be added in any order, and it can
@@ -257,13 +273,15 @@ class CudaBackend:
             self.native.gemm_rs(schedule.native, stream, x, operand, out.data_ptr())
             self._remember(schedule, given, 1)
             return out
-        with _C.CallSpan(self.spec.label, call.m):
-            self.peers.scatter(schedule, self.next_epoch)
-            self.native.scatter(schedule.native, stream, x, operand)
-            if full:
+        self.peers.scatter(schedule, self.next_epoch)
+        if full:
+            with _C.CallSpan(self.spec.label, call.m):
+                self.native.scatter(schedule.native, stream, x, operand)
                 self.peers.send_results(stream, call.m, self.native.epoch)
-            self.native.reduce(schedule.native, stream, operand, out.data_ptr())
-            self.peers.end(stream, self.native.epoch)
+                self.native.reduce(schedule.native, stream, operand, out.data_ptr())
+        else:
+            self.native.gemm_rs(schedule.native, stream, x, operand, out.data_ptr())
+        self.peers.end(stream, self.native.epoch)
         return out
 
     gemm_ar = gemm_rs

@@ -24,11 +24,13 @@ class Layout:
 
     signals: int
     slots: int
-    slot_bytes: int
+    slot_bytes: int  # of a guard and the slot behind it
     rest_offset: int  # of what comes after gathered rows or slots
     sums_offset: int  # of sums that the device puts to other nodes
     data_bytes: int
     row_bytes: int
+    offers: int = 0  # words by which sources tell who pulls from them
+    guard_bytes: int = 0  # in front of each slot (core/scatter.h)
     boxes: int = 0  # words for what comes from other nodes
     strips: int = 0  # of them for the sum of one node, where the device puts it
 
@@ -41,9 +43,11 @@ class Layout:
         nodes: int = 1,
         most_tiles: int = 0,
         relays: bool = False,
+        guard_rows: int = 0,
     ) -> Layout:
         """The least memory that serves every M up to ``spec.max_m``; ``most_tiles`` of a chunk
-        where comm_tile_rows are open. ``relays``: the device puts sums to other nodes."""
+        where comm_tile_rows are open. ``relays``: the device puts sums to other nodes.
+        ``guard_rows``: that the kernel needs in front of slots."""
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements() * spec.itemsize
         if spec.op is Op.ag_gemm:
@@ -54,10 +58,13 @@ class Layout:
             scales = _up(spec.max_m * SCALE_BYTES) if spec.scaling == "row" else 0
             boxes = world * tiles * (2 if scales else 1)
             size = rows + scales
-            return Layout(world * tiles, 0, 0, rows, size, size, row, boxes)
+            signals = world * tiles
+            offers = signals if knobs.direction == "pull" else 0
+            return Layout(signals, 0, 0, rows, size, size, row, offers, boxes=boxes)
         tiling = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile)
         count = 1 if knobs.reduce == "in_flight" else world + nodes - 1
-        slot = _up(chunk * row)
+        guard = _up(guard_rows * row)
+        slot = guard + _up(chunk * row)
         result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
         messages = most_messages(chunk, knobs)
         strips = tiling.strip_count() if relays else 0
@@ -66,4 +73,8 @@ class Layout:
         sums = size + result
         end = sums + (nodes - 1) * slot if relays else sums
         signals = nodes * tiling.flag_count()
-        return Layout(signals, count, slot, size, sums, end, row, boxes, strips)
+        return Layout(signals, count, slot, size, sums, end, row, 0, guard, boxes, strips)
+
+    def slot_offset(self, slot: int) -> int:
+        """Bytes from the beginning of the data to row 0 of a slot."""
+        return slot * self.slot_bytes + self.guard_bytes

@@ -13,7 +13,7 @@ they would do to this rank is put on a stream per peer, their *agent*, when the 
 
     agent of r, always   entry of r -> rank 0 | ...
     AllGather, push      await entry of 0 | rows of r -> gathered rows of 0, signal 0 | ...
-               pull      signals at r | await signal of 0, rows of 0 -> gathered rows of r, signal r
+               pull      offers to 0 | await offer of 0, rows of 0 -> gathered rows of r, signal r
     ReduceScatter        await entry of 0 | partial of r, a slab -> slot r of 0, its flags | ...
     AllReduce            ... | behind the GEMM of 0: result rows of r -> result of 0, "done" -> 0
 
@@ -217,6 +217,7 @@ class LoopbackPeers(Peers):
         self.pads = [pad.data_ptr() for pad in memory.pads]
         self.data = [data.data_ptr() for data in memory.data]
         self.signals = [pad + first_signal(self.world) * WORD for pad in self.pads]
+        self.offers = [signals + layout.signals * WORD for signals in self.signals]
         pinned = of.device.pinned
         self.finished = finished = pinned(1, torch.int32)
 
@@ -253,7 +254,7 @@ class LoopbackPeers(Peers):
             kept.fill_(0xFF)  # NaN
         for index in range(len(own)):
             peer = index + 1
-            begin = self._row(m, peer) if gathers else peer * layout.slot_bytes
+            begin = self._row(m, peer) if gathers else layout.slot_offset(peer)
             self._put(kept, begin, rows[index])
             if results is not None:
                 self._put(kept, layout.rest_offset + self._row(m, peer), results[index])
@@ -341,6 +342,7 @@ class LoopbackPeers(Peers):
                 parts=[(rows + self._row(m, peer), self.layout.row_bytes, data, sources)],
                 entries=self.pads,
                 signals=self.signals,
+                offers=self.offers,
                 trace=self._streams,
             )
         return sources
@@ -358,7 +360,7 @@ class LoopbackPeers(Peers):
             with self._traced(agent, Work.entry, REAL):
                 self.driver.await_signal(agent, self.pads[peer] + REAL * WORD, value)
             for slab in slabs:
-                at = peer * self.layout.slot_bytes + slab.begin
+                at = self.layout.slot_offset(peer) + slab.begin
                 flag = tiling.flag_index(peer, REAL, slab.tile_row, 0)
                 flags = {"at": REAL, "begin": flag, "end": flag + slab.flags}
                 with self._traced(agent, Work.slab, REAL, nbytes=slab.size, **flags):

@@ -48,14 +48,16 @@ class SymmMem:
         self.device = device
         everybody = exchange.all_gather(device.identity)
         self.sm_share = sm_share(device, everybody.count(device.identity))
-        self.multicast = self._find_multicast()
+        # A device cannot be added to a multicast group twice: torch may raise where ranks share one.
+        apart = len(set(everybody)) == self.world
+        self.multicast = apart and self._find_multicast()
         self._kept: Any = None
 
     def _find_multicast(self) -> bool:
         """Whether symmetric memory of the group gets a multicast address. Collective.
 
-        Devices may have multicast, and the group none: ranks that share a GPU, or are not all
-        behind one NVLink switch. So it is tried out.
+        Devices may have multicast, and the group none: ranks that are not all behind one NVLink
+        switch. So it is tried out.
         """
         if not all(self.exchange.all_gather(_has_multicast(self.device))):
             return False
@@ -155,9 +157,16 @@ def _map_everywhere(
     exchange: Exchange, device: Device, size: int
 ) -> tuple[Any, list[torch.Tensor]]:
     """Allocate ``size`` bytes on every rank; by rank, everybody's as this rank addresses it, and
-    what must live as long. Collective."""
+    what must live as long. Collective.
+
+    The memory is an allocation of its own. ``symmetric.empty`` takes it from a pool of torch's since
+    2.11, which hands out freed blocks again: other blocks on other ranks, so that their memory no
+    longer belongs together (pytorch #190977), and parts of blocks, whose offset ``get_buffer``
+    ignores.
+    """
     symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
-    own = symmetric.empty(size, dtype=torch.uint8, device=device.torch_device)
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+    own = c10d._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device.torch_device)
     handle = symmetric.rendezvous(own, exchange.group.group_name)
     ranks = range(exchange.world)
     buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]

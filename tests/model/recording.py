@@ -353,9 +353,10 @@ class _Session:
             region(data, layout.data_bytes, "gathered row", layout.row_bytes)
             return
         for slot in range(layout.slots):
-            at = data + slot * layout.slot_bytes
+            at = data + layout.slot_offset(slot)
             of = " of owner" if s.switch else " of source" if s.nodes == 1 else ""
-            region(at, layout.slot_bytes, f"slot{of} {slot}, row", layout.row_bytes)
+            size = layout.slot_bytes - layout.guard_bytes
+            region(at, size, f"slot{of} {slot}, row", layout.row_bytes)
         if layout.sums_offset > layout.rest_offset:
             size = layout.sums_offset - layout.rest_offset
             region(data + layout.rest_offset, size, "result, row", layout.row_bytes)
@@ -372,11 +373,12 @@ class _Session:
             ("'done' of rank", world),
             ("status, word", status // WORD),
             (others, layout.signals),
+            ("offer", layout.offers),
             ("graph count", 1),
             ("graph entry of rank", world),
-            ("graph reset of rank", world),
             ("graph 'done' of rank", world),
             (f"graph {others}", layout.signals),
+            ("graph offer", layout.offers),
         ):
             is_pad = not name.startswith("status")
             unit = WORD if is_pad else status
