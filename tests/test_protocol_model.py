@@ -163,7 +163,7 @@ def sort_of(program: Program, wait: Step) -> str:
 #                 Pulling with poison: they are awaited twice, before the poison and after it
 SPARE = {
     Scenario(("ag_gemm",), 2, (4, 4, 4)): {"own word", "first entry", "join"},
-    Scenario(("ag_gemm",), 2, (4, 4, 4), "pull"): {"own word", "first entry", "fork", "join"},
+    Scenario(("ag_gemm",), 2, (4, 4, 4), "pull"): {"own word", "first entry", "join"},
     Scenario(("ag_gemm",), 2, (4, 4), "pull", poison=True): {
         "own word",
         "first entry",

@@ -23,6 +23,7 @@ from model.edits import (
     no_stream_wait,
     no_tile_wait,
     no_tile_wait_on,
+    offer_before_copy,
     poison_in_sums,
     raised_before_copy,
     reset_behind_entry,
@@ -94,16 +95,9 @@ _CAPTURED = [
     ),
     Bug(
         "graph-pull-entries",
-        "signals are reset behind the entries of those that awaited them",
+        "rows are pulled, and offered, behind the entries of all ranks",
         _ag(**_ALL, direction="pull"),
         no_meeting("graph entry"),
-        _ANY,
-    ),
-    Bug(
-        "graph-pull-resets-awaited",
-        "a peer's signals are awaited when it has reset them",
-        _ag(**_ALL, direction="pull"),
-        no_meeting("graph reset"),
         _ANY,
     ),
     Bug(
@@ -146,9 +140,16 @@ BUGS = [
     ),
     Bug(
         "pull-signal",
-        "rows are pulled behind the signal of their owner",
+        "rows are pulled behind the offer of their source",
         _ag(direction="pull"),
-        no_stream_wait("signal", "copy stream"),
+        no_stream_wait("offer", "copy stream"),
+    ),
+    Bug(
+        "pull-offer-after-copy",
+        "an offer of forwarded rows comes behind the copy that brought them",
+        _ag(**_RING, direction="pull"),
+        offer_before_copy,
+        large=True,
     ),
     Bug(
         "forwarded-signal",
@@ -227,6 +228,16 @@ BUGS = [
         "'done' comes behind the reduction",
         _rs("gemm_ar"),
         done_before_reduction,
+    ),
+    *(
+        Bug(
+            f"{op}-early-join",
+            "a call ends behind its reduction, which began beside the GEMM",
+            _rs(op, apart=True),
+            no_join("caller's stream"),
+            large=op == "gemm_rs",
+        )
+        for op in ("gemm_rs", "gemm_ar")
     ),
     Bug(
         "entry-forgotten",

@@ -138,6 +138,15 @@ def raised_before_copy(word: str = "signal") -> Edit:
     return edit
 
 
+def offer_before_copy(program: Program) -> None:
+    """A rank offers forwarded rows ahead of the copy that brings them."""
+
+    def is_copy(item: Item) -> bool:
+        return isinstance(item, Step) and item.kind is Kind.copy
+
+    move_up(program, of_word(program, Kind.raise_, "offer"), is_copy)
+
+
 def flag_before_store(program: Program) -> None:
     raises = of_word(program, Kind.raise_, "flag")
     swap(program, lambda s: s.is_access and bool(s.puts), raises)

@@ -133,6 +133,7 @@ class Scenario:
         switch: memory has a multicast address, and GemmRS and GemmAR reduce in flight.
         nodes: that the ranks are on.
         puts: nodes reach each other by NVSHMEM, whose kernels send the sums.
+        apart: each rank has a GPU of its own, so that reductions begin beside their GEMM.
     """
 
     ops: tuple[str, ...]
@@ -152,6 +153,7 @@ class Scenario:
     switch: bool = False
     nodes: int = 1
     puts: bool = False
+    apart: bool = False
 
     def epoch(self, turn: int) -> int:
         return self.epochs[turn] if self.epochs else turn + 1
@@ -168,6 +170,7 @@ class Scenario:
         extras += [f"{self.streams} streams"] if self.streams > 1 else []
         extras += ["by the switch"] if self.switch else []
         extras += ["by puts"] if self.puts else []
+        extras += ["early reduction"] if self.apart else []
         if self.captured:
             every = len(self.captured) == len(self.rows)
             which = "all calls" if every else "call " + ",".join(str(t + 1) for t in self.captured)
@@ -214,8 +217,8 @@ class RecordingDevice(EmulatedDevice):
         self.library.recorder_records.restype = ctypes.POINTER(_Record)
         self.library.recorder_count.restype = ctypes.c_size_t
         self.library.recorder_record_bytes.restype = ctypes.c_size_t
-        self.library.recorder_nics.restype = ctypes.c_size_t
-        self.library.recorder_nic.restype = ctypes.c_uint64
+        self.library.recorder_invented.restype = ctypes.c_size_t
+        self.library.recorder_invented_stream.restype = ctypes.c_uint64
         assert self.library.recorder_record_bytes() == ctypes.sizeof(_Record)
 
     def clear(self) -> None:
@@ -236,14 +239,23 @@ class RecordingDevice(EmulatedDevice):
         addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
         return Puts(*addresses, self.library.recorder_heaps)
 
-    def nics(self) -> Iterator[tuple[int, int]]:
-        """Streams that were invented for puts which kernels began, and whose they are."""
-        rank = ctypes.c_int()
-        for number in range(self.library.recorder_nics()):
-            yield self.library.recorder_nic(ctypes.c_size_t(number), ctypes.byref(rank)), rank.value
+    def invented(self) -> Iterator[tuple[int, int]]:
+        """Streams that were invented for what goes on beside a kernel (puts, early reductions), and
+        the rank of each."""
+        rank, find = ctypes.c_int(), self.library.recorder_invented_stream
+        for number in range(self.library.recorder_invented()):
+            yield find(ctypes.c_size_t(number), ctypes.byref(rank)), rank.value
 
     def records(self) -> list[_Record]:
         return list(self.library.recorder_records()[: self.count()])
+
+
+class ApartWorld(VirtualWorld):
+    """Ranks that have a device each, as far as they know."""
+
+    @property
+    def sm_share(self) -> int:
+        return self.device.sm_count
 
 
 @contextmanager
@@ -272,7 +284,7 @@ def record(device: RecordingDevice, scenario: Scenario) -> Recording:
 def _world(device: RecordingDevice, scenario: Scenario) -> VirtualWorld:
     if scenario.puts:
         return HeapWorld(scenario.world, device, scenario.nodes, device.puts())
-    kind = SwitchedWorld if scenario.switch else VirtualWorld
+    kind = ApartWorld if scenario.apart else SwitchedWorld if scenario.switch else VirtualWorld
     return kind(scenario.world, device, scenario.nodes)
 
 
@@ -405,8 +417,9 @@ class _Session:
 
     def run(self) -> Recording:
         self.world.run(self._calls_of)
-        for number, (stream, rank) in enumerate(self.device.nics()):
-            self.out.streams[stream] = (rank, f"put {number}")
+        what = "put" if self.scenario.puts else "early reduction"
+        for number, (stream, rank) in enumerate(self.device.invented()):
+            self.out.streams[stream] = (rank, f"{what} {number}")
         for raw in enumerate(self.device.records()):
             self.out.records.append(self._convert(*raw))
         for ops in self.ops:

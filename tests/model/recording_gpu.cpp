@@ -127,7 +127,10 @@ int record_ag_gemm(const FluxGemmArgs* args, void* stream) {
   return FLUX_OK;
 }
 
+std::size_t gemm_launch = 0;  // record of the last launch of a scattering GEMM
+
 int record_gemm_rs(const FluxGemmArgs* args, void* stream) {
+  gemm_launch = records.size();
   add(kLaunch, stream);
   const TileMap map = tile_map(tile_order(*args, OpKind::kGemmRS, kTileM, kTileN));
   const ScatterTargets to = scatter_targets(*args, kTileM, kTileN);
@@ -211,8 +214,40 @@ void sum_rows(const FluxReduceArgs& args, const Tile& tile, Range rows, int colu
   }
 }
 
+// A kernel, or the device, does something beside a stream when it pleases: a thread of its own, for which
+// a stream is invented.
+struct Invented {
+  std::uint64_t stream;
+  int rank;
+};
+std::vector<Invented> invented;
+
+void* invent(int rank) {
+  auto* stream = new int;
+  invented.push_back({reinterpret_cast<std::uint64_t>(stream), rank});
+  return stream;
+}
+
+int record_sums(const FluxReduceArgs* args, void* stream);
+
+// An early reduction runs beside its GEMM: it begins behind what is ahead of that on the stream, which goes
+// on when both are done.
 int record_reduce(const FluxReduceArgs* args, void* stream) {
   if (args->rows == 0) return FLUX_OK;
+  if (args->early == 0) return record_sums(args, stream);
+  void* beside = invent(args->rank);
+  add(kEvent, stream, nullptr, ++events);
+  const Record begin = records.back();
+  records.pop_back();
+  records.insert(records.begin() + static_cast<std::ptrdiff_t>(gemm_launch), begin);
+  add(kJoin, beside, nullptr, events);
+  record_sums(args, beside);
+  add(kEvent, beside, nullptr, ++events);
+  add(kJoin, stream, nullptr, events);
+  return FLUX_OK;
+}
+
+int record_sums(const FluxReduceArgs* args, void* stream) {
   add(kLaunch, stream);
   const int last = args->first_source + args->source_count;
   const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
@@ -234,22 +269,15 @@ int record_reduce(const FluxReduceArgs* args, void* stream) {
 
 // -- NVSHMEM ---------------------------------------------------------------------------------------
 
-// A put that a kernel has begun is made by somebody else, when he pleases: a thread of its own, for which
-// a stream is invented. It begins when the kernel has raised a word that is invented as well.
-struct Nic {
-  std::uint64_t stream;
-  int rank;  // that puts
-};
-std::vector<Nic> nics;
-
+// A put that a kernel has begun is made beside it. It begins when the kernel has raised a word that is
+// invented as well.
 void put(const Tile& tile, int rank, int pe, const char* from, char* to, std::uint64_t bytes,
          std::uint64_t* word) {
   // One for each put, and never given back: addresses tell words apart. All of them begin at the epoch
   // before the first, whatever the epoch of the put.
   auto* begun = new std::uint32_t(0);
   Tile{tile.stream, first_epoch, tile.number}.word(kRaise, begun, 0);
-  nics.push_back({reinterpret_cast<std::uint64_t>(new int), rank});
-  const auto* stream = reinterpret_cast<const void*>(nics.back().stream);
+  const void* stream = invent(rank);
   add(kAwait, stream, begun, first_epoch);
   Record& copy = add(kCopy, stream, at_rank(to, pe));
   copy.from = reinterpret_cast<std::uint64_t>(from);
@@ -391,10 +419,10 @@ int recorder_node_sum(const FluxNodeSumArgs* args, void* stream) {
 void recorder_heaps(int ranks, const std::uintptr_t* begins, std::size_t bytes) {
   add_heaps(ranks, begins, bytes);
 }
-std::size_t recorder_nics() { return nics.size(); }
-std::uint64_t recorder_nic(std::size_t i, int* rank) {
-  *rank = nics[i].rank;
-  return nics[i].stream;
+std::size_t recorder_invented() { return invented.size(); }
+std::uint64_t recorder_invented_stream(std::size_t i, int* rank) {
+  *rank = invented[i].rank;
+  return invented[i].stream;
 }
 
 std::size_t recorder_count() { return records.size(); }
@@ -402,7 +430,7 @@ const Record* recorder_records() { return records.data(); }
 std::size_t recorder_record_bytes() { return sizeof(Record); }
 void recorder_clear() {
   records.clear();
-  nics.clear();
+  invented.clear();
   no_call_yet = true;
 }
 void recorder_begin_call(std::uint32_t epoch, std::uint64_t of_capture) {

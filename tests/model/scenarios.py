@@ -37,6 +37,9 @@ def standard() -> Iterator[Scenario]:
         yield Scenario((op,), 2, (4, 4), streams=2, fresh_x=True)
     for op in ("gemm_rs", "gemm_ar"):
         yield Scenario((op,), 4, (8, 5))
+        for world, rows in ((2, (4, 4, 4)), (2, (4, 1, 3)), (3, (3, 5, 1))):
+            for poison in (False, True):
+                yield Scenario((op,), world, rows, poison=poison, apart=True)
     yield from captured()
     for op, poison, which in itertools.product(OPS[1:], (False, True), ((), (0, 1, 2))):
         for world, rows in ((2, (4, 1, 3)), (3, (3, 5, 1))):
