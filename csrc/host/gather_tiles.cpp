@@ -1,5 +1,7 @@
 #include "host/gather_tiles.h"
 
+#include <algorithm>
+
 namespace flux::host {
 
 namespace {
@@ -78,20 +80,8 @@ void Gather::move() {
 }
 
 void Gather::act_as_peer(int real) {
-  const CommTiling& c = schedule_.spec.comm;
-  if (pulls()) {
-    for (int chunk = 0; chunk < world_; ++chunk) {
-      if (chunk == real) continue;
-      for (const int puller : pullers(schedule_.spec.tiles, chunk)) {
-        if (puller != real) continue;
-        for (int tile = 0; tile < tiles_per_chunk(c); ++tile) {
-          const Range rows = comm_tile_rows(c, chunk, tile);
-          if (rows.begin == rows.end) continue;
-          put(call_.stream,
-              {MemOp::kWrite, word(call_.offers, real, signal_index(c, chunk, tile)), call_.epoch});
-        }
-      }
-    }
+  for (int chunk = 0; pulls() && chunk < world_; ++chunk) {
+    if (chunk != real) offer_to(real, chunk);
   }
   for (const Transfer& t : schedule_.transfers) {
     if (!pulls()) {
@@ -101,6 +91,26 @@ void Gather::act_as_peer(int real) {
     }
   }
   flush();
+}
+
+// Tells one rank, if it pulls the chunk from this one. For a trace, rows are there from now on.
+void Gather::offer_to(int puller, int chunk) {
+  const std::vector<int> all = pullers(schedule_.spec.tiles, chunk);
+  if (std::find(all.begin(), all.end(), puller) == all.end()) return;
+  const CommTiling& c = schedule_.spec.comm;
+  for (int tile = 0; tile < tiles_per_chunk(c); ++tile) {
+    const Range rows = comm_tile_rows(c, chunk, tile);
+    if (rows.begin == rows.end) continue;
+    const int signal = signal_index(c, chunk, tile);
+    if (call_.trace != nullptr) flush();
+    const auto there = [&] {
+      return told(Work::kCopy, call_.epoch, rank_, chunk, tile, rows, rank_, signal);
+    };
+    stamped(call_.trace, call_.stream, there, [&] {
+      put(call_.stream, {MemOp::kWrite, word(call_.offers, puller, signal), call_.epoch});
+      if (call_.trace != nullptr) flush();
+    });
+  }
 }
 
 // The copy stream goes on behind what is on `home` now.

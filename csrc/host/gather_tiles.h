@@ -97,6 +97,7 @@ class Gather {
   void fetch(const Transfer& t);
   void raise(Stream stream, int rank, int signal);
   void offer(int chunk, int tile);
+  void offer_to(int puller, int chunk);
 
   Driver& driver_;
   const Schedule& schedule_;

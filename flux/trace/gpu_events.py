@@ -228,6 +228,7 @@ class _Streams:
     def __init__(self, told: RankRecords) -> None:
         backend = told.backend
         self.rank, self.op = told.rank, backend.spec.op.name
+        self.schedules, self.first_epoch = told.schedules, told.first_epoch
         self.nodes = _Nodes(told.rank, backend.world, backend.nodes)
 
     def describe(self, r: Record) -> tuple[str, Details]:
@@ -280,11 +281,20 @@ class _Streams:
             details["raises"] = " ".join(flags)
             return f"partials to rank {r.peer}", details
         if r.signal >= 0:
-            details["raises"] = f"{r.at}:{r.signal}"
+            raised = range(r.signal, r.signal + self._tiles(r))
+            details["raises"] = " ".join(f"{r.at}:{signal}" for signal in raised)
         if r.peer == self.rank:
             del details["peer"]
             return f"{rows} within own memory", details
         return f"{rows} {'to' if r.at in (r.peer, -1) else 'from'} rank {r.peer}", details
+
+
+    def _tiles(self, r: Record) -> int:
+        """Communication tiles of a copy: own rows are one copy of all of theirs."""
+        if self.op != "ag_gemm" or r.first >= r.last:
+            return 1
+        knobs = self.schedules[(r.call - self.first_epoch - 1) & 0xFFFFFFFF].knobs
+        return ceil_div(r.last - r.first, knobs.comm_tile_rows or 1)
 
 
 class _Played(_Streams):
