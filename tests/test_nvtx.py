@@ -19,7 +19,8 @@ from reference import Inputs, Problem
 from virtual_cases import call_all
 
 SOURCE = Path(__file__).with_name("fake_nvtx.cpp")
-REFUSED = "cuMemcpyAsync failed: emulated failure"
+COPY = "cuMemcpyAsync failed: emulated failure"
+REFUSED = {"ag_gemm": COPY, "gemm_rs": "launch refused", "gemm_ar": COPY}
 NAME = "libnvtx3interop.so.1"
 
 
@@ -78,7 +79,7 @@ def run(device: EmulatedDevice, op: str, sizes: list[int], gather: bool = False)
 
 
 STAGES = {
-    "ag_gemm": "entry,copies,kernel,",
+    "ag_gemm": "entry,own rows,kernel,copies,",
     "gemm_rs": "entry,kernel,reduction,",
     "gemm_ar": "entry,kernel,reduction,collect,",
 }
@@ -100,7 +101,7 @@ def test_gathered_rows_are_collected(
 ) -> None:
     monkeypatch.setenv("FLUX_NVTX", "1")
     run(device, "ag_gemm", [12], gather=True)
-    assert heard.told() == ["AGGemm M=12[entry,copies,kernel,collect,]"] * 2
+    assert heard.told() == ["AGGemm M=12[entry,own rows,kernel,copies,collect,]"] * 2
 
 
 @pytest.mark.parametrize("op", list(STAGES))
@@ -121,18 +122,28 @@ def test_ranges_end_where_a_call_throws(
     monkeypatch.setenv("FLUX_NVTX", "1")
     with VirtualWorld(2, device) as ranks:
         ops = [problem(op).build(ranks.rank(r), timeout_s=5.0) for r in range(2)]
-        device.library.emulator_refuse_copies(1)
+        refuse = device.library.emulator_refuse_copies
+        if op == "gemm_rs":  # makes no copies
+            refuse = device.library.emulator_refuse_launches
+        refuse(1)
         inputs = Inputs(problem(op), 12, 2, seed=1)
         try:
             for r in range(2):
-                with device.on_stream(ranks.streams[r]), pytest.raises(RuntimeError, match=REFUSED):
+                with (
+                    device.on_stream(ranks.streams[r]),
+                    pytest.raises(RuntimeError, match=REFUSED[op]),
+                ):
                     inputs.call(ops[r], r)
         finally:
-            device.library.emulator_refuse_copies(0)
+            refuse(0)
         for made in ops:
             made.close()
-    # A copy is refused in the stage named last, or (GemmRS) behind all stages.
-    begun = {"ag_gemm": "entry,copies,", "gemm_rs": STAGES["gemm_rs"], "gemm_ar": STAGES["gemm_ar"]}
+    # The stage named last is the one that is refused.
+    begun = {
+        "ag_gemm": "entry,own rows,",
+        "gemm_rs": "entry,kernel,",
+        "gemm_ar": STAGES["gemm_ar"],
+    }
     assert heard.told() == [f"{NAMES[op]} M=12[{begun[op]}]"] * 2
 
 
