@@ -2,9 +2,10 @@
 
     python benchmarks/cuda_host_time.py [--json benchmarks/results/cpu/cuda_host_time.json]
 
-Eight ranks, one communication tile each. `native` is the one native call that puts everything on
-streams, without the driver's own time; `Python` is all else of op(x, weight): checks, outputs, and
-the way there. Medians over batches of calls.
+Eight ranks, with one communication tile each as in decoding, and with M = 8192 of the Flux paper.
+`native` is the one native call that puts everything on streams, without the driver's own time;
+`Python` is all else of op(x, weight): checks, outputs, and the way there. Medians over batches of
+calls. `driver calls` are those of one call: launches, copies, events, batches of memory operations.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel, Registry
 from flux.transport.virtual import VirtualWorld
 
-WORLD, M, N, K = 8, 64, 1024, 512
+WORLD = 8
+SHAPES = {"decode": (64, 1024, 512), "paper": (8192, 49152, 12288)}  # M, N, K; swapped for GemmRS
 BATCH, BATCHES = 200, 41
 
 
@@ -55,6 +57,7 @@ class NullDevice:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
+        self.calls = self._library.null_calls
         self.driver = _C.Driver(str(library))
         config = GemmConfig("ag_gemm", "90a", "bf16", (128, 128, 64), "pingpong")
         kernels = {
@@ -84,9 +87,6 @@ class NullDevice:
 
     def made_current(self) -> nullcontext[None]:
         return nullcontext()
-
-    def capturing(self) -> bool:
-        return False
 
     def synchronize(self) -> None:
         """Done."""
@@ -135,25 +135,41 @@ class Recorded:
         return call
 
 
-def measure(device: NullDevice, op: str) -> dict[str, Any]:
+def rows_of_nothing(rows: int, columns: int) -> torch.Tensor:
+    """A tensor of that shape without gaps, whose memory is not touched."""
+    return torch.empty(rows, columns, dtype=torch.bfloat16)
+
+
+def measure(device: NullDevice, op: str, size: str) -> dict[str, Any]:
     gathers = op == "ag_gemm"
+    m, n, k = SHAPES[size]
+    if not gathers:
+        n, k = k, n
     make = {"ag_gemm": flux.AGGemm, "gemm_rs": flux.GemmRS, "gemm_ar": flux.GemmAR}[op]
     with VirtualWorld(WORLD, device) as world:
-        made = make(world.rank(3), max_m=M, n=N, k=K, dtype=torch.bfloat16)
-        knobs = made.schedule(M).knobs
-        rows, depth = (M // WORLD, K) if gathers else (M, K // WORLD)
-        x = torch.zeros(rows, depth, dtype=torch.bfloat16)
-        weight = torch.zeros(N // WORLD if gathers else N, depth, dtype=torch.bfloat16)
+        made = make(world.rank(3), max_m=m, n=n, k=k, dtype=torch.bfloat16)
+        knobs = made.schedule(m).knobs
+        rows, depth = (m // WORLD, k) if gathers else (m, k // WORLD)
+        x = rows_of_nothing(rows, depth)
+        weight = rows_of_nothing(n // WORLD if gathers else n, depth)
         backend = made._backend
         recorded = backend.native = Recorded(backend.native)
         made(x, weight)
         backend.native = recorded._native
         with torch.no_grad():
+            before = device.calls()
+            made(x, weight)
+            calls = device.calls() - before
             whole = microseconds(lambda: made(x, weight))
             native = microseconds(recorded.last)
         made.close()
     return {
         "op": op,
+        "size": size,
+        "m": m,
+        "n": n,
+        "k": k,
+        "driver_calls": calls,
         "comm_tile_rows": knobs.comm_tile_rows,
         "whole_us": whole,
         "native_us": native,
@@ -165,8 +181,10 @@ def table(content: dict[str, Any]) -> str:
     rows = []
     for entry in content["ops"]:
         whole, native = (statistics.median(entry[f"{key}_us"]) for key in ("whole", "native"))
-        rows.append([entry["op"], f"{native:.1f}", f"{whole - native:.1f}", f"{whole:.1f}"])
-    header = [f"op, {content['world']} ranks", "native us", "Python us", "in all us"]
+        name = f"{entry['op']} {entry['m']} x {entry['n']} x {entry['k']}"
+        figures = (native, whole - native, whole)
+        rows.append([name, str(entry["driver_calls"]), *(f"{figure:.1f}" for figure in figures)])
+    header = [f"{content['world']} ranks", "driver calls", "native us", "Python us", "in all us"]
     return f"{markdown(header, rows)}\n\n{content['device']}"
 
 
@@ -176,10 +194,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         device = NullDevice(build(Path(folder)))
-        found = [measure(device, op) for op in ("ag_gemm", "gemm_rs", "gemm_ar")]
+        ops = ("ag_gemm", "gemm_rs", "gemm_ar")
+        found = [measure(device, op, size) for size in SHAPES for op in ops]
     content = {
         "command": "python benchmarks/cuda_host_time.py",
-        "world": WORLD, "m": M, "n": N, "k": K,
+        "world": WORLD,
         "device": host.device(),
         "versions": host.versions(),
         "ops": found,

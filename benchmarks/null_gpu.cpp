@@ -1,4 +1,5 @@
-// A CUDA driver and kernels that do nothing, at once: what is left is what the host does for a call.
+// A CUDA driver and kernels that do nothing, at once: what is left is what the host does for a call. Calls
+// of the driver, launches among them, are counted.
 #include <cstddef>
 #include <cstdint>
 
@@ -8,14 +9,21 @@ namespace {
 
 std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
 int prepare(int) { return FLUX_OK; }
-int launch(const FluxGemmArgs*, void*) { return FLUX_OK; }
-int meet(const FluxMeetArgs*, void*) { return FLUX_OK; }
-int reduce(const FluxReduceArgs*, void*) { return FLUX_OK; }
+int calls = 0;  // of one thread
+int counted() {
+  ++calls;
+  return FLUX_OK;
+}
+int launch(const FluxGemmArgs*, void*) { return counted(); }
+int meet(const FluxMeetArgs*, void*) { return counted(); }
+int reduce(const FluxReduceArgs*, void*) { return counted(); }
 int handle;  // what streams and events point to
 
 }  // namespace
 
 extern "C" {
+
+int null_calls() { return calls; }
 
 extern const FluxKernel flux_null_ag_gemm = {FLUX_ABI_VERSION,
                                              sizeof(FluxGemmArgs),
@@ -60,17 +68,17 @@ int cuEventCreate(void** event, unsigned) {
   return 0;
 }
 int cuEventDestroy_v2(void*) { return 0; }
-int cuEventRecord(void*, void*) { return 0; }
+int cuEventRecord(void*, void*) { return counted(); }
 int cuEventElapsedTime(float* ms, void*, void*) {
   *ms = 0;
   return 0;
 }
-int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
-int cuMemcpyAsync(std::uintptr_t, std::uintptr_t, std::size_t, void*) { return 0; }
-int cuStreamWriteValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) { return 0; }
-int cuStreamWaitValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) { return 0; }
-int cuStreamBatchMemOp_v2(void*, unsigned, void*, unsigned) { return 0; }
-int cuMemsetD32Async(std::uintptr_t, unsigned, std::size_t, void*) { return 0; }
+int cuStreamWaitEvent(void*, void*, unsigned) { return counted(); }
+int cuMemcpyAsync(std::uintptr_t, std::uintptr_t, std::size_t, void*) { return counted(); }
+int cuStreamWriteValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) { return counted(); }
+int cuStreamWaitValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) { return counted(); }
+int cuStreamBatchMemOp_v2(void*, unsigned, void*, unsigned) { return counted(); }
+int cuMemsetD32Async(std::uintptr_t, unsigned, std::size_t, void*) { return counted(); }
 int cuStreamGetCaptureInfo_v2(void*, int* status, std::uint64_t*, void**, const void**,
                               std::size_t*) {
   *status = 0;
