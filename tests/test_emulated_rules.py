@@ -64,9 +64,7 @@ def batch(gpu: EmulatedDevice, operation: int, word: torch.Tensor, count: int) -
 
 
 @pytest.mark.parametrize(("count", "fine"), [(1, True), (255, True), (256, False)])
-def test_batches_have_less_than_256_operations(
-    gpu: EmulatedDevice, count: int, fine: bool
-) -> None:
+def test_batches_have_less_than_256_operations(gpu: EmulatedDevice, count: int, fine: bool) -> None:
     word = torch.zeros(1, dtype=torch.int32)
     assert (batch(gpu, 2, word, count) == 0) == fine
     gpu.finish()
@@ -407,7 +405,8 @@ def test_the_log_has_calls_and_times(gpu: EmulatedDevice, launches: Launches, st
         gpu.finish()
         gpu.driver.synchronize(stream)
     calls = gpu.calls()
-    assert [(c.name, c.stream) for c in calls[:3]] == [("copy", stream), ("batch", 0), ("launch", 0)]
+    names = [(c.name, c.stream) for c in calls[:3]]
+    assert names == [("copy", stream), ("batch", 0), ("launch", 0)]
     assert calls[0].details["bytes"] == "4" and calls[1].details["writes"] == "3"
     assert calls[2].details["kernel"] == "flux_emulated_ag_gemm_nk"
     times = {(e.what, e.kind): e for e in gpu.timeline()}
