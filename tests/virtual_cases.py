@@ -103,7 +103,10 @@ def drop_at_once(
 
     Returns the results of the last ``kept`` calls, by rank, which are not dropped.
     """
-    given = [[inputs.local(r) for inputs in everything] for r in range(ranks.world)]
+    given = []
+    for r, stream in enumerate(ranks.streams):  # whose memory is used again in its order
+        with ranks.device.on_stream(stream):
+            given.append([inputs.local(r) for inputs in everything])
     like = [[t.new_empty(t.shape) for t in of_call] for of_call in given[0]]
     torch.full_like(like[0][0], float("nan"))  # a first use would wait for kernels that wait
 
