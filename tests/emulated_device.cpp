@@ -11,6 +11,8 @@ namespace {
 
 constexpr int kThreads = 2048, kRegisters = 65536, kBlocks = 32, kShared = 227 << 10;
 
+constexpr std::chrono::milliseconds kAboutToStart{20};
+
 const char* name_of_wait(int code) {
   switch (code) {
     case FLUX_WAIT_GATHER:
@@ -158,14 +160,17 @@ bool Device::resident() {
 bool Device::load_module(const std::string& what) {
   if (!loads_lazily) return true;
   const auto until = Clock::now() + std::chrono::milliseconds(loading_ms);
+  auto idle_since = Clock::now();
   for (;;) {
     std::string resident;
     {
       const std::lock_guard<std::mutex> hold(mutex_);
       resident = holders(nullptr);
     }
-    if (resident.empty()) return true;
-    if (Clock::now() > until) {
+    const auto at = Clock::now();
+    if (!resident.empty()) idle_since = at;
+    if (kernels == 0 || at - idle_since > kAboutToStart) return true;
+    if (at > until && !resident.empty()) {
       fail("loading a module (" + what + ") while " + resident);
       return false;
     }
@@ -260,7 +265,7 @@ std::string Device::timeline() {
 void Device::reset() {
   clear_error();
   record(false);
-  delay_us = copy_us = 0;
+  delay_us = copy_us = launch_us = 0;
   copies_refused = launches_refused = limits_room = needs_guards = loads_lazily = false;
   copies_need_room = uncapped = kernels_first = false;
   starving_ms = loading_ms = 5000;

@@ -135,12 +135,13 @@ struct Memory {
 class Device {
  public:
   std::atomic<int> delay_us{0};
-  std::atomic<int> copy_us{0};
+  std::atomic<int> copy_us{0}, launch_us{0};
   std::atomic<bool> copies_refused{false}, launches_refused{false};
   std::atomic<bool> limits_room{false}, needs_guards{false}, loads_lazily{false};
   std::atomic<bool> copies_need_room{false}, uncapped{false}, kernels_first{false};
   std::atomic<int> starving_ms{5000}, loading_ms{5000};
   std::atomic<int> streams_alive{0}, timed_events{0};
+  std::atomic<int> kernels{0};     // launched, and not over
   std::atomic<int> generation{1};  // counts resets, which leave no module loaded
 
   // The sticky error: the first illegal thing.
@@ -157,8 +158,8 @@ class Device {
   void note_starving(Grid* grid);
   std::string starved();
   bool resident();  // whether a kernel has a block on a multiprocessor
-  // Waits until no kernel has a block on a multiprocessor; false, with a sticky error, if that takes
-  // too long.
+  // Waits until no kernel has a block on a multiprocessor, or is about to; false, with a sticky error,
+  // if that takes too long.
   bool load_module(const std::string& what);
 
   Queue* queue(int stream);  // null: streams share none

@@ -12,6 +12,7 @@ namespace {
 using namespace emulated;
 
 constexpr unsigned kMostOps = 255;  // cuda.h: the count "must be less than 256"
+constexpr const char* kForeign = "a stream waits for a word of another device";
 constexpr int kNotReady = 600;
 constexpr int kIsolation = 905;  // cudaErrorStreamCaptureIsolation
 
@@ -22,6 +23,13 @@ struct Event {
   std::uint64_t capture = 0;  // of its last record; 0: none
   int number = 0;             // within that
 };
+
+thread_local std::string refusal;  // why the last call was refused
+
+int refuse(const std::string& why) {
+  refusal = why;
+  return kRefused;
+}
 
 Graph* capturing = nullptr;  // the capture that is under way: of the emulator there is one
 
@@ -91,6 +99,7 @@ void emulator_dawdle() { dawdle(); }
 void emulator_reset() { device().reset(); }
 void emulator_set_delay(int us) { device().delay_us = us; }
 void emulator_set_copy_delay(int us) { device().copy_us = us; }
+void emulator_set_launch_delay(int us) { device().launch_us = us; }
 int emulator_streams() { return device().streams_alive; }
 int emulator_timed_events() { return device().timed_events; }
 void emulator_refuse_copies(int yes) { device().copies_refused = yes != 0; }
@@ -145,7 +154,7 @@ void emulator_destroy_graph(void* graph) { delete static_cast<Graph*>(graph); }
 
 int cuGetErrorString(int error, const char** text) {
   thread_local std::string said;
-  said = error == kLaunchFailure ? device().error() : "emulated failure";
+  said = error == kLaunchFailure ? device().error() : error == kRefused ? refusal : "refused";
   *text = said.c_str();
   return 0;
 }
@@ -234,7 +243,7 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, std::uint64_t* id, void
   return 0;
 }
 int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* stream) {
-  if (device().copies_refused) return kRefused;
+  if (device().copies_refused) return refuse("emulated failure");
   log_call("copy", stream,
            number("bytes", bytes) + ";" + number("to", to) + ";" + number("from", from));
   const bool inside = device().is_own(to) && device().is_own(from);
@@ -251,18 +260,18 @@ int cuStreamWriteValue32_v2(void* stream, std::uintptr_t word, std::uint32_t val
   return 0;
 }
 int cuStreamWaitValue32_v2(void* stream, std::uintptr_t word, std::uint32_t value, unsigned) {
-  if (device().waits_forbidden(word)) return kRefused;
+  if (device().waits_forbidden(word)) return refuse(kForeign);
   log_call("wait", stream, number("word", word) + ";" + number("value", value));
   stream_of(stream)->put(item("wait", [=] { await_word(word, value); }));
   return 0;
 }
 int cuStreamBatchMemOp_v2(void* stream, unsigned count, const BatchOp* ops, unsigned) {
-  if (count > kMostOps) return kRefused;
+  if (count > kMostOps) return refuse(std::to_string(count) + " operations, of less than 256");
   std::uint64_t waits = 0;
   for (unsigned i = 0; i < count; ++i) {
     if (ops[i].operation != 1) continue;
     ++waits;
-    if (device().waits_forbidden(ops[i].address)) return kRefused;
+    if (device().waits_forbidden(ops[i].address)) return refuse(kForeign);
   }
   log_call("batch", stream, number("waits", waits) + ";" + number("writes", count - waits));
   stream_of(stream)->put(item("batch", [all = std::vector<BatchOp>(ops, ops + count)] {

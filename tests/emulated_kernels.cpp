@@ -331,6 +331,7 @@ template <Code* kCode, auto kMake, class Args>
 int launch_as(const char* part, const Args& args, void* stream) {
   if (device().launches_refused) return FLUX_REFUSED;
   if (device().failed() || !kCode->load()) return emulated::kLaunchFailure;
+  std::this_thread::sleep_for(std::chrono::microseconds(device().launch_us));
   Work work;
   work.name = std::string(kCode->name) + part;
   const int status = kMake(args, &work);

@@ -62,6 +62,7 @@ void Stream::put(Item item) {
   if (capture != nullptr) return capture->add(this, std::move(item));
   auto entry = std::make_shared<Entry>();
   entry->item = std::move(item);
+  if (entry->item.kind == Item::kKernel) ++device().kernels;
   const std::lock_guard<std::mutex> in_order(submitting);
   entry->queue = device().queue(number_);
   if (entry->queue != nullptr) {
@@ -161,6 +162,7 @@ void Stream::run_kernel(const std::shared_ptr<Entry>& entry) {
   }
   entry->leave_queue();
   device().end(entry->grid.get());
+  --device().kernels;
   device().log_time(entry->item.what, handle(), entry->began, "kernel");
 }
 
