@@ -272,7 +272,10 @@ class EmulatedDevice:
         self._call("kernels_first", {"concurrent": 0, "kernels first": 1}[order])
 
     def set_queues(self, count: int) -> None:
-        """Let streams share so many hardware queues; 0: none is shared. While all are idle."""
+        """Let streams share so many hardware queues; 0: none is shared. While all are idle.
+
+        Devices begin with FLUX_EMULATED_QUEUES of them.
+        """
         self._call("set_queues", count)
 
     def forbid_waits(self, address: int, size: int) -> None:
@@ -303,6 +306,10 @@ class EmulatedDevice:
     def starved(self) -> str:
         """Which kernel found no room, and what those that had it waited for; empty: none."""
         return self._text("starved")
+
+    def resident(self) -> bool:
+        """Whether a kernel has a block on a multiprocessor."""
+        return bool(self._call("resident"))
 
     @contextmanager
     def record_calls(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <random>
 
 namespace emulated {
@@ -50,12 +51,7 @@ void dawdle() {
 
 // Never destroyed: threads of streams use it until the process ends.
 Device& device() {
-  static auto* const one = [] {
-    auto* made = new Device;
-    const char* queues = std::getenv("FLUX_EMULATED_QUEUES");
-    if (queues != nullptr) made->set_queues(std::atoi(queues));
-    return made;
-  }();
+  static auto* const one = new Device;
   return *one;
 }
 
@@ -198,6 +194,8 @@ void Queue::leave(std::uint64_t ticket) {
 
 void Device::set_queues(int count) {
   const std::lock_guard<std::mutex> hold(mutex_);
+  // What is under way leaves its queue later.
+  std::move(queues_.begin(), queues_.end(), std::back_inserter(retired_));
   queues_.clear();
   for (int i = 0; i < count; ++i) queues_.push_back(std::make_unique<Queue>());
 }
@@ -270,6 +268,8 @@ void Device::reset() {
   copies_need_room = uncapped = kernels_first = false;
   starving_ms = loading_ms = 5000;
   ++generation;
+  const char* queues = std::getenv("FLUX_EMULATED_QUEUES");
+  set_queues(queues != nullptr ? std::atoi(queues) : 0);
   const std::lock_guard<std::mutex> hold(mutex_);
   host_.clear();
   peers_.clear();

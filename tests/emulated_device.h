@@ -195,7 +195,7 @@ class Device {
   Multiprocessor sms_[kMultiprocessors];
   std::vector<Grid*> active_;  // from when they may start until they end
   int next_sm_ = 0;
-  std::vector<std::unique_ptr<Queue>> queues_;
+  std::vector<std::unique_ptr<Queue>> queues_, retired_;
   std::vector<Memory> host_, peers_;
   std::vector<std::string> calls_, times_;
 };

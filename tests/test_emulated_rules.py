@@ -127,6 +127,7 @@ def test_a_block_that_finds_no_room_starves(
     gpu.limit_room()
     gpu.starving_after(0.05)
     gate = launches.spin(0, blocks=8)
+    assert eventually(gpu.resident)
     other = launches.spin(stream, blocks=1)
     assert eventually(lambda: gpu.starved() != "")
     assert gpu.starved() == (
@@ -161,6 +162,7 @@ def test_blocks_are_placed_breadth_first(
     flags = launches.words(1000)
     args, _ = launches.reduction(64, flags=flags, blocks=blocks)
     launches.kernel("gemm_rs_nk").reduce(args, 0)
+    assert eventually(gpu.resident)
     launches.spin(stream, blocks=1).fill_(1)
     assert eventually(lambda: gpu.driver.ready(stream), 5.0 if fits else 0.05) == fits
     flags.fill_(1)
@@ -171,11 +173,12 @@ def test_blocks_of_the_kernel_launched_first_are_placed_first(
     gpu: EmulatedDevice, launches: Launches, stream: int
 ) -> None:
     gpu.limit_room()
+    gpu.starving_after(0.01)
     third = gpu.driver.create_stream()
     gate = launches.spin(0, blocks=4)
-    assert eventually(lambda: not gpu.driver.ready(0))
+    assert eventually(gpu.resident)
     wide = launches.spin(stream, blocks=6)  # of which four find room
-    assert never(lambda: gpu.driver.ready(stream))
+    assert eventually(lambda: gpu.starved() != "")
     args, out = launches.reduction(4)
     launches.kernel("gemm_rs_nk").reduce(args, third)
     assert never(lambda: bool(out.any()))
@@ -184,6 +187,7 @@ def test_blocks_of_the_kernel_launched_first_are_placed_first(
     gpu.driver.synchronize(third)
     gpu.driver.destroy_stream(third)
     assert out.all()
+    gpu.clear_error()
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -224,7 +228,7 @@ def test_copies_inside_the_device_may_need_room(
     if not inside:
         gpu.host_memory(words.data_ptr(), 4)
     gate = launches.spin(0, blocks=8)
-    assert never(lambda: gpu.driver.ready(0))
+    assert eventually(gpu.resident)
     gpu.driver.copy(stream, words.data_ptr() + 4, words.data_ptr(), 4)
     assert eventually(lambda: int(words[1]) == 1, 0.05 if inside else 5.0) != inside
     gate.fill_(1)
@@ -242,7 +246,7 @@ def test_loading_a_module_waits_for_kernels(
     gpu.give_up_after(0.05)
     first = launches.kernel("ag_gemm_kn")
     gate = launches.spin(0, blocks=1)
-    assert never(lambda: gpu.driver.ready(0))
+    assert eventually(gpu.resident)
     first.launch(launches.gemm(4, 8), stream)  # was prepared
     for load in (
         lambda kernel: kernel.prepare(0),
@@ -255,10 +259,10 @@ def test_loading_a_module_waits_for_kernels(
             "flux_emulated_ag_gemm_nk on 1 places waits for signal 0"
         )
         gate.fill_(1)
-        assert eventually(lambda: not gpu.library.emulator_resident())
+        assert eventually(lambda: not gpu.resident())
         gpu.clear_error()
         gate = launches.spin(0, blocks=1)
-        assert eventually(lambda: bool(gpu.library.emulator_resident()))
+        assert eventually(gpu.resident)
     gate.fill_(1)
     gpu.finish()
     launches.kernel("ag_gemm_kn_silu", prepared=False).launch(launches.gemm(4, 8), stream)
@@ -281,14 +285,14 @@ def test_functions_of_torch_are_loaded_by_their_first_use(
     gpu.enqueue(partial(known, 1))
     gpu.finish()
     gate = launches.spin(0, blocks=1)
-    assert eventually(lambda: bool(gpu.library.emulator_resident()))
+    assert eventually(gpu.resident)
     with gpu.on_stream(stream):
         gpu.enqueue(partial(known, 2))
         gpu.driver.synchronize(stream)
         with pytest.raises(RuntimeError, match=r"loading a module \(.*new\) while flux_emulated"):
             gpu.enqueue(new)
     gate.fill_(1)
-    assert eventually(lambda: not gpu.library.emulator_resident())
+    assert eventually(lambda: not gpu.resident())
     gpu.clear_error()
     gpu.finish()
     assert seen == [1, 2]
@@ -328,7 +332,6 @@ def test_a_stream_that_waits_holds_up_its_queue(
     assert eventually(lambda: gpu.driver.ready(0), 0.05 if stuck else 5.0) != stuck
     word.fill_(1)
     gpu.driver.synchronize(stream)
-    gpu.set_queues(0)
 
 
 def test_a_kernel_leaves_its_queue_when_its_blocks_are_placed(
@@ -349,7 +352,6 @@ def test_a_kernel_leaves_its_queue_when_its_blocks_are_placed(
         gpu.driver.synchronize(each)
     assert int(word) == 2
     gpu.driver.destroy_stream(third)
-    gpu.set_queues(0)
 
 
 # -- graphs, peers, the log, reports ---------------------------------------------------------------
