@@ -218,6 +218,7 @@ class EmulatedDevice:
     def reset(self) -> None:
         """Forget errors, notes, the log and memory; set all rules to what they are by default."""
         self._call("reset")
+        self._room_for_copies = False
         self.limit_room(STRICT)
         self.need_guards(STRICT)
         self.load_lazily(STRICT)
@@ -260,7 +261,11 @@ class EmulatedDevice:
         self._call("load_lazily", int(on))
 
     def copies_need_room(self, on: bool = True) -> None:
-        """Let a block make each copy and fill inside the device."""
+        """Let a block make each copy and fill inside the device.
+
+        Memory that is pinned from now on is the host's.
+        """
+        self._room_for_copies = on
         self._call("copies_need_room", int(on))
 
     def uncap_multistage(self, on: bool = True) -> None:
@@ -363,7 +368,10 @@ class EmulatedDevice:
         return torch.zeros(count, dtype=dtype)
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype)
+        memory = torch.zeros(count, dtype=dtype)
+        if self._room_for_copies:
+            self.host_memory(memory.data_ptr(), memory.numel() * memory.element_size())
+        return memory
 
     def current_stream(self) -> int:
         return self._current

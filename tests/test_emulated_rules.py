@@ -224,9 +224,8 @@ def test_copies_inside_the_device_may_need_room(
 ) -> None:
     gpu.limit_room()
     gpu.copies_need_room()
-    words = torch.tensor([1, 0], dtype=torch.int32)
-    if not inside:
-        gpu.host_memory(words.data_ptr(), 4)
+    words = (launches.words if inside else gpu.pinned)(2, torch.int32)
+    words[0] = 1
     gate = launches.spin(0, blocks=8)
     assert eventually(gpu.resident)
     gpu.driver.copy(stream, words.data_ptr() + 4, words.data_ptr(), 4)
