@@ -6,24 +6,28 @@ import ctypes
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from emulated_registry import EmulatedRegistry, hopper_kernels, multistage_kernels
 from flux import _C
 from flux.backends.device import Device
-from flux.kernels.config import GemmConfig
-from flux.kernels.ptxas import Usage
-from flux.kernels.registry import BuiltKernel, Registry
 from flux.transport.device import WORD, Memory, first_signal
 from flux.transport.virtual import VirtualWorld
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = [Path(__file__).with_name(f"emulated_{part}.cpp") for part in ("gpu", "nccl")]
+PARTS = ("device", "gpu", "kernels", "nccl", "streams")
+SOURCES = [Path(__file__).with_name(f"emulated_{part}.cpp") for part in PARTS]
+STRICT = os.environ.get("FLUX_EMULATED_STRICT", "0") == "1"
+"""Whether devices enforce, unless a test says otherwise: stores of boxes need guard rows, kernels
+need room on multiprocessors, and loading a module waits for kernels."""
 
 
 def compiler() -> str:
@@ -44,49 +48,15 @@ def build(folder: Path) -> Path:
 
 @contextmanager
 def emulated_device(library: Path) -> Iterator[EmulatedDevice]:
-    """A device whose streams must all have been given back in the end."""
+    """A device on which nothing illegal has been done in the end, and whose streams must all have
+    been given back."""
     device = EmulatedDevice(library)
+    before = device.streams()  # a test that failed may have left some
     yield device
     device.set_delay(0)
+    assert not device.error() and not device.starved()
     device.close()
-    assert device.streams() == 0
-
-
-_VARIANTS: dict[str, dict[str, str]] = {
-    "ag_gemm": {},
-    "ag_gemm_silu": {"activation": "silu"},
-    "ag_gemm_tensor": {"dtype": "e4m3", "scaling": "tensor"},
-    "ag_gemm_row": {"dtype": "e4m3", "scaling": "row"},
-    "gemm_rs": {},
-    "gemm_rs_in_flight": {"reduce": "in_flight"},
-    "gemm_rs_tensor": {"dtype": "e4m3", "scaling": "tensor"},
-    "gemm_rs_row": {"dtype": "e4m3", "scaling": "row"},
-}
-
-
-def _kernels(library: Path, build: str = "") -> dict[str, BuiltKernel]:
-    kernels = {}
-    for name, options in _VARIANTS.items():
-        for weight in ("nk", "kn"):
-            op, rest = name[:7], name[7:]
-            # Loads are of single elements, so addresses may be any.
-            fields = {"dtype": "bf16", "weight": weight, "alignment": 1, **options}
-            config = GemmConfig(op, "90a", tile=(64, 64, 64), schedule="pingpong", **fields)
-            symbol = f"flux_emulated_{op}_{weight}{rest}"
-            kernels[symbol] = BuiltKernel(config, library, symbol + build, Usage())
-    return kernels
-
-
-class EmulatedRegistry(Registry):
-    """Kernels that do every problem."""
-
-    def candidates(self, op: str, dtype: str, *_: object, **wanted: object) -> list[BuiltKernel]:
-        wanted |= {"op": op, "dtype": dtype}
-        return [
-            kernel
-            for kernel in self.kernels.values()
-            if all(getattr(kernel.config, name) == value for name, value in wanted.items())
-        ]
+    assert device.streams() == before
 
 
 class SwitchedWorld(VirtualWorld):
@@ -182,6 +152,40 @@ class EmulatedGraph:
         self.device.library.emulator_destroy_graph(ctypes.c_void_p(self.handle))
 
 
+@dataclass(frozen=True)
+class DriverCall:
+    """One call of the driver, or one launch, as the host made it.
+
+    Attributes:
+        name: copy, fill, write, wait, batch, event_record, event_wait, launch, synchronize,
+            stream_create, stream_destroy, replay.
+        stream: 0 is the default stream.
+        details: bytes, addresses, words, values, name of a kernel, numbers of waits and writes.
+    """
+
+    name: str
+    stream: int
+    details: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What a stream did: a driver call, a whole kernel, or one tile of it.
+
+    Attributes:
+        what: name of the call or of the kernel.
+        kind: "kernel", "tile", or "" for all else.
+        start_ns, end_ns: of one clock. A kernel starts when it may place blocks, a tile when what
+            it waits for is there.
+    """
+
+    what: str
+    stream: int
+    start_ns: int
+    end_ns: int
+    kind: str
+
+
 class EmulatedDevice:
     """Memory is the process's own, streams are threads."""
 
@@ -190,38 +194,184 @@ class EmulatedDevice:
     sm_count = 8
     capability = (9, 0)
     identity = "emulated"
-    queues = 32  # as on a GPU; here, streams never share one
+    queues = 32  # as on a GPU; streams share them only after set_queues
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
         self.driver = _C.Driver(str(library))
-        traced = _kernels(library, "_traced")
-        self.registry = EmulatedRegistry((), _kernels(library), (), (), (), traced)
-        self._current = self.driver.create_stream()
-        self._main = self._current
+        traced = hopper_kernels(library, "_traced")
+        self.registry = EmulatedRegistry((), hopper_kernels(library), (), (), (), traced)
+        self.multistage = EmulatedRegistry((), multistage_kernels(library), (), (), ())
+        self._current = 0
         self._kept: list[torch.Tensor] = []
         self._bodies: list[Any] = []
         self._places: list[torch.Tensor] = []  # of multicast addresses, which are never used again
+        self._loaded: set[object] = set()  # functions of `enqueue`
+        self._loading_s = 5.0
+        self._upload_s = 5.0
         self.current = True  # whether this is the thread's device, and how often it was made so
         self.made = 0
+        self.reset()
+
+    # -- rules, and what tests ask for -------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget errors, notes, the log and memory; set all rules to what they are by default."""
+        self._call("reset")
+        self._room_for_copies = False
+        self.limit_room(STRICT)
+        self.need_guards(STRICT)
+        self.load_lazily(STRICT)
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        # Recorders of other tests have no rules.
+        function = getattr(self.library, f"emulator_{name}", None)
+        return 0 if function is None else int(function(*arguments))
+
+    def _text(self, name: str) -> str:
+        function = getattr(self.library, "emulator_text", None)
+        if function is None:
+            return ""
+        function.restype = ctypes.c_char_p
+        return bytes(function(name.encode())).decode()
 
     def set_delay(self, microseconds: int) -> None:
         """How long one in eight copies and GEMM tiles is held back."""
-        self.library.emulator_set_delay(microseconds)
+        self._call("set_delay", microseconds)
+
+    def set_copy_delay(self, microseconds: int) -> None:
+        """How long every copy takes at least."""
+        self._call("set_copy_delay", microseconds)
+
+    def set_launch_delay(self, microseconds: int) -> None:
+        """How long the host takes for a launch, in which it encodes tensor maps."""
+        self._call("set_launch_delay", microseconds)
+
+    def limit_room(self, on: bool = True) -> None:
+        """Let blocks of kernels wait for room on one of ``sm_count`` multiprocessors."""
+        self._call("limit_room", int(on))
+
+    def need_guards(self, on: bool = True) -> None:
+        """Let GEMMs that store boxes refuse slots without guard rows where a tile straddles."""
+        self._call("need_guards", int(on))
+
+    def load_lazily(self, on: bool = True) -> None:
+        """Let the first use of a kernel or of a function of torch wait until no kernel runs."""
+        self._lazy = on
+        self._call("load_lazily", int(on))
+
+    def copies_need_room(self, on: bool = True) -> None:
+        """Let a block make each copy and fill inside the device.
+
+        Memory that is pinned from now on is the host's.
+        """
+        self._room_for_copies = on
+        self._call("copies_need_room", int(on))
+
+    def uncap_multistage(self, on: bool = True) -> None:
+        """Let kernels of sm_80 have a block for each tile, whatever their share is."""
+        self._call("uncap_multistage", int(on))
+
+    def set_graph_order(self, order: str) -> None:
+        """Replay graphs ``"concurrent"``, or one node after the other, ``"kernels first"``."""
+        self._call("kernels_first", {"concurrent": 0, "kernels first": 1}[order])
+
+    def set_queues(self, count: int) -> None:
+        """Let streams share so many hardware queues; 0: none is shared. While all are idle.
+
+        Devices begin with FLUX_EMULATED_QUEUES of them.
+        """
+        self._call("set_queues", count)
+
+    def forbid_waits(self, address: int, size: int) -> None:
+        """Refuse waits of streams for words in memory of another device."""
+        self._call("forbid_waits", ctypes.c_size_t(address), ctypes.c_size_t(size))
+
+    def host_memory(self, address: int, size: int) -> None:
+        """Copies from and to there are not made by multiprocessors."""
+        self._call("host_memory", ctypes.c_size_t(address), ctypes.c_size_t(size))
+
+    def starving_after(self, seconds: float) -> None:
+        """When a block without room is noted."""
+        self._call("starving_after", int(seconds * 1e3))
+
+    def give_up_after(self, seconds: float) -> None:
+        """When a module is not loaded, and a pageable copy not made, since a kernel waits."""
+        self._loading_s = self._upload_s = seconds
+        self._call("loading_after", int(seconds * 1e3))
+
+    def error(self) -> str:
+        """The first illegal thing that was done; empty: none."""
+        return self._text("error")
+
+    def clear_error(self) -> None:
+        """Forget it, and what starved. When all streams are idle."""
+        self._call("clear_error")
+
+    def starved(self) -> str:
+        """Which kernel found no room, and what those that had it waited for; empty: none."""
+        return self._text("starved")
+
+    def resident(self) -> bool:
+        """Whether a kernel has a block on a multiprocessor."""
+        return bool(self._call("resident"))
+
+    @contextmanager
+    def record_calls(self) -> Iterator[None]:
+        """Log calls of the driver and what streams do."""
+        self._call("record", 1)
+        try:
+            yield
+        finally:
+            self._call("record", 0)
+
+    def calls(self) -> list[DriverCall]:
+        """What was recorded, in the order of submission."""
+        return [
+            DriverCall(name, int(stream), dict(p.split("=", 1) for p in details.split(";") if p))
+            for name, stream, details in (x.split("\t") for x in self._text("calls").splitlines())
+        ]
+
+    def timeline(self) -> list[Executed]:
+        """What streams did while calls were recorded, by the time at which it ended."""
+        return [
+            Executed(what, int(stream), int(start), int(end), kind)
+            for what, stream, start, end, kind in (
+                x.split("\t") for x in self._text("timeline").splitlines()
+            )
+        ]
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy pageable memory to the device: the host waits for the current stream.
+
+        Raises:
+            RuntimeError: the stream is not done in time.
+        """
+        until = time.monotonic() + self._upload_s
+        while not self.driver.ready(self._current):
+            if time.monotonic() > until:
+                raise RuntimeError(f"a pageable copy waits for stream {self._current}")
+            time.sleep(0.0002)
+        return tensor.clone()
 
     def streams(self) -> int:
-        """Streams that have not been destroyed."""
+        """Created streams that have not been destroyed."""
         return int(self.library.emulator_streams())
 
     def timed_events(self) -> int:
         """Events with times that have not been destroyed."""
         return int(self.library.emulator_timed_events())
 
+    # -- flux.backends.device.Device ---------------------------------------------------------------
+
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype)
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype)
+        memory = torch.zeros(count, dtype=dtype)
+        if self._room_for_copies:
+            self.host_memory(memory.data_ptr(), memory.numel() * memory.element_size())
+        return memory
 
     def current_stream(self) -> int:
         return self._current
@@ -261,9 +411,28 @@ class EmulatedDevice:
             self.made += 1
 
     def enqueue(self, body: Callable[[], None]) -> None:
+        """Put it on the current stream.
+
+        Raises:
+            RuntimeError: its code had to be loaded while kernels waited.
+        """
+        self._load(body)
         function = ctypes.CFUNCTYPE(None)(body)
         self._bodies.append(function)
         self.library.emulator_put(ctypes.c_void_p(self._current), function)
+
+    def _load(self, body: Any) -> None:
+        """What kernels of torch do when they are launched first."""
+        while isinstance(body, partial):
+            body = body.func
+        body = getattr(body, "__func__", body)
+        key = getattr(body, "__code__", body)
+        if not self._lazy or key in self._loaded:
+            return
+        name = getattr(body, "__qualname__", repr(body))
+        if self._call("load_module", name.encode()):
+            raise RuntimeError(self.error())
+        self._loaded.add(key)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         self._kept += tensors
@@ -289,4 +458,5 @@ class EmulatedDevice:
         self._bodies.clear()
 
     def close(self) -> None:
-        self.driver.destroy_stream(self._main)
+        """Leave no rule behind: the next device of the process is the same one."""
+        self.reset()

@@ -63,7 +63,7 @@ struct Device {
 Device emulated;
 
 int on_stream(void* stream, std::function<void()> body) {
-  if (emulated.run == nullptr || stream == nullptr) {
+  if (emulated.run == nullptr) {  // else stream 0 is the default stream
     body();
     return FLUX_OK;
   }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
 
 import pytest
 import torch
 
 from flux.backends.device import CudaDevice
 from flux.kernels.legality import GemmProblem
-from reference import Inputs, Problem
+from reference import Problem
+from virtual_cases import Transferred
 
 CASES = int(os.environ.get("FLUX_TEST_CASES", "12"))
 
@@ -26,28 +26,11 @@ def cuda_device() -> CudaDevice:
     return found
 
 
-def on_gpu(part: Any) -> Any:
-    if isinstance(part, list):
-        return [on_gpu(p) for p in part]
-    return None if part is None else part.cuda()
+class OnDevice(Transferred):
+    """Inputs on the GPU."""
 
-
-class OnDevice(Inputs):
-    """Inputs on the GPU; results are judged on the CPU."""
-
-    def local(self, rank: int, layout: str = "dense", padded: bool = False) -> tuple[Any, Any, Any]:
-        host = self.x, self.weights, self.biases
-        self.x, self.weights, self.biases = map(on_gpu, host)
-        try:  # laid out there: a copy to the device would close the gaps
-            return super().local(rank, layout, padded)
-        finally:
-            self.x, self.weights, self.biases = host
-
-    def scales(self, rank: int, rows: int) -> dict[str, Any]:
-        return {name: on_gpu(scale) for name, scale in super().scales(rank, rows).items()}
-
-    def check(self, got: list[torch.Tensor], rank: int, path: str = "fused") -> None:
-        super().check([g.cpu() for g in got], rank, path)
+    def transfer(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cuda()
 
 
 def aligned(rng: random.Random, world: int, most: int) -> int:

@@ -14,6 +14,7 @@ W - 1 additions as well, and before the mean and the bias.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,14 +171,32 @@ class Inputs:
         gather: bool = False,
     ) -> list[torch.Tensor]:
         """Run the op; its results, the gathered x last if asked for."""
+        return self.ready(rank, layout=layout, padded=padded)(op, gather)
+
+    def ready(
+        self, rank: int, *, layout: str = "dense", padded: bool = False
+    ) -> Callable[..., list[torch.Tensor]]:
+        """Put the inputs of ``rank`` where the op takes them.
+
+        Returns ``call(op, gather=False)``, which runs the op once and drops the inputs.
+
+        Ranks that share a GPU need this: a transfer waits for the stream, whose last call may wait
+        for calls that other ranks have not made.
+        """
         x, weight, bias = self.local(rank, layout, padded)
-        scales = self.scales(rank, x.shape[0])
-        if not self.problem.gathers:
-            return [op(x, weight, bias, **scales)]
-        got = op(x, weight, bias, m=self.m, return_gathered=gather, **scales)
-        got, x_full = got if gather else (got, None)
-        outs = list(got) if isinstance(got, list) else [got]
-        return [*outs, x_full] if gather else outs
+        given = [(x, weight, bias, self.scales(rank, x.shape[0]))]
+        del x, weight, bias
+
+        def call(op: Any, gather: bool = False) -> list[torch.Tensor]:
+            x, weight, bias, scales = given.pop()
+            if not self.problem.gathers:
+                return [op(x, weight, bias, **scales)]
+            got = op(x, weight, bias, m=self.m, return_gathered=gather, **scales)
+            got, x_full = got if gather else (got, None)
+            outs = list(got) if isinstance(got, list) else [got]
+            return [*outs, x_full] if gather else outs
+
+        return call
 
     def scales(self, rank: int, rows: int) -> dict[str, Any]:
         """The scales that ``rank`` passes with ``rows`` rows of x, padding among them."""

@@ -15,6 +15,7 @@ from gpu_cases import OnDevice, cuda_device
 from harness import fresh_ranks
 from matrix import OPS
 from reference import Problem
+from virtual_cases import call_all
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -69,7 +70,7 @@ def test_virtual_ranks(device: CudaDevice, op: str, direction: str) -> None:
                 for r in range(world):
                     put(inputs, r, given[i][r])
             graph.replay()
-            eager = ranks.run(lambda r, fresh=fresh: fresh[0].call(ops[r], r))
+            eager = call_all(ranks, ops, fresh[0])
             for r in range(world):
                 ops[r].wait()
                 fresh[0].check(eager[r], r)

@@ -17,6 +17,7 @@ from flux.transport.virtual import VirtualWorld
 from gpu_cases import OnDevice, cuda_device
 from matrix import OPS
 from reference import Problem
+from virtual_cases import call_all, drop_at_once, run_ready
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -72,24 +73,9 @@ def test_calls_in_stream_contexts(world: VirtualWorld, op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_everything_is_dropped_at_once(world: VirtualWorld, op: str) -> None:
-    """x, weight and most results are gone when the call returns, and their memory is written to by
-    the next who gets it."""
     ops, p = build(world, problem(op)), problem(op)
-
-    def calls(r: int) -> list[torch.Tensor]:
-        outs = []
-        for seed in range(20):
-            inputs = OnDevice(p, 512, 2, seed=seed % 4)
-            out = ops[r](*inputs.local(r))
-            if seed >= 16:
-                outs.append(out)
-            del out
-            for like in inputs.local(r):
-                torch.full_like(like, float("nan"))
-        return outs
-
-    kept = world.run(calls)
     everything = [OnDevice(p, 512, 2, seed=seed) for seed in range(4)]
+    kept = drop_at_once(world, ops, 5 * everything, len(everything))
     check(ops, [(inputs, [kept[r][i] for r in range(2)]) for i, inputs in enumerate(everything)])
 
 
@@ -99,7 +85,8 @@ def test_copies_of_weights_with_gaps_do_not_share_memory(world: VirtualWorld) ->
     calls = []
     for seed in range(3):
         inputs = OnDevice(p, 512, 2, seed=seed)
-        outs = world.run(lambda r, given=inputs: given.call(ops[r], r, layout="strided"))
+        ready = [inputs.ready(r, layout="strided") for r in range(2)]
+        outs = run_ready(world, ops, ready)
         calls.append((inputs, outs))
     check(ops, calls)
 
@@ -109,7 +96,7 @@ def test_copies_of_weights_with_gaps_do_not_share_memory(world: VirtualWorld) ->
 def test_inputs_with_gaps(world: VirtualWorld, op: str, layout: str) -> None:
     """`inside` also begins where TMA cannot load."""
     ops, inputs = build(world, problem(op)), OnDevice(problem(op), 512, 2, seed=1)
-    outs = world.run(lambda r: inputs.call(ops[r], r, layout=layout))
+    outs = run_ready(world, ops, [inputs.ready(r, layout=layout) for r in range(2)])
     check(ops, [(inputs, outs)])
 
 
@@ -151,5 +138,5 @@ def test_tensors_on_another_device_are_refused(world: VirtualWorld, op: str) -> 
         other = (ops[0]._backend.device.index + 1) % torch.cuda.device_count()
         with pytest.raises(ValueError, match=rf"weight must be on cuda:\d+, got cuda:{other}"):
             ops[0](x, weight.to(f"cuda:{other}"), bias)
-    outs = world.run(lambda r: inputs.call(ops[r], r))  # nothing has happened
+    outs = call_all(world, ops, inputs)  # nothing has happened
     check(ops, [(inputs, outs)])

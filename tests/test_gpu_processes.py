@@ -15,6 +15,7 @@ from gpu_cases import OnDevice, cuda_device
 from harness import fresh_ranks
 from matrix import OPS
 from reference import Problem
+from virtual_cases import call_on_and_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -63,10 +64,10 @@ def test_processes_give_the_bits_of_virtual_ranks(world: int, op: str, direction
     with VirtualWorld(world, device) as virtual:
         knobs = Knobs(direction=direction)
         ops = [p.build(virtual.rank(r), tuning=knobs) for r in range(world)]
-        by_rank = virtual.run(lambda r: [inputs.call(ops[r], r)[0] for inputs in everything])
+        by_call = call_on_and_on(virtual, ops, everything)
         for made in ops:
             made.wait()
             made.close()
-    for of_process, of_virtual in zip(processes, by_rank, strict=True):
-        for a, b in zip(of_process, of_virtual, strict=True):
-            assert torch.equal(a, b.cpu())
+    for rank, of_process in enumerate(processes):
+        for a, of_virtual in zip(of_process, by_call, strict=True):
+            assert torch.equal(a, of_virtual[rank][0].cpu())

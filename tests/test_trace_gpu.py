@@ -107,7 +107,7 @@ def test_every_tile_is_seen_once(device: EmulatedDevice, op: str, world: int, wa
     assert trace.metadata["world"] == world and trace.metadata["shape"] == [M, N, K]
     assert trace.metadata["gpu_clock_us"]["0"]["resolution"] > 0
     lanes = {e.lane for e in trace.events}
-    assert any(lane.startswith("SM 3.") for lane in lanes) and "stream" in lanes
+    assert any(lane.startswith("SM ") for lane in lanes) and "stream" in lanes
     if op == "ag_gemm":
         check_copies(trace, world)
 

@@ -1,4 +1,8 @@
-"""Calls of all ranks of a VirtualWorld, on the emulated device and on a real one."""
+"""Calls of all ranks of a VirtualWorld, on the emulated device and on a real one.
+
+Bodies of VirtualWorld.run get inputs that are on the device already: a transfer waits for the
+stream of its rank, whose last call may wait for a rank that has not made its call yet.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,33 @@ from flux.kernels.legality import GemmProblem
 from flux.transport.virtual import VirtualWorld
 from op_cases import Case
 from reference import FP8, Inputs, Problem
+
+
+class Transferred(Inputs):
+    """Inputs on a device; results are judged on the CPU."""
+
+    def transfer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of the tensor on the device."""
+        raise NotImplementedError
+
+    def _each(self, part: Any) -> Any:
+        if isinstance(part, list):
+            return [self._each(p) for p in part]
+        return None if part is None else self.transfer(part)
+
+    def local(self, rank: int, layout: str = "dense", padded: bool = False) -> tuple[Any, Any, Any]:
+        host = self.x, self.weights, self.biases
+        self.x, self.weights, self.biases = map(self._each, host)
+        try:  # laid out there: a copy to the device would close the gaps
+            return super().local(rank, layout, padded)
+        finally:
+            self.x, self.weights, self.biases = host
+
+    def scales(self, rank: int, rows: int) -> dict[str, Any]:
+        return {name: self._each(scale) for name, scale in super().scales(rank, rows).items()}
+
+    def check(self, got: list[torch.Tensor], rank: int, path: str = "fused") -> None:
+        super().check([g.cpu() for g in got], rank, path)
 
 
 def knobs_of(rng: random.Random, world: int) -> Knobs:
@@ -46,15 +77,51 @@ def call_all(
     ranks: VirtualWorld, ops: list[Any], inputs: Inputs, gather: bool = False
 ) -> list[list[torch.Tensor]]:
     """One call of every rank, not waited for."""
-    return ranks.run(lambda r: inputs.call(ops[r], r, gather=gather))
+    return run_ready(ranks, ops, [inputs.ready(r) for r in range(ranks.world)], gather)
+
+
+def run_ready(
+    ranks: VirtualWorld, ops: list[Any], ready: Sequence[Callable[..., Any]], gather: bool = False
+) -> list[list[torch.Tensor]]:
+    """The calls of Inputs.ready, of every rank."""
+    return ranks.run(lambda r: ready[r](ops[r], gather))
 
 
 def call_on_and_on(
     ranks: VirtualWorld, ops: list[Any], everything: list[Inputs]
 ) -> list[list[list[torch.Tensor]]]:
     """Calls of every rank, none of which waits for another rank's; results by call and rank."""
-    by_rank = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
+    ready = [[inputs.ready(r) for inputs in everything] for r in range(ranks.world)]
+    by_rank = ranks.run(lambda r: [call(ops[r]) for call in ready[r]])
     return [list(of_call) for of_call in zip(*by_rank, strict=True)]
+
+
+def drop_at_once(
+    ranks: VirtualWorld, ops: list[Any], everything: list[Inputs], kept: int
+) -> list[list[torch.Tensor]]:
+    """Drop x, weight and result of a call when it returns, and let others write to their memory.
+
+    Returns the results of the last ``kept`` calls, by rank, which are not dropped.
+    """
+    given = []
+    for r, stream in enumerate(ranks.streams):  # whose memory is used again in its order
+        with ranks.device.on_stream(stream):
+            given.append([inputs.local(r) for inputs in everything])
+    like = [[t.new_empty(t.shape) for t in of_call] for of_call in given[0]]
+    torch.full_like(like[0][0], float("nan"))  # a first use would wait for kernels that wait
+
+    def calls(r: int) -> list[torch.Tensor]:
+        outs = []
+        for number in range(len(everything)):
+            out = ops[r](*given[r].pop(0))
+            if number >= len(everything) - kept:
+                outs.append(out)
+            del out
+            for each in like[number]:
+                torch.full_like(each, float("nan"))
+        return outs
+
+    return ranks.run(calls)
 
 
 def _is_built(device: Device, p: Problem, world: int, reduce: str) -> bool:
@@ -104,7 +171,7 @@ def check_cases(
     world: int,
     cases: Sequence[Case],
     finish: Callable[[], None],
-    inputs_of: type[Inputs] = Inputs,
+    inputs_of: Callable[..., Inputs] = Inputs,
     nodes: int = 1,
 ) -> int:
     """Run cases on virtual ranks and compare every result with float64; how many calls.
@@ -121,11 +188,10 @@ def check_cases(
             ]
             for call in case.calls:
                 inputs = inputs_of(p, call.m, world, call.seed, call.bias)
-                outs = ranks.run(
-                    lambda r, inputs=inputs, call=call, ops=ops: inputs.call(
-                        ops[r], r, layout=call.layout, padded=call.padded, gather=call.gather
-                    )
-                )
+                ready = [
+                    inputs.ready(r, layout=call.layout, padded=call.padded) for r in range(world)
+                ]
+                outs = run_ready(ranks, ops, ready, call.gather)
                 finish()
                 for r in range(world):
                     try:

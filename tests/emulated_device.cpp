@@ -1,0 +1,394 @@
+// See emulated_device.h.
+#include "emulated_device.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <random>
+
+namespace emulated {
+
+namespace {
+
+constexpr int kThreads = 2048, kRegisters = 65536, kBlocks = 32, kShared = 227 << 10;
+
+constexpr std::chrono::milliseconds kAboutToStart{20};
+
+const char* name_of_wait(int code) {
+  switch (code) {
+    case FLUX_WAIT_GATHER:
+      return "signal ";
+    case FLUX_WAIT_ENTRY:
+      return "entry ";
+    case FLUX_WAIT_PARTIAL:
+      return "flag ";
+    default:
+      return "rank ";
+  }
+}
+
+bool holds(const std::vector<Memory>& all, std::uintptr_t address) {
+  return std::any_of(all.begin(), all.end(), [=](const Memory& m) {
+    return address >= m.base && address < m.base + m.bytes;
+  });
+}
+
+std::string lines(const std::vector<std::string>& all) {
+  std::string text;
+  for (const std::string& line : all) text += line + "\n";
+  return text;
+}
+
+}  // namespace
+
+void dawdle() {
+  const int most = device().delay_us.load();
+  if (most == 0) return;
+  thread_local std::mt19937 random(std::hash<std::thread::id>()(std::this_thread::get_id()));
+  // Seldom and long: everybody else gets far ahead meanwhile.
+  if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(most));
+}
+
+// Never destroyed: threads of streams use it until the process ends.
+Device& device() {
+  static auto* const one = new Device;
+  return *one;
+}
+
+// -- the sticky error ------------------------------------------------------------------------------
+
+void Device::fail(const std::string& text) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (!failed_) error_ = text;
+  failed_ = true;
+}
+
+std::string Device::error() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return error_;
+}
+
+void Device::clear_error() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  error_.clear();
+  starved_.clear();
+  failed_ = false;
+}
+
+// -- multiprocessors -------------------------------------------------------------------------------
+
+void Device::start(Grid* grid) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  active_.push_back(grid);
+  grid->unplaced_since_ = Clock::now();
+}
+
+bool Device::has_room(const Multiprocessor& sm, const Footprint& block) const {
+  return sm.blocks < kBlocks && sm.threads + block.threads <= kThreads &&
+         sm.registers + block.threads * block.registers <= kRegisters &&
+         sm.shared + block.shared <= kShared;
+}
+
+int Device::place(Grid* grid) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (!limits_room) return next_sm_++ % kMultiprocessors;
+  for (const Grid* earlier : active_) {
+    if (earlier == grid) break;
+    if (!earlier->placed()) return -1;
+  }
+  int best = -1;
+  for (int sm = 0; sm < kMultiprocessors; ++sm) {
+    if (!has_room(sms_[sm], grid->work().footprint)) continue;
+    if (best < 0 || sms_[sm].blocks < sms_[best].blocks) best = sm;
+  }
+  if (best < 0) return -1;
+  const Footprint& block = grid->work().footprint;
+  sms_[best].blocks += 1;
+  sms_[best].threads += block.threads;
+  sms_[best].registers += block.threads * block.registers;
+  sms_[best].shared += block.shared;
+  return best;
+}
+
+void Device::leave(Grid* grid, int sm) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (!limits_room || sms_[sm].blocks == 0) return;
+  const Footprint& block = grid->work().footprint;
+  sms_[sm].blocks -= 1;
+  sms_[sm].threads -= block.threads;
+  sms_[sm].registers -= block.threads * block.registers;
+  sms_[sm].shared -= block.shared;
+}
+
+void Device::end(Grid* grid) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  active_.erase(std::find(active_.begin(), active_.end(), grid));
+}
+
+// Kernels with blocks on multiprocessors, and what they wait for.
+std::string Device::holders(const Grid* but) {
+  std::string text;
+  for (const Grid* grid : active_) {
+    if (grid == but || grid->placed_ == grid->over_) continue;
+    text += (text.empty() ? "" : "; ") + grid->work().name + " on " +
+            std::to_string(grid->placed_ - grid->over_) + " places waits for " + grid->waits_for();
+  }
+  return text;
+}
+
+void Device::note_starving(Grid* grid) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (starved_.empty()) {
+    starved_ = grid->work().name + " finds no room for a block; " + holders(grid);
+  }
+}
+
+std::string Device::starved() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return starved_;
+}
+
+bool Device::resident() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return !holders(nullptr).empty();
+}
+
+bool Device::load_module(const std::string& what) {
+  if (!loads_lazily) return true;
+  const auto until = Clock::now() + std::chrono::milliseconds(loading_ms);
+  auto idle_since = Clock::now();
+  for (;;) {
+    std::string resident;
+    {
+      const std::lock_guard<std::mutex> hold(mutex_);
+      resident = holders(nullptr);
+    }
+    const auto at = Clock::now();
+    if (!resident.empty()) idle_since = at;
+    if (kernels == 0 || at - idle_since > kAboutToStart) return true;
+    if (at > until && !resident.empty()) {
+      fail("loading a module (" + what + ") while " + resident);
+      return false;
+    }
+    nap();
+  }
+}
+
+// -- queues and memory -----------------------------------------------------------------------------
+
+std::uint64_t Queue::enter() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  tickets_.push_back(next_);
+  return next_++;
+}
+
+bool Queue::at_head(std::uint64_t ticket) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return tickets_.front() == ticket;
+}
+
+void Queue::leave(std::uint64_t ticket) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  tickets_.erase(std::find(tickets_.begin(), tickets_.end(), ticket));
+}
+
+void Device::set_queues(int count) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  // What is under way leaves its queue later.
+  std::move(queues_.begin(), queues_.end(), std::back_inserter(retired_));
+  queues_.clear();
+  for (int i = 0; i < count; ++i) queues_.push_back(std::make_unique<Queue>());
+}
+
+Queue* Device::queue(int stream) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return queues_.empty() ? nullptr : queues_[stream % queues_.size()].get();
+}
+
+void Device::add_host_memory(Memory memory) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  host_.push_back(memory);
+}
+
+void Device::forbid_waits(Memory memory) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  peers_.push_back(memory);
+}
+
+bool Device::waits_forbidden(std::uintptr_t address) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return holds(peers_, address);
+}
+
+bool Device::is_own(std::uintptr_t address) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return !holds(peers_, address) && !holds(host_, address);
+}
+
+// -- the log ---------------------------------------------------------------------------------------
+
+void Device::record(bool on) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (on) calls_.clear(), times_.clear();
+  recording_ = on;
+}
+
+void Device::log_call(const std::string& name, std::uintptr_t stream, const std::string& details) {
+  if (!recording_) return;
+  const std::lock_guard<std::mutex> hold(mutex_);
+  calls_.push_back(name + "\t" + std::to_string(stream) + "\t" + details);
+}
+
+void Device::log_time(const std::string& what, std::uintptr_t stream, Clock::time_point begin,
+                      const std::string& details) {
+  if (!recording_) return;
+  const auto ns = [](Clock::time_point at) {
+    return std::to_string(at.time_since_epoch() / std::chrono::nanoseconds(1));
+  };
+  const std::lock_guard<std::mutex> hold(mutex_);
+  times_.push_back(what + "\t" + std::to_string(stream) + "\t" + ns(begin) + "\t" +
+                   ns(Clock::now()) + "\t" + details);
+}
+
+std::string Device::calls() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return lines(calls_);
+}
+
+std::string Device::timeline() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return lines(times_);
+}
+
+void Device::reset() {
+  clear_error();
+  record(false);
+  delay_us = copy_us = launch_us = 0;
+  copies_refused = launches_refused = limits_room = needs_guards = loads_lazily = false;
+  copies_need_room = uncapped = kernels_first = false;
+  starving_ms = loading_ms = 5000;
+  ++generation;
+  const char* queues = std::getenv("FLUX_EMULATED_QUEUES");
+  set_queues(queues != nullptr ? std::atoi(queues) : 0);
+  const std::lock_guard<std::mutex> hold(mutex_);
+  host_.clear();
+  peers_.clear();
+}
+
+// -- blocks ----------------------------------------------------------------------------------------
+
+Grid::Grid(std::shared_ptr<const Work> work, std::uintptr_t stream)
+    : work_(std::move(work)),
+      stream_(stream),
+      blocks_(new Block[static_cast<std::size_t>(work_->blocks)]) {
+  for (int i = 0; i < work_->blocks; ++i) blocks_[i].unit = i;
+}
+
+std::string Grid::waits_for() const {
+  for (int i = 0; i < placed_; ++i) {
+    const int code = blocks_[i].code;
+    if (code != 0) return name_of_wait(code) + std::to_string(blocks_[i].index);
+  }
+  return "nothing";
+}
+
+bool Grid::step() {
+  bool moved = false;
+  while (!placed() && !device().failed()) {
+    const int sm = device().place(this);
+    if (sm < 0) break;
+    blocks_[placed_].sm = sm;
+    ++placed_;
+    moved = true;
+    unplaced_since_ = Clock::now();
+  }
+  if (device().failed()) {  // nothing starts any more
+    over_ += work_->blocks - placed_;
+    placed_ = work_->blocks;
+  }
+  const auto patience = std::chrono::milliseconds(device().starving_ms);
+  if (!placed() && !noted_ && Clock::now() - unplaced_since_ > patience) {
+    noted_ = true;
+    device().note_starving(this);
+  }
+  for (int i = 0; i < placed_; ++i) {
+    if (blocks_[i].sm >= 0) moved |= step_block(blocks_[i], i);
+  }
+  return moved;
+}
+
+// Goes on with a block until it has to wait, or has done a unit.
+bool Grid::step_block(Block& block, int number) {
+  if (block.unit >= work_->units) {
+    end_block(block);
+    return true;
+  }
+  if (!block.open) {
+    block.open = true;
+    block.next = 0;
+    block.looked = false;
+    block.waits.clear();
+    block.came.clear();
+    work_->open(block.unit, &block.waits);
+  }
+  while (block.next < block.waits.size()) {
+    const Seen seen = look(block, number);
+    if (seen == Seen::kNotYet) return false;
+    block.came.push_back(seen == Seen::kCame);
+    block.code = 0;
+    block.looked = false;
+    ++block.next;
+  }
+  const auto began = Clock::now();
+  work_->close(block.unit, block.came, {number, block.sm});
+  device().log_time(work_->name, stream_, began, "tile");
+  block.unit += work_->blocks;
+  block.open = false;
+  return true;
+}
+
+Grid::Seen Grid::look(Block& block, int number) {
+  const Wait& wait = block.waits[block.next];
+  const FluxSync& sync = work_->sync;
+  if (!block.looked) {
+    block.since = Clock::now();
+    block.stamp = now();
+  }
+  const std::uint32_t seen = load(wait.words + wait.index);
+  if (flux::epoch_reached(seen, wait.epoch)) {
+    if (block.looked) {
+      tell(sync, block.stamp, FLUX_TRACE_WAIT, wait.row, wait.code, wait.index, {number, block.sm});
+    }
+    return Seen::kCame;
+  }
+  block.looked = true;
+  block.index = wait.index;
+  block.code = wait.code;
+  if (device().failed()) return Seen::kGivenUp;
+  if (__atomic_load_n(sync.status, __ATOMIC_ACQUIRE) != 0) return Seen::kGivenUp;
+  if (Clock::now() - block.since <= std::chrono::nanoseconds(sync.timeout_ns)) return Seen::kNotYet;
+  for (std::uint64_t* to : {sync.status, sync.report}) {
+    if (to == nullptr) continue;
+    to[FLUX_STATUS_TILE] = static_cast<std::uint64_t>(wait.row);
+    to[FLUX_STATUS_SIGNAL] = static_cast<std::uint64_t>(wait.index);
+    to[FLUX_STATUS_EXPECTED] = wait.epoch;
+    to[FLUX_STATUS_OBSERVED] = seen;
+    __atomic_store_n(to, static_cast<std::uint64_t>(wait.code), __ATOMIC_RELEASE);
+  }
+  return Seen::kGivenUp;
+}
+
+void Grid::end_block(Block& block) {
+  const int sm = std::exchange(block.sm, -1);
+  if (over_ + 1 == work_->blocks && work_->reports && work_->sync.report != nullptr) {
+    // Peers that gave up have written into the status.
+    const FluxSync& sync = work_->sync;
+    const std::uint64_t code = __atomic_load_n(sync.status, __ATOMIC_ACQUIRE);
+    for (int i = 1; code != 0 && i < FLUX_STATUS_WORDS; ++i) sync.report[i] = sync.status[i];
+    if (code != 0) __atomic_store_n(sync.report, code, __ATOMIC_RELEASE);
+  }
+  ++over_;
+  device().leave(this, sm);
+}
+
+}  // namespace emulated

@@ -1,0 +1,278 @@
+// The device behind emulated_gpu.cpp: streams that are threads, hardware queues, multiprocessors on
+// which blocks of kernels find room or do not, and what it keeps for tests: the first illegal thing that
+// was done, a note of a kernel that finds no room, and a log.
+//
+// Definitions are in emulated_device.cpp and not inline: what is inline is one for all libraries of a
+// process.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/signal.h"
+#include "cuda/abi.h"
+#include "emulated_trace.h"
+
+namespace emulated {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kLaunchFailure =
+    719;                     // CUDA_ERROR_LAUNCH_FAILED: nothing works on the device any more
+constexpr int kRefused = 1;  // CUDA_ERROR_INVALID_VALUE
+
+inline std::uint32_t load(const std::uint32_t* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+inline void store(std::uint32_t* word, std::uint32_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+inline void nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+
+// Now and then takes as long as tests have asked for.
+void dawdle();
+
+// -- kernels ---------------------------------------------------------------------------------------
+
+// What a block takes of a multiprocessor.
+struct Footprint {
+  int threads = 256;
+  int registers = 32;  // of a thread
+  int shared = 0;      // bytes
+};
+
+// A word that a unit of work waits for.
+struct Wait {
+  const std::uint32_t* words;
+  int index;
+  std::uint32_t epoch;
+  int code;  // FLUX_WAIT_*
+  int row;   // for records
+};
+
+// A launch: blocks that do units of work one after the other, block b those of b, b + blocks, ...
+struct Work {
+  std::string name;
+  Footprint footprint;
+  int blocks = 1;
+  int units = 1;
+  FluxSync sync{};       // of all its waits
+  bool reports = false;  // a failure that stands in the status when it ends goes to the host
+  bool early = false;    // FluxReduceArgs.early
+  std::function<void(int unit, std::vector<Wait>* waits)> open;
+  std::function<void(int unit, const std::vector<bool>& came, Place at)> close;
+};
+
+// One execution of it. The thread of its stream steps its blocks.
+class Grid {
+ public:
+  Grid(std::shared_ptr<const Work> work, std::uintptr_t stream);
+  // Places blocks that find room, and goes on with those that have it; whether anything moved.
+  bool step();
+  bool placed() const { return placed_ == work_->blocks; }
+  bool over() const { return over_ == work_->blocks; }
+  const Work& work() const { return *work_; }
+  // "flag 3" and so on, of the first block that waits.
+  std::string waits_for() const;
+
+ private:
+  friend class Device;
+  struct Block {
+    int sm = -1;
+    int unit = 0;
+    bool open = false;
+    bool looked = false;  // at the current wait
+    std::size_t next = 0;
+    std::vector<Wait> waits;
+    std::vector<bool> came;
+    Clock::time_point since;
+    std::uint64_t stamp = 0;
+    std::atomic<int> code{0}, index{0};  // of what it waits for, for other threads
+  };
+  enum class Seen { kCame, kGivenUp, kNotYet };
+  bool step_block(Block& block, int number);
+  Seen look(Block& block, int number);
+  void end_block(Block& block);
+
+  std::shared_ptr<const Work> work_;
+  std::uintptr_t stream_;
+  std::unique_ptr<Block[]> blocks_;
+  std::atomic<int> placed_{0}, over_{0};
+  Clock::time_point unplaced_since_ = Clock::now();
+  bool noted_ = false;
+};
+
+// -- the device ------------------------------------------------------------------------------------
+
+// Streams share hardware queues when there are few: what is submitted to a queue starts in that order.
+class Queue {
+ public:
+  std::uint64_t enter();
+  bool at_head(std::uint64_t ticket);
+  void leave(std::uint64_t ticket);
+
+ private:
+  std::mutex mutex_;
+  std::uint64_t next_ = 1;
+  std::deque<std::uint64_t> tickets_;
+};
+
+struct Memory {
+  std::uintptr_t base;
+  std::size_t bytes;
+};
+
+class Device {
+ public:
+  std::atomic<int> delay_us{0};
+  std::atomic<int> copy_us{0}, launch_us{0};
+  std::atomic<bool> copies_refused{false}, launches_refused{false};
+  std::atomic<bool> limits_room{false}, needs_guards{false}, loads_lazily{false};
+  std::atomic<bool> copies_need_room{false}, uncapped{false}, kernels_first{false};
+  std::atomic<int> starving_ms{5000}, loading_ms{5000};
+  std::atomic<int> streams_alive{0}, timed_events{0};
+  std::atomic<int> kernels{0};     // launched, and not over
+  std::atomic<int> generation{1};  // counts resets, which leave no module loaded
+
+  // The sticky error: the first illegal thing.
+  void fail(const std::string& text);
+  bool failed() const { return failed_; }
+  std::string error();
+  void clear_error();
+
+  // Room on multiprocessors. Kernels are placed in the order in which they became ready to start.
+  void start(Grid* grid);
+  int place(Grid* grid);  // one block: a multiprocessor, or -1
+  void leave(Grid* grid, int sm);
+  void end(Grid* grid);
+  void note_starving(Grid* grid);
+  std::string starved();
+  bool resident();  // whether a kernel has a block on a multiprocessor
+  // Waits until no kernel has a block on a multiprocessor, or is about to; false, with a sticky error,
+  // if that takes too long.
+  bool load_module(const std::string& what);
+
+  Queue* queue(int stream);  // null: streams share none
+  void set_queues(int count);
+
+  // Memory of the host, and of other devices. Of the latter no stream may wait for a word.
+  void add_host_memory(Memory memory);
+  void forbid_waits(Memory memory);
+  bool waits_forbidden(std::uintptr_t address);
+  bool is_own(std::uintptr_t address);
+
+  // The log: lines of tab-separated fields.
+  void record(bool on);
+  bool records() const { return recording_; }
+  void log_call(const std::string& name, std::uintptr_t stream, const std::string& details);
+  void log_time(const std::string& what, std::uintptr_t stream, Clock::time_point begin,
+                const std::string& details = "");
+  std::string calls();
+  std::string timeline();
+
+  void reset();
+
+ private:
+  struct Multiprocessor {
+    int threads = 0, registers = 0, blocks = 0, shared = 0;
+  };
+  bool has_room(const Multiprocessor& sm, const Footprint& block) const;
+  std::string holders(const Grid* but);
+
+  std::mutex mutex_;
+  std::atomic<bool> failed_{false}, recording_{false};
+  std::string error_, starved_;
+  Multiprocessor sms_[kMultiprocessors];
+  std::vector<Grid*> active_;  // from when they may start until they end
+  int next_sm_ = 0;
+  std::vector<std::unique_ptr<Queue>> queues_, retired_;
+  std::vector<Memory> host_, peers_;
+  std::vector<std::string> calls_, times_;
+};
+
+Device& device();
+
+// -- streams ---------------------------------------------------------------------------------------
+
+struct Graph;
+
+// What is put on a stream.
+struct Item {
+  enum Kind { kKernel, kCopy, kOther } kind = kOther;
+  std::string what;
+  std::function<void()> run;         // but for kernels
+  std::shared_ptr<const Work> work;  // of kernels
+  bool leaves_at_start = false;      // its hardware queue; else when it is done
+};
+
+class Stream {
+ public:
+  Graph* capture = nullptr;  // that takes what is put here; only threads of the host look at it
+
+  explicit Stream(bool is_default);
+  ~Stream();
+  void put(Item item);
+  // A launch; with `early`, behind another one.
+  int launch(Work work);
+  bool idle();
+  void drain();  // returns early when the device has failed
+  std::uintptr_t handle() const;
+  int number() const { return number_; }
+
+ private:
+  struct Entry;
+  void work();
+  void run(const std::shared_ptr<Entry>& entry);
+  void run_kernel(const std::shared_ptr<Entry>& entry);
+  std::shared_ptr<Entry> behind(const std::shared_ptr<Entry>& entry);
+  void start(Entry& entry);
+
+  const bool is_default_;
+  const int number_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Entry>> entries_;
+  bool launched_last_ = false;  // the last thing that was put here was a kernel
+  std::thread thread_;
+};
+
+// The default stream has handle 0, as torch's has.
+Stream* stream_of(void* handle);
+
+using Flag = std::shared_ptr<std::atomic<bool>>;
+
+// What was put on streams while they were captured. A replay does it again, on the stream that it is
+// launched on and on streams of the graph's own, with events of its own; or (kernels_first) one thing
+// after the other, in an order that stream order and events allow.
+struct Graph {
+  struct Node {
+    int stream;  // in order of appearance; 0 is the one on which the capture began
+    Item item;
+    int records = -1, awaits = -1;  // events, by number
+  };
+  std::uint64_t id;
+  std::vector<Stream*> streams;
+  std::vector<Node> nodes;
+  int events = 0;
+  std::vector<std::unique_ptr<Stream>> own;
+
+  int index(Stream* stream);
+  void add(Stream* stream, Item item, int records = -1, int awaits = -1);
+  void end();
+  void replay(Stream* on);
+
+ private:
+  void replay_in_turn(Stream* on);
+};
+
+}  // namespace emulated

@@ -1,0 +1,445 @@
+// Kernels of the emulated device behind the C ABI. They follow the contract of csrc/cuda/abi.h: same tile
+// order, same waits, same flags, written down once more in the simplest way, and in the blocks that the
+// kernels of flux.kernels have.
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/arguments.h"
+#include "emulated_device.h"
+#include "emulated_math.h"
+#include "multicast.h"
+
+namespace {
+
+using namespace flux;
+using emulated::device;
+using emulated::Footprint;
+using emulated::Place;
+using emulated::TensorMap;
+using emulated::to_bf16;
+using emulated::to_float;
+using emulated::Wait;
+using emulated::Work;
+
+constexpr int kTileM = 4;
+constexpr int kTileN = 8;
+// What the sm_90a kernels store at once.
+constexpr int kBoxRows = 4;
+constexpr int kBoxColumns = 4;
+
+// With these, one block of an sm_90a GEMM fills a multiprocessor, and two of sm_80 do.
+constexpr Footprint kHopperGemm{384, 168, 227 << 10};
+constexpr Footprint kAmpereGemm{128, 240, 100 << 10};
+constexpr Footprint kReduction{256, 32, 0};
+constexpr Footprint kMeeting{256, 32, 0};
+
+// The code of a kernel: loaded onto the device by `prepare`, or by its first launch.
+struct Code {
+  const char* name;
+  int loaded = 0;  // onto which of the devices that followed one another
+
+  bool load() {
+    if (loaded != device().generation && !device().load_module(name)) return false;
+    loaded = device().generation;
+    return true;
+  }
+};
+
+enum class Scaling { kNone, kTensor, kRow };
+enum class Activation { kNone, kSilu };
+
+enum class Arch { kAmpere, kHopper };
+
+// What the kernels of flux.kernels have as template parameters.
+template <class E, bool kWeightKN = false, Scaling kScale = Scaling::kNone,
+          Activation kActivate = Activation::kNone, bool kFlying = false,
+          Arch kGeneration = Arch::kHopper>
+struct Config {
+  using Element = E;
+  static constexpr bool kTransposed = kWeightKN;
+  static constexpr Scaling kScaling = kScale;
+  static constexpr Activation kActivation = kActivate;
+  static constexpr bool kInFlight = kFlying;
+  static constexpr Arch kArch = kGeneration;
+};
+
+template <class C>
+float dot(const FluxGemmArgs& args, int row, int column) {
+  using Element = typename C::Element;
+  auto const* a = static_cast<const Element*>(args.a) + row * args.lda;
+  auto const* b = static_cast<const Element*>(args.b);
+  float sum = 0;
+  for (int k = 0; k < args.k; ++k) {
+    sum += to_float(a[k]) *
+           to_float(b[C::kTransposed ? k * args.ldb + column : column * args.ldb + k]);
+  }
+  if (C::kScaling == Scaling::kRow) sum *= args.scale_a[row] * args.scale_b[column];
+  if (C::kScaling == Scaling::kTensor) sum *= args.scale_a[0] * args.scale_b[0];
+  return args.alpha * sum;
+}
+
+template <class C>
+void store_tile(const FluxGemmArgs& args, TileCoord tile) {
+  for (int r = tile.m * kTileM; r < min_of(args.m, (tile.m + 1) * kTileM); ++r) {
+    for (int c = tile.n * kTileN; c < min_of(args.n, (tile.n + 1) * kTileN); ++c) {
+      float value = dot<C>(args, r, c);
+      if (args.bias != nullptr) value += to_float(static_cast<const std::uint16_t*>(args.bias)[c]);
+      if (C::kActivation == Activation::kSilu) value /= 1 + std::exp(-value);
+      static_cast<std::uint16_t*>(args.d)[r * args.ldd + c] = to_bf16(value);
+    }
+  }
+}
+
+template <class C>
+void lay_out_gemm(const FluxGemmArgs& args, int tiles, Work* work) {
+  const int sms = args.sm_count > 0 ? args.sm_count : emulated::kMultiprocessors;
+  const bool hopper = C::kArch == Arch::kHopper;
+  work->footprint = hopper ? kHopperGemm : kAmpereGemm;
+  work->units = tiles;
+  work->sync = args.sync;
+  work->blocks = hopper              ? min_of(tiles, sms)
+                 : device().uncapped ? tiles
+                                     : shared_blocks(tiles, sms, emulated::kMultiprocessors, 1);
+}
+
+template <class C>
+int make_ag_gemm(const FluxGemmArgs& args, Work* work) {
+  const TileMap map = tile_map(tile_order(args, OpKind::kAGGemm, kTileM, kTileN));
+  const CommTiling tiling = comm_tiling(args);
+  lay_out_gemm<C>(args, map.rows * map.columns, work);
+  work->reports = true;
+  work->open = [=](int unit, std::vector<Wait>* waits) {
+    const TileCoord tile = tile_at(map, unit);
+    const int begin = tile.m * kTileM;
+    const Range range = signals_of_rows(tiling, begin, min_of(begin + kTileM, args.m));
+    for (int i = range.begin; args.signals != nullptr && i < range.end; ++i) {
+      waits->push_back({args.signals, i, args.sync.epoch, FLUX_WAIT_GATHER, tile.m});
+    }
+  };
+  work->close = [=](int unit, const std::vector<bool>&, Place at) {
+    const TileCoord tile = tile_at(map, unit);
+    const std::uint64_t began = emulated::now();
+    emulated::dawdle();
+    store_tile<C>(args, tile);
+    emulated::tell(args.sync, began, FLUX_TRACE_TILE, tile.m, tile.n, 0, at);
+  };
+  return FLUX_OK;
+}
+
+std::mutex adding;  // memory adds element by element, whoever sends
+
+template <class C>
+void put_element(std::uint16_t* to, float value) {
+  const std::lock_guard<std::mutex> hold(adding);
+  *to = to_bf16(C::kInFlight ? to_float(*to) + value : value);
+}
+
+// Of the rows of an owner: see core/scatter.h.
+TensorMap map_of(const ScatterTargets& to, int owner) {
+  return {static_cast<std::uint16_t*>(to.slots[owner]) - kGuardRows * to.ld,
+          map_rows(to.tiling, owner), to.tiling.n, to.ld};
+}
+
+template <class C>
+void store_boxes(const FluxGemmArgs& args, const ScatterTargets& to, TileCoord tile, int owner) {
+  for (int r = tile.m * kTileM; r < min_of(args.m, (tile.m + 1) * kTileM); r += kBoxRows) {
+    const Range owners = owners_of_rows(args.m, to.tiling.world, r, r + kBoxRows);
+    if (owner < owners.begin || owner >= owners.end) continue;
+    for (int c = tile.n * kTileN; c < min_of(args.n, (tile.n + 1) * kTileN); c += kBoxColumns) {
+      map_of(to, owner).store(
+          map_row(to.tiling, owner, r), c, kBoxRows, kBoxColumns,
+          [&](std::uint16_t* at, int row, int column) {
+            put_element<C>(at, r + row < args.m ? dot<C>(args, r + row, c + column) : 0.0f);
+          });
+    }
+  }
+}
+
+// Row by row, as kernels of sm_80 do.
+template <class C>
+void store_rows(const FluxGemmArgs& args, const ScatterTargets& to, TileCoord tile, int owner) {
+  const int first = row_begin(args.m, to.tiling.world, owner);
+  for (int r = tile.m * kTileM; r < min_of(args.m, (tile.m + 1) * kTileM); ++r) {
+    if (owner_of(args.m, to.tiling.world, r) != owner) continue;
+    auto* row = static_cast<std::uint16_t*>(to.slots[owner]) + (r - first) * to.ld;
+    for (int c = tile.n * kTileN; c < min_of(args.n, (tile.n + 1) * kTileN); ++c) {
+      put_element<C>(row + c, dot<C>(args, r, c));
+    }
+  }
+}
+
+// Whether a box has rows in front of the first one of an owner.
+bool straddles(const ScatterTiling& s) {
+  for (int owner = 1; owner < s.world; ++owner) {
+    const int first = row_begin(s.m, s.world, owner);
+    if (row_count(s.m, s.world, owner) > 0 && first % kTileM % kBoxRows != 0) return true;
+  }
+  return false;
+}
+
+template <class C>
+int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
+  const TileMap map = tile_map(tile_order(args, OpKind::kGemmRS, kTileM, kTileN));
+  const ScatterTargets to = scatter_targets(args, kTileM, kTileN);
+  const bool guarded = args.guard_rows >= kBoxRows - 1 || !straddles(to.tiling);
+  const bool boxes = C::kArch == Arch::kHopper && (guarded || device().needs_guards);
+  if (boxes && !guarded) return FLUX_REFUSED;
+  lay_out_gemm<C>(args, map.rows * map.columns, work);
+  work->open = [=](int unit, std::vector<Wait>* waits) {
+    const TileCoord tile = tile_at(map, unit);
+    const Range owners = owners_of_tile(to.tiling, tile.m);
+    const std::uint32_t epoch = to.sync.count != nullptr ? *to.sync.count : to.sync.epoch;
+    for (int owner = owners.begin; to.entries != nullptr && owner < owners.end; ++owner) {
+      waits->push_back({to.entries, owner, epoch, FLUX_WAIT_ENTRY, tile.m});
+    }
+  };
+  work->close = [=](int unit, const std::vector<bool>& came, Place at) {
+    const TileCoord tile = tile_at(map, unit);
+    const Range owners = owners_of_tile(to.tiling, tile.m);
+    const auto free = [&](int owner) { return came.empty() || came[owner - owners.begin]; };
+    const std::uint64_t begin = emulated::now();
+    emulated::dawdle();
+    for (int owner = owners.begin; owner < owners.end; ++owner) {
+      if (free(owner)) (boxes ? store_boxes<C> : store_rows<C>)(args, to, tile, owner);
+    }
+    emulated::tell(to.sync, begin, FLUX_TRACE_TILE, tile.m, tile.n, 0, at);
+    const std::uint64_t stored = emulated::now();
+    for (int owner = owners.begin; owner < owners.end; ++owner) {
+      if (!free(owner) || to.flags[owner] == nullptr) continue;
+      emulated::store(to.flags[owner] + flag_index(to.tiling, to.rank, owner, tile.m, tile.n),
+                      to.sync.epoch);
+    }
+    emulated::tell(to.sync, stored, FLUX_TRACE_RELEASE, tile.m, tile.n, 0, at);
+  };
+  return FLUX_OK;
+}
+
+// What a rank has summed up, where it goes: to all by the switch, or to each.
+void put_sum(const FluxReduceArgs& args, std::int64_t at, std::uint16_t sum) {
+  if (args.switch_out != nullptr) {
+    for (auto* to : everywhere(static_cast<std::uint16_t*>(args.switch_out) + at)) *to = sum;
+    return;
+  }
+  for (int out = 0; out < args.out_count; ++out) {
+    static_cast<std::uint16_t*>(args.outs[out])[at] = sum;
+  }
+}
+
+float sum_of_sources(const FluxReduceArgs& args, std::int64_t at) {
+  float sum = 0;
+  if (args.switch_in != nullptr) {
+    for (auto* from : everywhere(static_cast<const std::uint16_t*>(args.switch_in) + at)) {
+      sum += to_float(*from);
+    }
+    return to_float(to_bf16(sum));  // as the switch gives it
+  }
+  for (int source = 0; source < args.slot_count; ++source) {
+    sum += to_float(static_cast<const std::uint16_t*>(args.slots[source])[at]);
+  }
+  return sum;
+}
+
+void sum_tile(const FluxReduceArgs& args, Range rows, Range columns, bool complete) {
+  for (int r = rows.begin; r < rows.end; ++r) {
+    for (int c = columns.begin; c < columns.end; ++c) {
+      float sum = complete ? sum_of_sources(args, r * args.slot_ld + c) : std::nanf("");
+      sum *= args.scale;
+      if (args.bias != nullptr) sum += to_float(static_cast<const std::uint16_t*>(args.bias)[c]);
+      put_sum(args, r * args.out_ld + c, to_bf16(sum));
+    }
+  }
+}
+
+// A strip of a tile: rows of the owner, and columns.
+struct Strip {
+  int tile_row, column;
+  Range rows;
+};
+Strip strip_at(const FluxReduceArgs& args, int unit) {
+  const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
+  const int strips = ceil_div(args.tile_m, kStripRows);
+  const int tile_row = tiles_of_owner(s, args.rank).begin + unit / (flag_columns(s) * strips);
+  const int first = tile_row * args.tile_m + unit % strips * kStripRows;
+  const int last = min_of(first + kStripRows, (tile_row + 1) * args.tile_m);
+  return {tile_row,
+          unit / strips % flag_columns(s),
+          {max_of(first - args.first_row, 0), min_of(last - args.first_row, args.rows)}};
+}
+
+// The last tile first: each must rely on its own flags, whatever order they are raised in.
+int make_reduction(const FluxReduceArgs& args, Work* work) {
+  const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
+  const int units = args.rows == 0 ? 0 : reduce_units(args);
+  work->footprint = kReduction;
+  work->units = units;
+  work->blocks = min_of(units, reduce_blocks(args));
+  work->sync = args.sync;
+  work->reports = true;
+  work->early = args.early != 0;
+  work->open = [=](int unit, std::vector<Wait>* waits) {
+    const Strip strip = strip_at(args, units - 1 - unit);
+    if (strip.rows.begin >= strip.rows.end) return;
+    for (int i = 0; args.flags != nullptr && i < args.source_count; ++i) {
+      const int flag =
+          flag_index(s, args.first_source + i, args.rank, strip.tile_row, strip.column);
+      waits->push_back({args.flags, flag, args.sync.epoch, FLUX_WAIT_PARTIAL, strip.tile_row});
+    }
+  };
+  work->close = [=](int unit, const std::vector<bool>& came, Place at) {
+    const Strip strip = strip_at(args, units - 1 - unit);
+    if (strip.rows.begin >= strip.rows.end) return;
+    const bool complete = std::find(came.begin(), came.end(), false) == came.end();
+    const int first = strip.column * args.tile_n;
+    const std::uint64_t begin = emulated::now();
+    emulated::dawdle();
+    sum_tile(args, strip.rows, {first, min_of(first + args.tile_n, args.n)}, complete);
+    emulated::tell(args.sync, begin, FLUX_TRACE_SUM, args.first_row + strip.rows.begin,
+                   strip.column, strip.rows.end - strip.rows.begin, at);
+  };
+  return FLUX_OK;
+}
+
+// What is done to one rank at a time, as the threads of the kernel's one block do it.
+int make_meeting(const FluxMeetArgs& args, Work* work) {
+  const auto number = std::make_shared<std::uint32_t>();
+  work->footprint = kMeeting;
+  work->sync = args.sync;
+  work->open = [=](int, std::vector<Wait>* waits) {
+    for (int i = 0; i < args.reset_count; ++i) emulated::store(args.reset + i, 0);
+    *number = *args.count += args.advance;
+    emulated::dawdle();
+    for (int rank = 0; rank < args.world; ++rank) emulated::store(args.raised[rank], *number);
+    for (int rank = 0; args.awaited != nullptr && rank < args.world; ++rank) {
+      waits->push_back({args.awaited, rank, *number, FLUX_WAIT_MEET, 0});
+    }
+  };
+  work->close = [=](int, const std::vector<bool>& came, Place) {
+    if (std::find(came.begin(), came.end(), false) == came.end()) return;
+    for (int rank = 0; rank < args.world; ++rank) {
+      if (rank == args.rank) continue;
+      args.statuses[rank][FLUX_STATUS_SIGNAL] = static_cast<std::uint64_t>(args.rank);
+      args.statuses[rank][FLUX_STATUS_EXPECTED] = *number;
+      __atomic_store_n(args.statuses[rank], std::uint64_t{FLUX_ABANDONED}, __ATOMIC_RELEASE);
+    }
+  };
+  return FLUX_OK;
+}
+
+// -- behind the C ABI ------------------------------------------------------------------------------
+
+template <Code* kCode, auto kMake, class Args>
+int launch_as(const char* part, const Args& args, void* stream) {
+  if (device().launches_refused) return FLUX_REFUSED;
+  if (device().failed() || !kCode->load()) return emulated::kLaunchFailure;
+  std::this_thread::sleep_for(std::chrono::microseconds(device().launch_us));
+  Work work;
+  work.name = std::string(kCode->name) + part;
+  const int status = kMake(args, &work);
+  if (status != FLUX_OK || work.blocks == 0) return status;
+  return emulated::stream_of(stream)->launch(std::move(work));
+}
+
+template <Code* kCode, auto kMake>
+int launch(const FluxGemmArgs* args, void* stream) {
+  return launch_as<kCode, kMake>("", *args, stream);
+}
+// Kernels of other builds do not look at the trace.
+template <Code* kCode, auto kMake>
+int launch_untraced(const FluxGemmArgs* args, void* stream) {
+  FluxGemmArgs blind = *args;
+  blind.sync.trace = nullptr;
+  return launch_as<kCode, kMake>("", blind, stream);
+}
+template <Code* kCode>
+int meet(const FluxMeetArgs* args, void* stream) {
+  return launch_as<kCode, make_meeting>(" meet", *args, stream);
+}
+template <Code* kCode>
+int reduce(const FluxReduceArgs* args, void* stream) {
+  return launch_as<kCode, make_reduction>(" reduce", *args, stream);
+}
+template <Code* kCode>
+constexpr int (*reduction)(const FluxReduceArgs*, void*) = &reduce<kCode>;
+template <Code* kCode>
+constexpr int (*no_reduction)(const FluxReduceArgs*, void*) = nullptr;
+std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
+template <Code* kCode>
+int prepare(int) {
+  return kCode->load() ? FLUX_OK : emulated::kLaunchFailure;
+}
+int stamp(std::uint64_t* times, std::int32_t count, void* stream) {
+  emulated::Item item;
+  item.what = "stamp";
+  item.run = [=] { emulated::stamp(times, count); };
+  emulated::stream_of(stream)->put(std::move(item));
+  return FLUX_OK;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Stores a box of ones through a tensor map, as a kernel does.
+void emulator_store_box(void* stream, std::uint16_t* base, int rows, int columns, int row,
+                        int column) {
+  Work work;
+  work.name = "store of a box";
+  work.close = [=](int, const std::vector<bool>&, Place) {
+    const auto put = [](std::uint16_t* at, int, int) { *at = to_bf16(1.0f); };
+    TensorMap{base, rows, columns, columns}.store(row, column, kBoxRows, kBoxColumns, put);
+  };
+  work.open = [](int, std::vector<Wait>*) {};
+  emulated::stream_of(stream)->launch(std::move(work));
+}
+
+#define EMULATED(symbol, version, reduces, ...)                                           \
+  static Code symbol##_code{#symbol};                                                     \
+  extern const FluxKernel symbol = {version,                                              \
+                                    sizeof(FluxGemmArgs),                                 \
+                                    #symbol,                                              \
+                                    kTileM,                                               \
+                                    kTileN,                                               \
+                                    &no_workspace,                                        \
+                                    &prepare<&symbol##_code>,                             \
+                                    &launch_untraced<&symbol##_code, __VA_ARGS__>,        \
+                                    &meet<&symbol##_code>,                                \
+                                    reduces<&symbol##_code>,                              \
+                                    nullptr};                                             \
+  static Code symbol##_traced_code{#symbol "_traced"};                                    \
+  extern const FluxKernel symbol##_traced = {version,                                     \
+                                             sizeof(FluxGemmArgs),                        \
+                                             #symbol "_traced",                           \
+                                             kTileM,                                      \
+                                             kTileN,                                      \
+                                             &no_workspace,                               \
+                                             &prepare<&symbol##_traced_code>,             \
+                                             &launch<&symbol##_traced_code, __VA_ARGS__>, \
+                                             &meet<&symbol##_traced_code>,                \
+                                             reduces<&symbol##_traced_code>,              \
+                                             &stamp};
+#define EMULATED_AG(suffix, ...)                                          \
+  EMULATED(flux_emulated_ag_gemm##suffix, FLUX_ABI_VERSION, no_reduction, \
+           make_ag_gemm<Config<__VA_ARGS__>>)
+#define EMULATED_RS(suffix, ...)                                       \
+  EMULATED(flux_emulated_gemm_rs##suffix, FLUX_ABI_VERSION, reduction, \
+           make_gemm_rs<Config<__VA_ARGS__>>)
+
+#define EMULATED_BOTH_WEIGHTS(suffix, kn)                                                       \
+  EMULATED_AG(suffix, std::uint16_t, kn)                                                        \
+  EMULATED_AG(suffix##_silu, std::uint16_t, kn, Scaling::kNone, Activation::kSilu)              \
+  EMULATED_AG(suffix##_tensor, std::uint8_t, kn, Scaling::kTensor)                              \
+  EMULATED_AG(suffix##_row, std::uint8_t, kn, Scaling::kRow)                                    \
+  EMULATED_RS(suffix, std::uint16_t, kn)                                                        \
+  EMULATED_RS(suffix##_in_flight, std::uint16_t, kn, Scaling::kNone, Activation::kNone, true)   \
+  EMULATED_RS(suffix##_tensor, std::uint8_t, kn, Scaling::kTensor)                              \
+  EMULATED_RS(suffix##_row, std::uint8_t, kn, Scaling::kRow)                                    \
+  EMULATED_AG(suffix##_multistage, std::uint16_t, kn, Scaling::kNone, Activation::kNone, false, \
+              Arch::kAmpere)                                                                    \
+  EMULATED_RS(suffix##_multistage, std::uint16_t, kn, Scaling::kNone, Activation::kNone, false, \
+              Arch::kAmpere)
+
+EMULATED_BOTH_WEIGHTS(_nk, false)
+EMULATED_BOTH_WEIGHTS(_kn, true)
+EMULATED(flux_emulated_old, FLUX_ABI_VERSION + 1, no_reduction, make_ag_gemm<Config<std::uint16_t>>)
+
+}  // extern "C"

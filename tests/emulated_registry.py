@@ -1,0 +1,67 @@
+"""The kernels of emulated_kernels.cpp, as a registry that has them for every problem."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flux.kernels.config import GemmConfig
+from flux.kernels.ptxas import Usage
+from flux.kernels.registry import BuiltKernel, Registry
+
+_VARIANTS: dict[str, dict[str, str]] = {
+    "ag_gemm": {},
+    "ag_gemm_silu": {"activation": "silu"},
+    "ag_gemm_tensor": {"dtype": "e4m3", "scaling": "tensor"},
+    "ag_gemm_row": {"dtype": "e4m3", "scaling": "row"},
+    "gemm_rs": {},
+    "gemm_rs_in_flight": {"reduce": "in_flight"},
+    "gemm_rs_tensor": {"dtype": "e4m3", "scaling": "tensor"},
+    "gemm_rs_row": {"dtype": "e4m3", "scaling": "row"},
+}
+
+
+def multistage_kernels(library: Path) -> dict[str, BuiltKernel]:
+    """Kernels of the sm_80 generation: a block for each tile, as far as their share allows."""
+    kernels = {}
+    for op in ("ag_gemm", "gemm_rs"):
+        for weight in ("nk", "kn"):
+            config = GemmConfig(
+                op,
+                "80",
+                "bf16",
+                (64, 64, 32),
+                "multistage",
+                weight=weight,
+                stages=3,
+                warps=(2, 2),
+                alignment=1,
+            )
+            symbol = f"flux_emulated_{op}_{weight}_multistage"
+            kernels[symbol] = BuiltKernel(config, library, symbol, Usage())
+    return kernels
+
+
+def hopper_kernels(library: Path, build: str = "") -> dict[str, BuiltKernel]:
+    """Kernels of the sm_90a generation; ``build`` is the suffix of trace builds."""
+    kernels = {}
+    for name, options in _VARIANTS.items():
+        for weight in ("nk", "kn"):
+            op, rest = name[:7], name[7:]
+            # Loads are of single elements, so addresses may be any.
+            fields = {"dtype": "bf16", "weight": weight, "alignment": 1, **options}
+            config = GemmConfig(op, "90a", tile=(64, 64, 64), schedule="pingpong", **fields)
+            symbol = f"flux_emulated_{op}_{weight}{rest}"
+            kernels[symbol] = BuiltKernel(config, library, symbol + build, Usage())
+    return kernels
+
+
+class EmulatedRegistry(Registry):
+    """Kernels that do every problem."""
+
+    def candidates(self, op: str, dtype: str, *_: object, **wanted: object) -> list[BuiltKernel]:
+        wanted |= {"op": op, "dtype": dtype}
+        return [
+            kernel
+            for kernel in self.kernels.values()
+            if all(getattr(kernel.config, name) == value for name, value in wanted.items())
+        ]

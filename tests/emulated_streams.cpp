@@ -1,0 +1,246 @@
+// Streams and graphs of the emulated device: see emulated_device.h.
+#include <algorithm>
+#include <set>
+
+#include "emulated_device.h"
+
+namespace emulated {
+
+namespace {
+
+std::atomic<int> streams_made{0};
+// Everything is submitted in one order, that of the hardware queues too.
+std::mutex submitting;
+
+}  // namespace
+
+struct Stream::Entry {
+  Item item;
+  Queue* queue = nullptr;
+  std::uint64_t ticket = 0;
+  bool over = false;           // the last of its stream
+  std::unique_ptr<Grid> grid;  // of a kernel that has started
+  bool queued = false;         // whether its ticket is still there
+  Clock::time_point began = {};
+
+  bool may_start() const { return !queued || queue->at_head(ticket); }
+  void leave_queue() {
+    if (std::exchange(queued, false)) queue->leave(ticket);
+  }
+};
+
+Stream::Stream(bool is_default)
+    : is_default_(is_default),
+      number_(is_default ? 0 : ++streams_made),
+      thread_([this] { work(); }) {
+  if (!is_default_) ++device().streams_alive;
+}
+
+Stream::~Stream() {
+  auto last = std::make_shared<Entry>();
+  last->over = true;
+  {
+    const std::lock_guard<std::mutex> hold(mutex_);
+    entries_.push_back(last);
+    changed_.notify_all();
+  }
+  thread_.join();
+  if (!is_default_) --device().streams_alive;
+}
+
+Stream* stream_of(void* handle) {
+  static auto* const by_default = new Stream(true);
+  return handle == nullptr ? by_default : static_cast<Stream*>(handle);
+}
+
+std::uintptr_t Stream::handle() const {
+  return is_default_ ? 0 : reinterpret_cast<std::uintptr_t>(this);
+}
+
+void Stream::put(Item item) {
+  launched_last_ = item.kind == Item::kKernel;
+  if (capture != nullptr) return capture->add(this, std::move(item));
+  auto entry = std::make_shared<Entry>();
+  entry->item = std::move(item);
+  if (entry->item.kind == Item::kKernel) ++device().kernels;
+  const std::lock_guard<std::mutex> in_order(submitting);
+  entry->queue = device().queue(number_);
+  if (entry->queue != nullptr) {
+    entry->ticket = entry->queue->enter();
+    entry->queued = true;
+  }
+  const std::lock_guard<std::mutex> hold(mutex_);
+  entries_.push_back(entry);
+  changed_.notify_all();
+}
+
+int Stream::launch(Work work) {
+  if (work.early && !launched_last_) {
+    device().fail(work.name + " is launched early behind what is no kernel");
+    return kLaunchFailure;
+  }
+  device().log_call("launch", handle(),
+                    "kernel=" + work.name + ";blocks=" + std::to_string(work.blocks) +
+                        ";early=" + std::to_string(work.early ? 1 : 0));
+  Item item;
+  item.kind = Item::kKernel;
+  item.what = work.name;
+  item.work = std::make_shared<const Work>(std::move(work));
+  put(std::move(item));
+  return 0;
+}
+
+bool Stream::idle() {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  return entries_.empty();
+}
+
+void Stream::drain() {
+  std::unique_lock<std::mutex> hold(mutex_);
+  while (!entries_.empty() && !device().failed()) {
+    changed_.wait_for(hold, std::chrono::milliseconds(10));
+  }
+}
+
+void Stream::work() {
+  for (;;) {
+    std::unique_lock<std::mutex> hold(mutex_);
+    changed_.wait(hold, [this] { return !entries_.empty(); });
+    const std::shared_ptr<Entry> entry = entries_.front();  // counted until it has run
+    hold.unlock();
+    if (entry->over) return;
+    run(entry);
+    hold.lock();
+    entries_.pop_front();
+    changed_.notify_all();
+  }
+}
+
+void Stream::run(const std::shared_ptr<Entry>& entry) {
+  if (entry->item.kind == Item::kKernel) return run_kernel(entry);
+  while (!entry->may_start()) nap();
+  const auto began = Clock::now();
+  if (entry->item.leaves_at_start) entry->leave_queue();
+  entry->item.run();
+  entry->leave_queue();
+  device().log_time(entry->item.what, handle(), began);
+}
+
+// The kernel behind it, if that is to start early.
+std::shared_ptr<Stream::Entry> Stream::behind(const std::shared_ptr<Entry>& entry) {
+  const std::lock_guard<std::mutex> hold(mutex_);
+  if (entries_.size() < 2 || entries_.front() != entry) return nullptr;
+  const std::shared_ptr<Entry>& next = entries_[1];
+  return next->item.kind == Item::kKernel && next->item.work->early ? next : nullptr;
+}
+
+void Stream::start(Entry& entry) {
+  entry.grid = std::make_unique<Grid>(entry.item.work, handle());
+  entry.began = Clock::now();
+  device().start(entry.grid.get());
+}
+
+// Steps the kernel, and one behind it that may start when all blocks of this one have been placed.
+void Stream::run_kernel(const std::shared_ptr<Entry>& entry) {
+  if (entry->grid == nullptr) {
+    while (!entry->may_start()) nap();
+    start(*entry);
+  }
+  while (!entry->grid->over()) {
+    bool moved = entry->grid->step();
+    if (entry->grid->placed()) {
+      entry->leave_queue();
+      if (const auto next = behind(entry)) {
+        if (next->grid == nullptr && next->may_start()) {
+          next->leave_queue();
+          start(*next);
+        }
+        if (next->grid != nullptr) moved |= next->grid->step();
+      }
+    }
+    if (!moved) nap();
+  }
+  entry->leave_queue();
+  device().end(entry->grid.get());
+  --device().kernels;
+  device().log_time(entry->item.what, handle(), entry->began, "kernel");
+}
+
+// -- graphs ----------------------------------------------------------------------------------------
+
+int Graph::index(Stream* stream) {
+  for (std::size_t i = 0; i < streams.size(); ++i) {
+    if (streams[i] == stream) return static_cast<int>(i);
+  }
+  streams.push_back(stream);
+  stream->capture = this;
+  return static_cast<int>(streams.size()) - 1;
+}
+
+void Graph::add(Stream* stream, Item item, int records, int awaits) {
+  const int at = index(stream);
+  nodes.push_back({at, std::move(item), records, awaits});
+}
+
+void Graph::end() {
+  for (Stream* stream : streams) stream->capture = nullptr;
+  for (std::size_t i = 1; i < streams.size(); ++i) own.push_back(std::make_unique<Stream>(false));
+}
+
+void Graph::replay(Stream* on) {
+  if (device().kernels_first) return replay_in_turn(on);
+  std::vector<Flag> done;
+  for (int i = 0; i < events; ++i) done.push_back(std::make_shared<std::atomic<bool>>(false));
+  for (const Node& node : nodes) {
+    Stream* stream = node.stream == 0 ? on : own[node.stream - 1].get();
+    Item item = node.item;
+    if (node.records >= 0) {
+      item.run = [flag = done[node.records]] { *flag = true; };
+    } else if (node.awaits >= 0) {
+      item.run = [flag = done[node.awaits]] {
+        while (!*flag && !device().failed()) nap();
+      };
+    }
+    stream->put(std::move(item));
+  }
+}
+
+// Of what the edges allow next: a kernel; else what a kernel comes behind; else what is no copy.
+void Graph::replay_in_turn(Stream* on) {
+  const int count = static_cast<int>(nodes.size());
+  std::vector<std::set<int>> before(count);
+  std::vector<bool> leads(count, false);
+  for (int i = 0; i < count; ++i) {
+    for (int j = i - 1; j >= 0; --j) {
+      if (nodes[j].stream == nodes[i].stream) {
+        before[i].insert(j);
+        break;
+      }
+    }
+    for (int j = 0; j < i && nodes[i].awaits >= 0; ++j) {
+      if (nodes[j].records == nodes[i].awaits) before[i].insert(j);
+    }
+  }
+  for (int i = count - 1; i >= 0; --i) {
+    if (nodes[i].item.kind != Item::kKernel && !leads[i]) continue;
+    for (const int j : before[i]) leads[j] = true;
+  }
+  const auto rank = [&](int i) {
+    if (nodes[i].item.kind == Item::kKernel) return 0;
+    return leads[i] ? 1 : nodes[i].item.kind == Item::kCopy ? 3 : 2;
+  };
+  std::vector<bool> done(count, false);
+  for (int turn = 0; turn < count; ++turn) {
+    int best = -1;
+    for (int i = 0; i < count; ++i) {
+      const bool ready =
+          std::all_of(before[i].begin(), before[i].end(), [&](int j) { return done[j]; });
+      if (!done[i] && ready && (best < 0 || rank(i) < rank(best))) best = i;
+    }
+    done[best] = true;
+    const Node& node = nodes[best];
+    if (node.records < 0 && node.awaits < 0) on->put(node.item);
+  }
+}
+
+}  // namespace emulated

@@ -1,0 +1,110 @@
+"""The bodies that tests give to ranks of one GPU, where transfers wait for streams as a GPU's do: a
+body that uploads inside VirtualWorld.run waits for calls that other ranks have not made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from emulated import EmulatedDevice, emulated_device
+from emulated_cases import BF16, OnEmulated
+from flux import Knobs
+from flux.transport.virtual import VirtualWorld
+from matrix import OPS
+from op_cases import random_cases
+from reference import Problem
+from virtual_cases import call_all, call_on_and_on, check_cases, drop_at_once, run_ready
+
+SIZES = (33, 5, 17, 33, 1)
+
+
+@pytest.fixture
+def device(emulator: Path) -> Iterator[EmulatedDevice]:
+    with emulated_device(emulator) as device:
+        device.give_up_after(3.0)
+        yield device
+
+
+def problem(op: str) -> Problem:
+    return Problem(op, 33, (13,), 10, BF16)
+
+
+def build(ranks: VirtualWorld, p: Problem, **options: Any) -> list[Any]:
+    return [p.build(ranks.rank(r), **options) for r in range(ranks.world)]
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("op", OPS)
+def test_back_to_back_calls(device: EmulatedDevice, op: str, direction: str) -> None:
+    p, world = problem(op), 3
+    everything = [OnEmulated(device, p, m, world, seed=i) for i, m in enumerate(SIZES)]
+    with VirtualWorld(world, device) as ranks:
+        ops = build(ranks, p, tuning=Knobs(direction=direction))
+        outs = call_on_and_on(ranks, ops, everything)
+        for made in ops:
+            made.wait()
+            made.close()
+    for inputs, of_ranks in zip(everything, outs, strict=True):
+        for r in range(world):
+            inputs.check(of_ranks[r], r)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cases(device: EmulatedDevice, op: str) -> None:
+    check_cases(device, 2, random_cases(5, op, 2, 6), device.finish, partial(OnEmulated, device))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_everything_is_dropped_at_once(device: EmulatedDevice, op: str) -> None:
+    p = problem(op)
+    everything = [OnEmulated(device, p, 32, 2, seed=seed) for seed in range(4)]
+    with VirtualWorld(2, device) as ranks:
+        ops = build(ranks, p)
+        kept = drop_at_once(ranks, ops, 3 * everything, len(everything))
+        device.finish()
+        for made in ops:
+            made.close()
+    for number, inputs in enumerate(everything):
+        for r in range(2):
+            inputs.check([kept[r][number]], r)
+
+
+@pytest.mark.parametrize("layout", ["strided", "inside"])
+def test_inputs_with_gaps(device: EmulatedDevice, layout: str) -> None:
+    p = Problem("ag_gemm", 33, (14, 6), 10, BF16)
+    with VirtualWorld(2, device) as ranks:
+        ops = build(ranks, p)
+        calls = []
+        for seed in range(3):
+            inputs = OnEmulated(device, p, 33, 2, seed=seed)
+            ready = [inputs.ready(r, layout=layout) for r in range(2)]
+            calls.append((inputs, run_ready(ranks, ops, ready)))
+        calls.append((inputs, call_all(ranks, ops, inputs)))
+        device.finish()
+        for given, outs in calls:
+            for r in range(2):
+                given.check(outs[r], r)
+        for made in ops:
+            made.close()
+
+
+def test_a_body_that_uploads_is_found(device: EmulatedDevice) -> None:
+    """The second call of rank 0 is not made, as its transfer waits for the first."""
+    device.give_up_after(0.1)
+    p = problem("gemm_rs")
+    everything = [OnEmulated(device, p, 33, 2, seed=seed) for seed in range(2)]
+    with VirtualWorld(2, device) as ranks:
+        ops = build(ranks, p, timeout_s=0.3)
+
+        def body(r: int) -> list[list[torch.Tensor]]:
+            return [inputs.call(ops[r], r) for inputs in everything]
+
+        with pytest.raises(RuntimeError, match="a pageable copy waits for stream"):
+            ranks.run(body)
+        for made in ops:
+            made.close()

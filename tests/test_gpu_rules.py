@@ -1,0 +1,224 @@
+"""What the CUDA backend has to do, and not to do, on real GPUs; the emulated one (emulated.py)
+enforces the rule. With processes: test_gpu_rules_processes.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emulated import EmulatedDevice, emulated_device
+from emulated_cases import BF16
+from flux import Knobs, PeerTimeoutError
+from flux.transport.loopback import LoopbackWorld
+from flux.transport.virtual import VirtualWorld
+from loopback_cases import call as call_real
+from reference import Inputs, Problem
+from virtual_cases import call_all, call_on_and_on
+
+
+@pytest.fixture
+def device(emulator: Path) -> Iterator[EmulatedDevice]:
+    """A device without any rule, for one test."""
+    with emulated_device(emulator) as device:
+        for rule in (device.limit_room, device.need_guards, device.load_lazily):
+            rule(False)
+        yield device
+        device.clear_error()  # the test has looked at it
+
+
+@contextmanager
+def built(ranks: VirtualWorld, p: Problem, **options: Any) -> Iterator[list[Any]]:
+    """The ops of all ranks, which are closed whatever happens."""
+    with ExitStack() as stack:
+        options = {"timeout_s": 1.0, **options}
+        yield [stack.enter_context(p.build(ranks.rank(r), **options)) for r in range(ranks.world)]
+
+
+def check(ops: list[Any], everything: Sequence[Inputs], outs: list[Any]) -> None:
+    for op in ops:
+        op.wait()
+    for inputs, of_ranks in zip(everything, outs, strict=True):
+        for r in range(len(ops)):
+            inputs.check(of_ranks[r], r)
+
+
+def test_straddling_tiles_have_guard_rows(device: EmulatedDevice) -> None:
+    """No bulk store begins in front of its tensor map, wherever rows of an owner begin."""
+    device.need_guards()
+    for op, reduce in (("gemm_rs", "local"), ("gemm_ar", "local"), ("gemm_rs", "in_flight")):
+        p = Problem(op, 23, (12,), 10, BF16)
+        everything = [Inputs(p, m, 3, seed=m) for m in (23, 1, 7, 20)]
+        with (
+            VirtualWorld(3, device) as ranks,
+            built(ranks, p, tuning=Knobs(reduce=reduce)) as ops,
+        ):
+            outs = call_on_and_on(ranks, ops, everything)
+            for made in ops:
+                made.wait()
+            if reduce == "local":
+                check(ops, everything, outs)
+    assert not device.error()
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+def test_a_reduction_leaves_room_for_the_gemms_of_other_ranks(
+    device: EmulatedDevice, op: str
+) -> None:
+    """The launch comes late behind the entry: by then, others have ended their GEMMs."""
+    device.limit_room()
+    device.starving_after(0.3)
+    device.set_launch_delay(20_000)
+    p = Problem(op, 64, (16,), 8, BF16)
+    inputs = Inputs(p, 64, 4, seed=1)
+    with VirtualWorld(4, device) as ranks, built(ranks, p) as ops:
+        outs = call_all(ranks, ops, inputs)
+        try:
+            check(ops, [inputs], [outs])
+        finally:
+            assert device.starved() == ""
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_multistage_kernels_of_ranks_that_share_a_device(device: EmulatedDevice, op: str) -> None:
+    device.limit_room()
+    device.starving_after(0.3)
+    device.set_launch_delay(20_000)
+    device.registry = device.multistage
+    p = Problem(op, 64, (64,), 8, BF16)
+    inputs = Inputs(p, 64, 4, seed=1)
+    with VirtualWorld(4, device) as ranks, built(ranks, p) as ops:
+        outs = call_all(ranks, ops, inputs)
+        try:
+            check(ops, [inputs], [outs])
+        finally:
+            assert device.starved() == ""
+
+
+PULLED = Problem("ag_gemm", 700, (8,), 4, BF16)
+
+
+def test_batches_of_loopback_peers_are_small(device: EmulatedDevice) -> None:
+    knobs = Knobs(direction="pull", comm_tile_rows=1)
+    inputs = Inputs(PULLED, 700, 8, seed=1)
+    with (
+        LoopbackWorld(8, device) as ranks,
+        PULLED.build(ranks.rank(), tuning=knobs, timeout_s=5.0) as op,
+    ):
+        out = call_real(ranks, op, inputs)
+        op.wait()
+        inputs.check(out, 0)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_batches_of_virtual_ranks_are_small(
+    device: EmulatedDevice, direction: str, gathered: bool
+) -> None:
+    """Without columns of their own, ranks await all rows on a stream."""
+    knobs = Knobs(direction=direction, comm_tile_rows=1)
+    p = Problem("ag_gemm", 700, (1,) if gathered else (8,), 4, BF16)
+    inputs = Inputs(p, 700, 2, seed=1)
+    with VirtualWorld(2, device) as ranks, built(ranks, p, tuning=knobs, timeout_s=2.0) as ops:
+        outs = call_all(ranks, ops, inputs, gather=gathered)
+        check(ops, [inputs], [outs])
+
+
+def test_a_call_on_the_default_stream_comes_before_the_next_on_another(
+    device: EmulatedDevice,
+) -> None:
+    driver, p = device.driver, Problem("gemm_rs", 8, (8,), 8, BF16)
+    everything = [Inputs(p, 8, 2, seed=seed) for seed in range(2)]
+    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
+        aside = ranks.new_stream()
+        calls = [[inputs.ready(r) for inputs in everything] for r in range(2)]
+        with device.record_calls():
+            first = calls[0][0](ops[0])
+            with device.on_stream(aside):
+                second = calls[0][1](ops[0])
+        with device.on_stream(ranks.streams[1]):
+            others = [call(ops[1]) for call in calls[1]]
+        for stream in (0, aside, ranks.streams[1]):
+            driver.synchronize(stream)
+        log = device.calls()
+        ended = [c.details["event"] for c in log if (c.name, c.stream) == ("event_record", 0)]
+        begins = next(c for c in log if c.stream == aside)
+        assert begins.name == "event_wait", "the calls are not ordered"
+        assert begins.details["event"] == ended[-1]
+        check(ops, everything, [[first, others[0]], [second, others[1]]])
+
+
+def test_no_module_is_loaded_while_kernels_wait(device: EmulatedDevice) -> None:
+    """An activation behind the kernel is torch's: its first use must not be behind rank 0's."""
+    device.load_lazily()
+    device.give_up_after(0.3)
+    p = Problem("ag_gemm", 16, (16,), 8, BF16, activation="gelu")
+    inputs = Inputs(p, 16, 2, seed=1)
+    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
+        outs = call_all(ranks, ops, inputs)
+        check(ops, [inputs], [outs])
+    assert not device.error()
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_a_graph_whose_branches_do_not_run_together(device: EmulatedDevice, direction: str) -> None:
+    """The graph's scheduler knows edges, not which words a kernel waits for."""
+    p, world = Problem("ag_gemm", 13, (12,), 8, BF16), 2
+    inputs = Inputs(p, 13, world, seed=1)
+    knobs = Knobs(direction=direction)
+    with VirtualWorld(world, device) as ranks, built(ranks, p, tuning=knobs) as ops:
+        graphs, outs = [], []
+        for r in range(world):
+            call = inputs.ready(r)
+            with device.on_stream(ranks.streams[r]), device.capture() as graph:
+                outs.append(call(ops[r]))
+            graphs.append(graph)
+        device.set_graph_order("kernels first")
+        try:
+            for _ in range(2):
+                for r in range(world):
+                    with device.on_stream(ranks.streams[r]):
+                        graphs[r].replay()
+            for stream in ranks.streams:
+                device.driver.synchronize(stream)
+            check(ops, [inputs], [outs])
+        finally:
+            for graph in graphs:
+                graph.close()
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_waiting_and_failing_create_no_stream(device: EmulatedDevice, op: str) -> None:
+    """A new stream may share the hardware queue of one that waits for ever."""
+    p = Problem(op, 16, (16,), 8, BF16)
+    inputs = Inputs(p, 16, 2, seed=1)
+    with VirtualWorld(2, device) as ranks, built(ranks, p, timeout_s=0.2) as ops:
+        with device.record_calls():
+            outs = call_all(ranks, ops, inputs)
+            check(ops, [inputs], [outs])
+            alone = inputs.ready(0)
+            ranks.run(lambda r: alone(ops[0]) if r == 0 else None)
+            with pytest.raises(PeerTimeoutError):
+                ops[0].wait()
+            with pytest.raises(PeerTimeoutError):
+                ops[1].wait()
+        created = [call for call in device.calls() if call.name == "stream_create"]
+        assert len(created) == 0, "streams were created by look() or let_go()"
+        device.finish()
+
+
+def test_results_are_right_under_all_rules(device: EmulatedDevice) -> None:
+    """One case of each op with every rule at once."""
+    for rule in (device.limit_room, device.need_guards, device.load_lazily):
+        rule()
+    device.starving_after(0.5)
+    for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
+        p = Problem(op, 23, (12,), 10, BF16)
+        everything = [Inputs(p, m, 3, seed=m) for m in (23, 7, 20)]
+        with VirtualWorld(3, device) as ranks, built(ranks, p) as ops:
+            outs = call_on_and_on(ranks, ops, everything)
+            check(ops, everything, outs)
+    assert not device.error() and not device.starved()
