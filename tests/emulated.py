@@ -25,9 +25,6 @@ from flux.transport.virtual import VirtualWorld
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("device", "gpu", "kernels", "nccl", "streams")
 SOURCES = [Path(__file__).with_name(f"emulated_{part}.cpp") for part in PARTS]
-STRICT = os.environ.get("FLUX_EMULATED_STRICT", "0") == "1"
-"""Whether devices enforce, unless a test says otherwise: stores of boxes need guard rows, kernels
-need room on multiprocessors, and loading a module waits for kernels."""
 
 
 def compiler() -> str:
@@ -219,9 +216,8 @@ class EmulatedDevice:
         """Forget errors, notes, the log and memory; set all rules to what they are by default."""
         self._call("reset")
         self._room_for_copies = False
-        self.limit_room(STRICT)
-        self.need_guards(STRICT)
-        self.load_lazily(STRICT)
+        self.limit_room()
+        self.load_lazily()
 
     def _call(self, name: str, *arguments: Any) -> int:
         # Recorders of other tests have no rules.
@@ -250,10 +246,6 @@ class EmulatedDevice:
     def limit_room(self, on: bool = True) -> None:
         """Let blocks of kernels wait for room on one of ``sm_count`` multiprocessors."""
         self._call("limit_room", int(on))
-
-    def need_guards(self, on: bool = True) -> None:
-        """Let GEMMs that store boxes refuse slots without guard rows where a tile straddles."""
-        self._call("need_guards", int(on))
 
     def load_lazily(self, on: bool = True) -> None:
         """Let the first use of a kernel or of a function of torch wait until no kernel runs."""

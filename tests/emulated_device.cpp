@@ -264,7 +264,7 @@ void Device::reset() {
   clear_error();
   record(false);
   delay_us = copy_us = launch_us = 0;
-  copies_refused = launches_refused = limits_room = needs_guards = loads_lazily = false;
+  copies_refused = launches_refused = limits_room = loads_lazily = false;
   copies_need_room = uncapped = kernels_first = false;
   starving_ms = loading_ms = 5000;
   ++generation;

@@ -105,7 +105,6 @@ int emulator_timed_events() { return device().timed_events; }
 void emulator_refuse_copies(int yes) { device().copies_refused = yes != 0; }
 void emulator_refuse_launches(int yes) { device().launches_refused = yes != 0; }
 void emulator_limit_room(int yes) { device().limits_room = yes != 0; }
-void emulator_need_guards(int yes) { device().needs_guards = yes != 0; }
 void emulator_load_lazily(int yes) { device().loads_lazily = yes != 0; }
 void emulator_copies_need_room(int yes) { device().copies_need_room = yes != 0; }
 void emulator_uncap_multistage(int yes) { device().uncapped = yes != 0; }

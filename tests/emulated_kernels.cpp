@@ -182,7 +182,7 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
   const TileMap map = tile_map(tile_order(args, OpKind::kGemmRS, kTileM, kTileN));
   const ScatterTargets to = scatter_targets(args, kTileM, kTileN);
   const bool guarded = args.guard_rows >= kBoxRows - 1 || !straddles(to.tiling);
-  const bool boxes = C::kArch == Arch::kHopper && (guarded || device().needs_guards);
+  const bool boxes = C::kArch == Arch::kHopper;
   if (boxes && !guarded) return FLUX_REFUSED;
   lay_out_gemm<C>(args, map.rows * map.columns, work);
   work->open = [=](int unit, std::vector<Wait>* waits) {

@@ -19,7 +19,7 @@ from reference import Problem
 def gpu(emulator: Path) -> Iterator[EmulatedDevice]:
     """A device without any rule, for one test."""
     with emulated_device(emulator) as device:
-        for rule in (device.limit_room, device.need_guards, device.load_lazily):
+        for rule in (device.limit_room, device.load_lazily):
             rule(False)
         yield device
 
@@ -77,7 +77,6 @@ def test_batches_have_less_than_256_operations(gpu: EmulatedDevice, count: int, 
 def test_what_a_box_has_in_front_of_a_slot_lands_in_its_guard(
     gpu: EmulatedDevice, launches: Launches
 ) -> None:
-    gpu.need_guards()
     slots = launches.scatter(6, 12, world=2, guard=3)  # rows 0-2 and 3-5, tiles of 4
     gpu.finish()
     for slot in slots:
@@ -88,7 +87,6 @@ def test_what_a_box_has_in_front_of_a_slot_lands_in_its_guard(
 
 
 def test_a_straddling_tile_needs_a_guard(gpu: EmulatedDevice, launches: Launches) -> None:
-    gpu.need_guards()
     for guard in (0, 2):
         with pytest.raises(ValueError, match="launch refused: illegal arguments"):
             launches.scatter(6, 12, world=2, guard=guard)

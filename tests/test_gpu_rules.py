@@ -24,7 +24,7 @@ from virtual_cases import call_all, call_on_and_on
 def device(emulator: Path) -> Iterator[EmulatedDevice]:
     """A device without any rule, for one test."""
     with emulated_device(emulator) as device:
-        for rule in (device.limit_room, device.need_guards, device.load_lazily):
+        for rule in (device.limit_room, device.load_lazily):
             rule(False)
         yield device
         device.clear_error()  # the test has looked at it
@@ -48,7 +48,6 @@ def check(ops: list[Any], everything: Sequence[Inputs], outs: list[Any]) -> None
 
 def test_straddling_tiles_have_guard_rows(device: EmulatedDevice) -> None:
     """No bulk store begins in front of its tensor map, wherever rows of an owner begin."""
-    device.need_guards()
     for op, reduce in (("gemm_rs", "local"), ("gemm_ar", "local"), ("gemm_rs", "in_flight")):
         p = Problem(op, 23, (12,), 10, BF16)
         everything = [Inputs(p, m, 3, seed=m) for m in (23, 1, 7, 20)]
@@ -212,7 +211,7 @@ def test_waiting_and_failing_create_no_stream(device: EmulatedDevice, op: str) -
 
 def test_results_are_right_under_all_rules(device: EmulatedDevice) -> None:
     """One case of each op with every rule at once."""
-    for rule in (device.limit_room, device.need_guards, device.load_lazily):
+    for rule in (device.limit_room, device.load_lazily):
         rule()
     device.starving_after(0.5)
     for op in ("ag_gemm", "gemm_rs", "gemm_ar"):

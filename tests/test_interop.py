@@ -145,6 +145,7 @@ def test_memory_may_be_reused_in_the_order_of_the_stream(world: VirtualWorld) ->
     the copy stream reads."""
     device = world.device
     device.set_delay(3000)  # type: ignore[attr-defined]
+    device.load_lazily(False)  # type: ignore[attr-defined]  # what follows a call is the caller's
     ops = build(world, problem("ag_gemm"))
     everything = [Inputs(problem("ag_gemm"), 12, 2, seed=s) for s in range(8)]
     x = [torch.empty(6, 16, dtype=BF16) for _ in range(2)]

@@ -288,7 +288,6 @@ class _Streams:
             return f"{rows} within own memory", details
         return f"{rows} {'to' if r.at in (r.peer, -1) else 'from'} rank {r.peer}", details
 
-
     def _tiles(self, r: Record) -> int:
         """Communication tiles of a copy: own rows are one copy of all of theirs."""
         if self.op != "ag_gemm" or r.first >= r.last:
