@@ -3,21 +3,21 @@
 They differ from the CPU's (flux/heuristic.py), because the costs differ:
 
 * **Communication tiles** are halves or quarters of a chunk, in whole rows of cluster tiles. A copy
-  between GPUs costs about 3 us before its first byte (tuning/clusters), the time of 1.3 MB on NVLink
-  at 450 GB/s, and 2 to 4 us of the host to enqueue. A tile of 2 MiB or more spends most of its time
-  on bytes. Two or four tiles let the GEMM start on a chunk before all of it is there; more of them
-  arrive no earlier, since copies of one stream are serial.
+  between GPUs costs about 3 us before its first byte (tuning/clusters), in which NVLink at 450 GB/s
+  moves 1.3 MB, and 2 to 4 us of the host to enqueue. A tile of 2 MiB or more spends most of its
+  time on bytes. Two or four tiles let the GEMM start on a chunk before all of it is there; more of
+  them arrive no earlier, since copies of one stream are serial.
 * **Raster**: with N = K = 12288 a wave of 132 tiles of 128 x 256 covers less than three rows of
   tiles, so with raster 1 all of B (302 MB) streams through in every wave of some 142 us: 2.2 TB/s,
   half of what the memory of an H200 does. Bands of 8 rows of clusters of 256 x 256 share columns of
   B: 0.7 TB/s, A included. A higher band gains little and asks for more rows at once.
 * **Bands end where chunks end.** AllGather: a band that reaches into the next chunk waits for rows
-  that have not arrived, while tiles that could run stand behind it. ReduceScatter: no tile waits for
-  rows, but a band over several owners completes all of them with its last column, and the last band
-  holds the own rows, which need no transfer and cover those of the others only if they come last.
-* **Push**: the source's copy engine writes and then raises the signal, so no stream waits for a word
-  in a peer's memory. **Direct**: every GPU reaches every other at full speed through NVSwitch, and a
-  ring would forward what can be sent at once.
+  that have not arrived, while tiles that could run stand behind it. ReduceScatter: no tile waits
+  for rows, but a band over several owners completes all of them with its last column. The own rows,
+  which need no transfer, then no longer cover the last transfers to others.
+* **Push**: the source's copy engine writes and then raises the signal, so no stream waits for a
+  word in a peer's memory. **Direct**: every GPU reaches every other at full speed through NVSwitch,
+  and a ring would forward what can be sent at once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int) -> int:
 
 
 def raster(chunk: int, cluster_rows: int) -> int:
-    """Return the rows of cluster tiles that are swept together: equal bands of at most 8 in a chunk.
+    """Return the rows of cluster tiles that are swept together: equal bands, at most 8 rows high.
 
     Up to 8 rows it is all of the chunk's, min(8, chunk // cluster_rows). 12 rows are two bands of
     6: with 8, every second band would reach into the next chunk.

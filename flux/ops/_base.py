@@ -18,7 +18,7 @@ from flux import _C
 from flux.backends.cpu import CpuBackend
 from flux.backends.cuda import CudaBackend
 from flux.backends.unfused import UnfusedBackend, nothing
-from flux.env import CHECK, VARIABLES
+from flux.env import CHECK, KERNEL_CHOICE, VARIABLES
 from flux.heuristic_cuda import ClusterTile
 from flux.knobs import Knobs, Op, check_legal
 from flux.ops import torch_internals
@@ -126,6 +126,7 @@ class TensorParallelOp:
             "kernel": kernel.name if kernel is not None else "",
             "timeout_s": timeout_s,
             "topology": str(topology),
+            KERNEL_CHOICE.name: os.environ.get(KERNEL_CHOICE.name, ""),
         }
         exchange.agree(label, problem, {**fields, **options})
         assert spec is not None and topology is not None and backend is not None
