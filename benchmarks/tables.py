@@ -18,12 +18,14 @@ import cpu_foundation
 import cpu_growth
 import cpu_overhead
 import cuda_host_time
+import kernel_choice
 import layers
 import multi_host
 from common import RESULTS, ROOT, conditions, markdown, percent, ratio
 
 import tuning
 
+HEURISTICS = RESULTS.parent / "heuristics" / "kernel_choice.json"
 LABELS = {"ag_gemm": "AGGemm", "gemm_rs": "GemmRS", "gemm_ar": "GemmAR"}
 
 
@@ -107,6 +109,16 @@ def layer() -> str:
     return layers.table([load(path) for path in paths])
 
 
+def chosen_kernels() -> str:
+    """What the heuristics choose for the paper's shapes on a GPU."""
+    return kernel_choice.paper_table(load(HEURISTICS))
+
+
+def rated_kernels() -> str:
+    """Our choice of kernels beside NVIDIA's model."""
+    return kernel_choice.comparison_table(load(HEURISTICS))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
     "overhead": overhead,
@@ -115,6 +127,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": layer,
     "cuda_host": cuda_host,
     "tuning": tuned,
+    "kernel_choice": chosen_kernels,
+    "kernel_rating": rated_kernels,
 }
 
 

@@ -1,8 +1,8 @@
 """Estimates of nvidia-matmul-heuristics, where that is installed, in place of the cycles of ours.
 
-The package (`pip install flux-overlap[heuristics]`, NVIDIA's licence) has a model of GPUs by data
-sheet and needs none. It knows tile, cluster and order of tiles, but neither stream-K nor 8 consumer
-groups' tiles such as 256 x 192. Used where FLUX_KERNEL_CHOICE=nvidia asks for it.
+The package (`pip install flux-overlap[heuristics]`, NVIDIA's licence) models GPUs by their data
+sheets and needs none to run. It knows tile, cluster and order of tiles, but neither stream-K nor
+tiles of 256 x 192. Used where FLUX_KERNEL_CHOICE=nvidia asks for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from flux.kernels import choice
@@ -25,7 +26,9 @@ its memory alone."""
 
 _PRECISIONS = {"bf16": "TST", "fp16": "HSH", "e4m3": "QQTST"}
 _LAYOUTS = {"nk": "TN_ROW_MAJOR", "kn": "NN_ROW_MAJOR"}
-_ORDERS = (0, 1)  # by rows, by columns: bands of rows come close to the better one
+_ORDERS = (0, 1)  # of tiles: by rows, by columns
+BANDS = (1, 2, 4, 8)
+"""Rows of tiles that are swept together; schedules have such bands too (Knobs.raster)."""
 
 
 class Estimator:
@@ -51,8 +54,11 @@ class Estimator:
             self._models[precision] = model, gpu
         return self._models[precision]
 
-    def seconds(self, config: GemmConfig, problem: GemmProblem) -> float | None:
-        """Return the estimated time of the kernel without stream-K; None where there is none."""
+    def seconds(
+        self, config: GemmConfig, problem: GemmProblem, bands: Sequence[int] = BANDS
+    ) -> float | None:
+        """Return the estimated time of the kernel without stream-K, with the best of these bands;
+        None where there is none."""
         if config.arch != "90a":
             return None
         precision = _PRECISIONS[config.dtype]
@@ -60,13 +66,14 @@ class Estimator:
         layout = self._api.NvMatmulHeuristicsMatmulLayout[_LAYOUTS[config.weight]]
         asked = model.makeNvMatmulHeuristicsProblem(problem.m, problem.n, problem.k, layout)
         found = []
-        for order in _ORDERS:
+        for order, swizzle in product(_ORDERS, bands):
             kernel = model.nvmmhKernelConfiguration()
             kernel.cta[:], kernel.cluster[:] = config.tile, config.cluster
             # Which warps and how many stages makes no difference, but some must be given.
             kernel.warp[:] = 64, 32, config.tile[2]
             kernel.instr[:] = 64, 8, 32 // config.itemsize
-            kernel.splitK, kernel.loadStages, kernel.gridSwizzle, kernel.ctaOrder = 1, 4, 1, order
+            kernel.splitK, kernel.loadStages = 1, 4
+            kernel.gridSwizzle, kernel.ctaOrder = swizzle, order
             found.append(
                 model.nvMatmulHeuristicsEstimateRuntime(
                     model.handle,
