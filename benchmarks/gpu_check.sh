@@ -8,7 +8,8 @@
 # same command again to go on: steps in state/ are skipped, unless --again is given, and one that was cut
 # short begins where its JSON ends. After every step PACK_DIR (WORK_DIR/pack) holds summary.txt and
 # results.tar.gz: few files, each below 16 MiB. Where WORK_DIR is new, FLUX_GPU_CHECK_FROM=results.tar.gz
-# brings back what an earlier machine did.
+# brings back what an earlier machine did, but for what has to be built on each. Where a machine hands back
+# what is in one folder: benchmarks/gpu_check.sh build/gpu-check "$FOLDER".
 #
 #   FLUX_GPU_CHECK_S   seconds for this command (530): a step that would outlast them is cut short
 #   PYTHON, NVCC       python3, nvcc
@@ -30,7 +31,8 @@ pack=${folders[1]:-$out/pack}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 mkdir -p "$out/state" "$pack"
 if [[ -n ${FLUX_GPU_CHECK_FROM:-} && -z $(ls "$out/state") ]]; then
-  tar -xzf "$FLUX_GPU_CHECK_FROM" -C "$out"
+  tar -xzf "$FLUX_GPU_CHECK_FROM" -C "$out" || exit
+  rm -f "$out"/state/{environment,native,kernels,trace_kernels} # what each machine needs by itself
 fi
 # What is loaded while a kernel spins would wait for that kernel.
 export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER

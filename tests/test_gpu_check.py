@@ -166,7 +166,7 @@ def test_a_step_that_is_cut_short_is_begun_anew(run: Run) -> None:
 
 
 def test_another_machine_goes_on_from_the_packed_results(run: Run) -> None:
-    first = run("plain", "fp8")
+    first = run("plain", "fp8", "native")
     (first.work / "kernels.json").write_text('{"shapes": []}')
     first = run("virtual")
     packed = str(first.work / "pack" / "results.tar.gz")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from emulated import EmulatedDevice
 from flux import Knobs, make_schedule
+from flux.backends import cuda
 from flux.backends.layout import Layout
+from flux.backends.op_kernels import OpKernel
 from flux.heuristic import MAX_COMM_TILES
 from flux.heuristic_cuda import (
     COMM_TILE_BYTES,
@@ -163,6 +166,30 @@ def test_ops_on_gpus_use_it(device: EmulatedDevice, op: str) -> None:
     assert found[0] == found[1]
     assert found[0].raster == 8 and found[0].tile == (64, 7 if op == "ag_gemm" else 13)
     assert found[0].comm_tile_rows == (192 if op == "ag_gemm" else 513)
+
+
+def test_ranks_with_other_kernels_have_rank_0s_schedule(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 13 columns rank 0 has 7 and rank 1 has 6, for which another kernel may be the best."""
+    choose = cuda.op_kernel
+
+    def by_columns(spec: Any, world: int, n: int, *rest: Any) -> OpKernel:
+        found = choose(spec, world, n, *rest)
+        if n == 7:
+            return found
+        config = dataclasses.replace(found.built.config, tile=(128, 64, 64))
+        return dataclasses.replace(found, built=dataclasses.replace(found.built, config=config))
+
+    monkeypatch.setattr(cuda, "op_kernel", by_columns)
+    problem = Problem("ag_gemm", 1025, (13,), 20000, torch.bfloat16)
+    with VirtualWorld(2, device) as ranks:
+        ops = [problem.build(ranks.rank(r), tuning=Knobs()) for r in range(2)]
+        found = [o.schedule(1025).knobs for o in ops]
+        device.finish()
+        for o in ops:
+            o.close()
+    assert found[0] == found[1] and found[0].comm_tile_rows == 192
 
 
 def test_topologies_of_several_nodes_have_schedules() -> None:

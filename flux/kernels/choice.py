@@ -102,30 +102,23 @@ def divide(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Work:
     sharing = tiles - before * blocks
     if config.arch == "80":
         units = min(blocks, sharing * depth // 2)
-        return (
-            whole
-            if not _sm80_splits(sharing, depth, units, blocks)
-            else _shared(whole, before, sharing, depth, units)
-        )
-    if depth <= MIN_UNIT or 2 * tail >= blocks:
+        splits = units > 0 and _sm80_saves(sharing, depth, units, blocks)
+    else:
+        size = cluster_m * cluster_n
+        units = min(blocks, depth * sharing // MIN_UNIT // size * size)
+        splits = units > 0 and depth > MIN_UNIT and 2 * tail < blocks
+    if not splits:
         return whole
-    size = cluster_m * cluster_n
-    units = min(blocks, depth * sharing // MIN_UNIT // size * size)
-    return _shared(whole, before, sharing, depth, units) if units else whole
+    # Where shares begin within tiles, most tiles have one part more.
+    parts = _ceil_div(units, sharing) + (units % sharing > 0)
+    return Work(blocks, before, _ceil_div(sharing * depth, units), parts, tiles)
 
 
-def _shared(whole: Work, before: int, sharing: int, depth: int, units: int) -> Work:
-    share = _ceil_div(sharing * depth, units)
-    parts = _ceil_div(units, sharing)
-    # Shares that do not begin with a tile: most tiles have one more part.
-    uneven = units % sharing > 0 or sharing > units
-    return Work(whole.blocks, before, share, parts + uneven, whole.tiles)
+def _sm80_saves(sharing: int, depth: int, units: int, blocks: int) -> bool:
+    """Whether CUTLASS 2.x splits tiles: its own count of iterations saved and lost.
 
-
-def _sm80_splits(sharing: int, depth: int, units: int, blocks: int) -> bool:
-    """Whether CUTLASS 2.x splits tiles: its own count of iterations saved and lost."""
-    if units == 0:
-        return False
+    It tries fewer units, too; here all of them stand for its best try.
+    """
     share = _ceil_div(sharing * depth, units)
     even = units % sharing == 0
     peers = units // sharing if even else _ceil_div(units, sharing) + 1
