@@ -168,6 +168,13 @@ def test_ampere_gpus_and_virtual_shares_have_a_choice() -> None:
 def test_sm_80_code_is_the_last_resort_on_hopper() -> None:
     for op, m in itertools.product(PAPER, (1, 64, 512, 8192)):
         assert best(op, m).arch == "90a"
+    old = GemmConfig(
+        "ag_gemm", "80", "bf16", (128, 128, 32), "multistage", stages=4, warps=(2, 2), alignment=8
+    )
+    new = replace(SPLIT, schedule="cooperative", cluster=(1, 1))
+    for m in (64, 8192):  # bound by memory, and by multiplying
+        problem = GemmProblem(m, 6144, 12288, 8)
+        assert cost(old, problem, SMS) > 1.5 * cost(new, problem, SMS)
 
 
 def test_equal_costs_are_decided_by_name_and_no_candidates_by_none() -> None:
