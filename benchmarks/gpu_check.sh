@@ -1,48 +1,170 @@
 #!/usr/bin/env bash
-# Everything that needs one GPU, in one call: benchmarks/gpu_check.sh OUT_DIR
+# Everything that needs one GPU: benchmarks/gpu_check.sh WORK_DIR [PACK_DIR] [--again] [STEP...]
 #
 # For a bare machine with a Hopper GPU, nvcc and torch, and no network. Kernels are taken from
-# flux/lib/kernels (make kernels, on any machine), or built if CUTLASS is there. Most important first;
-# each step has its time, and leaves its log and results in OUT_DIR even when a later one fails.
+# flux/lib/kernels (make kernels, on any machine), or built if CUTLASS is there. Most important first.
+#
+# WORK_DIR gets logs, JSON, and state/STEP with the exit status of each step that ended by itself. Run the
+# same command again to go on: steps in state/ are skipped, unless --again is given, and one that was cut
+# short begins where its JSON ends. After every step PACK_DIR (WORK_DIR/pack) holds summary.txt and
+# results.tar.gz: few files, each below 16 MiB. Where WORK_DIR is new, FLUX_GPU_CHECK_FROM=results.tar.gz
+# brings back what an earlier machine did, but for what has to be built on each. Where a machine hands back
+# what is in one folder: benchmarks/gpu_check.sh build/gpu-check "$FOLDER".
+#
+#   FLUX_GPU_CHECK_S   seconds for this command (530): a step that would outlast them is cut short
+#   PYTHON, NVCC       python3, nvcc
 set -uo pipefail
-out=$(realpath -m "${1:?usage: benchmarks/gpu_check.sh OUT_DIR}")
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-mkdir -p "$out"
-export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 CUDA_DEVICE_MAX_CONNECTIONS=32
+usage="usage: benchmarks/gpu_check.sh WORK_DIR [PACK_DIR] [--again] [STEP...]"
+again=0
+folders=()
+only=()
+for argument in "$@"; do
+  case $argument in
+    --again) again=1 ;;
+    -*) echo "$usage" >&2 && exit 2 ;;
+    */* | .) folders+=("$(realpath -m "$argument")") ;;
+    *) if ((${#folders[@]})); then only+=("$argument"); else folders+=("$(realpath -m "$argument")"); fi ;;
+  esac
+done
+out=${folders[0]:?$usage}
+pack=${folders[1]:-$out/pack}
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+mkdir -p "$out/state" "$pack"
+if [[ -n ${FLUX_GPU_CHECK_FROM:-} && -z $(ls "$out/state") ]]; then
+  tar -xzf "$FLUX_GPU_CHECK_FROM" -C "$out" || exit
+  rm -f "$out"/state/{environment,native,kernels,trace_kernels} # what each machine needs by itself
+fi
+# What is loaded while a kernel spins would wait for that kernel.
+export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
 python=${PYTHON:-python3}
+nvcc=${NVCC:-nvcc}
+total=${FLUX_GPU_CHECK_S:-530}
+largest=$((15 << 20)) # bytes of a file in PACK_DIR
 failed=()
-total=${FLUX_GPU_CHECK_S:-530} # seconds for everything: what comes last is cut short
+
+note() { echo "--- $*" | tee -a "$out/summary.txt"; }
+
+# Steps leave a log that may be long, traces that may be large: what does not fit is named and left out.
+pack_results() {
+  local listed part
+  listed=$(cd "$out" && find . -path ./pack -prune -o -type f \
+    \( -path './state/*' -o -name '*.json' -o -name '*.txt' -o -name '*.md' \) \
+    ! -name 'trace_*' -print)
+  mkdir -p "$out/tails"
+  for part in "$out"/*.log; do
+    [[ -e $part ]] && tail -c 200000 "$part" > "$out/tails/$(basename "$part")"
+  done
+  (cd "$out" && printf '%s\n' "$listed" tails | tar -czf "$pack/results.tar.gz.part" -T -) &&
+    keep_if_small results.tar.gz
+  if compgen -G "$out/trace_*.json" > /dev/null; then
+    (cd "$out" && tar -czf "$pack/traces.tar.gz.part" trace_*.json) && keep_if_small traces.tar.gz
+  fi
+  cp "$out/summary.txt" "$pack/summary.txt"
+}
+
+keep_if_small() {
+  local size
+  size=$(stat -c %s "$pack/$1.part")
+  if ((size < largest)); then
+    mv "$pack/$1.part" "$pack/$1"
+  else
+    rm "$pack/$1.part"
+    echo "--- $1: $size bytes, not packed" >> "$out/summary.txt"
+  fi
+}
+
+wanted() {
+  ((${#only[@]})) || return 0
+  local name
+  for name in "${only[@]}"; do [[ $name == "$1" ]] && return 0; done
+  return 1
+}
 
 step() { # name, seconds, command...
   local name=$1 limit=$2 begin=$SECONDS status=0
   shift 2
+  wanted "$name" || return 0
+  if ((!again)) && [[ -e $out/state/$name ]]; then
+    status=$(< "$out/state/$name")
+    echo "=== $name: done before, status $status"
+    ((status == 0)) || failed+=("$name")
+    return 0
+  fi
   ((limit <= total - SECONDS)) || limit=$((total - SECONDS))
   if ((limit < 5)); then
-    echo "--- $name: no time left" | tee -a "$out/summary.txt"
+    note "$name: no time left"
     failed+=("$name")
-    return
+    return 0
   fi
   echo "=== $name"
-  timeout --kill-after=10 "$limit" "$@" > "$out/$name.log" 2>&1 || status=$?
+  timeout --kill-after=10 "$limit" "$@" >> "$out/$name.log" 2>&1 || status=$?
   tail -n 12 "$out/$name.log"
-  echo "--- $name: status $status, $((SECONDS - begin)) s" | tee -a "$out/summary.txt"
+  if ((status == 124 || status == 137)); then
+    note "$name: cut short after $((SECONDS - begin)) s; run the command again to go on"
+  else
+    note "$name: status $status, $((SECONDS - begin)) s"
+    echo "$status" > "$out/state/$name"
+  fi
   ((status == 0)) || failed+=("$name")
+  pack_results
 }
 
-# The machine may lack plugins that pyproject.toml configures.
-tests=("$python" -m pytest -q -o addopts= -p no:cacheprovider tests/test_gpu.py)
+# Tests want pytest, and some of them other packages, which a bare machine may lack. No plugin that
+# pyproject.toml configures is needed. Status 5 of pytest: no test has such a name.
+test_step() { # name, seconds, file, options...
+  local name=$1 limit=$2 file=$3 module
+  shift 3
+  wanted "$name" || return 0
+  if [[ ! -e $file ]]; then
+    note "$name: skipped, there is no $file"
+    return 0
+  fi
+  for module in pytest $(sed -nE 's/^(import|from) (hypothesis|psutil).*/\2/p' "$file" | sort -u); do
+    if ! "$python" -c "import $module" 2> /dev/null; then
+      note "$name: skipped, there is no $module"
+      return 0
+    fi
+  done
+  work "$name" "$limit" run_tests "$file" "$@"
+}
+
+run_tests() {
+  local status=0
+  "$python" -m pytest -q -o addopts= -p no:cacheprovider "$@" || status=$?
+  ((status == 5)) && echo "no such test" && return 0
+  return "$status"
+}
+
+environment() {
+  nvidia-smi || return
+  "$nvcc" --version || return
+  "$python" -c 'import sys, torch
+print(sys.version, torch.__version__, torch.version.cuda, torch.cuda.get_device_name(0),
+      torch.cuda.get_device_capability(0), torch.cuda.get_device_properties(0))'
+}
+
+# What TMA does with rows outside of a tensor map. Negative rows may be anything: they are only said.
+tma_store() {
+  local row add
+  "$nvcc" -std=c++17 -gencode=arch=compute_90a,code=sm_90a benchmarks/gpu_tma_store.cu \
+    -o "$out/tma_store" || return
+  for row in -5 -200; do
+    for add in 0 1; do "$out/tma_store" "$row" "$add" || echo "  status $?"; done
+  done
+  "$out/tma_store"
+}
 
 # flux._C, with the pybind11 that torch brings: CMake and pip want packages that may not be here.
 build_native() {
   local headers object
   headers="-I csrc $("$python" -c 'import sysconfig, pathlib, torch
-print("-I", sysconfig.get_paths()["include"], "-I", pathlib.Path(torch.__file__).parent / "include")')"
-  mkdir -p build/gpu-check
-  # shellcheck disable=SC2086
+print("-I", sysconfig.get_paths()["include"], "-I", pathlib.Path(torch.__file__).parent / "include")')" || return
+  mkdir -p build/gpu-native
+  # shellcheck disable=SC2086,SC2016
   printf '%s\n' csrc/host/*.cpp | xargs -P 8 -I{} sh -c 'g++ -std=c++17 -O2 -fPIC -fvisibility=hidden \
-    -DFLUX_VERSION=\"gpu-check\" '"$headers"' -c {} -o build/gpu-check/$(basename {}).o' || return
+    -DFLUX_VERSION=\"gpu-check\" '"$headers"' -c {} -o build/gpu-native/$(basename {}).o' || return
   object=flux/_C$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-  g++ -shared build/gpu-check/*.o -o "$object" -lpthread -ldl -lrt && "$python" -c 'import flux'
+  g++ -shared build/gpu-native/*.o -o "$object" -lpthread -ldl -lrt && "$python" -c 'import flux'
 }
 
 build_kernels() {
@@ -54,14 +176,26 @@ build_trace_kernels() {
   "$python" tools/compile_kernels.py --trace --set minimal --arch 90a --out flux/lib/kernels
 }
 
-# All ranks on the GPU, then one whose peers are played: what a multiprocessor does while it waits.
-trace_ops() {
+# Results of 8 ranks on one GPU against float64; their times mean nothing.
+virtual_ops() {
   local op
   for op in ag_gemm gemm_rs gemm_ar; do
-    "$python" -m flux trace op --op "$op" --transport virtual --nproc 4 --m 4096 --n 8192 --k 4096 \
-      --calls 2 --out "$out/trace_virtual_$op.json" || return
-    "$python" -m flux trace op --op "$op" --transport loopback --nproc 4 --m 4096 --n 8192 --k 4096 \
-      --calls 2 --out "$out/trace_loopback_$op.json" || return
+    [[ -e $out/virtual_$op.json ]] && continue
+    "$python" -m flux bench op --backend cuda --transport virtual --op "$op" --nproc 8 --dtype bfloat16 \
+      --m 2048 --n 8192 --k 4096 --repeats 3 --json "$out/virtual_$op.json" || return
+  done
+}
+
+# All ranks on the GPU, then one whose peers are played: what a multiprocessor does while it waits.
+trace_ops() {
+  local op transport target
+  for op in ag_gemm gemm_rs gemm_ar; do
+    for transport in virtual loopback; do
+      target=$out/trace_${transport}_$op.json
+      [[ -e $target ]] && continue
+      "$python" -m flux trace op --op "$op" --transport "$transport" --nproc 4 --m 4096 --n 8192 --k 4096 \
+        --calls 2 --out "$target" || return
+    done
   done
 }
 
@@ -81,8 +215,10 @@ prune_above = 10
 [ag_gemm]
 comm_tile_rows = ["chunk", "chunk/2", "chunk/4"]
 direction = ["push", "pull"]
+raster = [1, 8]
 [gemm_rs]
 swizzle = ["rank_shift", "xor"]
+raster = [1, 8]
 [kernel]
 tile = [[128, 256, 64], [256, 128, 64]]
 schedule = ["cooperative"]
@@ -95,31 +231,54 @@ END
   "$python" -m flux tune show
 }
 
-nvidia-smi > "$out/nvidia-smi.txt" 2>&1
-export -f build_native build_kernels build_trace_kernels trace_ops tune_briefly
-export python out
-step native 120 bash -c build_native
-compgen -G 'flux/lib/kernels/*/*.so' > /dev/null || step kernels 400 bash -c build_kernels
-step test_small 60 "${tests[@]}" -x -k "small or plain"
-step test_gpu 120 "${tests[@]}"
-step kernels_bench 110 "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json"
-step loopback_bench 120 "$python" benchmarks/gpu_loopback.py "$out/loopback.json"
-compgen -G 'flux/lib/kernels/*_traced_*/*.so' > /dev/null ||
-  step trace_kernels 200 bash -c build_trace_kernels
-step trace 90 bash -c trace_ops
-step memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 1 \
-  "${tests[@]}" -k small
-step test_loopback 60 "${tests[@]/test_gpu/test_gpu_loopback}"
-step test_processes 90 "${tests[@]/test_gpu/test_gpu_processes}"
-step test_graphs 60 "${tests[@]/test_gpu/test_gpu_graphs}"
-step test_interop 60 "${tests[@]/test_gpu/test_gpu_interop}"
-step test_bench 60 "${tests[@]/test_gpu/test_gpu_bench}"
-step tune 240 bash -c tune_briefly
-step fp8_bench 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 \
-  --json "$out/kernels_e4m3.json"
-step racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 1 \
-  "${tests[@]}" -k "small and ag_gemm"
-FLUX_TEST_CASES=85 step many_cases 200 "${tests[@]}" -k random
+sanitize() { # tool, pytest options...
+  local tool=$1
+  shift
+  command -v compute-sanitizer > /dev/null || { echo "skipped: there is no compute-sanitizer" && return 0; }
+  compute-sanitizer --tool "$tool" --error-exitcode 1 \
+    "$python" -m pytest -q -o addopts= -p no:cacheprovider tests/test_gpu.py "$@"
+}
 
-echo "failed: ${failed[*]:-none}" | tee -a "$out/summary.txt"
+kernels_bench() { "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json" "$@"; }
+loopback_bench() { "$python" benchmarks/gpu_loopback.py "$out/loopback.json" "$@"; }
+
+# timeout runs commands, not functions: a bash that has them.
+functions=(environment tma_store build_native build_kernels build_trace_kernels virtual_ops trace_ops
+  tune_briefly sanitize kernels_bench loopback_bench run_tests)
+export -f "${functions[@]}"
+export python nvcc out
+work() { # name, seconds, function, arguments...
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" bash -c '"$@"' bash "$@"
+}
+
+echo "# $(date -u +%FT%TZ), $total s" >> "$out/summary.txt"
+work environment 60 environment
+work tma_store 60 tma_store
+work native 120 build_native
+compgen -G 'flux/lib/kernels/*/*.so' > /dev/null || work kernels 400 build_kernels
+work plain 60 "$python" benchmarks/gpu_kernels.py --plain
+test_step test_small 60 tests/test_gpu.py -x -k "small or plain"
+test_step test_regressions 90 tests/test_gpu.py -k "regression"
+test_step test_gpu 120 tests/test_gpu.py -k "not small and not regression"
+work kernels_large 110 kernels_bench --rows 8192 4096 2048 1024
+work loopback 120 loopback_bench --rows 8192 4096
+work virtual 120 virtual_ops
+work fp8 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 --json "$out/kernels_e4m3.json"
+work kernels_small 90 kernels_bench --rows 64 128 256 512
+test_step test_loopback 60 tests/test_gpu_loopback.py
+work memcheck 90 sanitize memcheck -k small
+work racecheck 90 sanitize racecheck -k "small and ag_gemm"
+test_step test_graphs 60 tests/test_gpu_graphs.py
+test_step test_processes 90 tests/test_gpu_processes.py
+test_step test_interop 60 tests/test_gpu_interop.py
+test_step test_bench 90 tests/test_gpu_bench.py
+work tune 240 tune_briefly
+compgen -G 'flux/lib/kernels/*_traced_*/*.so' > /dev/null || work trace_kernels 200 build_trace_kernels
+work trace 120 trace_ops
+FLUX_TEST_CASES=85 test_step many_cases 200 tests/test_gpu.py -k random
+
+note "failed: ${failed[*]:-none}"
+pack_results
 ((${#failed[@]} == 0))

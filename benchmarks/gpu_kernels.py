@@ -1,10 +1,18 @@
 """One GPU: every built kernel beside torch.mm, with nobody to wait for.
 
     python benchmarks/gpu_kernels.py --json benchmarks/results/h200/kernels.json [--dtype e4m3]
+    python benchmarks/gpu_kernels.py --plain      # every plain kernel multiplies once, no times
 
-Times are medians over rounds, by CUDA events, all methods of a shape interleaved; inputs rotate, so
-that they do not stay in L2. ag_gemm runs with all signals raised before; gemm_rs scatters into 8
-slots of local memory, all entries raised; reduce adds 8 slots up. Results are checked first.
+GEMMs are those of a rank of 8 at the Flux paper's shapes. ag_gemm runs with all signals raised
+before; gemm_rs scatters into 8 slots of local memory, all entries raised; reduce adds 8 slots up.
+Raster and communication tiles are the heuristic's. Results are checked first.
+
+A sleep kernel in front hides what the host takes to enqueue: a round is all methods, in an order
+that rotates, behind one sleep; a round that the host was too slow for is repeated behind a longer
+one. Short kernels run several times between two events. Inputs rotate, so that they do not stay in
+L2. Figures are medians over rounds; ratios are formed within a round, with 90% intervals.
+
+A file that is there already is gone on with: shapes in it are skipped.
 """
 
 from __future__ import annotations
@@ -12,25 +20,37 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flux import _C, host
+from flux import _C, Knobs, host
 from flux.backends.device import CudaDevice
+from flux.bench.metrics import CONFIDENCE, bootstrap
+from flux.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
 from flux.kernels.registry import BuiltKernel
+from flux.knobs import Op
 
-SHAPES = [(6144, 12288), (12288, 6144), (8192, 3584)]  # N, K
-ROWS = [8192, 4096, 2048, 1024, 256, 64, 16]
+SHAPES = [("ag_gemm", 6144, 12288), ("gemm_rs", 12288, 6144)]  # N, K of one rank of 8
+ROWS = [8192, 4096, 2048, 1024, 512, 256, 128, 64]
 WORLD = 8
 COPIES = 3  # sets of inputs
 EPOCH = 7
 OUT = torch.bfloat16
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 BASELINE = {"bf16": "torch.mm", "e4m3": "torch._scaled_mm"}
+TOLERANCE = {"bf16": 1e-2, "e4m3": 3e-2}  # tensor cores keep some 14 bits of sums of float8
+GUARD_ROWS: int = _C.core.guard_rows
+WARM_UP = 3
+SLEEP_CYCLES = 10_000_000  # some 5 ms
+MAX_SLEEP_CYCLES = 40 * SLEEP_CYCLES
+LEAST_US = 200.0
+MAX_INNER = 16
 
 
 class Shape:
@@ -44,7 +64,9 @@ class Shape:
         self.scale_x, self.scale_w = (torch.full((s,), 0.5, device="cuda") for s in (m, n))
         self.out = torch.empty(m, n, device="cuda", dtype=OUT)
         self.chunk = -(-m // WORLD)
-        self.slots = torch.empty(WORLD, self.chunk, n, device="cuda", dtype=OUT)
+        # Kernels may write to the guard in front of a slot (csrc/core/scatter.h).
+        self.guarded = torch.empty(WORLD, GUARD_ROWS + self.chunk, n, device="cuda", dtype=OUT)
+        self.slots = self.guarded[:, GUARD_ROWS:]
         words = 4096 + WORLD * (self.chunk // 16 + 2) * (n // 16 + 1)
         self.words = torch.full((words,), EPOCH, device="cuda", dtype=torch.int32)
         self.status = torch.zeros(_C.STATUS_WORDS, device="cuda", dtype=torch.int64)
@@ -63,36 +85,41 @@ class Shape:
             scales = self.scale_x[:1], self.scale_w[:1]
             torch._scaled_mm(x, w, *scales, out_dtype=OUT, use_fast_accum=True, out=self.out)
 
-    def args(self, index: int, order: bool) -> _C.GemmArgs:
+    def args(self, index: int, config: GemmConfig) -> _C.GemmArgs:
         args = _C.GemmArgs()
         x, w = self.x[index], self.w[index]
         args.m, args.n, args.k, args.alpha = self.m, self.n, self.k, 1.0
         args.a, args.lda, args.b, args.ldb = x.data_ptr(), self.k, w.data_ptr(), self.k
         args.d, args.ldd, args.device = self.out.data_ptr(), self.n, self.device.index
         args.scale_a, args.scale_b = self.scale_x.data_ptr(), self.scale_w.data_ptr()
-        args.order.raster = 8
-        if order:
+        if config.op != "gemm":
+            knobs = resolve_cuda(
+                Op[config.op], self.m, self.n, self.k, WORLD, 2, Knobs(), ClusterTile.of([config])
+            )
             args.order.world, args.order.rank = WORLD, 0
             args.order.nodes = args.order.domains = 1
             args.order.lanes = WORLD
             args.order.swizzle = 1
-            args.order.comm_tile_rows = max(1, self.chunk // 4)
+            args.order.raster = knobs.raster or 1
+            args.order.comm_tile_rows = knobs.comm_tile_rows or self.chunk
         args.sync.epoch, args.sync.timeout_ns = EPOCH, int(2e9)
         args.sync.status = self.status.data_ptr()
         return args
 
-    def method(self, built: BuiltKernel, op: str) -> Callable[[int], None]:
+    def method(self, built: BuiltKernel) -> Callable[[int], None]:
+        op = built.config.op
         kernel = _C.Kernel(str(built.library), built.symbol)
         kernel.prepare(self.device.index)
         made = []
         for index in range(COPIES):
-            args = self.args(index, order=op != "gemm")
+            args = self.args(index, built.config)
             if op == "ag_gemm":
                 args.signals = self.words.data_ptr()
             if op == "gemm_rs":
                 args.set_slots([slot.data_ptr() for slot in self.slots])
                 args.set_flags([self.words.data_ptr() + 4 * 4096] * WORLD)
                 args.entries, args.slot_ld = self.words.data_ptr(), self.n
+                args.guard_rows = GUARD_ROWS
             room = torch.zeros(kernel.workspace_bytes(args) + 16, device="cuda", dtype=torch.uint8)
             args.workspace, args.workspace_bytes = room.data_ptr(), room.numel()
             self.workspaces[f"{built.symbol} {index}"] = room
@@ -108,6 +135,7 @@ class Shape:
         args.set_outs([self.out.data_ptr()])
         args.slot_ld = args.out_ld = self.n
         args.flags = self.words.data_ptr() + 4 * 4096
+        args.source_count = WORLD
         args.scale, args.sm_count = 1.0, self.device.sm_count
         args.sync.epoch, args.sync.timeout_ns = EPOCH, int(2e9)
         args.sync.status = self.status.data_ptr()
@@ -129,95 +157,216 @@ class Shape:
         return float((got.double() - right).abs().max() / right.abs().max())
 
 
-def measure(methods: dict[str, Callable[[int], None]], rounds: int) -> dict[str, list[float]]:
-    """ms of every method in every round, interleaved."""
+def inner_calls(m: int, n: int, k: int) -> int:
+    """Return how many calls stand between two events: short kernels run LEAST_US together."""
+    expected_us = max(2e-6 * m * n * k / 600.0, 2e-6 * n * k / 3.0)  # TFLOP/s, TB/s
+    return max(1, min(MAX_INNER, round(LEAST_US / expected_us)))
+
+
+def one_round(
+    methods: Sequence[tuple[str, Callable[[int], None]]], round_: int, inner: int, cycles: int
+) -> dict[str, float] | None:
+    """Return ms per call of each method; None if the GPU woke up before all was enqueued."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(cycles)
+    awake = torch.cuda.Event()
+    awake.record()
+    events = {}
+    for name, run in methods:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for call in range(inner):
+            run((round_ * inner + call) % COPIES)
+        end.record()
+        events[name] = begin, end
+    late = awake.query()
+    torch.cuda.synchronize()
+    if late:
+        return None
+    return {name: begin.elapsed_time(end) / inner for name, (begin, end) in events.items()}
+
+
+def measure(
+    methods: dict[str, Callable[[int], None]], rounds: int, inner: int
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Return ms of every method in every round, and what is wrong with them."""
     times: dict[str, list[float]] = {name: [] for name in methods}
-    for round_ in range(rounds + 3):
-        for name, run in methods.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run(round_ % COPIES)
-            end.record()
-            end.synchronize()
-            if round_ >= 3:
-                times[name].append(begin.elapsed_time(end))
-    return times
+    entries, cycles, late = list(methods.items()), SLEEP_CYCLES, 0
+    for round_ in range(rounds + WARM_UP):
+        turn = round_ % len(entries)
+        ordered = entries[turn:] + entries[:turn]
+        while (found := one_round(ordered, round_, inner, cycles)) is None:
+            if cycles >= MAX_SLEEP_CYCLES:
+                return times, ["the host is too slow: launches are in the times"]
+            cycles, late = 2 * cycles, late + 1
+        if round_ >= WARM_UP:
+            for name, elapsed in found.items():
+                times[name].append(elapsed)
+    return times, []
 
 
-def run_shape(
-    device: CudaDevice, m: int, n: int, k: int, rounds: int, dtype: str
-) -> dict[str, Any]:
-    shape = Shape(device, m, n, k, dtype)
-    baseline = BASELINE[dtype]
-    methods: dict[str, Callable[[int], None]] = {baseline: shape.baseline}
-    errors, complaints = {}, []
-    for built in device.registry.kernels.values():
-        config = built.config
-        usable = config.dtype == dtype and config.weight == "nk" and config.activation == "none"
-        problem = GemmProblem(m, n, k, 1 if config.op == "gemm" else WORLD)
-        if not (usable and config.reduce == "local" and is_legal(config, problem)):
-            continue
-        if not runs_on(config, device.capability):
-            continue
-        run = shape.method(built, config.op)
+def ratio(times: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """Return the median over rounds of a method's time over another's, and its interval."""
+    shares = [a / b for a, b in zip(times, base, strict=True)]
+
+    def middle(chosen: list[int]) -> float:
+        return statistics.median(shares[i] for i in chosen)
+
+    return {
+        "median": statistics.median(shares),
+        "interval": bootstrap(middle, len(shares), CONFIDENCE),
+    }
+
+
+def usable(device: CudaDevice, op: str, dtype: str, problem: GemmProblem) -> list[BuiltKernel]:
+    """Return the built kernels of an op for a problem, without activation, summing locally."""
+    return [
+        built
+        for built in device.registry.kernels.values()
+        if (built.config.op, built.config.dtype, built.config.weight) == (op, dtype, "nk")
+        and (built.config.activation, built.config.reduce) == ("none", "local")
+        and is_legal(built.config, problem)
+        and runs_on(built.config, device.capability)
+    ]
+
+
+def checked(
+    shape: Shape, kernels: Iterable[BuiltKernel]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Run each kernel once; return the methods that are right, and the errors of all."""
+    methods: dict[str, Any] = {}
+    errors: dict[str, float] = {}
+    for built in kernels:
+        name = built.config.name
+        run = shape.method(built)
         shape.out.fill_(float("nan"))
         shape.slots.fill_(float("nan"))
         run(0)
         torch.cuda.synchronize()
-        errors[config.name] = shape.error(config.op)
-        # Tensor cores keep some 14 bits of sums of float8 (fast accumulation).
-        if not errors[config.name] < (1e-2 if dtype == "bf16" else 3e-2):
-            complaints.append(f"{config.name}: wrong by {errors[config.name]}")
-            continue
-        methods[config.name] = run
-        if config.op == "gemm_rs" and "reduce" not in methods:
-            methods["reduce"] = shape.reduction(built)
+        errors[name] = shape.error(built.config.op)
+        if errors[name] < TOLERANCE[shape.dtype]:
+            methods[name] = run
+            if built.config.op == "gemm_rs" and "reduce" not in methods:
+                methods["reduce"] = shape.reduction(built)
+    return methods, errors
+
+
+def complaints_of(errors: dict[str, float], dtype: str) -> list[str]:
+    # Not "above": NaN is wrong, too.
+    return [f"{name}: wrong by {e}" for name, e in errors.items() if not e < TOLERANCE[dtype]]
+
+
+def run_shape(
+    device: CudaDevice, op: str, m: int, n: int, k: int, rounds: int, dtype: str
+) -> dict[str, Any]:
+    """Check and time torch's GEMM, the plain kernels and those of the op at one shape."""
+    shape = Shape(device, m, n, k, dtype)
+    baseline = BASELINE[dtype]
+    kernels = usable(device, "gemm", dtype, GemmProblem(m, n, k))
+    kernels += usable(device, op, dtype, GemmProblem(m, n, k, WORLD))
+    fused, errors = checked(shape, kernels)
+    methods: dict[str, Callable[[int], None]] = {baseline: shape.baseline, **fused}
     copy_to = torch.empty_like(shape.slots)
     methods["copy"] = lambda i: copy_to.copy_(shape.slots)
-    times = measure(methods, rounds)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    read = (WORLD + 1) * shape.chunk * n * 2
-    moved = {"reduce": read, "copy": 2 * shape.slots.numel() * 2}
+    inner = inner_calls(m, n, k)
+    times, complaints = measure(methods, rounds, inner)
+    medians = {name: statistics.median(values) for name, values in times.items() if values}
+    plain = {
+        built.config.name: replace(built.config, op="gemm").name
+        for built in kernels
+        if built.config.op != "gemm"
+    }
+    moved = {"reduce": (WORLD + 1) * shape.chunk * n * 2, "copy": 2 * shape.slots.numel() * 2}
+    gemms = [name for name in medians if name not in moved]
     return {
-        "m": m, "n": n, "k": k, "dtype": dtype, "baseline": baseline,
+        "op": op, "m": m, "n": n, "k": k, "dtype": dtype, "baseline": baseline,
+        "inner": inner,
         "median_ms": medians,
-        "vs_torch": {name: value / medians[baseline] for name, value in medians.items()},
-        "tflops": {name: 2e-9 * m * n * k / value for name, value in medians.items()
-                   if name not in moved},
+        "vs_torch": {name: ratio(times[name], times[baseline]) for name in gemms},
+        "vs_plain": {name: ratio(times[name], times[twin]) for name, twin in plain.items()
+                     if name in medians and twin in medians},
+        "tflops": {name: 2e-9 * m * n * k / medians[name] for name in gemms},
         "gb_per_s": {name: moved[name] / medians[name] * 1e-6 for name in moved if name in medians},
         "rounds_ms": times,
         "errors": errors,
-        "complaints": complaints,
+        "complaints": complaints_of(errors, dtype) + complaints,
     }  # fmt: skip
+
+
+def every_plain_kernel(device: CudaDevice) -> list[str]:
+    """Let each plain kernel multiply once; return what is wrong."""
+    complaints = []
+    for dtype in DTYPES:
+        m, n, k = 300, 512, 512
+        kernels = usable(device, "gemm", dtype, GemmProblem(m, n, k))
+        if kernels:
+            _, errors = checked(Shape(device, m, n, k, dtype), kernels)
+            complaints += complaints_of(errors, dtype)
+            for name, error in errors.items():
+                print(f"{name}: error {error:.1e}", flush=True)
+    return complaints
+
+
+def resumed(path: Path, command: str, device: CudaDevice) -> dict[str, Any]:
+    """Return the content of a file that an earlier run left, or that of a new one."""
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    return {
+        "command": command,
+        "device": torch.cuda.get_device_name(device.index),
+        "versions": host.versions(),
+        "shapes": [],
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file at once: a run that is cut short leaves the last one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def show(found: dict[str, Any]) -> None:
+    baseline = found["baseline"]
+    size = f"{found['m']} x {found['n']} x {found['k']}"
+    print(f"{found['op']} {size}: {baseline} {found['median_ms'].get(baseline, 0):.4f} ms")
+    for name, share in found["vs_torch"].items():
+        print(f"  {share['median']:6.3f}x {name}")
+    for name, share in found["vs_plain"].items():
+        print(f"  {share['median']:6.3f}x of the plain kernel: {name}")
+    print("  GB/s", {name: round(v) for name, v in found["gb_per_s"].items()})
+    for complaint in found["complaints"]:
+        print("  WRONG", complaint)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plain", action="store_true", help="let every plain kernel multiply once")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     options = parser.parse_args()
     device = CudaDevice()
-    content: dict[str, Any] = {
-        "command": "python benchmarks/gpu_kernels.py",
-        "device": torch.cuda.get_device_name(device.index),
-        "versions": host.versions(),
-        "shapes": [],
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
+    if options.plain:
+        complaints = every_plain_kernel(device)
+        for complaint in complaints:
+            print("WRONG", complaint)
+        raise SystemExit(1 if complaints else 0)
+    if options.json is None:
+        parser.error("--json is missing")
+    content = resumed(options.json, "python benchmarks/gpu_kernels.py", device)
+    done = {(s["op"], s["m"], s["n"], s["k"], s["dtype"]) for s in content["shapes"]}
     for m in options.rows:
-        for n, k in SHAPES:
-            found = run_shape(device, m, n, k, options.rounds, options.dtype)
+        for op, n, k in SHAPES:
+            if (op, m, n, k, options.dtype) in done:
+                continue
+            found = run_shape(device, op, m, n, k, options.rounds, options.dtype)
             content["shapes"].append(found)
-            options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            baseline = found["baseline"]
-            print(f"{m} x {n} x {k}: {baseline} {found['median_ms'][baseline]:.4f} ms")
-            for name, value in found["vs_torch"].items():
-                print(f"  {value:6.3f}x {name}")
-            print("  GB/s", {name: round(v) for name, v in found["gb_per_s"].items()})
-            for complaint in found["complaints"]:
-                print("  WRONG", complaint)
+            write(options.json, content)
+            show(found)
     raise SystemExit(1 if any(s["complaints"] for s in content["shapes"]) else 0)
 
 

@@ -4,7 +4,8 @@
 
 The measurement of `flux bench op --transport loopback` (flux/bench/loopback.py) at the paper's
 shapes, with every direction and communication tile beside one another in one run.
-docs/metrics.md says what the figures mean.
+docs/metrics.md says what the figures mean. A file that is there already is gone on with: shapes in
+it are skipped.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ TIMEOUT_S = 10.0
 
 
 def variants(problem: Problem, tiles: Sequence[int]) -> dict[str, Knobs]:
-    """What is swept: rows of a communication tile, and for AllGather who moves them."""
-    found = {}
+    """What is swept: rows of a communication tile, and for AllGather who moves them; and what the
+    heuristic makes of it."""
+    found = {"flux": Knobs()}
     for direction in ("push", "pull") if problem.gathers else (None,):
         for count in tiles:
             rows = max(1, problem.chunk // count)
@@ -109,6 +111,23 @@ def problems(worlds: Sequence[int], rows: Sequence[int]) -> list[Problem]:
     ]
 
 
+def resumed(path: Path) -> list[dict[str, Any]]:
+    """Return the shapes that an earlier run has measured."""
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["shapes"]
+    return found
+
+
+def write(path: Path, shapes: list[dict[str, Any]]) -> None:
+    """Replace the file at once: a run that is cut short leaves the last one."""
+    content = {"command": "python benchmarks/gpu_loopback.py", "shapes": shapes}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path)
@@ -119,12 +138,13 @@ def main() -> None:
         "--tiles", type=int, nargs="+", default=[1, 4, 16], help="communication tiles per chunk"
     )
     options = parser.parse_args()
-    shapes: list[dict[str, Any]] = []
-    options.json.parent.mkdir(parents=True, exist_ok=True)
+    shapes = resumed(options.json)
+    done = {(s["op"], s["m"], s["world"]) for s in shapes}
     for problem in problems(options.worlds, options.rows):
+        if (problem.op, problem.m, problem.world) in done:
+            continue
         shapes.append(run_shape(problem, options.tiles, options.repeats))
-        content = {"command": "python benchmarks/gpu_loopback.py", "shapes": shapes}
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write(options.json, shapes)
         print(table(shapes[-1]), flush=True)
     raise SystemExit(1 if any(s["complaints"] for s in shapes) else 0)
 

@@ -1,4 +1,4 @@
-"""Write the tables of README.md and benchmarks/README.md from the raw JSON under results/.
+"""Write the tables of the pages named in PAGES from the raw JSON under results/.
 
     python benchmarks/tables.py
 
@@ -18,12 +18,15 @@ import cpu_foundation
 import cpu_growth
 import cpu_overhead
 import cuda_host_time
+import gpu_tables
+import kernel_choice
 import layers
 import multi_host
 from common import RESULTS, ROOT, conditions, markdown, percent, ratio
 
 import tuning
 
+HEURISTICS = RESULTS.parent / "heuristics" / "kernel_choice.json"
 LABELS = {"ag_gemm": "AGGemm", "gemm_rs": "GemmRS", "gemm_ar": "GemmAR"}
 
 
@@ -107,6 +110,16 @@ def layer() -> str:
     return layers.table([load(path) for path in paths])
 
 
+def chosen_kernels() -> str:
+    """What the heuristics choose for the paper's shapes on a GPU."""
+    return kernel_choice.paper_table(load(HEURISTICS))
+
+
+def rated_kernels() -> str:
+    """Our choice of kernels beside NVIDIA's model."""
+    return kernel_choice.comparison_table(load(HEURISTICS))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
     "overhead": overhead,
@@ -115,18 +128,28 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": layer,
     "cuda_host": cuda_host,
     "tuning": tuned,
+    "kernel_choice": chosen_kernels,
+    "kernel_rating": rated_kernels,
+    **gpu_tables.tables(),
 }
+
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", gpu_tables.FOLDER / "README.md")
+
+
+def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """The text of a page with these tables between their marks."""
+    for name, make in tables.items():
+        marks = rf"(<!-- results:{name} -->\n).*?(<!-- /results:{name} -->)"
+        if re.search(marks, text, re.DOTALL):
+            table = make()
+            text = re.sub(marks, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
+    return text
 
 
 def main() -> None:
-    for page in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for name, make in TABLES.items():
-            marks = rf"(<!-- results:{name} -->\n).*?(<!-- /results:{name} -->)"
-            if re.search(marks, text, re.DOTALL):
-                table = make()
-                text = re.sub(marks, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)  # type: ignore[misc]
-        page.write_text(text, encoding="utf-8")
+        page.write_text(filled(text, TABLES), encoding="utf-8")
 
 
 if __name__ == "__main__":

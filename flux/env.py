@@ -73,6 +73,12 @@ def _count(text: str) -> int:
     return value
 
 
+def _model(text: str) -> str:
+    if text not in ("flux", "nvidia"):
+        raise ValueError("expected flux or nvidia")
+    return text
+
+
 POISON = Variable(
     "FLUX_POISON",
     _flag,
@@ -124,6 +130,13 @@ KERNEL_CACHE = Variable(
     str,
     "~/.cache/flux/kernels",
     "directory of the CUDA kernels that `flux compile` builds",
+)
+KERNEL_CHOICE = Variable(
+    "FLUX_KERNEL_CHOICE",
+    _model,
+    "flux",
+    "which model ranks the built CUDA kernels for shapes without winners: flux, or nvidia "
+    "(nvidia-matmul-heuristics, where it is installed and knows the GPU); the same on all ranks",
 )
 CCACHE = Variable(
     "FLUX_CCACHE",
@@ -178,6 +191,7 @@ VARIABLES: tuple[
     WORKSPACE_CACHE,
     LAYER_TIMEOUT_S,
     KERNEL_CACHE,
+    KERNEL_CHOICE,
     CCACHE,
     TUNE_CACHE,
     NVTX,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from flux import _C
 from flux.heuristic import resolve
+from flux.heuristic_cuda import ClusterTile, resolve_cuda
 from flux.knobs import Direction, Knobs, Op, Order, Store, Swizzle, check_legal
 from flux.topology import Topology
 
@@ -219,13 +220,18 @@ def _make(
     topology: Topology,
     knobs: Knobs,
     itemsize: int,
+    cluster: ClusterTile | None,
 ) -> TileSchedule:
     kind = Op[op]
     m, n, k = shape
     check_legal(knobs, topology)
     # Rank 0 never has less than others; knobs must come out alike on all ranks.
     local_n, local_k = _C.core.local_n(kind, n, world, 0), _C.core.local_k(kind, k, world, 0)
-    knobs = resolve(kind, m, local_n, local_k, world, itemsize, knobs, topology.nodes)
+    if cluster is None:
+        knobs = resolve(kind, m, local_n, local_k, world, itemsize, knobs, topology.nodes)
+    else:
+        sizes = (m, local_n, local_k, world, itemsize)
+        knobs = resolve_cuda(kind, *sizes, knobs, cluster, topology.nodes)
     schedule = TileSchedule(op, shape, world, rank, topology, knobs)
     _ = schedule.native  # illegal combinations are refused here, not at the first use
     return schedule
@@ -240,6 +246,7 @@ def make_schedule(
     knobs: Knobs | None = None,
     *,
     itemsize: int = 4,
+    cluster: ClusterTile | None = None,
 ) -> TileSchedule:
     """Build the tile schedule of one rank. Pure, and cached.
 
@@ -251,6 +258,7 @@ def make_schedule(
         topology: the mesh of ranks; flat by default.
         knobs: what is fixed; the rest is chosen by the heuristic.
         itemsize: bytes per element, which the heuristic uses to size communication tiles.
+        cluster: of the GPU kernels that run it; None: the CPU backend's heuristic chooses.
 
     Raises:
         ValueError: an unknown op, a shape or rank out of range, or an illegal combination of knobs;
@@ -264,4 +272,4 @@ def make_schedule(
     m, n, k = shape
     if min(m, n, k) < 1:
         raise ValueError(f"{op}: m, n and k must be positive, got {(m, n, k)}")
-    return _make(op, (m, n, k), world, rank, topology, knobs or Knobs(), itemsize)
+    return _make(op, (m, n, k), world, rank, topology, knobs or Knobs(), itemsize, cluster)

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from flux.bench.hosts import Hosts, HostsUnavailableError
 
@@ -22,11 +21,15 @@ pytest_plugins = ["browser", "device_fixtures", "fake_nvshmem", "kernel_sandbox"
 
 # "ci" draws the same examples on every run, so that a red build means that the change is at fault.
 # Look further with HYPOTHESIS_PROFILE=explore.
-settings.register_profile("ci", derandomize=True, deadline=None, database=None)
-settings.register_profile(
-    "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+# A bare machine with a GPU may lack hypothesis, which the tests that run there do without.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("ci", derandomize=True, deadline=None, database=None)
+    settings.register_profile(
+        "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.fixture

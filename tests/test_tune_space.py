@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,24 @@ from typer.testing import CliRunner
 from flux.cli import app
 from flux.cluster import load_cluster
 from flux.datafile import data_root
+from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
-from flux.knobs import Op
+from flux.knobs import Knobs, Op
 from flux.schedule import make_schedule
 from flux.topology import Topology
 from flux.tune.cli import parse_duration
-from flux.tune.cost import Shape
+from flux.tune.cost import Shape, gemm_ms, predict, raster_ms, traffic_ms
 from flux.tune.shapes import Layer, load_shapes
-from flux.tune.space import ALWAYS, candidates, combinations, extent, load_space, space_for
+from flux.tune.space import (
+    ALWAYS,
+    candidates,
+    combinations,
+    extent,
+    kernels,
+    load_space,
+    space_for,
+)
+from flux.tune.winners import fit
 
 SPACES = sorted(path.stem for path in (data_root() / "spaces").glob("*.toml"))
 MODELS = sorted(path.stem for path in (data_root() / "shapes").glob("*.toml"))
@@ -92,6 +103,65 @@ def test_kernels_of_candidates_are_legal(cluster: str, space: str, n: int, k: in
     assert all(is_legal(kernel, GemmProblem(4096, local_n, local_k, 8)) for kernel in kernels)
     assert any(one.reason.startswith("illegal: ") for one in pruned)
     assert all(one.kernel is not None for one in kept if one.name != "unfused")
+
+
+@pytest.mark.parametrize("op", list(Op.__members__))
+def test_raster_is_tried_on_gpus_and_names_tell_candidates_apart(op: str) -> None:
+    problem = Shape(Op[op], 8192, *((49152, 12288) if op == "ag_gemm" else (12288, 49152)),
+                    "bfloat16", 2, 8)  # fmt: skip
+    kept, _ = candidates(load_space("sm90a"), problem, Topology.flat(8), load_cluster("flux-h800"))
+    assert {one.knobs.raster for one in kept if one.name not in ALWAYS} >= {4, 8}
+    assert len({one.name for one in kept}) == len(kept)
+    default = next(one for one in kept if one.name == "default")
+    assert default.kernel is not None
+    assert default.knobs.raster == 1024 // default.kernel.cluster_tile[0]
+
+
+def test_new_tiles_and_clusters_are_in_the_space() -> None:
+    found, _ = kernels(load_space("sm90a"), Shape(Op.ag_gemm, 8192, 49152, 12288, "bfloat16", 2, 8))
+    shapes = {(config.tile[:2], config.schedule) for config in found}
+    assert {((64, 256), "pingpong"), ((128, 192), "cooperative"), ((256, 192), "cooperative")} <= (
+        shapes
+    )
+    assert {config.cluster for config in found} == {(1, 1), (2, 1), (1, 2)}
+
+
+TALL = GemmConfig("gemm_rs", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
+
+
+def test_low_bands_read_b_in_every_wave() -> None:
+    """N = K = 12288: 302 MB of B, which a wave of 132 tiles of 128 x 256 reads nearly all of."""
+    cluster = load_cluster("h200")
+    problem = Shape(Op.gemm_rs, 8192, 12288, 12288, "bfloat16", 2, 1)
+    waves = 64 * 48 / 132
+    moved = {
+        raster: traffic_ms(problem, cluster, TALL, raster) * cluster.device.memory_gbs * 1e6
+        for raster in (1, 8)
+    }
+    assert moved[1] / waves == pytest.approx(302e6, rel=0.1)
+    assert moved[8] / waves == pytest.approx(102e6, rel=0.1)
+    costs = [raster_ms(problem, cluster, TALL, raster) for raster in (1, 2, 4, 8)]
+    assert costs == sorted(costs, reverse=True) and costs[-1] == pytest.approx(0.0, abs=1e-3)
+    share = costs[0] / gemm_ms(problem, cluster)
+    assert 0.02 < share < 0.1
+
+
+@pytest.mark.parametrize("op", [Op.ag_gemm, Op.gemm_rs])
+def test_bands_of_several_chunks_cost_overlap(op: Op) -> None:
+    cluster = load_cluster("flux-h800")
+    problem = Shape(op, 4096, 12288, 12288, "bfloat16", 2, 8)
+    kernel = replace(TALL, op=op.name)
+    exposed = [
+        predict(problem, cluster, Knobs(raster=raster), kernel).exposed_ms
+        - raster_ms(problem, cluster, kernel, raster)
+        for raster in (1, 2, 8, 16)
+    ]
+    assert exposed[0] == pytest.approx(exposed[1]) and exposed[1] < exposed[2] < exposed[3]
+
+
+def test_bands_of_a_winner_shrink_with_m() -> None:
+    knobs = Knobs(raster=8)
+    assert [fit(knobs, 8192, m, 8).raster for m in (8192, 65536, 4096, 1024, 8)] == [8, 8, 4, 1, 1]
 
 
 def test_sizes() -> None:

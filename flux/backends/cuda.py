@@ -33,6 +33,7 @@ from flux.backends.op_kernels import OpKernel, op_kernel
 from flux.backends.unfused import nothing
 from flux.env import GRAPH_OVERLAP, POISON, TRACE
 from flux.errors import PeerTimeoutError
+from flux.heuristic_cuda import ClusterTile
 from flux.kernels.config import TMA_BYTES, GemmConfig
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Knobs, Op
@@ -115,6 +116,7 @@ class CudaBackend:
             cluster = max(math.prod(kernel.built.config.cluster) for kernel in chosen)
             self.sm_count = max(1, self.sm_count - self.beside * cluster)
         self.configs = [kernel.built.config for kernel in chosen]
+        self.cluster = self._cluster_tile(knobs, choice.kernel)
         self.kernels = [self._load(kernel.built) for kernel in chosen]
         self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
         tile = self.kernels[0].tile
@@ -224,6 +226,15 @@ class CudaBackend:
             problem = str(error)
         self.transport.ready(problem)
         return found
+
+    def _cluster_tile(self, knobs: Knobs, preferred: GemmConfig | None) -> ClusterTile:
+        """Return what schedules know of the kernels: of rank 0's columns, so all ranks agree."""
+        spec = self.spec
+        columns = spec.local_n(self.world, 0)
+        if columns == spec.local_n(self.world, self.rank):
+            return ClusterTile.of(self.configs)
+        args = (self.device, knobs, self.transport.sm_share, preferred, TRACE.get())
+        return ClusterTile.of(op_kernel(spec, self.world, n, *args).built.config for n in columns)
 
     # -- ops ---------------------------------------------------------------------------------------
 

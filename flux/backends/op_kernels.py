@@ -106,7 +106,7 @@ def op_kernel(
                 f"{spec.label}: the tuned kernel {preferred.name} is not built, or cannot do "
                 f"{alternatives[0]}: another one runs ({builders} it)"
             )
-        return choose(suited, alternatives[0], sm_count)
+        return choose(suited, alternatives[0], sm_count, device.capability)
 
     found = best(spec.activation)
     if found is not None:

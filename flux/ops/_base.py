@@ -18,7 +18,8 @@ from flux import _C
 from flux.backends.cpu import CpuBackend
 from flux.backends.cuda import CudaBackend
 from flux.backends.unfused import UnfusedBackend, nothing
-from flux.env import CHECK, VARIABLES
+from flux.env import CHECK, KERNEL_CHOICE, VARIABLES
+from flux.heuristic_cuda import ClusterTile
 from flux.knobs import Knobs, Op, check_legal
 from flux.ops import torch_internals
 from flux.ops.call import Call, CallChecker
@@ -125,6 +126,7 @@ class TensorParallelOp:
             "kernel": kernel.name if kernel is not None else "",
             "timeout_s": timeout_s,
             "topology": str(topology),
+            KERNEL_CHOICE.name: os.environ.get(KERNEL_CHOICE.name, ""),
         }
         exchange.agree(label, problem, {**fields, **options})
         assert spec is not None and topology is not None and backend is not None
@@ -152,8 +154,12 @@ class TensorParallelOp:
         group = exchange.group if isinstance(exchange, Exchange) else None
         self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
         self._backend: CpuBackend | CudaBackend | None = None
+        self._cluster: ClusterTile | None = None
         if self.world > 1 and gpus is not None:
             self._backend = CudaBackend(spec, gpus, self._choice, topology, timeout_s)
+            self._cluster = self._backend.cluster
+            if isinstance(exchange, Exchange):  # one schedule for all, whatever each rank has built
+                self._cluster = exchange.all_gather(self._cluster)[0]
         elif self.world > 1 and isinstance(exchange, Exchange):
             local = [host == hosts[self.rank] for host in hosts]
             self._backend = CpuBackend(spec, exchange, self._choice, topology, local, timeout_s)
@@ -191,6 +197,7 @@ class TensorParallelOp:
             self.topology,
             knobs,
             itemsize=self.spec.itemsize,
+            cluster=self._cluster,
         )
 
     def _is_legal(self, m: int, knobs: Knobs) -> bool:

@@ -11,6 +11,12 @@ has measured; it never overrules a measurement.
               GEMM  ==========================               (or last) tile, which nothing hides
 
 A CPU has no copy engine: inside a host copies take their time from the GEMM, and are added.
+
+On a GPU the height of a band of tiles (Knobs.raster) decides how much of A and B each wave of tiles
+reads, and how many rows must be there before the band can end:
+
+    raster 1   a wave covers few rows and many columns: little of A, much of B, in every wave
+    raster 8   a wave covers a square: less of both, but the band waits for 8 rows of tiles
 """
 
 from __future__ import annotations
@@ -20,6 +26,9 @@ from dataclasses import dataclass
 
 from flux.cluster import Cluster
 from flux.heuristic import ceil_div, resolve
+from flux.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.kernels.choice import UNHIDDEN, blocks_per_wave
+from flux.kernels.config import GemmConfig
 from flux.knobs import Knobs, Op
 
 LIBRARY_SHARE = {
@@ -76,10 +85,12 @@ class Shape:
         """Bytes of a row that travels."""
         return self.itemsize * (self.k if self.op is Op.ag_gemm else self.n)
 
-    def resolved(self, knobs: Knobs) -> Knobs:
-        """Knobs with every field set, as the op would set them."""
-        n, k = self.local
-        return resolve(self.op, self.m, n, k, self.world, self.itemsize, knobs, self.nodes)
+    def resolved(self, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:
+        """Knobs with every field set, as the op would set them; ``kernel``: on a GPU."""
+        sizes = (self.op, self.m, *self.local, self.world, self.itemsize, knobs)
+        if kernel is None:
+            return resolve(*sizes, self.nodes)
+        return resolve_cuda(*sizes, ClusterTile.of([kernel]), self.nodes)
 
 
 @dataclass(frozen=True)
@@ -128,9 +139,43 @@ def _bytes_per_ms(gbs: float) -> float:
     return (gbs or 0.125) * 1e6
 
 
-def predict(shape: Shape, cluster: Cluster, knobs: Knobs) -> Prediction:
-    """What a call with these knobs, of which any may be open, should take on this cluster."""
-    knobs = shape.resolved(knobs)
+def traffic_ms(shape: Shape, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
+    """Return the time in which memory delivers A and B, once per wave of tiles and band.
+
+    The blocks of a wave read the same k tiles at about the same time, so what they share is read
+    once. In the next wave, some 100 us later, L2 holds something else.
+    """
+    (n, k), (rows, columns) = shape.local, kernel.cluster_tile
+    down, across = ceil_div(shape.m, rows), ceil_div(n, columns)
+    size = kernel.cluster[0] * kernel.cluster[1]
+    clusters = min(max(blocks_per_wave(kernel, cluster.device.units) / size, 1.0), down * across)
+    band = min(raster, down)
+    wide = min(max(clusters / band, 1.0), across)
+    high = max(band, clusters / wide)  # what more there is in a wave are other bands
+    waves = down * across / clusters
+    moved = waves * (high * rows + wide * columns) * k * kernel.itemsize
+    return 1e3 * moved / (cluster.device.memory_gbs * 1e9)
+
+
+def raster_ms(shape: Shape, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
+    """Return what a band of this height costs over the best one, for which libraries are taken."""
+    whole = gemm_ms(shape, cluster)
+
+    def cost(height: int) -> float:
+        moved = traffic_ms(shape, cluster, kernel, height)
+        return max(0.0, moved - whole) + UNHIDDEN * min(moved, whole)
+
+    return cost(raster) - min(cost(1 << power) for power in range(6))
+
+
+def predict(
+    shape: Shape, cluster: Cluster, knobs: Knobs, kernel: GemmConfig | None = None
+) -> Prediction:
+    """What a call with these knobs, of which any may be open, should take on this cluster.
+
+    ``kernel``: on a GPU, the one that runs it, if that is known.
+    """
+    knobs = shape.resolved(knobs, kernel)
     whole = gemm_ms(shape, cluster)
     if shape.world == 1:
         return Prediction(whole, 0.0, 0.0)
@@ -158,6 +203,9 @@ def predict(shape: Shape, cluster: Cluster, knobs: Knobs) -> Prediction:
         exposed = max(0.0, comm - whole * (shape.world - 1) / shape.world) + comm / shape.world
     else:
         exposed = _fused_exposed_ms(shape, knobs, whole, comm, transfers)
+        if kernel is not None and knobs.raster is not None:
+            exposed += _band_exposed_ms(shape, knobs, whole, comm)
+            overhead += max(0.0, raster_ms(shape, cluster, kernel, knobs.raster))
     return Prediction(whole, comm, exposed + latency * 1e-3 + overhead)
 
 
@@ -176,6 +224,21 @@ def _fused_exposed_ms(
     if shape.op is Op.ag_gemm:
         return exposed
     return max(exposed, comm / transfers - whole / shape.world)
+
+
+def _band_exposed_ms(shape: Shape, knobs: Knobs, whole: float, comm: float) -> float:
+    """What a band of several chunks leaves of transfers beside what single tiles leave.
+
+    AllGather: the last band ends after its last chunk has come, and takes its share of the GEMM.
+    ReduceScatter: the last band's owners get the last of their rows with its last column.
+    """
+    assert knobs.raster is not None and knobs.tile is not None
+    chunk = ceil_div(shape.m, shape.world)
+    band = min(knobs.raster * knobs.tile[0], shape.m)
+    beyond = min(max(band / chunk - 1.0, 0.0), shape.world - 1.0)
+    if shape.op is Op.ag_gemm:
+        return min(comm, whole * band / shape.m) * beyond / (shape.world - 1.0)
+    return comm * beyond / (shape.world - 1.0) * min(1.0, chunk / band)
 
 
 def _cut_ms(shape: Shape, cluster: Cluster, knobs: Knobs, whole: float) -> float:

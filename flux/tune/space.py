@@ -220,20 +220,34 @@ def kernels(space: Space, shape: Shape) -> tuple[list[GemmConfig], list[Pruned]]
 
 
 def _name(knobs: Knobs, kernel: GemmConfig | None = None) -> str:
-    text = str(replace(knobs, raster=None, swizzle=None, reduce=None)).removeprefix("path=fused ")
-    return text if kernel is None else f"{kernel.name} {text}"
+    """Unique among the candidates: what a space varies, and what tells schedules apart."""
+    if kernel is None:
+        shown = replace(knobs, raster=None, swizzle=None, reduce=None)
+        return str(shown).removeprefix("path=fused ")
+    shown = replace(knobs, tile=None, store=None, copy_streams=None)  # the kernel's, or unused
+    return f"{kernel.name} {shown}".replace(" path=fused", "")
 
 
-def _schedule_identity(shape: Shape, topology: Topology, knobs: Knobs) -> object:
-    """What a schedule does; raises ValueError where there is none."""
+def _schedule_identity(
+    shape: Shape, topology: Topology, knobs: Knobs, kernel: GemmConfig | None = None
+) -> object:
+    """What a schedule does; raises ValueError where there is none.
+
+    A GPU has thousands of tiles, whose order follows from the transfers and a few knobs.
+    """
     sizes = (shape.m, shape.n, shape.k)
     of_ranks = []
     for rank in sorted({0, shape.world - 1}):
         schedule = make_schedule(
             shape.op.name, sizes, shape.world, rank, topology, knobs, itemsize=shape.itemsize
         )
-        of_ranks.append((schedule.visits, schedule.transfers, schedule.results))
+        visits = schedule.visits if kernel is None else ()
+        of_ranks.append((visits, schedule.transfers, schedule.results))
     final = schedule.knobs
+    if kernel is not None:
+        rows = ceil_div(shape.m, kernel.cluster_tile[0])
+        order = (min(final.raster or 1, rows), final.swizzle, final.reduce)
+        return (tuple(of_ranks), final.direction, order, kernel)
     how = (final.direction, final.store, final.copy_streams, final.reduce)
     return (tuple(of_ranks), how if shape.op is not Op.ag_gemm else (how[0], how[2]))
 
@@ -243,20 +257,20 @@ def candidates(
 ) -> tuple[list[Candidate], list[Pruned]]:
     """What is worth measuring, quickest by the model first behind those that always are; and what
     is not, with reasons. Pure: the same on all ranks and in every run."""
-    fixed = {
-        "unfused": Knobs(path="unfused"),
-        "medium": shape.resolved(Knobs(path="medium")),
-        "default": shape.resolved(Knobs()),
-    }
     configs, pruned = kernels(space, shape)
     best_kernel, speeds = _kernel_speeds(configs, shape, cluster)
+    fixed = {
+        "unfused": Knobs(path="unfused"),
+        "medium": shape.resolved(Knobs(path="medium"), best_kernel),
+        "default": shape.resolved(Knobs(), best_kernel),
+    }
     kept = []
     seen: dict[object, str] = {}
     for name, knobs in fixed.items():
         kernel = best_kernel if name != "unfused" else None
-        kept.append(Candidate(name, knobs, kernel, predict(shape, cluster, knobs).total))
+        kept.append(Candidate(name, knobs, kernel, predict(shape, cluster, knobs, kernel).total))
     if shape.world > 1:
-        seen[(_schedule_identity(shape, topology, fixed["default"]), best_kernel)] = "default"
+        seen[_schedule_identity(shape, topology, fixed["default"], best_kernel)] = "default"
     found: list[Candidate] = []
     for knobs in combinations(space, shape):
         for kernel in configs or [None]:  # type: ignore[list-item]
@@ -286,11 +300,11 @@ def _examine(
     seen: dict[object, str],
 ) -> tuple[Candidate, str | None]:
     """A candidate, and why it is none."""
-    full = shape.resolved(knobs)
+    full = shape.resolved(knobs, kernel)
     name = _name(full, kernel)
     candidate = Candidate(name, full, kernel)
     try:
-        identity = (_schedule_identity(shape, topology, full), kernel)
+        identity = _schedule_identity(shape, topology, full, kernel)
     except ValueError as error:
         return candidate, f"illegal: {error}"
     if shape.nodes > 1 and full.direction == "pull":
@@ -298,7 +312,7 @@ def _examine(
     if identity in seen:
         return candidate, f"the same schedule as {seen[identity]}"
     seen[identity] = name
-    predicted = predict(shape, cluster, full)
+    predicted = predict(shape, cluster, full, kernel)
     slower = speeds.get(kernel.name, 1.0) if kernel is not None else 1.0
     total = predicted.gemm_ms * slower + predicted.exposed_ms
     return replace(candidate, predicted_ms=total), None

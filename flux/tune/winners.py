@@ -189,7 +189,10 @@ def fit(knobs: Knobs, measured_m: int, m: int, world: int) -> Knobs:
         comm = ceil_div(now, tile_count(comm, before))
     if tile is not None:
         tile = (_fit_rows(tile[0], before, now, measured_m, m), tile[1])
-    return replace(knobs, comm_tile_rows=comm, tile=tile)
+    raster = knobs.raster
+    if raster is not None and now < before:  # no band reaches into more chunks than it did
+        raster = max(1, raster * now // before)
+    return replace(knobs, comm_tile_rows=comm, tile=tile, raster=raster)
 
 
 def _fit_rows(rows: int, before: int, now: int, measured_m: int, m: int) -> int:

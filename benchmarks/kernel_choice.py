@@ -1,0 +1,244 @@
+"""What the heuristics choose on a GPU, and how NVIDIA's model of it rates that. Runs without a GPU.
+
+    pip install nvidia-matmul-heuristics
+    python benchmarks/kernel_choice.py benchmarks/results/heuristics/kernel_choice.json
+
+Every shape of tuning/shapes with 8 ranks: the kernel of the default set that flux/kernels/choice.py
+ranks first, the one that nvidia-matmul-heuristics estimates to be fastest, and its times for both.
+All times are predictions; nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from common import markdown
+
+from flux.datafile import data_root
+from flux.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.kernels import choice, nvidia_heuristics
+from flux.kernels.config import GemmConfig
+from flux.kernels.legality import GemmProblem, is_legal
+from flux.kernels.sets import config_set
+from flux.knobs import Knobs, Op
+from flux.tune.cost import Shape
+from flux.tune.shapes import load_shapes
+
+WORLD = 8
+SMS = 132
+GPU = "H200_SXM"
+MHZ = 1755  # boost clock of an H100 SXM's data sheet: cycles to us, for people
+PAPER = "flux-paper"
+DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+LIMITS = {"multiply": "multiplying", "L2": "loads from L2", "memory": "memory"}
+
+
+def shapes() -> list[Shape]:
+    """Return every shape that lists 8 ranks, the paper's first, each once."""
+    names = sorted(path.stem for path in (data_root() / "shapes").glob("*.toml"))
+    names.sort(key=lambda name: name != PAPER)
+    found: dict[tuple[object, ...], Shape] = {}
+    for name in names:
+        listed = load_shapes(name)
+        if listed.dtype not in DTYPES or WORLD not in listed.tensor_parallel:
+            continue
+        for op, m, n, k in listed.sizes:
+            # AllReduce runs ReduceScatter's kernel.
+            kernel_op = Op.ag_gemm if op == "ag_gemm" else Op.gemm_rs
+            shape = Shape(kernel_op, m, n, k, listed.dtype, 2, WORLD)
+            found.setdefault((kernel_op, m, n, k), shape)
+    return list(found.values())
+
+
+def problem_of(shape: Shape) -> GemmProblem:
+    """Return the GEMM of one rank."""
+    n, k = shape.local
+    return GemmProblem(shape.m, n, k, WORLD)
+
+
+def candidates(shape: Shape) -> list[GemmConfig]:
+    """Return the kernels of the default set that can do it."""
+    return [
+        config
+        for config in config_set("default", ["90a"])
+        if (config.op, config.dtype) == (shape.op.name, DTYPES[shape.dtype])
+        and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
+        and is_legal(config, problem_of(shape))
+    ]
+
+
+def short(config: GemmConfig) -> str:
+    tile, cluster = ("x".join(map(str, extents)) for extents in (config.tile[:2], config.cluster))
+    return f"{tile} {cluster} {config.schedule}"
+
+
+def reason(ranked: Sequence[tuple[float, GemmConfig]], problem: GemmProblem) -> str:
+    """Say what limits the first of the ranking, and what the next ones lose by."""
+    cost, best = ranked[0]
+    parts, work = choice.cycles(best, problem, SMS), choice.divide(best, problem, SMS)
+    text = LIMITS[parts.limit]
+    if work.shared:
+        text += f"; {work.tiles} tiles, the last waves shared by stream-K"
+    else:
+        full = work.whole * work.blocks
+        text += f"; {work.tiles} tiles of {full} slots ({work.tiles / full:.0%})"
+    seen = {best.tile[:2]}
+    for other_cost, other in ranked[1:]:
+        if other.tile[:2] not in seen:
+            return text + f"; {short(other)} {other_cost / cost - 1:+.0%}"
+    return text
+
+
+def entry(shape: Shape, model: nvidia_heuristics.Estimator | None) -> dict[str, Any]:
+    """Return both choices for one shape, and the knobs that go with ours."""
+    problem, configs = problem_of(shape), candidates(shape)
+    ranked = sorted(
+        ((choice.cost(c, problem, SMS), c) for c in configs), key=lambda one: (one[0], one[1].name)
+    )
+    best = ranked[0][1]
+    knobs = resolve_cuda(
+        shape.op,
+        shape.m,
+        *shape.local,
+        WORLD,
+        shape.itemsize,
+        Knobs(),
+        ClusterTile.of([best]),
+    )
+    work = choice.divide(best, problem, SMS)
+    found: dict[str, Any] = {
+        "op": shape.op.name,
+        "m": shape.m,
+        "n": shape.n,
+        "k": shape.k,
+        "kernel": short(best),
+        "waves": work.tiles / work.blocks,
+        "raster": knobs.raster,
+        "comm_tile_rows": knobs.comm_tile_rows,
+        "reason": reason(ranked, problem),
+        "model_us": {short(c): cost / MHZ for cost, c in ranked},
+    }
+    if model is not None:
+        times = {c: nvidia_heuristics.time_of(model, c, problem, SMS) for c in configs}
+        theirs = min(configs, key=lambda c: (times[c], c.name))
+        found["nvidia_us"] = {short(c): times[c] * 1e6 for c in configs if times[c] != float("inf")}
+        found["nvidia_kernel"] = short(theirs)
+    return found
+
+
+def bands_us(model: nvidia_heuristics.Estimator) -> dict[str, Any]:
+    """Return the estimates of one kernel and problem, by the height of its bands of tiles."""
+    config = next(c for c in config_set("minimal", ["90a"]) if c.op == "ag_gemm")
+    problem = GemmProblem(16384, 13312, 16384, WORLD)
+    times = {band: model.seconds(config, problem, [band]) for band in nvidia_heuristics.BANDS}
+    return {
+        "kernel": short(config),
+        "m": problem.m,
+        "n": problem.n,
+        "k": problem.k,
+        "us": {str(band): None if t is None else t * 1e6 for band, t in times.items()},
+    }
+
+
+def paper_table(document: dict[str, Any]) -> str:
+    """Return what the heuristics choose for the paper's shapes."""
+    paper = {(Op[op], m, n, k) for op, m, n, k in load_shapes(PAPER).sizes}
+    header = ["op, M", "kernel", "waves", "raster", "rows of a communication tile", "limit; reason"]
+    rows = [
+        [
+            f"{one['op']}, {one['m']}",
+            one["kernel"],
+            f"{one['waves']:.2f}",
+            str(one["raster"]),
+            str(one["comm_tile_rows"]),
+            one["reason"],
+        ]
+        for one in document["shapes"]
+        if (Op[one["op"]], one["m"], one["n"], one["k"]) in paper
+    ]
+    text = (
+        f"W = {WORLD}, (N, K) = (49152, 12288) for AllGather and (12288, 49152) for ReduceScatter, "
+        f"bfloat16, {SMS} multiprocessors. Percentages are the model's, of the next tile."
+    )
+    return f"{markdown(header, rows)}\n\n{text}"
+
+
+def agreement(one: dict[str, Any]) -> float:
+    """Return NVIDIA's estimate of our choice over its estimate of its own."""
+    times = one["nvidia_us"]
+    return float(times[one["kernel"]] / times[one["nvidia_kernel"]])
+
+
+def comparison_table(document: dict[str, Any], worst: int = 6) -> str:
+    """Return, by M, how often both agree and what its model says of ours; the worst; bands."""
+    rated = [one for one in document["shapes"] if one.get("nvidia_us", {}).get(one["kernel"])]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in sorted(rated, key=lambda one: one["m"]):
+        last = "8192 and more" if one["m"] >= 8192 else str(one["m"])
+        groups.setdefault(last, []).append(one)
+    rows = []
+    for name, members in groups.items():
+        ratios = [agreement(one) for one in members]
+        same = sum(one["kernel"] == one["nvidia_kernel"] for one in members)
+        middle, most = statistics.median(ratios), max(ratios)
+        rows.append([name, str(len(members)), str(same), f"{middle:.2f}", f"{most:.2f}"])
+    header = ["M", "shapes", "same kernel", "ours / best, median", "largest"]
+    parts = [markdown(header, rows)]
+    apart = sorted(rated, key=agreement, reverse=True)[:worst]
+    cases = [
+        [
+            f"{one['op']} {one['m']} x {one['n']} x {one['k']}",
+            f"{one['kernel']}: {one['nvidia_us'][one['kernel']]:.0f} us",
+            f"{one['nvidia_kernel']}: {one['nvidia_us'][one['nvidia_kernel']]:.0f} us",
+        ]
+        for one in apart
+        if agreement(one) > 1.005
+    ]
+    if cases:
+        header = ["farthest apart: M x N x K of all ranks", "ours", "fastest by its estimates"]
+        parts.append(markdown(header, cases))
+    if document["bands"] is not None:
+        one = document["bands"]
+        times = ", ".join(f"{band}: {us:.0f} us" for band, us in one["us"].items())
+        size = f"{one['m']} x {one['n']} x {one['k']}"
+        parts.append(f"{one['kernel']} at {size}, by rows of tiles in a band: {times}.")
+    parts.append(
+        f"nvidia-matmul-heuristics {document['nvidia']}, its {document['gpu']}; estimates, not "
+        "measurements. It knows no stream-K: such a kernel has its estimate of the tile, times "
+        "what our model says that sharing saves."
+    )
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=Path)
+    options = parser.parse_args()
+    model = nvidia_heuristics.estimator(GPU)
+    try:
+        release = version("nvidia-matmul-heuristics")
+    except PackageNotFoundError:
+        release = "not installed"
+    document = {
+        "command": f"python benchmarks/kernel_choice.py {options.json.as_posix()}",
+        "gpu": GPU,
+        "nvidia": release,
+        "bands": None if model is None else bands_us(model),
+        "shapes": [entry(shape, model) for shape in shapes()],
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(paper_table(document))
+    if model is not None:
+        print()
+        print(comparison_table(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Default knobs on GPUs: communication tiles and raster follow from the kernel's cluster tile."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emulated import EmulatedDevice
+from flux import Knobs, make_schedule
+from flux.backends import cuda
+from flux.backends.layout import Layout
+from flux.backends.op_kernels import OpKernel
+from flux.heuristic import MAX_COMM_TILES
+from flux.heuristic_cuda import (
+    COMM_TILE_BYTES,
+    MAX_RASTER,
+    ClusterTile,
+    comm_tile_rows,
+    raster,
+    resolve_cuda,
+)
+from flux.kernels.config import GemmConfig
+from flux.knobs import Op
+from flux.ops.spec import OpSpec
+from flux.topology import Topology
+from flux.transport.virtual import VirtualWorld
+from reference import Problem
+
+BIG = ClusterTile(256, 256)
+OPS = ["ag_gemm", "gemm_rs", "gemm_ar"]
+
+
+def knobs_of(op: str, m: int, world: int = 8, given: Knobs | None = None, nodes: int = 1) -> Knobs:
+    """Of the Flux paper's GEMMs."""
+    n, k = (6144, 12288) if op == "ag_gemm" else (12288, 6144)
+    return resolve_cuda(Op[op], m, n, k, world, 2, given or Knobs(), BIG, nodes)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("m", "rows", "band"),
+    [(64, 8, 1), (512, 64, 1), (1024, 128, 1), (2048, 256, 1), (4096, 256, 2), (8192, 256, 4)],
+)
+def test_the_papers_shapes(op: str, m: int, rows: int, band: int) -> None:
+    knobs = knobs_of(op, m)
+    assert (knobs.comm_tile_rows, knobs.raster) == (rows, band)
+    assert (knobs.direction, knobs.order, knobs.swizzle) == ("push", "direct", "rank_shift")
+    assert (knobs.path, knobs.reduce, knobs.store) == ("fused", "local", "staged")
+
+
+def test_between_nodes_every_row_crosses_once() -> None:
+    knobs = knobs_of("ag_gemm", 8192, given=Knobs(), nodes=2)
+    assert (knobs.order, knobs.direction) == ("hierarchical", "push")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_given_is_kept(op: str) -> None:
+    fixed = Knobs(
+        tile=(2, 2),
+        raster=3,
+        comm_tile_rows=5,
+        direction="pull",
+        order="ring1d",
+        swizzle="xor",
+        store="staged",
+        reduce="in_flight",
+        copy_streams=0,
+    )
+    assert knobs_of(op, 8192, given=fixed) == fixed
+    medium = knobs_of(op, 8192, given=Knobs(path="medium"))
+    assert (medium.comm_tile_rows, medium.order) == (1024, "ring1d")
+
+
+@given(
+    chunk=st.integers(1, 40000),
+    row_bytes=st.integers(2, 1 << 17),
+    cluster=st.sampled_from([16, 64, 128, 192, 256, 512]),
+)
+def test_communication_tiles(chunk: int, row_bytes: int, cluster: int) -> None:
+    rows = comm_tile_rows(chunk, row_bytes, cluster)
+    assert 1 <= rows <= chunk
+    assert -(-chunk // rows) <= 4 <= MAX_COMM_TILES
+    if rows < chunk:
+        assert rows % cluster == 0 and rows * row_bytes >= COMM_TILE_BYTES
+    if chunk <= cluster:
+        assert rows == chunk
+    # Cut where both halves are worth a copy.
+    if chunk % (2 * cluster) == 0 and chunk // 2 * row_bytes >= COMM_TILE_BYTES:
+        assert rows <= chunk // 2
+
+
+@given(chunk=st.integers(1, 40000), cluster=st.sampled_from([16, 64, 128, 192, 256, 512]))
+def test_bands_lie_within_chunks(chunk: int, cluster: int) -> None:
+    band, rows = raster(chunk, cluster), chunk // cluster
+    assert 1 <= band <= max(1, min(MAX_RASTER, rows))
+    if rows <= MAX_RASTER:
+        assert band == max(1, rows)
+    bands = -(-rows // MAX_RASTER)
+    if rows:  # as high as bands can be, up to rounding
+        assert band * bands >= rows
+
+
+def test_two_bands_of_six_rather_than_one_that_reaches_into_the_next_chunk() -> None:
+    assert raster(12 * 256, 256) == 6
+    schedule = make_schedule("ag_gemm", (12 * 256 * 4, 1024, 64), 4, 1, itemsize=2, cluster=BIG)
+    assert schedule.knobs.raster == 6
+    chunk = 12 * 256
+    chunks = [v.row_begin // chunk for v in schedule.visits]
+    assert chunks == sorted(chunks, key=[1, 0, 3, 2].index)  # each chunk is done before the next
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_schedules_are_alike_on_all_ranks_and_fit_the_layout(op: str) -> None:
+    for n, k in ((5, 7), (1 << 17, 1 << 17)):
+        spec = OpSpec(Op[op], 3001, (n,), k, torch.bfloat16, False, "sum")
+        layout = Layout.of(spec, 4, Knobs(), (128, 256))
+        for m in (1, 4, 300, 3001):
+            made = [
+                make_schedule(op, (m, n, k), 4, rank, itemsize=2, cluster=BIG) for rank in range(4)
+            ]
+            assert len({schedule.knobs for schedule in made}) == 1
+            knobs = made[0].knobs
+            assert all(
+                getattr(knobs, field.name) is not None for field in dataclasses.fields(knobs)
+            )
+            if op == "ag_gemm":
+                assert made[0].signals <= layout.signals
+
+
+def test_direct_stores_keep_tiles_inside_one_owner() -> None:
+    knobs = Knobs(store="direct")
+    schedule = make_schedule("gemm_rs", (1000, 64, 64), 4, 0, knobs=knobs, cluster=BIG)
+    assert schedule.knobs.tile == (250, 64)
+
+
+def test_without_a_cluster_tile_the_cpus_heuristic_chooses() -> None:
+    cpu = make_schedule("ag_gemm", (8192, 49152, 12288), 8, 0, itemsize=2)
+    gpu = make_schedule("ag_gemm", (8192, 49152, 12288), 8, 0, itemsize=2, cluster=BIG)
+    assert (cpu.knobs.raster, cpu.knobs.comm_tile_rows) == (1, 42)
+    assert (gpu.knobs.raster, gpu.knobs.comm_tile_rows) == (4, 256)
+
+
+def test_the_extents_hold_the_tiles_of_all_weights() -> None:
+    configs = [
+        GemmConfig("ag_gemm", "90a", "bf16", tile, "cooperative", cluster=cluster)
+        for tile, cluster in (((128, 256, 64), (2, 1)), ((128, 128, 64), (1, 4)))
+    ]
+    assert ClusterTile.of(configs) == ClusterTile(256, 512)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ops_on_gpus_use_it(device: EmulatedDevice, op: str) -> None:
+    """The emulated kernels say that they have tiles of 64 x 64."""
+    problem = Problem(op, 1025, (13,), 20000, torch.bfloat16)
+    with VirtualWorld(2, device) as ranks:
+        ops = [problem.build(ranks.rank(r), tuning=Knobs()) for r in range(2)]
+        found = [o.schedule(1025).knobs for o in ops]
+        device.finish()
+        for o in ops:
+            o.close()
+    assert found[0] == found[1]
+    assert found[0].raster == 8 and found[0].tile == (64, 7 if op == "ag_gemm" else 13)
+    assert found[0].comm_tile_rows == (192 if op == "ag_gemm" else 513)
+
+
+def test_ranks_with_other_kernels_have_rank_0s_schedule(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 13 columns rank 0 has 7 and rank 1 has 6, for which another kernel may be the best."""
+    choose = cuda.op_kernel
+
+    def by_columns(spec: Any, world: int, n: int, *rest: Any) -> OpKernel:
+        found = choose(spec, world, n, *rest)
+        if n == 7:
+            return found
+        config = dataclasses.replace(found.built.config, tile=(128, 64, 64))
+        return dataclasses.replace(found, built=dataclasses.replace(found.built, config=config))
+
+    monkeypatch.setattr(cuda, "op_kernel", by_columns)
+    problem = Problem("ag_gemm", 1025, (13,), 20000, torch.bfloat16)
+    with VirtualWorld(2, device) as ranks:
+        ops = [problem.build(ranks.rank(r), tuning=Knobs()) for r in range(2)]
+        found = [o.schedule(1025).knobs for o in ops]
+        device.finish()
+        for o in ops:
+            o.close()
+    assert found[0] == found[1] and found[0].comm_tile_rows == 192
+
+
+def test_topologies_of_several_nodes_have_schedules() -> None:
+    for op in OPS:
+        for topology in (Topology(2, 1, 2), Topology(4, 1, 1)):
+            made = [
+                make_schedule(op, (3000, 640, 640), 4, r, topology, itemsize=2, cluster=BIG)
+                for r in range(4)
+            ]
+            assert all(s.visits for s in made) and made[0].knobs.order == "hierarchical"
