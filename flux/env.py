@@ -168,10 +168,10 @@ GRAPH_OVERLAP = Variable(
     "FLUX_GRAPH_OVERLAP",
     _flag,
     False,
-    "copies of AllGather calls that are captured into a CUDA graph run beside the GEMM, as those of "
-    "other calls do, and not ahead of it: needs a driver that runs branches of a graph at the same "
-    "time (0 or 1)",
+    "run the copies of AllGather calls in a CUDA graph beside the GEMM, as in other calls, and not "
+    "ahead of it; needs a driver that runs branches of a graph at the same time (0 or 1)",
 )
+
 BENCH_BYTE_FLUX_PYTHON = Variable(
     "FLUX_BENCH_BYTE_FLUX_PYTHON",
     str,

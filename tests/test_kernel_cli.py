@@ -177,7 +177,7 @@ def test_ccache_is_used_unless_told_not_to(sandbox: Sandbox) -> None:
     ccache.chmod(0o755)
     assert sandbox.compile("--set", "minimal", "--arch", "80", FLUX_CCACHE="0").returncode == 0
     assert not (sandbox.root / "ccache.txt").exists()
-    assert sandbox.compile("--set", "minimal", "--arch", "90a").returncode == 0
+    assert sandbox.compile("--set", "minimal", "--arch", "90a", FLUX_CCACHE="1").returncode == 0
     commands = (sandbox.root / "ccache.txt").read_text().splitlines()
     assert len(commands) == len(SM90)
     assert all(" -c kernels.cu " in command for command in commands)  # ccache does not link

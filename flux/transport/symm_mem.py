@@ -48,7 +48,7 @@ class SymmMem:
         self.device = device
         everybody = exchange.all_gather(device.identity)
         self.sm_share = sm_share(device, everybody.count(device.identity))
-        # A device cannot be added to a multicast group twice: torch may raise where ranks share one.
+        # A device cannot be added to a multicast group twice: torch may raise if ranks share one.
         apart = len(set(everybody)) == self.world
         self.multicast = apart and self._find_multicast()
         self._kept: Any = None
@@ -159,9 +159,9 @@ def _map_everywhere(
     """Allocate ``size`` bytes on every rank; by rank, everybody's as this rank addresses it, and
     what must live as long. Collective.
 
-    The memory is an allocation of its own. ``symmetric.empty`` takes it from a pool of torch's since
-    2.11, which hands out freed blocks again: other blocks on other ranks, so that their memory no
-    longer belongs together (pytorch #190977), and parts of blocks, whose offset ``get_buffer``
+    The memory is an allocation of its own. Since torch 2.11 ``symmetric.empty`` takes it from a
+    pool, which hands out freed blocks again: other blocks on other ranks, so that buffers of
+    different ops are paired (pytorch #190977), and parts of blocks, whose offset ``get_buffer``
     ignores.
     """
     symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
