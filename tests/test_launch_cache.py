@@ -117,7 +117,7 @@ int main() {
 
 
 def _checks() -> str:
-    """One line for each field of FluxGemmArgs: whether launches that differ in it share anything."""
+    """A line for each field of FluxGemmArgs: may launches that differ in it share parameters?"""
     lines = []
     for field in structs()["FluxGemmArgs"]:
         if field == "order":

@@ -65,7 +65,7 @@ def _default_sm90() -> Iterator[GemmConfig]:
     yield from _minimal_sm90()
     for op in FUSED:
         yield _sm90(op, (256, 128), "cooperative", (2, 1))
-        # Between the others: fewer idle SMs in the last wave for some N, and a fifth stage for ag_gemm.
+        # Between the others: for some N fewer SMs idle in the last wave; ag_gemm has a fifth stage.
         yield _sm90(op, (128, 192), "cooperative", (2, 1))
         yield _sm90(op, (128, 128), "pingpong", (2, 1))
         # M of 256 to 2048, where whole tiles would leave SMs idle in the last wave.

@@ -16,7 +16,8 @@
 // blocks of the GEMM have left when there are no more tiles for them. Flags order the data, the own
 // rank's too. What the reduction reads else was written before the GEMM was launched. Each block ends
 // with griddepcontrol.wait, so the reduction ends after the GEMM, and what follows on the stream, or in
-// a graph, comes behind both. `early` is not for ranks that share a device.
+// a graph, comes behind both. `early` is not for ranks that share a device, nor where multiprocessors
+// are left to kernels of other streams: blocks of the reduction would take those, and wait there.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -262,8 +262,22 @@ struct Launcher {
     at.sync = args.sync;
     at.targets = scatter_targets(args, C::kTileM, C::kTileN);
     // Partial sums of a tile are added up by the block that finishes it: one epilogue per tile.
-    if constexpr (kStreamK) out.base.block_mapping.reduction_blocks = 0;
+    if constexpr (kStreamK) {
+      out.base.block_mapping.reduction_blocks = 0;
+      if (with.sm_count < with.device_sms) keep_to_share(out.base.block_mapping);
+    }
     return out;
+  }
+
+  // Stream-K launches a block for each whole tile, which on a shared device would wait for rows on
+  // multiprocessors of other ranks. Here the blocks of the first wave take the tiles of all full waves,
+  // so less than two blocks remain for each multiprocessor of the share, and one for split tiles.
+  static void keep_to_share(OrderedStreamKSwizzle& blocks) {
+    const int share = blocks.avail_sms;
+    const int whole = blocks.tiled_shape().m() * blocks.tiled_shape().n() - blocks.sk_tiles;
+    blocks.cohort_raster = false;  // the order of tiles is ours in any case
+    blocks.dp_first_wave_tiles = max_of(whole / share, 1);
+    blocks.dp_blocks = whole - (blocks.dp_first_wave_tiles - 1) * share;
   }
 
   static std::uint64_t workspace_bytes(FluxGemmArgs const& args) {

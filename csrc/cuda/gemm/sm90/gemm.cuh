@@ -17,7 +17,6 @@
 #include "cutlass/epilogue/thread/activation.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
-#include "cutlass/util/packed_stride.hpp"
 
 namespace flux::sm90 {
 
@@ -157,7 +156,6 @@ struct Launcher {
   using Kernel = typename Parts::Kernel;
   using Arguments = typename Kernel::Arguments;
   using Params = typename Kernel::Params;
-  using Scheduler = typename Kernel::TileScheduler;
   static constexpr int kClusterSize = C::kClusterM * C::kClusterN;
 
   // Loads the code, since asking for attributes does.
@@ -182,7 +180,7 @@ struct Launcher {
     }
     const cudaError_t restored = cudaSetDevice(before);
     if (status == cudaSuccess) status = restored;
-    if (status == cudaSuccess && device < kDevices) {
+    if (status == cudaSuccess && device >= 0 && device < kDevices) {
       clusters_of()[device] = clusters;
       sms_of()[device] = sms;
     }
@@ -225,7 +223,7 @@ struct Launcher {
   }
 
  private:
-  static constexpr int kDevices = 64;  // those beyond are asked each time
+  static constexpr int kDevices = 64;  // whose properties are kept; no host has more
 
   struct Launch {
     Launch(dim3 grid, cudaStream_t stream) {
