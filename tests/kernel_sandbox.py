@@ -93,6 +93,7 @@ class Sandbox:
             "CUDA_HOME": str(self.root / "cuda"),
             "PYTHONPATH": str(self.root / "packages"),
             "FLUX_KERNEL_CACHE": str(self.cache),
+            "FLUX_CCACHE": "0",  # the real one, where there is one, asks more of a compiler
         }
 
     def set(self, **settings: Any) -> None:
@@ -190,7 +191,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     metadata = "Metadata-Version: 2.1\nName: nvidia-cutlass\nVersion: 4.2.0.0\n"
     (info / "METADATA").write_text(metadata)
     made.set()
-    for name in ("FAKE_NVCC", "CUDA_HOME", "FLUX_KERNEL_CACHE"):
+    for name in ("FAKE_NVCC", "CUDA_HOME", "FLUX_KERNEL_CACHE", "FLUX_CCACHE"):
         monkeypatch.setenv(name, made.environment[name])
     monkeypatch.setattr(sources, "_PACKAGE", package)
     return made
