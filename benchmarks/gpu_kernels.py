@@ -44,7 +44,8 @@ class Shape:
         self.scale_x, self.scale_w = (torch.full((s,), 0.5, device="cuda") for s in (m, n))
         self.out = torch.empty(m, n, device="cuda", dtype=OUT)
         self.chunk = -(-m // WORLD)
-        self.slots = torch.empty(WORLD, self.chunk, n, device="cuda", dtype=OUT)
+        guard = _C.core.guard_rows  # in front of each slot, for what kernels store there besides
+        self.slots = torch.empty(WORLD, guard + self.chunk, n, device="cuda", dtype=OUT)[:, guard:]
         words = 4096 + WORLD * (self.chunk // 16 + 2) * (n // 16 + 1)
         self.words = torch.full((words,), EPOCH, device="cuda", dtype=torch.int32)
         self.status = torch.zeros(_C.STATUS_WORDS, device="cuda", dtype=torch.int64)
@@ -93,6 +94,7 @@ class Shape:
                 args.set_slots([slot.data_ptr() for slot in self.slots])
                 args.set_flags([self.words.data_ptr() + 4 * 4096] * WORLD)
                 args.entries, args.slot_ld = self.words.data_ptr(), self.n
+                args.guard_rows = _C.core.guard_rows
             room = torch.zeros(kernel.workspace_bytes(args) + 16, device="cuda", dtype=torch.uint8)
             args.workspace, args.workspace_bytes = room.data_ptr(), room.numel()
             self.workspaces[f"{built.symbol} {index}"] = room
