@@ -176,7 +176,10 @@ struct Launcher {
     }
     if (status == cudaSuccess && kClusterSize > 1) {
       Launch launch(dim3(C::kClusterM, C::kClusterN), nullptr);
-      status = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config);
+      if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess) {
+        cudaGetLastError();
+        clusters = 0;  // CUTLASS estimates them
+      }
     }
     const cudaError_t restored = cudaSetDevice(before);
     if (status == cudaSuccess) status = restored;
