@@ -134,6 +134,27 @@ using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
 struct cudaFuncAttributes {};
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+struct dim3 {
+  explicit dim3(unsigned x = 1) : x(x) {}
+  unsigned x;
+};
+enum { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  int id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <class Kernel, class Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t*, Kernel, const Args&) {
+  std::abort();
+}
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
   return cudaSuccess;

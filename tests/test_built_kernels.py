@@ -120,6 +120,32 @@ def test_flags_are_raised_after_the_stores_are_complete(registry: Registry) -> N
     assert "STG.E.STRONG.SYS" in sass
 
 
+def test_the_reduction_may_start_before_its_gemm_ends(registry: Registry) -> None:
+    """Blocks of the GEMM say so when they start; those of the reduction wait for it at their end.
+    Only kernels of sm_90a that scatter do."""
+    sass = sm90(registry, "gemm_rs")
+    assert sass.index("PREEXIT") < sass.index("SYNCS")
+    for op in ("gemm", "ag_gemm"):
+        assert "PREEXIT" not in sm90(registry, op)
+    [config] = [c for c in MINIMAL if (c.op, c.arch) == ("gemm_rs", "90a")]
+    functions = functions_in(kernel_of(registry, config).library, "90a")
+    reductions = [sass for name, sass in functions.items() if "reduce_kernel" in name]
+    assert [sass.count("ACQBULK") for sass in reductions] == [1, 1]
+
+
+def test_failures_are_written_for_the_host_with_their_code_last(registry: Registry) -> None:
+    """Where a wait fails and, but for the GEMM of GemmRS, where the kernel ends: four words of the
+    host's memory, a fence at system scope, and the fifth."""
+    words = r"ST\w*\.E\.64\.STRONG\.SYS"
+    report = (
+        rf"(?:{words} (?:.*\n){{1,2}}){{3}}{words} (?:.*\n)+?MEMBAR\.SC\.SYS(?:.*\n)+?[^\n]*{words}"
+    )
+    found = {
+        op: len(re.findall(report, sm90(registry, op))) for op in ("gemm", "ag_gemm", "gemm_rs")
+    }
+    assert found == {"gemm": 0, "ag_gemm": 2, "gemm_rs": 1}
+
+
 def clock_reads(sass: str) -> int:
     return len(re.findall(r"SR_GLOBALTIMERLO", sass))
 

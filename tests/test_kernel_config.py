@@ -29,7 +29,7 @@ from flux.kernels.generator import (
     mangled_part,
     translation_unit,
 )
-from flux.kernels.legality import MAX_WORLD
+from flux.kernels.legality import MAX_WORLD, shared_bytes
 from flux.kernels.sets import SETS, config_set
 from flux.kernels.sources import csrc
 
@@ -54,7 +54,7 @@ def full() -> list[GemmConfig]:
 def test_sets_grow_and_hold_only_legal_configs(full: list[GemmConfig]) -> None:
     minimal, default = config_set("minimal"), config_set("default")
     assert set(minimal) < set(default) < set(full)
-    assert len(default) <= 40
+    assert len(default) <= 46
     for configs in (minimal, default, full):
         assert len(set(configs)) == len(configs)
         assert [why_illegal(config) for config in configs] == [None] * len(configs)
@@ -79,6 +79,35 @@ def test_default_has_a_kernel_for_awkward_problems() -> None:
         for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
             usable = [c for c in mine if runs_on(c, capability) and is_legal(c, BIG)]
             assert {c.dtype for c in usable} >= {"bf16", "fp16"}, capability
+
+
+def test_every_architecture_and_dtype_has_tiles_for_few_and_for_many_rows() -> None:
+    for op in ("ag_gemm", "gemm_rs"):
+        for arch, dtype in (("90a", "bf16"), ("90a", "fp16"), ("90a", "e4m3"), ("80", "bf16")):
+            rows = {
+                config.tile[0]
+                for config in config_set("default", [arch])
+                if (config.op, config.dtype) == (op, dtype)
+            }
+            assert min(rows) <= 64 and max(rows) >= 128, (op, arch, dtype)
+
+
+def test_full_has_clusters_and_tiles_that_default_leaves_out(full: list[GemmConfig]) -> None:
+    for op in ("ag_gemm", "gemm_rs"):
+        mine = [c for c in full if c.op == op]
+        hopper = {(c.tile[:2], c.schedule, c.cluster) for c in mine if c.arch == "90a"}
+        for tile, schedule in (((256, 192), "cooperative"), ((64, 256), "pingpong")):
+            assert {(tile, schedule, cluster) for cluster in ((1, 1), (2, 1), (1, 2))} <= hopper
+        assert ((128, 128, 64), 3) in {(c.tile, c.stages) for c in mine if c.arch == "80"}
+
+
+def test_a_scattering_tile_needs_a_wider_store_buffer() -> None:
+    """Two buffers of 128 rows of 128 bytes; without a D there is no other."""
+    plain, scattering = replace(HOPPER, op="gemm"), replace(HOPPER, op="gemm_rs")
+    wider = 2 * 128 * (64 - 32) * 2
+    assert 0 <= shared_bytes(plain) + wider - shared_bytes(scattering) <= 1024  # a bias less
+    assert why_illegal(replace(scattering, stages=4)) is None
+    assert why_illegal(replace(scattering, stages=5)) is not None
 
 
 def test_unknown_sets_and_architectures_are_refused() -> None:
@@ -145,6 +174,10 @@ def test_impossible_values_are_refused(changes: dict[str, object], reason: str) 
         ((128, 128, 64), "pingpong", True),
         ((64, 128, 64), "pingpong", True),
         ((128, 256, 64), "pingpong", False),
+        ((128, 192, 64), "cooperative", True),
+        ((256, 192, 64), "cooperative", True),
+        ((128, 192, 64), "pingpong", True),
+        ((192, 128, 64), "cooperative", False),
     ],
 )
 def test_tiles_of_hopper(tile: tuple[int, int, int], schedule: str, fits: bool) -> None:
@@ -167,6 +200,8 @@ def test_tiles_of_hopper(tile: tuple[int, int, int], schedule: str, fits: bool) 
         ((128, 128, 16), (2, 2), 4, False),
         ((128, 128, 32), (1, 1), 4, False),
         ((128, 256, 64), (2, 4), 4, False),  # 192 KiB
+        ((128, 256, 64), (2, 4), 3, True),
+        ((128, 128, 64), (2, 2), 3, True),
     ],
 )
 def test_tiles_of_ampere(

@@ -123,6 +123,47 @@ def test_strips_hold_each_row_of_an_owner_once(t: tuple[int, int, int, int, int]
         assert held == sorted(rows_of(m, world, owner))
 
 
+# -- boxes of bulk stores --------------------------------------------------------------------------
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """(m, world, rows of a box, boxes of a tile)."""
+    height = draw(st.one_of(st.integers(1, core.guard_rows), st.sampled_from([64, 128])))
+    return draw(st.integers(1, 700)), draw(st.integers(1, 16)), height, draw(st.integers(1, 3))
+
+
+@given(b=boxes())
+@example(b=(8, 2, 3, 1))
+@example(b=(700, 8, 128, 2))
+@example(b=(1, 8, 128, 1))
+@example(b=(129, 2, 128, 1))  # the second owner's first row is the second of its box's last
+def test_boxes_begin_inside_maps_and_rows_land_where_they_belong(
+    b: tuple[int, int, int, int],
+) -> None:
+    """What TMA does with each box: rows behind the end of a map are left out, all others stored."""
+    m, world, height, per_tile = b
+    s = core.ScatterTiling(m, 1, world, height * per_tile, 1)
+    slots: list[dict[int, int]] = [{} for _ in range(world)]
+    for first in range(0, m, height):  # what lies beyond M belongs to the last box
+        for owner in range(world):
+            if not rows_of(m, world, owner) & set(range(first, first + height)):
+                continue
+            at = s.map_row(owner, first)
+            assert at >= 0
+            for row in range(first, first + height):
+                place = at + row - first
+                if place >= s.map_rows(owner):
+                    continue
+                if place >= core.guard_rows:
+                    assert place - core.guard_rows not in slots[owner]
+                    slots[owner][place - core.guard_rows] = row
+    for owner in range(world):
+        rows = sorted(rows_of(m, world, owner))
+        assert slots[owner] == dict(enumerate(rows))
+        assert s.map_rows(owner) == core.guard_rows + max(len(rows), 1)
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 

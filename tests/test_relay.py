@@ -25,7 +25,7 @@ from harness import fresh_ranks
 BF16 = torch.bfloat16
 TILE = (24, 16)
 MAX_M = 80
-ENTRY, PARTIAL, NODE = 2, 3, 6  # FLUX_WAIT_*
+ENTRY, PARTIAL, NODE, ABANDONED = 2, 3, 6, 4  # FLUX_WAIT_*, FLUX_ABANDONED
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -65,7 +65,7 @@ class Rank:
         largest = _C.core.ScatterTiling(MAX_M, n, world, *TILE)
         chunk = ceil_div(MAX_M, world) * n * 2
         regions = Regions()
-        for name in ("entries", "status"):
+        for name in ("entries", "status", "report"):
             regions.add(name, 8 * max(world, 8))
         for of in range(world):
             regions.add(f"flags {of}", 4 * largest.flag_count())
@@ -95,8 +95,13 @@ class Rank:
     def status(self) -> list[int]:
         return self.view(self.rank, "status", 5, torch.int64).tolist()
 
+    def report(self) -> list[int]:
+        """What kernels wrote for the host."""
+        return self.view(self.rank, "report", 5, torch.int64).tolist()
+
     def sync(self, timeout_s: float) -> Sync:
-        return Sync(self.epoch, 0, int(timeout_s * 1e9), self.address("status"))
+        status, report = self.address("status"), self.address("report")
+        return Sync(self.epoch, 0, int(timeout_s * 1e9), status, report)
 
     def enter(self, m: int) -> None:
         """Begin a call: everybody may write to this rank."""
@@ -210,6 +215,12 @@ def _calls(rank: int, world: int, path: Path, lanes: int, n: int) -> None:
         exact = sum(partial.double()[me.rows(rank)] for partial in partials)
         if got.numel():
             assert float((got.double() - exact).abs().max()) < 2.0**-8 * 3 * world  # 3 roundings
+    assert me.report() == [0] * 5
+    # A peer gives up when all that this rank waits for is there: the host hears of it all the same.
+    given_up = [ABANDONED, 0, (rank + 1) % world, 5, 0]
+    me.view(rank, "status", 5, torch.int64)[:] = torch.tensor(given_up)
+    assert torch.equal(me.node_sum(), me.expected(partials))
+    assert me.report() == given_up
     dist.barrier()
     me.transport.leave()
     nvshmem.shutdown()
@@ -233,9 +244,9 @@ def _a_flag_is_missing(rank: int, world: int, path: Path) -> None:
     if rank == 0:
         first, last = me.tiling.tiles_of_owner(2)[0], me.tiling.flag_columns() - 1
         flag = me.tiling.flag_index(1, 2, first, last)
-        assert me.status() == [PARTIAL, first, flag, 1, 0]
+        assert me.status() == me.report() == [PARTIAL, first, flag, 1, 0]
     else:
-        assert me.status()[0] == 0
+        assert me.status()[0] == me.report()[0] == 0
     dist.barrier()
     words = me.view(rank, f"words {2 - me.node[0]}", me.tiling.strip_count(), torch.int64).tolist()
     strips = range(me.tiling.strips_of_owner(rank))
@@ -247,6 +258,7 @@ def _a_flag_is_missing(rank: int, world: int, path: Path) -> None:
     got = me.node_sum(timeout_s=0.5)
     if rank == 2:
         assert me.status()[0] == NODE and me.status()[2] == 0
+        assert me.report() == me.status()
         begin = me.rows(rank).start
         wrong = torch.tensor([(begin + row) // TILE[0] == first for row in range(got.shape[0])])
         assert bool(got[wrong].isnan().all())

@@ -36,7 +36,23 @@ __device__ __forceinline__ void store_release_sys(std::uint32_t* word, std::uint
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// Keeps the first failure of a launch; the host reads it when the kernel has ended.
+// Writes the words of a failure for the host, its code last: a host that sees the code sees the rest.
+// Plain stores, no atomics: the host's memory is behind PCIe, and nobody contends for it.
+__device__ inline void write_report(std::uint64_t* report, std::uint64_t code, std::uint64_t tile,
+                                    std::uint64_t signal, std::uint64_t expected,
+                                    std::uint64_t observed) {
+  if (report == nullptr) return;
+  volatile std::uint64_t* words = report;
+  words[FLUX_STATUS_TILE] = tile;
+  words[FLUX_STATUS_SIGNAL] = signal;
+  words[FLUX_STATUS_EXPECTED] = expected;
+  words[FLUX_STATUS_OBSERVED] = observed;
+  __threadfence_system();
+  words[FLUX_STATUS_CODE] = code;
+}
+
+// Keeps the first failure of a launch. Of waits that fail at the same time, the compare-and-swap in
+// device memory chooses the one that is told to the host as well.
 __device__ inline void record_failure(const FluxSync& sync, int code, int tile, int signal,
                                       std::uint32_t observed) {
   auto* status = reinterpret_cast<unsigned long long*>(sync.status);
@@ -46,6 +62,25 @@ __device__ inline void record_failure(const FluxSync& sync, int code, int tile, 
   status[FLUX_STATUS_SIGNAL] = static_cast<unsigned long long>(signal);
   status[FLUX_STATUS_EXPECTED] = sync.epoch;
   status[FLUX_STATUS_OBSERVED] = observed;
+  write_report(sync.report, static_cast<std::uint64_t>(code), static_cast<std::uint64_t>(tile),
+               static_cast<std::uint64_t>(signal), sync.epoch, observed);
+}
+
+// What a kernel does when it ends: tells the host that a peer has given up, which the peer wrote to the
+// own status only. One thread of each block calls it; a load from L2 when all is well.
+//
+// It cannot miss what matters. A peer writes FLUX_ABANDONED here, then raises the words that its own
+// streams wait for (csrc/host/cuda_op.cpp, let_go), and those go on to raise signals or flags here
+// in front of data that is not there. So the status is written before any such signal. A thread that
+// acquired the signal, or one behind it at a barrier, loads the status later than that: it sees it.
+// Failures of the own waits are reported where they are found (record_failure).
+__device__ __forceinline__ void report_failure(const FluxSync& sync) {
+  if (sync.report == nullptr) return;
+  const volatile std::uint64_t* status = sync.status;
+  if (status[FLUX_STATUS_CODE] != FLUX_ABANDONED) return;
+  __threadfence_system();  // the code is the last word that the peer wrote
+  write_report(sync.report, FLUX_ABANDONED, status[FLUX_STATUS_TILE], status[FLUX_STATUS_SIGNAL],
+               status[FLUX_STATUS_EXPECTED], status[FLUX_STATUS_OBSERVED]);
 }
 
 // Spins until `word`, which is reported as `signal`, has reached the epoch. Gives up, with false, when

@@ -36,8 +36,10 @@ _SM90_ACCUMULATORS = 192
 _SM80_ACCUMULATORS = 128
 
 _SM90_BARRIER_BYTES = 16  # per stage: one full and one empty barrier
-_SM90_SCHEDULER_BYTES = 1 * KIB  # barriers of the load order, of the epilogue, of the scheduler
+# Barriers of the load order, of the epilogue, of the scheduler; what alignment leaves unused.
+_SM90_SCHEDULER_BYTES = 1 * KIB + 128
 _SM90_EPILOGUE_COLUMNS = 32  # CUTLASS's automatic epilogue tile
+_SM90_SCATTER_COLUMNS = 64  # of tiles that scatter (sm90/gemm_rs.cuh), where these divide them
 _SM90_EPILOGUE_STAGES = 2
 
 _SM80_TILE_K = (32, 64)
@@ -144,8 +146,12 @@ def shared_bytes(config: GemmConfig) -> int:
     if config.arch == "80":
         return config.stages * stage  # the epilogue reuses it
     rows = 64 if config.schedule == "pingpong" else 128
-    epilogue = _SM90_EPILOGUE_STAGES * rows * _SM90_EPILOGUE_COLUMNS * config.output_itemsize
-    vectors = 2 * n * ITEMSIZE["bf16"] + (4 * (m + n) if config.scaling == "row" else 0)
+    scatters = config.op == "gemm_rs" and n % _SM90_SCATTER_COLUMNS == 0
+    columns = _SM90_SCATTER_COLUMNS if scatters else _SM90_EPILOGUE_COLUMNS
+    buffers = min(_SM90_EPILOGUE_STAGES, max(m // rows * (n // columns), 1))
+    epilogue = buffers * rows * columns * config.output_itemsize
+    bias = 0 if config.op == "gemm_rs" else 2 * n * ITEMSIZE["bf16"]
+    vectors = bias + (4 * (m + n) if config.scaling == "row" else 0)
     stages = max(config.stages, 2)
     return stages * (stage + _SM90_BARRIER_BYTES) + epilogue + vectors + _SM90_SCHEDULER_BYTES
 

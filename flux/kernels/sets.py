@@ -65,6 +65,8 @@ def _default_sm90() -> Iterator[GemmConfig]:
     yield from _minimal_sm90()
     for op in FUSED:
         yield _sm90(op, (256, 128), "cooperative", (2, 1))
+        # Between the others: for some N fewer SMs idle in the last wave; ag_gemm has a fifth stage.
+        yield _sm90(op, (128, 192), "cooperative", (2, 1))
         yield _sm90(op, (128, 128), "pingpong", (2, 1))
         # M of 256 to 2048, where whole tiles would leave SMs idle in the last wave.
         yield _sm90(op, (128, 128), "stream_k", (2, 1))
@@ -82,12 +84,13 @@ def _default_sm90() -> Iterator[GemmConfig]:
     for op in FUSED:
         for scaling in ("tensor", "row"):
             yield _sm90(op, (128, 256), "cooperative", (2, 1), dtype="e4m3", scaling=scaling)
+            yield _sm90(op, (64, 128), "pingpong", dtype="e4m3", scaling=scaling)
     yield _sm90("gemm", (128, 256), "cooperative", (2, 1), dtype="e4m3", scaling="tensor")
 
 
 def _full_sm90() -> Iterator[GemmConfig]:
     yield from _default_sm90()
-    shared_tiles = ((128, 256), (256, 128), (128, 128), (128, 64))
+    shared_tiles = ((128, 256), (256, 128), (256, 192), (128, 192), (128, 128), (128, 64))
     own_tiles = ((64, 64), (64, 128), (64, 256), (128, 128), (128, 64))
     shapes = [
         (schedule, tile, cluster)
@@ -152,6 +155,10 @@ def _full_sm80() -> Iterator[GemmConfig]:
         ((128, 256, 32), (2, 4), 3),
         ((256, 128, 32), (4, 2), 3),
         ((128, 128, 32), (2, 2), 4),
+        # Half as many barriers; what shared memory allows of stages covers as much of K.
+        ((128, 256, 64), (2, 4), 3),
+        ((128, 128, 64), (2, 2), 3),
+        ((64, 128, 64), (2, 2), 4),
         ((128, 64, 32), (2, 2), 4),
         ((64, 128, 32), (2, 2), 4),
         ((64, 64, 64), (2, 2), 4),

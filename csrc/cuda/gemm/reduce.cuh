@@ -2,14 +2,28 @@
 // in fp32 whatever order they arrive in, so that results repeat bit for bit. Between nodes it also
 // runs beside the GEMM, in few blocks, and sums what its node has for a rank of another one.
 //
-// It starts on a strip of a tile as soon as all sources have raised the tile's flag. Launched behind
-// the GEMM on the same stream, it needs no multiprocessor before the own GEMM gives some back, so it
-// cannot keep a peer's GEMM on the same device from running.
+// It starts on a strip of a tile as soon as all sources have raised the tile's flag. Its blocks spin
+// until then, and must not hold what a GEMM that they wait for needs to start:
+//   one rank per device   launched behind the own GEMM, it gets no multiprocessor before that has them
+//                         all or has given some back; peers have multiprocessors of their own
+//   ranks that share one  each multiprocessor with a block of it has no room for one of a GEMM, and a
+//                         device places blocks breadth-first: so it has no more blocks than the rank
+//                         has multiprocessors (FluxReduceArgs.most_blocks)
+//
+// With `early` it does not wait for the own GEMM to end (programmatic dependent launch). All blocks of
+// the GEMM have executed griddepcontrol.launch_dependents by then, so all of them are on their
+// multiprocessors: no block of the reduction can keep one from starting, and those that wait take what
+// blocks of the GEMM have left when there are no more tiles for them. Flags order the data, the own
+// rank's too. What the reduction reads else was written before the GEMM was launched. Each block ends
+// with griddepcontrol.wait, so the reduction ends after the GEMM, and what follows on the stream, or in
+// a graph, comes behind both. `early` is not for ranks that share a device, nor where multiprocessors
+// are left to kernels of other streams: blocks of the reduction would take those, and wait there.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "core/relay.h"
+#include "cuda/arguments.h"
 #include "cuda/nvls.cuh"
 #include "cuda/sync.cuh"
 #include "cutlass/array.h"
@@ -103,6 +117,19 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
   }
 }
 
+// Returns when the GEMM that the launch did not wait for has ended and its writes are visible; at once
+// if there is none. Before sm_90 no launch is early.
+__device__ __forceinline__ void await_gemm() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Each block of a GEMM of sm_90 calls it when it starts.
+__device__ __forceinline__ void let_reduction_start() {
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
 template <class Element, int Width>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_kernel(const __grid_constant__ FluxReduceArgs args) {
@@ -110,7 +137,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   const Range tiles = tiles_of_owner(s, args.rank);
   const int strips = ceil_div(args.tile_m, kStripRows);
   const int columns = flag_columns(s);
-  const int units = (tiles.end - tiles.begin) * columns * strips;
+  const int units = (tiles.end - tiles.begin) * columns * strips;  // as reduce_units() says
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const int tile_row = tiles.begin + unit / (columns * strips);
     const int column = unit / strips % columns;
@@ -136,6 +163,8 @@ __global__ void __launch_bounds__(kReduceThreads)
       if (threadIdx.x == 0) tell(args.sync, began, {FLUX_TRACE_SUM, begin, column, end - begin});
     }
   }
+  await_gemm();
+  if (threadIdx.x == 0) report_failure(args.sync);
 }
 
 inline bool aligned16(const void* pointer) {
@@ -153,8 +182,9 @@ bool wide(FluxReduceArgs const& args) {
   return ok && aligned16(args.switch_in) && aligned16(args.switch_out);
 }
 
-// Launches it: FluxKernel.reduce of the kernels whose output is Element.
-template <class Element>
+// Launches it: FluxKernel.reduce of the kernels whose output is Element. kEarly: their GEMM says when
+// blocks of it may start; without that, and on devices that know nothing of it, it waits for its end.
+template <class Element, bool kEarly>
 int reduce_partials(FluxReduceArgs const* args, void* stream) {
   if (args->slot_count > FLUX_MAX_WORLD || args->out_count > FLUX_MAX_WORLD ||
       args->source_count > kReduceThreads) {
@@ -163,20 +193,20 @@ int reduce_partials(FluxReduceArgs const* args, void* stream) {
   if (args->rows == 0) return FLUX_OK;
   const bool by_switch = args->switch_in != nullptr || args->switch_out != nullptr;
   if (by_switch && !wide<Element>(*args)) return FLUX_REFUSED;
-  const ScatterTiling s{args->m, args->n, args->world, args->tile_m, args->tile_n};
-  const Range tiles = tiles_of_owner(s, args->rank);
-  const int units =
-      (tiles.end - tiles.begin) * flag_columns(s) * ceil_div(args->tile_m, kStripRows);
-  // Eight blocks of 256 threads fill a multiprocessor.
-  const int most = args->most_blocks > 0 ? args->most_blocks : 8 * max_of(args->sm_count, 1);
-  const int blocks = min_of(units, most);
-  auto* queue = static_cast<cudaStream_t>(stream);
-  if (wide<Element>(*args)) {
-    reduce_kernel<Element, 16 / sizeof(Element)><<<blocks, kReduceThreads, 0, queue>>>(*args);
-  } else {
-    reduce_kernel<Element, 1><<<blocks, kReduceThreads, 0, queue>>>(*args);
-  }
-  return static_cast<int>(cudaGetLastError());
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(reduce_blocks(*args));
+  config.blockDim = dim3(kReduceThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early;
+  config.numAttrs = kEarly && args->early != 0 ? 1 : 0;
+  const auto kernel = wide<Element>(*args) ? &reduce_kernel<Element, 16 / sizeof(Element)>
+                                           : &reduce_kernel<Element, 1>;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, *args);
+  if (status != cudaSuccess) cudaGetLastError();  // it is returned, and not to be found again later
+  return static_cast<int>(status);
 }
 
 template <class Element>

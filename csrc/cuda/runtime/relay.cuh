@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     reduce_strip<Element, Width>(sum, strip.begin - sum.first_row, strip.end - strip.begin, first,
                                  min_of(s.tile_n, sum.n - first), complete);
   }
+  if (threadIdx.x == 0) report_failure(sum.sync);
 }
 
 }  // namespace flux

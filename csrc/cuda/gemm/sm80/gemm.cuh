@@ -80,11 +80,11 @@ CUTLASS_DEVICE cutlass::gemm::GemmCoord tile_of_slot(int slot) {
   return {at.m, at.n, 0};
 }
 
-// Multistage: one block for each slot.
+// Multistage: our loop over slots says which one.
 struct OrderedSwizzle : cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<> {
-  CUTLASS_DEVICE cutlass::gemm::GemmCoord get_tile_offset(int) const {
-    return tile_of_slot(blockIdx.x);
-  }
+  int slot = 0;
+
+  CUTLASS_DEVICE cutlass::gemm::GemmCoord get_tile_offset(int) const { return tile_of_slot(slot); }
 };
 
 // Stream-K: CUTLASS says which slots, or which parts of them, a block computes.
@@ -190,10 +190,19 @@ __global__ void __launch_bounds__(Base::kThreadCount)
   if constexpr (kStreamK) {
     Base::invoke(params.base, storage);
   } else {
-    OrderedSwizzle swizzle;
-    Base().run_with_swizzle(params.base, storage, swizzle);
+    const int slots = params.block.map.rows * params.block.map.columns;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int slot = blockIdx.x; slot < slots; slot += gridDim.x) {
+      OrderedSwizzle swizzle;
+      swizzle.slot = slot;
+      Base().run_with_swizzle(params.base, storage, swizzle);
+      // The next tile's operands come to where this one's epilogue still reads its results.
+      __syncthreads();
+    }
   }
   leave_tile({-1, -1});
+  // AllGather: every row that the block waited for has been read. GemmRS leaves it to the reduction.
+  if (params.block.signals != nullptr && threadIdx.x == 0) report_failure(block_params().sync);
 }
 
 // Launches a kernel whose visitor arguments `Visited` makes, for the op `kOp`.
@@ -212,31 +221,39 @@ struct Launcher {
     if (status != cudaSuccess) return status;
     status =
         cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    // Setting an attribute need not load the code; asking for all of them does.
+    cudaFuncAttributes attributes;
+    if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kKernel);
     const cudaError_t restored = cudaSetDevice(before);
     return status != cudaSuccess ? status : restored;
   }
 
-  // Multiprocessors to use and blocks that fit on one of them.
-  static int resources(FluxGemmArgs const& args, int* sm_count, int* blocks_per_sm) {
-    cudaError_t status = cudaSuccess;
-    *sm_count = args.sm_count;
-    if (*sm_count <= 0) {
-      status = cudaDeviceGetAttribute(sm_count, cudaDevAttrMultiProcessorCount, args.device);
-    }
-    if (status == cudaSuccess) {
-      status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks_per_sm, kKernel,
+  // What of the device a launch may use.
+  struct Resources {
+    int device_sms = 0;
+    int sm_count = 0;
+    int blocks_per_sm = 0;  // that fit, or 1 where blocks of others may be on the same device
+  };
+
+  static int resources(FluxGemmArgs const& args, Resources* found) {
+    cudaError_t status =
+        cudaDeviceGetAttribute(&found->device_sms, cudaDevAttrMultiProcessorCount, args.device);
+    found->sm_count = args.sm_count > 0 ? args.sm_count : found->device_sms;
+    found->blocks_per_sm = 1;
+    if (status == cudaSuccess && found->sm_count >= found->device_sms) {
+      status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found->blocks_per_sm, kKernel,
                                                              Base::kThreadCount, kSharedBytes);
     }
     return static_cast<int>(status);
   }
 
-  static Params params(FluxGemmArgs const& args, int sm_count, int blocks_per_sm) {
+  static Params params(FluxGemmArgs const& args, Resources const& with) {
     typename Base::Arguments given(
         cutlass::gemm::GemmUniversalMode::kGemm, {args.m, args.n, args.k}, 1,
         Visited::arguments(args), args.a, args.b, nullptr, nullptr, 0, 0, 0, 0,
         typename Types<C>::LayoutA::Stride::LongIndex(args.lda),
         typename Types<C>::LayoutB::Stride::LongIndex(args.ldb), std::int64_t(0), std::int64_t(0));
-    Params out{typename Base::Params(given, sm_count, blocks_per_sm), {}};
+    Params out{typename Base::Params(given, with.sm_count, with.blocks_per_sm), {}};
     BlockParams& at = out.block;
     at.map = tile_map(tile_order(args, kOp, C::kTileM, C::kTileN));
     at.signals = kOp == OpKind::kAGGemm ? args.signals : nullptr;
@@ -245,16 +262,29 @@ struct Launcher {
     at.sync = args.sync;
     at.targets = scatter_targets(args, C::kTileM, C::kTileN);
     // Partial sums of a tile are added up by the block that finishes it: one epilogue per tile.
-    if constexpr (kStreamK) out.base.block_mapping.reduction_blocks = 0;
+    if constexpr (kStreamK) {
+      out.base.block_mapping.reduction_blocks = 0;
+      if (with.sm_count < with.device_sms) keep_to_share(out.base.block_mapping);
+    }
     return out;
+  }
+
+  // Stream-K launches a block for each whole tile, which on a shared device would wait for rows on
+  // multiprocessors of other ranks. Here the blocks of the first wave take the tiles of all full waves,
+  // so less than two blocks remain for each multiprocessor of the share, and one for split tiles.
+  static void keep_to_share(OrderedStreamKSwizzle& blocks) {
+    const int share = blocks.avail_sms;
+    const int whole = blocks.tiled_shape().m() * blocks.tiled_shape().n() - blocks.sk_tiles;
+    blocks.cohort_raster = false;  // the order of tiles is ours in any case
+    blocks.dp_first_wave_tiles = max_of(whole / share, 1);
+    blocks.dp_blocks = whole - (blocks.dp_first_wave_tiles - 1) * share;
   }
 
   static std::uint64_t workspace_bytes(FluxGemmArgs const& args) {
     if constexpr (kStreamK) {
-      int sms = 0;
-      int blocks = 0;
-      if (resources(args, &sms, &blocks) != 0) return 0;
-      return params(args, sms, blocks).base.get_workspace_size();
+      Resources with;
+      if (resources(args, &with) != 0) return 0;
+      return params(args, with).base.get_workspace_size();
     }
     return 0;
   }
@@ -263,12 +293,12 @@ struct Launcher {
     if (args.order.world > kMaxRuns) return FLUX_REFUSED;
     if (args.lda % C::kAlignment != 0 || args.ldb % C::kAlignment != 0) return FLUX_REFUSED;
     if (args.n % C::kAlignment != 0 || args.k % C::kAlignment != 0) return FLUX_REFUSED;
-    int sms = 0;
-    int blocks = 0;
-    if (const int status = resources(args, &sms, &blocks); status != 0) return status;
+    Resources with;
+    if (const int status = resources(args, &with); status != 0) return status;
     auto* queue = static_cast<cudaStream_t>(stream);
-    Params p = params(args, sms, blocks);
-    dim3 grid(p.block.map.rows * p.block.map.columns);
+    Params p = params(args, with);
+    dim3 grid(shared_blocks(p.block.map.rows * p.block.map.columns, with.sm_count, with.device_sms,
+                            with.blocks_per_sm));
     if constexpr (kStreamK) {
       if (p.base.get_workspace_size() > args.workspace_bytes) return FLUX_TOO_SMALL;
       if (p.base.init_workspace(args.workspace, queue) != cutlass::Status::kSuccess) {

@@ -97,8 +97,9 @@ struct Scattered {
 template <class C>
 struct GemmRS : Offered<C, Scattered<C>, OpKind::kGemmRS> {
   using Launch = Launcher<C, Scattered<C>, OpKind::kGemmRS>;
+  // Its blocks say nothing of when the reduction may start, since devices before sm_90 know no such thing.
   static constexpr int (*kReduce)(FluxReduceArgs const*,
-                                  void*) = &reduce_partials<typename C::Output>;
+                                  void*) = &reduce_partials<typename C::Output, false>;
   static int prepare(int device) {
     const int status = Launch::prepare(device);
     return status != 0 ? status : prepare_reduce<typename C::Output>();

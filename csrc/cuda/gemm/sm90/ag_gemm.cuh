@@ -44,9 +44,22 @@ struct WaitingMainloop : Base {
                            BlockCoord const& block, KTileIterator k_tile, int k_tile_count,
                            int thread, std::uint32_t block_rank,
                            typename Base::TensorStorage& storage) {
+    // One elected lane went through the base's loop of the tile before. Without this, the others could
+    // poll for the next tile's rows meanwhile, and take issue slots from it.
+    __syncwarp();
+    waits_ = &params.waits;
     wait(params.waits, cute::get<0>(block));
     Base::load(params, pipeline, state, inputs, block, k_tile, k_tile_count, thread, block_rank,
                storage);
+  }
+
+  // After the block's last load. A peer that gives up says so in the own status before it lets its
+  // copies go (csrc/host, let_go), so signals that were raised in front of rows that never came were
+  // acquired after it: report_failure() looks at the status behind all of them.
+  CUTLASS_DEVICE void load_tail(typename Base::MainloopPipeline pipeline,
+                                typename Base::PipelineState state) {
+    Base::load_tail(pipeline, state);
+    if (waits_ != nullptr && threadIdx.x % 32 == 0) report_failure(waits_->sync);
   }
 
  private:
@@ -74,41 +87,37 @@ struct WaitingMainloop : Base {
   }
 
   std::uint64_t seen_ = 0;
+  Waits const* waits_ = nullptr;  // null: the block had no tile
 };
 
 template <class C>
-struct AGGemm {
+struct AGGemmParts {
   using Visitor = visit::Activated<C>;
   using Epilogue = sm90::Epilogue<C, typename Visitor::Node, typename C::Output>;
   using Mainloop = WaitingMainloop<sm90::Mainloop<C, Epilogue>, C::kTileM>;
   using Kernel =
       sm90::Kernel<C, Mainloop, Epilogue,
                    std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>;
-  using Launch = Launcher<C, Kernel>;
-  static constexpr int kTileM = C::kTileM;
-  static constexpr int kTileN = C::kTileN;
-  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
 
-  static typename Launch::Arguments arguments(FluxGemmArgs const& args) {
-    auto out = Launch::arguments(args);
+  static bool accepts(FluxGemmArgs const& args) { return args.order.world <= kMaxRuns; }
+  static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
     out.mainloop.waits = {args.signals, comm_tiling(args), args.sync};
     out.epilogue.thread = Visitor::arguments(args);
     out.epilogue.ptr_D = static_cast<typename C::Output*>(args.d);
     cute::get<0>(out.epilogue.dD) = args.ldd;
-    out.scheduler = scheduler_arguments<typename Launch::Scheduler>(
+    out.scheduler = scheduler_arguments<typename Kernel::TileScheduler>(
         tile_map(
             tile_order(args, OpKind::kAGGemm, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),
         args.sync);
-    return out;
   }
-  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
-    return Launch::workspace(arguments(*args));
-  }
-  static int prepare(int device) { return Launch::prepare(device); }
-  static int launch(FluxGemmArgs const* args, void* stream) {
-    if (args->order.world > kMaxRuns) return FLUX_REFUSED;
-    return Launch::run(*args, arguments(*args), stream);
+  static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
+    params.mainloop.waits.sync = sync;
+    if constexpr (kTraced) {
+      params.mainloop.sync = params.epilogue.sync = params.scheduler.sync = sync;
+    }
   }
 };
+template <class C>
+struct AGGemm : Offered<C, AGGemmParts<C>> {};
 
 }  // namespace flux::sm90

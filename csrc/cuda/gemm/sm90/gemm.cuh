@@ -3,18 +3,20 @@
 // CUTLASS is copied.
 #pragma once
 
+#include <atomic>
+
 #include "cuda/gemm/kernel.cuh"
 #include "cuda/gemm/sm90/stamped.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
+#include "cuda/launch_cache.h"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
+#include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 #include "cutlass/epilogue/thread/activation.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
-#include "cutlass/util/packed_stride.hpp"
 
 namespace flux::sm90 {
 
@@ -60,13 +62,14 @@ using Mainloop = StampedMainloop<typename cutlass::gemm::collective::CollectiveB
     typename Types<C>::MainloopSchedule>::CollectiveOp>;
 
 // CUTLASS's epilogue around an epilogue visitor tree. D is void when the tree stores by itself.
-template <class C, class Visitor, class D>
+template <class C, class Visitor, class D,
+          class EpilogueTile = cutlass::epilogue::collective::EpilogueTileAuto>
 using Epilogue = StampedEpilogue<
     typename cutlass::epilogue::collective::CollectiveBuilder<
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Types<C>::Tile,
-        typename Types<C>::Cluster, cutlass::epilogue::collective::EpilogueTileAuto, float, float,
-        void, typename Types<C>::LayoutD, Types<C>::kAlignmentD, D, typename Types<C>::LayoutD,
-        Types<C>::kAlignmentD, typename Types<C>::EpilogueSchedule, Visitor>::CollectiveOp,
+        typename Types<C>::Cluster, EpilogueTile, float, float, void, typename Types<C>::LayoutD,
+        Types<C>::kAlignmentD, D, typename Types<C>::LayoutD, Types<C>::kAlignmentD,
+        typename Types<C>::EpilogueSchedule, Visitor>::CollectiveOp,
     Types<C>::kPingpong>;
 
 namespace visit {
@@ -142,40 +145,141 @@ template <class C, class Mainloop, class Epilogue, class Scheduler>
 struct Kernel : cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
                                                      Epilogue, Scheduler> {};
 
-// Launches a GemmUniversal kernel. `Op` provides kOp and the arguments of the collectives.
-template <class C, class Kernel>
+// Launches a GemmUniversal kernel, as GemmUniversalAdapter of CUTLASS does, but what that asks of the
+// driver for each launch (attributes of the kernel, tensor maps) is asked once: by prepare(), or for
+// the first of the launches that differ in FluxSync alone. `Parts` has the Kernel, and the functions
+//   accepts      whether the kernel can do what the arguments say, as far as CUTLASS does not know
+//   complete     sets the arguments that are about the op
+//   set_sync     puts the FluxSync of a launch into parameters that were made for another
+template <class C, class Parts>
 struct Launcher {
-  using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
-  using Arguments = typename Adapter::Arguments;
-  using Scheduler = typename Kernel::TileScheduler;
-  static constexpr int kTileM = C::kTileM;
-  static constexpr int kTileN = C::kTileN;
+  using Kernel = typename Parts::Kernel;
+  using Arguments = typename Kernel::Arguments;
+  using Params = typename Kernel::Params;
+  static constexpr int kClusterSize = C::kClusterM * C::kClusterN;
 
-  // The launch needs the occupancy of the kernel: asking loads its code too.
+  // Loads the code, since asking for attributes does.
   static int prepare(int device) {
     int before = 0;
     cudaError_t status = cudaGetDevice(&before);
     if (status == cudaSuccess) status = cudaSetDevice(device);
-    if (status != cudaSuccess) return status;
-    status = cudaFuncSetAttribute(cutlass::device_kernel<Kernel>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
+    if (status != cudaSuccess) return static_cast<int>(status);
+    constexpr auto kKernel = &cutlass::device_kernel<Kernel>;
+    status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   Kernel::SharedStorageSize);
     cudaFuncAttributes attributes;
+    if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kKernel);
+    int sms = 0;
+    int clusters = 0;
     if (status == cudaSuccess) {
-      status = cudaFuncGetAttributes(&attributes, cutlass::device_kernel<Kernel>);
+      status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    }
+    if (status == cudaSuccess && kClusterSize > 1) {
+      Launch launch(dim3(C::kClusterM, C::kClusterN), nullptr);
+      if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess) {
+        cudaGetLastError();
+        clusters = 0;  // CUTLASS estimates them
+      }
     }
     const cudaError_t restored = cudaSetDevice(before);
-    return status != cudaSuccess ? status : restored;
+    if (status == cudaSuccess) status = restored;
+    if (status == cudaSuccess && device >= 0 && device < kDevices) {
+      clusters_of()[device] = clusters;
+      sms_of()[device] = sms;
+    }
+    return static_cast<int>(status);
   }
 
-  static cutlass::KernelHardwareInfo hardware(FluxGemmArgs const& args) {
+  static std::uint64_t workspace_bytes(FluxGemmArgs const& args) {
     cutlass::KernelHardwareInfo info;
-    info.device_id = args.device;
-    info.sm_count = args.sm_count;  // 0: the adapter asks the device
-    return info;
+    if (hardware(args, &info) != 0) return 0;
+    return Kernel::get_workspace_size(arguments(args, info));
   }
 
-  static Arguments arguments(FluxGemmArgs const& args) {
+  static int launch(FluxGemmArgs const& args, void* stream) {
+    if (!Parts::accepts(args)) return FLUX_REFUSED;
+    auto* queue = static_cast<cudaStream_t>(stream);
+    cutlass::KernelHardwareInfo info;
+    if (const int status = hardware(args, &info); status != 0) return status;
+    const LaunchKey key = launch_key(args);
+    std::optional<Params> params = cache().find(key);
+    if (!params || Types<C>::kStreamK) {
+      const Arguments given = arguments(args, info);
+      if (!params) {
+        if (!Kernel::can_implement(given)) return FLUX_REFUSED;
+        if (Kernel::get_workspace_size(given) > args.workspace_bytes) return FLUX_TOO_SMALL;
+        params = Kernel::to_underlying_arguments(given, args.workspace);
+        cache().keep(key, *params);
+      }
+      // Stream-K counts in its workspace, from zero in each launch.
+      const auto status = Kernel::initialize_workspace(given, args.workspace, queue);
+      if (status != cutlass::Status::kSuccess) return failure(cudaGetLastError());
+    }
+    Parts::set_sync(*params, args.sync);
+    Launch start(Kernel::get_grid_shape(*params), queue);
+    void* values[] = {&*params};
+    const auto* kernel = reinterpret_cast<void const*>(&cutlass::device_kernel<Kernel>);
+    const cudaError_t status = cudaLaunchKernelExC(&start.config, kernel, values);
+    if (status == cudaSuccess) return FLUX_OK;
+    cudaGetLastError();  // it is returned, and not to be found again later
+    return static_cast<int>(status);
+  }
+
+ private:
+  static constexpr int kDevices = 64;  // whose properties are kept; no host has more
+
+  struct Launch {
+    Launch(dim3 grid, cudaStream_t stream) {
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {C::kClusterM, C::kClusterN, 1};
+      config.gridDim = grid;
+      config.blockDim = Kernel::get_block_shape();
+      config.dynamicSmemBytes = Kernel::SharedStorageSize;
+      config.stream = stream;
+      config.attrs = &cluster;
+      config.numAttrs = kClusterSize > 1 ? 1 : 0;
+    }
+    Launch(Launch const&) = delete;
+
+    cudaLaunchAttribute cluster{};
+    cudaLaunchConfig_t config{};
+  };
+
+  static LaunchCache<Params>& cache() {
+    static LaunchCache<Params> kept;
+    return kept;
+  }
+  static std::atomic<int>* sms_of() {
+    static std::atomic<int> count[kDevices];
+    return count;
+  }
+  static std::atomic<int>* clusters_of() {
+    static std::atomic<int> count[kDevices];
+    return count;
+  }
+
+  static int failure(cudaError_t error) {
+    return error != cudaSuccess ? static_cast<int>(error) : FLUX_REFUSED;
+  }
+
+  // Multiprocessors to use, and clusters that fit on them: CUTLASS would compute those from an H100's
+  // number of multiprocessors per GPC, which for four blocks a cluster leaves some of them idle.
+  static int hardware(FluxGemmArgs const& args, cutlass::KernelHardwareInfo* info) {
+    if (args.device < 0 || args.device >= kDevices) return FLUX_REFUSED;
+    if (sms_of()[args.device] == 0) {
+      if (const int status = prepare(args.device); status != 0) return status;
+    }
+    const int sms = args.sm_count > 0 ? args.sm_count : sms_of()[args.device].load();
+    info->device_id = args.device;
+    info->sm_count = max_of(sms, kClusterSize);
+    if (kClusterSize > 1) {
+      info->max_active_clusters =
+          min_of(clusters_of()[args.device].load(), info->sm_count / kClusterSize);
+    }
+    return 0;
+  }
+
+  static Arguments arguments(FluxGemmArgs const& args, cutlass::KernelHardwareInfo const& info) {
     using Element = typename C::Element;
     Arguments out{};
     out.mode = cutlass::gemm::GemmUniversalMode::kGemm;
@@ -188,55 +292,52 @@ struct Launcher {
     } else {
       cute::get<0>(out.mainloop.dB) = args.ldb;
     }
-    out.hw_info = hardware(args);
+    out.hw_info = info;
     if constexpr (kTraced) out.mainloop.sync = out.epilogue.sync = args.sync;
+    Parts::complete(out, args);
     return out;
   }
+};
 
-  static std::uint64_t workspace(Arguments const& args) {
-    return Adapter::get_workspace_size(args);
+// The functions of one kernel, as FLUX_KERNEL takes them.
+template <class C, class Parts>
+struct Offered {
+  using Kernel = typename Parts::Kernel;
+  using Launch = Launcher<C, Parts>;
+  static constexpr int kTileM = C::kTileM;
+  static constexpr int kTileN = C::kTileN;
+  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
+
+  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
+    return Launch::workspace_bytes(*args);
   }
-
-  static int run(FluxGemmArgs const& args, Arguments const& arguments, void* stream) {
-    if (Kernel::can_implement(arguments) == false) return FLUX_REFUSED;
-    if (workspace(arguments) > args.workspace_bytes) return FLUX_TOO_SMALL;
-    Adapter adapter;
-    const cutlass::Status status =
-        adapter.run(arguments, args.workspace, static_cast<cudaStream_t>(stream));
-    if (status == cutlass::Status::kSuccess) return FLUX_OK;
-    const cudaError_t error = cudaGetLastError();
-    return error != cudaSuccess ? static_cast<int>(error) : FLUX_REFUSED;
+  static int prepare(int device) { return Launch::prepare(device); }
+  static int launch(FluxGemmArgs const* args, void* stream) {
+    return Launch::launch(*args, stream);
   }
 };
 
 // The plain GEMM: CUTLASS as it is. The yardstick of the fused kernels, and what they fall back to.
 template <class C>
-struct Gemm {
+struct GemmParts {
   using Visitor = visit::Activated<C>;
   using Epilogue = sm90::Epilogue<C, typename Visitor::Node, typename C::Output>;
   using Kernel =
       sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue,
                    std::conditional_t<Types<C>::kStreamK, cutlass::gemm::StreamKScheduler,
                                       cutlass::gemm::PersistentScheduler>>;
-  using Launch = Launcher<C, Kernel>;
-  static constexpr int kTileM = C::kTileM;
-  static constexpr int kTileN = C::kTileN;
-  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = nullptr;
 
-  static typename Launch::Arguments arguments(FluxGemmArgs const& args) {
-    auto out = Launch::arguments(args);
+  static bool accepts(FluxGemmArgs const&) { return true; }
+  static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
     out.epilogue.thread = Visitor::arguments(args);
     out.epilogue.ptr_D = static_cast<typename C::Output*>(args.d);
     cute::get<0>(out.epilogue.dD) = args.ldd;
-    return out;
   }
-  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
-    return Launch::workspace(arguments(*args));
-  }
-  static int prepare(int device) { return Launch::prepare(device); }
-  static int launch(FluxGemmArgs const* args, void* stream) {
-    return Launch::run(*args, arguments(*args), stream);
+  static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
+    if constexpr (kTraced) params.mainloop.sync = params.epilogue.sync = sync;
   }
 };
+template <class C>
+struct Gemm : Offered<C, GemmParts<C>> {};
 
 }  // namespace flux::sm90

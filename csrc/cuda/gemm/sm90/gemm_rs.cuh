@@ -5,15 +5,19 @@
 
 #include "cuda/gemm/reduce.cuh"
 #include "cuda/gemm/sm90/scatter_store.cuh"
+#include "cuda/gemm/sm90/slim_epilogue.cuh"
 
 namespace flux::sm90 {
 
 template <class C>
-struct GemmRS {
+struct GemmRSParts {
   using Output = typename C::Output;
+  // Rows of 128 bytes are what a link and the swizzle of shared memory like best; CUTLASS would choose 64.
+  static constexpr int kStoreRows = Types<C>::kPingpong ? 64 : 128;
+  static constexpr int kStoreColumns = C::kTileN % 64 == 0 ? 64 : 32;
+  using EpilogueTile = cute::Shape<cute::Int<kStoreRows>, cute::Int<kStoreColumns>>;
   using Descriptor = cutlass::epilogue::collective::detail::EpilogueDescriptor<
-      typename Types<C>::Tile, cutlass::epilogue::collective::EpilogueTileAuto, void, Output,
-      typename Types<C>::EpilogueSchedule>;
+      typename Types<C>::Tile, EpilogueTile, void, Output, typename Types<C>::EpilogueSchedule>;
   using Stride = cute::Stride<std::int64_t, cute::_1, cute::_0>;
   using Aux = cutlass::epilogue::collective::detail::AuxStoreDescriptor<Descriptor, Stride, Output>;
   using CopyOp = std::conditional_t<C::kReduce == Reduce::kInFlight, cute::SM90_TMA_REDUCE_ADD,
@@ -23,35 +27,37 @@ struct GemmRS {
                                  Stride, typename Aux::SmemLayoutAtom, typename Aux::CopyOpR2S>,
                              CopyOp>;
   using Visitor = cutlass::epilogue::fusion::Sm90EVT<Store, typename visit::Scaled<C>::Node>;
-  using Epilogue = sm90::Epilogue<C, Visitor, void>;
+  using Epilogue = SlimEpilogue<sm90::Epilogue<C, Visitor, void, EpilogueTile>>;
   using Kernel =
       sm90::Kernel<C, sm90::Mainloop<C, Epilogue>, Epilogue,
                    std::conditional_t<Types<C>::kStreamK, OrderedStreamK, OrderedPersistent>>;
-  using Launch = Launcher<C, Kernel>;
-  static constexpr int kTileM = C::kTileM;
-  static constexpr int kTileN = C::kTileN;
-  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = &reduce_partials<Output>;
 
-  static typename Launch::Arguments arguments(FluxGemmArgs const& args) {
-    auto out = Launch::arguments(args);
+  static bool accepts(FluxGemmArgs const& args) {
+    return args.order.world <= FLUX_MAX_WORLD && args.guard_rows >= kGuardRows;
+  }
+  static void complete(typename Kernel::Arguments& out, FluxGemmArgs const& args) {
     out.epilogue.thread = {visit::Scaled<C>::arguments(args),
-                           {scatter_targets(args, kTileM, kTileN)}};
-    out.scheduler = scheduler_arguments<typename Launch::Scheduler>(
+                           {scatter_targets(args, C::kTileM, C::kTileN)}};
+    out.scheduler = scheduler_arguments<typename Kernel::TileScheduler>(
         tile_map(
             tile_order(args, OpKind::kGemmRS, C::kTileM * C::kClusterM, C::kTileN * C::kClusterN)),
         args.sync);
-    return out;
   }
-  static std::uint64_t workspace_bytes(FluxGemmArgs const* args) {
-    return Launch::workspace(arguments(*args));
+  static void set_sync(typename Kernel::Params& params, FluxSync const& sync) {
+    params.epilogue.thread.op_1.targets.sync = sync;
+    if constexpr (kTraced) {
+      params.mainloop.sync = params.epilogue.sync = params.scheduler.sync = sync;
+    }
   }
+};
+
+template <class C>
+struct GemmRS : Offered<C, GemmRSParts<C>> {
+  using Output = typename C::Output;
+  static constexpr int (*kReduce)(FluxReduceArgs const*, void*) = &reduce_partials<Output, true>;
   static int prepare(int device) {
-    const int status = Launch::prepare(device);
+    const int status = GemmRS::Launch::prepare(device);
     return status != 0 ? status : prepare_reduce<Output>();
-  }
-  static int launch(FluxGemmArgs const* args, void* stream) {
-    if (args->order.world > FLUX_MAX_WORLD) return FLUX_REFUSED;
-    return Launch::run(*args, arguments(*args), stream);
   }
 };
 

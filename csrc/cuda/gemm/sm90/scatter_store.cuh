@@ -1,11 +1,14 @@
 // The store of GEMM + ReduceScatter: an epilogue visitor that sends each tile to the owner of its
 // rows (Flux paper, 3.1 and Algorithm 1), and then tells the owner.
 //
-// There is one TMA tensor map per owner, of exactly the rows that the owner has and that this rank
-// fills there. A tile's coordinates are made relative to that map. TMA leaves out what lies beyond a
-// map on either side, coordinates below zero included, so a tile that straddles owners is stored once
-// for each of them and every row lands with its owner only; ragged tails of M and N are clipped in
-// the same way. Nothing is padded, and there is no second path of plain stores.
+// There is one TMA tensor map per owner: kGuardRows rows in front of the slot, then exactly the rows
+// that the owner has (core/scatter.h). A tile's coordinates are made relative to that map. A tile that
+// straddles owners is stored once for each of them. TMA leaves out what lies behind the end of a map,
+// so rows of the next owner, and ragged tails of M and N, go nowhere. A store must not begin at a
+// negative coordinate, and none does: a box is at most kGuardRows high and has a row of the owner, so
+// rows of the owner before it land in the guard. The guard is memory in front of each slot that
+// no reduction, no copy and no relay has in its range; what it holds, sums of reduce = in_flight
+// included, is never read. There is no second path of plain stores.
 //
 // Ordering, per tile:
 //   1. before its first store to an owner the block waits for the owner's entry of this call: by then
@@ -17,6 +20,7 @@
 //      link; a tile later nothing is left to wait for. Flags hold the epoch: never reset.
 #pragma once
 
+#include "cuda/gemm/reduce.cuh"
 #include "cuda/gemm/sm90/gemm.cuh"
 #include "cuda/sync.cuh"
 
@@ -62,7 +66,8 @@ struct ScatterStore : Base {
     return cutlass::Status::kSuccess;
   }
 
-  // The base's own map only gives the shape of things: coordinates of the whole [M, N].
+  // The base's own map only gives the shape of things: coordinates of the whole [M, N]. What it points
+  // to is not stored to.
   template <class Problem>
   static Params to_underlying_arguments(Problem const& problem, Arguments const& args,
                                         void* workspace) {
@@ -72,12 +77,11 @@ struct ScatterStore : Base {
     Stride stride{};
     cute::get<0>(stride) = to.ld;
     const auto map_of = [&](int owner) {
-      auto* base = static_cast<Element*>(to.slots[owner]);
-      const int rows = max_of(row_count(s.m, s.world, owner), 1);
-      return cute::make_tma_copy(
-          CopyOp{},
-          cute::make_tensor(base, cute::make_layout(cute::make_shape(rows, s.n, 1), stride)),
-          typename Base::SmemLayoutTma{});
+      auto* base = static_cast<Element*>(to.slots[owner]) - kGuardRows * to.ld;
+      const auto shape = cute::make_shape(map_rows(s, owner), s.n, 1);
+      return cute::make_tma_copy(CopyOp{},
+                                 cute::make_tensor(base, cute::make_layout(shape, stride)),
+                                 typename Base::SmemLayoutTma{});
     };
     static_cast<typename Base::Params&>(params) = Base::to_underlying_arguments(
         problem, {static_cast<Element*>(to.slots[to.rank]), stride}, workspace);
@@ -87,8 +91,13 @@ struct ScatterStore : Base {
   }
 
   CUTLASS_HOST_DEVICE ScatterStore() {}
+  // Each block comes here when it starts. Once all have, blocks of the reduction may start beside them.
   CUTLASS_HOST_DEVICE ScatterStore(Params const& params, SharedStorage const& storage)
-      : Base(params, storage), params_(&params) {}
+      : Base(params, storage), params_(&params) {
+#if defined(__CUDA_ARCH__)
+    let_reduction_start();
+#endif
+  }
 
   // Lives as long as its block works: the flags of the last tile are raised here.
   CUTLASS_HOST_DEVICE ~ScatterStore() {
@@ -97,16 +106,17 @@ struct ScatterStore : Base {
 #endif
   }
 
-  template <class BaseCallbacks, class Shift>
+  template <class BaseCallbacks, class Shift, int kBoxRows>
   struct Callbacks : BaseCallbacks {
+    static_assert(kBoxRows <= kGuardRows, "a box may begin before the guard of a slot");
+
     CUTLASS_DEVICE Callbacks(BaseCallbacks&& base, Shift shift, ScatterStore* store, int tile_m,
-                             int tile_n, int epilogue_rows, int thread)
+                             int tile_n, int thread)
         : BaseCallbacks(static_cast<BaseCallbacks&&>(base)),
           shift_(shift),
           store_(store),
           tile_m_(tile_m),
           tile_n_(tile_n),
-          epilogue_rows_(epilogue_rows),
           thread_(thread) {}
 
     CUTLASS_DEVICE void begin() {
@@ -118,15 +128,15 @@ struct ScatterStore : Base {
     CUTLASS_DEVICE void tma_store(int epi_m, int epi_n, int iteration, bool issue) {
       if (!issue || !cute::elect_one_sync()) return;
       const ScatterTiling& s = store_->params_->targets.tiling;
-      const int first = tile_m_ * s.tile_m + epi_m * epilogue_rows_;
-      const Range owners = owners_of_rows(s.m, s.world, first, first + epilogue_rows_);
+      const int first = tile_m_ * s.tile_m + epi_m * kBoxRows;
+      const Range owners = owners_of_rows(s.m, s.world, first, first + kBoxRows);
       auto source = this->bSG_sAux(cute::_, cute::_, cute::_, iteration % kStages);
       auto target = this->bSG_gAux(cute::_, cute::_, cute::_, epi_m, epi_n);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int owner = owners.begin; owner < owners.end; ++owner) {
         if (!store_->may_write(owner)) continue;
-        auto moved = cute::make_tensor(target.data() + shift_(row_begin(s.m, s.world, owner)),
-                                       target.layout());
+        auto moved =
+            cute::make_tensor(target.data() + shift_(map_row(s, owner, 0)), target.layout());
         cute::copy(store_->params_->maps[owner], source, moved);
       }
     }
@@ -144,7 +154,6 @@ struct ScatterStore : Base {
     ScatterStore* store_;
     int tile_m_;
     int tile_n_;
-    int epilogue_rows_;
     int thread_;
   };
 
@@ -155,11 +164,12 @@ struct ScatterStore : Base {
     auto [m, n, k, l] = args.problem_shape_mnkl;
     auto [tile_m, tile_n, tile_k, tile_l] = args.tile_coord_mnkl;
     const auto layout = params_->tma_store_aux.get_tma_tensor(cute::make_shape(m, n, l)).layout();
-    // Coordinates of a row of [M, N] become those in the map of an owner whose rows begin there.
-    auto shift = [layout](int rows) { return layout(cute::make_coord(-rows, 0, 0)); };
-    return Callbacks<decltype(base), decltype(shift)>(
-        static_cast<decltype(base)&&>(base), shift, this, tile_m, tile_n,
-        static_cast<int>(cute::size<0>(args.epi_tile)), args.thread_idx);
+    // From coordinates in [M, N] to those in the map of an owner, where row 0 of [M, N] is at `rows`.
+    // The layout is linear in each mode, so negative distances are as good as positive ones.
+    auto shift = [layout](int rows) { return layout(cute::make_coord(rows, 0, 0)); };
+    constexpr int kBoxRows = cute::size<0>(decltype(args.epi_tile){});
+    return Callbacks<decltype(base), decltype(shift), kBoxRows>(
+        static_cast<decltype(base)&&>(base), shift, this, tile_m, tile_n, args.thread_idx);
   }
 
  private:
