@@ -4,7 +4,8 @@
 
 Eight ranks, with one communication tile each as in decoding, and with M = 8192 of the Flux paper.
 `native` is the one native call that puts everything on streams, without the driver's own time;
-`Python` is all else of op(x, weight): checks, outputs, and the way there. Medians over batches of
+`Python` is all else of op(x, weight): checks and the way there, without the memory of the result,
+which a GPU's allocator keeps and the CPU's maps anew when it is large. Medians over batches of
 calls. `driver calls` are those of one call: launches, copies, events, batches of memory operations.
 """
 
@@ -57,7 +58,7 @@ class NullDevice:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        self.calls = self._library.null_calls
+        self._library.null_listed.restype = ctypes.c_char_p
         self.driver = _C.Driver(str(library))
         config = GemmConfig("ag_gemm", "90a", "bf16", (128, 128, 64), "pingpong")
         kernels = {
@@ -65,6 +66,12 @@ class NullDevice:
             for op in ("ag_gemm", "gemm_rs")
         }
         self.registry = NullRegistry((), kernels, (), (), ())
+
+    def calls_of(self, call: Callable[[], object]) -> list[str]:
+        """Names of the driver calls that ``call`` makes."""
+        self._library.null_list()
+        call()
+        return str(self._library.null_listed().decode()).splitlines()
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype)
@@ -135,6 +142,24 @@ class Recorded:
         return call
 
 
+def in_short(calls: list[str]) -> str:
+    """Names one after the other, what is repeated once: "copy, 7 x (wait, copy), kernel"."""
+    parts, at = [], 0
+    while at < len(calls):
+        best = (1, 1)  # calls of a group, times
+        for size in (1, 2, 3):
+            group, times = calls[at : at + size], 1
+            while calls[at + times * size : at + (times + 1) * size] == group:
+                times += 1
+            if times > 1 and times * size > best[0] * best[1]:
+                best = (size, times)
+        size, times = best
+        text = ", ".join(calls[at : at + size])
+        parts.append(text if times == 1 else f"{times} x ({text})")
+        at += size * times
+    return ", ".join(parts)
+
+
 def rows_of_nothing(rows: int, columns: int) -> torch.Tensor:
     """A tensor of that shape without gaps, whose memory is not touched."""
     return torch.empty(rows, columns, dtype=torch.bfloat16)
@@ -157,11 +182,11 @@ def measure(device: NullDevice, op: str, size: str) -> dict[str, Any]:
         made(x, weight)
         backend.native = recorded._native
         with torch.no_grad():
-            before = device.calls()
-            made(x, weight)
-            calls = device.calls() - before
+            calls = device.calls_of(lambda: made(x, weight))
             whole = microseconds(lambda: made(x, weight))
             native = microseconds(recorded.last)
+            shape = made(x, weight).shape
+            result = microseconds(lambda: x.new_empty(shape))
         made.close()
     return {
         "op": op,
@@ -169,10 +194,12 @@ def measure(device: NullDevice, op: str, size: str) -> dict[str, Any]:
         "m": m,
         "n": n,
         "k": k,
-        "driver_calls": calls,
+        "driver_calls": len(calls),
+        "order": in_short(calls),
         "comm_tile_rows": knobs.comm_tile_rows,
         "whole_us": whole,
         "native_us": native,
+        "result_us": result,
     }
 
 
@@ -180,12 +207,15 @@ def table(content: dict[str, Any]) -> str:
     """Markdown of one run."""
     rows = []
     for entry in content["ops"]:
-        whole, native = (statistics.median(entry[f"{key}_us"]) for key in ("whole", "native"))
+        whole, native, result = (
+            statistics.median(entry[f"{key}_us"]) for key in ("whole", "native", "result")
+        )
         name = f"{entry['op']} {entry['m']} x {entry['n']} x {entry['k']}"
-        figures = (native, whole - native, whole)
+        figures = (native, whole - native - result, whole - result)
         rows.append([name, str(entry["driver_calls"]), *(f"{figure:.1f}" for figure in figures)])
     header = [f"{content['world']} ranks", "driver calls", "native us", "Python us", "in all us"]
-    return f"{markdown(header, rows)}\n\n{content['device']}"
+    orders = [f"{e['op']}, M = {e['m']}: {e['order']}" for e in content["ops"]]
+    return "\n".join([markdown(header, rows), "", *orders, "", content["device"]])
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 // A CUDA driver and kernels that do nothing, at once: what is left is what the host does for a call. Calls
-// of the driver, launches among them, are counted.
+// of the driver, launches among them, are listed if somebody asks for it.
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "cuda/abi.h"
 
@@ -9,21 +10,32 @@ namespace {
 
 std::uint64_t no_workspace(const FluxGemmArgs*) { return 0; }
 int prepare(int) { return FLUX_OK; }
-int calls = 0;  // of one thread
-int counted() {
-  ++calls;
+// Of one thread.
+bool listing = false;
+std::string list;
+
+int counted(const char* name) {
+  if (listing) list += std::string(name) + "\n";
   return FLUX_OK;
 }
-int launch(const FluxGemmArgs*, void*) { return counted(); }
-int meet(const FluxMeetArgs*, void*) { return counted(); }
-int reduce(const FluxReduceArgs*, void*) { return counted(); }
+int launch(const FluxGemmArgs*, void*) { return counted("kernel"); }
+int meet(const FluxMeetArgs*, void*) { return counted("meet"); }
+int reduce(const FluxReduceArgs*, void*) { return counted("reduction"); }
 int handle;  // what streams and events point to
 
 }  // namespace
 
 extern "C" {
 
-int null_calls() { return calls; }
+// Lists the calls from now on, one in a line.
+void null_list() {
+  listing = true;
+  list.clear();
+}
+const char* null_listed() {
+  listing = false;
+  return list.c_str();
+}
 
 extern const FluxKernel flux_null_ag_gemm = {FLUX_ABI_VERSION,
                                              sizeof(FluxGemmArgs),
@@ -68,17 +80,23 @@ int cuEventCreate(void** event, unsigned) {
   return 0;
 }
 int cuEventDestroy_v2(void*) { return 0; }
-int cuEventRecord(void*, void*) { return counted(); }
+int cuEventRecord(void*, void*) { return counted("record"); }
 int cuEventElapsedTime(float* ms, void*, void*) {
   *ms = 0;
   return 0;
 }
-int cuStreamWaitEvent(void*, void*, unsigned) { return counted(); }
-int cuMemcpyAsync(std::uintptr_t, std::uintptr_t, std::size_t, void*) { return counted(); }
-int cuStreamWriteValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) { return counted(); }
-int cuStreamWaitValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) { return counted(); }
-int cuStreamBatchMemOp_v2(void*, unsigned, void*, unsigned) { return counted(); }
-int cuMemsetD32Async(std::uintptr_t, unsigned, std::size_t, void*) { return counted(); }
+int cuStreamWaitEvent(void*, void*, unsigned) { return counted("wait"); }
+int cuMemcpyAsync(std::uintptr_t, std::uintptr_t, std::size_t, void*) { return counted("copy"); }
+int cuStreamWriteValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) {
+  return counted("write");
+}
+int cuStreamWaitValue32_v2(void*, std::uintptr_t, std::uint32_t, unsigned) {
+  return counted("await");
+}
+int cuStreamBatchMemOp_v2(void*, unsigned count, void*, unsigned) {
+  return counted(("memory operations " + std::to_string(count)).c_str());
+}
+int cuMemsetD32Async(std::uintptr_t, unsigned, std::size_t, void*) { return counted("fill"); }
 int cuStreamGetCaptureInfo_v2(void*, int* status, std::uint64_t*, void**, const void**,
                               std::size_t*) {
   *status = 0;

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,3 +253,62 @@ def _without_device(rank: int, world: int) -> None:
         flux.AGGemm(max_m=8, n=8, k=8, dtype=BF16, backend="cuda")
     with pytest.raises(ValueError, match=r"backend cuda, transport must be None or 'symm_mem'"):
         flux.AGGemm(max_m=8, n=8, k=8, dtype=BF16, backend="cuda", transport="shm")
+
+
+def _pair(group: str = "some") -> Any:
+    """An exchange of two ranks that say the same."""
+    return SimpleNamespace(
+        rank=0,
+        world=2,
+        label="AGGemm",
+        group=SimpleNamespace(group_name=group),
+        all_gather=lambda value: [value] * 2,
+    )
+
+
+def test_memory_is_no_block_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's pool hands out freed blocks again, others on other ranks (pytorch #190977)."""
+    asked = []
+
+    class Direct:
+        @staticmethod
+        def empty_strided_p2p(
+            size: Any, stride: Any, dtype: torch.dtype, device: Any
+        ) -> torch.Tensor:
+            asked.append((*size, *stride))
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def rendezvous(own: torch.Tensor, group: str) -> Any:
+        assert group == "some" and own.storage_offset() == 0
+        return SimpleNamespace(get_buffer=lambda rank, size, dtype: own.view(dtype).view(size))
+
+    def pooled(*_: object, **__: object) -> None:
+        raise AssertionError("memory of torch's pool")
+
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", Direct)
+    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", rendezvous)
+    monkeypatch.setattr("torch.distributed._symmetric_memory.empty", pooled)
+    device = SimpleNamespace(torch_device=torch.device("cpu"))
+    _, buffers = symm_mem._map_everywhere(_pair(), device, 512)  # type: ignore[arg-type]
+    assert asked == [(512, 1)] and [b.numel() for b in buffers] == [512, 512]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_that_share_a_gpu_try_no_multicast(
+    monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """A device cannot be in a multicast group twice, and torch raises."""
+    tried = []
+
+    def mapped(*_: object) -> Any:
+        tried.append(True)
+        return (None, SimpleNamespace(multicast_ptr=1)), []
+
+    monkeypatch.setattr(symm_mem, "_has_multicast", lambda device: True)
+    monkeypatch.setattr(symm_mem, "_map_everywhere", mapped)
+    exchange = _pair()
+    if apart:
+        exchange.all_gather = lambda value: ["gpu", "another"] if value == "gpu" else [value] * 2
+    device = SimpleNamespace(identity="gpu", sm_count=8)
+    assert symm_mem.SymmMem(exchange, device).multicast is apart  # type: ignore[arg-type]
+    assert bool(tried) is apart
