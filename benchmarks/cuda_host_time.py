@@ -203,19 +203,31 @@ def measure(device: NullDevice, op: str, size: str) -> dict[str, Any]:
     }
 
 
-def table(content: dict[str, Any]) -> str:
-    """Markdown of one run."""
+def medians(entry: dict[str, Any]) -> tuple[float, float]:
+    """(native, Python) us of a call, without the memory of the result."""
+    native, whole, result = (
+        statistics.median(entry[f"{key}_us"]) for key in ("native", "whole", "result")
+    )
+    return native, whole - native - result
+
+
+def table(content: dict[str, Any], before: dict[str, Any] | None = None) -> str:
+    """Markdown of one run; with ``before``, of an earlier version, its figures in brackets."""
     rows = []
-    for entry in content["ops"]:
-        whole, native, result = (
-            statistics.median(entry[f"{key}_us"]) for key in ("whole", "native", "result")
-        )
-        name = f"{entry['op']} {entry['m']} x {entry['n']} x {entry['k']}"
-        figures = (native, whole - native - result, whole - result)
-        rows.append([name, str(entry["driver_calls"]), *(f"{figure:.1f}" for figure in figures)])
-    header = [f"{content['world']} ranks", "driver calls", "native us", "Python us", "in all us"]
-    orders = [f"{e['op']}, M = {e['m']}: {e['order']}" for e in content["ops"]]
-    return "\n".join([markdown(header, rows), "", *orders, "", content["device"]])
+    for number, entry in enumerate(content["ops"]):
+        figures = [str(entry["driver_calls"]), *(f"{us:.1f}" for us in medians(entry))]
+        if before is not None:
+            old = before["ops"][number]
+            were = [str(old["driver_calls"]), *(f"{us:.1f}" for us in medians(old))]
+            figures = [f"{now} ({was})" for now, was in zip(figures, were, strict=True)]
+        rows.append([f"{entry['op']} {entry['m']} x {entry['n']} x {entry['k']}", *figures])
+    header = [f"{content['world']} ranks, M x N x K", "driver calls", "native us", "Python us"]
+    return f"{markdown(header, rows)}\n\n{content['device']}"
+
+
+def orders(content: dict[str, Any]) -> str:
+    """What each call asks of the driver, in order."""
+    return "\n".join(f"{e['op']}, M = {e['m']}: {e['order']}" for e in content["ops"])
 
 
 def main() -> None:
@@ -233,7 +245,7 @@ def main() -> None:
         "versions": host.versions(),
         "ops": found,
     }  # fmt: skip
-    print(table(content))
+    print(table(content), orders(content), sep="\n\n")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -86,7 +86,10 @@ def growth() -> str:
 
 def cuda_host() -> str:
     """The table of cuda_host_time.py."""
-    return cuda_host_time.table(load(RESULTS / "cuda_host_time.json"))
+    found, before = (
+        load(RESULTS / f"{name}.json") for name in ("cuda_host_time", "cuda_host_time_before")
+    )
+    return cuda_host_time.table(found, before)
 
 
 def tuned() -> str:

@@ -52,6 +52,7 @@ inline int __syncthreads_and(int vote) {
   __syncthreads();
   return all;
 }
+inline void __syncwarp() { __syncthreads(); }  // blocks that call it are one warp
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 // Long: hundreds of threads that wait must leave the cores to those that they wait for.
 inline void __nanosleep(unsigned) { std::this_thread::sleep_for(std::chrono::microseconds(200)); }

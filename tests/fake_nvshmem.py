@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ _PTX = (
         "__atomic_store_n(word, value, __ATOMIC_RELEASE);",
     ),
     (r'asm volatile\("mov\.u64 %0, %%globaltimer;".*?\);', "now = shim::nanoseconds();"),
+    (r'asm volatile\("fence\.proxy\.[^;]*;".*?\);', ""),  # of a host, all memory is one
     (r'asm volatile\("griddepcontrol\.[^;]*;".*?\);', ""),  # launches here are never early
     # A few will do, one for each rank of a node and each other node: they are threads of the host.
     (r"constexpr int kReduceThreads = \d+;", "constexpr int kReduceThreads = 8;"),
@@ -43,6 +45,17 @@ _STANDS_FOR_OURS = ("cuda/nvls.cuh",)
 _STANDS_FOR_CUTLASS = ("cutlass/array.h", "cutlass/numeric_conversion.h")
 
 
+def as_host_code(include: Path, names: Sequence[str]) -> None:
+    """Write device sources of csrc below ``include`` as the host compiles them."""
+    for name in names:
+        text = (ROOT / "csrc" / name).read_text()
+        for pattern, replacement in _PTX:
+            text = re.sub(pattern, replacement, text, flags=re.S)
+        assert "asm volatile" not in text, f"{name} has PTX unknown here"
+        (include / name).parent.mkdir(parents=True, exist_ok=True)
+        (include / name).write_text(text)
+
+
 def build(folder: Path) -> Path:
     """The library, built with the host's C++ compiler."""
     assert ctypes.sizeof(RelayArgs) == _C.NVSHMEM_ABI[1], "RelayArgs is not FluxRelayArgs"
@@ -50,13 +63,7 @@ def build(folder: Path) -> Path:
     for name in (*_STANDS_FOR, *_STANDS_FOR_CUTLASS, *_STANDS_FOR_OURS):
         (include / name).parent.mkdir(parents=True, exist_ok=True)
         (include / name).write_text('#include "device_shim.h"\n')
-    for name in _KERNEL_SOURCES:
-        text = (ROOT / "csrc" / name).read_text()
-        for pattern, replacement in _PTX:
-            text = re.sub(pattern, replacement, text, flags=re.S)
-        assert "asm volatile" not in text, f"{name} has PTX unknown here"
-        (include / name).parent.mkdir(parents=True, exist_ok=True)
-        (include / name).write_text(text)
+    as_host_code(include, _KERNEL_SOURCES)
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     assert compiler, "no C++ compiler"
     target = folder / "libflux_nvshmem.so"

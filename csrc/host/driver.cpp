@@ -196,7 +196,7 @@ void Driver::await_signal(Stream stream, Address word, std::uint32_t value) {
 }
 
 void Driver::memory_ops(Stream stream, const std::vector<MemOp>& ops) {
-  std::vector<BatchOp> batch(std::min(ops.size(), kMostOps));
+  BatchOp batch[kMostOps];  // not initialised: calls are many and most of them small
   for (std::size_t first = 0; first < ops.size(); first += kMostOps) {
     const std::size_t count = std::min(kMostOps, ops.size() - first);
     for (std::size_t i = 0; i < count; ++i) {
@@ -205,8 +205,7 @@ void Driver::memory_ops(Stream stream, const std::vector<MemOp>& ops) {
       batch[i].word = {wait ? kOpWait : kOpWrite, op.word, op.value,
                        wait ? kWaitGreaterOrEqual : kWriteDefault, 0};
     }
-    check(entries_->batch(reinterpret_cast<void*>(stream), static_cast<unsigned>(count),
-                          batch.data(), 0),
+    check(entries_->batch(reinterpret_cast<void*>(stream), static_cast<unsigned>(count), batch, 0),
           "cuStreamBatchMemOp");
   }
 }

@@ -1,0 +1,92 @@
+// The mainloop of AllGather + GEMM: rows are awaited before they are loaded.
+#pragma once
+
+#include "core/signal.h"
+#include "cuda/sync.cuh"
+#include "cute/tensor.hpp"
+
+namespace flux::sm90 {
+
+// CUTLASS's mainloop, whose producer warp waits first. Only that warp does: consumers wait for its
+// loads as ever.
+//
+// A block meets the same rows again in other columns, and even a signal that is there costs a round
+// trip to L2 that the pipeline of loads cannot always hide. So the first 64 signals that were seen
+// are remembered (signals never go back within a call).
+template <class Base, int kTileM>
+struct WaitingMainloop : Base {
+  struct Waits {
+    const std::uint32_t* signals = nullptr;
+    CommTiling tiling{};
+    FluxSync sync{};
+  };
+  struct Arguments : Base::Arguments {
+    Waits waits;
+  };
+  struct Params : Base::Params {
+    Waits waits;
+  };
+
+  template <class Problem>
+  static Params to_underlying_arguments(Problem const& problem, Arguments const& args,
+                                        void* workspace) {
+    Params params;
+    static_cast<typename Base::Params&>(params) =
+        Base::to_underlying_arguments(problem, args, workspace);
+    params.waits = args.waits;
+    return params;
+  }
+
+  template <class Inputs, class BlockCoord, class KTileIterator>
+  CUTLASS_DEVICE void load(Params const& params, typename Base::MainloopPipeline pipeline,
+                           typename Base::PipelineState state, Inputs const& inputs,
+                           BlockCoord const& block, KTileIterator k_tile, int k_tile_count,
+                           int thread, std::uint32_t block_rank,
+                           typename Base::TensorStorage& storage) {
+    // One elected lane went through the base's loop of the tile before. Without this, the others could
+    // poll for the next tile's rows meanwhile, and take issue slots from it.
+    __syncwarp();
+    waits_ = &params.waits;
+    wait(params.waits, cute::get<0>(block));
+    Base::load(params, pipeline, state, inputs, block, k_tile, k_tile_count, thread, block_rank,
+               storage);
+  }
+
+  // After the block's last load. A peer that gives up says so in the own status before it lets its
+  // copies go (csrc/host, let_go), so signals that were raised in front of rows that never came were
+  // acquired after it: report_failure() looks at the status behind all of them.
+  CUTLASS_DEVICE void load_tail(typename Base::MainloopPipeline pipeline,
+                                typename Base::PipelineState state) {
+    Base::load_tail(pipeline, state);
+    if (waits_ != nullptr && threadIdx.x % 32 == 0) report_failure(waits_->sync);
+  }
+
+ private:
+  // All lanes of the producer warp: a lane for each signal.
+  CUTLASS_DEVICE void wait(Waits const& w, int tile) {
+    const int begin = tile * kTileM;
+    if (w.signals == nullptr || begin >= w.tiling.m) return;
+    const Range range = signals_of_rows(w.tiling, begin, min_of(begin + kTileM, w.tiling.m));
+    const std::uint64_t bits = mask(range);
+    if (bits != 0 && (seen_ & bits) == bits) return;
+    for (int index = range.begin + static_cast<int>(threadIdx.x % 32); index < range.end;
+         index += 32) {
+      await(w.signals, index, w.sync, FLUX_WAIT_GATHER, tile);
+    }
+    __syncwarp();
+    // TMA reads through the async proxy what other agents wrote: see cuda/sync.cuh.
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    seen_ |= bits;
+  }
+
+  CUTLASS_DEVICE static std::uint64_t mask(Range range) {
+    if (range.end > 64) return 0;
+    const std::uint64_t all = ~std::uint64_t{0};
+    return (range.end == 64 ? all : ~(all << range.end)) & (all << range.begin);
+  }
+
+  std::uint64_t seen_ = 0;
+  Waits const* waits_ = nullptr;  // null: the block had no tile
+};
+
+}  // namespace flux::sm90
