@@ -98,10 +98,11 @@ def reason(ranked: Sequence[tuple[float, GemmConfig]], problem: GemmProblem) -> 
 def entry(shape: Shape, model: nvidia_heuristics.Estimator | None) -> dict[str, Any]:
     """Return both choices for one shape, and the knobs that go with ours."""
     problem, configs = problem_of(shape), candidates(shape)
+    costs = [choice.cost(c, problem, SMS) for c in configs]
+    best = configs[choice.best_of(configs, costs)]
     ranked = sorted(
-        ((choice.cost(c, problem, SMS), c) for c in configs), key=lambda one: (one[0], one[1].name)
+        zip(costs, configs, strict=True), key=lambda one: (one[1] != best, one[0], one[1].name)
     )
-    best = ranked[0][1]
     knobs = resolve_cuda(
         shape.op,
         shape.m,

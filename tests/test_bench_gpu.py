@@ -144,7 +144,9 @@ def test_what_peers_are_sent_is_looked_at(
     judge_sent = loopback.RealRank._judge_sent
 
     def spoilt(self: Any, op: Any, peer: int, *rest: Any) -> Any:
-        op._backend.peers.memory.data[peer].view(torch.bfloat16)[0] += 1000
+        peers = op._backend.peers
+        first = peers.layout.slot_offset(0) // torch.bfloat16.itemsize
+        peers.memory.data[peer].view(torch.bfloat16)[first] += 1000
         return judge_sent(self, op, peer, *rest)
 
     monkeypatch.setattr(loopback.RealRank, "_judge_sent", spoilt)

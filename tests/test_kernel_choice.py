@@ -14,7 +14,7 @@ import pytest
 
 from flux.env import KERNEL_CHOICE
 from flux.kernels import nvidia_heuristics
-from flux.kernels.choice import Work, blocks_per_wave, choose, cost, cycles, divide
+from flux.kernels.choice import Work, best_of, blocks_per_wave, choose, cost, cycles, divide
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.ptxas import Usage
@@ -114,12 +114,20 @@ def test_few_rows_take_tiles_of_64_rows_whole(op: str, m: int) -> None:
 
 
 def test_whatever_is_between_avoids_an_idle_wave() -> None:
-    """M = 512: 192 tiles of 128 x 128 are 1.45 waves, whose tail stream-K shares."""
-    config = best("ag_gemm", 512)
-    assert config.schedule == "stream_k"
+    """M = 512: 128 tiles of 128 x 192 are 0.97 waves. 192 tiles of 128 x 128 are 1.45, whose tail
+    stream-K shares."""
+    assert best("ag_gemm", 512).tile[:2] == (128, 192)
     problem = GemmProblem(512, 6144, 12288, 8)
-    assert divide(config, problem, SMS).shared > 0
-    assert cost(config, problem, SMS) < cost(replace(config, schedule="pingpong"), problem, SMS)
+    assert divide(SPLIT, problem, SMS).shared > 0
+    assert cost(SPLIT, problem, SMS) < cost(replace(SPLIT, schedule="pingpong"), problem, SMS)
+
+
+def test_of_equal_costs_the_largest_tile_is_taken() -> None:
+    small = replace(SPLIT, tile=(128, 192, 64), schedule="cooperative")
+    large = replace(small, tile=(128, 256, 64))
+    assert best_of([small, large], [1.0, 1.004]) == 1
+    assert best_of([small, large], [1.0, 1.006]) == 0
+    assert best_of([large, small], [1.0, 1.0]) == 0
 
 
 def test_stream_k_gains_nothing_where_cutlass_runs_tiles_whole() -> None:

@@ -289,7 +289,8 @@ class RealRank:
                     return found
             return Verdict(True, 0.0)
         partial = right.partials[peer]
-        held = memory[: partial.expected.numel()].view(partial.expected.shape)
+        begin = peers.layout.slot_offset(REAL) // problem.torch_dtype.itemsize
+        held = memory[begin : begin + partial.expected.numel()].view(partial.expected.shape)
         found = judge_values(held.to(partial.expected.device), partial)
         if found.ok and problem.op == "gemm_ar":
             own = got[slice(*problem.rows(REAL))].double().cpu()

@@ -209,13 +209,30 @@ def cost(config: GemmConfig, problem: GemmProblem, sm_count: int) -> float:
     return total if config.arch == "90a" else total / SM80_SHARE
 
 
+CLOSE = 1.005
+"""Ratio of two costs that the model cannot tell apart."""
+
+
+def best_of(configs: Sequence[GemmConfig], costs: Sequence[float]) -> int:
+    """Return the index of the config to take: of those within CLOSE of the least cost the one with
+    the largest tile, which loads the fewest bytes for each multiplication and so leaves more of the
+    GPU's power to multiplying; of equals the cheapest, then the first by name."""
+    least = min(costs)
+
+    def order(index: int) -> tuple[float, float, str]:
+        m, n, _ = configs[index].tile
+        return (1 / m + 1 / n, costs[index], configs[index].name)
+
+    return min((i for i, cost in enumerate(costs) if cost <= least * CLOSE), key=order)
+
+
 def choose(
     candidates: Sequence[BuiltKernel],
     problem: GemmProblem,
     sm_count: int,
     capability: tuple[int, int] | None = None,
 ) -> BuiltKernel | None:
-    """Return the candidate of least cost, of equals the first by name; None if there is none.
+    """Return the candidate of least cost (``best_of``); None if there is none.
 
     With FLUX_KERNEL_CHOICE=nvidia and a ``capability``, nvidia-matmul-heuristics ranks them, if it
     is installed and knows the GPU.
@@ -228,5 +245,4 @@ def choose(
         rank = nvidia_heuristics.ranking(configs, problem, sm_count, capability)
     if rank is None:
         rank = partial(cost, problem=problem, sm_count=sm_count)
-    key = {kernel.symbol: rank(kernel.config) for kernel in candidates}
-    return min(candidates, key=lambda k: (key[k.symbol], k.symbol), default=None)
+    return candidates[best_of(configs, [rank(config) for config in configs])] if configs else None
