@@ -306,3 +306,44 @@ def test_bad_topologies() -> None:
         (name, value), *_ = bad.items()
         with pytest.raises(ValueError, match=rf"Topology.{name} must be at least 1, got {value}"):
             Topology(**bad)
+
+
+LARGEST = 2**30
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("shape", "knobs", "words"),
+    [
+        ((65536, 65536, 8), {"tile": (1, 1)}, r"tiles of 1 x 1 cut \[65536, \d+\] into \d{10}, at"),
+        ((2**20, 2**20, 8), {"tile": (8, 8)}, r"cut \[1048576, \d+\] into \d{10,}, at most 4194304"),
+        ((LARGEST, 8, 8), {"comm_tile_rows": 1}, r"so many that \d{10} signals are needed"),
+        ((2 * LARGEST - 1, 8, 8), {}, rf"m, n, k must be at most {LARGEST}, got \(2147483647, 8, 8"),
+        ((8, 2 * LARGEST - 1, 8), {}, rf"m, n, k must be at most {LARGEST}, got \(8, 2147483647"),
+        ((16, 16, 8), {"raster": 2**31 - 1, "comm_tile_rows": 2**31 - 1}, ""),
+    ],
+    ids=str,
+)
+def test_counts_beyond_32_bits(
+    op: str, shape: tuple[int, int, int], knobs: dict[str, Any], words: str
+) -> None:
+    """2**31 tiles were none: a call returned whatever its memory held."""
+    if not words:  # sizes of tiles are cut down to what there is
+        assert make_schedule(op, shape, 2, 0, knobs=Knobs(**knobs)).visits
+        return
+    with pytest.raises(ValueError, match=words):
+        make_schedule(op, shape, 2, 0, knobs=Knobs(**knobs))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_largest_extents(op: str) -> None:
+    """No sum or product of them leaves 32 bits."""
+    m = LARGEST
+    knobs = Knobs(tile=(LARGEST // 2 - 1, 8), comm_tile_rows=LARGEST // 3)
+    schedule = make_schedule(op, (m, 8, 8), 7, 6, knobs=knobs)
+    rows = sorted((v.row_begin, v.row_end) for v in schedule.visits)
+    assert rows[0][0] == 0 and rows[-1][1] == m
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(rows))
+    chunk = -(-m // 7)
+    for t in schedule.transfers:
+        assert t.chunk * chunk <= t.row_begin < t.row_end <= min(m, (t.chunk + 1) * chunk)

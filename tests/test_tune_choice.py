@@ -22,7 +22,7 @@ from flux.topology import Topology
 from flux.tune import choice, cost
 from flux.tune.cache import Cache, cache_root
 from flux.tune.choice import key_of
-from flux.tune.winners import Winner
+from flux.tune.winners import Entry, Winner
 from harness import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -367,3 +367,21 @@ def test_what_was_measured_on_a_cpu_is_what_its_model_chooses() -> None:
         chosen = cost.choose(problem, cpu).path
         took = measured["flux" if chosen == "fused" else chosen]
         assert took <= 1.1 * min(measured.values()), f"{path.name}: {chosen}, {measured}"
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+def test_winners_with_too_many_tiles_are_the_heuristic_s(op: str) -> None:
+    """A file of winners may hold anything; 2**32 tiles were counted as none."""
+    spec = OpSpec(Op[op], 65536, (65536,), 8, torch.float32, False, "sum")
+    tampered = Winner(65536, replace(STAGED, tile=(1, 1), order="direct"), 1.0)
+    entry = Entry(key_here(op, 2), winners=(tampered,))
+
+    def legal(m: int, knobs: Knobs) -> bool:
+        try:
+            flux.make_schedule(op, (m, 65536, 8), 2, 0, knobs=knobs)
+        except ValueError:
+            return False
+        return True
+
+    knobs = choice.Tuned(entry, spec, Topology.flat(2), False, legal).knobs(65536)
+    assert knobs.tile is None and legal(65536, knobs)

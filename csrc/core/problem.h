@@ -19,6 +19,14 @@ FLUX_HD constexpr int ceil_div(int a, int b) { return a / b + (a % b != 0 ? 1 : 
 FLUX_HD constexpr int min_of(int a, int b) { return a < b ? a : b; }
 FLUX_HD constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
+// The largest extent of anything: sums and products of an extent with a neighbouring index stay inside of
+// 32 bits, as (tile + 1) * tile_m does.
+constexpr int kMaxExtent = 1 << 30;
+// The most ranks, and the most GEMM tiles or signals of a schedule. Counts of tiles are products of two
+// extents, so they are taken in 64 bits until they have been compared with this.
+constexpr int kMaxRanks = 1 << 16;
+constexpr int kMaxTiles = 1 << 22;
+
 // Mathematical modulus: the result is in [0, m) for negative `a` too.
 //   wrap(-1, 4) = 3    wrap(4, 4) = 0    wrap(6, 4) = 2
 FLUX_HD constexpr int wrap(int a, int m) { return ((a % m) + m) % m; }

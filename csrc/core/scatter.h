@@ -47,8 +47,8 @@ FLUX_HD constexpr int flag_rows(const ScatterTiling& s) {
   return ceil_div(chunk_rows(s.m, s.world) - 1, s.tile_m) + 1;
 }
 FLUX_HD constexpr int flag_columns(const ScatterTiling& s) { return ceil_div(s.n, s.tile_n); }
-FLUX_HD constexpr int flag_count(const ScatterTiling& s) {
-  return s.world * flag_rows(s) * flag_columns(s);
+FLUX_HD constexpr std::int64_t flag_count(const ScatterTiling& s) {
+  return std::int64_t{s.world} * flag_rows(s) * flag_columns(s);
 }
 
 // Flag, in the pad of `owner`, of the tile (tile_row, tile_column) computed by `source`.

@@ -17,6 +17,8 @@
 // first (its rows leave as early as they can).
 #pragma once
 
+#include <cstdint>
+
 #include "core/comm_order.h"
 #include "core/ownership.h"
 
@@ -46,7 +48,9 @@ struct TileCoord {
 
 FLUX_HD constexpr int tiles_m(const TileOrder& t) { return ceil_div(t.m, t.tile_m); }
 FLUX_HD constexpr int tiles_n(const TileOrder& t) { return ceil_div(max_of(t.n, 1), t.tile_n); }
-FLUX_HD constexpr int tile_count(const TileOrder& t) { return tiles_m(t) * tiles_n(t); }
+FLUX_HD constexpr std::int64_t tile_count(const TileOrder& t) {
+  return std::int64_t{tiles_m(t)} * tiles_n(t);
+}
 
 // Chunk at position p of this rank's sequence; a permutation of [0, W). See comm_order.h for
 // pictures.

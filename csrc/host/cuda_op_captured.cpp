@@ -44,8 +44,10 @@ int CudaOp::words_in_use(const Schedule& schedule) const {
     return signal_count(schedule.spec.comm) + (setup_.offers > 0 ? setup_.signals : 0);
   }
   const Kernel& kernel = *kernels_.at(0);
-  return flag_count(ScatterTiling{schedule.spec.problem.m, schedule.spec.problem.n, setup_.world,
-                                  kernel.tile_m(), kernel.tile_n()});
+  // The pad has that many words, so they can be counted in an int.
+  return static_cast<int>(
+      flag_count(ScatterTiling{schedule.spec.problem.m, schedule.spec.problem.n, setup_.world,
+                               kernel.tile_m(), kernel.tile_n()}));
 }
 
 void CudaOp::begin_captured(const Schedule& schedule, Stream stream) {

@@ -13,10 +13,32 @@ void require(bool ok, const std::string& what) {
   if (!ok) throw std::invalid_argument(what);
 }
 
+std::string str(std::int64_t v) { return std::to_string(v); }
+
+// Counts are products of two sizes.
+void check_tiles(const TileOrder& t) {
+  require(tile_count(t) <= kMaxTiles, "GEMM tiles of " + str(t.tile_m) + " x " + str(t.tile_n) +
+                                          " cut [" + str(t.m) + ", " + str(t.n) + "] into " +
+                                          str(tile_count(t)) + ", at most " + str(kMaxTiles) +
+                                          " are possible: take larger ones");
+}
+
+int checked_signals(const ScheduleSpec& s) {
+  int regions = 1;
+  if (s.problem.op != OpKind::kAGGemm) {
+    regions = Reducing(s).room().regions + (s.problem.op == OpKind::kGemmAR ? 1 : 0);
+  }
+  const std::int64_t signals = std::int64_t{s.comm.world} * tiles_per_chunk(s.comm) * regions;
+  require(signals <= kMaxTiles, "communication tiles of " + str(s.comm.rows) + " rows cut " +
+                                    str(s.comm.m) + " rows into so many that " + str(signals) +
+                                    " signals are needed, at most " + str(kMaxTiles) +
+                                    " are possible: take larger ones");
+  return static_cast<int>(signals);
+}
+
 void check(const ScheduleSpec& s) {
   const Problem& p = s.problem;
   const TileOrder& t = s.tiles;
-  const auto str = [](int v) { return std::to_string(v); };
   const auto code = [&](const char* what, int v, int last) {
     require(v >= 0 && v <= last,
             std::string(what) + " must be in [0, " + str(last) + "], got " + str(v));
@@ -26,11 +48,19 @@ void check(const ScheduleSpec& s) {
   code("direction", static_cast<int>(t.direction), static_cast<int>(Direction::kPull));
   code("swizzle", static_cast<int>(t.swizzle), static_cast<int>(Swizzle::kXor));
   code("store", static_cast<int>(s.store), static_cast<int>(Store::kStaged));
+  const auto extent = [&](const char* what, int v) {
+    require(v >= 1 && v <= kMaxExtent,
+            std::string(what) + " must be in [1, " + str(kMaxExtent) + "], got " + str(v));
+  };
   require(t.mesh.nodes >= 1 && t.mesh.domains >= 1 && t.mesh.lanes >= 1,
           "mesh must be positive, got (" + str(t.mesh.nodes) + ", " + str(t.mesh.domains) + ", " +
               str(t.mesh.lanes) + ")");
-  require(world_of(t.mesh) == p.world,
-          "mesh has " + str(world_of(t.mesh)) + " ranks, world is " + str(p.world));
+  require(p.world <= kMaxRanks,
+          "world must be at most " + str(kMaxRanks) + ", got " + str(p.world));
+  const std::int64_t node = std::int64_t{t.mesh.domains} * t.mesh.lanes;
+  require(node <= kMaxRanks && node * t.mesh.nodes == p.world,
+          "mesh has " + str(t.mesh.nodes) + " x " + str(t.mesh.domains) + " x " +
+              str(t.mesh.lanes) + " ranks, world is " + str(p.world));
   require(s.hosts.empty() || static_cast<int>(s.hosts.size()) == p.world,
           "hosts of " + str(static_cast<int>(s.hosts.size())) + " ranks given, world is " +
               str(p.world));
@@ -38,12 +68,19 @@ void check(const ScheduleSpec& s) {
           "rank must be in [0, " + str(p.world) + "), got " + str(t.rank));
   require(p.m >= 1 && p.n >= 1 && p.k >= 1,
           "m, n, k must be positive, got (" + str(p.m) + ", " + str(p.n) + ", " + str(p.k) + ")");
+  require(p.m <= kMaxExtent && p.n <= kMaxExtent && p.k <= kMaxExtent,
+          "m, n, k must be at most " + str(kMaxExtent) + ", got (" + str(p.m) + ", " + str(p.n) +
+              ", " + str(p.k) + ")");
   require(t.tile_m >= 1 && t.tile_n >= 1,
           "GEMM tile must be positive, got (" + str(t.tile_m) + ", " + str(t.tile_n) + ")");
   require(t.raster >= 1, "raster must be at least 1, got " + str(t.raster));
-  require(s.comm.rows >= 1, "comm_tile_rows must be at least 1, got " + str(s.comm.rows));
+  extent("rows of a GEMM tile", t.tile_m);
+  extent("columns of a GEMM tile", t.tile_n);
+  extent("comm_tile_rows", s.comm.rows);
   require(is_legal(t.swizzle, t.mesh),
           "swizzle xor needs a power-of-two world, got " + str(p.world));
+  check_tiles(t);
+  checked_signals(s);
 }
 
 Range clip(int tile, int size, int limit) {
@@ -60,7 +97,8 @@ void for_each_comm_tile(const CommTiling& c, int chunk, Use&& use) {
 
 void build_visits(Schedule* s) {
   const TileOrder& t = s->spec.tiles;
-  for (int slot = 0; slot < tile_count(t); ++slot) {
+  const int tiles = static_cast<int>(tile_count(t));  // see check_tiles
+  for (int slot = 0; slot < tiles; ++slot) {
     const TileCoord at = tile_at(t, slot);
     Visit v{clip(at.m, t.tile_m, t.m), clip(at.n, t.tile_n, t.n), {0, 0}, -1, {0, 0}};
     const int first = owner_of(t.m, s->spec.problem.world, v.rows.begin);
@@ -367,11 +405,7 @@ Room room_for(Order order, Direction direction, const Mesh& mesh, const std::vec
   return Reducing(spec).room();
 }
 
-int signals_needed(const ScheduleSpec& spec) {
-  if (spec.problem.op == OpKind::kAGGemm) return signal_count(spec.comm);
-  const int regions = Reducing(spec).room().regions;
-  return signal_count(spec.comm) * (regions + (spec.problem.op == OpKind::kGemmAR ? 1 : 0));
-}
+int signals_needed(const ScheduleSpec& spec) { return checked_signals(spec); }
 
 std::vector<Parcel> parcels_for(const Schedule& s, int peer) {
   std::vector<Parcel> list;

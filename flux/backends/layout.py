@@ -11,6 +11,7 @@ from flux.knobs import Knobs, Op
 from flux.ops.spec import OpSpec
 
 ALIGNMENT = 256  # bytes; of every region of symmetric memory
+MAX_FLAGS = 1 << 26  # a quarter of a gigabyte; what numbers them counts in 32 bits
 
 
 def _up(size: int) -> int:
@@ -73,6 +74,11 @@ class Layout:
         sums = size + result
         end = sums + (nodes - 1) * slot if relays else sums
         signals = nodes * tiling.flag_count()
+        if signals > MAX_FLAGS:
+            raise ValueError(
+                f"{spec.label}: tiles of {tile[0]} x {tile[1]} cut [{spec.max_m}, {spec.n[0]}] "
+                f"into so many that {signals} flags are needed, at most {MAX_FLAGS} are possible"
+            )
         return Layout(signals, count, slot, size, sums, end, row, 0, guard, boxes, strips)
 
     def slot_offset(self, slot: int) -> int:
