@@ -226,6 +226,9 @@ class SharedMapping:
 
 def reserve_shared(name: str, bytes: int) -> None: ...
 def pad_bytes(signal_count: int) -> int: ...
+
+LAYOUT_NUMBER: int
+
 def reduce(
     dtype: int,
     sources: Sequence[int],

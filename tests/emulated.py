@@ -260,10 +260,6 @@ class EmulatedDevice:
         self._room_for_copies = on
         self._call("copies_need_room", int(on))
 
-    def uncap_multistage(self, on: bool = True) -> None:
-        """Let kernels of sm_80 have a block for each tile, whatever their share is."""
-        self._call("uncap_multistage", int(on))
-
     def set_graph_order(self, order: str) -> None:
         """Replay graphs ``"concurrent"``, or one node after the other, ``"kernels first"``."""
         self._call("kernels_first", {"concurrent": 0, "kernels first": 1}[order])

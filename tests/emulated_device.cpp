@@ -265,7 +265,7 @@ void Device::reset() {
   record(false);
   delay_us = copy_us = launch_us = 0;
   copies_refused = launches_refused = limits_room = loads_lazily = false;
-  copies_need_room = uncapped = kernels_first = false;
+  copies_need_room = kernels_first = false;
   starving_ms = loading_ms = 5000;
   ++generation;
   const char* queues = std::getenv("FLUX_EMULATED_QUEUES");

@@ -107,7 +107,6 @@ void emulator_refuse_launches(int yes) { device().launches_refused = yes != 0; }
 void emulator_limit_room(int yes) { device().limits_room = yes != 0; }
 void emulator_load_lazily(int yes) { device().loads_lazily = yes != 0; }
 void emulator_copies_need_room(int yes) { device().copies_need_room = yes != 0; }
-void emulator_uncap_multistage(int yes) { device().uncapped = yes != 0; }
 void emulator_kernels_first(int yes) { device().kernels_first = yes != 0; }
 void emulator_starving_after(int ms) { device().starving_ms = ms; }
 void emulator_loading_after(int ms) { device().loading_ms = ms; }

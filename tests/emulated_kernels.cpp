@@ -97,9 +97,8 @@ void lay_out_gemm(const FluxGemmArgs& args, int tiles, Work* work) {
   work->footprint = hopper ? kHopperGemm : kAmpereGemm;
   work->units = tiles;
   work->sync = args.sync;
-  work->blocks = hopper              ? min_of(tiles, sms)
-                 : device().uncapped ? tiles
-                                     : shared_blocks(tiles, sms, emulated::kMultiprocessors, 1);
+  work->blocks =
+      hopper ? min_of(tiles, sms) : shared_blocks(tiles, sms, emulated::kMultiprocessors, 1);
 }
 
 template <class C>

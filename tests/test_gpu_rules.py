@@ -83,7 +83,9 @@ def test_a_reduction_leaves_room_for_the_gemms_of_other_ranks(
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
 def test_multistage_kernels_of_ranks_that_share_a_device(device: EmulatedDevice, op: str) -> None:
+    """Blocks that wait leave room for the copies that they wait for."""
     device.limit_room()
+    device.copies_need_room()
     device.starving_after(0.3)
     device.set_launch_delay(20_000)
     device.registry = device.multistage

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import flux
-from flux import AGGemm, GemmAR, GemmRS, Knobs
+from flux import _C, AGGemm, GemmAR, GemmRS, Knobs
+from flux.transport import exchange
 from harness import held, nothing_left_in_shared_memory, resident_bytes, run_ranks
 from reference import Inputs, Problem
 
@@ -144,6 +150,50 @@ def refused_construction(rank: int, world: int) -> None:
 def test_a_refused_construction_holds_nothing() -> None:
     with nothing_left_in_shared_memory():
         run_ranks(2, refused_construction)
+
+
+def other_builds(rank: int, world: int) -> None:
+    """Rank 1 is of another version, then only lays memory out in another way."""
+    other = {"flux": "0.0.1", "layout": 7}
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            stack.enter_context(mock.patch.object(exchange, "build_identity", lambda: other))
+        words = r"rank 1 has flux = '0\.0\.1' \(rank 0: '.+'\), layout = 7 \(rank 0: \d+\)"
+        with pytest.raises(ValueError, match=f"AGGemm: ranks disagree; {words}"):
+            AGGemm(max_m=8, n=8, k=8)
+    pad_bytes = _C.pad_bytes
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            larger = mock.patch.object(_C, "pad_bytes", lambda count: pad_bytes(count) + 4096)
+            stack.enter_context(larger)
+        with pytest.raises(ValueError, match=r"rank 1 has segments of \d+ bytes \(rank 0: \d+\)"):
+            AGGemm(max_m=8, n=8, k=8)
+    warm_up()
+
+
+def test_ranks_of_different_builds_hear_of_it() -> None:
+    """They would read beyond the end of each other's memory, and die of SIGBUS."""
+    with nothing_left_in_shared_memory():
+        run_ranks(2, other_builds)
+
+
+@pytest.fixture
+def segment() -> Iterator[SharedMemory]:
+    made = SharedMemory(create=True, size=8192)
+    yield made
+    made.close()
+    made.unlink()
+
+
+def test_segments_are_looked_at_before_they_are_mapped(segment: SharedMemory) -> None:
+    name = segment.name.lstrip("/")
+    assert _C.SharedMapping(name, 8192).nbytes == 8192
+    with pytest.raises(OSError, match="has 8192 bytes of 1048576"):
+        _C.SharedMapping(name, 1 << 20)
+    if os.geteuid() == 0:  # others cannot give files away
+        os.chown(f"/dev/shm/{name}", 12345, -1)
+        with pytest.raises(OSError, match="belongs to user 12345"):
+            _C.SharedMapping(name, 8192)
 
 
 def closing_while_peers_still_read(rank: int, world: int) -> None:

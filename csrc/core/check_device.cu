@@ -21,6 +21,7 @@ namespace {
 struct Digest {
   int value = 0;
   __device__ void add(int v) { value = value * 31 + v; }
+  __device__ void add(std::int64_t v) { add(static_cast<int>(v)); }
   __device__ void add(Range r) { add(r.begin), add(r.end); }
   __device__ void add(Hop h) { add(h.chunk), add(h.peer); }
   __device__ void add(Coord c) { add(c.node), add(c.domain), add(c.lane); }

@@ -161,6 +161,7 @@ void bind_memory(py::module_& m) {
       });
   m.def("reserve_shared", &reserve_shared, py::arg("name"), py::arg("bytes"));
   m.def("pad_bytes", &SignalPad::bytes, py::arg("signal_count"));
+  m.attr("LAYOUT_NUMBER") = kLayoutNumber;
   py::register_local_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);

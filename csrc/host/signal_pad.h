@@ -33,6 +33,10 @@ using Clock = std::chrono::steady_clock;
 
 enum class PadState : std::uint32_t { kOpen = 0, kClosed = 1, kFailed = 2 };
 
+// Of what ranks write into each other's memory: pads, data, and what words mean. Raised with every change;
+// ranks with different numbers build no op together.
+constexpr int kLayoutNumber = 1;
+
 constexpr int kEntryHistory = 64;  // calls a refusing rank may run ahead of the slowest reader
 constexpr int kRefusalWords = 32;  // 256 bytes of explanation
 constexpr std::uint32_t kRefused = 0xffffffffu;  // digest of a call whose input a rank refused

@@ -9,9 +9,16 @@ from typing import Any, Protocol, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+import flux
+from flux import _C
 from flux.errors import PeerTimeoutError
 
 T = TypeVar("T")
+
+
+def build_identity() -> dict[str, object]:
+    """Return what must be the same for processes that write into each other's memory."""
+    return {"flux": flux.__version__, "layout": _C.LAYOUT_NUMBER}
 
 
 def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
@@ -96,13 +103,18 @@ class Exchange:
     def agree(self, label: str, problem: Exception | None, spec: Mapping[str, object]) -> None:
         """Check that all ranks build the same thing. Collective.
 
-        A rank whose arguments were refused takes part, so that everybody hears of it.
+        The version of flux is part of it, and the number of the layout of shared memory. A rank
+        whose arguments were refused takes part, so that everybody hears of it.
 
         Raises:
             ValueError, TypeError: on every rank alike, naming the rank that was refused or differs.
         """
         entries = self.all_gather(
-            (type(problem).__name__, str(problem) if problem else "", dict(spec))
+            (
+                type(problem).__name__,
+                str(problem) if problem else "",
+                {**build_identity(), **spec},
+            )
         )
         if problem is not None:
             raise problem

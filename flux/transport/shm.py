@@ -80,6 +80,7 @@ def allocate(
     Raises:
         OSError: on every rank, when a segment could not be made or mapped on any of them; the
             message names the size that was asked for.
+        ValueError: on every rank, when ranks ask for different sizes.
     """
     pad_bytes = _C.pad_bytes(signals)
     nbytes = pad_bytes + max(data_bytes, 1)
@@ -92,7 +93,11 @@ def allocate(
             _C.reserve_shared(own.name.lstrip("/"), nbytes)
         except OSError as error:
             failure = _explain(error, nbytes)
-        names = exchange.all_gather(None if failure or own is None else own.name.lstrip("/"))
+        told = exchange.all_gather(
+            (None if failure or own is None else own.name.lstrip("/"), nbytes)
+        )
+        names = [name for name, _ in told]
+        check_sizes(label, [size for _, size in told])
         if all(names):
             try:
                 mappings = [
@@ -106,14 +111,25 @@ def allocate(
         if own is not None:
             own.close()
             own.unlink()
-    for rank, told in enumerate(failures):
-        if told is not None:
-            code, why = told
+    for rank, failed in enumerate(failures):
+        if failed is not None:
+            code, why = failed
             raise OSError(code, f"{label}: rank {rank} {why}")
     return SymmetricMemory(
         tuple(_stand_in(nbytes, pad_bytes) if m is None else _tensor(m) for m in mappings),
         pad_bytes,
     )
+
+
+def check_sizes(label: str, sizes: Sequence[int]) -> None:
+    """Raise ValueError if segments, by rank, are not of one size: ranks would read what is not
+    there."""
+    for rank, size in enumerate(sizes):
+        if size != sizes[0]:
+            raise ValueError(
+                f"{label}: ranks disagree; rank {rank} has segments of {size} bytes (rank 0: "
+                f"{sizes[0]})"
+            )
 
 
 def _tensor(mapping: _C.SharedMapping) -> torch.Tensor:
