@@ -16,6 +16,7 @@ from flux import Knobs, PeerTimeoutError
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
 from loopback_cases import call as call_real
+from model.recording import ApartWorld
 from reference import Inputs, Problem
 from virtual_cases import call_all, call_on_and_on
 
@@ -223,3 +224,42 @@ def test_results_are_right_under_all_rules(device: EmulatedDevice) -> None:
             outs = call_on_and_on(ranks, ops, everything)
             check(ops, everything, outs)
     assert not device.error() and not device.starved()
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_reductions_begin_early_where_a_rank_has_the_device(
+    device: EmulatedDevice, op: str, apart: bool
+) -> None:
+    """Elsewhere they would wait on multiprocessors that a peer's GEMM needs."""
+    p = Problem(op, 23, (12,), 10, BF16)
+    everything = [Inputs(p, m, 2, seed=m) for m in (23, 1, 7)]
+    with (ApartWorld if apart else VirtualWorld)(2, device) as ranks, built(ranks, p) as ops:
+        with device.record_calls():
+            outs = call_on_and_on(ranks, ops, everything)
+            check(ops, everything, outs)
+    launched = [call.details["early"] for call in device.calls() if call.name == "launch"]
+    assert ("1" in launched) is apart and "0" in launched
+
+
+@pytest.mark.parametrize(
+    ("op", "gather"),
+    [("ag_gemm", False), ("ag_gemm", True), ("gemm_rs", False), ("gemm_ar", False)],
+)
+def test_the_next_call_hears_of_a_peer_that_has_given_up(
+    device: EmulatedDevice, op: str, gather: bool
+) -> None:
+    """Its copies may have spoilt what a call has read, whose own waits were all in time."""
+    p = Problem(op, 23, (12,), 10, BF16)
+    inputs = Inputs(p, 23, 2, seed=1)
+    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
+        native = ops[0]._backend.native
+        call_all(ranks, ops, inputs, gather)
+        device.finish()
+        assert not native.failed
+        ops[1]._backend.native.let_go()
+        call_all(ranks, ops, inputs, gather)
+        device.finish()
+        assert native.failed
+        with pytest.raises(PeerTimeoutError, match="rank 1 gave up in call 1"):
+            inputs.call(ops[0], 0)
