@@ -5,6 +5,7 @@ Variables are read when an op is constructed, never inside a call.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,8 +62,8 @@ def _flag(text: str) -> bool:
 
 def _positive(text: str) -> float:
     value = float(text)
-    if not value >= 0:
-        raise ValueError("expected a number >= 0")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError("expected a finite number >= 0")
     return value
 
 

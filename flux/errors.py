@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class PeerFailedError(RuntimeError):
+    """Another rank could not do its part of building an op, which it says in its own error."""
+
+
 class PeerTimeoutError(RuntimeError):
     """A peer died, stalled, or left while this rank was waiting for it.
 

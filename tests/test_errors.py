@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +17,8 @@ import torch.distributed as dist
 
 import flux
 from flux import AGGemm, GemmAR, GemmRS, Knobs
-from harness import run_ranks
+from flux.env import CHECK
+from harness import held, run_ranks
 from reference import OPS, Inputs, Problem
 
 Refusal = (ValueError, TypeError)
@@ -482,3 +487,42 @@ def test_two_threads_in_one_op() -> None:
 
 def test_the_error_is_a_runtime_error() -> None:
     assert issubclass(flux.PeerTimeoutError, RuntimeError)
+
+
+# -- ranks that fail while an op is built ----------------------------------------------------------
+
+
+def _alone(rank: int, world: int, where: str) -> list[str]:
+    """Rank 1 fails between two exchanges, or behind the last one."""
+    target = {
+        "choice": "flux.ops._base.choice.choose",
+        "backend": "flux.ops._base.CpuBackend",
+        "memory": "flux.transport.shm._C.reserve_shared",
+        "late": "flux.ops._base.Comparison",
+    }[where]
+    heard = []
+    for error in (RuntimeError("a rank's own"), OverflowError("trouble")):
+        before = held()
+        begin = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(CHECK.during("1" if where == "late" else "0"))
+            if rank == 1:
+                stack.enter_context(mock.patch(target, side_effect=error))
+            with pytest.raises(Exception) as raised:
+                AGGemm(max_m=8, n=8, k=8, timeout_s=30.0)
+        heard.append(f"{type(raised.value).__name__}: {raised.value}")
+        assert time.monotonic() - begin < 10.0
+        del raised
+        gc.collect()
+        assert held() == before
+    with AGGemm(max_m=8, n=8, k=8) as op:  # the group is as it was
+        op(torch.zeros(8 // world, 8), torch.zeros(8 // world, 8))
+    return heard
+
+
+@pytest.mark.parametrize("where", ["choice", "backend", "memory", "late"])
+def test_a_rank_that_fails_while_an_op_is_built(where: str) -> None:
+    """The others waited for it as long as the group does: half an hour."""
+    first, own = run_ranks(2, _alone, where)
+    assert own == ["RuntimeError: a rank's own", "OverflowError: trouble"]
+    assert first == [f"PeerFailedError: AGGemm: rank 1 failed: {error}" for error in own]

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -385,3 +386,28 @@ def test_winners_with_too_many_tiles_are_the_heuristic_s(op: str) -> None:
 
     knobs = choice.Tuned(entry, spec, Topology.flat(2), False, legal).knobs(65536)
     assert knobs.tile is None and legal(65536, knobs)
+
+
+@pytest.mark.parametrize("what", ["home", "number", "nesting"])
+def test_winners_that_cannot_be_read_are_none(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No error of one rank between two exchanges; the op runs with what the model chooses."""
+    monkeypatch.setenv("FLUX_TUNE_CACHE", str(tmp_path))
+    key = key_here("ag_gemm", 2)
+    Cache(cache_root()).store(key, Winner(8, Knobs(), 1.0), {})
+    (path,) = tmp_path.glob("v*/*.json")
+    text = path.read_text()
+    if what == "home":
+        monkeypatch.delenv("FLUX_TUNE_CACHE")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError("no such user")))
+    elif what == "number":
+        path.write_text(text.replace('"ms": 1.0', f'"ms": {10**400}'))
+    else:
+        path.write_text(text.replace('"ms": 1.0', f'"ms": {"[" * 90_000}{"]" * 90_000}'))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert choice._look_up(key, Topology.flat(2), "cpu") is None
+    (warning,) = said
+    assert issubclass(warning.category, RuntimeWarning)

@@ -25,6 +25,7 @@ from flux.ops import torch_internals
 from flux.ops.call import Call, CallChecker
 from flux.ops.comparison import Comparison
 from flux.ops.executor import (
+    built_together,
     check_executor,
     check_hosts,
     check_options,
@@ -95,77 +96,82 @@ class TensorParallelOp:
     ) -> None:
         self._closed = True
         exchange = open_exchange(group, type(self).__name__)
-        refuse_capture(type(self).__name__, exchange)
-        spec: OpSpec | None = None
-        knobs = Knobs()
-        problem: Exception | None = None
-        label = type(self).__name__
-        places = places_of(exchange, backend)
-        hosts = [place.host for place in places]
-        try:
-            sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
-            spec = OpSpec(self.kind, *sizes, activation, scaling)
-            knobs = resolve_knobs(label, tuning.given if isinstance(tuning, Fixed) else tuning)
-            backend = check_executor(label, spec, exchange, knobs, backend, transport)
-            hosts = who_shares_memory(places, backend, transport, topology)
-            topology = resolve_topology(label, topology, hosts)
-            check_legal(knobs, topology)
-            check_options(label, spec, exchange.world, timeout_s)
-            knobs = check_hosts(label, hosts, topology, knobs, backend, transport)
-            for variable in VARIABLES:
-                variable.get()
-        except (TypeError, ValueError) as error:
-            problem = error
-        fields = spec.fields() if spec else {}
-        tuned = tuning == "cache"
-        kernel = tuning.kernel if isinstance(tuning, Fixed) else None
-        options = {
-            "backend": backend,
-            "tuning": "cache" if tuned else "off",
-            "knobs": str(knobs),
-            "kernel": kernel.name if kernel is not None else "",
-            "timeout_s": timeout_s,
-            "topology": str(topology),
-            KERNEL_CHOICE.name: os.environ.get(KERNEL_CHOICE.name, ""),
-        }
-        exchange.agree(label, problem, {**fields, **options})
-        assert spec is not None and topology is not None and backend is not None
-        self.spec = spec
-        self.knobs = knobs
-        self.world = exchange.world
-        self.rank = exchange.rank
-        self.timeout_s = timeout_s
-        self.topology = topology
-        gpus: DeviceTransport | None = None
-        if isinstance(exchange, OneGpuExchange):
-            gpus = exchange
-        elif backend == "cuda":
-            gpus = open_gpus(exchange, len(set(hosts)), timeout_s, transport)
-        device = gpus.device.torch_device if gpus else torch.device("cpu")
-        self._choice: Choice = Fixed(knobs, kernel)
-        if tuned and isinstance(exchange, Exchange):
-            self._choice = choice.choose(spec, exchange, hosts, topology, backend, self._is_legal)
-        self._checker = CallChecker(spec, self.world, self.rank, device)
-        # make_schedule caches too, but to hash its arguments costs more than a call may.
-        self._schedules: dict[int, TileSchedule] = {}
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._broken: str | None = None
-        group = exchange.group if isinstance(exchange, Exchange) else None
-        self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
         self._backend: CpuBackend | CudaBackend | None = None
-        self._cluster: ClusterTile | None = None
-        if self.world > 1 and gpus is not None:
-            self._backend = CudaBackend(spec, gpus, self._choice, topology, timeout_s)
-            self._cluster = self._backend.cluster
-            if isinstance(exchange, Exchange):  # one schedule for all, whatever each rank has built
-                self._cluster = exchange.all_gather(self._cluster)[0]
-        elif self.world > 1 and isinstance(exchange, Exchange):
-            local = [host == hosts[self.rank] for host in hosts]
-            self._backend = CpuBackend(spec, exchange, self._choice, topology, local, timeout_s)
-        self._comparison: Comparison | None = None
-        if CHECK.get() and self.world > 1 and isinstance(exchange, Exchange):
-            self._comparison = Comparison(exchange)
+        with built_together(exchange, timeout_s, self._give_up):
+            refuse_capture(type(self).__name__, exchange)
+            spec: OpSpec | None = None
+            knobs = Knobs()
+            problem: Exception | None = None
+            label = type(self).__name__
+            places = places_of(exchange, backend)
+            hosts = [place.host for place in places]
+            try:
+                sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
+                spec = OpSpec(self.kind, *sizes, activation, scaling)
+                knobs = resolve_knobs(label, tuning.given if isinstance(tuning, Fixed) else tuning)
+                backend = check_executor(label, spec, exchange, knobs, backend, transport)
+                hosts = who_shares_memory(places, backend, transport, topology)
+                topology = resolve_topology(label, topology, hosts)
+                check_legal(knobs, topology)
+                check_options(label, spec, exchange.world, timeout_s)
+                knobs = check_hosts(label, hosts, topology, knobs, backend, transport)
+                for variable in VARIABLES:
+                    variable.get()
+            except (TypeError, ValueError) as error:
+                problem = error
+            fields = spec.fields() if spec else {}
+            tuned = tuning == "cache"
+            kernel = tuning.kernel if isinstance(tuning, Fixed) else None
+            options = {
+                "backend": backend,
+                "tuning": "cache" if tuned else "off",
+                "knobs": str(knobs),
+                "kernel": kernel.name if kernel is not None else "",
+                "timeout_s": timeout_s,
+                "topology": str(topology),
+                KERNEL_CHOICE.name: os.environ.get(KERNEL_CHOICE.name, ""),
+            }
+            exchange.agree(label, problem, {**fields, **options})
+            assert spec is not None and topology is not None and backend is not None
+            self.spec = spec
+            self.knobs = knobs
+            self.world = exchange.world
+            self.rank = exchange.rank
+            self.timeout_s = timeout_s
+            self.topology = topology
+            gpus: DeviceTransport | None = None
+            if isinstance(exchange, OneGpuExchange):
+                gpus = exchange
+            elif backend == "cuda":
+                gpus = open_gpus(exchange, len(set(hosts)), timeout_s, transport)
+            device = gpus.device.torch_device if gpus else torch.device("cpu")
+            self._choice: Choice = Fixed(knobs, kernel)
+            if tuned and isinstance(exchange, Exchange):
+                self._choice = choice.choose(
+                    spec, exchange, hosts, topology, backend, self._is_legal
+                )
+            self._checker = CallChecker(spec, self.world, self.rank, device)
+            # make_schedule caches too, but to hash its arguments costs more than a call may.
+            self._schedules: dict[int, TileSchedule] = {}
+            self._pid = os.getpid()
+            self._lock = threading.Lock()
+            self._broken: str | None = None
+            group = exchange.group if isinstance(exchange, Exchange) else None
+            self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
+            self._cluster: ClusterTile | None = None
+            if self.world > 1 and gpus is not None:
+                self._backend = CudaBackend(spec, gpus, self._choice, topology, timeout_s)
+                self._cluster = self._backend.cluster
+                if isinstance(
+                    exchange, Exchange
+                ):  # one schedule for all, whatever each rank has built
+                    self._cluster = exchange.all_gather(self._cluster)[0]
+            elif self.world > 1 and isinstance(exchange, Exchange):
+                local = [host == hosts[self.rank] for host in hosts]
+                self._backend = CpuBackend(spec, exchange, self._choice, topology, local, timeout_s)
+            self._comparison: Comparison | None = None
+            if CHECK.get() and self.world > 1 and isinstance(exchange, Exchange):
+                self._comparison = Comparison(exchange)
         self.handle = next(_handles)
         _REGISTRY[self.handle] = self
         self._closed = False
@@ -374,6 +380,11 @@ class TensorParallelOp:
             self._guarded(backend.check)
 
     # -- end ---------------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        """Give back what is built of an op that some rank could not build."""
+        if self._backend is not None:
+            self._backend.close(True, self.rank)
 
     def _release(self, failed: bool) -> None:
         if self._closed or self._pid != os.getpid():

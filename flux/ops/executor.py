@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,8 @@ from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
 from flux.transport.p2p import Place, place_here, sharing
 
 MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
+TELL_S = 60.0
+"""How long others are told of a failure where ``timeout_s`` is what was wrong."""
 TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv", "nvshmem")}
 """Of the ranks of a process group, by backend."""
 
@@ -32,6 +35,34 @@ def open_exchange(
     if isinstance(group, OneGpuRank):
         return OneGpuExchange(group, label)
     return Exchange(resolve_group(group), label)
+
+
+@contextmanager
+def built_together(
+    exchange: Exchange | OneGpuExchange, timeout_s: float, give_up: Callable[[], None]
+) -> Iterator[None]:
+    """Let an op be built on all ranks, or on none. Collective.
+
+    A rank that fails between two exchanges tells the others, who would wait for it at the next one.
+
+    Args:
+        exchange: the ranks.
+        timeout_s: how long a rank that fails waits for the others to hear of it.
+        give_up: gives back what this rank has built.
+
+    Raises:
+        PeerFailedError: another rank has failed.
+    """
+    try:
+        yield
+        if isinstance(exchange, Exchange):
+            exchange.all_gather(None)  # whoever comes here has built all of it
+    except Exception as error:
+        give_up()
+        if isinstance(exchange, Exchange):
+            valid = isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S
+            exchange.tell_failure(error, timeout_s if valid else TELL_S)
+        raise
 
 
 def refuse_capture(label: str, exchange: Exchange | OneGpuExchange) -> None:

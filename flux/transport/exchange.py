@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 import flux
 from flux import _C
-from flux.errors import PeerTimeoutError
+from flux.errors import PeerFailedError, PeerTimeoutError
 
 T = TypeVar("T")
 
@@ -87,11 +89,42 @@ class Exchange:
         """Everybody's value, by rank. Collective.
 
         Raises:
+            PeerFailedError: a rank has called ``tell_failure`` in place of this.
             PeerTimeoutError: a peer died or stalled; when, is up to the group and its timeout.
         """
+        told = self._gather((None, value))
+        for rank, (failure, _) in enumerate(told):
+            if failure is not None:
+                raise PeerFailedError(f"{self.label}: rank {rank} failed: {failure}")
+        return [cast(T, one) for _, one in told]
+
+    def tell_failure(self, error: Exception, timeout_s: float) -> None:
+        """Take part in what the others exchange next by saying that this rank goes no further.
+
+        All ranks exchange the same things in the same order, so whatever an error came between,
+        peers hear of it at their next ``all_gather``. If all ranks fail alike, this is a
+        collective of its own. Peers that have died already, or wait for something else, are waited
+        for no longer than ``timeout_s``.
+
+        Args:
+            error: what was raised; nothing is told of one that peers have raised as well.
+            timeout_s: in seconds.
+        """
+        if isinstance(error, (PeerFailedError, PeerTimeoutError)):
+            return
+
+        def tell() -> None:
+            with suppress(PeerTimeoutError):  # nobody is left to hear of it
+                self._gather((f"{type(error).__name__}: {error}", None))
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+
+    def _gather(self, value: tuple[str | None, object]) -> list[tuple[str | None, object]]:
         if self.world == 1:
             return [value]
-        values: list[T] = [value] * self.world
+        values = [value] * self.world
         try:
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:

@@ -181,8 +181,7 @@ def choose(
     found: Entry | None = None
     known = [parts for parts in everybody if parts is not None]
     if exchange.rank == 0 and len(known) == exchange.world:
-        found = look_up(key_of(spec, shape, group_parts(known), kind))
-        found = None if found is None else usable(found, topology, kind)
+        found = _look_up(key_of(spec, shape, group_parts(known), kind), topology, kind)
     found, cluster = exchange.all_gather((found, cluster))[0]
     if found is not None:
         kernel = None
@@ -192,6 +191,21 @@ def choose(
     if kind == "cuda" or cluster is None:
         return Fixed(Knobs())  # flux/kernels/choice.py has the model of its kernels
     return modelled(spec, topology, cluster)
+
+
+def _look_up(key: Key, topology: Topology, kind: str) -> Entry | None:
+    """The winners that this group can run; none, and a warning, where they cannot be read."""
+    try:
+        found = look_up(key)
+    # No home directory, numbers and nesting beyond what Python takes: ops run without winners.
+    except (OSError, RuntimeError, ValueError, ArithmeticError) as error:
+        warnings.warn(
+            f"tuned winners cannot be read, so none are used: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return None if found is None else usable(found, topology, kind)
 
 
 def _detected(kind: str) -> Cluster | None:
