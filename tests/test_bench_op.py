@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import bench_methods
@@ -333,3 +335,28 @@ def test_version() -> None:
 
 def test_environment_is_as_before() -> None:
     assert "FLUX_POISON" not in os.environ
+
+
+# -- who may join ----------------------------------------------------------------------------------
+
+
+def _listening(pid: int) -> set[tuple[str, int]]:
+    connections = psutil.Process(pid).net_connections(kind="inet")
+    return {tuple(one.laddr) for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def _listeners(parent: int, rank: int, progress: Any) -> list[tuple[str, int]]:
+    """Where ranks, and what started them, can be reached."""
+    dist.new_group(backend="gloo")
+    found: list[set[tuple[str, int]]] = [set(), set()]
+    dist.all_gather_object(found, _listening(os.getpid()) | _listening(parent))
+    return sorted(set.union(*found))
+
+
+def test_ranks_of_one_host_listen_to_it_alone() -> None:
+    """What connects them takes pickles from whoever comes."""
+    before = _listening(os.getpid())
+    found = spawn.run_ranks(_listeners, os.getpid(), 2)
+    assert found
+    for address, port in set(found) - before:
+        assert ipaddress.ip_address(address).is_loopback, (address, port)

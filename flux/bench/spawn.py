@@ -44,12 +44,13 @@ class Part:
 
     Attributes:
         ranks: which, ascending.
-        meeting: host and port of the store where all ranks of the world meet.
+        meeting: where all ranks of the world meet: host and port of a store, or, if they are on one
+            host, a file.
         slot: (number, count) of this process among those of the host, each with as many ranks.
     """
 
     ranks: tuple[int, ...]
-    meeting: tuple[str, int]
+    meeting: tuple[str, int] | str
     slot: tuple[int, int] = (0, 1)
 
 
@@ -103,13 +104,15 @@ def _rank_main(
         if place is not None:
             place.enter()
             wait_for_link()
+        elif isinstance(meeting, str):
+            stay_on_this_host()
         pin(*slot, threads)
         torch.set_num_threads(threads)
         limit = timedelta(seconds=timeout_s)
         store: dist.Store
         if isinstance(meeting, tuple):
             store = dist.TCPStore(*meeting, world, False, limit)
-        else:  # hosts of our own making share files, but no loopback
+        else:  # a folder that nobody else can enter; also hosts of our own making share it
             store = dist.FileStore(meeting, world)
             store.set_timeout(limit)
         dist.init_process_group(group, store=store, rank=rank, world_size=world, timeout=limit)
@@ -123,6 +126,13 @@ def _rank_main(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def stay_on_this_host() -> None:
+    """Let what connects the ranks listen on the loopback interface alone, unless the user has named
+    another: it asks nobody for a password."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
 def pin(number: int, count: int, threads: int) -> None:
@@ -179,15 +189,11 @@ def run_ranks(
         RankFailedError: a rank raised, died or stalled; no rank is left running.
     """
     context = forkserver()
-    folder = tempfile.TemporaryDirectory(prefix="flux-ranks-") if places else None
-    store = None
-    if folder is None and part is None:
-        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    # A store of torch's on TCP listens on all interfaces, and whoever connects may write to it.
+    folder = tempfile.TemporaryDirectory(prefix="flux-ranks-") if part is None else None
     meeting: tuple[str, int] | str = f"{folder.name}/store" if folder else ""
     if part is not None:
         meeting = part.meeting
-    elif store is not None:
-        meeting = ("127.0.0.1", store.port)
     ranks = range(world) if part is None else part.ranks
     slot, slots = (0, 1) if part is None else part.slot
     processes: dict[int, BaseProcess] = {}

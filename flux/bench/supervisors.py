@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -99,7 +102,6 @@ class Joined:
         self._slot = (here.index(self.rank), len(here))
         self.leads = self.rank == 0
         self.compiles = self.rank == here[0]
-        self._store: dist.TCPStore | None = None
 
     def gather(self, value: T) -> list[T]:
         values: list[T] = [value] * self.world
@@ -114,19 +116,29 @@ class Joined:
     def run(
         self, entry: Entry, job: Any, progress: Progress, *, stall_s: float, **options: Any
     ) -> tuple[Any, str]:
-        if self.leads:  # a store for each run: keys of dead workers must not meet new ones
-            self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        port = self.share(0 if self._store is None else self._store.port)
-        address = os.environ.get("MASTER_ADDR", socket.gethostname())
-        part = Part((self.rank,), (address, port), self._slot)
-        result, failure = _run(
-            entry, job, self.world, progress, stall_s=stall_s, part=part, **options
-        )
-        failures = self.gather((failure, time.time()))
-        self._store = None
+        # A store for each run: keys of dead workers must not meet new ones.
+        with self._meeting() as meeting:
+            part = Part((self.rank,), self.share(meeting), self._slot)
+            result, failure = _run(
+                entry, job, self.world, progress, stall_s=stall_s, part=part, **options
+            )
+            failures = self.gather((failure, time.time()))
         # A worker that died without a word is the cause of what the others report; then the first.
         told = sorted(failures, key=lambda one: (_told(one[0]), one[1]))
         return result, "\n".join(text for text, _ in told if text)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[tuple[str, int] | str]:
+        """Where workers meet, which the leader makes: a file, or between hosts a store on TCP, that
+        lives as long."""
+        if not self.leads:
+            yield ""
+        elif len(set(self.hosts)) == 1:
+            with tempfile.TemporaryDirectory(prefix="flux-ranks-") as folder:
+                yield f"{folder}/store"
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            yield os.environ.get("MASTER_ADDR", socket.gethostname()), store.port
 
     def close(self) -> None:
         """Leave the group of supervisors."""
