@@ -21,6 +21,12 @@ def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+def _alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """What a caller sees beside the values: who asks for a view of it, too."""
+    seen = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (actual, expected)]
+    assert seen[0] == seen[1], seen
+
+
 def _all_gather_cases(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     name = dist.group.WORLD.group_name
@@ -37,9 +43,11 @@ def _all_gather_cases(rank: int, world: int) -> None:
             assert (got_a is not None) == return_a
             if return_a:
                 assert torch.equal(got_a, want_a)
+                _alike(got_a, want_a)
             assert len(got) == len(want)
             for x, y in zip(got, want, strict=True):
                 _close(x, y)
+                _alike(x, y)
 
 
 def _reduce_scatter_cases(rank: int, world: int) -> None:
@@ -53,6 +61,7 @@ def _reduce_scatter_cases(rank: int, world: int) -> None:
             got = flux.ops.fused_matmul_reduce_scatter(a, b, reduce_op, dim, name)
             assert got.shape == want.shape
             _close(got, want)
+            _alike(got, want)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

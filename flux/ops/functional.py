@@ -122,13 +122,17 @@ def around_gather(
     def restore(t: torch.Tensor) -> torch.Tensor:
         return t.view(*lead, t.shape[-1]).movedim(0, dim)
 
-    return [restore(y) for y in outs], (None if gathered is None else restore(gathered))
+    full = None if gathered is None else restore(gathered)
+    if full is not None and world == 1:  # PyTorch's is A as it is then
+        full = full.contiguous()
+    return [restore(y) for y in outs], full
 
 
 def _gather_last(work: Workspace, A: torch.Tensor) -> torch.Tensor:
     """Gather along the last dimension: ranks' shards side by side."""
     if work.world == 1:
-        return A.clone()  # an output must not alias the input
+        # An output must not alias the input.
+        return A.clone(memory_format=torch.contiguous_format)
     rows = A.reshape(-1, A.shape[-1])
     m = rows.shape[0] * work.world
     full = work.ag_gemm(m, (work.world,), rows.shape[1], A.dtype)._unfused.gather_rows(rows, m)
@@ -162,17 +166,18 @@ def around_scatter(
 ) -> torch.Tensor:
     """``product`` of rows [M, K] and a matrix [K, N], for an A of more dimensions and any ``dim``.
 
-    ``product`` returns this rank's rows of the result, [M / W, N].
+    ``product`` returns this rank's rows of the result, [M / W, N]. The result has no gaps, and its
+    dimensions are in order, as that of the library's collective.
     """
     if dim == A.dim() - 1:
         # Scattering columns is scattering the rows of the transposed product, (A @ B)^T = B^T A^T.
         flat = A.reshape(-1, A.shape[-1])
-        # Laid out as the fake kernel says: transposed strides would surprise a compiler.
         columns = product(B.t(), flat.t()).t().contiguous()
         return columns.view(*A.shape[:-1], B.shape[1] // world)
     x = A.movedim(dim, 0)
     lead = (x.shape[0] // world, *x.shape[1:-1])
-    return product(x.flatten(0, -2), B).view(*lead, B.shape[1]).movedim(0, dim)
+    y = product(x.flatten(0, -2), B).view(*lead, B.shape[1]).movedim(0, dim)
+    return y.contiguous().view(y.shape)  # the view has the usual strides for dimensions of 1, too
 
 
 def _checked(work: Workspace, check: Callable[[], int]) -> int:
@@ -246,7 +251,11 @@ def all_gather_matmul_fake(
         return (full if return_A else None), [A.new_empty(*lead, B.shape[1]) for B in Bs]
     moved = [lead[dim] * world, *lead[:dim], *lead[dim + 1 :]]
     outs = [A.new_empty(*moved, B.shape[1]).movedim(0, dim) for B in Bs]
-    return (A.new_empty(*moved, A.shape[-1]).movedim(0, dim) if return_A else None), outs
+    if not return_A:
+        return None, outs
+    if world == 1:
+        return A.new_empty(A.shape), outs
+    return A.new_empty(*moved, A.shape[-1]).movedim(0, dim), outs
 
 
 @register_fake("fused_matmul_reduce_scatter")
@@ -259,8 +268,8 @@ def matmul_reduce_scatter_fake(
     lead = list(A.shape[:-1])
     if dim == A.dim() - 1:
         return A.new_empty(*lead, B.shape[1] // world)
-    moved = [lead[dim] // world, *lead[:dim], *lead[dim + 1 :]]
-    return A.new_empty(*moved, B.shape[1]).movedim(0, dim)
+    lead[dim] //= world
+    return A.new_empty(*lead, B.shape[1])
 
 
 keep_in_order("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
