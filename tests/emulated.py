@@ -373,7 +373,8 @@ class EmulatedDevice:
             self._current = before
 
     def synchronize(self) -> None:
-        """What torch does to this memory is done at once."""
+        """Wait for the current stream; what torch does to this memory is done at once."""
+        self.driver.synchronize(self._current)
 
     def multicast(self, members: list[int], size: int) -> int:
         """An address that stands for the same memory of several ranks, for kernels alone."""

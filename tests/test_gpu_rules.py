@@ -3,6 +3,7 @@ enforces the rule. With processes: test_gpu_rules_processes.py."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -268,3 +269,19 @@ def test_the_next_call_hears_of_a_peer_that_has_given_up(
         assert native.failed
         with pytest.raises(PeerTimeoutError, match="rank 1 gave up in call 1"):
             inputs.call(ops[0], 0)
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_closing_while_calls_are_waited_for(device: EmulatedDevice, op: str) -> None:
+    """Another thread closes the op: the wait ends, and so do the streams."""
+    p = Problem(op, 23, (12,), 10, BF16)
+    inputs = Inputs(p, 23, 2, seed=1)
+    with VirtualWorld(2, device) as ranks, built(ranks, p, timeout_s=10.0) as ops:
+        alone = inputs.ready(0)
+        ranks.run(lambda r: alone(ops[0]) if r == 0 else None)
+        closer = threading.Timer(0.2, ops[0].close)
+        closer.start()
+        with pytest.raises(RuntimeError, match="closed while call 1 was waited for"):
+            ops[0].wait()
+        closer.join()
+        assert ops[0].closed

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -194,6 +197,77 @@ def test_segments_are_looked_at_before_they_are_mapped(segment: SharedMemory) ->
         os.chown(f"/dev/shm/{name}", 12345, -1)
         with pytest.raises(OSError, match="belongs to user 12345"):
             _C.SharedMapping(name, 8192)
+
+
+def _close(op: Any, *_: object) -> None:
+    """A signal handler."""
+    op.close()
+
+
+def closing_inside(rank: int, world: int, op_name: str, how: str, streams: int) -> None:
+    """Rank 0 waits in a call that rank 1 never makes, and closes the op meanwhile."""
+    problem = Problem(op_name, 24, (12,), 12)
+    inputs = Inputs(problem, 24, world, seed=1)
+    warm_up()
+    before = held()
+    for _ in range(5):
+        op = problem.build(tuning=Knobs(copy_streams=streams), timeout_s=60.0)
+        inputs.check(inputs.call(op, rank), rank)
+        closer = threading.Timer(0.1, op.close)
+        if rank == 0:
+            if how == "signal":
+                signal.signal(signal.SIGALRM, partial(_close, op))
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+            else:
+                closer.start()
+            begin = time.monotonic()
+            with pytest.raises(RuntimeError, match="closed during call 2"):
+                inputs.call(op, rank)
+            assert time.monotonic() - begin < 10.0 and op.closed
+            if how == "thread":
+                closer.join()
+            with pytest.raises(RuntimeError, match="is closed"):
+                inputs.call(op, rank)
+            op.close()
+        dist.barrier()
+        op.close()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    del op, closer
+    gc.collect()
+    assert held() == before, (before, held())
+
+
+@pytest.mark.parametrize("how", ["thread", "signal"])
+@pytest.mark.parametrize("streams", [0, 1])
+@pytest.mark.parametrize("op", OPS)
+def test_closing_while_a_call_is_inside(op: str, how: str, streams: int) -> None:
+    with nothing_left_in_shared_memory():
+        run_ranks(2, closing_inside, op, how, streams)
+
+
+def closing_at_random(rank: int, world: int) -> None:
+    """A thread closes the op somewhere in a loop of calls, which end with its error or one of a
+    peer's leaving."""
+    warm_up()
+    for number in range(40):
+        op = AGGemm(max_m=64, n=8, k=8, tuning=THREADED, timeout_s=30.0)
+        x, w = torch.ones(64 // world, 8), torch.ones(8 // world, 8)
+        closer = threading.Timer(0.0005 * number, op.close)
+        if rank == number % world:
+            closer.start()
+        # A call that finds the closing thread inside says so; the next one finds the op closed.
+        with pytest.raises(RuntimeError, match=r"closed|gave up|another thread is inside"):
+            while True:
+                op(x, w)
+        if closer.ident:
+            closer.join()
+        dist.barrier()
+        op.close()
+
+
+def test_closing_at_random_moments() -> None:
+    with nothing_left_in_shared_memory():
+        run_ranks(2, closing_at_random)
 
 
 def closing_while_peers_still_read(rank: int, world: int) -> None:

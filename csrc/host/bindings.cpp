@@ -71,7 +71,8 @@ void begin(Engine& engine, std::shared_ptr<Schedule> schedule, std::uint32_t dig
 
 py::dict failure(Engine& engine) {
   const FailureReport& f = engine.failure();
-  constexpr const char* kinds[] = {"none", "timeout", "mismatch", "peer_failed", "peer_closed"};
+  constexpr const char* kinds[] = {"none",        "timeout",     "mismatch",
+                                   "peer_failed", "peer_closed", "ended"};
   py::dict d;
   d["kind"] = kinds[static_cast<int>(f.kind)];
   d["peer"] = f.peer;
@@ -113,6 +114,7 @@ void bind_engine(py::module_& m) {
                                        [&](const Limit& limit) { return e.finish(limit); });
            })
       .def("visit_done", &Engine::visit_done, py::arg("visit"))
+      .def("end_call", &Engine::end_call)
       .def("settle", &Engine::settle, py::call_guard<py::gil_scoped_release>())
       .def("await_parcel", &Engine::await_parcel, py::arg("peer"), py::arg("signal"),
            py::arg("epoch"), py::call_guard<py::gil_scoped_release>())

@@ -121,6 +121,13 @@ void Engine::fail(const FailureReport& report) {
   notify(*local_);
 }
 
+void Engine::end_call() {
+  FailureReport report;
+  report.kind = Failure::kEnded;
+  report.peer = rank_;
+  fail(report);
+}
+
 // Waits until `observe`, which reads the epoch in a word of that pad that `peer` writes, has reached
 // this call. Gives up when the deadline passes or when the peer has failed or left; a peer that
 // raised what we wait for and *then* left has done its part, hence the second look.

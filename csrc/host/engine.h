@@ -54,7 +54,8 @@ enum class Failure : int {
   kTimeout = 1,
   kMismatch = 2,
   kPeerFailed = 3,
-  kPeerClosed = 4
+  kPeerClosed = 4,
+  kEnded = 5  // this rank closes the op: Engine::end_call
 };
 
 // What a wait was for when it failed; -1 where a field does not apply.
@@ -119,6 +120,9 @@ class Engine {
 
   // Marks the own pad and stops the worker; idempotent. Memory may be unmapped afterwards.
   void close(PadState state, int culprit);
+  // Lets the call that is going on fail: its waits return, in whatever thread, and it gives up. From any
+  // thread, or from a signal handler of the one that calls.
+  void end_call();
 
   // Random pauses of up to `longest` around every move and every raise, for race tests.
   void set_delay(std::chrono::nanoseconds longest, std::uint64_t seed);

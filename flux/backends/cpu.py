@@ -465,6 +465,9 @@ class CpuBackend:
             if self.network is not None:
                 self.network.settle()
             raise ValueError(self._mismatch_text(f))
+        if f["kind"] == "ended":
+            self.close(failed=True, culprit=self.rank)
+            raise RuntimeError(f"{label}: closed during call {self.engine.epoch}")
         tile = f"tile {f['tile']} of chunk {f['chunk']}" if f["tile"] >= 0 else "the call to begin"
         where = f"{label}: rank {self.rank}, call {self.engine.epoch}, waiting for {tile}"
         seen = ""
@@ -498,6 +501,10 @@ class CpuBackend:
         self.engine.refuse(why)
         if self.network is not None:
             self.network.refuse(self.engine.epoch, why)
+
+    def end_call(self) -> None:
+        """Let the call that is going on, in another thread or further up the stack, give up."""
+        self.engine.end_call()
 
     def close(self, failed: bool = False, culprit: int = -1) -> None:
         """Stop the worker and let go of the shared memory. Idempotent."""

@@ -142,6 +142,7 @@ class CudaBackend:
         self.last: Remembered | None = None
         self.repeats = 0  # calls that were recognised
         self._open = True
+        self._ending = False  # a wait that is going on is to give up
         if self._activate_after:
             self._load_activation()
 
@@ -470,6 +471,8 @@ class CudaBackend:
                 f"{who} waited more than {self.timeout_s:g} s for {what}, tile {tile}, "
                 f"call {expected}: the word was at {observed}"
             )
+        if not done and self._ending:
+            raise RuntimeError(f"{who}: closed while call {self.native.epoch} was waited for")
         if not done:
             raise PeerTimeoutError(
                 f"{who}: call {self.native.epoch} was not done after {self.timeout_s:g} s: a "
@@ -481,7 +484,7 @@ class CudaBackend:
         came. Kernels give up by themselves within the timeout."""
         deadline = time.monotonic() + self.timeout_s + 1.0
         while not self.driver.ready(stream):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._ending:
                 self._let_go()
                 self.driver.synchronize(stream)
                 return False
@@ -502,12 +505,16 @@ class CudaBackend:
         """Nothing, as the host does not meet its peers: the caller hears of bad input at once, and
         the other ranks wait in vain, but with FLUX_CHECK."""
 
+    def end_call(self) -> None:
+        """Let a wait for calls that is going on, in another thread or further up the stack, end."""
+        self._ending = True
+
     @on_its_device
     def close(self, failed: bool = False, culprit: int = -1) -> None:
         """Wait for what is under way and give everything back. Idempotent."""
         if not self._open:
             return
-        self._open = False
+        self._open = self._ending = False
         if failed:
             self._let_go()
         for stream in (*self._streams, self.native.copy_stream, self.native.network_stream):

@@ -156,6 +156,7 @@ class TensorParallelOp:
             self._pid = os.getpid()
             self._lock = threading.Lock()
             self._broken: str | None = None
+            self._ending = False  # close() was called while a call was inside
             group = exchange.group if isinstance(exchange, Exchange) else None
             self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
             self._cluster: ClusterTile | None = None
@@ -367,6 +368,15 @@ class TensorParallelOp:
             raise
         finally:
             self._lock.release()
+            self._end_if_asked()
+
+    def _end_if_asked(self) -> None:
+        """Close the op if that was asked for during a call, unless a call is inside: it will."""
+        while self._ending and not self._closed and self._lock.acquire(blocking=False):
+            try:
+                self._release(failed=False)  # the call has done its part, or was refused
+            finally:
+                self._lock.release()
 
     def wait(self) -> None:
         """Wait until this rank's calls are done. On the CPU they are when they return.
@@ -394,8 +404,24 @@ class TensorParallelOp:
             self._backend.close(failed, self.rank)
 
     def close(self) -> None:
-        """Free threads and shared memory. Local and idempotent; later calls raise RuntimeError."""
-        self._release(failed=False)
+        """Free threads and shared memory. Local and idempotent; later calls raise RuntimeError.
+
+        While a call is inside, in another thread or (for a signal handler) further up the stack,
+        this only asks it to end: its waits return at once, it raises RuntimeError, and memory goes
+        when it has left.
+        """
+        if self._closed or self._pid != os.getpid():
+            return
+        if self._lock.acquire(blocking=False):
+            try:
+                self._release(failed=False)
+            finally:
+                self._lock.release()
+            return
+        self._ending = True
+        if self._backend is not None:
+            self._backend.end_call()
+        self._end_if_asked()  # it may have left in between
 
     def __enter__(self) -> Self:
         return self
