@@ -209,6 +209,8 @@ def test_inside_the_package_only_its_own_directories_count(
     assert trust.reason_untrusted(package / "lib/kernels") is None
     (package / "lib").chmod(0o777)
     assert trust.reason_untrusted(package / "lib/kernels") is not None
+    package.chmod(0o777)  # its Python code can be replaced as well
+    assert trust.reason_untrusted(package / "lib/kernels") is None
 
 
 def test_containers_show_one_owner_for_users_that_they_do_not_map(

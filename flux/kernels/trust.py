@@ -16,6 +16,7 @@ import pwd
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -53,11 +54,11 @@ def reason_untrusted(path: Path, links: int = 0) -> str | None:
     """
     path = path.absolute()
     inside = path.is_relative_to(_PACKAGE) and ".." not in path.parts
-    owners = {os.geteuid(), 0, *_code_owner(inside)}
+    trusted = _trusted(inside)
     current = _PACKAGE if inside else Path("/")
     rest = list(path.relative_to(current).parts)
     try:
-        reason = _reason(os.stat(current), current, owners, on_the_way=True)
+        reason = _reason(os.stat(current), current, trusted, on_the_way=True)
         while rest and reason is None:
             name = rest.pop(0)
             if name == "..":
@@ -67,45 +68,66 @@ def reason_untrusted(path: Path, links: int = 0) -> str | None:
             status = os.lstat(entry)
             if not stat.S_ISLNK(status.st_mode):
                 current = entry
-                reason = _reason(status, entry, owners, on_the_way=True)
+                reason = _reason(status, entry, trusted, on_the_way=True)
                 continue
             links += 1
             if links > _MOST_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(entry))
-            reason = _reason_owner(status, entry, owners, on_the_way=True)
+            reason = _reason_owner(status, entry, trusted, on_the_way=True)
             target = Path(os.readlink(entry))
             if target.is_absolute() and reason is None:
                 return reason_untrusted(target.joinpath(*rest), links)
             rest = [*target.parts, *rest]
-        return reason or _reason(os.stat(current), current, owners, on_the_way=False)
+        return reason or _reason(os.stat(current), current, trusted, on_the_way=False)
     except FileNotFoundError:
         return None
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
 
 
+@dataclass(frozen=True)
+class _Trusted:
+    """Users, groups, and whether all others, that may write what is loaded."""
+
+    users: frozenset[int]
+    groups: frozenset[int] = frozenset()
+    others: bool = False
+
+
+def _trusted(inside: bool) -> _Trusted:
+    """This user and root, and the owner of flux's code; ``inside`` the package all that can write
+    the package, too, and so can write that code."""
+    users = frozenset({os.geteuid(), 0, *_code_owner(inside)})
+    if not inside:
+        return _Trusted(users)
+    package = os.stat(_PACKAGE)
+    groups = frozenset({package.st_gid} if package.st_mode & stat.S_IWGRP else ())
+    return _Trusted(users, groups, bool(package.st_mode & stat.S_IWOTH))
+
+
 def _reason(
-    status: os.stat_result, path: Path, owners: set[int], *, on_the_way: bool
+    status: os.stat_result, path: Path, trusted: _Trusted, *, on_the_way: bool
 ) -> str | None:
     """Of one directory or file. ``on_the_way``: a directory that leads to what is asked about."""
-    reason = _reason_owner(status, path, owners, on_the_way=on_the_way)
+    reason = _reason_owner(status, path, trusted, on_the_way=on_the_way)
     if reason is not None:
         return reason
     # In a sticky directory, as /tmp, other users can add entries but not replace ours.
     if on_the_way and status.st_mode & stat.S_ISVTX:
         return None
-    if status.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH and not trusted.others:
         return f"{path} is writable by every user"
-    if status.st_mode & stat.S_IWGRP and not _is_private_group(status, path):
+    by_group = status.st_mode & stat.S_IWGRP and status.st_gid not in trusted.groups
+    if by_group and not _is_private_group(status, path):
         return f"{path} is writable by the group {_group_name(status.st_gid)}"
     return None
 
 
 def _reason_owner(
-    status: os.stat_result, path: Path, owners: set[int], *, on_the_way: bool
+    status: os.stat_result, path: Path, trusted: _Trusted, *, on_the_way: bool
 ) -> str | None:
     owner = status.st_uid
-    if owner in owners or (on_the_way and owner == _unmapped_owner()):
+    if owner in trusted.users or (on_the_way and owner == _unmapped_owner()):
         return None
     return f"{path} belongs to {_user_name(owner)}, not to {_user_name(os.geteuid())} or root"
 
@@ -231,9 +253,9 @@ def opened(path: Path) -> Iterator[OpenFile]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # Once more for what was really opened, though only trusted users could have replaced it.
-        owners = {os.geteuid(), 0, *_code_owner(path.absolute().is_relative_to(_PACKAGE))}
         status = os.fstat(descriptor)
-        reason = _reason(status, path, owners, on_the_way=False)
+        trusted = _trusted(path.absolute().is_relative_to(_PACKAGE))
+        reason = _reason(status, path, trusted, on_the_way=False)
         if reason is None and not stat.S_ISREG(status.st_mode):
             reason = "it is no regular file"
         if reason is not None:
