@@ -26,6 +26,11 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 BENCH_OPS := ag_gemm gemm_rs gemm_ar
 BENCH_SHAPE := --m 2048 --n 4096 --k 2048 --dtype float32 --nproc 2
 
+# What depends most on torch: schedules, ops on ranks, autograd, torch.library, torch.compile, layers.
+CORE_TESTS = $(sort $(wildcard tests/test_core_*.py)) $(addprefix tests/test_,$(addsuffix .py, \
+  schedule ag_gemm gemm_rs gemm_ar functional library errors gradcheck compile layers symm_mem \
+  package doctor))
+
 SET := minimal
 ARCHS := 80,90a
 NVSHMEM := 1
@@ -36,7 +41,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help bench test lint format tsan check-device kernels clean distclean FORCE
+.PHONY: help bench test test-core lint format tsan check-device kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +51,9 @@ bench: $(STAMPS)/native ## run the three fused ops next to their unfused baselin
 
 test: $(STAMPS)/native-werror ## run the tests
 	@$(BIN)/pytest $(ARGS)
+
+test-core: $(STAMPS)/native-werror ## run the core tests, which CI does with the oldest and the newest torch
+	@$(BIN)/pytest $(CORE_TESTS) $(ARGS)
 
 lint: $(VENV)/requirements-installed ## check formatting, ruff and mypy; changes nothing
 	$(BIN)/ruff check .

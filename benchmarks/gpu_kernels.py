@@ -31,6 +31,7 @@ from flux import _C, Knobs, host
 from flux.backends.device import CudaDevice
 from flux.bench.metrics import CONFIDENCE, bootstrap
 from flux.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.kernels import loading
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
 from flux.kernels.registry import BuiltKernel
@@ -108,7 +109,7 @@ class Shape:
 
     def method(self, built: BuiltKernel) -> Callable[[int], None]:
         op = built.config.op
-        kernel = _C.Kernel(str(built.library), built.symbol)
+        kernel = loading.load(built)
         kernel.prepare(self.device.index)
         made = []
         for index in range(COPIES):
@@ -127,7 +128,7 @@ class Shape:
         return lambda index: kernel.launch(made[index], self.device.current_stream())
 
     def reduction(self, built: BuiltKernel) -> Callable[[int], None]:
-        kernel = _C.Kernel(str(built.library), built.symbol)
+        kernel = loading.load(built)
         args = _C.ReduceArgs()
         args.rows, args.n, args.m, args.world = self.chunk, self.n, self.m, WORLD
         args.tile_m, args.tile_n = kernel.tile

@@ -314,6 +314,9 @@ def _kernels() -> list[Item]:
     if built.damaged:
         note = "set aside, not used; can be deleted: " + ", ".join(map(str, built.damaged))
         items.append(Item("damaged libraries", str(len(built.damaged)), WARNING, note))
+    for path, reason in built.refused:
+        note = f"{reason}: not used; chown or chmod go-w it, or name another in FLUX_KERNEL_CACHE"
+        items.append(Item("refused", str(path), WARNING, note))
     return items
 
 

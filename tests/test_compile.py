@@ -84,6 +84,10 @@ def test_a_block_with_a_plan(world: int, sequence: bool) -> None:
     run_ranks(world, _block, sequence, False)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="torch 2.9 by itself cannot compile the backward of attention in float64 on CPUs",
+)
 @pytest.mark.timeout(400)
 def test_a_block_with_inductor() -> None:
     run_ranks(2, _block, True, True, timeout=380.0)

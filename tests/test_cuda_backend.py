@@ -359,9 +359,9 @@ def test_the_device_of_an_op_need_not_be_the_current_one(
     seen: list[bool] = []
     kernel = flux._C.Kernel
 
-    def load(library: str, symbol: str) -> flux._C.Kernel:
+    def load(library: str, symbol: str, file: str) -> flux._C.Kernel:
         seen.append(device.current)
-        return kernel(library, symbol)
+        return kernel(library, symbol, file)
 
     monkeypatch.setattr(flux._C, "Kernel", load)
     with VirtualWorld(2, device) as ranks:

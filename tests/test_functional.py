@@ -27,6 +27,16 @@ def _alike(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert seen[0] == seen[1], seen
 
 
+def _columns_gathered(
+    a: torch.Tensor, bs: list[torch.Tensor], dim: int, name: str
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Gather along the last dimension, which PyTorch's definition cannot do in torch 2.9."""
+    parts = [torch.empty_like(a.contiguous()) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, a.contiguous())
+    gathered = torch.cat(parts, dim)
+    return gathered, [gathered @ b for b in bs]
+
+
 def _all_gather_cases(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     name = dist.group.WORLD.group_name
@@ -38,7 +48,8 @@ def _all_gather_cases(rank: int, world: int) -> None:
             bs = [torch.randn(k, n, dtype=torch.float64) for n in (7, 3)]
             if dim % 2:  # a layout that needs no copy, as well as one that does
                 a = a.movedim(dim, 0).contiguous().movedim(0, dim)
-            want_a, want = _fused_all_gather_matmul_fallback(a, bs, dim % len(shape), name)
+            define = _columns_gathered if last else _fused_all_gather_matmul_fallback
+            want_a, want = define(a, bs, dim % len(shape), name)
             got_a, got = flux.ops.fused_all_gather_matmul(a, bs, dim, name, return_A=return_a)
             assert (got_a is not None) == return_a
             if return_a:

@@ -180,8 +180,8 @@ void bind_kernels(py::module_& m) {
   bind_reduce_args(m);
   py::class_<Kernel, std::shared_ptr<Kernel>>(m, "Kernel",
                                               "One kernel of a library that flux.kernels built.")
-      .def(py::init<const std::string&, const std::string&>(), py::arg("library"),
-           py::arg("symbol"))
+      .def(py::init<const std::string&, const std::string&, const std::string&>(),
+           py::arg("library"), py::arg("symbol"), py::arg("file") = "")
       .def_property_readonly("name", &Kernel::name)
       .def_property_readonly("tile",
                              [](const Kernel& k) { return py::make_tuple(k.tile_m(), k.tile_n()); })

@@ -13,15 +13,25 @@ std::string dl_error() {
   return text != nullptr ? text : "unknown error";
 }
 
-std::shared_ptr<void> open(const std::string& path) {
-  void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) throw std::runtime_error("cannot open " + path + ": " + dl_error());
+// The loader's message with the library's own path, whatever path it was opened by.
+std::string with_path(std::string text, const std::string& file, const std::string& library) {
+  const std::size_t at = text.find(file);
+  return at == std::string::npos ? text : text.replace(at, file.size(), library);
+}
+
+std::shared_ptr<void> open(const std::string& library, const std::string& file) {
+  void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    throw std::runtime_error("cannot open " + library + ": " +
+                             with_path(dl_error(), file, library));
+  }
   return std::shared_ptr<void>(handle, [](void* h) { dlclose(h); });
 }
 
 }  // namespace
 
-Kernel::Kernel(const std::string& library, const std::string& symbol) : library_(open(library)) {
+Kernel::Kernel(const std::string& library, const std::string& symbol, const std::string& file)
+    : library_(open(library, file.empty() ? library : file)) {
   table_ = static_cast<const FluxKernel*>(dlsym(library_.get(), symbol.c_str()));
   if (table_ == nullptr) throw std::runtime_error(library + " has no kernel " + symbol);
   // The version comes first in the table, whatever version wrote it.

@@ -14,8 +14,9 @@ namespace flux::host {
 class Kernel {
  public:
   // Throws std::runtime_error: the library cannot be opened, has no such kernel, or was built for
-  // another version of the ABI.
-  Kernel(const std::string& library, const std::string& symbol);
+  // another version of the ABI. Messages name `library`; `file` is the path to open it by, unless
+  // empty: one of an open descriptor, so that what was checked is what is loaded.
+  Kernel(const std::string& library, const std::string& symbol, const std::string& file = "");
 
   std::string name() const { return table_->name; }
   int tile_m() const { return table_->tile_m; }

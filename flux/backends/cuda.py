@@ -34,6 +34,7 @@ from flux.backends.unfused import nothing
 from flux.env import GRAPH_OVERLAP, POISON, TRACE
 from flux.errors import PeerTimeoutError
 from flux.heuristic_cuda import ClusterTile
+from flux.kernels import loading
 from flux.kernels.config import TMA_BYTES, GemmConfig
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Knobs, Op
@@ -190,7 +191,7 @@ class CudaBackend:
     @on_its_device
     def _load(self, built: BuiltKernel) -> _C.Kernel:
         """With all of its code: what is loaded under a kernel that waits may wait with it."""
-        kernel = _C.Kernel(str(built.library), built.symbol)
+        kernel = loading.load(built)
         kernel.prepare(self.device.index)
         return kernel
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from flux import env, toolchain
-from flux.kernels import manifest, ptxas, sources
+from flux.kernels import manifest, ptxas, sources, trust
 from flux.kernels.children import Cancelled, Children
 from flux.kernels.config import GemmConfig
 from flux.kernels.generator import library_name, symbol, translation_unit
@@ -193,9 +193,11 @@ def in_place(
     was made now: by ``make``, in an empty directory that is renamed afterwards.
 
     Raises:
+        UntrustedError: another user can write or replace ``root``, or what is there.
         Cancelled: ``children`` were killed meanwhile.
         OSError: ``root`` cannot be written.
     """
+    trust.check(root)
     guard = manifest.lock(root, name)
     _acquire(guard, children.cancelled)
     try:
@@ -213,6 +215,7 @@ def in_place(
         staging.mkdir()
         try:
             make(staging)
+            trust.keep_others_out(staging)
             os.rename(staging, directory)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

@@ -122,20 +122,36 @@ def _list(configs: Sequence[GemmConfig], root: Path, *, traced: bool, json_outpu
         print(f"{'built' if config.name in built else '-':<6}{config.name}")
 
 
+def _make_root(root: Path, *, is_cache: bool) -> None:
+    """Create ``root``, a cache for this user alone; a directory that was named, as the umask says.
+
+    Raises:
+        UntrustedError: another user can write or replace it, so what is built there is not used.
+        OSError: it cannot be created.
+    """
+    from flux.kernels import trust
+
+    if is_cache:
+        trust.make_private(root)
+    else:
+        root.mkdir(parents=True, exist_ok=True)
+    trust.check(root)
+
+
 def _compile_runtime(
     archs: Sequence[str], root: Path, *, is_cache: bool, json_output: bool
 ) -> None:
-    from flux.kernels import build
+    from flux.kernels import build, trust
     from flux.kernels import runtime as runtime_library
 
     try:
         tools = runtime_library.find_tools()
-        root.mkdir(parents=True, exist_ok=True)
+        _make_root(root, is_cache=is_cache)
         with _ends_as_interrupted():
             library, fresh = runtime_library.make(root, tools, archs)
             if not is_cache:
                 runtime_library.remove_others(root, library)
-    except (build.MissingToolError, ValueError) as error:
+    except (build.MissingToolError, trust.UntrustedError, ValueError) as error:
         refuse(str(error))
     except OSError as error:
         refuse(f"cannot write {root}: {error.strerror}")
@@ -163,14 +179,16 @@ def _compile(
     is_cache: bool,
     json_output: bool,
 ) -> None:
-    from flux.kernels import build, driver
+    from flux.kernels import build, driver, trust
 
     try:
         tools = build.find_tools()
     except (build.MissingToolError, ValueError) as error:
         refuse(str(error))
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        _make_root(root, is_cache=is_cache)
+    except trust.UntrustedError as error:
+        refuse(str(error))
     except OSError as error:
         refuse(f"cannot write {root}: {error.strerror}")
     begin = time.monotonic()

@@ -15,6 +15,7 @@ from flux.kernels.children import Cancelled, Children
 from flux.kernels.config import GemmConfig
 from flux.kernels.generator import libraries
 from flux.kernels.manifest import DamagedLibraryError, Library
+from flux.kernels.trust import UntrustedError
 
 JOB_BYTES = 6 << 30
 """Memory to keep for one nvcc; 13.0 takes for sm_90a 3.5 GiB for a unit of one config, 5.1 GiB
@@ -124,7 +125,7 @@ def _build_one(
     starting: Callable[[], None] = lambda: observer.started(unit)  # noqa: E731
     try:
         library, fresh = build(unit, root, tools, children, starting)
-    except (CompileError, DamagedLibraryError) as failure:
+    except (CompileError, DamagedLibraryError, UntrustedError) as failure:
         error = str(failure)
     except Cancelled:
         error = "called off"

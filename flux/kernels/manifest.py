@@ -24,9 +24,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from flux.kernels import generator
+from flux.kernels import generator, trust
 from flux.kernels.config import GemmConfig
 from flux.kernels.ptxas import Usage
+from flux.kernels.trust import UntrustedError
 
 FORMAT = 1
 """Of the manifest; raised when a field changes its meaning."""
@@ -116,12 +117,16 @@ def read(directory: Path) -> Library:
 
     Raises:
         DamagedLibraryError: it is not what was built; the message says in which way.
+        UntrustedError: another user can write or replace it.
     """
     name = directory.name
+    trust.check(directory)
     try:
-        content = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+        with trust.opened(directory / f"{name}.json") as file:
+            content = json.loads(file.read().decode("utf-8"))
         library = _parse(name, content, directory)
-        size, sha256 = library.path.stat().st_size, file_hash(library.path)
+        with trust.opened(library.path) as file:
+            size, sha256 = file.size(), file.sha256()
     except OSError as error:
         raise DamagedLibraryError(f"{error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -176,10 +181,17 @@ def file_hash(path: Path) -> str:
 
 
 def scan(root: Path) -> Iterator[Library]:
-    """The libraries in ``root``, by name. Damaged ones are set aside, with a warning."""
+    """The libraries in ``root``, by name. Damaged ones are set aside, with a warning.
+
+    What another user can write or replace is left where it is and not used, with a warning too.
+    """
+    if not is_trusted(root):
+        return
     for directory in _directories(root):
         try:
             yield read(directory)
+        except UntrustedError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
         except DamagedLibraryError:
             library = _set_aside_unless_mended(root, directory)
             if library is not None:
@@ -198,6 +210,32 @@ def _directories(root: Path) -> list[Path]:
     ]
 
 
+def is_trusted(root: Path) -> bool:
+    """Whether no other user can write or replace ``root``; warns if one can."""
+    reason = trust.reason_untrusted(root)
+    if reason is not None:
+        warnings.warn(str(UntrustedError(root, reason)), RuntimeWarning, stacklevel=3)
+    return reason is None
+
+
+def refused(root: Path) -> list[tuple[Path, str]]:
+    """What in ``root`` is not used because another user can write or replace it, and how.
+
+    Only ``root`` itself if it is refused, else its libraries, those of runtime.py among them.
+    """
+    reason = trust.reason_untrusted(root)
+    if reason is not None:
+        return [(root, reason)]
+    found = []
+    for directory in [*_directories(root), *sorted(root.glob("nvshmem_*"))]:
+        for path in (directory, *sorted(directory.glob("*.so")), *sorted(directory.glob("*.json"))):
+            reason = trust.reason_untrusted(path)
+            if reason is not None:
+                found.append((path, reason))
+                break
+    return found
+
+
 def damaged(root: Path) -> list[Path]:
     """What was set aside in ``root``."""
     return sorted(root.glob("libflux_*.damaged-*"))
@@ -206,11 +244,13 @@ def damaged(root: Path) -> list[Path]:
 def lock(root: Path, name: str) -> FileLock:
     """The lock of one library, not yet taken. Ends with the process that holds it.
 
+    Where ``root`` is missing, it is made for this user alone.
+
     Raises:
         OSError: ``root`` cannot be written.
     """
     directory = root / ".locks"
-    directory.mkdir(parents=True, exist_ok=True)
+    trust.make_private(directory)
     return FileLock(directory / f"{name}.lock")
 
 
@@ -224,7 +264,7 @@ def _set_aside_unless_mended(root: Path, directory: Path) -> Library | None:
                 return read(directory)
             except DamagedLibraryError as error:
                 set_aside(directory, str(error))
-    except Timeout:
+    except (Timeout, UntrustedError):
         return None
     except OSError as error:
         warnings.warn(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flux import env
-from flux.kernels import manifest, sources
+from flux.kernels import manifest, sources, trust
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
 from flux.kernels.manifest import Library
@@ -19,12 +19,16 @@ from flux.kernels.ptxas import Usage
 
 @dataclass(frozen=True)
 class BuiltKernel:
-    """A kernel that can be loaded: ``symbol`` of the shared object ``library``."""
+    """A kernel that can be loaded: ``symbol`` of the shared object ``library``.
+
+    ``sha256`` is that of the library as its manifest was read; None compares nothing.
+    """
 
     config: GemmConfig
     library: Path
     symbol: str
     usage: Usage
+    sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Registry:
         stale: libraries made from other sources than those that are here: not used.
         damaged: directories of libraries that were set aside, now or earlier: not used.
         traced: kernels of trace builds, by the symbols that they have in other builds.
+        refused: roots, directories and files that another user can write or replace, each with
+            the reason: not used.
     """
 
     roots: tuple[Path, ...]
@@ -46,14 +52,16 @@ class Registry:
     stale: tuple[Library, ...]
     damaged: tuple[Path, ...]
     traced: dict[str, BuiltKernel] = field(default_factory=dict)
+    refused: tuple[tuple[Path, str], ...] = ()
 
     @classmethod
     def load(cls, roots: Sequence[Path] | None = None) -> Registry:
         """Read the manifests and compare the libraries with them: some 10 ms for a default set.
 
         Of a kernel that is there twice, the first root's counts, and within a root the newest.
-        Damaged libraries are set aside with a warning. Without our headers, which every install
-        has, nothing is known to be stale.
+        Damaged libraries are set aside with a warning, and those that another user can write or
+        replace are not used. Without our headers, which every install has, nothing is known to be
+        stale.
         """
         roots = tuple(default_roots() if roots is None else roots)
         headers = sources.csrc()
@@ -68,10 +76,16 @@ class Registry:
                     continue
                 usable.append(library)
                 for symbol, config in library.kernels.items():
-                    kernel = BuiltKernel(config, library.path, symbol, library.usage[symbol])
+                    kernel = BuiltKernel(
+                        config, library.path, symbol, library.usage[symbol], library.sha256
+                    )
                     (traced if library.traced else kernels).setdefault(config.name, kernel)
-        damaged = [path for root in roots for path in manifest.damaged(root)]
-        return cls(roots, kernels, tuple(usable), tuple(stale), tuple(damaged), traced)
+        trusted = [root for root in roots if trust.reason_untrusted(root) is None]
+        damaged = [path for root in trusted for path in manifest.damaged(root)]
+        refused = [found for root in roots for found in manifest.refused(root)]
+        return cls(
+            roots, kernels, tuple(usable), tuple(stale), tuple(damaged), traced, tuple(refused)
+        )
 
     def for_traces(self) -> Registry:
         """The same, whose kernels are those of trace builds."""

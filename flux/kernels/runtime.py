@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from flux import toolchain
-from flux.kernels import build, manifest, ptxas, sources
+from flux.kernels import build, manifest, ptxas, sources, trust
 from flux.kernels.build import MissingToolError, Tools
 from flux.kernels.children import Children
 from flux.kernels.manifest import DamagedLibraryError
 from flux.kernels.ptxas import Usage
+from flux.kernels.trust import UntrustedError
 
 NAME = "libflux_nvshmem"
 SYMBOL = "flux_nvshmem"  # FLUX_NVSHMEM_SYMBOL
@@ -135,9 +136,12 @@ def read(directory: Path) -> RuntimeLibrary:
 
     Raises:
         DamagedLibraryError: it is not what was built.
+        UntrustedError: another user can write or replace it.
     """
+    trust.check(directory)
     try:
-        content = json.loads((directory / f"{NAME}.json").read_text(encoding="utf-8"))
+        with trust.opened(directory / f"{NAME}.json") as file:
+            content = json.loads(file.read().decode("utf-8"))
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']!r}, expected {_FORMAT}")
         library = RuntimeLibrary(
@@ -153,7 +157,8 @@ def read(directory: Path) -> RuntimeLibrary:
             usage={kernel: Usage(**counts) for kernel, counts in content["ptxas"].items()},
             seconds=float(content["seconds"]),
         )
-        sha256 = manifest.file_hash(library.path)
+        with trust.opened(library.path) as file:
+            sha256 = file.sha256()
     except OSError as error:
         raise DamagedLibraryError(f"{error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -164,13 +169,18 @@ def read(directory: Path) -> RuntimeLibrary:
 
 
 def scan(root: Path) -> list[RuntimeLibrary]:
-    """The libraries in ``root``, newest first. Damaged ones are left out, with a warning."""
+    """The libraries in ``root``, newest first. Damaged ones, and those that another user can write
+    or replace, are left out with a warning."""
+    if not manifest.is_trusted(root):
+        return []
     found = []
     for directory in sorted(root.glob("nvshmem_*")):
         if ".damaged-" in directory.name:
             continue
         try:
             found.append(read(directory))
+        except UntrustedError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
         except DamagedLibraryError as error:
             warnings.warn(
                 f"damaged library {directory} is ignored: {error}", RuntimeWarning, stacklevel=2
@@ -236,6 +246,7 @@ def make(root: Path, tools: RuntimeTools, archs: Sequence[str]) -> tuple[Runtime
     Raises:
         ValueError: an architecture that it cannot be built for.
         CompileError: it does not compile or link.
+        UntrustedError: another user can write or replace ``root``, or what is there.
         OSError: ``root`` cannot be written.
     """
     unknown = [arch for arch in archs if arch not in _CODE]

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from flux import _C, toolchain
-from flux.kernels import runtime
+from flux.kernels import runtime, trust
 from flux.kernels.registry import default_roots
 
 ID_BYTES = 128  # FLUX_NVSHMEM_ID_BYTES
@@ -43,9 +43,10 @@ class NvshmemLibrary:
     RuntimeError with what the library says went wrong.
 
     Args:
-        path: of the shared object.
+        path: of the shared object, which no other user may be able to write or replace.
         host: of NVSHMEM's host library, loaded first unless some copy is there already; None for a
             library that brings its own.
+        sha256: of the library as its manifest was read; None compares nothing.
 
     Raises:
         RuntimeError: it cannot be loaded, or is not what this version of flux needs.
@@ -56,14 +57,17 @@ class NvshmemLibrary:
         version: of NVSHMEM that it was compiled with.
     """
 
-    def __init__(self, path: Path, host: Path | None) -> None:
+    def __init__(self, path: Path, host: Path | None, sha256: str | None = None) -> None:
         loaded = None if host is None else _load_host(host)
-        try:
-            self._library = ctypes.CDLL(str(path))
-            # The version comes first, whatever follows it.
-            found = ctypes.c_uint32.in_dll(self._library, runtime.SYMBOL)
-        except (OSError, ValueError) as error:
-            raise RuntimeError(f"{path} cannot be loaded: {error}") from error
+        with trust.verified(path, sha256) as file:
+            name = file.name_to_load()
+            try:
+                self._library = ctypes.CDLL(name)
+                # The version comes first, whatever follows it.
+                found = ctypes.c_uint32.in_dll(self._library, runtime.SYMBOL)
+            except (OSError, ValueError) as error:
+                reason = str(error).replace(name, str(path))
+                raise RuntimeError(f"{path} cannot be loaded: {reason}") from error
         self.address = ctypes.addressof(found)
         expected = _C.NVSHMEM_ABI
         mismatch = f"{path} has ABI {{}}, expected {{}}: build it again with flux compile --runtime"
@@ -133,7 +137,8 @@ def load() -> NvshmemLibrary:
     built = runtime.usable(default_roots())
     package = toolchain.nvshmem(built.package.rpartition("-cu")[2])
     assert package is not None  # usable() has seen it
-    return NvshmemLibrary(built.path, Path(package.path, "lib", toolchain.NVSHMEM_HOST_LIBRARY))
+    host = Path(package.path, "lib", toolchain.NVSHMEM_HOST_LIBRARY)
+    return NvshmemLibrary(built.path, host, built.sha256)
 
 
 def _load_host(path: Path) -> ctypes.CDLL:

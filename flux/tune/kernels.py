@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flux import toolchain
-from flux.kernels import build, driver
+from flux.kernels import build, driver, trust
 from flux.kernels.config import GemmConfig
 from flux.kernels.registry import Registry, package_root
 from flux.tune.space import Candidate
@@ -40,7 +40,7 @@ def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
         return {}
     try:
         tools = build.find_tools()
-        root.mkdir(parents=True, exist_ok=True)
+        trust.make_private(root)
     except (build.MissingToolError, OSError, ValueError) as error:
         return {config.name: str(error) for config in wanted}
     observer, units = driver.Observer(), driver.plan(wanted, root, tools).units
