@@ -161,7 +161,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     made = Sandbox(tmp_path / "checkout")
     package = made.root / "flux"
     package.mkdir(parents=True)
-    for module in ("env", "host", "terminal", "toolchain"):
+    for module in ("env", "host", "terminal", "toolchain", "wholefile"):
         shutil.copy(ROOT / "flux" / f"{module}.py", package)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "flux/kernels", package / "kernels", ignore=ignored)
