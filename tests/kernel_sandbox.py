@@ -20,6 +20,7 @@ import pytest
 from flux import toolchain
 from flux.kernels import sources
 from flux.kernels.build import Tools
+from scripts import start_interruptible
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -120,12 +121,11 @@ class Sandbox:
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         """`flux compile`, as builds run it: without torch."""
-        return subprocess.Popen(
+        return start_interruptible(
             [sys.executable, str(self.root / "tools/compile_kernels.py"), *arguments],
             env={**self.environment, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
 
     def compile(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
