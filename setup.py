@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -71,9 +72,9 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         # Renamed over the old module, not written into it: a running process may have it mapped.
-        fresh = target.with_suffix(".new")
-        shutil.copy2(build_dir / target.name, fresh)
-        os.replace(fresh, target)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=target.parent) as folder:
+            fresh = shutil.copy2(build_dir / target.name, folder)
+            os.replace(fresh, target)
         self.copy_kernels(build_dir, target.parent / "lib" / "kernels")
 
     def copy_kernels(self, build_dir: Path, destination: Path) -> None:

@@ -36,6 +36,7 @@ from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
 from flux.kernels.registry import BuiltKernel
 from flux.knobs import Op
+from flux.wholefile import write_whole
 
 SHAPES = [("ag_gemm", 6144, 12288), ("gemm_rs", 12288, 6144)]  # N, K of one rank of 8
 ROWS = [8192, 4096, 2048, 1024, 512, 256, 128, 64]
@@ -324,9 +325,7 @@ def resumed(path: Path, command: str, device: CudaDevice) -> dict[str, Any]:
 def write(path: Path, content: dict[str, Any]) -> None:
     """Replace the file at once: a run that is cut short leaves the last one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def show(found: dict[str, Any]) -> None:

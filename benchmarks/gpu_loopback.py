@@ -24,6 +24,7 @@ from flux.bench.loopback import RealRank
 from flux.bench.methods import Method
 from flux.bench.op import measure
 from flux.bench.problem import BenchConfig, Problem
+from flux.wholefile import write_whole
 
 NARROW, WIDE = 12288, 49152  # the paper's GPT-3 shapes: AllGather N = WIDE, ReduceScatter K = WIDE
 WARM_UP = 3
@@ -123,9 +124,7 @@ def write(path: Path, shapes: list[dict[str, Any]]) -> None:
     """Replace the file at once: a run that is cut short leaves the last one."""
     content = {"command": "python benchmarks/gpu_loopback.py", "shapes": shapes}
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def main() -> None:

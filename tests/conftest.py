@@ -15,7 +15,15 @@ from flux.bench.hosts import Hosts, HostsUnavailableError
 
 # Whatever has been tuned on this machine must not decide what tests run; ranks inherit it.
 os.environ["FLUX_TUNE_CACHE"] = tempfile.mkdtemp(prefix="flux-test-tune-")
-atexit.register(shutil.rmtree, os.environ["FLUX_TUNE_CACHE"], ignore_errors=True)
+
+
+def _remove_winners(folder: str, process: int) -> None:
+    """Remove the folder; not in a forked child that ends normally."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+atexit.register(_remove_winners, os.environ["FLUX_TUNE_CACHE"], os.getpid())
 
 pytest_plugins = ["browser", "device_fixtures", "fake_nvshmem", "kernel_sandbox"]
 

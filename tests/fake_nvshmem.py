@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,8 +75,17 @@ def build(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fake_nvshmem_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("nvshmem"))
+def fake_nvshmem_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    remove_leftovers()
+    yield build(tmp_path_factory.mktemp("nvshmem"))
+    remove_leftovers()
+
+
+def remove_leftovers() -> None:
+    """Remove the names in /dev/shm of jobs whose rank 0 was killed before all ranks had joined."""
+    for path in Path("/dev/shm").glob("flux-fake-*"):
+        if not Path("/proc", path.name.split("-")[2]).exists():
+            path.unlink(missing_ok=True)
 
 
 def on_streams_of(device: EmulatedDevice, path: Path) -> NvshmemLibrary:

@@ -307,10 +307,13 @@ def fresh_ranks(world: int) -> Iterator[Ranks]:
         ranks.close()
 
 
+_process = os.getpid()
+
+
 @atexit.register
 def close_pool() -> None:
-    """End all ranks that wait for a next test."""
-    while _pool:
+    """End all ranks that wait for a next test. A forked child's pool is its parent's."""
+    while _pool and os.getpid() == _process:
         _pool.popitem()[1].close()
 
 

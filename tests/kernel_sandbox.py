@@ -20,6 +20,7 @@ import pytest
 from flux import toolchain
 from flux.kernels import sources
 from flux.kernels.build import Tools
+from scripts import start_interruptible
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -120,12 +121,11 @@ class Sandbox:
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         """`flux compile`, as builds run it: without torch."""
-        return subprocess.Popen(
+        return start_interruptible(
             [sys.executable, str(self.root / "tools/compile_kernels.py"), *arguments],
             env={**self.environment, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
 
     def compile(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -161,7 +161,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     made = Sandbox(tmp_path / "checkout")
     package = made.root / "flux"
     package.mkdir(parents=True)
-    for module in ("env", "host", "terminal", "toolchain"):
+    for module in ("env", "host", "terminal", "toolchain", "wholefile"):
         shutil.copy(ROOT / "flux" / f"{module}.py", package)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "flux/kernels", package / "kernels", ignore=ignored)

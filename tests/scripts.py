@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,6 +17,18 @@ def torchrun(ranks: int) -> list[str]:
     """The start of a command. --standalone picks a free port: tests can run side by side."""
     module = "torch.distributed.run"
     return [sys.executable, "-m", module, "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def start_interruptible(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start a command that SIGINT ends, also where pytest ignores it.
+
+    A shell script starts its background jobs with SIGINT ignored, and children inherit that.
+    """
+
+    def restore() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen(command, text=True, preexec_fn=restore, **options)
 
 
 def under_torchrun(*command: str, timeout_s: float) -> str:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from flux.bench.problem import BenchConfig, Problem
 from flux.bench.timing import StartLine
 from flux.cli import app
 from harness import nothing_left_in_shared_memory, run_ranks
-from scripts import under_torchrun
+from scripts import start_interruptible, under_torchrun
 
 FLUX = [sys.executable, "-m", "flux"]
 SHAPE = ["--m", "13", "--n", "10", "--k", "9"]
@@ -254,9 +255,25 @@ def test_what_an_op_refuses_is_told_without_a_traceback() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_interrupt_ends_everything() -> None:
+def start_ignoring_interrupts(command: list[str], **options: Any) -> subprocess.Popen[str]:
+    """As a shell script starts a job in the background."""
+    ignoring = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    return start_interruptible(ignoring, **options)
+
+
+@pytest.mark.parametrize(
+    ("start", "number", "status"),
+    [
+        (start_interruptible, signal.SIGINT, 130),
+        (start_ignoring_interrupts, signal.SIGTERM, -signal.SIGTERM),
+    ],
+    ids=["SIGINT", "SIGTERM in the background"],
+)
+def test_interrupt_ends_everything(
+    start: Callable[..., subprocess.Popen[str]], number: signal.Signals, status: int
+) -> None:
     command = [*FLUX, "bench", "op", *SHAPE, "--repeats", "1000000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with start(command, stderr=subprocess.PIPE) as process:
         try:
             parent = psutil.Process(process.pid)
             deadline = time.monotonic() + 60
@@ -265,8 +282,8 @@ def test_interrupt_ends_everything() -> None:
             children = parent.children(recursive=True)
             assert len(children) >= 4
             time.sleep(0.5)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
+            process.send_signal(number)
+            assert process.wait(20) == status
             assert process.stderr is not None and "Traceback" not in process.stderr.read()
         finally:
             process.kill()

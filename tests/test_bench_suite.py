@@ -31,7 +31,7 @@ from flux.bench.spawn import RankFailedError
 from flux.cli import app
 from flux.trace.events import Kind
 from peer_cases import Stub
-from scripts import under_torchrun
+from scripts import start_interruptible, under_torchrun
 
 SHAPES = """
 model = "tiny"
@@ -469,7 +469,7 @@ def test_an_interrupted_suite_leaves_what_it_has(shapes: str, tmp_path: Path) ->
     target = tmp_path / "out.json"
     command = [sys.executable, "-m", "flux", "bench", "suite", "--shapes", shapes]
     command += ["--json", str(target), "--m", "64,65,66,67", "--repeats", "60"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_interruptible(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 100
         while not _done(target):

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fake_nvshmem import remove_leftovers
 from harness import RanksFailed, fresh_ranks, run_ranks
 from reference import DTYPES, Inputs, Problem
+from scripts import start_interruptible
 
 
 def add_up(rank: int, world: int, start: int) -> tuple[int, int, int]:
@@ -126,3 +128,28 @@ def test_the_reference_notices_small_errors(op: str, dtype: torch.dtype) -> None
         inputs.check([good[1:]], 0)
     with pytest.raises(AssertionError, match="expected"):
         inputs.check([good.to(torch.complex64)], 0)
+
+
+def test_commands_can_be_interrupted_where_pytest_ignores_it() -> None:
+    """As in the background of a shell script, whose children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        asks = "import signal; print(signal.getsignal(signal.SIGINT).__name__)"
+        process = start_interruptible([sys.executable, "-c", asks], stdout=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.communicate(timeout=60)[0] == "default_int_handler\n"
+
+
+def test_shared_memory_of_dead_nvshmem_jobs_is_removed() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait(30)
+    names = [Path(f"/dev/shm/flux-fake-{pid}-1-0") for pid in (process.pid, os.getpid())]
+    try:
+        for name in names:
+            name.touch()
+        remove_leftovers()
+        assert [name.exists() for name in names] == [False, True]
+    finally:
+        for name in names:
+            name.unlink(missing_ok=True)

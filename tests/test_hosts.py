@@ -35,6 +35,7 @@ from flux.bench.problem import BenchConfig
 from flux.bench.problem import Problem as BenchProblem
 from flux.bench.spawn import run_ranks
 from reference import Inputs, Problem
+from scripts import start_interruptible
 
 MakeHosts = Callable[..., Hosts]
 
@@ -155,7 +156,7 @@ with Hosts(2, "1gbit") as hosts:
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_hosts_of_a_dead_process_are_removed(sign: signal.Signals) -> None:
     """At once when it could still clean up, else by whoever makes hosts next."""
-    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    process = start_interruptible([sys.executable, "-c", KILLED], stdout=subprocess.PIPE)
     assert process.stdout is not None
     names = set(process.stdout.readline().split())
     assert len(names) == 2 and names <= namespaces()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -33,6 +33,7 @@ from flux.backends.op_kernels import OpKernel, op_kernel
 from flux.backends.unfused import nothing
 from flux.env import GRAPH_OVERLAP, POISON, TRACE
 from flux.errors import PeerTimeoutError
+from flux.forked import abandon_in_children
 from flux.heuristic_cuda import ClusterTile
 from flux.kernels import loading
 from flux.kernels.config import TMA_BYTES, GemmConfig
@@ -137,6 +138,7 @@ class CudaBackend:
         self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
         self.driver = self.device.driver
         self.native = self._native(timeout_s)
+        abandon_in_children(self)
         self._workspaces: dict[int, torch.Tensor] = {}
         self._roomy: set[tuple[int, int]] = set()
         self._streams: set[int] = set()
@@ -509,6 +511,11 @@ class CudaBackend:
     def end_call(self) -> None:
         """Let a wait for calls that is going on, in another thread or further up the stack, end."""
         self._ending = True
+
+    def abandon(self) -> Iterable[object]:
+        """Leave streams and NCCL's communicator to the parent of this forked child."""
+        self._open = False
+        return (self.native,)
 
     @on_its_device
     def close(self, failed: bool = False, culprit: int = -1) -> None:

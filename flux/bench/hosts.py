@@ -170,7 +170,8 @@ class Hosts:
         self.count = count
         self.link_rate = link_rate
         self._rate = None if link_rate is None else parse_rate(link_rate)
-        self._id = f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}"
+        self._pid = os.getpid()
+        self._id = f"{_PREFIX}{self._pid}-{_start_time(self._pid)}"
         self.names = [f"{self._id}-h{host}" for host in range(count)]
         self.switch = f"{self._id}-sw"
 
@@ -187,7 +188,12 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        """Remove the hosts and whatever still runs on them. Idempotent."""
+        """Remove the hosts and whatever still runs on them. Idempotent.
+
+        A forked child that leaves the ``with`` block removes nothing.
+        """
+        if self._pid != os.getpid():
+            return
         for name in (*self.names, self.switch):
             if (_FOLDER / name).exists():
                 _remove(name)

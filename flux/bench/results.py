@@ -13,7 +13,6 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 from flux.bench.report import FIGURES, rounded
 from flux.trace.events import Event, Kind
-from flux.tune.cache import write_whole
+from flux.wholefile import write_whole
 
 FORMAT, VERSION = "flux-bench-suite", 1
 DONE, FAILED, SKIPPED, PENDING = "done", "failed", "skipped", "pending"
@@ -92,7 +91,7 @@ def save(document: dict[str, Any], path: Path) -> None:
     """
     text = json.dumps(rounded(document), indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text, path.with_name(f".{path.name}.{os.getpid()}.tmp"))
+    write_whole(path, text)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from flux.kernels.children import Cancelled, Children
 from flux.kernels.config import GemmConfig
 from flux.kernels.generator import library_name, symbol, translation_unit
 from flux.kernels.manifest import DamagedLibraryError, Library
+from flux.wholefile import write_whole
 
 SOURCE = "kernels.cu"
 _OBJECT = "kernels.o"
@@ -211,6 +212,8 @@ def in_place(
         # A name that does not change, so that ccache sees the same paths; whoever left such a
         # directory behind is dead, or it would have the lock.
         staging = root / f".building-{name}"
+        if staging.is_symlink():  # which rmtree does not remove, and mkdir does not follow
+            staging.unlink()
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         try:
@@ -304,7 +307,7 @@ def failure_log(root: Path, name: str) -> Path:
 def _failure(
     what: str, log: Path, command: Sequence[str], status: int, output: str
 ) -> CompileError:
-    log.write_text(f"{' '.join(command)}\n{output}", encoding="utf-8")
+    write_whole(log, f"{' '.join(command)}\n{output}")
     how = f"exit status {status}" if status > 0 else f"signal {-status}"
     if re.search(r"\bKilled\b|out of memory", output) or status == -9:
         how += ", probably for want of memory: try --jobs 1"

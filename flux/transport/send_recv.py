@@ -55,6 +55,7 @@ from torch.distributed import distributed_c10d
 
 from flux import _C
 from flux.errors import PeerTimeoutError
+from flux.forked import abandon_in_children
 from flux.trace.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
 from flux.transport.exchange import Exchange
 
@@ -168,6 +169,7 @@ class Network:
         self._jobs: list[tuple[_Link, _Job]] = []
         self._links = [_Link(self, peer, window_bytes) for peer in remote]
         _open.add(self)
+        abandon_in_children(self)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -239,6 +241,11 @@ class Network:
             link.join()
         self._channel = None
 
+    def abandon(self) -> Iterable[object]:
+        """Leave the connections to the parent of this forked child."""
+        self._closing = True
+        return () if self._channel is None else (self._channel,)
+
     def _abort(self) -> None:
         """End every pending operation.
 
@@ -261,7 +268,10 @@ _open: weakref.WeakSet[Network] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A process may end without closing its ops, but not with threads inside of gloo."""
+    """A process may end without closing its ops, but not with threads inside of gloo.
+
+    Nothing happens to what a forked child has of its parent: see ``Network.abandon``.
+    """
     for network in list(_open):
         network.close(failed=False)
 

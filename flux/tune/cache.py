@@ -2,7 +2,7 @@
 
 <root>/v1/<key>.json             all M of one op on one kind of machine
           .locks/<key>.lock      held by whoever writes or sets aside that file
-          .<key>.<pid>.tmp       by whoever holds the lock; left behind only if killed
+          .<key>.json.<random>.tmp  by whoever holds the lock; left behind only if killed
           <key>.json.damaged-<n> set aside, never looked at again
 
 Readers take no lock: a file is replaced by a rename, so they see the old one or the new one.
@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from flux.datafile import data_root
 from flux.knobs import Op
 from flux.tune.keys import Key
 from flux.tune.winners import FORMAT, DamagedEntryError, Entry, Winner
+from flux.wholefile import write_whole
 
 LOCK_S = 60.0
 """How long a writer waits for others; each holds the lock for milliseconds."""
@@ -126,10 +128,10 @@ class Cache:
                 old = there.get(winner.m)
                 if old is None or not keep_newer or winner.tuned_at >= old.tuned_at:
                     merged = merged.with_winner(winner)
-            for leftover in self.directory.glob(f".{entry.key.name}.*.tmp"):
+            for leftover in self.directory.glob(f".{path.name}.*.tmp"):
                 leftover.unlink(missing_ok=True)  # its writer is dead, or would have the lock
             text = json.dumps(merged.as_dict(), indent=1, allow_nan=False) + "\n"
-            write_whole(path, text, self.directory / f".{entry.key.name}.{os.getpid()}.tmp")
+            write_whole(path, text)
         return merged
 
     def remove(self, key: Key) -> None:
@@ -140,9 +142,7 @@ class Cache:
     def check_writable(self) -> None:
         """Raises OSError: winners could not be written here."""
         with self._lock("check"):
-            probe = self.directory / f".probe.{os.getpid()}.tmp"
-            probe.touch()
-            probe.unlink()
+            tempfile.TemporaryFile(dir=self.directory).close()
 
     def _lock(self, name: str) -> FileLock:
         locks = self.directory / ".locks"
@@ -169,24 +169,6 @@ def read(path: Path) -> Entry:
     if path.name != f"{entry.key.name}.json":
         raise DamagedEntryError(f"holds what belongs into {entry.key.name}.json")
     return entry
-
-
-def write_whole(path: Path, text: str, temporary: Path) -> None:
-    """Replace a file by another, in one step that a crash or a power cut cannot halve."""
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not every file system lets a directory be opened
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _set_aside(path: Path, why: str) -> None:

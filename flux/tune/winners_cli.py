@@ -52,7 +52,8 @@ def export(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write; - is stdout.")],
 ) -> None:
     """Write all winners of this cache into one file, for `flux tune import` elsewhere."""
-    from flux.tune.cache import Cache, cache_root, write_whole
+    from flux.tune.cache import Cache, cache_root
+    from flux.wholefile import write_whole
 
     entries = [entry.as_dict() for entry in Cache(cache_root()).entries()]
     text = json.dumps({"flux_winners": 1, "entries": entries}, indent=1) + "\n"
@@ -61,7 +62,7 @@ def export(
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, text, target.with_name(f".{target.name}.tmp"))
+        write_whole(target, text)
     except OSError as error:
         refuse(f"cannot write {target}: {error.strerror}")
     print(f"wrote {sum(len(entry['winners']) for entry in entries)} winners to {target}")
