@@ -352,6 +352,15 @@ def held() -> dict[str, int]:
     }
 
 
+def settled(before: dict[str, int], limit_s: float = 2.0) -> dict[str, int]:
+    """``held()``, when it is ``before`` or that time is over: a thread that was joined has told so
+    before the system has ended it."""
+    end = time.monotonic() + limit_s
+    while (found := held()) != before and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
 def resident_bytes() -> int:
     """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
