@@ -77,7 +77,7 @@ class Maker:
 
     library: Path
     fault: str = ""
-    nap_ms: tuple[tuple[int, float], ...] = ((2, 8.0), (3, 8.0), (4, 0.0))
+    nap_ms: tuple[tuple[int, float], ...] = ((2, 25.0), (3, 25.0), (4, 0.0))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -87,7 +87,7 @@ class Maker:
         method = make_method(config, candidate, rank)
         stages = 0 if candidate.kernel is None else candidate.kernel.stages
         if candidate.name in ("unfused", "medium", "default"):
-            return Slow(method, 20.0)
+            return Slow(method, 50.0)  # far apart: other programs may take the cores meanwhile
         if stages == 3 and self.fault:
             return FAULTS[self.fault](method, rank)
         return Slow(method, dict(self.nap_ms)[stages])
