@@ -77,3 +77,12 @@ def test_nvcc_agrees(tmp_path: Path) -> None:
     if nvcc is None or cpp is None:
         pytest.skip("no nvcc")
     assert layout(tmp_path, nvcc, ".cu") == layout(tmp_path, cpp, ".cpp", "-std=c++17")
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_prepare_loads_the_code(arch: str) -> None:
+    """CUDA loads a kernel when it is first asked about, but not when an attribute is set: a kernel
+    that waits would keep a later load waiting, too."""
+    text = (CSRC / "cuda" / "gemm" / arch / "gemm.cuh").read_text()
+    (body,) = re.findall(r"static int prepare\(int device\) \{\n(.*?)\n  \}", text, flags=re.S)[:1]
+    assert "cudaFuncGetAttributes(&attributes, kKernel)" in body
