@@ -97,8 +97,9 @@ class TensorParallelOp:
         self._closed = True
         exchange = open_exchange(group, type(self).__name__)
         self._backend: CpuBackend | CudaBackend | None = None
+        # Nothing may be exchanged while a stream is captured, which it is on all ranks or on none.
+        refuse_capture(type(self).__name__, exchange)
         with built_together(exchange, timeout_s, self._give_up):
-            refuse_capture(type(self).__name__, exchange)
             spec: OpSpec | None = None
             knobs = Knobs()
             problem: Exception | None = None
