@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -128,6 +129,16 @@ def _rank_main(
             dist.destroy_process_group()
 
 
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Let a Ctrl-C of this thread come at the end of this."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def stay_on_this_host() -> None:
     """Let what connects the ranks listen on the loopback interface alone, unless the user has named
     another: it asks nobody for a password."""
@@ -219,10 +230,11 @@ def run_ranks(
                 name=f"flux-rank-{rank}",
                 daemon=True,
             )
-            process.start()
-            theirs.close()
-            processes[rank] = process
             pipes[rank] = ours
+            with interrupts_held_back():  # one that is started and not in the list would stay
+                process.start()
+                processes[rank] = process
+            theirs.close()
         limit = 2 * timeout_s + STALL_S if stall_s is None else stall_s
         return _Supervisor(processes, pipes, progress, limit).run()
     finally:
