@@ -366,7 +366,7 @@ def _listeners(parent: int, rank: int, progress: Any) -> list[tuple[str, int]]:
     """Where ranks, and what started them, can be reached."""
     dist.new_group(backend="gloo")
     found: list[set[tuple[str, int]]] = [set(), set()]
-    dist.all_gather_object(found, _listening(os.getpid()) | _listening(parent))
+    dist.all_gather_object(found, _listening(os.getpid()))
     return sorted(set.union(*found))
 
 

@@ -105,7 +105,7 @@ def _rank_main(
         if place is not None:
             place.enter()
             wait_for_link()
-        elif isinstance(meeting, str):
+        elif isinstance(meeting, str) or meeting[0] == "127.0.0.1":
             stay_on_this_host()
         pin(*slot, threads)
         torch.set_num_threads(threads)
@@ -200,11 +200,15 @@ def run_ranks(
         RankFailedError: a rank raised, died or stalled; no rank is left running.
     """
     context = forkserver()
-    # A store of torch's on TCP listens on all interfaces, and whoever connects may write to it.
-    folder = tempfile.TemporaryDirectory(prefix="flux-ranks-") if part is None else None
+    folder = tempfile.TemporaryDirectory(prefix="flux-ranks-") if places else None
+    store = None
+    if folder is None and part is None:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     meeting: tuple[str, int] | str = f"{folder.name}/store" if folder else ""
     if part is not None:
         meeting = part.meeting
+    elif store is not None:
+        meeting = ("127.0.0.1", store.port)
     ranks = range(world) if part is None else part.ranks
     slot, slots = (0, 1) if part is None else part.slot
     processes: dict[int, BaseProcess] = {}
