@@ -2,7 +2,8 @@
 #
 #   PYTHON=python3.12        interpreter that .venv is made with (3.10 to 3.13)
 #   TORCH=torch==2.9.1       which torch .venv gets; a change of either makes .venv anew
-#   ARGS="-k ragged -x"      further arguments for pytest or for flux bench op
+#   ARGS="-k ragged -x"      further arguments for pytest, flux bench op or tools/mutants.py
+#   WORKERS=4                how many tests run side by side; 0, the default: one after another
 #   CMAKE_ARGS=...           further arguments for CMake
 #   SET=default ARCHS=90a    which CUDA kernels `make kernels` builds, for which architectures
 #   NVSHMEM=0                not libflux_nvshmem, which ranks on several nodes need
@@ -31,6 +32,7 @@ CORE_TESTS = $(sort $(wildcard tests/test_core_*.py)) $(addprefix tests/test_,$(
   schedule ag_gemm gemm_rs gemm_ar functional library errors gradcheck compile layers symm_mem \
   package doctor))
 
+WORKERS := 0
 SET := minimal
 ARCHS := 80,90a
 NVSHMEM := 1
@@ -41,7 +43,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-core lint format tsan check-device kernels clean distclean FORCE
+.PHONY: help bench test test-core mutants lint format tsan check-device kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,16 +52,20 @@ bench: $(STAMPS)/native ## run the three fused ops next to their unfused baselin
 	@for op in $(BENCH_OPS); do $(BIN)/flux bench op --op $$op $(BENCH_SHAPE) $(ARGS); done
 
 test: $(STAMPS)/native-werror ## run the tests
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 test-core: $(STAMPS)/native-werror ## run the core tests, which CI does with the oldest and the newest torch
-	@$(BIN)/pytest $(CORE_TESTS) $(ARGS)
+	@$(BIN)/pytest -n $(WORKERS) $(CORE_TESTS) $(ARGS)
 
-lint: $(VENV)/requirements-installed ## check formatting, ruff and mypy; changes nothing
+mutants: $(STAMPS)/native-werror ## seed faults one by one, and say which test finds each
+	@$(BIN)/python tools/mutants.py $(ARGS)
+
+lint: $(VENV)/requirements-installed ## check formatting, ruff, mypy and the layers of packages; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(VENV)/requirements-installed ## format Python and C++, and apply ruff's safe fixes
 	$(BIN)/ruff check --fix-only .
@@ -99,7 +105,14 @@ $(VENV)/made:
 	@printf '%s\n' 'MADE_WITH_PYTHON := $(PYTHON)' 'MADE_WITH_TORCH := $(TORCH)' > $(VENV)/made-with.mk
 	@touch $@
 
-$(VENV)/requirements-installed: $(VENV)/made pyproject.toml tools/requirements.py
+# To build flux and to run it: all that make bench needs.
+$(VENV)/run-installed: $(VENV)/made pyproject.toml tools/requirements.py
+	$(BIN)/python tools/requirements.py run > $(VENV)/requirements-run.txt
+	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)' -r $(VENV)/requirements-run.txt
+	@touch $@
+
+# Tests and linters need more: a browser and Megatron-core among others.
+$(VENV)/requirements-installed: $(VENV)/run-installed
 	$(BIN)/python tools/requirements.py > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)' -r $(VENV)/requirements.txt
 	@touch $@
@@ -116,7 +129,7 @@ $(VENV)/cuda-installed: $(VENV)/requirements-installed
 # passed with them as errors serves for everything.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps -e .
 
-$(STAMPS)/native: $(VENV)/requirements-installed $(NATIVE_INPUTS)
+$(STAMPS)/native: $(VENV)/run-installed $(NATIVE_INPUTS)
 	@echo 'Building flux._C ...'
 	@$(INSTALL)
 	@mkdir -p $(STAMPS) && touch $@

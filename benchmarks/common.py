@@ -1,4 +1,4 @@
-"""What the scripts here share: running `flux bench op`, and markdown tables."""
+"""What the scripts here share: running `flux bench op`, raw JSON, and markdown tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flux.bench.metrics import CONFIDENCE, bootstrap, median
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks", "results", "cpu")
 """Relative to the root, where the commands run: they are part of the files."""
+LABELS = {"ag_gemm": "AGGemm", "gemm_rs": "GemmRS", "gemm_ar": "GemmAR"}
+LINK_NAMES = {
+    "none": "one host",
+    "500mbit": "500 Mbit/s",
+    "1gbit": "1 Gbit/s",
+    "2gbit": "2 Gbit/s",
+}
 
 
 def bench_op(
@@ -37,8 +46,7 @@ def measured(arguments: Sequence[str], target: Path) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-m", "flux", *arguments], cwd=ROOT, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
-    document: dict[str, Any] = json.loads((ROOT / target).read_text(encoding="utf-8"))
-    return document
+    return load(target)
 
 
 def repeats_for(m: int) -> int:
@@ -50,6 +58,37 @@ def ratio(document: dict[str, Any], method: str) -> float:
     """Time of a method over that of the unfused path; below 1 is faster."""
     methods = document["methods"]
     return float(methods[method]["overall_ms"] / methods["unfused"]["overall_ms"])
+
+
+def ratio_interval(times: Sequence[float], base: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 90% interval of median(times) / median(base), by resampling repeats."""
+
+    def figure(chosen: list[int]) -> float:
+        return median([times[i] for i in chosen]) / median([base[i] for i in chosen])
+
+    return bootstrap(figure, len(times), CONFIDENCE)
+
+
+def unfused_interval(document: dict[str, Any], method: str) -> tuple[float, float] | None:
+    """Return the interval of `ratio`."""
+    methods = document["methods"]
+    return ratio_interval(methods[method]["repeats_ms"], methods["unfused"]["repeats_ms"])
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return a raw JSON, whose path is relative to the root."""
+    document: dict[str, Any] = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    return document
+
+
+def unbroken(text: str) -> str:
+    """Return a text whose words stay in one line of a narrow table."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def sizes(document: dict[str, Any]) -> str:
+    """Return M x N x K, unbroken."""
+    return unbroken(f"{document['m']} x {document['n']} x {document['k']}")
 
 
 def milliseconds(value: float) -> str:
@@ -64,7 +103,9 @@ def efficiency(method: dict[str, Any]) -> str:
     """Overlap efficiency and its interval, which files of older runs do not have."""
     text = percent(method["overlap_efficiency"])
     interval = method.get("overlap_efficiency_interval")
-    return text if interval is None else f"{text} ({interval[0]:.0%} to {interval[1]:.0%})"
+    if interval is None:
+        return text
+    return unbroken(f"{text} ({interval[0]:.0%} to {interval[1]:.0%})")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

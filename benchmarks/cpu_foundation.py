@@ -19,6 +19,7 @@ from common import (
     percent,
     ratio,
     repeats_for,
+    sizes,
 )
 
 WORLD = 2
@@ -31,7 +32,7 @@ def row(document: dict[str, Any]) -> list[str]:
     methods = document["methods"]
     fused = methods["flux"]
     return [
-        f"{document['op']} {document['m']} x {document['n']} x {document['k']}",
+        f"{document['op']} {sizes(document)}",
         *(milliseconds(methods[name]["overall_ms"]) for name in ("unfused", "medium", "flux")),
         milliseconds(fused["gemm_non_split_ms"]),
         milliseconds(fused["comm_ms"]),

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from common import RESULTS, ROOT, markdown, milliseconds
 
 import flux
-from flux import host
 from flux.bench.metrics import median, slowest_rank
-from flux.bench.spawn import run_ranks
 from flux.bench.timing import StartLine, quiet_collector, timed
+from flux.launch.spawn import run_ranks
+from flux.machine import host
 
 WORLD = 2
 LARGE = (2048, 4096, 2048)

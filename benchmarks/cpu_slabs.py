@@ -1,4 +1,4 @@
-"""What a GEMM loses when it is cut into slabs of rows: the measurement behind flux/heuristic.py.
+"""Measure what a GEMM loses when it is cut into slabs of rows, for flux/core/heuristic.py.
 
     python benchmarks/cpu_slabs.py [--json FILE]
 

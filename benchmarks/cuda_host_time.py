@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, markdown
+from common import ROOT, markdown, sizes
 
 import flux
-from flux import _C, host
+from flux import _C
 from flux.kernels.config import GemmConfig
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel, Registry
+from flux.machine import host
 from flux.transport.virtual import VirtualWorld
 
 WORLD = 8
@@ -47,7 +48,7 @@ class NullRegistry(Registry):
 
 
 class NullDevice:
-    """A flux.backends.device.Device on which everything is done at once."""
+    """A flux.transport.device.Device on which everything is done at once."""
 
     torch_device = torch.device("cpu")
     index = 0
@@ -220,7 +221,7 @@ def table(content: dict[str, Any], before: dict[str, Any] | None = None) -> str:
             old = before["ops"][number]
             were = [str(old["driver_calls"]), *(f"{us:.1f}" for us in medians(old))]
             figures = [f"{now} ({was})" for now, was in zip(figures, were, strict=True)]
-        rows.append([f"{entry['op']} {entry['m']} x {entry['n']} x {entry['k']}", *figures])
+        rows.append([f"{entry['op']} {sizes(entry)}", *figures])
     header = [f"{content['world']} ranks, M x N x K", "driver calls", "native us", "Python us"]
     return f"{markdown(header, rows)}\n\n{content['device']}"
 

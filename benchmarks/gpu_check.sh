@@ -161,10 +161,10 @@ build_native() {
 print("-I", sysconfig.get_paths()["include"], "-I", pathlib.Path(torch.__file__).parent / "include")')" || return
   mkdir -p build/gpu-native
   # shellcheck disable=SC2086,SC2016
-  printf '%s\n' csrc/host/*.cpp | xargs -P 8 -I{} sh -c 'g++ -std=c++17 -O2 -fPIC -fvisibility=hidden \
-    -DFLUX_VERSION=\"gpu-check\" '"$headers"' -c {} -o build/gpu-native/$(basename {}).o' || return
+  printf '%s\n' csrc/{schedule,cpu,cuda_host,bindings}/*.cpp | xargs -P 8 -I{} sh -c 'g++ -std=c++17 -O2 -fPIC -fvisibility=hidden \
+    -DFLUX_VERSION=\"gpu-check\" '"$headers"' -c {} -o build/gpu-native/$(echo {} | tr / _).o' || return
   object=flux/_C$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-  g++ -shared build/gpu-native/*.o -o "$object" -lpthread -ldl -lrt && "$python" -c 'import flux'
+  g++ -shared build/gpu-native/*.o -o "$object" -lpthread -ldl -lrt && "$python" -c 'from flux import _C'
 }
 
 build_kernels() {

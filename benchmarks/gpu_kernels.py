@@ -27,16 +27,17 @@ from typing import Any
 
 import torch
 
-from flux import _C, Knobs, host
-from flux.backends.device import CudaDevice
+from flux import _C, Knobs
 from flux.bench.metrics import CONFIDENCE, bootstrap
-from flux.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.core.knobs import Op
+from flux.core.wholefile import write_whole
 from flux.kernels import loading
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
 from flux.kernels.registry import BuiltKernel
-from flux.knobs import Op
-from flux.wholefile import write_whole
+from flux.machine import host
+from flux.transport.device import CudaDevice
 
 SHAPES = [("ag_gemm", 6144, 12288), ("gemm_rs", 12288, 6144)]  # N, K of one rank of 8
 ROWS = [8192, 4096, 2048, 1024, 512, 256, 128, 64]

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_loopback.py benchmarks/results/h200/loopback.json
 
-The measurement of `flux bench op --transport loopback` (flux/bench/loopback.py) at the paper's
-shapes, with every direction and communication tile beside one another in one run.
+The measurement of `flux bench op --transport loopback` (flux/bench/places/loopback.py) at the
+paper's shapes, with every direction and communication tile beside one another in one run.
 docs/metrics.md says what the figures mean. A file that is there already is gone on with: shapes in
 it are skipped.
 """
@@ -20,11 +20,11 @@ from common import markdown, milliseconds, percent
 
 from flux import Knobs, PeerTimeoutError
 from flux.bench import report
-from flux.bench.loopback import RealRank
 from flux.bench.methods import Method
 from flux.bench.op import measure
+from flux.bench.places.loopback import RealRank
 from flux.bench.problem import BenchConfig, Problem
-from flux.wholefile import write_whole
+from flux.core.wholefile import write_whole
 
 NARROW, WIDE = 12288, 49152  # the paper's GPT-3 shapes: AllGather N = WIDE, ReduceScatter K = WIDE
 WARM_UP = 3

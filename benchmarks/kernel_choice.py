@@ -3,7 +3,7 @@
     pip install nvidia-matmul-heuristics
     python benchmarks/kernel_choice.py benchmarks/results/heuristics/kernel_choice.json
 
-Every shape of tuning/shapes with 8 ranks: the kernel of the default set that flux/kernels/choice.py
+Every shape of tuning/shapes with 8 ranks: the kernel of the default set that flux/kernels/cost.py
 ranks first, the one that nvidia-matmul-heuristics estimates to be fastest, and its times for both.
 All times are predictions; nothing here is measured.
 """
@@ -18,17 +18,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common import markdown
+from common import markdown, sizes, unbroken
 
-from flux.datafile import data_root
-from flux.heuristic_cuda import ClusterTile, resolve_cuda
-from flux.kernels import choice, nvidia_heuristics
+from flux.bench.shapes import load_shapes
+from flux.choice.cost import Shape
+from flux.core.datafile import data_root
+from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.core.knobs import Knobs, Op
+from flux.kernels import choice, cost, nvidia_heuristics
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.sets import config_set
-from flux.knobs import Knobs, Op
-from flux.tune.cost import Shape
-from flux.tune.shapes import load_shapes
 
 WORLD = 8
 SMS = 132
@@ -81,7 +81,7 @@ def short(config: GemmConfig) -> str:
 def reason(ranked: Sequence[tuple[float, GemmConfig]], problem: GemmProblem) -> str:
     """Say what limits the first of the ranking, and what the next ones lose by."""
     cost, best = ranked[0]
-    parts, work = choice.cycles(best, problem, SMS), choice.divide(best, problem, SMS)
+    parts, work = cost.cycles(best, problem, SMS), cost.divide(best, problem, SMS)
     text = LIMITS[parts.limit]
     if work.shared:
         text += f"; {work.tiles} tiles, the last waves shared by stream-K"
@@ -98,7 +98,7 @@ def reason(ranked: Sequence[tuple[float, GemmConfig]], problem: GemmProblem) -> 
 def entry(shape: Shape, model: nvidia_heuristics.Estimator | None) -> dict[str, Any]:
     """Return both choices for one shape, and the knobs that go with ours."""
     problem, configs = problem_of(shape), candidates(shape)
-    costs = [choice.cost(c, problem, SMS) for c in configs]
+    costs = [cost.cost(c, problem, SMS) for c in configs]
     best = configs[choice.best_of(configs, costs)]
     ranked = sorted(
         zip(costs, configs, strict=True), key=lambda one: (one[1] != best, one[0], one[1].name)
@@ -112,7 +112,7 @@ def entry(shape: Shape, model: nvidia_heuristics.Estimator | None) -> dict[str, 
         Knobs(),
         ClusterTile.of([best]),
     )
-    work = choice.divide(best, problem, SMS)
+    work = cost.divide(best, problem, SMS)
     found: dict[str, Any] = {
         "op": shape.op.name,
         "m": shape.m,
@@ -153,8 +153,8 @@ def paper_table(document: dict[str, Any]) -> str:
     header = ["op, M", "kernel", "waves", "raster", "rows of a communication tile", "limit; reason"]
     rows = [
         [
-            f"{one['op']}, {one['m']}",
-            one["kernel"],
+            unbroken(f"{one['op']}, {one['m']}"),
+            unbroken(one["kernel"]),
             f"{one['waves']:.2f}",
             str(one["raster"]),
             str(one["comm_tile_rows"]),
@@ -176,25 +176,37 @@ def agreement(one: dict[str, Any]) -> float:
     return float(times[one["kernel"]] / times[one["nvidia_kernel"]])
 
 
-def comparison_table(document: dict[str, Any], worst: int = 6) -> str:
-    """Return, by M, how often both agree and what its model says of ours; the worst; bands."""
-    rated = [one for one in document["shapes"] if one.get("nvidia_us", {}).get(one["kernel"])]
+def rated(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the shapes for which its model estimates our choice."""
+    return [one for one in document["shapes"] if one.get("nvidia_us", {}).get(one["kernel"])]
+
+
+def agreements(document: dict[str, Any]) -> list[tuple[str, int, int, float, float]]:
+    """Return by M: its name, shapes, how often both agree, median and largest `agreement`."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for one in sorted(rated, key=lambda one: one["m"]):
+    for one in sorted(rated(document), key=lambda one: one["m"]):
         last = "8192 and more" if one["m"] >= 8192 else str(one["m"])
         groups.setdefault(last, []).append(one)
-    rows = []
+    found = []
     for name, members in groups.items():
         ratios = [agreement(one) for one in members]
         same = sum(one["kernel"] == one["nvidia_kernel"] for one in members)
-        middle, most = statistics.median(ratios), max(ratios)
-        rows.append([name, str(len(members)), str(same), f"{middle:.2f}", f"{most:.2f}"])
+        found.append((name, len(members), same, statistics.median(ratios), max(ratios)))
+    return found
+
+
+def comparison_table(document: dict[str, Any], worst: int = 6) -> str:
+    """Return, by M, how often both agree and what its model says of ours; the worst; bands."""
+    rows = [
+        [name, str(count), str(same), f"{middle:.2f}", f"{most:.2f}"]
+        for name, count, same, middle, most in agreements(document)
+    ]
     header = ["M", "shapes", "same kernel", "ours / best, median", "largest"]
     parts = [markdown(header, rows)]
-    apart = sorted(rated, key=agreement, reverse=True)[:worst]
+    apart = sorted(rated(document), key=agreement, reverse=True)[:worst]
     cases = [
         [
-            f"{one['op']} {one['m']} x {one['n']} x {one['k']}",
+            f"{one['op']} {sizes(one)}",
             f"{one['kernel']}: {one['nvidia_us'][one['kernel']]:.0f} us",
             f"{one['nvidia_kernel']}: {one['nvidia_us'][one['nvidia_kernel']]:.0f} us",
         ]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import conditions, markdown, measured, milliseconds
+from common import LINK_NAMES, conditions, markdown, measured, milliseconds, unbroken
 
 RESULTS = Path("benchmarks", "results", "layers")
 # Name of the model, what its sizes are divided by, tokens of a sequence, sequences. With all tokens
@@ -26,8 +26,8 @@ CASES = [
 ]
 LINKS = ["none", "500mbit", "1gbit", "2gbit"]
 
-HEADER = ["model, tokens", "link", "phase", "Megatron ms", "flux ms", "compute ms", "host ms"]
-HEADER += ["exposed, Megatron's", "exposed, flux's", "ratio"]
+HEADER = ["model, tokens", "link", "phase", "ratio", "Megatron ms", "flux ms", "compute ms"]
+HEADER += ["host ms", "exposed, Megatron's", "exposed, flux's"]
 
 
 def runs(
@@ -63,15 +63,16 @@ def rows(document: dict[str, Any]) -> Iterable[list[str]]:
     for phase, found in document["phases"].items():
         megatron, ours = found["layers"]["megatron"], found["layers"]["flux"]
         yield [
-            f"{document['model']} / {document['scale']}, "
-            f"{document['sequence']} x {document['batch']}",
-            document["link_rate"] or "one host",
+            unbroken(f"{document['model']} / {document['scale']},")
+            + " "
+            + unbroken(f"{document['sequence']} x {document['batch']}"),
+            unbroken(LINK_NAMES.get(document["link_rate"] or "none", document["link_rate"])),
             phase,
+            f"**{found['ratio']:.2f}**" + interval_text(found["ratio_interval"]),
             *(milliseconds(form["overall_ms"]) for form in (megatron, ours)),
             milliseconds(found["compute_ms"]),
             milliseconds(ours["host_ms"]),
             *(milliseconds(form["exposed_ms"]) for form in (megatron, ours)),
-            f"**{found['ratio']:.2f}**" + interval_text(found["ratio_interval"]),
         ]
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/multi_host.py [--layouts 2x1 2x2] [--rates 1gbit] [--ops ag_gemm]
 
-Hosts are network namespaces of this machine (flux/bench/hosts.py; needs root and iproute2).
+Hosts are network namespaces of this machine (flux/launch/hosts.py; needs root and iproute2).
 float32, one thread per rank. One raw JSON per run goes to benchmarks/results/hosts/; tables go to
 stdout.
 
@@ -16,9 +16,20 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from common import bench_op, conditions, efficiency, markdown, milliseconds, percent, ratio
+from common import (
+    LINK_NAMES,
+    bench_op,
+    conditions,
+    efficiency,
+    markdown,
+    milliseconds,
+    percent,
+    ratio,
+    sizes,
+    unbroken,
+)
 
-from flux.bench.hosts import parse_rate
+from flux.launch.hosts import parse_rate
 
 RESULTS = Path("benchmarks", "results", "hosts")
 SHAPES = [(4096, 8192, 2048), (2048, 4096, 2048), (4096, 4096, 1024), (2048, 2048, 512)]
@@ -37,8 +48,9 @@ def row(document: dict[str, Any]) -> list[str]:
     fused = methods["flux"]
     floor = max(wire_ms(document), fused["gemm_non_split_ms"] + fused["comm_cpu_ms"])
     return [
-        f"{document['op']} {document['m']} x {document['n']} x {document['k']}",
-        document["link_rate"],
+        f"{document['op']} {sizes(document)}",
+        unbroken(LINK_NAMES.get(document["link_rate"], document["link_rate"])),
+        f"**{ratio(document, 'flux'):.2f}**",
         *(milliseconds(methods[name]["overall_ms"]) for name in ("unfused", "medium", "flux")),
         milliseconds(fused["gemm_non_split_ms"]),
         milliseconds(wire_ms(document)),
@@ -47,13 +59,12 @@ def row(document: dict[str, Any]) -> list[str]:
         percent(fused["bounded_efficiency"]),
         f"{fused['overall_ms'] / floor:.2f}",
         f"{fused['link_bytes'] / document['link_bytes_minimum']:.3f}",
-        f"**{ratio(document, 'flux'):.2f}**",
     ]
 
 
-HEADER = ["op M x N x K", "link", "unfused ms", "medium ms", "flux ms", "GEMM ms", "wire ms"]
-HEADER += ["comm CPU ms", "overlap eff, medium's", "bounded eff", "within", "bytes/least"]
-HEADER += ["flux/unfused"]
+HEADER = ["op M x N x K", "link", "flux/unfused", "unfused ms", "medium ms", "flux ms", "GEMM ms"]
+HEADER += ["wire ms", "comm CPU ms", "overlap eff, medium's", "bounded eff", "within"]
+HEADER += ["bytes/least"]
 
 
 def run(
@@ -100,13 +111,19 @@ def name_of(op: str, shape: tuple[int, ...], layout: str, rate: str, order: str 
     return f"{op}_{'x'.join(map(str, shape))}_{layout}_{rate}{order and '_' + order}"
 
 
+def place(document: dict[str, Any]) -> tuple[Any, ...]:
+    """Return where a run stands in its table: by op, large shapes first, slow links first."""
+    rate = parse_rate(document["link_rate"])
+    return document["op"], -document["m"], -document["n"], -document["k"], rate
+
+
 def tables(documents: dict[str, dict[str, Any]]) -> str:
     """Markdown of all runs by layout, then hierarchical against flat where both are there."""
     parts = []
     for layout in sorted({name.split("_")[3] for name in documents}):
         chosen = [n for n in documents if f"_{layout}_" in n and not n.endswith("_direct")]
         hosts, ranks = layout.split("x")
-        chosen.sort(key=lambda n: (documents[n]["op"], -documents[n]["m"], -documents[n]["n"], n))
+        chosen.sort(key=lambda n: place(documents[n]))
         parts.append(f"**{hosts} hosts with {ranks} rank{'s' if ranks != '1' else ''} each**")
         parts.append(markdown(HEADER, [row(documents[n]) for n in chosen]))
     compared = []

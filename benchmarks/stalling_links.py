@@ -22,11 +22,11 @@ from common import ROOT
 from multi_host import RESULTS
 
 import flux
-from flux import host
-from flux.bench.hosts import Hosts, set_link
 from flux.bench.problem import Problem
 from flux.bench.reference import judge, make_inputs, make_reference
-from flux.bench.spawn import run_ranks
+from flux.launch.hosts import Hosts, set_link
+from flux.launch.spawn import run_ranks
+from flux.machine import host
 
 N, K, MAX_M = 512, 256, 1024
 OPS: dict[str, Any] = {"ag_gemm": flux.AGGemm, "gemm_rs": flux.GemmRS, "gemm_ar": flux.GemmAR}

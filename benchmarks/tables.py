@@ -1,19 +1,23 @@
-"""Write the tables of the pages named in PAGES from the raw JSON under results/.
+"""Write the tables of the pages named in PAGES, and their charts, from the raw JSON under results/.
 
-    python benchmarks/tables.py
+    python benchmarks/tables.py [--check]
 
-A table stands between two comments, `<!-- results:NAME -->` and `<!-- /results:NAME -->`; the text
-around it is written by hand.
+With `--check` it writes nothing, names the files that are out of date, and exits with 1 if there
+are any. A table or a sentence stands between two comments, `<!-- results:NAME -->` and
+`<!-- /results:NAME -->`; the text around it is written by hand.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import charts
+import conclusions
 import cpu_foundation
 import cpu_growth
 import cpu_overhead
@@ -22,17 +26,26 @@ import gpu_tables
 import kernel_choice
 import layers
 import multi_host
-from common import RESULTS, ROOT, conditions, markdown, percent, ratio
+import reliability
+from common import (
+    LABELS,
+    LINK_NAMES,
+    RESULTS,
+    ROOT,
+    conditions,
+    efficiency,
+    load,
+    markdown,
+    percent,
+    ratio,
+    unbroken,
+)
 
 import tuning
 
 HEURISTICS = RESULTS.parent / "heuristics" / "kernel_choice.json"
-LABELS = {"ag_gemm": "AGGemm", "gemm_rs": "GemmRS", "gemm_ar": "GemmAR"}
-
-
-def load(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((ROOT / path).read_text(encoding="utf-8"))
-    return document
+FRONT = "{op}_4096x8192x2048_2x1_{link}.json"
+FOLDER = ROOT / "docs" / "results"
 
 
 def foundation() -> str:
@@ -44,7 +57,7 @@ def foundation() -> str:
     shapes = [*cpu_foundation.LARGE, *reversed(cpu_foundation.SMALL)]
     documents: list[dict[str, Any]] = []
     for m, n, k in shapes:
-        line = [f"{m}, {n}, {k}"]
+        line = [unbroken(f"{m}, {n}, {k}")]
         for op in LABELS:
             documents.append(load(RESULTS / f"{op}_{m}x{n}x{k}_float32_w2.json"))
             fused = documents[-1]["methods"]["flux"]
@@ -54,6 +67,19 @@ def foundation() -> str:
             line += [shares, percent(fused["overlap_efficiency"])]
         rows.append(line)
     return f"{markdown(header, rows)}\n\n{conditions(documents[0])}"
+
+
+def front() -> str:
+    """Two hosts at a large shape: flux and medium over unfused, and overlap efficiency."""
+    header = ["link", "op", "flux", "one chunk per rank round a ring", "overlap efficiency"]
+    rows = []
+    for link in ("500mbit", "1gbit"):
+        for op in ("ag_gemm", "gemm_rs"):
+            document = load(multi_host.RESULTS / FRONT.format(op=op, link=link))
+            fused, medium = (f"{ratio(document, name):.2f}" for name in ("flux", "medium"))
+            overlap = efficiency(document["methods"]["flux"])
+            rows.append([unbroken(LINK_NAMES[link]), LABELS[op], f"**{fused}**", medium, overlap])
+    return markdown(header, rows)
 
 
 def overhead() -> str:
@@ -125,6 +151,7 @@ def rated_kernels() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
+    "front": front,
     "overhead": overhead,
     "growth": growth,
     "hosts": hosts,
@@ -133,10 +160,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "tuning": tuned,
     "kernel_choice": chosen_kernels,
     "kernel_rating": rated_kernels,
+    **conclusions.SENTENCES,
+    "soak": reliability.soak,
+    "endings": reliability.endings,
+    "files": reliability.files,
     **gpu_tables.tables(),
 }
 
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", gpu_tables.FOLDER / "README.md")
+PAGES = (ROOT / "README.md", gpu_tables.FOLDER / "README.md", *sorted(FOLDER.glob("*.md")))
 
 
 def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
@@ -149,10 +180,29 @@ def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:
     return text
 
 
-def main() -> None:
+def made() -> Iterator[tuple[Path, str]]:
+    """Every file that is written here, and what it should say."""
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        page.write_text(filled(text, TABLES), encoding="utf-8")
+        yield page, filled(page.read_text(encoding="utf-8"), TABLES)
+    for name, draw in charts.CHARTS.items():
+        yield FOLDER / name, draw()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    options = parser.parse_args()
+    outdated = [
+        (path, text)
+        for path, text in made()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    for path, text in outdated:
+        if options.check:
+            print(f"out of date: {path.relative_to(ROOT)}")
+        else:
+            path.write_text(text, encoding="utf-8")
+    sys.exit(1 if options.check and outdated else 0)
 
 
 if __name__ == "__main__":

@@ -35,26 +35,26 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, markdown, milliseconds
+from common import RESULTS, ROOT, markdown, milliseconds, sizes
 
-from flux import host
 from flux.bench.metrics import bootstrap
 from flux.bench.problem import Problem
-from flux.bench.spawn import run_ranks
-from flux.bench.supervisors import Spawned
-from flux.cluster import world_shape
-from flux.detection import detect
-from flux.knobs import Knobs
-from flux.tune.cache import Cache
-from flux.tune.choice import key_of
+from flux.bench.shapes import load_shapes
+from flux.choice.cache import Cache
+from flux.choice.choose import key_of
+from flux.choice.keys import Key
+from flux.choice.winners import Winner
+from flux.core.knobs import Knobs
+from flux.launch.spawn import run_ranks
+from flux.launch.supervisors import Spawned
+from flux.machine import host
+from flux.machine.cluster import world_shape
+from flux.machine.detection import detect
 from flux.tune.halving import Halving, median_ms
 from flux.tune.journal import Journal
-from flux.tune.keys import Key
 from flux.tune.machine import survey
-from flux.tune.shapes import load_shapes
 from flux.tune.space import load_space
 from flux.tune.tuner import Options, Search, Tuner, make_search, spec_of
-from flux.tune.winners import Winner
 
 WORLD = 2
 
@@ -360,7 +360,7 @@ def table(search: dict[str, Any]) -> str:
         ms = document["ms"]
         rows.append(
             [
-                f"{document['op']} {document['m']} x {document['n']} x {document['k']}",
+                f"{document['op']} {sizes(document)}",
                 *(milliseconds(ms[name]) for name in ("unfused", "tuned", "best")),
                 f"**{document['tuned_over_unfused']:.3f}**",
                 "{:.3f} ({:.2f} to {:.2f})".format(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 
 import torch
@@ -18,16 +19,17 @@ def run(main: Main, world: int = 2) -> None:
         dist.init_process_group("gloo")  # torchrun says in the environment who and where we are
         _finish(main)
         return
-    # Port 0 lets the system pick one that is free, so that two examples can run side by side.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_spawned, args=(main, world, store.port), nprocs=world)
+    # They meet in a folder that only this user can enter. A port would be open to whoever connects.
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_spawned, args=(main, world, f"{folder}/store"), nprocs=world)
 
 
-def _spawned(rank: int, main: Main, world: int, port: int) -> None:
+def _spawned(rank: int, main: Main, world: int, meeting: str) -> None:
     # By default every rank would start as many threads as there are cores, and get in each
     # other's way. torchrun does the same through OMP_NUM_THREADS.
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(meeting, world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     _finish(main)
 

@@ -31,6 +31,6 @@ srun torchrun \
   --rdzv-backend c10d \
   --rdzv-endpoint "$head:$port" \
   --rdzv-id "$SLURM_JOB_ID" \
-  -m -- flux.cli tune --shapes "$shapes" --threads "$OMP_NUM_THREADS" --budget 50m
+  -m -- flux tune --shapes "$shapes" --threads "$OMP_NUM_THREADS" --budget 50m
 
 python -m flux tune export "flux-winners-$SLURM_JOB_ID.json"

@@ -160,6 +160,7 @@ class Engine:
         result_offset: int,
         dtype: int,
         signals: int,
+        processes: Processes | None = None,
     ) -> None: ...
     def begin(
         self,
@@ -178,6 +179,7 @@ class Engine:
     def wait_entries(self, timeout_s: float, spin_s: float) -> bool: ...
     def wait_visit(self, visit: int, timeout_s: float, spin_s: float) -> bool: ...
     def finish(self, timeout_s: float, spin_s: float) -> bool: ...
+    def fate(self, peer: int) -> tuple[str, int]: ...
     def visit_done(self, visit: int) -> None: ...
     def end_call(self) -> None: ...
     def settle(self) -> None: ...
@@ -193,7 +195,7 @@ class Engine:
     def trace(self, caller: Lane | None = None, worker: Lane | None = None) -> None: ...
 
 class Lane:
-    """What one thread did when (csrc/host/lane.h); ``records`` are fields of flux.trace.Record."""
+    """Records of one thread: csrc/cpu/lane.h, and flux.core.recorder.Record for the fields."""
 
     def __init__(self, capacity: int) -> None: ...
     @staticmethod
@@ -222,10 +224,15 @@ class Lane:
 class SharedMapping:
     address: int
     nbytes: int
-    def __init__(self, name: str, bytes: int) -> None: ...
+    def __init__(self, descriptor: int, bytes: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-def reserve_shared(name: str, bytes: int) -> None: ...
+class Processes:
+    pids: list[int]
+    def __init__(self, pids: Sequence[int]) -> None: ...
+    def ended(self, rank: int) -> bool: ...
+    def close(self) -> None: ...
+
 def pad_bytes(signal_count: int) -> int: ...
 
 LAYOUT_NUMBER: int
@@ -241,7 +248,7 @@ def reduce(
 ) -> None: ...
 
 class StreamTrace:
-    """What streams of a GPU did when, by events: csrc/host/stream_trace.h."""
+    """Records of streams of a GPU, by events: csrc/cuda_host/stream_trace.h."""
 
     STAMPS: int
     dropped: int
@@ -263,8 +270,12 @@ class StreamTrace:
     def tie(
         self, stream: int, kernel: Kernel | None = None, times: int = 0
     ) -> tuple[int, int, int, int]:
-        """ns: what is added to the kernels' clock to have Lane.now, what both clocks may be wrong
-        by, what they may be apart beside, the least step of the kernels'."""
+        """Tie the clocks of Lane.now and of the kernels, on an idle device. All values in ns.
+
+        Returns:
+            (offset to add to the kernels' clock to get Lane.now, uncertainty of both clocks, bound
+            between events and the kernels' clock, resolution of the kernels' clock).
+        """
 
     @property
     def records(
@@ -406,13 +417,13 @@ Rows = tuple[int, int, int, int]
 """Address, elements between rows, columns, address of the scale or 0."""
 Operand = tuple[int, int, int, int, int, int, int]
 """Weight, elements between its rows, columns, output, elements between its rows, bias or 0, scale
-or 0: see csrc/host/cuda_op.h."""
+or 0: see csrc/cuda_host/cuda_op.h."""
 
 class PeerLostError(RuntimeError):
-    """A peer of another node did not do its part in time."""
+    """A peer of another node missed the timeout."""
 
 class Remote:
-    """Peers of other nodes: csrc/host/remote.h."""
+    """Peers of other nodes: csrc/cuda_host/remote.h."""
 
     def close(self) -> None: ...
 
@@ -465,7 +476,7 @@ def nccl_unique_id(library: str) -> bytes: ...
 def mail_words(world: int, boxes: int) -> int: ...
 
 class CudaOp:
-    """One rank's calls of a fused op on a GPU: csrc/host/cuda_op.h."""
+    """One rank's calls of a fused op on a GPU: csrc/cuda_host/cuda_op.h."""
 
     epoch: int
     copy_stream: int
@@ -531,7 +542,7 @@ class CudaOp:
 def load_nvtx(library: str) -> None: ...
 
 class CallSpan:
-    """An NVTX range around a call that Python makes in several steps: csrc/host/nvtx.h."""
+    """An NVTX range around a call that Python makes in several steps: csrc/cuda_host/nvtx.h."""
 
     def __init__(self, op: str, m: int) -> None: ...
     def __enter__(self) -> None: ...

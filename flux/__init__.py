@@ -1,31 +1,59 @@
 """Flux: tensor-parallel communication hidden behind the GEMM it depends on."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flux import ops
-from flux.errors import PeerTimeoutError
-from flux.knobs import Knobs
-from flux.ops import AGGemm, GemmAR, GemmRS
-from flux.schedule import TileSchedule, make_schedule
-from flux.topology import Topology
+from flux.core.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from flux import compile, layers, ops
+    from flux.core.errors import PeerDiedError, PeerFailedError, PeerTimeoutError
+    from flux.core.knobs import Knobs
+    from flux.core.schedule import TileSchedule, make_schedule
+    from flux.core.topology import Topology
+    from flux.ops import AGGemm, GemmAR, GemmRS
 
 __all__ = [
     "AGGemm",
     "GemmAR",
     "GemmRS",
     "Knobs",
+    "PeerDiedError",
+    "PeerFailedError",
     "PeerTimeoutError",
     "TileSchedule",
     "Topology",
+    "__version__",
+    "compile",
+    "layers",
     "make_schedule",
     "ops",
 ]
 
+_PACKAGES = ("compile", "layers", "ops")
+_HOMES = {
+    "AGGemm": "flux.ops",
+    "GemmAR": "flux.ops",
+    "GemmRS": "flux.ops",
+    "Knobs": "flux.core.knobs",
+    "PeerDiedError": "flux.core.errors",
+    "PeerFailedError": "flux.core.errors",
+    "PeerTimeoutError": "flux.core.errors",
+    "TileSchedule": "flux.core.schedule",
+    "Topology": "flux.core.topology",
+    "make_schedule": "flux.core.schedule",
+}
+"""Where the public names come from, each of which is imported at its first use."""
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("compile", "layers"):  # imported when they are asked for
+    if name in _PACKAGES:
         return importlib.import_module(f"flux.{name}")
-    raise AttributeError(f"module 'flux' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flux' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from emulated import EmulatedDevice
-from flux.bench import gpu
+from flux.bench.places import gpu
 
 T = TypeVar("T")
 

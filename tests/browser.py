@@ -27,9 +27,9 @@ def _no_browser() -> str:
 
 @pytest.fixture(scope="session")
 def browser() -> None:
-    why_not = _no_browser()
-    if why_not:
-        pytest.skip(why_not)
+    reason_unsupported = _no_browser()
+    if reason_unsupported:
+        pytest.skip(reason_unsupported)
 
 
 def open_page(path: Path, *arguments: str) -> dict[str, Any]:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import getpass
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from flux.bench.hosts import Hosts, HostsUnavailableError
+from flux.launch.hosts import Hosts, HostsUnavailableError
 
-# Whatever has been tuned on this machine must not decide what tests run; ranks inherit it.
-os.environ["FLUX_TUNE_CACHE"] = tempfile.mkdtemp(prefix="flux-test-tune-")
-
-
-def _remove_winners(folder: str, process: int) -> None:
-    """Remove the folder; not in a forked child that ends normally."""
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-atexit.register(_remove_winners, os.environ["FLUX_TUNE_CACHE"], os.getpid())
-
-pytest_plugins = ["browser", "device_fixtures", "fake_nvshmem", "kernel_sandbox"]
+pytest_plugins = ["side_by_side", "browser", "device_fixtures", "fake_nvshmem", "kernel_sandbox"]
 
 # "ci" draws the same examples on every run, so that a red build means that the change is at fault.
 # Look further with HYPOTHESIS_PROFILE=explore.
@@ -40,9 +27,30 @@ with contextlib.suppress(ImportError):
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have all processes of the tests put their temporary files where pytest removes them.
+
+    A process that is killed leaves its own behind, which some tests do and a Ctrl-C may.
+    Winners go there too: what has been tuned on this machine must not decide what tests run.
+    """
+    folder = tmp_path_factory.mktemp("temporary")
+    winners = folder / "flux-test-tune"
+    winners.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        # What torch.compile has compiled serves the next run too, as it would without this.
+        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", compiled)
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        patch.setenv("FLUX_TUNE_CACHE", str(winners))
+        yield  # pytest removes its folders some runs on: processes of this one still use them
+
+
 @pytest.fixture
 def make_hosts() -> Iterator[Callable[..., Hosts]]:
-    """``make_hosts(count, link_rate)``: hosts and links for one test (flux/bench/hosts.py).
+    """``make_hosts(count, link_rate)``: hosts and links for one test (flux/launch/hosts.py).
 
     Skips the test, with the reason, on machines that cannot make them.
     """

@@ -1,6 +1,6 @@
 """Names, records and hypothesis strategies shared by the tests of csrc/core.
 
-The numbers are spelled out here rather than taken from ``flux.knobs``: they are the interface
+The numbers are spelled out here rather than taken from ``flux.core.knobs``: they are the interface
 between Python, C++ and CUDA, and a test that reads them from one side would not notice the sides
 drifting apart.
 """
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from flux import _C, schedule
+from flux import _C
+from flux.core import schedule
 
 AG_GEMM, GEMM_RS, GEMM_AR = OPS = range(3)
 DIRECT, RING1D, RING2D, HIERARCHICAL, NUMA = ORDERS = range(5)
@@ -44,7 +45,7 @@ class Visit(schedule.Visit):
 
 
 class Reduction(NamedTuple):
-    """One sum; shares are (source, signal, block). Fields as in csrc/host/schedule.h."""
+    """One sum; shares are (source, signal, block). Fields as in csrc/schedule/schedule.h."""
 
     owner: int
     tile: int

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from emulated import EmulatedDevice, build, emulated_device
+from side_by_side import built_once
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def emulator(pytestconfig: pytest.Config) -> Path:
     """The emulator of GPU and NCCL, as a shared library."""
-    return build(tmp_path_factory.mktemp("gpu"))
+    return built_once(pytestconfig, "emulator", build)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""An emulated GPU (emulated_gpu.cpp), as a flux.backends.device.Device."""
+"""An emulated GPU (emulated_gpu.cpp), as a flux.transport.device.Device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch
 
 from emulated_registry import EmulatedRegistry, hopper_kernels, multistage_kernels
 from flux import _C
-from flux.backends.device import Device
-from flux.transport.device import WORD, Memory, first_signal
+from flux.transport.base import WORD, Memory, first_signal
+from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -350,7 +350,7 @@ class EmulatedDevice:
         """Events with times that have not been destroyed."""
         return int(self.library.emulator_timed_events())
 
-    # -- flux.backends.device.Device ---------------------------------------------------------------
+    # -- flux.transport.device.Device --------------------------------------------------------------
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype)

@@ -16,6 +16,7 @@ import torch
 from emulated import EmulatedDevice, Puts
 from flux import _C
 from flux.transport.nvshmem_library import NvshmemLibrary
+from side_by_side import built_once
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = Path(__file__).parent
@@ -75,9 +76,9 @@ def build(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fake_nvshmem_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def fake_nvshmem_library(pytestconfig: pytest.Config) -> Iterator[Path]:
     remove_leftovers()
-    yield build(tmp_path_factory.mktemp("nvshmem"))
+    yield built_once(pytestconfig, "nvshmem", build)
     remove_leftovers()
 
 
@@ -189,7 +190,7 @@ class Native:
 
 
 class Device:
-    """As much of a flux.backends.device.Device as transports look at."""
+    """As much of a flux.transport.device.Device as transports look at."""
 
     torch_device = torch.device("cpu")
     sm_count = 16

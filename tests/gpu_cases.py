@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from flux.backends.device import CudaDevice
 from flux.kernels.legality import GemmProblem
+from flux.transport.device import CudaDevice
 from reference import Problem
 from virtual_cases import Transferred
 

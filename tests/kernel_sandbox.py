@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from flux import toolchain
 from flux.kernels import sources
 from flux.kernels.build import Tools
+from flux.machine import toolchain
 from scripts import start_interruptible
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,10 +161,9 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     made = Sandbox(tmp_path / "checkout")
     package = made.root / "flux"
     package.mkdir(parents=True)
-    for module in ("env", "host", "terminal", "toolchain", "wholefile"):
-        shutil.copy(ROOT / "flux" / f"{module}.py", package)
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "flux/kernels", package / "kernels", ignore=ignored)
+    for part in ("cli", "core", "kernels", "machine"):
+        shutil.copytree(ROOT / "flux" / part, package / part, ignore=ignored)
     shutil.copytree(ROOT / "csrc/core", made.csrc / "core", ignore=ignored)
     (made.csrc / "cuda").mkdir()
     shutil.copy(ROOT / "csrc/cuda/abi.h", made.csrc / "cuda")

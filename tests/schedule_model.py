@@ -10,7 +10,7 @@ ranks share:
 
 Data is moved row by row, and its values name the call, so a read that comes too early, or so late
 that the next call has overwritten its place, sees another value than the one it expects. The rules
-of an execution (who waits for what before touching which buffer) restate csrc/host/engine.cpp in a
+of an execution (who waits for what before touching which buffer) restate csrc/cpu/engine.cpp in a
 few lines.
 """
 

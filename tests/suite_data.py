@@ -8,7 +8,7 @@ from typing import Any
 from flux.bench.metrics import evaluate
 from flux.bench.report import FIGURES
 from flux.bench.results import DONE, FAILED, FORMAT, SHAPE, SKIPPED, VERSION
-from flux.trace.events import Event, Kind
+from flux.core.events import Event, Kind
 
 ROWS = (64, 512, 1024, 2048, 4096, 8192)
 SIZES = {"ag_gemm": (49152, 12288), "gemm_rs": (12288, 49152)}

@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 import bench_gpus
 from emulated import EmulatedDevice
-from flux.bench import gpu, launch
+from flux.bench import launch
 from flux.bench.methods import Method
 from flux.bench.op import Measurement, measure
+from flux.bench.places import gpu
+from flux.bench.places.virtual import Ranks
 from flux.bench.problem import BenchConfig, Problem
-from flux.bench.virtual import Ranks
-from flux.cli import app
+from flux.cli.app import app
 from flux.transport.loopback import LoopbackPeers
 from harness import fresh_ranks
 from matrix import OPS
@@ -139,7 +140,7 @@ def test_what_peers_are_sent_is_looked_at(
     machine: EmulatedDevice, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the last byte of every copy and store to a peer got lost."""
-    from flux.bench import loopback
+    from flux.bench.places import loopback
 
     judge_sent = loopback.RealRank._judge_sent
 
@@ -220,11 +221,11 @@ def test_no_gpu_is_one_line() -> None:
 
 def test_torchrun() -> None:
     config = config_of("ag_gemm", None, world=8)
-    assert gpu.why_not(config, gpus=4, ranks_here=4) is None
-    assert gpu.why_not(replace(config, hosts="2"), gpus=4, ranks_here=4) is None
-    assert "8 ranks need a GPU each, and there are 4" in str(gpu.why_not(config, 4, 8))
+    assert gpu.reason_unsupported(config, gpus=4, ranks_here=4) is None
+    assert gpu.reason_unsupported(replace(config, hosts="2"), gpus=4, ranks_here=4) is None
+    assert "8 ranks need a GPU each, and there are 4" in str(gpu.reason_unsupported(config, 4, 8))
     virtual = config_of("ag_gemm", "virtual")
-    assert "leave out torchrun" in str(gpu.why_not(virtual, 4, 2))
+    assert "leave out torchrun" in str(gpu.reason_unsupported(virtual, 4, 2))
 
 
 def _without_gpus(rank: int, world: int) -> str:

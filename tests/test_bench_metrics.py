@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flux.bench import metrics
+from flux.bench import metrics, report
 
 milliseconds = st.floats(1e-3, 1e5)
 
@@ -171,3 +173,37 @@ def test_no_interval_of_few_samples_or_of_an_undefined_figure() -> None:
     assert metrics.overlap_efficiency_interval([2.0] * 4, [[1.0] * 4], [3.0] * 4) is None
     assert metrics.overlap_efficiency_interval([2.0] * 5, [[1.0] * 5], [3.0] * 5) is not None
     assert metrics.overlap_efficiency_interval([2.0] * 5, [[1.0] * 5], [1.0] * 5) is None
+
+
+def _measured(fused: list[float], unfused: list[float], gemm_ms: float) -> dict[str, Any]:
+    """A document as of `flux bench op`, as far as its conclusion looks at it."""
+    methods = {}
+    for name, times in (("flux", fused), ("unfused", unfused)):
+        found = metrics.evaluate(metrics.median(times), gemm_ms, 1.0, metrics.median(unfused))
+        methods[name] = {**asdict(found), "repeats_ms": times}
+    return {"methods": methods, "transport": "shm"}
+
+
+@pytest.mark.parametrize(
+    ("fused", "unfused", "gemm_ms", "words"),
+    [
+        ([7.0, 7.1, 6.9] * 3, [10.0, 10.1, 9.9] * 3, 6.0, ["30% less time", "40% of", "hid 75%"]),
+        ([5.0, 5.1, 4.9] * 3, [10.0, 10.1, 9.9] * 3, 6.0, ["50% less time", "hid all of it"]),
+        ([12.0, 12.1, 11.9] * 3, [10.0, 10.1, 9.9] * 3, 6.0, ["20% more time", "hid none"]),
+        ([9.0, 11.0, 10.0] * 3, [10.0, 9.0, 11.0] * 3, 6.0, ["No difference that 9 repeats"]),
+        ([9.5, 9.5, 9.5] * 3, [10.0, 10.1, 9.9] * 3, 9.6, ["4% of", "little to hide"]),
+        ([7.0, 7.1], [10.0, 10.1], 6.0, ["2 repeats are too few to tell"]),
+    ],
+)
+def test_a_conclusion_in_plain_words(
+    fused: list[float], unfused: list[float], gemm_ms: float, words: list[str]
+) -> None:
+    said = report.conclusion(_measured(fused, unfused, gemm_ms))
+    assert all(word in said for word in words), said
+
+
+def test_no_conclusion_without_a_right_result_or_a_baseline() -> None:
+    content = _measured([7.0] * 5, [10.0] * 5, 6.0)
+    for change in ({"flux": {"overall_ms": None}}, {"unfused": {"overall_ms": None}}):
+        assert report.conclusion({**content, "methods": {**content["methods"], **change}}) == ""
+    assert report.conclusion({**content, "transport": "virtual"}) == ""

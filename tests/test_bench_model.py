@@ -16,11 +16,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import megatron_cases as mc  # noqa: F401  which skips all this where Megatron-core is not
-from flux.bench import model_cli, model_layers, model_report, model_run
+from flux.bench import model_layers, model_report, model_run
 from flux.bench.model import PHASES, ModelConfig, scaled
 from flux.bench.model_run import FormResult, PhaseResult, covered, measure_model
-from flux.cli import app
-from flux.tune.shapes import Layer, layer_of
+from flux.bench.shapes import Layer, layer_of
+from flux.cli import model as model_cli
+from flux.cli.app import app
 from harness import run_ranks
 
 TINY = """

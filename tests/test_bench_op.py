@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,10 +22,11 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import bench_methods
-from flux.bench import launch, spawn
+from flux.bench import launch
 from flux.bench.problem import BenchConfig, Problem
 from flux.bench.timing import StartLine
-from flux.cli import app
+from flux.cli.app import app
+from flux.launch import spawn
 from harness import nothing_left_in_shared_memory, run_ranks
 from scripts import start_interruptible, under_torchrun
 
@@ -335,6 +338,7 @@ def _start(rank: int, world: int) -> list[int]:
     return starts
 
 
+@pytest.mark.alone
 def test_ranks_start_together() -> None:
     first, second = run_ranks(2, _start)
     apart = sorted(abs(a - b) for a, b in zip(first, second, strict=True))
@@ -366,7 +370,7 @@ def _listeners(parent: int, rank: int, progress: Any) -> list[tuple[str, int]]:
     """Where ranks, and what started them, can be reached."""
     dist.new_group(backend="gloo")
     found: list[set[tuple[str, int]]] = [set(), set()]
-    dist.all_gather_object(found, _listening(os.getpid()))
+    dist.all_gather_object(found, _listening(os.getpid()) | _listening(parent))
     return sorted(set.union(*found))
 
 
@@ -377,3 +381,101 @@ def test_ranks_of_one_host_listen_to_it_alone() -> None:
     assert found
     for address, port in set(found) - before:
         assert ipaddress.ip_address(address).is_loopback, (address, port)
+
+
+SHAPES = """
+model = "tiny"
+dtype = "float32"
+tensor_parallel = [2]
+[[shape]]
+op = "gemm_rs"
+m = [64]
+n = 64
+k = 64
+"""
+SEVERAL_HOSTS = """
+import os
+os.environ["FLUX_HOST"] = os.environ["RANK"]
+import torch.distributed as dist
+from flux.launch.progress import silent
+from flux.launch.supervisors import Joined
+
+if __name__ == "__main__":
+    launcher = Joined()
+    assert len(set(launcher.hosts)) == 2
+    dist.TCPStore = None  # workers, which are other processes, have theirs
+    for _ in range(2):
+        found = launcher.run(print, "", silent, stall_s=60.0)
+        assert found == (None, ""), found
+    launcher.close()
+"""
+
+
+def test_workers_of_several_hosts_meet_in_the_store_of_torchrun(tmp_path: Path) -> None:
+    """Another store would listen on all interfaces."""
+    script = tmp_path / "script.py"
+    script.write_text(SEVERAL_HOSTS)
+    under_torchrun(str(script), timeout_s=120)
+
+
+PROBLEM = ["--m", "64", "--n", "64", "--k", "64", "--nproc", "2"]
+COMMANDS = {
+    "bench op": [*PROBLEM, "--op", "gemm_rs", "--repeats", "3"],
+    "bench suite": ["--shapes", "SHAPES", "--repeats", "3"],
+    "trace op": [*PROBLEM, "--op", "gemm_rs"],
+    "tune": [*PROBLEM, "--op", "gemm_rs"],
+}
+
+
+def _begun(command: str, folder: Path) -> subprocess.Popen[str]:
+    shapes = folder / "shapes.toml"
+    shapes.write_text(SHAPES)
+    words = [str(shapes) if word == "SHAPES" else word for word in COMMANDS[command]]
+    return start_interruptible(
+        [sys.executable, "-m", "flux", *command.split(), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        env={**os.environ, "FLUX_TUNE_CACHE": str(folder), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def _session(number: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(pid) == number and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_listens_beyond_its_host(command: str, tmp_path: Path) -> None:
+    seen: set[tuple[str, int]] = set()
+    with _begun(command, tmp_path) as process:
+        while process.poll() is None:
+            for pid in _session(process.pid):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    seen |= _listening(pid)
+            time.sleep(0.05)  # the cores are the command's
+        assert process.returncode == 0, process.communicate()
+    assert seen, "found no rank"
+    assert all(ipaddress.ip_address(address).is_loopback for address, _ in seen), seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_its_command(number: signal.Signals, tmp_path: Path) -> None:
+    """Whenever the command is ended: ranks start, meet, wait or run then."""
+    for most in (1, 4):  # processes of the session, beside the command, at the moment
+        with _begun("bench op", tmp_path) as process:
+            while len(_session(process.pid)) <= most and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(random.random() * 0.5)
+            process.send_signal(number)
+            process.communicate(timeout=20)  # the pipes are closed, too
+        deadline = time.monotonic() + 5
+        while (left := _session(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not left

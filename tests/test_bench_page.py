@@ -15,7 +15,7 @@ import suite_data
 from browser import open_page
 from flux.bench import page, results
 from flux.bench.page import charts, svg, timeline
-from flux.trace.events import Event, Kind
+from flux.core.events import Event, Kind
 
 
 class Elements(HTMLParser):

@@ -12,13 +12,13 @@ import torch
 
 import fake_byte_flux
 import peer_cases
-from flux import env
 from flux.bench import launch
 from flux.bench.op import Measurement
 from flux.bench.peers import PEERS, survey, unsupported
 from flux.bench.peers import byte_flux as byte_flux_adapter
 from flux.bench.problem import BenchConfig, Problem
-from flux.bench.spawn import RankFailedError
+from flux.core import env
+from flux.launch.spawn import RankFailedError
 from harness import nothing_left_in_shared_memory
 
 NAMES = ["async_tp", "te_userbuffers", "byte_flux", "cublasmp"]

@@ -23,13 +23,15 @@ from typer.testing import CliRunner
 
 import suite_data
 from browser import open_page
-from flux.bench import launch, page, results, suite, suite_cli, suite_ranks, suite_trace
+from flux.bench import launch, page, results, suite, suite_ranks, suite_trace
 from flux.bench.metrics import Metrics
-from flux.bench.op import Measurement, MethodResult, Progress
+from flux.bench.op import Measurement, MethodResult
 from flux.bench.problem import BenchConfig, Problem
-from flux.bench.spawn import RankFailedError
-from flux.cli import app
-from flux.trace.events import Kind
+from flux.cli import suite as suite_cli
+from flux.cli.app import app
+from flux.core.events import Kind
+from flux.launch.progress import Progress
+from flux.launch.spawn import RankFailedError
 from peer_cases import Stub
 from scripts import start_interruptible, under_torchrun
 
@@ -78,7 +80,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
         return measurement(config)
 
     monkeypatch.setattr(launch, "spawned", spawned)
-    monkeypatch.setattr(suite_trace, "why_not", lambda config: "no ranks")
+    monkeypatch.setattr(suite_trace, "reason_unsupported", lambda config: "no ranks")
     return seen
 
 
@@ -172,7 +174,7 @@ def test_the_papers_shapes_scaled_down_are_the_default_here(quick: list[BenchCon
         ("gemm_rs", 768, 3072),
     }
     assert {c.problem.world for c in quick} == {2}
-    from flux.tune.shapes import load_shapes
+    from flux.bench.shapes import load_shapes
 
     paper = load_shapes("flux-paper").sizes
     ours = [(op, m * 4, n * 16, k * 16) for op, m, n, k in load_shapes("flux-paper-cpu").sizes]
@@ -184,7 +186,7 @@ def test_the_paper_is_the_default_on_gpus(
 ) -> None:
     import torch
 
-    from flux.bench import gpu
+    from flux.bench.places import gpu
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -241,7 +243,7 @@ def test_sweeps_halve_the_chunk() -> None:
         (["--sweeps", "--sweep-m", "3"], "no shape has M = 3"),
         (["--report", "/dev/null/x.html"], "cannot write /dev/null/x.html"),
         (["--from", "/no/such.json"], "cannot read /no/such.json: No such file"),
-        (["--from", "/dev/null"], "/dev/null is damaged, or no JSON"),
+        (["--from", "/dev/null"], "cannot read /dev/null: not a regular file"),
     ],
 )
 def test_usage_errors_measure_nothing(
@@ -558,7 +560,7 @@ def test_peers_on_real_ranks(fault: str) -> None:
 def test_shown_tables_name_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from flux.bench import suite_view
+    from flux.cli import suite_view
 
     suite_view.show(suite_data.document(), Console(width=140))
     printed = capsys.readouterr().out

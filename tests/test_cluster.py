@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from flux.cluster import Cluster, Device, Link, Network, load_cluster, shipped_clusters, world_shape
-from flux.datafile import data_root, find
+from flux.core.datafile import data_root, find
+from flux.machine.cluster import (
+    Cluster,
+    Device,
+    Link,
+    Network,
+    load_cluster,
+    shipped_clusters,
+    world_shape,
+)
 
 PAPERS = {
     # name: (host devices, kind of link, GB/s in both directions, ports, Gbit/s each)

@@ -18,7 +18,7 @@ import flux
 import harness
 from compile_cases import Block, D, S, passes_only, plan
 from flux.layers import close_pools
-from flux.layers.pool import OpPool
+from flux.ops.pool import OpPool
 from harness import run_ranks
 
 harness.PRELOAD += [

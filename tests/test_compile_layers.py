@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import harness
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools, replace_linears
-from flux.layers.pool import pool_of
+from flux.ops.pool import pool_of
 from harness import run_ranks
 
 harness.PRELOAD += [

@@ -2,7 +2,7 @@
 
 schedule_model.py has the model. Several calls are made one after the other, with different shapes
 and knobs, so that the argument for reusing buffers and signals without clearing them
-(csrc/host/signal_pad.h) is checked as well.
+(csrc/cpu/signal_pad.h) is checked as well.
 """
 
 from __future__ import annotations

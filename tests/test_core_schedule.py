@@ -1,4 +1,4 @@
-"""Tile schedules (csrc/host/schedule.cpp): who moves, computes and waits for what."""
+"""Tile schedules (csrc/schedule/schedule.cpp): who moves, computes and waits for what."""
 
 from __future__ import annotations
 

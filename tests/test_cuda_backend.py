@@ -15,8 +15,8 @@ import torch
 import flux
 from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
-from flux.backends import device as device_module
-from flux.backends import op_kernels
+from flux.backends.cuda import op_kernels
+from flux.transport import device as device_module
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases

@@ -4,12 +4,16 @@ memory, and the others send and receive by an emulated NCCL (emulated_nccl.cpp).
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +22,10 @@ import torch.distributed as dist
 import flux
 from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError, Topology
+from flux.core.errors import PeerFailedError
 from flux.ops import executor
 from flux.transport import nodes, symm_mem
-from flux.transport.p2p import Place
+from flux.transport.placement import Place
 from flux.transport.virtual import VirtualWorld
 from harness import fresh_ranks
 from matrix import OPS
@@ -225,6 +230,54 @@ class Broken:
 
 def test_a_rank_that_does_not_connect_is_noticed(library: Path) -> None:
     run(2, _does_not_connect, library)
+
+
+STEPS = {
+    "meets": "flux.ops.base.places_of",
+    "opens": "flux.ops.base.open_gpus",
+    "joins its node": "flux.transport.nodes.SymmMem",
+    "looks for multicast": "flux.transport.symm_mem._has_multicast",
+    "chooses": "flux.ops.base.choice.choose",
+    "loads kernels": "flux.backends.cuda.backend.CudaBackend._load",
+    "allocates": "flux.transport.symm_mem._map_everywhere",
+    "zeroes": "emulated.EmulatedDevice.synchronize",
+    "connects nodes": "flux.transport.nodes.Nodes.remote",
+    "ends": "flux.backends.cuda.backend.CudaBackend._native",
+}
+
+
+def _fails_alone(rank: int, world: int, library: Path, culprit: int) -> list[tuple[str, str]]:
+    """One rank fails at each step in turn, on a group that waits half an hour."""
+    here = Emulated(rank, library, rank // 2)
+    group = dist.new_group(timeout=timedelta(minutes=30))
+    p = Problem("gemm_rs", 16, (8,), 8, BF16)
+    heard = []
+    for step, target in STEPS.items():
+        cause = ZeroDivisionError(f"while it {step}")
+        begin = time.monotonic()
+        fails = mock.patch(target, side_effect=cause) if rank == culprit else nullcontext()
+        with fails, pytest.raises((ZeroDivisionError, PeerFailedError)) as raised:
+            p.build(group, backend="cuda", timeout_s=60)
+        assert time.monotonic() - begin < 15, step
+        heard.append((step, str(raised.value)))
+        del raised, cause, fails  # their tracebacks hold what was built
+    gc.collect()
+    with p.build(group, backend="cuda") as op:  # both groups are as they were
+        inputs = Inputs(p, 16, world, seed=1)
+        got = inputs.call(op, rank)
+        op.wait()
+        inputs.check(got, rank, "two_levels")
+    here.close()
+    return heard
+
+
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_a_rank_that_fails_alone_is_heard_of_on_all_nodes(library: Path, culprit: int) -> None:
+    """Its own node waits for it in a group of the node, the others in that of all."""
+    for rank, heard in enumerate(run(4, _fails_alone, library, culprit)):
+        for step, text in heard:
+            named = f"GemmRS: rank {culprit} failed: ZeroDivisionError: "
+            assert text == (named if rank != culprit else "") + f"while it {step}"
 
 
 def _nccl_fails(rank: int, world: int, library: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from emulated import EmulatedDevice, HeapWorld, Puts, emulated_device
 from fake_nvshmem import puts_of
 from flux import _C, Knobs, PeerTimeoutError, Topology
-from flux.transport.device import Memory
+from flux.transport.base import Memory
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS
 from op_cases import Case, random_cases

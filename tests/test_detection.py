@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flux.cluster import load_cluster
-from flux.detection import GpuLinks, Nvml, System, cpu_cluster, cuda_cluster, detect
-from flux.doctor import topology_items
+from flux.cli.doctor import topology_items
+from flux.machine.cluster import load_cluster
+from flux.machine.detection import GpuLinks, Nvml, System, cpu_cluster, cuda_cluster, detect
 
 
 def write(root: Path, files: dict[str, str]) -> System:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[1] / "csrc"
-CHECK = CSRC / "core" / "check_device.cu"
+CHECK = CSRC / "tests" / "check_device.cu"
 
 
 def find_nvcc() -> str | None:

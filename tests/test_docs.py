@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from flux import env
 from flux.bench import metrics, report
 from flux.bench.op import Measurement, MethodResult
 from flux.bench.problem import BenchConfig, Problem
+from flux.core import env
 from scripts import ROOT, run_script
 
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+API = ROOT / "docs" / "api.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += [ROOT / "benchmarks/README.md", ROOT / "benchmarks/results/h200/README.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -26,12 +28,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return FENCE.findall(page.read_text(encoding="utf-8"))
 
 
-def readme_python() -> tuple[list[str], list[tuple[str, str]]]:
-    """README's Python blocks: those that make one script, and (block, what it prints) pairs.
+def python_of(page: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """A page's Python blocks: those that make one script, and (block, what it prints) pairs.
 
     A block with a ``text`` block right behind it stands by itself and prints that text.
     """
-    found = blocks(README)
+    found = blocks(page)
     script, printing = [], []
     for (language, content), (next_language, printed) in zip(
         found, [*found[1:], ("", "")], strict=True
@@ -63,21 +65,22 @@ def first_cells(table: str) -> list[str]:
 
 
 @pytest.mark.timeout(300)  # torch.compile runs a C++ compiler on both ranks
-def test_readme_snippets_run_as_one_script_on_two_ranks(tmp_path: Path) -> None:
-    script, _ = readme_python()
-    assert len(script) >= 6
-    path = tmp_path / "readme.py"
+@pytest.mark.parametrize(("page", "least"), [(README, 1), (API, 6)], ids=["README", "api"])
+def test_snippets_run_as_one_script_on_two_ranks(page: Path, least: int, tmp_path: Path) -> None:
+    script, _ = python_of(page)
+    assert len(script) >= least
+    path = tmp_path / "snippets.py"
     path.write_text("\n".join(script), encoding="utf-8")
     run_script(path, ranks=2, timeout_s=280)
 
 
-def test_readme_shows_what_its_snippets_print() -> None:
-    _, printing = readme_python()
+def test_snippets_print_what_the_page_shows() -> None:
+    _, printing = python_of(API)
     assert printing
     for code, expected in printing:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(README), "exec"), {})
+            exec(compile(code, str(API), "exec"), {})
         assert printed.getvalue() == expected
 
 
@@ -116,8 +119,8 @@ def test_files_named_in_the_text_exist() -> None:
     assert not missing
 
 
-def test_readme_lists_exactly_the_environment_variables() -> None:
-    listed = first_cells(section(README, "## Environment variables"))
+def test_exactly_the_environment_variables_are_listed() -> None:
+    listed = first_cells(section(ROOT / "docs/environment.md", "## Variables"))
     assert listed == [variable.name for variable in env.VARIABLES]
 
 
@@ -154,3 +157,11 @@ def test_json_keys_of_the_benchmark_are_all_described() -> None:
     assert sorted(first_cells(text)) == sorted(content)
     described = set(re.findall(r"`(\w+)`", text[text.index("Each method has") :]))
     assert described - {"null"} == set(content["methods"]["flux"])
+
+
+def test_readme_is_short_and_the_index_lists_every_page() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) <= 900
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"\]\((\w[\w-]*\.md)\)", index)) == pages
+    assert "](results/index.md)" in index

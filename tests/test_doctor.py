@@ -13,17 +13,20 @@ import torch
 from typer.testing import CliRunner
 
 import flux
-from flux import doctor, env, host, toolchain
-from flux.cli import app
-from flux.doctor_ranks import between, places_of_all
-from flux.knobs import Knobs
-from flux.transport.p2p import Place
-from flux.tune.cache import Cache
-from flux.tune.keys import Key
-from flux.tune.winners import Winner
+from flux.choice.cache import Cache
+from flux.choice.keys import Key
+from flux.choice.winners import Winner
+from flux.cli import doctor
+from flux.cli.app import app
+from flux.cli.doctor_ranks import between, places_of_all
+from flux.core import env
+from flux.core.knobs import Knobs
+from flux.machine import host, toolchain
+from flux.transport.placement import Place
 from harness import nothing_left_in_shared_memory, run_ranks
 
 SECTIONS = [
+    "will be used",
     "software",
     "cpu",
     "shared memory",
@@ -34,7 +37,6 @@ SECTIONS = [
     "kernels",
     "tuning",
     "environment",
-    "will be used",
 ]
 
 
@@ -76,9 +78,10 @@ def test_this_machine_can_run_flux() -> None:
 def test_panels_hold_every_finding() -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
-    for title in SECTIONS:
-        assert title in result.stdout
-    for name in ("NVIDIA driver", "nvcc", "CUTLASS", "NVSHMEM", "FLUX_POISON", "transport"):
+    places = [result.stdout.index(f"─ {title} ─") for title in SECTIONS]
+    assert places == sorted(places)
+    assert "FLUX_POISON" not in result.stdout  # which is not set
+    for name in ("NVIDIA driver", "nvcc", "CUTLASS", "NVSHMEM", "FLUX_TUNE_CACHE", "transport"):
         assert name in result.stdout
     assert "flux is ready to run" in result.stdout
 
@@ -106,7 +109,7 @@ def test_no_shared_memory_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(doctor, "SharedMemory", full)
+    monkeypatch.setattr(doctor.shm, "create", full)
     code, found = diagnose()
     assert code == 1
     assert found["shared memory"]["segment"]["status"] == "broken"

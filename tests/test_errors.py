@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import flux
 from flux import AGGemm, GemmAR, GemmRS, Knobs
-from flux.env import CHECK
+from flux.core.env import CHECK
 from harness import held, run_ranks, settled
 from reference import OPS, Inputs, Problem
 
@@ -495,10 +495,10 @@ def test_the_error_is_a_runtime_error() -> None:
 def _alone(rank: int, world: int, where: str) -> list[str]:
     """Rank 1 fails between two exchanges, or behind the last one."""
     target = {
-        "choice": "flux.ops._base.choice.choose",
-        "backend": "flux.ops._base.CpuBackend",
-        "memory": "flux.transport.shm._C.reserve_shared",
-        "late": "flux.ops._base.Comparison",
+        "choice": "flux.ops.base.choice.choose",
+        "backend": "flux.backends.cpu.backend.CpuBackend",
+        "memory": "flux.transport.shm.create",
+        "late": "flux.ops.base.Comparison",
     }[where]
     heard = []
     for error in (RuntimeError("a rank's own"), OverflowError("trouble")):

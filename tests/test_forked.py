@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flux.bench.hosts import Hosts
+from flux.launch.hosts import Hosts
 from harness import fresh_ranks
 from reference import Problem
 from test_cuda_hosts import Emulated
@@ -99,9 +99,9 @@ def test_a_forked_child_leaves_the_gpu_and_nccl_alone(emulator: Path) -> None:
 
 def test_a_forked_child_leaves_hosts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     removed: list[str] = []
-    monkeypatch.setattr("flux.bench.hosts.check_available", lambda: None)
-    monkeypatch.setattr("flux.bench.hosts._FOLDER", Path("/"))
-    monkeypatch.setattr("flux.bench.hosts._remove", removed.append)
+    monkeypatch.setattr("flux.launch.hosts.check_available", lambda: None)
+    monkeypatch.setattr("flux.launch.hosts._FOLDER", Path("/"))
+    monkeypatch.setattr("flux.launch.hosts._remove", removed.append)
     hosts = Hosts(1)
     hosts.names, hosts.switch = ["proc"], "tmp"  # as good as any that exist below _FOLDER
     child = os.fork()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flux import _C, Knobs, PeerTimeoutError
-from flux.backends.device import CudaDevice
+from flux.transport.device import CudaDevice
 from flux.transport.virtual import VirtualWorld
 from gpu_cases import CASES, OnDevice, cuda_device, random_problem
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order

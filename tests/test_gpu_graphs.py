@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flux import Knobs
-from flux.backends.device import CudaDevice
+from flux.transport.device import CudaDevice
 from flux.transport.virtual import VirtualWorld
 from gpu_cases import OnDevice, cuda_device
 from harness import fresh_ranks

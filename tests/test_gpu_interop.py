@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flux.backends.device import CudaDevice
+from flux.transport.device import CudaDevice
 from flux.transport.virtual import VirtualWorld
 from gpu_cases import OnDevice, cuda_device
 from matrix import OPS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flux import Knobs, PeerTimeoutError
-from flux.backends.device import CudaDevice
+from flux.transport.device import CudaDevice
 from flux.transport.loopback import LoopbackPeers, LoopbackWorld
 from gpu_cases import CASES, OnDevice, cuda_device, random_problem
 from loopback_cases import call, check_peers

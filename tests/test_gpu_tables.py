@@ -110,10 +110,3 @@ def test_without_files_every_table_says_which_command_writes_it(tmp_path: Path) 
 def test_the_page_in_the_repository_is_up_to_date() -> None:
     page = (gpu_tables.FOLDER / "README.md").read_text()
     assert tables.filled(page, gpu_tables.tables()) == page
-
-
-def test_choices_of_kernels_in_the_benchmarks_page_are_those_of_the_raw_json() -> None:
-    page = (tables.ROOT / "benchmarks" / "README.md").read_text()
-    made = {name: tables.TABLES[name] for name in ("kernel_choice", "kernel_rating")}
-    assert all(f"<!-- results:{name} -->" in page for name in made)
-    assert tables.filled(page, made) == page

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from emulated import EmulatedDevice
 from flux import Knobs, make_schedule
-from flux.backends import cuda
-from flux.backends.layout import Layout
-from flux.backends.op_kernels import OpKernel
-from flux.heuristic import MAX_COMM_TILES
-from flux.heuristic_cuda import (
+from flux.backends.cuda import backend as cuda
+from flux.backends.cuda.op_kernels import OpKernel
+from flux.core.heuristic import MAX_COMM_TILES
+from flux.core.heuristic_cuda import (
     COMM_TILE_BYTES,
     MAX_RASTER,
     ClusterTile,
@@ -24,10 +23,11 @@ from flux.heuristic_cuda import (
     raster,
     resolve_cuda,
 )
+from flux.core.knobs import Op
+from flux.core.layout import Layout
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
-from flux.knobs import Op
-from flux.ops.spec import OpSpec
-from flux.topology import Topology
 from flux.transport.virtual import VirtualWorld
 from reference import Problem
 

@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 
 from flux import PeerTimeoutError
-from flux.bench import hosts as hosts_module
-from flux.bench.hosts import (
+from flux.bench.problem import BenchConfig
+from flux.bench.problem import Problem as BenchProblem
+from flux.launch import hosts as hosts_module
+from flux.launch.hosts import (
     Hosts,
     HostsUnavailableError,
     link_bytes,
@@ -31,16 +33,14 @@ from flux.bench.hosts import (
     remove_leftovers,
     set_link,
 )
-from flux.bench.problem import BenchConfig
-from flux.bench.problem import Problem as BenchProblem
-from flux.bench.spawn import run_ranks
+from flux.launch.spawn import run_ranks
 from reference import Inputs, Problem
 from scripts import start_interruptible
 
 MakeHosts = Callable[..., Hosts]
 
 
-def why_not() -> str:
+def reason_unsupported() -> str:
     """What keeps this machine from making hosts, or an empty string."""
     try:
         with Hosts(2, "1gbit"):
@@ -49,13 +49,14 @@ def why_not() -> str:
         return str(error)
 
 
-REASON = why_not()
+REASON = reason_unsupported()
 needs_hosts = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-def namespaces() -> set[str]:
+def namespaces(process: int | str = "*") -> set[str]:
+    """Hosts and switches that are there, or those that a process has made."""
     folder = Path("/run/netns")
-    return {path.name for path in folder.glob("flux-*")} if folder.exists() else set()
+    return {path.name for path in folder.glob(f"flux-{process}-*")} if folder.exists() else set()
 
 
 # -- what people write -----------------------------------------------------------------------------
@@ -113,10 +114,9 @@ def test_a_kernel_that_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
         return run(*(word.replace("tbf", "no-such-qdisc") for word in command))
 
     monkeypatch.setattr(hosts_module, "_run", without_tbf)
-    before = namespaces()
     with pytest.raises(HostsUnavailableError, match=r"`tc .*` failed"), Hosts(2, "1gbit"):
         pass
-    assert namespaces() == before
+    assert not namespaces(os.getpid())
 
 
 # -- hosts that are there --------------------------------------------------------------------------
@@ -133,6 +133,7 @@ def throughput(megabytes: int, rank: int, progress: Any) -> tuple[float, int]:
     return time.monotonic() - began, link_bytes() - before
 
 
+@pytest.mark.alone
 def test_a_link_has_its_speed(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2, "200mbit")
     took, sent = run_ranks(throughput, 8, 2, places=hosts.placed((0, 1)))
@@ -140,18 +141,19 @@ def test_a_link_has_its_speed(make_hosts: MakeHosts) -> None:
     assert 0.9 * wire < took < 2.0 * wire
     assert 8 << 20 <= sent < 1.05 * (8 << 20)
     hosts.close()
-    assert not {name for name in namespaces() if f"-{os.getpid()}-" in name}
+    assert not namespaces(os.getpid())
 
 
 KILLED = """
 import time
-from flux.bench.hosts import Hosts
+from flux.launch.hosts import Hosts
 with Hosts(2, "1gbit") as hosts:
     print(*hosts.names, flush=True)
     time.sleep(60)
 """
 
 
+@pytest.mark.alone  # others that make hosts remove these, too
 @needs_hosts
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_hosts_of_a_dead_process_are_removed(sign: signal.Signals) -> None:
@@ -226,8 +228,18 @@ def test_a_host_that_disappears_is_noticed_in_time(make_hosts: MakeHosts) -> Non
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, and left no hosts."""
     command = [sys.executable, "-m", "flux", "bench", "op", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        try:
+            stdout, stderr = run.communicate(timeout=200)
+        except BaseException:
+            run.kill()
+            raise
+    assert not namespaces(run.pid)
+    return subprocess.CompletedProcess(command, run.returncode, stdout, stderr)
 
 
 SMALL = ("--m", "256", "--n", "256", "--k", "128", "--repeats", "3", "--warmup", "1")
@@ -254,7 +266,6 @@ def test_bench_op_over_hosts(op: str, hosts: str, nproc: str, tmp_path: Path) ->
         assert method["link_bytes"] >= least
     # Headers and acknowledgements come on top of small messages.
     assert content["methods"]["flux"]["link_bytes"] < 1.2 * least + 40_000
-    assert not {name for name in namespaces() if "-h" in name and f"-{os.getpid()}-" not in name}
 
 
 def test_bench_op_says_what_is_wrong_with_hosts() -> None:

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux
 from emulated import EmulatedDevice
-from flux.backends.cuda_operands import Fit
-from flux.ops.call import CallChecker
+from flux.backends.cuda.operands import Fit
+from flux.core.call import CallChecker
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS
 from reference import Inputs, Problem, lay_out
@@ -299,7 +299,7 @@ def test_a_bias_with_gaps(world: VirtualWorld) -> None:
 
 def test_tensors_on_another_device_are_refused() -> None:
     """Also where it is another GPU, as it may be on one rank only."""
-    spec = flux.ops.spec.OpSpec(flux.knobs.Op.gemm_rs, 12, (16,), 16, BF16, False, "sum")
+    spec = flux.core.spec.OpSpec(flux.core.knobs.Op.gemm_rs, 12, (16,), 16, BF16, False, "sum")
     checker = CallChecker(spec, 2, 1, torch.device("cuda", 1))
     x, weight = torch.zeros(12, 8, dtype=BF16), torch.zeros(16, 8, dtype=BF16)
     with pytest.raises(ValueError, match=r"GemmRS: x must be on cuda:1, got cpu"):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from flux import host
 from flux.kernels import driver, manifest, ptxas, sources
 from flux.kernels.build import CompileError, build, first_errors, make_unit
 from flux.kernels.children import Cancelled, Children
@@ -21,6 +20,7 @@ from flux.kernels.config import GemmConfig
 from flux.kernels.driver import Outcome
 from flux.kernels.generator import config_struct, libraries, translation_unit
 from flux.kernels.sets import config_set
+from flux.machine import host
 from kernel_sandbox import Sandbox
 
 MINIMAL = config_set("minimal")
@@ -284,7 +284,7 @@ def list_for_a_manifest(library: manifest.Library) -> None:
         (truncate, "bytes, the manifest says"),
         (flip, "not the file that the manifest describes"),
         (lose, "No such file"),
-        (garble, "bad manifest: JSONDecodeError"),
+        (garble, "bad manifest: ValueError: not JSON"),
         (forget, "No such file"),
         (rename_kernel, "symbol other has the config of"),
         (from_the_future, "format 99, expected 1"),

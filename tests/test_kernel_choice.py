@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from flux.env import KERNEL_CHOICE
+from flux.core.env import KERNEL_CHOICE
 from flux.kernels import nvidia_heuristics
-from flux.kernels.choice import Work, best_of, blocks_per_wave, choose, cost, cycles, divide
+from flux.kernels.choice import best_of, choose
 from flux.kernels.config import GemmConfig
+from flux.kernels.cost import Work, blocks_per_wave, cost, cycles, divide
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel

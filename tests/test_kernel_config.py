@@ -16,9 +16,9 @@ from flux.kernels import (
     GemmConfig,
     GemmProblem,
     is_legal,
+    reason_unsupported,
     runs_on,
     why_illegal,
-    why_not,
     why_not_on,
 )
 from flux.kernels.config import ARCHS, OPS
@@ -244,7 +244,7 @@ def test_tiles_of_ampere(
 def test_illegal_configs_say_why(config: GemmConfig, reason: str) -> None:
     said = why_illegal(config)
     assert said is not None and reason in said
-    assert why_not(config, BIG) == said and not is_legal(config, BIG)
+    assert reason_unsupported(config, BIG) == said and not is_legal(config, BIG)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_illegal_configs_say_why(config: GemmConfig, reason: str) -> None:
 def test_problems_that_do_not_fit(
     config: GemmConfig, problem: GemmProblem, reason: str | None
 ) -> None:
-    said = why_not(config, problem)
+    said = reason_unsupported(config, problem)
     assert said is None if reason is None else said is not None and reason in said
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from flux import GemmAR, GemmRS, Knobs, PeerTimeoutError
 from flux.backends.unfused import UnfusedBackend
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
-from flux.layers.pool import pool_of
+from flux.ops.pool import pool_of
 from harness import fresh_ranks, held, nothing_left_in_shared_memory, run_ranks
 from op_cases import failing_work
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from flux import AGGemm, Knobs
-from flux.env import HOST
+from flux.core.env import HOST
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
 from flux.layers.autograd import _OwnRows
-from flux.layers.pool import pool_of
 from flux.layers.wgrad import WeightGrad
+from flux.ops.pool import pool_of
 from harness import fresh_ranks, run_ranks
 from op_cases import failing_work
 

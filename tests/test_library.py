@@ -195,7 +195,8 @@ def _partial_gradients(rank: int, world: int) -> None:
     kw = {"dtype": torch.float64}
     with flux.AGGemm(max_m=8, n=(world, 2 * world), k=3, **kw) as op:
         x, w1, w2 = torch.ones(4, 3, **kw), torch.ones(1, 3, **kw), torch.ones(2, 3, **kw)
-        for needs in ((True, False, False), (False, True, False), (True, True, True)):
+        every = ((True, False, False), (False, True, False), (False, False, True), (True,) * 3)
+        for needs in every:
             leaves = [
                 _leaf(t).requires_grad_(need) for t, need in zip((x, w1, w2), needs, strict=True)
             ]
@@ -206,6 +207,8 @@ def _partial_gradients(rank: int, world: int) -> None:
                 assert torch.equal(leaves[0].grad, torch.full((4, 3), 5.0 * world, **kw))
             if needs[1]:
                 assert torch.equal(leaves[1].grad, torch.full((1, 3), 4.0 * world, **kw))
+            if needs[2]:
+                assert torch.equal(leaves[2].grad, torch.full((2, 3), 8.0 * world, **kw))
         y1, _ = op(_leaf(x), [w1, w2])  # one output unused
         y1.sum().backward()
 

@@ -13,7 +13,7 @@ import torch
 
 from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
-from flux.transport.device import first_signal
+from flux.transport.base import first_signal
 from flux.transport.loopback import LoopbackPeers, LoopbackWorld, PinnedPool
 from flux.transport.virtual import VirtualWorld
 from loopback_cases import call, check_peers, provide

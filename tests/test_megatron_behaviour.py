@@ -19,7 +19,7 @@ from megatron_cases import LayerCase
 
 def _ops(layer: Any) -> set[str]:
     """Which ops the layer's group has built, in words."""
-    from flux.layers.pool import pool_of
+    from flux.ops.pool import pool_of
 
     return {f"{op.spec.label} {op.knobs.path}" for op in pool_of(layer.tp_group).ops}
 

@@ -17,19 +17,25 @@ import threading
 import time
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import flux
 from flux import AGGemm, GemmRS, Knobs, PeerTimeoutError, Topology
-from flux.env import HOST
+from flux.core.env import HOST
+from flux.core.recorder import Work
 from flux.ops.workspace import clear_workspaces
-from harness import fresh_ranks, held, join_group, nothing_left_in_shared_memory, run_ranks
+from flux.transport.network import Network
+from harness import fresh_ranks, held, join_group, nothing_left_in_shared_memory, run_ranks, settled
 from op_cases import Case, check_cases, meshes, random_case
 from reference import Inputs, Problem
 
@@ -113,6 +119,25 @@ def windowed(rank: int, world: int) -> None:
 
 def test_a_small_window() -> None:
     run_ranks(2, windowed)
+
+
+@pytest.mark.parametrize(("window", "most"), [(0, 2), (100, 2), (160, 4), (10**6, 6)])
+def test_no_more_than_the_window_is_under_way(window: int, most: int) -> None:
+    from flux.transport.network import Piece, _Job, _Link
+
+    link: Any = SimpleNamespace(recorder=None, _window=window, _progress=0.0)
+    pieces = [Piece(torch.empty(40, dtype=torch.uint8), None)] * 6
+    under_way: list[int] = [0]
+
+    def post(piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+        under_way.append(under_way[-1] + 1)
+        return SimpleNamespace(wait=lambda timeout: None), 0
+
+    def complete(piece: Piece, epoch: int) -> None:
+        under_way.append(under_way[-1] - 1)
+
+    _Link._flow(link, _Job(1, pieces), Work.receive, post, complete)
+    assert max(under_way) == most and under_way[-1] == 0
 
 
 def without_shared_memory(rank: int, world: int) -> None:
@@ -250,15 +275,16 @@ def test_nothing_is_left_of_closed_ops(hosts: str) -> None:
 
 def ends(rank: int, world: int, hosts: str, how: str) -> dict[str, Any]:
     """The last rank dies, closes or stalls; what the others are told, and when."""
-    problem = Problem("gemm_rs", 12, (4,), 6)
+    problem = Problem("gemm_ar" if how == "killed" else "gemm_rs", 12, (4,), 12)
     with on_host(hosts[rank]):
-        op = problem.build(timeout_s=1.5)
+        op = problem.build(timeout_s=60.0 if how == "killed" else 1.5)
         inputs = Inputs(problem, 12, world, seed=1)
         inputs.check(inputs.call(op, rank), rank, "two_levels")
         dist.barrier()
         if rank == world - 1:
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "killed":  # when the others have entered the call, too
+                torch.mm = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+                inputs.call(op, rank)
             elif how == "closes":
                 op.close()
             else:
@@ -286,8 +312,10 @@ def form_again(problem: Problem, hosts: str, rank: int, world: int) -> None:
         inputs.check(inputs.call(op, rank), rank, "two_levels")
 
 
-@pytest.mark.parametrize("how", ["killed", "closes", "stalls"])
-@pytest.mark.parametrize("hosts", ["ab", "aab", "abb"])
+ENDS = [(hosts, how) for hosts in ("ab", "aab", "abb") for how in ("killed", "closes", "stalls")]
+
+
+@pytest.mark.parametrize("hosts, how", [*ENDS, ("aabb", "killed")])
 def test_survivors_hear_of_it_in_time(hosts: str, how: str) -> None:
     world = len(hosts)
     with nothing_left_in_shared_memory(), fresh_ranks(world) as ranks:
@@ -296,9 +324,13 @@ def test_survivors_hear_of_it_in_time(hosts: str, how: str) -> None:
         for rank, outcome in enumerate(outcomes[:-1]):
             assert outcome is not None and outcome.ok, outcome
             told = outcome.value
-            assert told["took"] < 1.5 + 2.0, told
-            assert re.match(rf"GemmRS: rank {rank}, call \d+", told["text"]), told
+            assert told["took"] < (2.0 if how == "killed" else 1.5 + 2.0), told
+            assert re.match(rf"Gemm(RS|AR): rank {rank}, call \d+", told["text"]), told
             assert f"rank {world - 1}" in told["text"], told
+            if how == "killed":
+                near = hosts[rank] == hosts[-1]
+                end = "died (process" if near else f"connection to rank {world - 1} broke"
+                assert end in told["text"], told
             assert told["threads"] == 2, told  # this one, and the watcher of the parent
 
 
@@ -398,7 +430,7 @@ def test_a_rank_that_starts_again_joins_the_survivors(hosts: str, tmp_path: Path
 def receives_first(rank: int, world: int, hosts: str) -> None:
     """gloo tells a sender over the same connection that a receive is posted: behind tiles that
     leave by it, that would arrive when they are through."""
-    from flux.transport.send_recv import DATA_TAG
+    from flux.transport.network import DATA_TAG
 
     with on_host(hosts[rank]):
         for op_name in OPS:
@@ -434,3 +466,84 @@ def receives_first(rank: int, world: int, hosts: str) -> None:
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
 def test_receives_are_posted_before_anything_is_sent(hosts: str) -> None:
     run_ranks(len(hosts), receives_first, hosts)
+
+
+def _peer_fails_in_the_next_call(rank: int, world: int, op_name: str) -> None:
+    """Rank 1 breaks its connections when its part of a call is done and rank 0 has all rows."""
+    problem = Problem(op_name, 24, (16,), 8)
+    with on_host("ab"[rank]):
+        op = problem.build(tuning=Knobs(path="fused"), timeout_s=30.0)
+    network = op._backend.network
+    store = cast(Any, distributed_c10d)._get_default_store()
+    if rank == 0:
+        finish = network.finish
+
+        def finish_late() -> str | None:
+            for job in network._links[0]._current:
+                assert job.done.wait(30.0)
+            store.set("all is here", "")
+            store.wait(["broken"], timedelta(seconds=30))
+            receiver = network._links[0]._threads[1]
+            receiver.join(30.0)
+            assert not receiver.is_alive() and network._links[0].problem
+            why: str | None = finish()
+            return why
+
+        network.finish = finish_late
+    inputs = Inputs(problem, 24, world, 3, bias=False)
+    inputs.check(inputs.call(op, rank), rank)
+    if rank == 1:
+        store.wait(["all is here"], timedelta(seconds=30))
+        op._backend.close(failed=True)
+        store.set("broken", "")
+    else:
+        with pytest.raises(PeerTimeoutError):
+            inputs.call(op, rank)
+    op.close()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
+def test_a_call_whose_rows_are_here_survives_its_peer(op: str) -> None:
+    with fresh_ranks(2) as ranks:
+        ranks.run(_peer_fails_in_the_next_call, op, timeout=60.0)
+
+
+def _interrupted_end(rank: int, world: int, where: str) -> None:
+    """Ctrl-C arrives while an op is closed, or given up, whose threads and memory are left then."""
+    with on_host("ab"[rank]):
+        AGGemm(max_m=8, n=8, k=8).close()
+        before = held()
+        break_off = Network._break_off
+        interrupts = [KeyboardInterrupt()]
+
+        def interrupted(network: Network) -> None:
+            if interrupts:
+                raise interrupts.pop()
+            break_off(network)
+
+        with mock.patch.object(Network, "_break_off", interrupted):
+            if where == "close":
+                op = AGGemm(max_m=8, n=8, k=8)
+                with pytest.raises(KeyboardInterrupt):
+                    op.close()
+                assert held() != before, "nothing was left to give back"
+                op.close()
+                assert op.closed
+            else:
+                with (
+                    mock.patch("flux.ops.base.UnfusedBackend.watch", side_effect=OSError("no")),
+                    pytest.raises((OSError, KeyboardInterrupt)),
+                ):
+                    AGGemm(max_m=8, n=8, k=8)
+        assert not interrupts
+        gc.collect()
+        after = settled(before)
+        assert after == before, f"{before} -> {after}"
+    dist.barrier()
+
+
+@pytest.mark.parametrize("where", ["close", "construction"])
+def test_an_interrupted_end_is_made_up_for(where: str) -> None:
+    with fresh_ranks(2) as ranks:
+        ranks.run(_interrupted_end, where, timeout=60.0)

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from emulated import EmulatedDevice, compiler
-from flux import _C, nvtx, toolchain
+from flux import _C
+from flux.backends.cuda import nvtx
+from flux.machine import toolchain
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
 from loopback_cases import call as loopback_call

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from flux.compile import served
+from flux.core.topology import Topology
 from flux.layers import eligible
 from flux.ops import torch_internals
 from flux.ops.executor import who_shares_memory, why_not_gpus
-from flux.topology import Topology
-from flux.transport.p2p import Place, reach, sharing
+from flux.transport.placement import Place, reach, sharing
 
 
 def host(name: str, bridges: list[list[int]], count: int) -> list[Place]:
@@ -17,7 +17,7 @@ def host(name: str, bridges: list[list[int]], count: int) -> list[Place]:
     gpus = [f"{name} {i}" for i in range(count)]
     together = [next((b for b in bridges if i in b), [i]) for i in range(count)]
     return [
-        Place(name, gpus[i], {gpu: j in together[i] for j, gpu in enumerate(gpus)})
+        Place(name, gpus[i], {gpu: j in together[i] for j, gpu in enumerate(gpus)}, name)
         for i in range(count)
     ]
 

@@ -12,11 +12,12 @@ from model.check import LimitError, Mode, Report, explore
 from model.program import Program, Step, program_of
 from model.recording import Kind, RecordingDevice, Scenario, build, record
 from model.scenarios import LAST_EPOCHS, OPS, drawn, standard
+from side_by_side import built_once
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> RecordingDevice:
-    return RecordingDevice(build(tmp_path_factory.mktemp("gpu")))
+def device(pytestconfig: pytest.Config) -> RecordingDevice:
+    return RecordingDevice(built_once(pytestconfig, "recorder", build))
 
 
 def check(

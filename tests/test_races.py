@@ -40,6 +40,21 @@ def ways(op: str) -> list[dict[str, Any]]:
     ]
 
 
+def spoilt(rank: int, world: int, op_name: str) -> None:
+    problem = small_problem(op_name)
+    with problem.build(tuning=Knobs(direction="push", store="staged")) as op:
+        backend = op._backend
+        assert backend.empty(2, 3).isnan().all(), "outputs"
+        Inputs(problem, 24, world, seed=1).call(op, rank)
+        for idle in (backend.gathered, *backend.slots[rank : rank + 1]):
+            assert idle.isnan().all(), "workspaces"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_not_in_use_is_full_of_nan(op: str) -> None:
+    run_ranks(2, spoilt, op)
+
+
 def delayed(rank: int, world: int, op_name: str, calls: int) -> None:
     problem = small_problem(op_name)
     for number, way in enumerate(ways(op_name)):

@@ -1,4 +1,4 @@
-"""The native reduction (csrc/host/reduce.cpp) against torch, bitwise: no rounding is left open."""
+"""The native reduction (csrc/cpu/reduce.cpp) against torch, bitwise: no rounding is left open."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flux import _C
 
-# Codes as in csrc/host/reduce.h.
+# Codes as in csrc/cpu/reduce.h.
 CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 HALVES = [torch.float16, torch.bfloat16]
 BLOCK = 2048  # columns that the implementation sums at a time

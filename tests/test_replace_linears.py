@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import harness
 from flux.layers import close_pools, eligible, replace_linears
-from flux.layers.pool import pool_of
+from flux.ops.pool import pool_of
 from harness import run_ranks
 
 # DTensors import them at their first use: once, in the server that ranks are forked from.

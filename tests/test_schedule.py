@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from flux import Knobs, TileSchedule, Topology, make_schedule
-from flux.backends.cpu import Layout, merge_visits
-from flux.knobs import Op
-from flux.ops.spec import OpSpec
-from flux.schedule import _make
+from flux.backends.cpu.layout import SegmentLayout
+from flux.backends.cpu.slabs import merge_visits
+from flux.core.knobs import Op
+from flux.core.schedule import _make
+from flux.core.spec import OpSpec
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 SHAPE = (16, 12, 8)
@@ -83,6 +84,13 @@ def test_all_knobs_are_set_and_equal_on_all_ranks(op: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_communication_tiles_are_of_a_size_in_bytes(op: str) -> None:
+    for itemsize, rows in ((8, 128), (4, 256), (2, 512)):
+        schedule = make_schedule(op, (4096, 1024, 1024), 2, 0, itemsize=itemsize)
+        assert schedule.knobs.comm_tile_rows == rows, "1 MiB of rows of 1024 elements"
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_fixed_knobs_are_kept(op: str) -> None:
     fixed = Knobs(
         tile=(2, 2),
@@ -127,7 +135,7 @@ def test_the_workspace_holds_the_schedule_of_every_m(
             (1 << 17, 1 << 17),
         ):  # rows of megabytes: as many tiles as there can be
             spec = OpSpec(Op[op], max_m, (n,), k, torch.float32, False, "sum")
-            layout = Layout.of(spec, topology, knobs)
+            layout = SegmentLayout.of(spec, topology, knobs)
             for m in {1, world, max_m // 3 + 1, max_m - 1 or 1, max_m}:
                 if m <= max_m:
                     schedules = [

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +19,12 @@ import torch.distributed as dist
 
 import flux
 from emulated import EmulatedDevice
-from flux import Knobs, PeerTimeoutError
+from flux import Knobs, PeerDiedError, PeerTimeoutError
+from flux.backends.cuda.backend import GRACE_S
 from flux.transport import shm, symm_mem
 from flux.transport.exchange import Exchange
 from flux.transport.virtual import VirtualWorld
+from flux.transport.watch import LOOK_S
 from harness import fresh_ranks
 from matrix import OPS
 from op_cases import Case, random_cases
@@ -209,6 +214,73 @@ def _late(rank: int, world: int, library: Path) -> None:
 
 def test_a_rank_that_does_not_call_is_noticed(library: Path) -> None:
     run(2, _late, library)
+
+
+def _dies(rank: int, world: int, library: Path, when: str) -> dict[str, Any]:
+    """The last rank is killed before its second call; when the others wait, or have yet to call."""
+    emulate(rank, library)
+    p = Problem("gemm_rs", 24, (8,), 8, BF16)
+    op = p.build(backend="cuda", timeout_s=60.0)
+    inputs = Inputs(p, 24, world, seed=1)
+    inputs.call(op, rank)
+    op.wait()
+    dist.barrier()
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    process = op._backend.watch._memory.processes
+    if when == "before":
+        while not process.ended(world - 1):
+            time.sleep(0.01)
+        time.sleep(LOOK_S)
+    began = time.monotonic()
+    with pytest.raises(PeerDiedError) as told:
+        inputs.call(op, rank)
+        assert when == "inside", "the call began without a rank"
+        op.wait()
+    assert op.closed
+    return {"text": str(told.value), "took": time.monotonic() - began}
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_rank_that_dies_is_noticed_at_once(library: Path, when: str) -> None:
+    with fresh_ranks(3) as ranks:
+        ranks.start(_dies, library, when)
+        for rank, outcome in enumerate(ranks.collect(60)[:-1]):
+            assert outcome is not None and outcome.ok, outcome
+            words = rf"GemmRS: rank {rank}, .* rank 2 died \(process {ranks.pids[2]} ended\)"
+            assert re.match(words, outcome.value["text"]), outcome.value
+            assert outcome.value["took"] < 3.0, outcome.value
+
+
+def _done_and_gone(rank: int, world: int, library: Path) -> None:
+    device = emulate(rank, library)
+    p = Problem("gemm_rs", 16, (8,), 8, BF16)
+    op = p.build(backend="cuda", timeout_s=60.0)
+    inputs = Inputs(p, 16, world, seed=1)
+    got = inputs.call(op, rank)
+    if rank == 1:
+        op.close()
+        os._exit(0)
+    process = op._backend.watch._memory.processes
+
+    def other_work() -> None:
+        while not process.ended(1):
+            time.sleep(0.01)
+        time.sleep(2 * GRACE_S)
+
+    device.enqueue(other_work)
+    op.wait()
+    inputs.check(got, rank)
+    op.close()
+    device.close()
+
+
+def test_a_rank_that_closed_the_op_may_end(library: Path) -> None:
+    """Although the stream of another one is busy for long afterwards."""
+    with fresh_ranks(2) as ranks:
+        ranks.start(_done_and_gone, library)
+        outcome = ranks.collect(60)[0]
+        assert outcome is not None and outcome.ok, outcome
 
 
 def _in_another_order(rank: int, world: int, library: Path, backend: str) -> None:

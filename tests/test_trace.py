@@ -8,18 +8,21 @@ import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from flux import Knobs
-from flux.cli import app
-from flux.trace import Event, Kind, Trace, read_chrome, record_op, write_chrome
+from flux import _C, Knobs
+from flux.cli.app import app
+from flux.core.recorder import GEMM_LANE, LaneRecords, Record, Work
+from flux.trace import Event, Kind, Trace, clocks, read_chrome, record_op, write_chrome
 from flux.trace.chrome import flows
 from flux.trace.clocks import align_clocks
-from flux.trace.recorder import GEMM_LANE
+from flux.trace.convert import Span, events_of
 from flux.trace.summary import longest_wait
 from flux.transport.exchange import Exchange, resolve_group
 from harness import run_ranks
@@ -203,18 +206,28 @@ def test_several_hosts(op: str, way: str) -> None:
         check_tiles(op, trace, told, 3, call)
 
 
-def aligned(rank: int, world: int) -> list[tuple[int, int]]:
-    with on_host("aab"[rank]):
+def aligned(rank: int, world: int, ahead_ns: int) -> list[tuple[int, int]]:
+    now = _C.Lane.now
+    lane = SimpleNamespace(now=lambda: now() + ahead_ns * (rank == 2))
+    with on_host("aab"[rank]), mock.patch.object(clocks, "_C", SimpleNamespace(Lane=lane)):
         return [tuple(c) for c in align_clocks(Exchange(resolve_group(None)), rounds=20)]
 
 
-def test_clocks_that_are_one_are_found_to_be() -> None:
-    """Hosts of these tests share a clock: the true offset is 0."""
-    found = run_ranks(3, aligned)
+@pytest.mark.parametrize("ahead_ns", [0, 5_000_000_000])
+def test_clocks_are_aligned(ahead_ns: int) -> None:
+    """Hosts of these tests share a clock, but for what rank 2 adds to it."""
+    found = run_ranks(3, aligned, ahead_ns)
     assert found[0] == found[1] == found[2]
     assert found[0][:2] == [(0, 0), (0, 0)]
     offset, uncertainty = found[0][2]
-    assert uncertainty > 0 and abs(offset) <= uncertainty
+    assert 0 < uncertainty < 1e9 and abs(offset + ahead_ns) <= uncertainty
+
+
+def test_events_are_on_the_clock_of_rank_0() -> None:
+    record = Record(7_000, 9_000, 1, Work.gemm, -1, -1, -1, 0, 0, -1, -1, 0)
+    lane = LaneRecords(GEMM_LANE, [record], 0)
+    (event,) = events_of("ag_gemm", 1, [lane], [], [Span(6_000, 9_500)], -5_000, 1_000)
+    assert (event.start_us, event.duration_us) == (1.0, 2.0)
 
 
 def refused(rank: int, world: int) -> list[str]:

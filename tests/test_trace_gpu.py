@@ -15,7 +15,7 @@ from flux import Knobs, PeerTimeoutError
 from flux.trace import Kind, Trace, gpu, record_op
 from flux.trace.chrome import flows
 from flux.trace.gpu import KernelRecord
-from flux.trace.gpu_events import Told, in_lanes
+from flux.trace.gpu_events import KernelEvent, in_lanes
 from flux.transport.loopback import LoopbackWorld
 from flux.transport.virtual import VirtualWorld
 from gpu_trace_cases import (
@@ -292,11 +292,15 @@ def told(kind: int, begin: int, end: int, sm: int = 1, unit: int = 4, **more: in
 
 
 def test_what_goes_on_at_the_same_time_has_lanes_of_its_own() -> None:
-    first = [told(Told.tile, 0, 10), told(Told.tile, 10, 20), told(Told.tile, 30, 40)]
-    other = [told(Told.tile, 5, 15, unit=5), told(Told.tile, 18, 32, unit=5)]
-    later = [told(Told.tile, 40, 50, unit=8)]
-    waits = [told(Told.wait, 0, 4), told(Told.wait, 1, 9, signal=1)]
-    elsewhere = [told(Told.tile, 0, 10, sm=12)]
+    first = [
+        told(KernelEvent.tile, 0, 10),
+        told(KernelEvent.tile, 10, 20),
+        told(KernelEvent.tile, 30, 40),
+    ]
+    other = [told(KernelEvent.tile, 5, 15, unit=5), told(KernelEvent.tile, 18, 32, unit=5)]
+    later = [told(KernelEvent.tile, 40, 50, unit=8)]
+    waits = [told(KernelEvent.wait, 0, 4), told(KernelEvent.wait, 1, 9, signal=1)]
+    elsewhere = [told(KernelEvent.tile, 0, 10, sm=12)]
     lanes = in_lanes([*waits, *later, *other, *first[::-1], *elsewhere])
     assert lanes["SM 1.0"] == first + later and lanes["SM 1.1"] == other
     assert lanes["SM 12.0"] == elsewhere

@@ -15,10 +15,10 @@ import bench_gpus
 from emulated import EmulatedDevice
 from flux import Knobs
 from flux.bench import launch
-from flux.cli import app
+from flux.bench import traced as trace_run
+from flux.bench.traced import trace_methods
+from flux.cli.app import app
 from flux.trace import Kind, Trace, read_chrome, record_op
-from flux.trace import run as trace_run
-from flux.trace.run import trace_methods
 from flux.trace.summary import rank_times
 from gpu_trace_cases import CALLS, M, check_awaited, check_spans, check_tiles, problem
 from harness import fresh_ranks
@@ -72,7 +72,7 @@ def test_a_process_and_a_gpu_per_rank(emulator: Path, op: str, path: str) -> Non
 def on_emulated_device(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `flux trace op` starts runs in this process, on the emulated device."""
     bench_gpus.use(device, monkeypatch)
-    monkeypatch.setattr("flux.bench.gpu.problem_here", lambda config: None)
+    monkeypatch.setattr("flux.bench.places.gpu.problem_here", lambda config: None)
     monkeypatch.setattr(trace_run.Registry, "load", classmethod(lambda cls: device.registry))
 
     def here(entry: Any, argument: Any, config: Any, count: int, progress: Any, group: str) -> Any:

@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from side_by_side import built_once
+
 CSRC = Path(__file__).parents[1] / "csrc"
-ENGINE = ("host/engine", "host/engine_reduce", "host/engine_network", "host/engine_trace")
+ENGINE = ("cpu/engine", "cpu/engine_reduce", "cpu/engine_network", "cpu/engine_trace")
 UNITS = (
     *ENGINE,
-    "host/routes",
-    "host/schedule",
-    "host/reduce",
+    "schedule/routes",
+    "schedule/schedule",
+    "cpu/processes",
+    "cpu/reduce",
     "tests/test_engine_threads",
     "tests/test_engine_faults",
 )
@@ -53,24 +56,22 @@ def linked(kind: str, objects: list[Path], program: Path) -> Path:
 
 
 class Builds:
-    """Object files and programs, built when they are first asked for."""
+    """Programs, built when they are first asked for, beside the object files they are made of."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.objects: dict[str, list[Path]] = {}
+    def __init__(self, root: Path, config: pytest.Config) -> None:
+        self.root, self.config = root, config
 
     def program(self, kind: str) -> Path:
+        def build(into: Path) -> Path:
+            objects = [compiled(kind, CSRC, unit, into) for unit in UNITS]
+            return linked(kind, objects, into / "program")
+
         self._check(kind)
-        into = self.root / kind
-        if kind not in self.objects:
-            into.mkdir()
-            self.objects[kind] = [compiled(kind, CSRC, unit, into) for unit in UNITS]
-            linked(kind, self.objects[kind], into / "program")
-        return into / "program"
+        return built_once(self.config, f"engine-{kind}", build)
 
     def mutant(self, kind: str, header_or_source: str, old: str, new: str) -> Path:
         """The program with one passage of the engine's code replaced."""
-        self.program(kind)
+        objects = self.program(kind).parent
         copy = self.root / f"mutant-{kind}"
         shutil.copytree(CSRC, copy)
         path = copy / header_or_source
@@ -78,7 +79,8 @@ class Builds:
         assert text.count(old) == 1, f"{header_or_source} no longer has {old!r}: adapt this test"
         path.write_text(text.replace(old, new))
         engine = [compiled(kind, copy, unit, copy) for unit in ENGINE]
-        return linked(kind, [*engine, *self.objects[kind][len(ENGINE) :]], copy / "program")
+        others = [objects / f"{Path(unit).name}.o" for unit in UNITS[len(ENGINE) :]]
+        return linked(kind, [*engine, *others], copy / "program")
 
     def _check(self, kind: str) -> None:
         if shutil.which(COMPILER) is None:
@@ -92,8 +94,8 @@ class Builds:
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
-    return Builds(tmp_path_factory.mktemp("engine"))
+def builds(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Builds:
+    return Builds(tmp_path_factory.mktemp("engine"), pytestconfig)
 
 
 def execute(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -124,7 +126,7 @@ def test_faults(builds: Builds, kind: str) -> None:
 def test_a_raise_without_release_is_found(builds: Builds) -> None:
     mutant = builds.mutant(
         "tsan",
-        "host/signal_pad.h",
+        "cpu/signal_pad.h",
         "pad.signals()[index].store(epoch, std::memory_order_seq_cst)",
         "pad.signals()[index].store(epoch, std::memory_order_relaxed)",
     )
@@ -135,7 +137,7 @@ def test_a_raise_without_release_is_found(builds: Builds) -> None:
 def test_a_write_before_all_have_entered_is_found(builds: Builds) -> None:
     mutant = builds.mutant(
         "plain",
-        "host/engine.cpp",
+        "cpu/engine.cpp",
         "if (!wait_entries(limit)) return false;\n    entries_seen_ = true;",
         "entries_seen_ = true;",
     )

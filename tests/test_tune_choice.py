@@ -15,15 +15,16 @@ import pytest
 import torch
 
 import flux
-from flux.cluster import load_cluster, world_shape
-from flux.detection import detect
-from flux.knobs import Knobs, Op
-from flux.ops.spec import OpSpec
-from flux.topology import Topology
-from flux.tune import choice, cost
-from flux.tune.cache import Cache, cache_root
-from flux.tune.choice import key_of
-from flux.tune.winners import Entry, Winner
+from flux.choice import choose as choice
+from flux.choice import cost
+from flux.choice.cache import Cache, cache_root
+from flux.choice.choose import key_of
+from flux.choice.winners import Entry, Winner
+from flux.core.knobs import Knobs, Op
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
+from flux.machine.cluster import load_cluster, world_shape
+from flux.machine.detection import detect
 from harness import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -266,6 +267,7 @@ def _look_up_time(rank: int, world: int) -> tuple[float, float]:
     return times[0], times[1]
 
 
+@pytest.mark.alone
 def test_look_up_costs_no_call_more_than_a_few_hundred_nanoseconds() -> None:
     for tuned, off in run_ranks(2, _look_up_time):
         assert tuned < 2000 and tuned - off < 1000, f"{tuned:.0f} ns against {off:.0f} ns"
@@ -279,6 +281,22 @@ def test_other_threads_are_another_machine() -> None:
         assert key_here("ag_gemm", 2) != key
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_group_of_unlike_machines_is_another_machine() -> None:
+    here = detect("cpu")
+    other = replace(here, device=replace(here.device, arch="another"))
+    one, two = here.parts("2x2"), other.parts("2x2")
+    assert choice.group_parts([one] * 4) == one
+    mixed = choice.group_parts([one, one, two, two])
+    assert mixed not in (one, two) and mixed == choice.group_parts([one, two, one, two])
+
+
+def test_float8_has_winners_of_its_own() -> None:
+    spec = replace(spec_of("gemm_rs"), dtype=torch.bfloat16)
+    narrow = replace(spec, dtype=torch.float8_e4m3fn, scaling="tensor")
+    assert spec.out_dtype == narrow.out_dtype
+    assert key_of(spec, "1x2", {}, "cpu") != key_of(narrow, "1x2", {}, "cpu")
 
 
 def test_a_winner_found_elsewhere_is_checked_before_it_is_used() -> None:
@@ -353,7 +371,7 @@ def test_one_rank_communicates_nothing() -> None:
 
 
 def test_the_cache_directory_of_tests_is_not_the_users(tmp_path: Path) -> None:
-    assert "flux-test-tune-" in str(cache_root())
+    assert "flux-test-tune" in str(cache_root())
 
 
 def test_what_was_measured_on_a_cpu_is_what_its_model_chooses() -> None:

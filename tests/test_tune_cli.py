@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flux.cli import app
-from flux.cluster import load_cluster
-from flux.datafile import data_root
+from flux.choice.cache import Cache
+from flux.choice.cost import Shape
+from flux.choice.keys import Key
+from flux.choice.winners import Entry, Winner
+from flux.cli.app import app
+from flux.core.datafile import data_root
+from flux.core.knobs import Knobs, Op
+from flux.core.topology import Topology
 from flux.kernels import build
-from flux.knobs import Knobs, Op
-from flux.topology import Topology
+from flux.machine.cluster import load_cluster
 from flux.tune import kernels
-from flux.tune.cache import Cache
-from flux.tune.cost import Shape
-from flux.tune.keys import Key
 from flux.tune.space import candidates, load_space
-from flux.tune.winners import Entry, Winner
 from kernel_sandbox import Sandbox
 
 KEY = Key("ag_gemm", "float32", 64, 32, "1x2", "0123456789abcdef", "cpu 0.1.0 r1", "torch 2.13")

@@ -14,20 +14,22 @@ import torch
 from typer.testing import CliRunner
 
 import tune_gpus
-from flux.bench import gpu
 from flux.bench import problem as bench_problem
-from flux.bench.supervisors import Launcher, Spawned
-from flux.cli import app
-from flux.cluster import load_cluster
-from flux.detection import detect
-from flux.knobs import Knobs
-from flux.transport.p2p import Place
-from flux.tune import choice, kernels, keys, machine
-from flux.tune.cache import Cache
+from flux.bench.places import gpu
+from flux.choice import choose as choice
+from flux.choice import keys
+from flux.choice.cache import Cache
+from flux.choice.winners import Winner
+from flux.cli.app import app
+from flux.core.knobs import Knobs
+from flux.launch.supervisors import Launcher, Spawned
+from flux.machine.cluster import load_cluster
+from flux.machine.detection import detect
+from flux.transport.placement import Place
+from flux.tune import kernels, machine
 from flux.tune.journal import Journal, run_id
 from flux.tune.space import Candidate, load_space
 from flux.tune.tuner import Options, Search, Tuner, describe, make_search
-from flux.tune.winners import Winner
 from harness import fresh_ranks
 from matrix import OPS
 from reference import Inputs, Problem
@@ -177,7 +179,7 @@ import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}]
 from pathlib import Path
 import test_tune_gpu, tune_gpus
-from flux.bench.supervisors import Joined
+from flux.launch.supervisors import Joined
 
 if __name__ == "__main__":
     tune_gpus.pretend(setattr)
@@ -228,7 +230,7 @@ def test_winners_are_of_the_kernels_that_the_run_has_built(
     """And the run goes by the same name whether they are built or not."""
     built: list[Any] = []
     registry = SimpleNamespace(load=lambda: SimpleNamespace(libraries=tuple(built)))
-    monkeypatch.setattr(keys, "Registry", registry)
+    monkeypatch.setattr("flux.kernels.registry.Registry", registry)
     keys.versions.cache_clear()
 
     def build(configs: Any, root: Path) -> dict[str, str]:

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flux.cli import app
-from flux.cluster import load_cluster
-from flux.datafile import data_root
+from flux.bench.shapes import Layer, load_shapes
+from flux.choice.cost import Shape, gemm_ms, predict, raster_ms, traffic_ms
+from flux.choice.winners import fit
+from flux.cli.app import app
+from flux.cli.tune import parse_duration
+from flux.core.datafile import data_root
+from flux.core.knobs import Knobs, Op
+from flux.core.schedule import make_schedule
+from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
-from flux.knobs import Knobs, Op
-from flux.schedule import make_schedule
-from flux.topology import Topology
-from flux.tune.cli import parse_duration
-from flux.tune.cost import Shape, gemm_ms, predict, raster_ms, traffic_ms
-from flux.tune.shapes import Layer, load_shapes
+from flux.machine.cluster import load_cluster
 from flux.tune.space import (
     ALWAYS,
     candidates,
@@ -30,7 +31,6 @@ from flux.tune.space import (
     load_space,
     space_for,
 )
-from flux.tune.winners import fit
 
 SPACES = sorted(path.stem for path in (data_root() / "spaces").glob("*.toml"))
 MODELS = sorted(path.stem for path in (data_root() / "shapes").glob("*.toml"))

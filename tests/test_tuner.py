@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 import tune_makers
 from flux.bench.problem import Problem
-from flux.bench.supervisors import Spawned
-from flux.datafile import data_root
-from flux.detection import detect
-from flux.tune.cache import Cache
+from flux.choice.cache import Cache
+from flux.core.datafile import data_root
+from flux.launch.supervisors import Spawned
+from flux.machine.detection import detect
 from flux.tune.halving import Halving, score
 from flux.tune.journal import BusyError, Journal, run_id
 from flux.tune.machine import survey
@@ -385,9 +385,9 @@ sys.path[:0] = [{str(Path(__file__).parent)!r}]
 import json, tune_makers
 from pathlib import Path
 from flux.bench.problem import Problem
-from flux.tune.cache import Cache
+from flux.choice.cache import Cache
 from flux.tune.journal import Journal
-from flux.bench.supervisors import Joined
+from flux.launch.supervisors import Joined
 from flux.tune.machine import survey
 from flux.tune.space import load_space
 from flux.tune.tuner import Options, Tuner, make_search

@@ -15,13 +15,13 @@ import torch
 
 import bench_gpus
 from emulated import EmulatedDevice, EmulatedRegistry
-from flux.bench import gpu
 from flux.bench.methods import Method
+from flux.bench.places import gpu
 from flux.bench.problem import BenchConfig
-from flux.cluster import load_cluster
 from flux.kernels.config import GemmConfig
 from flux.kernels.registry import BuiltKernel
-from flux.transport.p2p import Place
+from flux.machine.cluster import load_cluster
+from flux.transport.placement import Place
 from flux.tune import kernels, machine, tuner
 from flux.tune.space import Candidate
 from flux.tune.worker import make_method

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from flux import Knobs, Topology
-from flux.backends.device import Device
-from flux.backends.op_kernels import DTYPES
+from flux.backends.cuda.op_kernels import DTYPES
 from flux.kernels.legality import GemmProblem
+from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
 from op_cases import Case
 from reference import FP8, Inputs, Problem

@@ -66,7 +66,7 @@ FLUX_HD constexpr Range signals_of_rows(const CommTiling& c, int begin, int end)
 // Signals hold the epoch (number of the call) that raised them, so a call never has to clear them:
 // whatever an earlier call left behind compares as "not yet". The signed difference keeps that true
 // when the 32-bit epoch wraps around, as long as two ranks are within 2^31 calls of each other and
-// no signal is left older than that (host/engine.cpp renews those that are seldom raised).
+// no signal is left older than that (cpu/engine.cpp renews those that are seldom raised).
 //   epoch_reached(observed 4, expected 5) = false    (5, 5) = true    (0, 0xffffffff) = true
 FLUX_HD constexpr bool epoch_reached(std::uint32_t observed, std::uint32_t expected) {
   return static_cast<std::int32_t>(observed - expected) >= 0;

@@ -2,7 +2,7 @@
  *
  * A kernel library (flux/kernels builds them, at most four configurations in one) exports one
  * FluxKernel per configuration, under the name that its manifest gives. Libraries are loaded with
- * dlopen by csrc/host, which needs neither CUDA nor its headers; nothing here depends on PyTorch,
+ * dlopen by csrc/cuda_host, which needs neither CUDA nor its headers; nothing here depends on PyTorch,
  * so one build serves every version of it.
  *
  * All sizes are in elements unless said otherwise. Pointers are to device-accessible memory, but

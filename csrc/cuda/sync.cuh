@@ -70,7 +70,7 @@ __device__ inline void record_failure(const FluxSync& sync, int code, int tile, 
 // own status only. One thread of each block calls it; a load from L2 when all is well.
 //
 // It cannot miss what matters. A peer writes FLUX_ABANDONED here, then raises the words that its own
-// streams wait for (csrc/host/cuda_op.cpp, let_go), and those go on to raise signals or flags here
+// streams wait for (csrc/cuda_host/cuda_op.cpp, let_go), and those go on to raise signals or flags here
 // in front of data that is not there. So the status is written before any such signal. A thread that
 // acquired the signal, or one behind it at a barrier, loads the status later than that: it sees it.
 // Failures of the own waits are reported where they are found (record_failure).

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "host/engine.h"
+#include "cpu/engine.h"
 
 namespace flux::host::test {
 

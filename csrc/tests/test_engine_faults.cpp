@@ -1,7 +1,13 @@
 // Faults: peers that are late, disagree, refuse, fail or leave, and engines that are destroyed
 // meanwhile.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <iterator>
 
 #include "tests/harness.h"
 
@@ -17,7 +23,9 @@ constexpr std::chrono::seconds kSoon{10};
 
 // Two or more engines with room for simple_plan of any op.
 struct Group {
-  explicit Group(int world) : fabric(world, 2 * world, 4096) {
+  explicit Group(int world, std::shared_ptr<Processes> processes = nullptr)
+      : fabric(world, 2 * world, 4096) {
+    fabric.symmetric.processes = std::move(processes);
     fabric.symmetric.row_bytes = sizeof(float);
     fabric.symmetric.slot_bytes = sizeof(float);
     fabric.symmetric.result_offset = 2048;
@@ -179,6 +187,78 @@ void a_peer_that_leaves_is_noticed_at_once() {
   }
 }
 
+// Stands for the process of a rank.
+struct Child {
+  Child() : pid(fork()) {
+    while (pid == 0) pause();
+  }
+  ~Child() { end(); }
+  void end() {
+    if (pid > 0) kill(pid, SIGKILL);
+    if (pid > 0) waitpid(pid, nullptr, 0);
+    pid = -1;
+  }
+  pid_t pid;
+};
+
+void a_peer_that_dies_is_noticed_at_once() {
+  const Plan plan = simple_plan(OpKind::kAGGemm, 2);
+  for (const bool threaded : {false, true}) {
+    Child child;
+    Group group(2, std::make_shared<Processes>(std::vector<pid_t>{0, child.pid}));
+    CHECK_TRUE(group[0].fate(1) == Failure::kNone, "it lives");
+    const auto waited = time_of([&] {
+      on_all_ranks(2, [&](int r) {
+        if (r == 0) {
+          CHECK_TRUE(!gather_once(group[0], plan, threaded, kLong), "died");
+        } else {
+          std::this_thread::sleep_for(milliseconds(30));
+          child.end();
+        }
+      });
+    });
+    CHECK_TRUE(waited < kSoon, to_string(waited.count()));
+    expect(group[0], Failure::kPeerDied, 1);
+    CHECK_TRUE(group[0].fate(1) == Failure::kPeerDied, "it is dead");
+    group[0].close(PadState::kFailed, 1);
+    CHECK_TRUE(group[0].fate(1) == Failure::kNone, "nobody is watched any more");
+  }
+
+  Child stopped;
+  kill(stopped.pid, SIGSTOP);
+  Group group(2, std::make_shared<Processes>(std::vector<pid_t>{0, stopped.pid}));
+  CHECK_TRUE(!gather_once(group[0], plan, false, kShort), "stopped");
+  expect(group[0], Failure::kTimeout, 1);
+}
+
+// What it said before its process ended counts.
+void dying_after_a_complete_call_harms_nobody() {
+  const Plan plan = simple_plan(OpKind::kAGGemm, 2);
+  const float x = 1;
+  Buffers buffers;
+  buffers.x = reinterpret_cast<const char*>(&x);
+  buffers.x_stride = sizeof(x);
+  for (const auto state : {PadState::kOpen, PadState::kClosed, PadState::kFailed}) {
+    Child child;
+    Group group(2, std::make_shared<Processes>(std::vector<pid_t>{0, child.pid}));
+    begin(group[0], plan, buffers, false, kLong);
+    begin(group[1], plan, buffers, false, kLong);
+    CHECK_TRUE(complete_call(group[1], kLong), describe(group[1]));
+    // Not by close(), which would end the watch that the two engines of this test share.
+    group.fabric.symmetric.pads[1]->state.store(static_cast<std::uint32_t>(state));
+    child.end();
+    CHECK_TRUE(complete_call(group[0], kLong), describe(group[0]));
+    for (int i = 0; i < 2; ++i) {
+      CHECK_TRUE(complete_visit(group[0], i, kLong), describe(group[0]));
+    }
+    CHECK_TRUE(!gather_once(group[0], plan, false, kLong), "the next call");
+    const auto fate = state == PadState::kOpen     ? Failure::kPeerDied
+                      : state == PadState::kClosed ? Failure::kPeerClosed
+                                                   : Failure::kPeerFailed;
+    expect(group[0], fate, 1);
+  }
+}
+
 // A ring 0 -> 1 -> 2 -> 0 in which rank 2 moves nothing. Rank 0 soon gives up on it; rank 1, which
 // is patient, learns from rank 0 whose fault it is that chunk 2 does not come.
 void a_failure_travels_with_its_culprit() {
@@ -230,7 +310,7 @@ void leaving_right_after_the_signal_harms_nobody() {
   Buffers buffers;
   buffers.x = reinterpret_cast<const char*>(&x);
   buffers.x_stride = sizeof(x);
-  for (int round = 0; round < 1000; ++round) {
+  for (int round = 0; round < 5000; ++round) {
     Group group(2);
     begin(group[0], plan, buffers, false, kLong);
     CHECK_TRUE(!group[0].finish(Limit{Clock::now(), Clock::now() + kLong, nanoseconds(0)}),
@@ -239,7 +319,12 @@ void leaving_right_after_the_signal_harms_nobody() {
       Engine& e = group[r];
       if (r == 1) {
         begin(e, plan, buffers, false, kLong);
-        CHECK_TRUE(complete_call(e, kLong), describe(e));
+        // Until rank 0, whose row has come, does nothing but look. Then the stores of a raise and of
+        // close(), without what lies between them: both have to fall between two looks.
+        for (int i = 0; i < 2; ++i) CHECK_TRUE(complete_visit(e, i, kLong), describe(e));
+        e.pad(0).signals()[1].store(e.epoch(), std::memory_order_seq_cst);
+        e.pad(1).state.store(static_cast<std::uint32_t>(PadState::kClosed),
+                             std::memory_order_seq_cst);
         e.close(PadState::kClosed, -1);
         return;
       }
@@ -272,6 +357,31 @@ void an_engine_can_be_destroyed_while_its_worker_waits() {
   }
   Group idle(1);  // never used; closed, then destroyed
   idle[0].close(PadState::kClosed, -1);
+}
+
+// The second may be about to free the memory that the worker still uses.
+void a_second_close_waits_for_the_worker_too() {
+  const auto threads = [] {
+    const std::filesystem::directory_iterator tasks("/proc/self/task");
+    return std::distance(begin(tasks), end(tasks));
+  };
+  const auto before = threads();
+  Group group(2);
+  const Plan plan = simple_plan(OpKind::kAGGemm, 2, Direction::kPull);
+  begin(group[1], plan, Buffers{}, false, kLong);
+  float memory[8] = {};
+  Buffers buffers;
+  buffers.x = reinterpret_cast<char*>(memory);
+  group[0].set_delay(milliseconds(500), 179);  // a seed whose first delay is a long one
+  begin(group[0], plan, buffers, true, kLong);
+  std::this_thread::sleep_for(milliseconds(50));  // the worker is inside of it now
+  std::thread first([&] { group[0].close(PadState::kClosed, -1); });
+  while (group[1].pad(0).state.load() != static_cast<std::uint32_t>(PadState::kClosed)) {
+    std::this_thread::yield();
+  }
+  group[0].close(PadState::kClosed, -1);
+  CHECK_TRUE(threads() <= before + 1, "the worker is still there");
+  first.join();
 }
 
 // The deadline is for peers. Both ranks' GEMMs take longer than it, and nobody is to blame.
@@ -328,10 +438,13 @@ void run_fault_tests() {
   a_mismatch_is_seen_by_all_and_survived();
   a_refusal_reaches_the_peers_with_its_reason();
   a_peer_that_leaves_is_noticed_at_once();
+  a_peer_that_dies_is_noticed_at_once();
+  dying_after_a_complete_call_harms_nobody();
   a_failure_travels_with_its_culprit();
   leaving_after_a_complete_call_harms_nobody();
   leaving_right_after_the_signal_harms_nobody();
   an_engine_can_be_destroyed_while_its_worker_waits();
+  a_second_close_waits_for_the_worker_too();
   a_long_gemm_is_no_timeout();
   seldom_used_signals_do_not_come_of_age();
 }

@@ -1,1 +1,76 @@
-"""Executors of a tile schedule."""
+"""Executors of a tile schedule, behind one protocol: flux/core/backend.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flux.core.backend import Backend
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
+
+if TYPE_CHECKING:
+    from flux.choice.choose import Choice
+    from flux.transport.base import DeviceTransport
+    from flux.transport.exchange import Exchange
+
+
+def make_cpu_backend(
+    spec: OpSpec,
+    exchange: Exchange,
+    choice: Choice,
+    topology: Topology,
+    local: Sequence[bool],
+    timeout_s: float,
+) -> Backend:
+    """Build the CPU executor of an op; its modules load here. Collective.
+
+    Args:
+        spec: the op's problem.
+        exchange: its ranks.
+        choice: the knobs of its calls.
+        topology: the mesh of ranks.
+        local: by rank, whether it shares memory with this one.
+        timeout_s: of each wait, in seconds.
+
+    Raises:
+        OSError: on every rank, when there is not enough shared memory on one.
+        PeerTimeoutError: a peer did not connect in time.
+    """
+    from flux.backends.cpu.backend import CpuBackend
+
+    return CpuBackend(spec, exchange, choice, topology, local, timeout_s)
+
+
+def make_cuda_backend(
+    spec: OpSpec,
+    exchange: Exchange | None,
+    transport: DeviceTransport,
+    choice: Choice,
+    topology: Topology,
+    local: Sequence[bool],
+    timeout_s: float,
+) -> Backend:
+    """Build the GPU executor of an op; its modules load here. Collective.
+
+    Args:
+        spec: the op's problem.
+        exchange: its ranks; None where all of them are in this process.
+        transport: what moves rows between GPUs.
+        choice: the knobs and the kernel of its calls.
+        topology: the mesh of ranks.
+        local: by rank, whether its process is on this host.
+        timeout_s: of each wait, in seconds.
+
+    Raises:
+        ValueError: no built kernel can do the op.
+        RuntimeError: a kernel cannot be loaded.
+    """
+    from flux.backends.cuda.backend import CudaBackend
+    from flux.transport.watch import Watch
+
+    watch = None if exchange is None else Watch(exchange, local)
+    backend = CudaBackend(spec, transport, choice, topology, timeout_s, watch)
+    if exchange is not None:  # one schedule for all, whatever kernels each rank has built
+        backend.cluster = exchange.all_gather(backend.cluster)[0]
+    return backend

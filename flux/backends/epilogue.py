@@ -15,11 +15,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from flux.knobs import Op
-from flux.ops.call import Call
-from flux.ops.spec import OpSpec
+from flux.core.call import Call
+from flux.core.spec import OpSpec
 
-SCALE_BYTES = torch.float32.itemsize
 _EVERYTHING = slice(None)
 ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
@@ -28,31 +26,14 @@ ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def spoil(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with NaN, which all bits set are in every dtype; the tensor."""
+    """Fill with NaN (all bits set, in every dtype) and return the tensor."""
     tensor.view(torch.uint8).fill_(255)
     return tensor
 
 
-def travelling_row_bytes(spec: OpSpec) -> int:
-    """Bytes of a row that travels: of x, with its scale if it has one, or of partial results."""
-    scale = SCALE_BYTES if _packs(spec) else 0
-    return spec.row_elements() * spec.itemsize + scale
-
-
-def travelling_dtype(spec: OpSpec) -> torch.dtype:
-    """dtype that rows which travel are seen as."""
-    if _packs(spec):
-        return torch.uint8
-    return spec.dtype if spec.op is Op.ag_gemm else spec.out_dtype
-
-
-def _packs(spec: OpSpec) -> bool:
-    return spec.op is Op.ag_gemm and spec.scaling == "row"
-
-
 def pack(spec: OpSpec, call: Call) -> torch.Tensor:
-    """The rows of x as they travel: x itself, or (scaling = row) bytes [rows, K + 4]."""
-    if not _packs(spec):
+    """Return the rows of x as they travel: x itself, or (scaling = row) bytes [rows, K + 4]."""
+    if not spec.scales_travel:
         return call.x
     assert call.scale_x is not None
     scales = call.scale_x.contiguous().view(-1, 1).view(torch.uint8)
@@ -60,18 +41,18 @@ def pack(spec: OpSpec, call: Call) -> torch.Tensor:
 
 
 def unpack(spec: OpSpec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [rows, K] and the scales [rows] of rows that have travelled (None: x has none of its own).
+    """X [rows, K] and the scales [rows] of rows that have travelled (None: x has none of its own).
 
     ``rows``: as ``pack`` makes them.
     """
-    if not _packs(spec):
+    if not spec.scales_travel:
         return rows, None
     scale = rows[:, spec.k :].clone(memory_format=torch.contiguous_format)  # aligned, too
     return rows[:, : spec.k].view(spec.dtype), scale.view(torch.float32).view(-1)
 
 
 def scale_of_rows(call: Call, begin: int, end: int) -> torch.Tensor | None:
-    """The scale of rows of the call's x: one for each, or for all; None without scaling."""
+    """Return the scale of each of these rows of x, or one for all; None without scaling."""
     scale = call.scale_x
     return scale if scale is None or scale.shape[0] == 1 else scale[begin:end]
 

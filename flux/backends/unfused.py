@@ -6,8 +6,8 @@ benchmarks. It runs on any backend and any number of hosts that torch.distribute
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,50 +16,37 @@ import torch.distributed as dist
 
 from flux import _C
 from flux.backends.epilogue import Multiplier, pack, unpack
-from flux.errors import PeerTimeoutError
-from flux.ops.call import Call
-from flux.ops.spec import FP8, OpSpec
-from flux.trace.recorder import Work
+from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
+from flux.core.call import Call
+from flux.core.errors import PeerTimeoutError
+from flux.core.knobs import Op
+from flux.core.recorder import Work
+from flux.core.spec import FP8, OpSpec
+from flux.transport.abandonable import Abandonable
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+LOOK_S = 0.05
+"""Seconds between two looks at the peers while a collective is waited for."""
+GRACE_S = 0.3
+"""Seconds between noticing that a peer is gone and raising: what it sent before may be under way.
+Also how long the end of a process may come after that of its connections."""
 _EXCHANGE_TAG = 18008  # on the user's group; MPI takes tags up to 32767
 
 
 class Stamps(Protocol):
-    """Who wants to know when what went on."""
+    """Receives start and end of library calls, for tracing."""
 
     def began(self) -> int:
-        """Something begins; what ``ended`` wants to know."""
+        """Note the start of some work; return a token for ``ended``."""
         ...
 
     def ended(self, work: Work, began: int, nbytes: int) -> None:
-        """It was this."""
+        """Note the end of the work that ``began`` returned a token for."""
         ...
-
-
-def nothing() -> None:
-    """What a caller has to do meanwhile who has nothing to do."""
-
-
-@dataclass(frozen=True)
-class Beside:
-    """What a caller does beside an AllGather: ``meanwhile`` rows of others are under way, and when
-    the last of them have ``arrived`` and are to be multiplied. Each is called once."""
-
-    meanwhile: Callable[[], None] = nothing
-    arrived: Callable[[], None] = nothing
-
-    def both(self) -> None:
-        """Where there is no moment between the two."""
-        self.meanwhile()
-        self.arrived()
-
-
-ALONE = Beside()
 
 
 class UnfusedBackend:
@@ -79,6 +66,15 @@ class UnfusedBackend:
         self.world = world
         self.timeout = timedelta(seconds=timeout_s)
         self._stamps: Stamps | None = None
+        self._look: Callable[[], None] | None = None
+
+    def watch(self, look: Callable[[], None]) -> None:
+        """Call ``look`` regularly while a collective of more than two ranks is waited for.
+
+        ``look`` raises if a peer is gone. gloo reports that only to ranks that exchange data with
+        the peer; of two ranks, each does.
+        """
+        self._look = look if self.world > 2 else None
 
     def trace(self, stamps: Stamps | None) -> None:
         """Record calls from now on; None: no more. Between calls."""
@@ -92,16 +88,16 @@ class UnfusedBackend:
             self._stamps.ended(work, began, nbytes)
 
     def gather_rows(self, x: torch.Tensor, m: int) -> torch.Tensor:
-        """[own rows, K] -> [M, K]. Short chunks are padded: collectives want equal sizes."""
+        """Gather [own rows, K] into [M, K]. Short chunks are padded to equal sizes."""
         return self.start_gather(x, m)()
 
     def start_gather(
         self, x: torch.Tensor, m: int, both_ways: bool = False
     ) -> Callable[[], torch.Tensor]:
-        """``gather_rows``, begun: what is returned waits for it and returns the result.
+        """Begin ``gather_rows``; return a function that waits for it and returns the result.
 
         ``both_ways``: of two ranks on different hosts each sends while it receives. In gloo's
-        all_gather they take turns (transport/send_recv.py says why): it takes twice as long.
+        all_gather they take turns (transport/network.py says why): it takes twice as long.
         """
         if self.world == 1:
             return lambda: x
@@ -127,7 +123,7 @@ class UnfusedBackend:
         return finish
 
     def _start_exchange(self, full: torch.Tensor, shard: torch.Tensor) -> list[dist.Work | None]:
-        """An all_gather of two ranks, as a send after a receive."""
+        """Begin an all_gather of two ranks, as a send after a receive."""
         peer = 1 - self.rank
         parts = full.chunk(2)
         to: dict[str, Any] = {"group": self.group, "tag": _EXCHANGE_TAG}
@@ -139,16 +135,35 @@ class UnfusedBackend:
         parts[self.rank].copy_(shard)
         return [receive, send]
 
-    def ag_gemm(
-        self, call: Call, gather: bool, beside: Beside = ALONE
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """[own rows, K] x [K, N/W] each -> [M, N/W] each, and the gathered [M, K] if asked for."""
+    def run(
+        self,
+        call: Call,
+        gather: bool = False,
+        hooks: OverlapHooks = NO_HOOKS,
+        met: Callable[[], None] = nothing,
+    ) -> list[torch.Tensor]:
+        """Execute a call: arguments and results are those of ``Backend.run``.
+
+        Args:
+            call: its checked arguments.
+            gather: return the gathered x as well.
+            hooks: the caller's work beside the call.
+            met: waits for the peers, before anything travels.
+        """
+        if self.spec.op is Op.ag_gemm:
+            met()
+            return self._ag_gemm(call, gather, hooks)
+        if self.spec.op is Op.gemm_rs:
+            return [self._gemm_rs(call, hooks.meanwhile, met)]
+        return [self._gemm_ar(call, hooks.meanwhile, met)]
+
+    def _ag_gemm(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
         spec = self.spec
         began = self._began()
         wait = self.start_gather(pack(spec, call), call.m)
-        beside.meanwhile()
+        hooks.meanwhile()
         rows = wait()
-        beside.arrived()
+        hooks.arrived()
         if self.world > 1:
             self._ended(Work.collective, began, rows.nbytes)
         began = self._began()
@@ -163,16 +178,11 @@ class UnfusedBackend:
         self._ended(Work.gemm, began)
         if gather and self.world == 1:
             full = full.clone()  # an output must not alias the input
-        return outs, (full if gather else None)
+        return [*outs, full] if gather else outs
 
-    def gemm_rs(
-        self,
-        call: Call,
-        meanwhile: Callable[[], None] = nothing,
-        met: Callable[[], None] = nothing,
+    def _gemm_rs(
+        self, call: Call, meanwhile: Callable[[], None], met: Callable[[], None]
     ) -> torch.Tensor:
-        """[M, K/W] x [K/W, N] -> [own rows, N]; ``met`` is called before anything travels, after
-        the GEMM, and ``meanwhile`` while the rows do."""
         began = self._began()
         partial = self._padded(call.x, call.m)
         Multiplier(self.spec, call)(call.x, partial[: call.m], scale_x=call.scale_x)
@@ -181,13 +191,13 @@ class UnfusedBackend:
         return self._finish(self._scatter(partial, call.m, meanwhile), call.biases[0])
 
     def scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, columns] -> [own rows, columns], summed over ranks."""
+        """Sum [M, columns] over ranks and return the own rows."""
         partial = self._padded(x, x.shape[0], x.shape[1])
         partial[: x.shape[0]] = x
         return self._scatter(partial, x.shape[0])
 
     def _padded(self, like: torch.Tensor, m: int, columns: int | None = None) -> torch.Tensor:
-        """Room for M rows, rounded up to equal chunks; what is not used is zero."""
+        """Return room for M rows, rounded up to equal chunks, with padding rows of zeros."""
         rows = self.world * _C.core.chunk_rows(m, self.world)
         out = like.new_empty(rows, columns or self.spec.n[0], dtype=self.spec.out_dtype)
         out[m:] = 0
@@ -207,13 +217,9 @@ class UnfusedBackend:
         self._ended(Work.collective, began, partial.nbytes)
         return out[: _C.core.row_count(m, self.world, self.rank)]
 
-    def gemm_ar(
-        self,
-        call: Call,
-        meanwhile: Callable[[], None] = nothing,
-        met: Callable[[], None] = nothing,
+    def _gemm_ar(
+        self, call: Call, meanwhile: Callable[[], None], met: Callable[[], None]
     ) -> torch.Tensor:
-        """[M, K/W] x [K/W, N] -> [M, N]; ``met`` and ``meanwhile`` as in ``gemm_rs``."""
         began = self._began()
         out = call.x.new_empty(call.m, self.spec.n[0], dtype=self.spec.out_dtype)
         Multiplier(self.spec, call)(call.x, out, scale_x=call.scale_x)
@@ -233,9 +239,51 @@ class UnfusedBackend:
         return out if bias is None else out.add_(bias)
 
     def _wait(self, work: dist.Work | None) -> None:
+        """Wait for an operation of the library.
+
+        Raises:
+            PeerTimeoutError: it failed or took too long, or a peer is gone.
+        """
         assert work is not None
         try:
-            work.wait(self.timeout)
+            if self._look is None:
+                work.wait(self.timeout)
+            else:
+                self._wait_and_look(work, self._look)
+        except PeerTimeoutError:
+            raise
         except RuntimeError as error:
             text = f"{self.spec.label}: rank {self.rank}: the collective of path=unfused failed"
             raise PeerTimeoutError(f"{text}: {error}") from error
+
+    def _wait_and_look(self, work: dist.Work, look: Callable[[], None]) -> None:
+        """Wait on a thread, since not all collectives of gloo obey a timeout, and look meanwhile.
+
+        If a peer is gone the thread stays behind, with a collective that never ends, until the
+        process group goes.
+        """
+        inference = torch.is_inference_mode_enabled()
+
+        def wait() -> None:
+            with torch.inference_mode(inference):  # reduce_scatter copies its result here
+                work.wait(self.timeout)
+
+        call = Abandonable(wait)
+        limit_s = self.timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
+        while not call.wait(LOOK_S):
+            try:
+                look()
+            except PeerTimeoutError:
+                if not call.wait(GRACE_S):
+                    raise
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not done after {limit_s:g} s")
+        try:
+            call.result()
+        except RuntimeError:
+            named = time.monotonic() + GRACE_S
+            while time.monotonic() < named:
+                look()
+                time.sleep(0.01)
+            raise

@@ -1,10 +1,10 @@
-"""Measuring fused ops: metrics, synchronised timing, float64 checks, and the ranks to do it on.
+"""Measure fused ops: metrics, synchronised timing, float64 checks, and the ranks to run on.
 
-cli.py -> launch.py -> spawn.py (or torchrun) -> op.py on every rank, with methods.py,
-                                                 reference.py, rounds.py, timing.py
+flux/cli -> launch.py -> flux/launch/spawn.py (or torchrun) -> op.py on every rank, with methods.py,
+                                                        reference.py, rounds.py, timing.py
 report.py <- metrics.py <------------------------+
 
-suite_cli.py -> suite.py -> suite_ranks.py -> launch.py, or supervisors.py under torchrun
+flux bench suite: suite.py -> suite_ranks.py -> launch.py, or flux/launch/supervisors.py (torchrun)
 
-model_cli.py -> launch.py -> model_run.py on every rank, with model_layers.py; model_report.py
+flux bench model: launch.py -> model_run.py on every rank, with model_layers.py; model_report.py
 """

@@ -1,4 +1,4 @@
-"""Where the ranks of a benchmark come from: torchrun's, when it started us, else our own."""
+"""Run a benchmark on torchrun's ranks if torchrun started this process, else on new ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .gpu import problem_here
-from .hosts import Hosts
-from .methods import Factory
-from .model import ModelConfig
-from .op import Measurement, Progress, measure, silent
-from .problem import ONE_GPU, BenchConfig, Run
-from .spawn import Entry, run_ranks
+from flux.bench.methods import Factory
+from flux.bench.model import ModelConfig
+from flux.bench.op import Measurement, measure
+from flux.bench.places.gpu import problem_here
+from flux.bench.problem import ONE_GPU, BenchConfig, Run
+from flux.launch.hosts import Hosts
+from flux.launch.progress import Progress, silent
+from flux.launch.spawn import Entry, run_ranks
 
 T = TypeVar("T")
 Placeable = TypeVar("Placeable", BenchConfig, ModelConfig)
 
 
 def torchrun_world() -> int | None:
-    """World size given by torchrun's environment, None when this process was not started by it."""
+    """Return the world size that torchrun set; None if it did not start this process."""
     try:
         return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
     except KeyError:
@@ -35,16 +36,17 @@ def torchrun_world() -> int | None:
 
 
 def torchrun_rank() -> int:
+    """Return the rank that torchrun set."""
     return int(os.environ["RANK"])
 
 
 def processes(config: BenchConfig) -> int:
-    """How many the ranks are in."""
+    """Return the number of processes that the ranks are in."""
     return 1 if config.transport in ONE_GPU else config.problem.world
 
 
 def group_of(config: BenchConfig) -> str:
-    """Backends of the process group: ranks with GPUs of their own talk over gloo beside NCCL."""
+    """Return the backends of the process group: gloo, and NCCL for ranks with a GPU each."""
     own_gpus = config.backend == "cuda" and config.transport not in ONE_GPU
     return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
 
@@ -55,17 +57,18 @@ def _one_rank(argument: Any, rank: int, progress: Progress) -> Measurement:
 
 
 def supervised_rank(argument: Any, rank: int, progress: Progress) -> Measurement:
-    """Entry of a rank that has a supervisor of its own, which waits for its reports."""
+    """Run a rank with its own supervisor, which waits for its reports."""
     config, factory = argument
     return measure(config, rank, progress, factory)
 
 
 def spawned(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
-    """Run on ranks of our own.
+    """Run the benchmark on ranks of our own.
 
     Raises:
         RankFailedError: a rank raised, died or stalled; none is left running.
-        HostsUnavailableError: several hosts were asked for, and this machine cannot make them.
+        HostsUnavailableError: the configuration has several hosts, and this machine cannot make
+            them.
     """
     argument, count = (config, factory), processes(config)
     result: Measurement = on_own_ranks(
@@ -82,10 +85,13 @@ def on_own_ranks(
     progress: Progress,
     group: str = "gloo",
 ) -> Any:
-    """Run ``entry`` in ``count`` processes of our own, on hosts of our own if the configuration has
-    several; the result of rank 0.
+    """Run ``entry`` in ``count`` new processes; return the result of rank 0.
 
-    Raises: as ``spawned``.
+    If the configuration has several hosts, the processes run on simulated hosts.
+
+    Raises:
+        RankFailedError: as ``spawned``.
+        HostsUnavailableError: as ``spawned``.
     """
     many = len(set(config.host_of))
     with Hosts(many, config.link_rate) if many > 1 else nullcontext() as hosts:
@@ -102,7 +108,11 @@ def on_own_ranks(
 
 
 def on_hosts(config: Placeable, identities: Sequence[str]) -> Placeable:
-    """The configuration of ranks that turn out to be on these hosts, by rank."""
+    """Return the configuration for ranks on these hosts; ``identities``: the host of each rank.
+
+    Raises:
+        ValueError: ranks of one host are not consecutive.
+    """
     sizes = [len(list(ranks)) for _, ranks in groupby(identities)]
     if len(sizes) != len(set(identities)):
         raise ValueError("ranks of one host must be numbered one after the other, as torchrun does")
@@ -112,7 +122,7 @@ def on_hosts(config: Placeable, identities: Sequence[str]) -> Placeable:
 
 
 def check_gpus(config: BenchConfig) -> None:
-    """Refuse, on all ranks, what one of them has no GPU for. Collective.
+    """Check on all ranks that each has a GPU, if needed. Collective.
 
     Raises:
         ValueError: a rank has none.
@@ -127,7 +137,7 @@ def check_gpus(config: BenchConfig) -> None:
 
 
 def joined(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
-    """Run as one of torchrun's ranks, on one host or several; returns the measurement on each."""
+    """Run as one of torchrun's ranks, on one host or several; return the measurement on each."""
 
     def run(config: BenchConfig, rank: int) -> Measurement:
         check_gpus(config)
@@ -139,8 +149,11 @@ def joined(config: BenchConfig, progress: Progress, factory: Factory | None = No
 def as_torchrun_rank(
     run: Callable[[Placeable, int], T], config: Placeable, group: str = "gloo"
 ) -> T:
-    """``run(config, rank)`` in the group of torchrun's ranks, ``config`` knowing their hosts."""
-    from flux.transport.shm import host_identity
+    """Return ``run(config, rank)`` in torchrun's process group.
+
+    ``config`` gets the hosts of the ranks.
+    """
+    from flux.machine.host import host_identity
 
     torch.set_num_threads(config.threads)
     dist.init_process_group(group, timeout=timedelta(seconds=config.timeout_s))

@@ -1,8 +1,8 @@
-"""Megatron-core without a GPU: for tests, benchmarks and examples, never for flux.layers itself.
+"""Run Megatron-core without a GPU, for tests, benchmarks and examples only.
 
 Megatron puts new tensors on ``torch.cuda.current_device()``; here that is the CPU. It keeps states
-of the GPU's random numbers, and waits for the GPU; there is none. Everything else of its tensor
-parallelism runs as it is.
+of the GPU's random number generators, and waits for the GPU; here both do nothing. The rest of its
+tensor parallelism runs unchanged.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from flux.layers import close_pools
 
 @contextlib.contextmanager
 def megatron_on_cpu(tensor_parallel: int, **options: Any) -> Iterator[None]:
-    """Megatron-core's parallel state over all ranks of the default group. Collective.
+    """Set up Megatron-core's parallel state over all ranks of the default group. Collective.
 
-    ``options``: further arguments of ``parallel_state.initialize_model_parallel``.
+    Args:
+        tensor_parallel: number of tensor-parallel ranks.
+        **options: further arguments of ``parallel_state.initialize_model_parallel``.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        warnings.simplefilter("ignore")  # that APEX and Transformer Engine are missing
+        warnings.simplefilter("ignore")  # warnings that APEX and Transformer Engine are missing
         for module, name, stand_in in (
             (torch.cuda, "current_device", lambda: torch.device("cpu")),
             (torch.cuda, "synchronize", lambda *_: None),
@@ -51,9 +53,10 @@ def megatron_on_cpu(tensor_parallel: int, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collected_groups() -> Iterator[list[dist.ProcessGroup]]:
-    """The groups that are made meanwhile and not destroyed. Megatron only forgets most of its own.
+    """Collect the groups that are made within the context, and destroy them at its end.
 
-    Some twenty groups of gloo have a hundred threads, each of which wakes up every 10 ms.
+    Megatron drops most of its groups without destroying them. About twenty gloo groups have a
+    hundred threads, each of which wakes up every 10 ms.
     """
     made: list[dist.ProcessGroup] = []
     original, original_destroy = dist.new_group, dist.destroy_process_group
@@ -76,10 +79,10 @@ def _collected_groups() -> Iterator[list[dist.ProcessGroup]]:
 
 
 class Norm:
-    """A norm that sequence parallelism knows of. Megatron-core's own needs APEX for that."""
+    """A norm that supports sequence parallelism. Megatron-core's own needs APEX for that."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        """torch's norm of the configuration's name, its parameters marked."""
+        """Return torch's norm of the configured name, with marked parameters."""
         made = getattr(torch.nn, config.normalization)(hidden_size, eps)
         for parameter in made.parameters():
             parameter.sequence_parallel = config.sequence_parallel
@@ -89,7 +92,7 @@ class Norm:
 def gpt(
     config: Any, vocab_size: int, sequence: int, *, tied: bool = False, flux_layers: bool = False
 ) -> Any:
-    """A GPTModel of local modules; ``flux_layers``: ours in its layers, by specification."""
+    """Return a GPTModel of local modules; ``flux_layers``: with our linear layers in its spec."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -110,7 +113,7 @@ def gpt(
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the last tokens of [batch, sequence + 1], by Megatron's own form."""
+    """Return Megatron's mean cross entropy of the last tokens of [batch, sequence + 1]."""
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     batch, sequence = inputs.shape
     positions = torch.arange(sequence).expand(batch, -1)
@@ -120,7 +123,7 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def data_parallel(model: Any) -> Any:
-    """Megatron's data parallelism around a model: its gradient buffers, its final reductions."""
+    """Wrap a model in Megatron's data parallelism: gradient buffers and final reductions."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(
@@ -130,11 +133,14 @@ def data_parallel(model: Any) -> Any:
 
 
 def step(ddp: Any, tokens: torch.Tensor) -> float:
-    """Loss of one step; gradients are in ``parameter.grad``, as Megatron's optimizers get them."""
+    """Return the loss of one step.
+
+    Gradients are in ``parameter.grad``, as Megatron's optimizers get them.
+    """
     from megatron.core.distributed import finalize_model_grads
 
     for parameter in ddp.parameters():
-        parameter.grad = None  # Megatron's buffers are not what autograd is to add to
+        parameter.grad = None  # autograd must not add to Megatron's buffers
     ddp.zero_grad_buffer()
     loss = loss_of(ddp, tokens)
     loss.backward()

@@ -1,4 +1,4 @@
-"""What is timed: the library path, flux's paths, and the two parts that they are made of.
+"""The calls that are timed: the library path, flux's paths, and their two parts.
 
 A *method* computes the op's result from this rank's inputs. A *part* (a whole local GEMM, or the
 library collective alone) is only timed. Both allocate what a caller in a loop would allocate.
@@ -17,50 +17,54 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from flux.backends.unfused import all_gather, reduce_scatter
-from flux.env import POISON
-
-from .problem import BenchConfig, Problem
-from .reference import Inputs
+from flux.bench.problem import BenchConfig, Problem
+from flux.bench.reference import Inputs
+from flux.core.env import POISON
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnTime:
-    """What a method returns whose work another process did, and timed in the same way: only that
-    process knows how long it took."""
+    """The result of a method whose work another process did and timed.
+
+    Only that process knows the duration.
+    """
 
     result: object
     wall_ms: float
 
 
 class Method(Protocol):
-    """One way to compute the op on this rank. What a call returns is the result, or OwnTime."""
+    """One way to compute the op on this rank. A call returns the result, or OwnTime."""
 
     name: str
 
-    def __call__(self, inputs: Any) -> Any: ...
+    def __call__(self, inputs: Any) -> Any:
+        """Compute the op."""
+        ...
 
     def knobs(self) -> dict[str, Any]:
-        """What it ran with, for the report; JSON-able."""
+        """Return the settings that it ran with, for the report; JSON-serialisable."""
 
     def comm_only(self, inputs: Any) -> Callable[[], object] | None:
-        """Its communication without the GEMM, or None: the library's time stands in."""
+        """Return its communication without the GEMM; None: the library's time is used instead."""
 
     def wait(self) -> None:
-        """Return when its calls are done; raise what has become of them."""
+        """Wait until its calls are done; raise their error, if any."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release its resources."""
 
 
 class OpMethod(Method, Protocol):
-    """One that calls ops of flux."""
+    """A method that calls ops of flux."""
 
     @property
     def ops(self) -> list[Any]:
-        """Those of this process, by rank."""
+        """The ops of this process, by rank."""
 
 
 class Unfused:
-    """torch.distributed collective before or after one torch.mm: what a user has without flux.
+    """A torch.distributed collective before or after one torch.mm: the path without flux.
 
     The library collectives need equal shards: with a ragged M, chunks are padded to ceil(M/W) rows.
     """
@@ -74,6 +78,7 @@ class Unfused:
         self._padded = problem.chunk * problem.world
 
     def __call__(self, inputs: Inputs) -> torch.Tensor:
+        """Compute the op by library calls."""
         problem, x, weight = self._problem, inputs.x, inputs.weight
         if problem.op == "ag_gemm":
             if self._own < problem.chunk:
@@ -96,20 +101,22 @@ class Unfused:
         return own[: self._own]
 
     def knobs(self) -> dict[str, Any]:
+        """Return the names of collective and GEMM."""
         return {"path": "unfused", "collective": COLLECTIVES[self._problem.op], "gemm": "torch.mm"}
 
     def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
+        """Return None: the library's time is used."""
         return None
 
     def wait(self) -> None:
-        """Nothing: torch sees to what it has been told."""
+        """Return at once: torch orders its own work."""
 
     def close(self) -> None:
-        """Nothing is kept between calls."""
+        """Do nothing: no state is kept between calls."""
 
 
 class Fused:
-    """A flux op; `tuning` None leaves the choice of knobs to the op."""
+    """A flux op; `tuning` None: the op chooses its knobs."""
 
     def __init__(
         self, name: str, config: BenchConfig, tuning: object | None, group: Any = None
@@ -119,7 +126,8 @@ class Fused:
         self.name = name
         problem = config.problem
         self._m = problem.m
-        # Only a shard leaves the global M open; GemmRS and GemmAR see all M rows.
+        # For AllGather the global M cannot be derived from a shard. GemmRS and GemmAR see all M
+        # rows.
         self._call_options = {"m": problem.m} if problem.gathers else {}
         classes = {"ag_gemm": flux.AGGemm, "gemm_rs": flux.GemmRS, "gemm_ar": flux.GemmAR}
         options: dict[str, Any] = {} if tuning is None else {"tuning": tuning}
@@ -137,13 +145,16 @@ class Fused:
 
     @property
     def ops(self) -> list[Any]:
+        """The op."""
         return [self.op]
 
     def __call__(self, inputs: Inputs) -> torch.Tensor:
+        """Call the op."""
         result: torch.Tensor = self.op(inputs.x, inputs.weight, **self._call_options)
         return result
 
     def knobs(self) -> dict[str, Any]:
+        """Return the knobs that are set, and the kernel, if any."""
         knobs = dataclasses.asdict(self.op.schedule(self._m).knobs)
         kernels = [kernel.name for kernel in getattr(self.op._backend, "kernels", ())]
         return {key: value for key, value in knobs.items() if value is not None} | (
@@ -151,14 +162,17 @@ class Fused:
         )
 
     def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
-        # An op that can run its transport without the GEMM offers it under this name.
+        """Return the op's transport without the GEMM, if the op has it."""
+        # Ops that can run their transport without the GEMM have a method of this name.
         transport_only = getattr(self.op, "transport_only", None)
         return None if transport_only is None else lambda: transport_only(inputs.x)
 
     def wait(self) -> None:
+        """Wait until the op's calls are done."""
         self.op.wait()
 
     def close(self) -> None:
+        """Close the op."""
         self.op.close()
 
 
@@ -166,7 +180,7 @@ Factory = Callable[[BenchConfig, int], list[Method]]
 
 
 def default_methods(config: BenchConfig, rank: int) -> list[Method]:
-    """The methods of the contract, in the order of the table. Collective: ops exchange memory."""
+    """Return the default methods, in the order of the table. Collective: ops exchange memory."""
     import flux
 
     chosen = flux.Knobs(**config.knobs) if config.knobs else None
@@ -178,10 +192,10 @@ def default_methods(config: BenchConfig, rank: int) -> list[Method]:
 
 
 class _PoisonedAllocation(TorchFunctionMode):
-    """Memory that Python code allocates without initialising it holds NaN.
+    """Fills memory that Python code allocates without initialising it with NaN.
 
-    ``torch.use_deterministic_algorithms`` would do the same, but imports the compiler for it, which
-    costs every rank seconds.
+    ``torch.use_deterministic_algorithms`` does the same, but imports torch's compiler for it, which
+    takes seconds on every rank.
     """
 
     _ALLOCATES = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
@@ -201,9 +215,9 @@ class _PoisonedAllocation(TorchFunctionMode):
 
 @contextmanager
 def poisoned_methods(factory: Factory, config: BenchConfig, rank: int) -> Iterator[list[Method]]:
-    """Methods whose memory holds NaN until they write it.
+    """Make methods whose memory holds NaN until they write it.
 
-    flux ops see to that themselves when FLUX_POISON is set at their construction.
+    flux ops fill their memory themselves if FLUX_POISON is set at their construction.
     """
     methods: list[Method] = []
     try:
@@ -219,7 +233,7 @@ COLLECTIVES = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter", "gemm_ar": 
 
 
 def whole_gemms(problem: Problem, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """Ways to run the whole local GEMM on data that is already there; the fastest one counts."""
+    """Return ways to run the whole local GEMM on data in place; the fastest one counts."""
     weight = inputs.weight
     x = inputs.x
     if problem.gathers:
@@ -234,12 +248,12 @@ def whole_gemms(problem: Problem, inputs: Inputs) -> dict[str, Callable[[], obje
 
 
 def library_collective(problem: Problem, device: torch.device) -> Callable[[], object]:
-    """The library collective alone, on buffers that are there already."""
+    """Return a call of the library collective alone, on existing buffers."""
     dtype, padded = problem.torch_dtype, problem.chunk * problem.world
 
     def touched(rows: int, columns: int) -> torch.Tensor:
-        # Zeros stay zeros when reduced in place for ever; written, because a page of fresh zeros
-        # is one shared page that reads far too fast.
+        # Zeros stay zeros if reduced in place any number of times. They are written, because all
+        # pages of fresh zeros map to one shared page, which reads far too fast.
         return torch.ones(rows, columns, dtype=dtype, device=device).zero_()
 
     if problem.op == "ag_gemm":

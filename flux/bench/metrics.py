@@ -1,15 +1,15 @@
-"""The figures of the Flux paper (section 2.3) and ours, as plain functions of measured times.
+"""The metrics of the Flux paper (section 2.3) and ours, as plain functions of measured times.
 
     time -->
     unfused   |==== collective ====|======== fastest GEMM ========|     non_overlap_ms
     fused     |======== GEMM, tiles wait for rows ========|~ECT~|       overall_ms
     GEMM      |======== fastest GEMM ========|                          gemm_non_split_ms
 
-ECT, the effective communication time, is what a method costs beyond the fastest whole GEMM of the
-same local shape: exposed communication *and* whatever splitting the GEMM lost. It can be negative
+ECT, the effective communication time, is the time of a method beyond the fastest whole GEMM of the
+same local shape: exposed communication *and* the loss by splitting the GEMM. It can be negative
 only by measurement noise. All times are in ms.
 
-A ratio whose denominator is not clearly above the noise of the measurement says nothing, so it is
+A ratio is meaningless if its denominator is not clearly above the measurement noise. It is then
 None (null in JSON) rather than a huge number or a division by zero; see ``RESOLUTION``.
 """
 
@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 RESOLUTION = 0.005
-"""Smallest denominator a ratio is formed with, as a share of the unfused time. With world 1, for
-example, nothing is communicated: there is nothing to hide, and the difference of two equal times
-is noise of either sign."""
+"""Smallest denominator of a ratio, as a share of the unfused time. With world 1, for example, no
+communication exists that could be hidden, and the difference of two equal times is noise of either
+sign."""
 
 CONFIDENCE = 0.9
 _RESAMPLES = 1000
@@ -33,7 +33,7 @@ _FEWEST_SAMPLES = 5
 
 @dataclass(frozen=True)
 class Metrics:
-    """One method's figures; None where the figure is undefined."""
+    """One method's metrics; None if the metric is undefined."""
 
     overall_ms: float
     gemm_non_split_ms: float
@@ -45,7 +45,7 @@ class Metrics:
 
 
 def effective_communication_time(overall_ms: float, gemm_non_split_ms: float) -> float:
-    """ECT = overall - gemm_non_split."""
+    """Return ECT = overall - gemm_non_split."""
     return overall_ms - gemm_non_split_ms
 
 
@@ -61,7 +61,10 @@ def _ratio(numerator: float, denominator: float, scale: float) -> float | None:
 def overlap_efficiency(
     overall_ms: float, gemm_non_split_ms: float, non_overlap_ms: float
 ) -> float | None:
-    """1 - ECT / ECT of the unfused path: 0 hides nothing, 1 hides everything, below 0 loses."""
+    """Return 1 - ECT / ECT of the unfused path.
+
+    0 hides nothing, 1 hides everything, below 0 loses.
+    """
     share = _ratio(
         effective_communication_time(overall_ms, gemm_non_split_ms),
         effective_communication_time(non_overlap_ms, gemm_non_split_ms),
@@ -73,10 +76,10 @@ def overlap_efficiency(
 def bounded_efficiency(
     overall_ms: float, gemm_non_split_ms: float, comm_ms: float, non_overlap_ms: float
 ) -> float | None:
-    """Share of what is physically hideable that was hidden.
+    """Return the hidden share of the time that can be hidden at best.
 
-    However good the overlap, the call lasts as long as the longer of its two parts; when
-    communication is the longer one, overlap efficiency cannot reach 1 but this figure can.
+    Even with perfect overlap, the call lasts as long as the longer of its two parts. If that is
+    communication, overlap efficiency cannot reach 1, but this metric can.
     """
     return _ratio(
         non_overlap_ms - overall_ms,
@@ -86,12 +89,15 @@ def bounded_efficiency(
 
 
 def speedup(overall_ms: float, non_overlap_ms: float) -> float | None:
-    """Unfused time / this time; above 1 is faster than the unfused path."""
+    """Return unfused time / this time; above 1 is faster than the unfused path."""
     return _ratio(non_overlap_ms, overall_ms, 0.0)
 
 
 def slowest_rank(per_rank_ms: Sequence[Sequence[float]]) -> list[float]:
-    """[rank][repeat] times -> time of each repeat's slowest rank: the op is over when all are."""
+    """Return the time of each repeat's slowest rank, from [rank][repeat] times.
+
+    The op is over when all ranks are done.
+    """
     lengths = {len(times) for times in per_rank_ms}
     if len(lengths) != 1:
         raise ValueError(f"every rank must have the same number of repeats, got {sorted(lengths)}")
@@ -99,7 +105,7 @@ def slowest_rank(per_rank_ms: Sequence[Sequence[float]]) -> list[float]:
 
 
 def median(times_ms: Sequence[float]) -> float:
-    """Median; a ValueError for no samples, because a made-up time must not reach a table."""
+    """Return the median; raise ValueError for no samples, so that no invented time is reported."""
     if not times_ms:
         raise ValueError("no samples to take the median of")
     return statistics.median(times_ms)
@@ -108,7 +114,7 @@ def median(times_ms: Sequence[float]) -> float:
 def evaluate(
     overall_ms: float, gemm_non_split_ms: float, comm_ms: float, non_overlap_ms: float | None
 ) -> Metrics:
-    """All figures of one method; `non_overlap_ms` is the unfused method's time, if there is one."""
+    """Return all metrics of one method; `non_overlap_ms`: time of the unfused method, or None."""
     ect = effective_communication_time(overall_ms, gemm_non_split_ms)
     if non_overlap_ms is None:
         return Metrics(overall_ms, gemm_non_split_ms, comm_ms, ect, None, None, None)
@@ -128,12 +134,12 @@ def evaluate(
 def overlap_efficiency_interval(
     overall_ms: Sequence[float], gemms_ms: Sequence[Sequence[float]], unfused_ms: Sequence[float]
 ) -> tuple[float, float] | None:
-    """Where overlap efficiency lies with a confidence of 90%, from the samples of each repeat.
+    """Return the 90% confidence interval of overlap efficiency, from the samples of each repeat.
 
-    ECT is a small difference of two times, each of which scatters by some percent, so a figure
-    without its interval invites conclusions that another run of the same program refutes. Bootstrap
-    over repeats: the calls of one repeat ran next to each other and are drawn together, so drift
-    of the machine that hits all of them cancels, as it does in the figure itself.
+    ECT is a small difference of two times, each of which varies by some percent. A figure without
+    its interval invites conclusions that another run of the same program refutes. This is a
+    bootstrap over repeats. The calls of one repeat ran next to each other and are drawn together,
+    so drift of the machine that affects all of them cancels, as it does in the figure itself.
 
     Args:
         overall_ms: [repeat], the method's time.
@@ -141,7 +147,8 @@ def overlap_efficiency_interval(
         unfused_ms: [repeat].
 
     Returns:
-        The ends, or None for fewer than 5 repeats or where the figure itself is undefined.
+        The ends of the interval; None for fewer than 5 repeats or if the figure itself is
+        undefined.
     """
 
     def figure(chosen: list[int]) -> float | None:
@@ -157,13 +164,16 @@ def overlap_efficiency_interval(
 def bootstrap(
     figure: Callable[[list[int]], float | None], repeats: int, confidence: float
 ) -> tuple[float, float] | None:
-    """Ends of the interval in which ``figure`` lies, by resampling repeats.
+    """Return the confidence interval of ``figure``, by resampling repeats.
 
     Args:
-        figure: of the repeats with these numbers, any of them any number of times.
+        figure: computes the figure from repeats with these numbers; a number may occur several
+            times.
+        repeats: number of repeats.
+        confidence: of the interval.
 
     Returns:
-        The ends, or None for fewer than 5 repeats or where the figure is undefined for a resample.
+        The ends, or None for fewer than 5 repeats or if the figure is undefined for a resample.
     """
     if repeats < _FEWEST_SAMPLES:
         return None

@@ -1,4 +1,4 @@
-"""What `flux bench model` measures: a transformer layer of a model, scaled down, in three phases.
+"""Configuration of `flux bench model`: a model's transformer layer, scaled down, in three phases.
 
 train    forward and backward of batch sequences
 prefill  forward of batch sequences, whose keys and values are kept
@@ -11,22 +11,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flux.tune.shapes import Layer, layer_of
-
-from .hosts import parse_hosts
-from .problem import DTYPES, check_run, dtype_name
+from flux.bench.problem import DTYPES, check_run, dtype_name
+from flux.bench.shapes import Layer, layer_of
+from flux.launch.hosts import parse_hosts
 
 PHASES = ("train", "prefill", "decode")
 DECODE_REPEATS = 8
-"""Repeats of decoding for one of the other phases: it takes a hundredth of their time, and a rank
-that is interrupted is a large part of that."""
+"""Repeats of decoding per repeat of another phase. Decoding takes a hundredth of their time, and an
+interruption of a rank is a large part of that."""
 
 
 def scaled(layer: Layer, scale: int, world: int) -> Layer:
-    """The layer with its width, heads and hidden units divided by ``scale``.
+    """Return the layer with its width, heads and hidden units divided by ``scale``.
 
-    Heads keep their size, and every rank has as many: one at least, of keys and values too. Those
-    serve about as many heads of queries as in the original.
+    Heads keep their size, and every rank has equally many, at least one, also of keys and values.
+    Each of these serves about as many heads of queries as in the original.
 
     Raises:
         ValueError: width or hidden units cannot be divided by ``scale`` and ``world``.
@@ -37,7 +36,7 @@ def scaled(layer: Layer, scale: int, world: int) -> Layer:
         size = getattr(layer, name)
         if size % (scale * world):
             raise ValueError(f"{name} = {size} cannot be divided by {scale} and {world} ranks")
-    heads = max(1, layer.heads // (scale * world))  # of a rank
+    heads = max(1, layer.heads // (scale * world))  # per rank
     most = max(1, heads * layer.kv_heads // layer.heads)
     kv_heads = max(count for count in range(1, most + 1) if heads % count == 0)
     return replace(
@@ -51,15 +50,26 @@ def scaled(layer: Layer, scale: int, world: int) -> Layer:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that one run depends on; goes to every rank by pickling.
+    """The complete configuration of one run; pickled and sent to every rank.
 
     Attributes:
         model: a file of shapes with a [layer], or its name in tuning/shapes.
-        scale: what its sizes are divided by.
+        world: number of ranks.
+        scale: divisor of the model's sizes.
         sequence: tokens of a sequence, and of a prompt.
         batch: sequences at once, in training and prefill; ``decode_batch`` in decoding.
-        sequence_parallel: of training and prefill. Decoding has none, as a token cannot be split.
+        decode_batch: sequences at once in decoding.
+        phases: phases to measure.
+        dtype: of the layer.
+        sequence_parallel: in training and prefill. Never in decoding, as a token cannot be split.
         repeats: of training and prefill; ``DECODE_REPEATS`` times as many of decoding.
+        warmup: repeats before those.
+        threads: GEMM threads of each rank.
+        timeout_s: limit of the ops' waits.
+        seed: of the random values.
+        hosts: number of hosts, or ranks per host.
+        link_rate: of the links between simulated hosts; None: no limit.
+        common_clock: whether all ranks share a clock.
     """
 
     model: str
@@ -94,7 +104,7 @@ class ModelConfig:
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
         if self.sequence_parallel and self.sequence % self.world:
             raise ValueError(f"sequence = {self.sequence} is not divisible by {self.world} ranks")
-        _ = self.layer  # which complains as well
+        _ = self.layer  # raises for a bad model or scale
 
     @property
     def host_of(self) -> tuple[int, ...]:
@@ -103,19 +113,22 @@ class ModelConfig:
 
     @property
     def layer(self) -> Layer:
-        """What is measured, scaled.
+        """The layer to measure, scaled.
 
         Raises:
-            ValueError: there is no such model, or it cannot be scaled so.
+            ValueError: there is no such model, or it cannot be scaled by this factor.
         """
         return scaled(layer_of(self.model), self.scale, self.world)
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's."""
         return DTYPES[dtype_name(self.dtype)]
 
     def repeats_of(self, phase: str) -> int:
+        """Return the number of repeats of a phase."""
         return self.repeats * (DECODE_REPEATS if phase == "decode" else 1)
 
     def sequence_parallel_in(self, phase: str) -> bool:
+        """Return whether a phase uses sequence parallelism."""
         return self.sequence_parallel and phase != "decode"

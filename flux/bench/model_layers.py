@@ -1,10 +1,10 @@
-"""Megatron-core's transformer layer, on ranks of the CPU, and calls of it.
+"""Build and call Megatron-core's transformer layer, on CPU ranks.
 
-It is Megatron's own in every form, and differs in its linear layers (Megatron's or ours), or in its
-group: ``compute`` is Megatron's on a group whose collectives return at once, so that what it takes
-is what the arithmetic and Megatron's Python take.
+All forms are Megatron's layer. They differ in the linear layers (Megatron's or ours) or in the
+group: ``compute`` is Megatron's layer on a group whose collectives return at once, so its time is
+that of the arithmetic and of Megatron's Python.
 
-Rotary embeddings and dropout are left out: they are element-wise, and the same for all.
+Rotary embeddings and dropout are left out: they are element-wise, and equal in all forms.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .megatron_cpu import Norm
-from .model import ModelConfig
+from flux.bench.megatron_cpu import Norm
+from flux.bench.model import ModelConfig
 
 FORMS = ("compute", "megatron", "flux")
-"""What is timed; the first is a part, not a rival."""
+"""The forms that are timed; the first is a part of the others, not an alternative."""
 
 
 def _settings(config: ModelConfig, phase: str) -> Any:
@@ -52,7 +52,7 @@ def _settings(config: ModelConfig, phase: str) -> Any:
 
 
 def _layer(config: ModelConfig, phase: str, form: str, still: dist.ProcessGroup) -> Any:
-    """The layer in one form; its values depend on the configuration alone."""
+    """Return the layer in one form; its values depend only on the configuration."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -74,8 +74,8 @@ def _layer(config: ModelConfig, phase: str, form: str, still: dist.ProcessGroup)
 
 
 def still_group() -> dist.ProcessGroup:
-    """A group of all ranks whose collectives do nothing. Collective."""
-    # Importing it is what makes the backend known.
+    """Return a group of all ranks whose collectives do nothing. Collective."""
+    # The import registers the backend.
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
     group: dist.ProcessGroup = dist.new_group(backend="fake")
@@ -84,9 +84,13 @@ def still_group() -> dist.ProcessGroup:
 
 @dataclass
 class LayerCall:
-    """One form of the layer in one phase, called again and again with the same input.
+    """One form of the layer in one phase, called repeatedly with the same input.
 
     Attributes:
+        config: of the run.
+        phase: of the call.
+        layer: the layer.
+        rank: this rank.
         results: of the latest call, by name: output, and gradients if it has any.
     """
 
@@ -111,7 +115,7 @@ class LayerCall:
         self.past = None if phase == "train" else self._past(batch)
 
     def _past(self, batch: int) -> Any:
-        """Memory of keys and values; in decoding, as after a prompt."""
+        """Return the memory of keys and values; in decoding, as after a prompt."""
         from megatron.core.inference.contexts import StaticInferenceContext
 
         context = StaticInferenceContext(batch, self.config.sequence + 1)
@@ -131,6 +135,7 @@ class LayerCall:
         return keys, values
 
     def __call__(self) -> torch.Tensor:
+        """Run one call; keep its results."""
         if self.phase == "train":
             return self._train()
         with torch.inference_mode():
@@ -151,7 +156,7 @@ class LayerCall:
 
 
 def make_calls(config: ModelConfig, phase: str, rank: int) -> dict[str, LayerCall]:
-    """The forms of the layer. Collective, within ``megatron_on_cpu``."""
+    """Return the forms of the layer. Collective, within ``megatron_on_cpu``."""
     still = still_group()
     calls = {}
     for form in FORMS:
@@ -161,10 +166,12 @@ def make_calls(config: ModelConfig, phase: str, rank: int) -> dict[str, LayerCal
 
 
 def largest_error(got: LayerCall, right: LayerCall) -> float:
-    """Of all results of the latest calls, the largest error relative to the largest magnitude.
+    """Return the largest relative error over all results of the latest calls.
+
+    It is relative to the largest magnitude of each result.
 
     Raises:
-        ValueError: they do not have the same results.
+        ValueError: the two calls have different results.
     """
     if got.results.keys() != right.results.keys():
         raise ValueError(f"results are {list(got.results)}, not {list(right.results)}")

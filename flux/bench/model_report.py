@@ -1,4 +1,4 @@
-"""What `flux bench model` shows: one JSON object, and one table."""
+"""The output of `flux bench model`: one JSON object, and one table."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flux import host
-
-from .model import ModelConfig
-from .model_run import PhaseResult
+from flux.bench.model import ModelConfig
+from flux.bench.model_run import PhaseResult
+from flux.machine import host
 
 
 def document(
     config: ModelConfig, phases: list[PhaseResult], command: list[str] | None = None
 ) -> dict[str, Any]:
-    """Everything, as one JSON object; ratios are time of our layers over Megatron's."""
+    """Return all results as one JSON object; ratios are time of our layers over Megatron's."""
     return {
         "model": config.model,
         "scale": config.scale,
@@ -75,7 +74,7 @@ def _title(content: dict[str, Any]) -> str:
 
 
 def table(content: dict[str, Any]) -> Table:
-    """The phases and both kinds of layers, a line each."""
+    """Return a table with one line per phase and kind of layers."""
     shown = Table(title=_title(content), box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("phase", "linear layers"):
         shown.add_column(name)
@@ -93,7 +92,7 @@ def table(content: dict[str, Any]) -> Table:
 
 
 def show(content: dict[str, Any], console: Console) -> None:
-    """Print the table and what its columns are."""
+    """Print the table and an explanation of its columns."""
     console.print(table(content))
     console.print(
         "ms: median over interleaved repeats of the slowest rank's time. compute: without "

@@ -1,11 +1,11 @@
-"""One rank's part of `flux bench model`: check, time all forms of the layer interleaved, split.
+"""One rank's part of `flux bench model`: check, time all forms interleaved, split the time.
 
 overall   = compute + exposed + host
-host      what the rank spends outside of operators: Python, by PyTorch's profiler, on repeats
-          of their own. The profiler adds to it, so it is an upper bound.
-compute   what the layer takes on a group whose collectives return at once, less its host
-exposed   the rest: communication that nothing hides, or less than nothing where a fused call is
-          faster than the plain arithmetic
+host      time outside of operators: Python, by PyTorch's profiler, on separate repeats. The
+          profiler adds to it, so it is an upper bound.
+compute   time of the layer on a group whose collectives return at once, less its host time
+exposed   the rest: communication that is not hidden; negative if a fused call is faster than the
+          plain arithmetic
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from . import metrics
-from .megatron_cpu import megatron_on_cpu
-from .model import ModelConfig
-from .model_layers import FORMS, LayerCall, largest_error, make_calls
-from .op import Progress, silent
-from .place import ProcessTimer
-from .rounds import Rounds
-from .timing import quiet_collector
+from flux.bench import metrics
+from flux.bench.megatron_cpu import megatron_on_cpu
+from flux.bench.model import ModelConfig
+from flux.bench.model_layers import FORMS, LayerCall, largest_error, make_calls
+from flux.bench.places.cpu import ProcessTimer
+from flux.bench.rounds import Rounds
+from flux.bench.timing import quiet_collector
+from flux.launch.progress import Progress, silent
 
 TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2}
-"""Of the largest magnitude of a result. Sums are in another order, and attention is not linear."""
-PROFILED = 3  # calls whose Python is measured
+"""Relative to the largest magnitude of a result. Sums have another order, and attention is not
+linear."""
+PROFILED = 3  # calls whose Python time is measured
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class FormResult:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """A phase. ``forms`` is empty when results were wrong."""
+    """Results of a phase. ``forms`` is empty if results were wrong."""
 
     phase: str
     compute_ms: float
@@ -58,14 +59,17 @@ class PhaseResult:
 
     @property
     def ratio(self) -> float | None:
-        """Time of our layers over Megatron's, None when results were wrong."""
+        """Time of our layers over Megatron's, None if results were wrong."""
         if not self.forms:
             return None
         return self.forms["flux"].overall_ms / self.forms["megatron"].overall_ms
 
     @property
     def ratio_interval(self) -> tuple[float, float] | None:
-        """Where 95% of resamples of the repeats put the ratio; None without it, or below 5."""
+        """The interval with 95% of resamples of the ratio.
+
+        None without a ratio, or with fewer than 5 repeats.
+        """
         if not self.forms:
             return None
         ours, megatron = (self.forms[form].repeats_ms for form in ("flux", "megatron"))
@@ -111,13 +115,13 @@ class _Phase:
         return result if not complaint else PhaseResult(self._phase, 0.0, {}, error, complaint)
 
     def _check(self, calls: dict[str, LayerCall], run: bool = True) -> tuple[float, str]:
-        """The largest error of all ranks, and what is to be said of it."""
+        """Return the largest error over all ranks, and a complaint if it is too large."""
         if run:
             for form in ("megatron", "flux"):
                 calls[form]()
         errors = _share(largest_error(calls["flux"], calls["megatron"]), self._config.world)
         limit = TOLERANCE[self._config.dtype]
-        # Not `error > limit`: a NaN is wrong, too.
+        # Not `error > limit`: a NaN is wrong too.
         wrong = [rank for rank, error in enumerate(errors) if not error <= limit]
         text = f"{self._phase}: results of rank {wrong[0]} differ from Megatron's" if wrong else ""
         return max(errors), text
@@ -169,8 +173,8 @@ def _share(value: Any, world: int) -> list[Any]:
 
 @contextlib.contextmanager
 def around_ops(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Every call of one of our ops is made within ``around()``."""
-    from flux import AGGemm, GemmRS  # GemmAR is one, too
+    """Wrap every call of our ops in ``around()``, within the context."""
+    from flux import AGGemm, GemmRS  # GemmAR is a subclass of GemmRS
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -187,7 +191,7 @@ def around_ops(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[No
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans (begin, end)."""
+    """Return the length of the union of spans (begin, end)."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))
@@ -196,9 +200,9 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _host_ms(call: Callable[[], object]) -> float:
-    """Time that a call spends outside of all operators. Collective."""
+    """Return the time that a call spends outside of all operators. Collective."""
     dist.barrier()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it begins and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs its start and end
     spans, whole = [], 0.0
     ours = around_ops(lambda: record_function("flux::op"))
     with ours, profile(activities=[ProfilerActivity.CPU]) as found:

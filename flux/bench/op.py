@@ -5,7 +5,8 @@
              started by all ranks at one instant                  -> warm-up repeats are dropped
     check    the last timed result of every method, which used other inputs than the call before it
 
-Why rounds are interleaved and rotate: rounds.py. All ranks make the same sequence of calls.
+The reason for interleaved, rotating rounds is in rounds.py. All ranks make the same sequence of
+calls.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from typing import Any
 
 import torch
 
-from . import metrics
-from .methods import Factory, Method, OwnTime, poisoned_methods
-from .place import Place, Taken, open_place
-from .problem import BenchConfig, Problem
-from .reference import Verdict
-from .rounds import Rounds
-from .timing import quiet_collector
-
-Progress = Callable[[str, int, int], None]
-"""Called as (what is happening, steps done, steps in all)."""
+from flux.bench import metrics
+from flux.bench.methods import Factory, Method, OwnTime, poisoned_methods
+from flux.bench.places import open_place
+from flux.bench.places.base import Place, Timing
+from flux.bench.problem import BenchConfig, Problem
+from flux.bench.reference import Verdict
+from flux.bench.rounds import Rounds
+from flux.bench.timing import quiet_collector
+from flux.launch.progress import Progress, silent
 
 _GEMM, _COMM, _METHOD = "gemm/", "comm/", "method/"
 _LIBRARY = _COMM + "library"
@@ -33,7 +33,7 @@ _LIBRARY = _COMM + "library"
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What rank 0 reports about one method; times are absent when a result was wrong."""
+    """One method's results on rank 0; times are absent if a result was wrong."""
 
     name: str
     metrics: metrics.Metrics | None
@@ -48,13 +48,14 @@ class MethodResult:
 
 @dataclass
 class _Samples:
-    """One rank's figures of one timed call, by repeat."""
+    """One rank's measurements of one timed call, by repeat."""
 
     wall_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)  # of all threads of the rank
     sent: list[float] = field(default_factory=list)  # bytes that left the rank's host
 
-    def add(self, taken: Taken) -> None:
+    def add(self, taken: Timing) -> None:
+        """Append the measurements of one repeat."""
         self.wall_ms.append(taken.wall_ms)
         self.cpu_ms += [] if taken.cpu_ms is None else [taken.cpu_ms]
 
@@ -63,10 +64,14 @@ class _Samples:
 class Measurement:
     """The outcome of a run, complete on every rank.
 
-    `parts_ms` holds the medians of the GEMM variants and of the collective, `parts_repeats_ms` what
-    they are the medians of; `start_skew_ms` is the median, over all timed calls, of how late the
-    last rank started, None where that is not known. `device` is what ran, None for the CPU;
-    `comparable` is False where times say nothing about ranks with a device each.
+    Attributes:
+        methods: the results of each method.
+        parts_ms: medians of the GEMM variants and of the collective.
+        parts_repeats_ms: the times behind those medians.
+        start_skew_ms: median, over all timed calls, of the delay of the last rank's start; None if
+            unknown.
+        device: the device that ran, None for the CPU.
+        comparable: False if times say nothing about ranks with a device each.
     """
 
     methods: list[MethodResult]
@@ -78,11 +83,8 @@ class Measurement:
 
     @property
     def complaints(self) -> list[str]:
+        """The complaints about all methods."""
         return [text for method in self.methods for text in method.complaints]
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Nobody is told."""
 
 
 def measure(
@@ -94,8 +96,14 @@ def measure(
 ) -> Measurement:
     """Run the benchmark, on an initialised default process group if ranks have processes.
 
-    Collective. `factory` makes the methods, if not those that are compared as a rule; `place` is
-    where it happens, if not where the configuration says, and is closed.
+    Collective.
+
+    Args:
+        config: of the run.
+        rank: this rank.
+        progress: receives the steps.
+        factory: makes the methods; by default those of the place.
+        place: of the ranks; by default the configured one. It is closed at the end.
     """
     place = place or open_place(config, rank)
     try:
@@ -107,7 +115,7 @@ def measure(
 def _comm_cpu_ms(
     of_ranks: dict[str, list[_Samples]], gemms: list[str], method: str
 ) -> float | None:
-    """CPU time of a method beyond that of the GEMM; None where it was not looked at."""
+    """Return the CPU time of a method beyond that of the GEMM; None if it was not measured."""
 
     def median(name: str) -> float:
         return metrics.median(metrics.slowest_rank([rank.cpu_ms for rank in of_ranks[name]]))
@@ -163,7 +171,7 @@ class _Run:
                 self._record(method.name, verdict, "before timing")
 
     def _record(self, name: str, verdict: Verdict, when: str) -> None:
-        """Share one method's verdict, so that all ranks agree on what is still worth timing."""
+        """Share one method's verdict, so that all ranks agree on which methods are still timed."""
         verdicts = self._place.share(verdict)
         complaints = self._complaints.setdefault(name, [])
         for rank, other in enumerate(verdicts):
@@ -210,8 +218,8 @@ class _Run:
         with torch.no_grad(), quiet_collector():
             for index in range(-config.warmup, config.repeats):
                 self._step("warming up" if index < 0 else "measuring")
-                # The result changes with every repeat, so that one left over from the repeat
-                # before, or a shard of it, cannot pass for right.
+                # The result changes with every repeat. So a leftover from the repeat before, or a
+                # shard of it, is detected as wrong.
                 self._place.renew(inputs)
                 self._place.give(inputs, methods)
                 found = rounds.run(index)
@@ -237,7 +245,7 @@ class _Run:
         wrong = {name for name, complaints in self._complaints.items() if complaints}
         unfused_ms = None if "unfused" in wrong else medians.get(_METHOD + "unfused")
         if not self._place.comparable:
-            unfused_ms = None  # there is no ratio that would mean anything
+            unfused_ms = None  # no ratio would be meaningful
         results = []
         for method in methods:
             name, figures, repeats, interval = method.name, None, [], None
@@ -273,12 +281,15 @@ class _Run:
         )
 
     def _sent(self, ranks: list[_Samples]) -> float | None:
-        """Bytes of one call that left any host; the first rank of each host speaks for it."""
+        """Return the bytes of one call that left any host.
+
+        The first rank of each host reports them for its host.
+        """
         hosts = self._config.host_of
         if len(set(hosts)) == 1:
             return None
         if not self._config.common_clock:
-            return None  # real hosts: other traffic uses their links too
+            return None  # real hosts: their links carry other traffic too
         speakers = [hosts.index(host) for host in sorted(set(hosts))]
         return metrics.median(
             [sum(at) for at in zip(*(ranks[r].sent for r in speakers), strict=True)]

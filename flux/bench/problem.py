@@ -1,4 +1,4 @@
-"""What is measured: the problem, its local shapes, and the options of one `flux bench op` run."""
+"""The benchmark's problem: its local shapes, and the options of one `flux bench op` run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .hosts import parse_hosts, parse_rate
+from flux.launch.hosts import parse_hosts, parse_rate
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
-ONE_GPU = ("virtual", "loopback")  # transports of ranks that share a GPU, and a process
+ONE_GPU = ("virtual", "loopback")  # transports of ranks that share a GPU and a process
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -23,7 +23,7 @@ DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64
 
 
 def dtype_name(text: str) -> str:
-    """Canonical dtype name of what the user wrote, a ValueError naming the choices otherwise."""
+    """Return the canonical name of a dtype; raise ValueError with the choices if it is unknown."""
     name = DTYPE_ALIASES.get(text, text)
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {text!r}")
@@ -39,8 +39,8 @@ class Problem:
     gemm_rs  [M, K/W]     [N, K/W]   [own, N]
     gemm_ar  [M, K/W]     [N, K/W]   [M, N]
 
-    Whatever is divided by W is divided as rows are: of S, rank r has
-    [r*ceil(S/W), min(S, (r+1)*ceil(S/W))).
+    Every extent S that is divided by W is divided as rows are: rank r has [r*ceil(S/W), min(S,
+    (r+1)*ceil(S/W))).
     """
 
     op: str
@@ -60,10 +60,12 @@ class Problem:
 
     @property
     def gathers(self) -> bool:
+        """Whether the op gathers x."""
         return self.op == "ag_gemm"
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's."""
         return DTYPES[self.dtype]
 
     @property
@@ -72,16 +74,17 @@ class Problem:
         return -(-self.m // self.world)
 
     def share(self, size: int, rank: int) -> tuple[int, int]:
-        """[begin, end) of `size` that belongs to `rank`; may be empty."""
+        """Return [begin, end) of `size` that belongs to `rank`; may be empty."""
         chunk = -(-size // self.world)
         begin = min(size, rank * chunk)
         return begin, min(size, begin + chunk)
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """Rows [begin, end) that `rank` owns; may be empty."""
+        """Return the rows [begin, end) that `rank` owns; may be empty."""
         return self.share(self.m, rank)
 
     def x_shape(self, rank: int) -> tuple[int, int]:
+        """Return the shape of x on `rank`."""
         if self.gathers:
             begin, end = self.rows(rank)
             return (end - begin, self.k)
@@ -89,6 +92,7 @@ class Problem:
         return (self.m, end - begin)
 
     def weight_shape(self, rank: int) -> tuple[int, int]:
+        """Return the shape of the weight on `rank`."""
         if self.gathers:
             begin, end = self.share(self.n, rank)
             return (end - begin, self.k)
@@ -96,15 +100,16 @@ class Problem:
         return (self.n, end - begin)
 
     def result_shape(self, rank: int) -> tuple[int, int]:
+        """Return the shape of the result on `rank`."""
         begin, end = self.rows(rank)
         rows = end - begin if self.op == "gemm_rs" else self.m
         return (rows, self.weight_shape(rank)[0])
 
     def link_bytes_minimum(self, hosts: Sequence[int]) -> int:
-        """Bytes that must leave the hosts in one call, all hosts together, headers not counted.
+        """Return the bytes that must leave the hosts in one call, over all hosts, without headers.
 
-        Every row is wanted by, or made up of what comes from, every host but its owner's: between
-        hosts travels one copy of it, or one sum per host. All-reduce is both.
+        Every host except the owner's needs every row, or contributes to it: one copy of it, or one
+        sum per host, crosses between hosts. All-reduce needs both.
         """
         crossings = len(set(hosts)) - 1
         columns = self.k if self.gathers else self.n
@@ -113,27 +118,44 @@ class Problem:
 
 
 class Run(Protocol):
-    """What all benchmarks on ranks are told of their course."""
+    """The common settings of all benchmarks on ranks."""
 
     @property
-    def repeats(self) -> int: ...
+    def repeats(self) -> int:
+        """Number of timed repeats."""
+        ...
+
     @property
-    def warmup(self) -> int: ...
+    def warmup(self) -> int:
+        """Number of repeats before those."""
+        ...
+
     @property
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        """GEMM threads of each rank."""
+        ...
+
     @property
-    def timeout_s(self) -> float: ...
+    def timeout_s(self) -> float:
+        """Limit of the ops' waits."""
+        ...
+
     @property
-    def link_rate(self) -> str | None: ...
+    def link_rate(self) -> str | None:
+        """Rate of the links between simulated hosts; None: no limit."""
+        ...
+
     @property
-    def host_of(self) -> tuple[int, ...]: ...
+    def host_of(self) -> tuple[int, ...]:
+        """The host of each rank."""
+        ...
 
 
 def check_run(run: Run) -> None:
-    """Complain about numbers that make no sense.
+    """Raise if a number is out of range.
 
     Raises:
-        ValueError: naming the one that is wrong.
+        ValueError: the message names the number.
     """
     for name in ("repeats", "threads"):
         if getattr(run, name) < 1:
@@ -151,7 +173,7 @@ def check_run(run: Run) -> None:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Everything that one run depends on; goes to every rank by pickling."""
+    """The complete configuration of one run; pickled and sent to every rank."""
 
     problem: Problem
     repeats: int = 15
@@ -164,7 +186,7 @@ class BenchConfig:
     seed: int = 0
     hosts: str = "1"
     link_rate: str | None = None
-    common_clock: bool = True  # of all ranks; hosts that we make ourselves share one too
+    common_clock: bool = True  # of all ranks; simulated hosts share one too
 
     def __post_init__(self) -> None:
         check_run(self)
@@ -176,5 +198,5 @@ class BenchConfig:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether ranks could read each other's memory, on a host where all of them can."""
+        """Whether ranks could read each other's memory, on a host that supports it."""
         return len(set(self.host_of)) == 1 and self.transport != "send_recv"

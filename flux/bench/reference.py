@@ -1,19 +1,19 @@
-"""Right answers in float64, and how far a correct method may be from them.
+"""Right answers in float64, and the largest error that a correct method may have.
 
-The bound is derived, not picked. With u the unit roundoff of the accumulator, A and B what is
-multiplied, every element of a correct product obeys, whatever the order of summation,
+The bound is derived. With u the unit roundoff of the accumulator, A and B the operands, every
+element of a correct product obeys, for every order of summation,
 
     |error| <= growth(K) * u * (|A| @ |B|),      growth(K) = K              always (first order)
                                                  growth(K) = 10 * sqrt(K)   for zero-mean data
 
-The second is the probabilistic bound of Higham and Mary (2019): with the factor 10 it fails for one
-element in more than 1e15, and unlike K * u it is tight enough to notice one missing K tile. Inputs
+The second is the probabilistic bound of Higham and Mary (2019). With the factor 10 it fails for one
+element in more than 1e15, and unlike K * u it is tight enough to detect one missing K tile. Inputs
 here are fresh zero-mean random numbers, so the smaller of the two applies.
 
 bfloat16 and float16 results are accumulated in float32 and *rounded*: once at the end, once per
-partial product that travels, once per addition of the library's reduction, at most W + 1 times in
-all. Each rounding is relative to what it rounds, which never exceeds the sum over ranks of the
-magnitudes of their partial results: the `carried` term below.
+partial product that is communicated, once per addition of the library's reduction, at most W + 1
+times in all. Each rounding is relative to the rounded value, which never exceeds the sum over ranks
+of the magnitudes of their partial results: the `carried` term below.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .problem import Problem
+from flux.bench.problem import Problem
 
-_PART = 1 << 16  # elements that are judged at once, on the CPU
+_PART = 1 << 16  # elements that are compared at once, on the CPU
 _CONFIDENCE = 10.0
 _SLACK = 1.02
-"""Second-order terms, and |A| @ |B| being itself computed in floating point."""
+"""Margin for second-order terms, and for |A| @ |B| itself being computed in floating point."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def make_inputs(problem: Problem, rank: int, seed: int) -> Inputs:
-    """Fresh zero-mean inputs, different on every rank and for every seed."""
+    """Return fresh zero-mean inputs, different on every rank and for every seed."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
     dtype = problem.torch_dtype
     draw = torch.float64 if dtype == torch.float64 else torch.float32
@@ -71,12 +71,12 @@ def make_inputs(problem: Problem, rank: int, seed: int) -> Inputs:
 
 
 def growth(k: int) -> float:
-    """Error growth factor of a sum of k products, in units of roundoff."""
+    """Return the error growth factor of a sum of k products, in units of roundoff."""
     return min(float(k), _CONFIDENCE * math.sqrt(k))
 
 
 def error_bound(problem: Problem, magnitude: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
-    """Largest permitted |error|, given |A| @ |B| and the sum of |partial results|."""
+    """Return the largest permitted |error|, given |A| @ |B| and the sum of |partial results|."""
     dtype = problem.torch_dtype
     low_precision = dtype in (torch.bfloat16, torch.float16)
     accumulator = torch.finfo(torch.float32 if low_precision else dtype)
@@ -93,6 +93,7 @@ def error_bound(problem: Problem, magnitude: torch.Tensor, carried: torch.Tensor
 def accumulate(
     x: torch.Tensor, weight: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> None:
+    """Add the product of one rank's inputs to (result, magnitude, carried)."""
     expected, magnitude, carried = into
     partial = x.double() @ weight.double().t()
     expected += partial
@@ -101,7 +102,7 @@ def accumulate(
 
 
 def zeros_for(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What ``accumulate`` adds to, for the columns of a weight."""
+    """Return zeroed tensors for ``accumulate``, for the columns of a weight."""
     made = [weight.new_zeros(rows, weight.shape[0], dtype=torch.float64) for _ in range(3)]
     return made[0], made[1], made[2]
 
@@ -109,11 +110,11 @@ def zeros_for(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def make_reference(
     problem: Problem, rank: int, inputs: Inputs, group: dist.ProcessGroup | None = None
 ) -> Reference:
-    """Reference of this rank from everybody's inputs. Collective: every rank must call it.
+    """Return the reference of this rank from all ranks' inputs. Collective.
 
-    Inputs travel one owner at a time, so that no rank ever holds more than one peer's share. For
-    gemm_ar each rank computes its own rows and the results are exchanged, in float64 and hence
-    exactly, rather than computing the same M rows W times.
+    Inputs are sent one owner at a time, so that no rank holds more than one peer's share. For
+    gemm_ar each rank computes its own rows and the results are exchanged in float64, hence exactly,
+    rather than computing the same M rows W times.
     """
     begin, end = problem.rows(rank)
     rows = problem.m if problem.gathers else end - begin
@@ -145,7 +146,7 @@ def make_reference(
 
 
 def reference_of_all(problem: Problem, everybody: Sequence[Inputs]) -> list[Reference]:
-    """The references of all ranks, by rank, from inputs that are all here."""
+    """Return the references of all ranks, by rank, from the inputs of all ranks."""
     rows = [problem.rows(rank) for rank in range(problem.world)]
     found = []
     for rank, own in enumerate(everybody):
@@ -168,7 +169,7 @@ def reference_of_all(problem: Problem, everybody: Sequence[Inputs]) -> list[Refe
 
 
 def judge(problem: Problem, rank: int, got: object, reference: Reference) -> Verdict:
-    """Compare one result with its reference; NaN left over from poisoning is an error."""
+    """Compare one result with its reference; NaN left from poisoning is an error."""
     shape = problem.result_shape(rank)
     if not isinstance(got, torch.Tensor):
         return Verdict(False, math.inf, f"returned a {type(got).__name__}, not a tensor")
@@ -182,11 +183,11 @@ def judge(problem: Problem, rank: int, got: object, reference: Reference) -> Ver
 
 
 def judge_values(got: torch.Tensor, reference: Reference) -> Verdict:
-    """Compare values, of the right shape and on the reference's device."""
+    """Compare values of the right shape, on the reference's device."""
     if got.numel() == 0:
         return Verdict(True, 0.0)
-    # In parts that fit a CPU's caches: memory that is new for every result takes several times as
-    # long, and a search judges hundreds of them.
+    # In parts that fit a CPU's caches. New memory for every result takes several times as long, and
+    # a search compares hundreds of results.
     rows = got.shape[0] if got.is_cuda else max(1, _PART // got.shape[1])
     whole = (got, reference.expected, reference.bound)
     largest = 0.0
@@ -199,7 +200,7 @@ def judge_values(got: torch.Tensor, reference: Reference) -> Verdict:
 
 
 def _complaint(got: torch.Tensor, reference: Reference) -> Verdict:
-    """How much of a wrong result is wrong."""
+    """Return a verdict that says how many elements are wrong."""
     error = (got.double() - reference.expected).abs_()
     wrong = ~(error <= reference.bound)
     count = int(wrong.sum())

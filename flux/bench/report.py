@@ -1,4 +1,4 @@
-"""What a measurement looks like: one JSON object, and one table."""
+"""The output of a measurement: one JSON object, and one table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flux import host
-
-from .metrics import CONFIDENCE
-from .op import Measurement
-from .problem import BenchConfig
+from flux.bench.metrics import CONFIDENCE, bootstrap, median
+from flux.bench.op import Measurement
+from flux.bench.problem import BenchConfig
+from flux.machine import host
 
 _VIRTUAL = (
     "all ranks take turns on one GPU: results are checked, but times cannot be compared with "
@@ -27,6 +26,9 @@ _LOOPBACK = (
     "one rank on the GPU, its peers' memory in the host: times are those of the PCIe link, and "
     "comm is plain copies in both directions at once"
 )
+LITTLE = 0.1
+"""Share of the unfused call. With less communication, overlap efficiency is a quotient of two small
+differences, and is not shown."""
 FIGURES = (
     "overall_ms",
     "gemm_non_split_ms",
@@ -43,7 +45,7 @@ def document(
     measurement: Measurement,
     command: list[str] | None = None,
 ) -> dict[str, Any]:
-    """The JSON object of the contract; figures that do not exist are null."""
+    """Return the JSON object of the documented format; missing figures are null."""
     problem = config.problem
     methods: dict[str, Any] = {}
     for method in measurement.methods:
@@ -108,7 +110,7 @@ def write_json(content: dict[str, Any], target: str) -> None:
 
 
 def rounded(value: Any, key: str = "") -> Any:
-    """As it is written: times with four digits after the point, errors with four in all."""
+    """Return the values as written: times with 4 decimals, errors with 4 significant digits."""
     if isinstance(value, dict):
         return {name: rounded(item, name) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -119,7 +121,7 @@ def rounded(value: Any, key: str = "") -> Any:
 
 
 def table(content: dict[str, Any]) -> Table:
-    """The comparison of one document's methods."""
+    """Return the comparison of one document's methods."""
     view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     view.add_column("method", style="bold", no_wrap=True)
     across = content["hosts"] > 1
@@ -129,9 +131,11 @@ def table(content: dict[str, Any]) -> Table:
         for name in ("comm\nCPU", "bytes\n/least"):
             view.add_column(name, justify="right", no_wrap=True)
     ratios = ("overlap\neff", "bounded\neff", "vs\nunfused", "max\nerror")
-    # Two columns more, and still no wider than a terminal; the JSON has the errors too.
+    # Two more columns must still fit a terminal; the JSON has the errors too.
     for name in ("over-\nlap", "bound-\ned", "vs un-\nfused") if across else ratios:
         view.add_column(name, justify="right", no_wrap=True)
+    share = communication_share(content)
+    is_little = share is not None and share < LITTLE
     for name, method in content["methods"].items():
         error = _number(method["max_abs_err"], ".1e")
         if method["overall_ms"] is None:
@@ -142,16 +146,58 @@ def table(content: dict[str, Any]) -> Table:
             name,
             *(_milliseconds(method[key]) for key in FIGURES[:4]),
             *((_milliseconds(method["comm_cpu_ms"]), _excess(content, method)) if across else ()),
-            _efficiency(method),
-            _number(method["bounded_efficiency"], ".0%"),
+            "-" if is_little else _efficiency(method),
+            "-" if is_little else _number(method["bounded_efficiency"], ".0%"),
             _number(method["speedup_vs_unfused"], ".2f", "x"),
             *(() if across else (error,)),
         )
     return view
 
 
+def communication_share(content: dict[str, Any]) -> float | None:
+    """Return the share of the unfused call that is not its GEMM; None if that is unknown."""
+    unfused = content["methods"].get("unfused", {})
+    if not unfused.get("overall_ms") or unfused.get("gemm_non_split_ms") is None:
+        return None
+    return max(0.0, 1.0 - float(unfused["gemm_non_split_ms"]) / float(unfused["overall_ms"]))
+
+
+def conclusion(content: dict[str, Any]) -> str:
+    """Return a sentence about the gain and its certainty; "" if it was not measured."""
+    fused, unfused = (content["methods"].get(name) for name in ("flux", "unfused"))
+    share = communication_share(content)
+    if share is None or not fused or not fused["overall_ms"]:
+        return ""
+    if content["transport"] in ("virtual", "loopback"):
+        return ""
+    ours, theirs = fused["repeats_ms"], unfused["repeats_ms"]
+
+    def ratio(chosen: list[int]) -> float:
+        return median([ours[i] for i in chosen]) / median([theirs[i] for i in chosen])
+
+    interval = bootstrap(ratio, min(len(ours), len(theirs)), CONFIDENCE)
+    least, most = (1.0, 1.0) if interval is None else interval
+    time = float(fused["overall_ms"]) / float(unfused["overall_ms"])
+    sure = f"{least:.2f} to {most:.2f} with {CONFIDENCE:.0%} confidence"
+    if interval is None:
+        text = f"flux took {time:.2f} of the unfused time; {len(ours)} repeats are too few to tell"
+    elif least <= 1.0 <= most:
+        text = f"No difference that {len(ours)} repeats can tell: {time:.2f} of the time, {sure}"
+    else:
+        change = f"{abs(1 - time):.0%} {'less' if time < 1 else 'more'}"
+        text = f"flux took {change} time than the unfused path ({time:.2f} of it, {sure})"
+    said = f"Communication is {share:.0%} of the unfused call"
+    hidden = fused["overlap_efficiency"]
+    if share < LITTLE:
+        said += ", so there is little to hide"
+    elif hidden is not None:
+        some = f"{hidden:.0%} of that" if hidden < 1 else "all of it"
+        said += f"; flux hid {some if hidden > 0 else 'none of it'}"
+    return f"{text}. {said}."
+
+
 def _excess(content: dict[str, Any], method: dict[str, Any]) -> str:
-    """Bytes between hosts over the least that the op needs; headers make it more than 1."""
+    """Return bytes between hosts over the op's minimum; headers make it more than 1."""
     sent = method["link_bytes"]
     return _number(None if sent is None else sent / content["link_bytes_minimum"], ".2f")
 
@@ -188,7 +234,7 @@ def _footer(content: dict[str, Any]) -> Text:
 
 
 def _efficiency(method: dict[str, Any]) -> str:
-    """With half the width of its interval, the larger half where it is lopsided."""
+    """Return the efficiency with half the width of its interval, the larger half if asymmetric."""
     value, interval = method["overlap_efficiency"], method["overlap_efficiency_interval"]
     text = _number(value, ".0%")
     if value is None or interval is None:
@@ -214,9 +260,11 @@ def _knobs_text(knobs: dict[str, Any]) -> str:
 
 
 def show(content: dict[str, Any], console: Console) -> None:
-    """Headline, table, what each method ran with, and where."""
+    """Print headline, table, settings of each method, and the machine."""
     console.print(_headline(content))
     console.print(table(content))
     for name, method in content["methods"].items():
         console.print(Text(f"{name}: {_knobs_text(method['knobs'])}", "dim"))
     console.print(_footer(content))
+    if said := conclusion(content):
+        console.print(Text(said, "bold"))

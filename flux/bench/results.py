@@ -1,10 +1,10 @@
-"""The document of `flux bench suite`: its entries, its file, and what is checked when it is read.
+"""The document of `flux bench suite`: its entries, its file, and the checks when it is read.
 
 {format, version, command, started, host, device, versions, settings, peers, entries, timeline}
 
 An entry is one run of the benchmark: a shape with all methods, or a sweep of one knob. Its result
-is the JSON object of `flux bench op`. The file is replaced as a whole after each, so that whatever
-ends the suite leaves what was measured until then.
+is the JSON object of `flux bench op`. The file is replaced as a whole after each entry, so an
+interrupted suite keeps all measurements until then.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flux.bench.problem import OPS
 from flux.bench.report import FIGURES, rounded
-from flux.trace.events import Event, Kind
-from flux.wholefile import write_whole
+from flux.core.datafile import MOST_SIZE, load_json, one_line, shown
+from flux.core.events import Event, event_from
+from flux.core.wholefile import write_whole
 
 FORMAT, VERSION = "flux-bench-suite", 1
 DONE, FAILED, SKIPPED, PENDING = "done", "failed", "skipped", "pending"
 SHAPE = "shape"
 SWEEPS = ("comm_tile_rows", "direction")
+_MOST_FIGURE = 1e15
 _TOP = {
     "command": list,
     "started": str,
@@ -73,18 +75,18 @@ CSV_COLUMNS = (
 
 
 def entry_key(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes two entries the same run."""
+    """Return the fields that identify an entry's run."""
     return tuple(entry[name] for name in ("kind", "op", "m", "n", "k"))
 
 
 def label(entry: dict[str, Any]) -> str:
-    """An entry in a line of text."""
+    """Return a line of text about an entry."""
     text = f"{entry['op']} {entry['m']} x {entry['n']} x {entry['k']}"
     return text if entry["kind"] == SHAPE else f"{text}, sweep of {entry['kind']}"
 
 
 def save(document: dict[str, Any], path: Path) -> None:
-    """Write the document in one step that cannot be halved.
+    """Write the document atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -98,13 +100,13 @@ def load(path: Path) -> dict[str, Any]:
     """Read a document.
 
     Raises:
-        ValueError: it cannot be read, or is not one of ours; the message says what is wrong.
+        ValueError: it cannot be read, or has another format; the message says what is wrong.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        document = load_json(path)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged, or no JSON: {error}") from error
     try:
         check(document)
@@ -114,21 +116,15 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number that JSON knows")
-
-
 def check(document: Any) -> None:
-    """Raises ValueError: not a document of `flux bench suite`; says what is missing or wrong."""
+    """Raise ValueError if this is not a document of `flux bench suite`; name what is wrong."""
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"not results of `flux bench suite --json`: no format {FORMAT!r}")
     if document.get("version") != VERSION:
-        raise ValueError(f"version {VERSION} was expected, got {document.get('version')!r}")
+        raise ValueError(f"version {VERSION} was expected, got {shown(document.get('version'))}")
     _fields(document, _TOP, "")
-    for name, reason in document["peers"].items():
-        _expect(
-            reason is None or isinstance(reason, str), f"peers.{name}", "a text or null", reason
-        )
+    _fields(document["settings"], {"world": int, "dtype": str}, "settings.")
+    _texts_or_null(document["peers"], "peers.")
     for index, entry in enumerate(document["entries"]):
         _check_entry(entry, f"entries[{index}]")
     events_of(document)
@@ -140,6 +136,11 @@ def _check_entry(entry: Any, where: str) -> None:
     kinds, states = (SHAPE, *SWEEPS), (DONE, FAILED, SKIPPED, PENDING)
     _expect(entry["kind"] in kinds, f"{where}.kind", f"one of {', '.join(kinds)}", entry["kind"])
     _expect(entry["status"] in states, f"{where}.status", f"one of {', '.join(states)}", "other")
+    _expect(entry["op"] in OPS, f"{where}.op", f"one of {', '.join(OPS)}", entry["op"])
+    for name in ("m", "n", "k"):
+        _expect(1 <= entry[name] <= MOST_SIZE, f"{where}.{name}", "a size", entry[name])
+    _texts_or_null(entry["peers"], f"{where}.peers.")
+    _texts_or_null({"error": entry.get("error")}, f"{where}.")
     if entry["status"] != DONE:
         return
     result = entry.get("result")
@@ -158,16 +159,34 @@ def _check_method(method: Any, where: str) -> None:
     _expect(isinstance(method, dict), where, "an object", method)
     for key in (*FIGURES, "max_abs_err"):
         value = method.get(key, "nothing")
-        good = value is None or (type(value) in (int, float) and math.isfinite(value))
-        _expect(good, f"{where}.{key}", "a number or null", value)
+        _expect(value is None or _is_figure(value), f"{where}.{key}", "a number or null", value)
+    overall, gemm = method["overall_ms"], method["gemm_non_split_ms"]
+    if overall is not None:
+        _expect(overall >= 0, f"{where}.overall_ms", "a time", overall)
+        good = gemm is not None and gemm >= 0
+        _expect(good, f"{where}.gemm_non_split_ms", "a time, as overall_ms is there", gemm)
+    speedup = method["speedup_vs_unfused"]
+    _expect(speedup is None or speedup >= 0, f"{where}.speedup_vs_unfused", "at least 0", speedup)
     _expect(isinstance(method.get("knobs"), dict), f"{where}.knobs", "an object", "other")
-    interval = method.get("overlap_efficiency_interval")
+    interval = method.get("overlap_efficiency_interval", "nothing")
     good = interval is None or (
-        isinstance(interval, list)
-        and len(interval) == 2
-        and all(type(v) in (int, float) for v in interval)
+        isinstance(interval, list) and len(interval) == 2 and all(map(_is_figure, interval))
     )
     _expect(good, f"{where}.overlap_efficiency_interval", "two numbers or null", interval)
+    wrong = method.get("wrong", [])
+    good = isinstance(wrong, list) and all(isinstance(text, str) for text in wrong)
+    _expect(good, f"{where}.wrong", "a list of texts", wrong)
+
+
+def _is_figure(value: Any) -> bool:
+    """Return whether this is a finite number whose sums and quotients cannot overflow."""
+    return type(value) in (int, float) and abs(value) <= _MOST_FIGURE
+
+
+def _texts_or_null(table: Mapping[str, Any], where: str) -> None:
+    for name, value in table.items():
+        good = value is None or isinstance(value, str)
+        _expect(good, f"{where}{name}", "a text or null", value)
 
 
 def _fields(table: Mapping[str, Any], expected: Mapping[str, type], where: str) -> None:
@@ -178,14 +197,11 @@ def _fields(table: Mapping[str, Any], expected: Mapping[str, type], where: str) 
 
 def _expect(good: bool, where: str, wanted: str, got: object) -> None:
     if not good:
-        text = repr(got)
-        raise ValueError(
-            f"{where}: expected {wanted}, got {text[:77] + '...' if len(text) > 80 else text}"
-        )
+        raise ValueError(f"{one_line(where, 160)}: expected {wanted}, got {shown(got)}")
 
 
 def timeline_of(events: Sequence[Event], title: str) -> dict[str, Any]:
-    """A timeline as it stands in the document."""
+    """Return a timeline in the document's format."""
     return {
         "title": title,
         "events": [{**asdict(event), "kind": event.kind.value} for event in events],
@@ -193,10 +209,10 @@ def timeline_of(events: Sequence[Event], title: str) -> dict[str, Any]:
 
 
 def events_of(document: dict[str, Any]) -> list[Event]:
-    """The events of the document's timeline; none if there is no timeline.
+    """Return the events of the document's timeline; none if there is no timeline.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the timeline is damaged.
     """
     timeline = document.get("timeline")
     if timeline is None:
@@ -208,21 +224,18 @@ def events_of(document: dict[str, Any]) -> list[Event]:
 
 def _event(event: Any, where: str) -> Event:
     _expect(isinstance(event, dict), where, "an object", event)
-    _fields(event, {"rank": int, "lane": str, "name": str, "details": dict}, f"{where}.")
-    kinds = [kind.value for kind in Kind]
-    _expect(event.get("kind") in kinds, f"{where}.kind", f"one of {kinds}", event.get("kind"))
-    for name in ("start_us", "duration_us"):
-        value = event.get(name)
-        good = type(value) in (int, float) and math.isfinite(value)
-        _expect(good, f"{where}.{name}", "a number", value)
-    _expect(event["duration_us"] >= 0, f"{where}.duration_us", "at least 0", event["duration_us"])
-    fields = ("rank", "lane", "name", "start_us", "duration_us", "details")
-    return Event(kind=Kind(event["kind"]), **{name: event[name] for name in fields})
+    try:
+        return event_from(event)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
 
 
 def rows(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row for each method of each entry that was measured, one for each entry that was not, and
-    one for each peer that took no part, which says why."""
+    """Yield the rows of the CSV file.
+
+    There is one row for each method of each measured entry, one for each entry that was not
+    measured, and one for each absent peer, with the reason.
+    """
     settings = document["settings"]
     for entry in document["entries"]:
         row: dict[str, Any] = dict.fromkeys(CSV_COLUMNS)
@@ -254,7 +267,7 @@ def _method_row(name: str, method: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_csv(document: dict[str, Any]) -> str:
-    """The rows as CSV, with a header; what does not exist is empty."""
+    """Return the rows as CSV, with a header; missing values are empty."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -1,12 +1,12 @@
-"""Many runs of the benchmark, one after the other: the shapes of a file, and sweeps of one knob.
+"""Run the benchmark many times in sequence: the shapes of a file, and sweeps of one knob.
 
     plan     shapes and sweeps -> entries, all pending (results.py has their form)
-    each     `flux bench op`'s measurement on ranks of its own, with flux's methods and the peers
-             that are there, interleaved; the document is saved after it
-    failed   what a peer breaks is measured again without it; else the entry says what went wrong,
-             and the next one is measured
+    each     `flux bench op`'s measurement on new ranks, with flux's methods and the available
+             peers, interleaved; the document is saved after it
+    failed   if a peer breaks it, it is measured again without that peer; else the entry records
+             the error, and the next one is measured
 
-Whatever ends a rank ends only the run of its shape: every run starts new processes.
+Every run starts new processes, so a failure of a rank ends only the run of its shape.
 """
 
 from __future__ import annotations
@@ -18,15 +18,25 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
-from flux import host
-
-from . import launch, report
-from .methods import Factory, Fused, Method, Unfused
-from .op import Measurement, Progress
-from .peers import PEERS, Peer, blame, peers_and_flux, unsupported
-from .problem import ONE_GPU, BenchConfig, Problem
-from .results import DONE, FAILED, FORMAT, PENDING, SHAPE, SKIPPED, VERSION, entry_key, label
-from .spawn import RankFailedError
+from flux.bench import launch, report
+from flux.bench.methods import Factory, Fused, Method, Unfused
+from flux.bench.op import Measurement
+from flux.bench.peers import PEERS, Peer, blame, peers_and_flux, unsupported
+from flux.bench.problem import ONE_GPU, BenchConfig, Problem
+from flux.bench.results import (
+    DONE,
+    FAILED,
+    FORMAT,
+    PENDING,
+    SHAPE,
+    SKIPPED,
+    VERSION,
+    entry_key,
+    label,
+)
+from flux.launch.progress import Progress
+from flux.launch.spawn import RankFailedError
+from flux.machine import host
 
 _LEAST_TILE_ROWS = 16
 _MOST_TILE_SIZES = 6
@@ -42,10 +52,10 @@ class Sweep:
     problem: Problem
 
     def variants(self) -> dict[str, dict[str, Any]]:
-        """Knobs by the name of the method that has them.
+        """Return knobs by the name of the method that uses them.
 
-        Tile sizes are those of the Flux paper, section 4.3: M/W, halved again and again. Down to
-        16 rows, and 6 sizes at most.
+        Tile sizes are those of the Flux paper, section 4.3: M/W, halved repeatedly, down to 16
+        rows, and 6 sizes at most.
         """
         if self.knob == "direction":
             return {value: {"direction": value} for value in ("push", "pull")}
@@ -58,7 +68,7 @@ class Sweep:
 def sweep_methods(
     config: BenchConfig, rank: int, variants: Mapping[str, Mapping[str, Any]]
 ) -> list[Method]:
-    """The unfused path, and the fused one with each of these knobs. Collective."""
+    """Return the unfused path, and the fused one with each of these knobs. Collective."""
     import flux
 
     return [
@@ -73,8 +83,10 @@ def sweep_methods(
 def sweeps_of(
     problems: Sequence[Problem], m: int | None = None, *, pulls: bool = True
 ) -> list[Sweep]:
-    """Both sweeps for each op, at its shape with this M, else with its largest; without ``pulls``,
-    which needs memory that peers can read, that of the tile's size alone.
+    """Return both sweeps for each op, at its shape with this M, or else with its largest M.
+
+    Pulling needs memory that peers can read; without ``pulls``, return only the sweep of the tile
+    size.
 
     Raises:
         ValueError: no op has a shape with this M.
@@ -96,7 +108,7 @@ def new_document(
     peers: Mapping[str, str | None],
     command: Sequence[str],
 ) -> dict[str, Any]:
-    """A document of which nothing is measured yet."""
+    """Return a document whose entries are all pending."""
     entries = [_entry(SHAPE, config.problem) for config in configs]
     entries += [_entry(sweep.knob, sweep.problem) for sweep in sweeps]
     return {
@@ -105,7 +117,7 @@ def new_document(
         "command": list(command),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "host": host.device(),
-        "device": host.device(),  # until something is measured on another one
+        "device": host.device(),  # until a measurement names another device
         "versions": host.versions(),
         "settings": settings,
         "peers": dict(peers),
@@ -120,10 +132,10 @@ def _entry(kind: str, problem: Problem) -> dict[str, Any]:
 
 
 def resume(document: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Take over what an earlier run has measured; returns how many entries that is.
+    """Copy the measured entries of an earlier run; return their number.
 
     Raises:
-        ValueError: it was made with other settings, versions or peers, or on another machine.
+        ValueError: that run had other settings, versions or peers, or another machine.
     """
     for name in ("settings", "host", "versions"):
         ours, theirs = document[name], earlier[name]
@@ -155,30 +167,32 @@ def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 class Watcher:
-    """Hears how a suite gets on."""
+    """Receives the progress of a suite."""
 
     def started(self, entry: dict[str, Any], number: int, total: int) -> None:
-        """An entry begins; ``number`` counts from 1."""
+        """Handle the start of an entry; ``number`` counts from 1."""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """A step of the entry's measurement begins."""
+        """Handle the start of a step of the entry's measurement."""
 
     def ended(self, entry: dict[str, Any]) -> None:
-        """It is over, however it went."""
+        """Handle the end of an entry, measured or failed."""
 
     def remark(self, text: str) -> None:
-        """Something that people should know."""
+        """Handle a message for the user."""
 
 
 class Suite:
     """Measures the pending entries of a document.
 
     Args:
-        document: is changed in place.
-        base: everything but the problem.
+        document: changed in place.
+        base: the configuration, except the problem.
         save: called after each entry.
+        watcher: receives the progress.
         budget_s: seconds after which no further entry is begun; None: no limit.
-        run: measures on ranks of its own; launch.spawned but for tests.
+        peers: the other libraries.
+        run: measures on new ranks; launch.spawned except in tests.
     """
 
     def __init__(
@@ -198,10 +212,10 @@ class Suite:
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
         self._peers = peers
         self._run = run or launch.spawned
-        self._broken: dict[str, str] = {}  # peers that are left out from here on
+        self._broken: dict[str, str] = {}  # peers that are left out from now on
 
     def run(self) -> None:
-        """All that is not done; raises only KeyboardInterrupt and what saving raises."""
+        """Measure all pending entries; raise only KeyboardInterrupt and errors of saving."""
         entries = self._document["entries"]
         self._save()
         for number, entry in enumerate(entries, 1):
@@ -224,7 +238,8 @@ class Suite:
             config = replace(self._base, problem=self._problem(entry))
             measurement = self._attempts(entry, config)
             found = report.document(config, measurement, self._document["command"])
-            entry["result"] = report.rounded(found)  # all outputs are made of what the JSON has
+            # All outputs are made from the values in the JSON.
+            entry["result"] = report.rounded(found)
             self._document["device"] = entry["result"]["device"]
             entry["status"] = DONE
             if measurement.complaints:
@@ -238,17 +253,17 @@ class Suite:
         return replace(self._base.problem, **sizes)
 
     def _attempts(self, entry: dict[str, Any], config: BenchConfig) -> Measurement:
-        """Measure; if a peer breaks it, again without that peer."""
+        """Measure; if a peer breaks the run, measure again without that peer."""
         if entry["kind"] != SHAPE:
             variants = Sweep(entry["kind"], config.problem).variants()
             return self._one(config, partial(sweep_methods, variants=variants))
-        if config.transport in ONE_GPU:  # which has methods of its own
+        if config.transport in ONE_GPU:  # has methods of its own
             entry["peers"] = self._why_not(config)
             return self._one(config, None)
         while True:
             entry["peers"] = reasons = self._why_not(config) | entry["peers"]
             names = tuple(name for name, reason in reasons.items() if reason is None)
-            # Everything in it can be pickled: ranks import the function by name.
+            # Its parts must be picklable: ranks import the function by name.
             factory = partial(peers_and_flux, names=names, peers=tuple(self._peers))
             try:
                 return self._one(config, factory if names else None)
@@ -266,12 +281,15 @@ class Suite:
         }
 
     def _leave_out(self, entry: dict[str, Any], names: Sequence[str], error: str) -> None:
-        """Exclude whom the error names, from this shape; if nobody, all peers from all others."""
+        """Exclude the peers that the error names, from this shape.
+
+        If the error names no peer, exclude all of this shape's peers from all later shapes too.
+        """
         line = error.splitlines()[0]
         blamed = [name for name in names if blame(name) in error]
         for name in blamed or names:
             entry["peers"][name] = f"failed: {line}"
-            if not blamed:  # a rank died or hung, and nobody could say at what
+            if not blamed:  # a rank died or hung, and no peer could be identified
                 self._broken[name] = (
                     f"left out after a failure with peers at {label(entry)}: {line}"
                 )
@@ -282,7 +300,7 @@ class Suite:
 
 
 def failures(document: dict[str, Any]) -> list[str]:
-    """What went wrong, a line for each: entries that failed, and methods whose results were."""
+    """Return a line for each failure: entries that failed, and methods with wrong results."""
     return [
         f"{label(entry)}: {entry['error']}"
         for entry in document["entries"]

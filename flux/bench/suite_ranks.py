@@ -1,9 +1,8 @@
-"""Where the ranks of a suite come from. Each of its measurements has new ones, so that a failure
-costs one measurement and no more.
+"""Start the ranks of a suite. Each measurement has new ones, so a failure affects only one.
 
-OwnRanks        processes of this one, on hosts of our own making if they are asked for
+OwnRanks        processes started by this one, on simulated hosts if requested
 TorchrunRanks   a process for each of torchrun's, which supervises it: rank 0 has the document and
-                decides, the others do as they are told until it says that this was all
+                decides, the others follow until rank 0 ends the suite
 """
 
 from __future__ import annotations
@@ -11,107 +10,113 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from flux.bench import launch
+from flux.bench.methods import Factory
+from flux.bench.op import Measurement
+from flux.bench.peers import survey
+from flux.bench.problem import BenchConfig
+from flux.bench.suite_trace import trace_rank
+from flux.launch.progress import Progress, silent
+from flux.launch.spawn import STALL_S, Entry, RankFailedError
+from flux.launch.supervisors import Joined
 from flux.trace import Trace
-
-from . import launch
-from .methods import Factory
-from .op import Measurement, Progress, silent
-from .peers import survey
-from .problem import BenchConfig
-from .spawn import STALL_S, Entry, RankFailedError
-from .suite_trace import trace_rank
-from .supervisors import Joined
 
 T = TypeVar("T")
 
 
 class SuiteRanks(Protocol):
-    """Ranks that are there as often as they are asked for.
+    """Starts ranks for each measurement.
 
     Attributes:
-        world: how many torchrun has started; None if it has not.
-        leads: this is the process that decides, writes and speaks.
+        world: number of ranks that torchrun has started; None if it did not start us.
+        leads: whether this process decides, writes and prints.
     """
 
     world: int | None
     leads: bool
 
     def placed(self, configs: Sequence[BenchConfig]) -> list[BenchConfig]:
-        """The configurations, knowing the hosts of the ranks.
+        """Return the configurations with the hosts of the ranks.
 
         Raises:
-            ValueError: the ranks of a host are not numbered one after the other.
+            ValueError: the ranks of a host are not consecutive.
         """
         ...
 
     def agree(self, value: T) -> list[T]:
-        """What all processes of the suite have here. Collective among them."""
+        """Return the values of all processes of the suite. Collective among them."""
         ...
 
     def survey(self) -> dict[str, str | None]:
-        """Why each peer cannot be used, by name; None: it can, on all hosts. Collective."""
+        """Return why each peer cannot be used, by name; None: it can, on all hosts. Collective."""
         ...
 
     def measure(
         self, config: BenchConfig, progress: Progress, factory: Factory | None = None
     ) -> Measurement:
-        """One measurement; of the process that leads.
+        """Run one measurement. Called by the leading process.
 
         Raises:
-            RankFailedError, HostsUnavailableError: as launch.spawned.
+            RankFailedError: as launch.spawned.
+            HostsUnavailableError: as launch.spawned.
         """
         ...
 
     def trace(self, config: BenchConfig) -> Trace:
-        """The timeline of one call; of the process that leads. Raises as ``measure``."""
+        """Return the timeline of one call. Called by the leading process. Raises as ``measure``."""
         ...
 
     def follow(self) -> None:
-        """Do what the process that leads asks for, until it is done; of all others."""
+        """Run the leading process's measurements until it ends. Called by all other processes."""
         ...
 
     def done(self) -> None:
-        """That was all; of the process that leads."""
+        """End the suite for the other processes. Called by the leading process."""
         ...
 
     def close(self) -> None:
-        """Leave the others."""
+        """Release the connection to the other processes."""
         ...
 
 
 class OwnRanks:
-    """All ranks are processes of this one."""
+    """All ranks are processes started by this one."""
 
     world: int | None = None
     leads = True
 
     def placed(self, configs: Sequence[BenchConfig]) -> list[BenchConfig]:
+        """Return the configurations unchanged."""
         return list(configs)
 
     def agree(self, value: T) -> list[T]:
+        """Return the value of this process."""
         return [value]
 
     def survey(self) -> dict[str, str | None]:
+        """Return why each peer cannot be used on this machine."""
         return survey()
 
     def measure(
         self, config: BenchConfig, progress: Progress, factory: Factory | None = None
     ) -> Measurement:
+        """Run one measurement on new processes."""
         return launch.spawned(config, progress, factory)
 
     def trace(self, config: BenchConfig) -> Trace:
+        """Return the timeline of one call."""
         count = launch.processes(config)
         found: Trace = launch.on_own_ranks(trace_rank, config, config, count, silent)
         return found
 
     def follow(self) -> None:
-        """There is nobody else."""
+        """Do nothing: there are no other processes."""
 
     def done(self) -> None:
-        """There is nobody else."""
+        """Do nothing: there are no other processes."""
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing: there are no connections."""
 
 
 class TorchrunRanks:
@@ -123,12 +128,15 @@ class TorchrunRanks:
         self.leads = self._processes.leads
 
     def placed(self, configs: Sequence[BenchConfig]) -> list[BenchConfig]:
+        """Return the configurations with the hosts of torchrun's ranks."""
         return [launch.on_hosts(config, self._processes.hosts) for config in configs]
 
     def agree(self, value: T) -> list[T]:
+        """Return the values of all processes."""
         return self._processes.gather(value)
 
     def survey(self) -> dict[str, str | None]:
+        """Return why each peer cannot be used on some host."""
         everybody = self.agree(survey())
         return {
             name: next((of[name] for of in everybody if of[name] is not None), None)
@@ -138,28 +146,33 @@ class TorchrunRanks:
     def measure(
         self, config: BenchConfig, progress: Progress, factory: Factory | None = None
     ) -> Measurement:
+        """Run one measurement on all hosts."""
         found: Measurement = self._all_run(
             launch.supervised_rank, (config, factory), config, progress
         )
         return found
 
     def trace(self, config: BenchConfig) -> Trace:
+        """Return the timeline of one call."""
         found: Trace = self._all_run(trace_rank, config, config, silent)
         return found
 
     def follow(self) -> None:
+        """Run the leading process's measurements until it ends."""
         nothing: Any = None
         while (order := self._processes.share(nothing)) is not None:
             try:
                 entry, argument, config = order
                 self._run(entry, argument, config, silent)
             except RankFailedError:
-                continue  # which the process that leads hears, too
+                continue  # the leading process receives the same error
 
     def done(self) -> None:
+        """End the suite for the other processes."""
         self._processes.share(None)
 
     def close(self) -> None:
+        """Leave the group."""
         self._processes.close()
 
     def _all_run(self, entry: Entry, argument: Any, config: BenchConfig, progress: Progress) -> Any:

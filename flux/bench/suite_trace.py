@@ -1,21 +1,20 @@
-"""The timeline of `flux bench suite`: one call of flux's fused path, traced on ranks of its own."""
+"""Record the timeline of `flux bench suite`: one call of flux's fused path, on new ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import flux
+from flux.bench.methods import Fused
+from flux.bench.problem import BenchConfig
+from flux.bench.reference import make_inputs
+from flux.bench.results import timeline_of
+from flux.launch.progress import Progress
 from flux.trace import Trace, record_op
-
-from .methods import Fused
-from .op import Progress
-from .problem import BenchConfig
-from .reference import make_inputs
-from .results import timeline_of
 
 
 def trace_rank(config: BenchConfig, rank: int, progress: Progress) -> Trace | None:
-    """Entry of every rank; the trace on rank 0."""
+    """Trace one call on this rank; return the trace on rank 0."""
     method = Fused("flux", config, flux.Knobs(path="fused"))
     try:
         inputs = make_inputs(config.problem, rank, config.seed)
@@ -24,15 +23,15 @@ def trace_rank(config: BenchConfig, rank: int, progress: Progress) -> Trace | No
         method.close()
 
 
-def why_not(config: BenchConfig) -> str | None:
-    """Why no timeline can be recorded with this configuration; None if it can."""
+def reason_unsupported(config: BenchConfig) -> str | None:
+    """Return why no timeline can be recorded with this configuration; None if it can."""
     if config.backend == "cuda":
         return "only the CPU backend is traced"
     return "one rank waits for nobody" if config.problem.world == 1 else None
 
 
 def put(document: dict[str, Any], config: BenchConfig, trace: Trace) -> None:
-    """Put the timeline of one call into the document."""
+    """Add the timeline of one call to the document."""
     problem = config.problem
     title = f"{problem.op} {problem.m} x {problem.n} x {problem.k}, {problem.world} ranks"
     if trace.dropped:

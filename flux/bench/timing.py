@@ -1,15 +1,15 @@
-"""Starting all ranks at one instant, and timing calls from there.
+"""Start all ranks at one instant, and time calls from there.
 
 A barrier does not start ranks together: they leave it one after the other, tens of microseconds
-apart, and a peer's late start would be booked as this rank's waiting. Instead the ranks agree, with
-one all-reduce, on an instant a little in the future, and each waits for it by itself:
+apart, and a peer's late start would count as this rank's waiting. Instead the ranks agree, with one
+all-reduce, on an instant a little in the future, and each waits for it by itself:
 
     rank 0  --all_reduce--|.....sleep.....|~spin~|call
     rank 1  ----all_reduce----|...sleep...|~spin~|call
                                                  ^ agreed instant
 
-The processes of one machine share CLOCK_MONOTONIC, which is what Python's monotonic clock is. Where
-there is no such clock, ranks start as they leave a barrier.
+The processes of one machine share CLOCK_MONOTONIC, which is Python's monotonic clock. Without a
+shared clock, ranks start as they leave a barrier.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from flux.host import available_cores
+from flux.machine.host import available_cores
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ _LATE_NS = 50_000
 
 
 class StartLine:
-    """Lines up the ranks of a group. Collective: all ranks make the same calls."""
+    """Synchronises the start of the ranks of a group. Collective: all ranks make the same calls."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class StartLine:
         self._common_clock = common_clock
         self._instant = torch.zeros(1, dtype=torch.int64)
         # With more ranks than cores, a spinning rank keeps another one from reaching the line.
-        # (Ranks may be pinned to some cores each, so it is those of the machine that count.)
+        # (Ranks may be pinned to some cores each, so the machine's cores count.)
         cores = os.cpu_count() or available_cores()
         self._spin_ns = _SPIN_NS if world * threads <= cores else 0
         self._lead_ns = _LEAD_NS
@@ -68,16 +68,19 @@ class StartLine:
         while (now := time.monotonic_ns()) < instant:
             pass
         self.late_ns = now - instant
-        # A rank that learns of the instant too late asks for more time ahead of the next one; the
-        # maximum over the ranks makes everybody grant it. (One that slept for too long would not
-        # have slept less.)
+        # A rank that learns of the instant too late asks for more time before the next one. All
+        # ranks take the maximum over the ranks. (A rank that slept too long would not have slept
+        # less.)
         lead = self._lead_ns * 2 if ahead < _LATE_NS else self._lead_ns * 15 // 16
         self._lead_ns = min(max(lead, _LEAD_NS), _MAX_LEAD_NS)
 
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Collect garbage now, and not inside: one collection lasts longer than many a GEMM."""
+    """Collect garbage now, and not within the context.
+
+    One collection lasts longer than many GEMMs.
+    """
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -89,7 +92,7 @@ def quiet_collector() -> Iterator[None]:
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """Result and duration in ms of one call."""
+    """Return result and duration in ms of one call."""
     begin = time.perf_counter_ns()
     result = call()
     return result, (time.perf_counter_ns() - begin) * 1e-6

@@ -1,7 +1,7 @@
-"""torch.compile with Inductor, and communication hidden without touching a model.
+"""Hide communication in models compiled by torch.compile with Inductor, without model changes.
 
-``flux.compile.enable()`` adds a pass to Inductor that rewrites functional collectives beside matrix
-products, as DTensor's tensor-parallel plans make them, into ops of flux (flux/compile/fuse.py).
+``flux.compile.enable()`` adds a pass to Inductor. The pass rewrites functional collectives next to
+matrix products, as in DTensor's tensor-parallel plans, to ops of flux (flux/compile/fuse.py).
 
     with flux.compile.enable():
         model = torch.compile(parallelize_module(model, mesh, plan))
@@ -18,19 +18,20 @@ from flux.compile.counts import Report, clear_report, report
 
 __all__ = ["Report", "clear_report", "disable", "enable", "enabled", "report"]
 
-_before: list[Any] = []  # what Inductor's configuration had before enable()
+_before: list[Any] = []  # Inductor's configuration before enable()
 
 
 def enable() -> Enabled:
-    """Rewrite what Inductor compiles from now on, until ``disable()``. Call it on every rank.
+    """Rewrite all graphs that Inductor compiles from now on, until ``disable()``.
 
-    After ``init_process_group``, where there are GPUs: the ranks tell each other their hosts.
+    Call it on every rank; on GPUs after ``init_process_group``, because the ranks exchange their
+    hosts.
 
     Returns:
         A context manager whose end is ``disable()``.
 
-    A pass that somebody else has put in the same place (post_grad_custom_pre_pass) runs first.
-    Calling it twice is calling it once.
+    An existing pass in the same place (post_grad_custom_pre_pass) runs first. A second call has no
+    effect.
     """
     from torch._inductor import config
 
@@ -46,7 +47,7 @@ def enable() -> Enabled:
 
 
 def disable() -> None:
-    """Compile as before ``enable()``. Graphs that are compiled stay as they are."""
+    """Compile as before ``enable()``. Compiled graphs stay as they are."""
     if _before:
         from torch._inductor import config
 
@@ -54,12 +55,12 @@ def disable() -> None:
 
 
 def enabled() -> bool:
-    """Whether what is compiled now is rewritten."""
+    """Return whether graphs compiled now are rewritten."""
     return bool(_before)
 
 
 class Enabled:
-    """What ``enable()`` returns; usable in a ``with`` statement."""
+    """The return value of ``enable()``; usable in a ``with`` statement."""
 
     def __enter__(self) -> Enabled:
         return self

@@ -1,4 +1,4 @@
-"""What the pass has done in this process: counted, and said in the log "flux.compile"."""
+"""Count the pass's rewrites in this process, and log them in "flux.compile"."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger("flux.compile")
 class Report:
     """Counts of collectives in the graphs that the pass has seen.
 
-    A graph that PyTorch takes from its cache of compiled code was rewritten when it was compiled,
-    and is not counted again.
+    A graph from PyTorch's cache of compiled code was rewritten when it was compiled, and is not
+    counted again.
 
     Attributes:
-        graphs: how many there were; a training step has one forward and one backward.
-        found: by collective ("all_gather", ...): how many were there.
-        fused: by kind ("all_gather -> matmul", ...): how many are ops of flux now.
-        left: by collective and reason: how many stayed as they were.
+        graphs: number of graphs; a training step has one forward and one backward.
+        found: number of collectives, by collective ("all_gather", ...).
+        fused: number of collectives that became ops of flux, by kind ("all_gather -> matmul", ...).
+        left: number of collectives that were not rewritten, by collective and reason.
     """
 
     graphs: int = 0
@@ -41,28 +41,28 @@ _said: set[str] = set()
 
 
 def report() -> Report:
-    """The counts since the process began, or since ``clear_report()``."""
+    """Return the counts since the process began, or since ``clear_report()``."""
     return _report
 
 
 def clear_report() -> None:
-    """Count from zero."""
+    """Reset the counts to zero."""
     global _report
     _report = Report()
 
 
 def note_found(collective: str) -> None:
-    """A graph has one of these."""
+    """Count a collective of a graph."""
     _report.found[collective] += 1
 
 
 def note_fused(kind: str) -> None:
-    """A collective has become part of an op."""
+    """Count a collective that has become part of an op."""
     _report.fused[kind] += 1
 
 
 def note_left(collective: str, reason: str) -> None:
-    """A collective stays; the log says why, the first time."""
+    """Count a collective that is not rewritten; log each reason once."""
     text = f"{collective}: {reason}"
     _report.left[text] += 1
     if text not in _said:
@@ -71,7 +71,7 @@ def note_left(collective: str, reason: str) -> None:
 
 
 def note_graph(fused: int, found: int) -> None:
-    """A graph is done."""
+    """Count a graph, and log its result."""
     _report.graphs += 1
     if found:
         logger.info("%d of %d collectives of a graph fused", fused, found)

@@ -1,15 +1,16 @@
-"""Rewriting functional collectives beside matrix products into ops of flux.
+"""Rewrite functional collectives next to matrix products to ops of flux.
 
     all_gather -> wait (-> split, cat) -> views -> mm, addmm ...   graph_all_gather_matmul
     mm (+ mm ...) -> views (-> split, cat) -> reduce_scatter -> wait   graph_matmul_reduce_scatter
     mm (+ mm ...) -> views -> all_reduce -> wait                   graph_matmul_all_reduce
 
-All products of one gathered tensor become one op, which returns the gathered tensor too if others
-read it. A sum of products is one product of operands side by side: what a gathered tensor that
-several layers read looks like in backward. A bias in front of a reduction is reduced by itself.
+All products of one gathered tensor become one op, which also returns the gathered tensor if other
+nodes read it. A sum of products becomes one product of concatenated operands: it occurs in the
+backward of a gathered tensor that several layers read. A bias in front of a reduction is reduced
+separately.
 
-A decision depends on nothing but the graph, the size of the group and its devices, so that it is
-the same on all ranks, of which some may find their code in a cache and never come here.
+Decisions depend only on the graph, the size of the group and its devices. So they are equal on all
+ranks, although some ranks may take their code from a cache and not run this pass.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from flux.compile.graph import (
     value,
     view_with,
 )
-from flux.compile.served import why_not
+from flux.compile.served import reason_unsupported
 
 GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 _KINDS = {
@@ -50,11 +51,11 @@ _KINDS = {
 
 
 class Leave(Exception):
-    """A collective stays as it is; the text says why."""
+    """Raised to leave a collective as it is; the text is the reason."""
 
 
 def fuse(graph: fx.Graph) -> int:
-    """Rewrite what can be; the number of collectives that are part of our ops now."""
+    """Rewrite all eligible collectives; return how many are now part of our ops."""
     fused, found = 0, 0
     for node in list(graph.nodes):
         kind = _KINDS.get(node.target) if node.op == "call_function" else None
@@ -90,7 +91,7 @@ def _writer(before: fx.Node) -> Writer:
 
 
 def _check(group_name: Any, *tensors: fx.Node) -> None:
-    reason = why_not(group_name, [value(tensor) for tensor in tensors])
+    reason = reason_unsupported(group_name, [value(tensor) for tensor in tensors])
     if reason is not None:
         raise Leave(reason)
 
@@ -134,7 +135,7 @@ def _fuse_gather(gather: fx.Node) -> str:
 
 
 def _readers(wait: fx.Node) -> tuple[fx.Node, int, list[fx.Node]]:
-    """(gathered tensor, its gathered dimension, the products of its rows)."""
+    """Return (gathered tensor, its gathered dimension, the products of its rows)."""
     wholes = [(wait, 0)]
     for cat in {c for user in wait.users for piece in user.users for c in (piece, *piece.users)}:
         found = shards_of(cat, wait)
@@ -158,14 +159,20 @@ def _readers(wait: fx.Node) -> tuple[fx.Node, int, list[fx.Node]]:
 
 
 def _only_for(wait: fx.Node, cat: fx.Node) -> bool:
-    """Whether the gathered tensor is cut up for this concatenation and read by nobody else."""
+    """Return whether the gathered tensor is split only for this concatenation.
+
+    It must have no other readers.
+    """
     pieces: Any = cat.args[0]
     between = {*pieces, *(node for piece in pieces for node in piece.all_input_nodes)}
     return all(user in between for user in wait.users)
 
 
 def _products_of(whole: fx.Node, wait: fx.Node) -> list[fx.Node]:
-    """Products whose left operand is ``whole`` as rows, and whose other operands do not need it."""
+    """Return products whose left operand is ``whole`` as rows.
+
+    Their other operands must not depend on it.
+    """
     depth = value(whole).shape[-1]
     found = []
     for node in flat_descendants(whole):
@@ -198,7 +205,10 @@ def _replace_product(product: fx.Node, result: fx.Node, writer: Writer) -> None:
 
 
 def _sum_of_products(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
-    """The products whose sum ``node`` is, in another shape. ``reader`` is its only one."""
+    """Return the products whose sum is ``node``, in another shape.
+
+    ``reader`` is its only reader.
+    """
     if any(user is not reader for user in node.users):
         raise Leave("the product has other readers")
     if is_product(node):
@@ -215,7 +225,7 @@ def _sum_of_products(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
 
 
 def _one_product(products: list[fx.Node], writer: Writer) -> tuple[fx.Node, fx.Node]:
-    """(A, B) whose product is the sum of all."""
+    """Return (A, B) whose product is the sum of all products."""
     pairs = [operands(product)[1:] for product in products]
     if len(pairs) == 1:
         return pairs[0]
@@ -226,7 +236,7 @@ def _one_product(products: list[fx.Node], writer: Writer) -> tuple[fx.Node, fx.N
 def _add_biases(
     result: fx.Node, products: list[fx.Node], op: str, group_name: str, writer: Writer
 ) -> fx.Node:
-    """Biases were parts of the summands: a rank may have its own, so they are reduced, too."""
+    """Add the reduced biases: each rank's sum may have had its own bias."""
     for product in products:
         bias = operands(product)[0]
         if bias is not None:
@@ -249,7 +259,7 @@ def _finish(collective: fx.Node, wait: fx.Node, result: fx.Node, products: list[
     collective.replace_all_uses_with(result, delete_user_cb=lambda user: user is not wait)
     chain: list[fx.Node] = [wait, collective]
     stop = set(products)
-    for node in chain:  # it grows: all between the products and the collective
+    for node in chain:  # grows: all nodes between the products and the collective
         if node not in stop:
             chain += [n for n in node.all_input_nodes if n not in chain and n.op != "placeholder"]
     erase(chain)
@@ -285,7 +295,7 @@ def _fuse_scatter(scatter: fx.Node) -> str:
 
 
 def _sum_of_products_of(whole: fx.Node, reader: fx.Node, source: fx.Node) -> list[fx.Node]:
-    """``_sum_of_products`` of what is read once, or by the slices of one concatenation."""
+    """Return ``_sum_of_products`` of a node read once, or by the slices of one concatenation."""
     if whole is not source and reader.target is aten.slice.Tensor:
         if any(source not in user.users for user in whole.users):
             raise Leave("the product has other readers")

@@ -1,4 +1,4 @@
-"""Looking at, and adding to, graphs of aten operators and functional collectives."""
+"""Inspect and extend graphs of aten operators and functional collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-# They keep elements in their order: [b, s, K] as [b * s, K], and back.
+# Ops that keep elements in order: [b, s, K] as [b * s, K], and back.
 FLAT = frozenset(
     (
         aten.reshape.default,
@@ -30,13 +30,13 @@ _WITH_SHAPE = (aten.reshape.default, aten.view.default, aten._unsafe_view.defaul
 
 
 def value(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that a node makes."""
+    """Return the fake tensor of a node."""
     val: torch.Tensor = node.meta["val"]
     return val
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two sizes are known to be equal, without deciding that they shall be."""
+    """Return whether two sizes are known to be equal, without adding a guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -45,12 +45,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def argument(node: fx.Node, number: int, name: str, default: Any = None) -> Any:
-    """An argument, given by its place or by its name."""
+    """Return an argument, given by position or by name."""
     return node.args[number] if len(node.args) > number else node.kwargs.get(name, default)
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node is A @ B, or bias + A @ B with nothing scaled and one bias per column."""
+    """Return whether a node is A @ B, or bias + A @ B unscaled with one bias per column."""
     if node.target is aten.mm.default:
         return True
     if node.target is not aten.addmm.default:
@@ -60,16 +60,17 @@ def is_product(node: fx.Node) -> bool:
 
 
 def operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
-    """(bias or None, A, B) of ``is_product``."""
+    """Return (bias or None, A, B) of ``is_product``."""
     if product.target is aten.mm.default:
         return None, *product.args  # type: ignore[return-value]
     return product.args  # type: ignore[return-value]
 
 
 def shards_of(cat: fx.Node, whole: fx.Node | None = None) -> tuple[fx.Node, int] | None:
-    """What a concatenation cuts up and puts together again: (tensor, dimension that is cut).
+    """Return the tensor that a concatenation splits and joins again, and the split dimension.
 
-    All pieces, in order, of equal size, and used for nothing else. ``whole``: only of that tensor.
+    All pieces must be in order, of equal size, and without other uses. ``whole``: only of that
+    tensor.
     """
     if cat.target is not aten.cat.default:
         return None
@@ -109,7 +110,7 @@ def shards_of(cat: fx.Node, whole: fx.Node | None = None) -> tuple[fx.Node, int]
 
 
 def flat_descendants(node: fx.Node) -> list[fx.Node]:
-    """The node, and all that hold its elements in the same order in another shape."""
+    """Return the node, and all nodes with the same elements in the same order in another shape."""
     found = [node]
     for each in found:
         found += [user for user in each.users if user.target in FLAT and user.args[0] is each]
@@ -117,7 +118,7 @@ def flat_descendants(node: fx.Node) -> list[fx.Node]:
 
 
 def depends_on(nodes: Iterable[fx.Node], origin: fx.Node) -> bool:
-    """Whether any of the nodes is, or is computed from, ``origin``."""
+    """Return whether any of the nodes is, or is computed from, ``origin``."""
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -131,7 +132,7 @@ def depends_on(nodes: Iterable[fx.Node], origin: fx.Node) -> bool:
 
 
 def shape_arguments(node: fx.Node) -> list[Any] | None:
-    """A node's shape as arguments of a reshape: numbers, and nodes where a size is a symbol."""
+    """Return a node's shape as arguments of a reshape: numbers, or nodes for symbolic sizes."""
     shape = value(node).shape
     if all(isinstance(size, int) for size in shape):
         return list(shape)
@@ -144,7 +145,7 @@ def shape_arguments(node: fx.Node) -> list[Any] | None:
 
 
 class Writer:
-    """Adds nodes to a graph, before a given one, with the values that they will have."""
+    """Adds nodes with fake values to a graph, before a given node."""
 
     def __init__(self, before: fx.Node, mode: FakeTensorMode) -> None:
         self.graph = before.graph
@@ -152,7 +153,7 @@ class Writer:
         self.mode = mode
 
     def call(self, target: Any, *args: Any) -> fx.Node:
-        """A call of an operator."""
+        """Add a call of an operator."""
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args)
         with self.mode:
@@ -160,19 +161,19 @@ class Writer:
         return node
 
     def item(self, several: fx.Node, number: int) -> fx.Node:
-        """One of the results of a call."""
+        """Add a node for one of the results of a call."""
         return self.call(operator.getitem, several, number)
 
 
 def view_with(user: fx.Node, old: fx.Node, new: fx.Node) -> None:
-    """Let a view take its elements from another node, which may lie otherwise in memory."""
+    """Let a view read its elements from another node, whose strides may differ."""
     user.replace_input_with(old, new)
     if user.target is aten.view.default:
         user.target = aten.reshape.default
 
 
 def erase(nodes: Sequence[fx.Node]) -> None:
-    """Take nodes out that have no users left. Collectives, too, which nobody else would."""
+    """Remove nodes that have no users left, including collectives, which other passes keep."""
     left = list(dict.fromkeys(nodes))
     while True:
         dead = [node for node in left if not node.users]

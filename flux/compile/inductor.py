@@ -1,4 +1,4 @@
-"""The pass, as Inductor wants it: callable, with an identity for its cache of compiled code."""
+"""The pass in Inductor's form: a callable with an identity for the cache of compiled code."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ _SOURCES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.py")
 
 
 class FusePass(CustomGraphPass):
-    """Rewrites a graph after ``theirs``: what was in its place, a pass, several, or None."""
+    """Rewrites a graph after ``theirs``: the pass set before, a list of passes, or None."""
 
     def __init__(self, theirs: Any = None) -> None:
         several = isinstance(theirs, (list, tuple))
         self.theirs: tuple[Any, ...] = tuple(theirs) if several else (theirs,) if theirs else ()
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Run the previous passes, then rewrite the graph."""
         for each in self.theirs:
             each(graph)
         if fuse(graph):
-            stable_topological_sort(graph)  # nodes were written where their readers are
+            stable_topological_sort(graph)  # new nodes are placed at their readers
             graph.lint()
 
     def uuid(self) -> Any:
-        """What compiled code depends on; None, so that it is not cached, if we cannot know."""
+        """Return the cache key of compiled code.
+
+        None, which disables caching, if a pass has no key.
+        """
         ids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.theirs]
         return None if None in ids else (get_hash_for_files(_SOURCES), *ids)

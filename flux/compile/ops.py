@@ -1,7 +1,7 @@
 """The ops that rewritten graphs call: products with communication, on pooled ops of a group.
 
-Unlike the functional forms (flux.ops.functional) they do not meet their peers beforehand to compare
-arguments, as the ranks of a group run the same graph, and their workspaces stay until
+Unlike the functional forms (flux.ops.functional) they do not compare arguments with their peers
+first, because the ranks of a group run the same graph. Their workspaces stay until
 ``flux.layers.close_pools()``: a graph has more shapes than a small cache holds.
 """
 
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 import torch
 
-from flux.layers.pool import pool_of
 from flux.ops import AGGemm, GemmAR, GemmRS
-from flux.ops._library import LIBRARY, register_fake, spread
 from flux.ops.functional import (
     all_gather_matmul_fake,
     around_gather,
     around_scatter,
     matmul_reduce_scatter_fake,
 )
+from flux.ops.library import LIBRARY, register_fake, spread
+from flux.ops.pool import pool_of
 
 for _schema in (
     "graph_all_gather_matmul(Tensor A, Tensor[] Bs, Tensor[] biases, bool[] has_bias, "
@@ -32,8 +32,10 @@ for _schema in (
 
 
 def _as_weights(products: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """Right operands [K, N] as an op takes them, and whether that is turned, as [N, K]: as they are
-    where they lie so in memory, so that nothing is copied."""
+    """Return right operands [K, N] in an op's form, and whether they are transposed to [N, K].
+
+    They stay in their memory layout, so that nothing is copied.
+    """
     turned = all(B.stride(0) == 1 for B in products)
     return ([B.t() for B in products] if turned else list(products)), turned
 
@@ -47,7 +49,10 @@ def _all_gather_matmul(
     group_name: str,
     return_A: bool,
 ) -> list[torch.Tensor]:
-    """[*A.shape[:-1], N_i] each, gathered along ``gather_dim``, and the gathered A if asked for."""
+    """Return products [*A.shape[:-1], N_i], gathered along ``gather_dim``.
+
+    With ``return_A`` the last element is the gathered A.
+    """
     pool = pool_of(group_name)
     bias = spread(biases, has_bias)
     weights, turned = _as_weights(Bs)
@@ -67,7 +72,7 @@ def _all_gather_matmul(
 def _matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
-    """``reduce_scatter(A @ B, reduce_op, scatter_dim)``."""
+    """Return ``reduce_scatter(A @ B, reduce_op, scatter_dim)``."""
     pool = pool_of(group_name)
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -89,7 +94,7 @@ def _matmul_reduce_scatter(
 def _matmul_all_reduce(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str
 ) -> torch.Tensor:
-    """``all_reduce(A [M, K] @ B [K, N], reduce_op)``."""
+    """Return ``all_reduce(A [M, K] @ B [K, N], reduce_op)``."""
     pool = pool_of(group_name)
     weights, turned = _as_weights([B])
     sizes = (B.shape[1], B.shape[0] * pool.world, A.dtype)

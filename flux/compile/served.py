@@ -1,4 +1,4 @@
-"""What flux serves, judged while a graph is compiled: nothing is communicated then."""
+"""Decide at compile time what flux can compute, without communication."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from flux.core.spec import DTYPES, FP8
+from flux.machine.host import host_identity
 from flux.ops import torch_internals
 from flux.ops.executor import why_not_gpus
-from flux.ops.spec import DTYPES, FP8
 from flux.transport.exchange import resolve_group
-from flux.transport.shm import host_identity
 
-_hosts: list[str] = []  # of all ranks, by global rank; known where GPUs are
+_hosts: list[str] = []  # of all ranks, by global rank; known if there are GPUs
 
 
 def learn_hosts() -> None:
-    """Find out which host each rank is on, if that will matter. Collective then."""
+    """Exchange the host of each rank, if there are GPUs. Then it is collective."""
     if not _hosts and torch.cuda.is_available() and dist.is_initialized():
         found: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(found, host_identity())
         _hosts.extend(found)
 
 
-def why_not(group_name: str, tensors: Sequence[torch.Tensor]) -> str | None:
-    """Why flux cannot compute with these operands over a group, or None. The same on all ranks."""
+def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str | None:
+    """Return why flux cannot compute with these operands over a group, or None.
+
+    Equal on all ranks.
+    """
     first = tensors[0]
     device = first.device.type
     if any(t.dtype != first.dtype for t in tensors):

@@ -1,19 +1,26 @@
-"""Kernels: what there can be, how they are written, built, kept and found again.
+"""Kernels: which configs exist, and how they are generated, built, stored and found.
 
-`config` -> `legality` -> `sets` say which; `generator` -> `build` make them; `manifest` and
-`registry` find them. Nothing here needs torch or a GPU, so that a build can run it on its own
-(tools/compile_kernels.py).
+`config` -> `legality` -> `sets` define the configs; `generator` -> `build` make the libraries;
+`manifest` and `registry` find them. Nothing here needs torch or a GPU, so that a build can import
+it alone (tools/compile_kernels.py).
 """
 
 from flux.kernels.config import GemmConfig
-from flux.kernels.legality import GemmProblem, is_legal, runs_on, why_illegal, why_not, why_not_on
+from flux.kernels.legality import (
+    GemmProblem,
+    is_legal,
+    reason_unsupported,
+    runs_on,
+    why_illegal,
+    why_not_on,
+)
 
 __all__ = [
     "GemmConfig",
     "GemmProblem",
     "is_legal",
+    "reason_unsupported",
     "runs_on",
     "why_illegal",
-    "why_not",
     "why_not_on",
 ]

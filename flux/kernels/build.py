@@ -1,4 +1,4 @@
-"""Builds one library of kernels: with which tools, under which key, and how it gets into place."""
+"""Build one library of kernels: tools, key, and the atomic move into place."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
-from flux import env, toolchain
+from flux.core import env
+from flux.core.wholefile import write_whole
 from flux.kernels import manifest, ptxas, sources, trust
 from flux.kernels.children import Cancelled, Children
 from flux.kernels.config import GemmConfig
 from flux.kernels.generator import library_name, symbol, translation_unit
 from flux.kernels.manifest import DamagedLibraryError, Library
-from flux.wholefile import write_whole
+from flux.machine import toolchain
 
 SOURCE = "kernels.cu"
 _OBJECT = "kernels.o"
@@ -39,30 +40,30 @@ FLAGS = (
     "-Xptxas=-v",
 )
 _CODE = {
-    # The fallback on newer GPUs: code for Hopper as well, where it is used beside sm_90a (both from
-    # one front-end run), and PTX for what comes after.
+    # The fallback on newer GPUs: code for Hopper too, where it is used beside sm_90a (both from one
+    # front-end run), and PTX for later architectures.
     "80": "arch=compute_80,code=[sm_80,sm_90,compute_80]",
     "90a": "arch=compute_90a,code=sm_90a",
 }
 LINK_FLAGS = (
     "-shared",
-    # Static: no libcudart of a particular version has to be found at run time.
+    # Static, so that no libcudart of a particular version is needed at run time.
     "-cudart=static",
     "-Xlinker=--exclude-libs=ALL",
-    # What is missing shows here, rather than when the library is loaded.
+    # Unresolved symbols fail here instead of at load time.
     "-Xlinker=--no-undefined",
 )
-# Variables that nvcc reads by itself.
+# Variables that nvcc itself reads.
 _NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 
 
 def inherited_flags() -> list[str]:
-    """What nvcc takes from the environment."""
+    """Return the flags that nvcc takes from the environment."""
     return [f"{name}={os.environ[name]}" for name in _NVCC_VARIABLES if name in os.environ]
 
 
 class MissingToolError(RuntimeError):
-    """Something without which no kernel can be built; the message says how to get it."""
+    """A required tool or library is missing; the message says how to get it."""
 
 
 class CompileError(RuntimeError):
@@ -71,7 +72,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Tools:
-    """What builds kernels: programs, headers, versions."""
+    """The build tools: programs, headers, versions."""
 
     nvcc: toolchain.Tool
     cutlass: toolchain.Tool
@@ -79,27 +80,27 @@ class Tools:
     ccache: str | None = None
 
     def flags(self, arch: str) -> tuple[str, ...]:
-        """Of the compiler, but for where things lie; with what nvcc takes from the environment."""
+        """Return the compiler's flags except paths, with nvcc's flags from the environment."""
         return (*FLAGS, f"-gencode={_CODE[arch]}", *inherited_flags())
 
     def compile_command(self, arch: str) -> list[str]:
-        """To be run in the directory that has the source."""
+        """Return the compile command; its directory must hold the source."""
         prefix = [self.ccache] if self.ccache else []
-        # CUDA's own headers and libraries are found by nvcc, its package's too.
+        # nvcc itself finds CUDA's headers and libraries, those of its package too.
         headers = [str(self.csrc), *toolchain.cutlass_includes(self.cutlass)]
         flags = [*FLAGS, f"-gencode={_CODE[arch]}", *(f"-I{directory}" for directory in headers)]
         return [*prefix, self.nvcc.path, *flags, "-c", SOURCE, "-o", _OBJECT]
 
     def link_command(self, output: str) -> list[str]:
-        """To be run in the same directory."""
+        """Return the link command, for the same directory."""
         return [self.nvcc.path, *LINK_FLAGS, _OBJECT, "-o", output]
 
 
 def find_tools() -> Tools:
-    """nvcc, CUTLASS and our headers.
+    """Find nvcc, CUTLASS and our headers.
 
     Raises:
-        MissingToolError: one of them is not there, or does not work.
+        MissingToolError: one of them is missing or does not work.
     """
     nvcc, cutlass, csrc = toolchain.nvcc(), toolchain.cutlass(), sources.csrc()
     if nvcc is None:
@@ -122,7 +123,7 @@ def find_tools() -> Tools:
 
 @dataclass(frozen=True)
 class Unit:
-    """One library to be built: its configs and what identifies it."""
+    """One library to be built: its configs and its identity."""
 
     configs: tuple[GemmConfig, ...]
     sources: str
@@ -131,23 +132,24 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Of the library."""
+        """Name of the library."""
         return library_name(self.configs, self.key, self.traced)
 
     @property
     def arch(self) -> str:
+        """Architecture of its kernels."""
         return self.configs[0].arch
 
     @property
     def what(self) -> str:
-        """For people: what it has, in a few words."""
+        """Short description of its kernels, for display."""
         first = self.configs[0]
         build = " traced" if self.traced else ""
         return f"{first.op} sm_{first.arch} {first.dtype}{build} x{len(self.configs)}"
 
 
 def make_unit(configs: Sequence[GemmConfig], tools: Tools, traced: bool = False) -> Unit:
-    """Compute the key of a library of these configs, as these tools would build it."""
+    """Return the library of these configs, with its key for these tools."""
     hashed = sources.sources_hash(configs, tools.csrc, traced)
     key = sources.library_key(
         hashed,
@@ -165,12 +167,16 @@ def build(
     children: Children,
     started: Callable[[], None] = lambda: None,
 ) -> tuple[Library, bool]:
-    """Build ``unit`` in ``root`` unless it is there; returns it, and whether it was built now.
+    """Build ``unit`` in ``root`` unless it exists; return it, and whether it was built now.
 
-    One of several processes that want the same library builds it, while the others wait. It is
-    made in a directory of its own and renamed into place, so that nobody sees half of it.
+    If several processes want the same library, one builds it and the others wait. It is built in a
+    directory of its own and renamed into place, so that no process sees an incomplete library.
 
     Args:
+        unit: the library to build.
+        root: directory of libraries.
+        tools: the build tools.
+        children: runs the compiler.
         started: called when compiling starts.
 
     Raises:
@@ -190,11 +196,21 @@ def in_place(
     children: Children,
     started: Callable[[], None] = lambda: None,
 ) -> tuple[T, bool]:
-    """See to it that ``root`` has the directory ``name``; what ``read`` finds in it, and whether it
-    was made now: by ``make``, in an empty directory that is renamed afterwards.
+    """Return root/name; if missing, build it in a temporary directory and rename.
+
+    Args:
+        root: directory of libraries.
+        name: of the directory to return.
+        read: reads that directory.
+        make: fills an empty directory.
+        children: checked for cancellation.
+        started: called before ``make``.
+
+    Returns:
+        (result of ``read``, whether the directory was made now).
 
     Raises:
-        UntrustedError: another user can write or replace ``root``, or what is there.
+        UntrustedError: another user can write or replace ``root``, or the directory.
         Cancelled: ``children`` were killed meanwhile.
         OSError: ``root`` cannot be written.
     """
@@ -209,10 +225,10 @@ def in_place(
             except DamagedLibraryError as error:
                 manifest.set_aside(directory, str(error))
         started()
-        # A name that does not change, so that ccache sees the same paths; whoever left such a
-        # directory behind is dead, or it would have the lock.
+        # A fixed name, so that ccache sees the same paths. If the directory exists, the process
+        # that made it is dead: else it would hold the lock.
         staging = root / f".building-{name}"
-        if staging.is_symlink():  # which rmtree does not remove, and mkdir does not follow
+        if staging.is_symlink():  # rmtree does not remove links, and mkdir does not follow them
             staging.unlink()
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
@@ -278,15 +294,23 @@ def _build_in(staging: Path, unit: Unit, root: Path, tools: Tools, children: Chi
 def run_all(
     commands: Sequence[Sequence[str]], staging: Path, children: Children, what: str, log: Path
 ) -> str:
-    """Run compiler and linker in ``staging``; what they said.
+    """Run compiler and linker in ``staging``; return their output.
+
+    Args:
+        commands: to run in order.
+        staging: the directory to run in.
+        children: runs them.
+        what: description of the build, for errors.
+        log: file for the whole output of a failed command.
 
     Raises:
-        CompileError: one of them failed at ``what``; ``log`` has all that it said.
-        Cancelled, OSError: see ``Children.run``.
+        CompileError: a command failed; ``log`` has all of its output.
+        Cancelled: see ``Children.run``.
+        OSError: see ``Children.run``.
     """
     temporary = staging / "tmp"
     temporary.mkdir()
-    # nvcc's temporary files go where they are removed even if it is killed.
+    # nvcc's temporary files go into a directory that is removed even if nvcc is killed.
     variables = {**os.environ, "TMPDIR": str(temporary), "CCACHE_NOHASHDIR": "1"}
     report = ""
     for command in commands:
@@ -300,7 +324,7 @@ def run_all(
 
 
 def failure_log(root: Path, name: str) -> Path:
-    """Where all that nvcc said is kept when a library does not compile."""
+    """Return the file that keeps nvcc's whole output if a library does not compile."""
     return root / f"{name}.failed.txt"
 
 
@@ -320,7 +344,7 @@ def _names(unit: Unit) -> str:
 
 
 def first_errors(output: str) -> list[str]:
-    """The lines of a compiler's output that matter most: from the first error on."""
+    """Return the most relevant lines of a compiler's output: from the first error on."""
     lines = [line for line in output.splitlines() if line.strip()]
     error = re.compile(r"\b(error|fatal|undefined reference|No such file)\b", re.IGNORECASE)
     first = next((index for index, line in enumerate(lines) if error.search(line)), None)

@@ -1,4 +1,4 @@
-"""Child processes that can be killed all at once, with the processes that they started."""
+"""Child processes that can be killed together, with the processes that they started."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 
 class Cancelled(Exception):
-    """The work was called off."""
+    """The work was cancelled."""
 
 
 class Children:
-    """Programs run from several threads. ``kill`` ends those that run and refuses new ones."""
+    """Runs programs from several threads. ``kill`` ends the running ones and rejects new ones."""
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
@@ -26,7 +26,7 @@ class Children:
     def run(
         self, command: Sequence[str], directory: Path, variables: Mapping[str, str]
     ) -> tuple[int, str]:
-        """Run a program in ``directory``; returns its status and what it printed.
+        """Run a program in ``directory``; return its status and output.
 
         Raises:
             Cancelled: ``kill`` was called, before or meanwhile.
@@ -44,7 +44,8 @@ class Children:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                # A group of its own: nvcc starts the compilers proper, which end with it.
+                # A process group of its own: nvcc starts the compilers proper, which are killed
+                # with it.
                 start_new_session=True,
             )
             self._running.add(process)
@@ -58,10 +59,10 @@ class Children:
         return process.returncode, output
 
     def kill(self) -> None:
-        """End everything that runs. May be called more than once."""
+        """Kill everything that runs. May be called more than once."""
         self.cancelled.set()
         with self._lock:
             for process in self._running:
-                if process.returncode is None:  # not waited for yet: the id is still its own
+                if process.returncode is None:  # not waited for yet, so the id is not reused
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)

@@ -1,5 +1,6 @@
-"""`GemmConfig`: every template parameter of a kernel. Only the standard library, so that builds,
-which have no torch, can import it.
+"""Define `GemmConfig`, the template parameters of a kernel.
+
+This module uses only the standard library, so that builds, which have no torch, can import it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ REDUCES = ("local", "in_flight")
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "e4m3": 1}
 TMA_BYTES = 16
-"""What TMA wants every address and row to be a multiple of."""
+"""TMA needs every address and row to be a multiple of this."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "op": OPS,
@@ -36,31 +37,31 @@ _EXTENTS = {"tile": 3, "cluster": 2, "warps": 2}
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One kernel. What can be a run-time argument (raster, order, swizzle, communication tile rows)
-    is one, and does not stand here.
+    """One kernel. Parameters that can be run-time arguments are not fields.
 
-    Constructing one checks each field by itself; ``flux.kernels.legality`` says which combinations
-    there are kernels for.
+    Run-time arguments are raster, order, swizzle and communication tile rows. The constructor
+    checks each field alone; ``flux.kernels.legality`` defines the combinations that kernels
+    support.
 
     Attributes:
-        op: ``gemm`` (plain, the yardstick) | ``ag_gemm`` | ``gemm_rs``.
+        op: ``gemm`` (plain, the baseline) | ``ag_gemm`` | ``gemm_rs``.
         arch: ``80`` (CUTLASS 2.x; also runs on newer GPUs) | ``90a`` (Hopper: TMA, WGMMA).
         dtype: of both operands: ``bf16`` | ``fp16`` | ``e4m3``. The result of e4m3 is bf16, that of
-            the others their own.
+            the others has their own dtype.
         weight: ``nk`` ([N, K], as PyTorch's Linear) | ``kn`` ([K, N]).
         tile: (m, n, k) of a thread block, in elements.
         schedule: 90a: ``cooperative`` (two consumer warp groups share a tile) | ``pingpong`` (each
             has its own) | ``stream_k``. 80: ``multistage`` | ``stream_k``.
-        cluster: (m, n) thread blocks that share what they load; (1, 1) on 80.
-        stages: of the shared-memory pipeline. 90a: 0 is as many as fit; 80: 2 to 5.
-        activation: after scaling and bias.
+        cluster: (m, n) thread blocks that share their loads; (1, 1) on 80.
+        stages: of the shared-memory pipeline. 90a: 0 means as many as fit; 80: 2 to 5.
+        activation: applied after scaling and bias.
         scaling: of e4m3 operands: one factor per ``tensor``, or one per ``row`` of x and of the
             weight's [N, K].
         reduce: ``local`` (the owner sums, in rank order) | ``in_flight`` (memory sums, in the order
             of arrival).
         warps: (m, n) of a thread block on 80; None on 90a, where the schedule implies them.
-        alignment: elements that addresses and rows are multiples of, on 80; 0 on 90a, where TMA
-            wants 16 bytes.
+        alignment: on 80, addresses and rows must be multiples of this many elements; 0 on 90a,
+            where TMA needs 16 bytes.
     """
 
     op: str
@@ -89,17 +90,17 @@ class GemmConfig:
             if not (
                 isinstance(value, tuple)
                 and len(value) == length
-                and all(type(extent) is int and extent >= 1 for extent in value)
+                and all(type(extent) is int and 1 <= extent < 2**31 for extent in value)
             ):
                 raise ValueError(f"{name} must be {length} positive integers, got {value!r}")
         for name in ("stages", "alignment"):
             value = getattr(self, name)
-            if type(value) is not int or value < 0:
+            if type(value) is not int or not 0 <= value < 2**31:
                 raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
 
     @property
     def name(self) -> str:
-        """A C identifier, different for different configs; what has its default is left out."""
+        """A C identifier, unique per config; fields with default values are left out."""
         parts = ["flux", self.op, f"sm{self.arch}", self.dtype, self.weight, _by_x(self.tile)]
         if self.arch == "90a":
             parts.append(_by_x(self.cluster))
@@ -117,14 +118,15 @@ class GemmConfig:
         ):
             if value != default:
                 parts.append(value)
-        # Not offered on 80, but it can be written down, and then it is another config.
+        # 80 does not offer clusters, but such a config can be constructed, and it needs a name of
+        # its own.
         if self.arch == "80" and self.cluster != (1, 1):
             parts.append(f"c{_by_x(self.cluster)}")
         return "_".join(parts)
 
     @property
     def output(self) -> str:
-        """dtype of the result."""
+        """Dtype of the result."""
         return "bf16" if self.dtype == "e4m3" else self.dtype
 
     @property
@@ -139,16 +141,16 @@ class GemmConfig:
 
     @property
     def cluster_tile(self) -> tuple[int, int]:
-        """(rows, columns) of the result that a cluster makes: what the tile order visits."""
+        """(rows, columns) of the result that a cluster computes: the unit of the tile order."""
         return self.tile[0] * self.cluster[0], self.tile[1] * self.cluster[1]
 
     @property
     def alignment_elements(self) -> int:
-        """Elements of the operands that addresses and rows must be multiples of."""
+        """Addresses and rows of the operands must be multiples of this many elements."""
         return self.alignment or TMA_BYTES // self.itemsize
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields, for JSON."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -156,7 +158,7 @@ class GemmConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GemmConfig:
-        """The inverse of ``as_dict``.
+        """Return the config of these fields; the inverse of ``as_dict``.
 
         Raises:
             ValueError: a field is missing, unknown, or has an impossible value.

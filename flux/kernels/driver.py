@@ -1,4 +1,4 @@
-"""Builds many libraries at once, as many as cores and memory allow."""
+"""Build many libraries in parallel, as many as cores and memory allow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from flux import host
 from flux.kernels import manifest
 from flux.kernels.build import CompileError, Tools, Unit, build, make_unit
 from flux.kernels.children import Cancelled, Children
@@ -16,15 +15,16 @@ from flux.kernels.config import GemmConfig
 from flux.kernels.generator import libraries
 from flux.kernels.manifest import DamagedLibraryError, Library
 from flux.kernels.trust import UntrustedError
+from flux.machine import host
 
 JOB_BYTES = 6 << 30
-"""Memory to keep for one nvcc; 13.0 takes for sm_90a 3.5 GiB for a unit of one config, 5.1 GiB
-for one of four."""
+"""Memory to reserve per nvcc. 13.0 takes for sm_90a 3.5 GiB for a unit of one config, 5.1 GiB for
+one of four."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a set of configs needs: libraries that are there already, and those to be built."""
+    """The libraries for a set of configs: those that exist, and those to be built."""
 
     ready: list[Library]
     units: list[Unit]
@@ -32,13 +32,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How building one library ended.
+    """The result of building one library.
 
     Attributes:
-        library: None if it failed.
-        fresh: it was built now, not found (another process may have been quicker).
+        unit: the library's configs and identity.
+        library: None if the build failed.
+        fresh: whether it was built now rather than found (another process may have built it first).
         error: why it failed, or empty.
-        seconds: that it took, waiting for other processes included.
+        seconds: duration, including waits for other processes.
     """
 
     unit: Unit
@@ -49,21 +50,26 @@ class Outcome:
 
 
 class Observer:
-    """Told of each library when it begins to compile, and when it ends. From several threads."""
+    """Receives start and end of each library's build. Called from several threads."""
 
     def started(self, unit: Unit) -> None:
-        """The compiler runs."""
+        """Handle the start of a compiler."""
 
     def ended(self, outcome: Outcome) -> None:
-        """It was built, or found, or failed."""
+        """Handle the end of a build: built, found or failed."""
 
 
 def plan(configs: Sequence[GemmConfig], root: Path, tools: Tools, traced: bool = False) -> Plan:
-    """Look up in ``root`` which of the configs are built, as these tools would build them now;
-    ``traced``: as kernels that put down what they do.
+    """Return which of the configs ``root`` has, as built by these tools now, and which to build.
 
-    Groups are made before looking, so that everyone who asks for the same configs at the same time
-    asks for the same libraries.
+    Configs are grouped into libraries before the lookup, so that all processes that ask for the
+    same configs at the same time ask for the same libraries.
+
+    Args:
+        configs: the kernels.
+        root: directory of libraries.
+        tools: the build tools.
+        traced: whether the kernels record what they do.
     """
     current: dict[str, Library] = {}
     for library in manifest.scan(root):
@@ -82,12 +88,12 @@ def plan(configs: Sequence[GemmConfig], root: Path, tools: Tools, traced: bool =
 
 
 def is_current(library: Library, tools: Tools) -> bool:
-    """Whether these tools would build the very same library."""
+    """Return whether these tools would build an identical library."""
     return make_unit(library.configs, tools, library.traced).key == library.key
 
 
 def job_limit(units: int, wanted: int | None = None) -> int:
-    """How many compilers to run at once: ``wanted``, else what cores and free memory allow."""
+    """Return how many compilers to run: ``wanted``, else what cores and free memory allow."""
     if wanted is not None:
         return max(1, min(wanted, units))
     limits = [units, host.available_cores()]
@@ -100,10 +106,10 @@ def job_limit(units: int, wanted: int | None = None) -> int:
 def build_all(
     units: Sequence[Unit], root: Path, tools: Tools, jobs: int, observer: Observer
 ) -> list[Outcome]:
-    """Build the libraries, ``jobs`` at a time; one that fails does not stop the others.
+    """Build the libraries, ``jobs`` at a time; one failure does not stop the others.
 
-    An exception in the caller's thread, Ctrl-C above all, kills the compilers and leaves nothing
-    half-built behind before it goes on.
+    On an exception in the caller's thread, above all Ctrl-C, the compilers are killed and no
+    incomplete library remains before the exception continues.
     """
     children = Children()
     with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="flux-compile") as pool:
@@ -137,10 +143,10 @@ def _build_one(
 
 
 def remove_superseded(root: Path, tools: Tools) -> list[Library]:
-    """Remove libraries whose kernels all are in ``root`` in a current version too.
+    """Remove libraries all of whose kernels are in ``root`` in a current version too.
 
-    For directories that hold what was built ahead of time, from one checkout: a cache may be shared
-    by several, and what is stale for one is current for another.
+    This is for directories of kernels built ahead of time from one checkout. A cache may be shared
+    by several checkouts, and a library that is stale for one is current for another.
     """
     found = list(manifest.scan(root))
     current = {library.name for library in found if is_current(library, tools)}

@@ -1,8 +1,9 @@
-"""Writes the CUDA source of kernels: a config in, one `FLUX_KERNEL` line out.
+"""Generate the CUDA source of kernels: one `FLUX_KERNEL` line per config.
 
 A translation unit has at most four configs of one op, architecture and dtype; it makes one library.
-CUTLASS's headers are most of the compile time of a single config, so a few share them; many would
-leave cores idle (measured for sm_90a: 60 s for one, 18 s each for four).
+CUTLASS's headers are most of the compile time of a single config, so a few configs share them. More
+configs per unit would leave cores idle (measured for sm_90a: 60 s for one config, 18 s each for
+four).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NAMESPACES = {"80": "sm80", "90a": "sm90"}
 
 
 def libraries(configs: Iterable[GemmConfig]) -> list[tuple[GemmConfig, ...]]:
-    """Group configs by what they have to share; one group is one library. Keeps their order."""
+    """Group configs into libraries by op, architecture and dtype. Keeps their order."""
     groups: dict[tuple[str, str, str], list[GemmConfig]] = {}
     for config in dict.fromkeys(configs):
         groups.setdefault((config.arch, config.op, config.dtype), []).append(config)
@@ -35,24 +36,24 @@ def libraries(configs: Iterable[GemmConfig]) -> list[tuple[GemmConfig, ...]]:
 
 
 def library_name(configs: Sequence[GemmConfig], key: str, traced: bool = False) -> str:
-    """Name of the library without its suffix; ``key`` is a hash of all that went into it."""
+    """Return the library's name without suffix; ``key`` is a hash of all inputs of its build."""
     first = configs[0]
     build = "_traced" if traced else ""
     return f"libflux_{first.op}_sm{first.arch}_{first.dtype}{build}_{key[:12]}"
 
 
 def symbol(config: GemmConfig, traced: bool = False) -> str:
-    """The name under which a library offers the kernel."""
+    """Return the name under which a library exports the kernel."""
     return f"{config.name}_traced" if traced else config.name
 
 
 def header(config: GemmConfig) -> str:
-    """The header that has the kernel's template, as included: relative to csrc."""
+    """Return the header of the kernel's template, as included: relative to csrc."""
     return f"cuda/gemm/{_NAMESPACES[config.arch]}/{config.op}.cuh"
 
 
 def translation_unit(configs: Sequence[GemmConfig], traced: bool = False) -> str:
-    """The source of one library; ``traced``: whose kernels put down what they do, for flux.trace.
+    """Return the source of one library; ``traced``: with kernels that record events for flux.trace.
 
     Raises:
         ValueError: no configs, more than four, or of different ops, architectures or dtypes.
@@ -73,12 +74,12 @@ def translation_unit(configs: Sequence[GemmConfig], traced: bool = False) -> str
 
 
 def config_struct(config: GemmConfig) -> str:
-    """Name of the struct that carries the template parameters; mangled kernel names contain it."""
+    """Return the name of the struct of template parameters; mangled kernel names contain it."""
     return f"{config.name}_config"
 
 
 def mangled_part(config: GemmConfig) -> str:
-    """How ``config_struct`` stands in a mangled name; no other config's has it."""
+    """Return ``config_struct`` in its mangled form, which is unique to the config."""
     struct = config_struct(config)
     return f"{len(struct)}{struct}"
 

@@ -1,7 +1,7 @@
-"""Which kernels there can be, where they run, and which problems they can do: stated once, here.
+"""The single definition of which kernels can exist, where they run, and which problems they solve.
 
-The sets, the heuristic, the tuner's pruner and the tests all ask these functions. Answers are
-reasons: None, or one sentence that says what is wrong.
+The sets, the heuristic, the tuner's pruner and the tests all call these functions. Functions return
+a reason: None if legal, or one sentence about the problem.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ MAX_WORLD = 32
 """FLUX_MAX_WORLD of csrc/cuda/abi.h: ranks whose memory one kernel can address."""
 
 KIB = 1024
-# Shared memory that one thread block may have, by compute capability (CUDA programming guide,
-# "Technical Specifications per Compute Capability").
+# Shared memory limit of a thread block, by compute capability (CUDA programming guide, "Technical
+# Specifications per Compute Capability").
 _SHARED_BYTES = {
     (8, 0): 163 * KIB,
     (8, 6): 99 * KIB,
@@ -30,37 +30,36 @@ _SHARED_BYTES = {
 }
 _SMALLEST_SHARED_BYTES = 99 * KIB
 
-# fp32 accumulators of one thread. 90a: of the 232 registers that CUTLASS gives to a thread of a
-# consumer warp group, about 40 are needed for all else. 80: of 255.
+# fp32 accumulators of one thread. 90a: CUTLASS gives 232 registers to a thread of a consumer warp
+# group; about 40 are needed for other values. 80: of 255 registers.
 _SM90_ACCUMULATORS = 192
 _SM80_ACCUMULATORS = 128
 
 _SM90_BARRIER_BYTES = 16  # per stage: one full and one empty barrier
-# Barriers of the load order, of the epilogue, of the scheduler; what alignment leaves unused.
+# Barriers of the load order, of the epilogue and of the scheduler, and padding for alignment.
 _SM90_SCHEDULER_BYTES = 1 * KIB + 128
 _SM90_EPILOGUE_COLUMNS = 32  # CUTLASS's automatic epilogue tile
-_SM90_SCATTER_COLUMNS = 64  # of tiles that scatter (sm90/gemm_rs.cuh), where these divide them
+_SM90_SCATTER_COLUMNS = 64  # of tiles that scatter (sm90/gemm_rs.cuh), if these divide them
 _SM90_EPILOGUE_STAGES = 2
 
 _SM80_TILE_K = (32, 64)
 _SM80_STAGES = range(2, 6)
 _SM80_WARPS = range(2, 9)
 _WARP_THREADS = 32
-_VECTOR_BYTES = 16  # what a thread copies to shared memory at once on 80
+_VECTOR_BYTES = 16  # one copy of a thread to shared memory on 80
 
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """The GEMM that one rank's kernel sees.
+    """The GEMM of one rank's kernel.
 
     Attributes:
         m: rows, of all ranks.
         n: columns: of this rank for ag_gemm, of all for gemm_rs.
         k: depth: of all ranks for ag_gemm, of this one for gemm_rs.
-        world: ranks.
-        aligned_bytes: power of two that all addresses and distances between rows are multiples of,
-            as far as known: 16 for tensors that PyTorch allocates, whose rows follow one another
-            (n and k are looked at anyway).
+        world: number of ranks.
+        aligned_bytes: power of two that all addresses and row strides are known to be multiples of:
+            16 for contiguous tensors that PyTorch allocates (n and k are checked in any case).
     """
 
     m: int
@@ -77,12 +76,12 @@ class GemmProblem:
 
 
 def is_legal(config: GemmConfig, problem: GemmProblem) -> bool:
-    """Whether this kernel can exist and do this problem, whatever the GPU."""
-    return why_not(config, problem) is None
+    """Return whether this kernel can exist and solve this problem, on any GPU."""
+    return reason_unsupported(config, problem) is None
 
 
-def why_not(config: GemmConfig, problem: GemmProblem) -> str | None:
-    """Why ``config`` cannot do ``problem``; None if it can."""
+def reason_unsupported(config: GemmConfig, problem: GemmProblem) -> str | None:
+    """Return why ``config`` cannot solve ``problem``; None if it can."""
     reason = why_illegal(config)
     if reason is not None:
         return reason
@@ -98,7 +97,8 @@ def why_not(config: GemmConfig, problem: GemmProblem) -> str | None:
     rows = [("K", problem.k, elements)]
     if config.weight == "kn":
         rows.append(("N", problem.n, elements))
-    # The result's rows; on 80 they are stored as many elements at a time as operands are loaded.
+    # The result's rows; on 80 results are stored in vectors of as many elements as operands are
+    # loaded.
     rows.append(("N", problem.n, config.alignment or TMA_BYTES // config.output_itemsize))
     for extent, value, multiple in rows:
         if value % multiple:
@@ -107,7 +107,7 @@ def why_not(config: GemmConfig, problem: GemmProblem) -> str | None:
 
 
 def why_not_on(config: GemmConfig, capability: tuple[int, int]) -> str | None:
-    """Why the kernel does not run on GPUs of this compute capability; None if it does."""
+    """Return why the kernel does not run on GPUs of this compute capability; None if it does."""
     major, minor = capability
     if config.arch == "90a":
         if capability != (9, 0):
@@ -126,12 +126,12 @@ def why_not_on(config: GemmConfig, capability: tuple[int, int]) -> str | None:
 
 
 def runs_on(config: GemmConfig, capability: tuple[int, int]) -> bool:
-    """Whether the kernel runs on GPUs of this compute capability."""
+    """Return whether the kernel runs on GPUs of this compute capability."""
     return why_not_on(config, capability) is None
 
 
 def why_illegal(config: GemmConfig) -> str | None:
-    """Why there is no such kernel, whatever the problem; None if there can be."""
+    """Return why there is no such kernel for any problem; None if there can be."""
     if config.schedule not in SCHEDULES[config.arch]:
         offered = ", ".join(SCHEDULES[config.arch])
         return f"sm_{config.arch} has the schedules {offered}, not {config.schedule}"
@@ -140,7 +140,10 @@ def why_illegal(config: GemmConfig) -> str | None:
 
 
 def shared_bytes(config: GemmConfig) -> int:
-    """Shared memory of a thread block; on 90a with ``stages`` 0, of the two stages it must have."""
+    """Return bytes of shared memory per thread block.
+
+    On 90a with ``stages`` 0, for the minimum of two stages.
+    """
     m, n, k = config.tile
     stage = (m + n) * k * config.itemsize
     if config.arch == "80":
@@ -157,7 +160,7 @@ def shared_bytes(config: GemmConfig) -> int:
 
 
 def _why_illegal_data(config: GemmConfig) -> str | None:
-    """What is about the data, whatever the architecture."""
+    """Check the fields about data, for all architectures."""
     if config.dtype == "e4m3":
         if config.arch != "90a":
             return f"e4m3 needs sm_90a, got sm_{config.arch}"
@@ -188,7 +191,7 @@ def _why_illegal_sm90(config: GemmConfig) -> str | None:
         return f"cluster extents must be 1, 2 or 4, got {config.cluster}"
     if config.cluster[0] * config.cluster[1] > 8:
         return f"a cluster has at most 8 thread blocks, got {config.cluster}"
-    # A consumer warp group does 64 rows with one instruction.
+    # One instruction of a consumer warp group computes 64 rows.
     groups = 1 if config.schedule == "pingpong" else 2
     if m % (64 * groups):
         return f"{config.schedule} needs rows in multiples of {64 * groups}, got a tile of {m}"
@@ -227,7 +230,7 @@ def _why_illegal_sm80(config: GemmConfig) -> str | None:
     if m % (16 * warps_m) or n % (16 * warps_n):
         return f"warps {config.warps} do not divide a tile of {m}x{n} into multiples of 16x16"
     threads = _WARP_THREADS * warps_m * warps_n
-    # Every thread loads the same number of vectors of each operand.
+    # Every thread must load the same number of vectors of each operand.
     rows = threads * (_VECTOR_BYTES // config.itemsize) // k
     if m % rows or (config.weight == "nk" and n % rows):
         return f"{threads} threads load {rows} rows at once, which does not divide {m}x{n}"
@@ -246,12 +249,12 @@ def _why_illegal_sm80(config: GemmConfig) -> str | None:
 
 
 def _stores_evenly(columns: int, warps: int, elements: int) -> bool:
-    """Whether CUTLASS 2.x can divide 8 rows of the result among the warps side by side.
+    """Return whether CUTLASS 2.x can divide 8 rows of the result among the warps side by side.
 
-    As OutputTileOptimalThreadMap does it: a thread stores ``elements`` at once, a warp stores 256
-    bytes of a row, or fewer of more rows.
+    This follows OutputTileOptimalThreadMap: a thread stores ``elements`` at once; a warp stores 256
+    bytes of one row, or fewer bytes of more rows.
     """
-    if warps not in (1, 2, 4):  # 8 would store whole rows of 32 threads, which no tile here has
+    if warps not in (1, 2, 4):  # 8 would store whole rows of 32 threads, and no tile here has those
         return False
     rows, width = 8 // warps, columns // elements
     preferred = 256 // (elements * ITEMSIZE["bf16"])

@@ -1,4 +1,4 @@
-"""Loads built kernels into this process: only files that no other user can write or replace."""
+"""Load built kernels into this process: only files that no other user can write or replace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flux.kernels.registry import BuiltKernel
 
 
 def load(built: BuiltKernel) -> _C.Kernel:
-    """Load a kernel of a library that is hashed and loaded as one open file.
+    """Load a kernel of a library. The library is hashed and loaded from one open file.
 
     Raises:
         RuntimeError: another user can write or replace the library, it has changed since its

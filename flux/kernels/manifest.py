@@ -1,12 +1,12 @@
-"""Built libraries on disk: one directory each, which appears whole or not at all.
+"""Built libraries on disk: one directory each, which appears atomically.
 
 <root>/<library>/<library>.so         at most four kernels
                  <library>.json       the manifest
-                 <library>.ptxas.txt  what ptxas said of them
+                 <library>.ptxas.txt  ptxas's report
                  kernels.cu           the source
-<root>/.locks/<library>.lock          held by whoever builds or sets aside that library
-<root>/.building-<library>/           by whoever holds the lock; left behind only if killed
-<root>/<library>.damaged-<n>/         set aside, never looked at again
+<root>/.locks/<library>.lock          held while a process builds or sets aside that library
+<root>/.building-<library>/           written under the lock; remains only if the process is killed
+<root>/<library>.damaged-<n>/         set aside, and ignored from then on
 """
 
 from __future__ import annotations
@@ -20,26 +20,34 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from flux.core.datafile import one_line, parse_json, shown
 from flux.kernels import generator, trust
 from flux.kernels.config import GemmConfig
+from flux.kernels.legality import why_illegal
 from flux.kernels.ptxas import Usage
 from flux.kernels.trust import UntrustedError
 
 FORMAT = 1
-"""Of the manifest; raised when a field changes its meaning."""
+"""Format of the manifest; incremented when a field changes its meaning."""
+
+
+MOST_BYTES = 8 << 20
+"""Largest size of a manifest."""
+
+_T = TypeVar("_T")
 
 
 class DamagedLibraryError(ValueError):
-    """A library, or its manifest, is not what was built."""
+    """A library, or its manifest, differs from what was built."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A built library, as its manifest states it.
+    """A built library, as its manifest describes it.
 
     Attributes:
         name: of the library, its directory and its files.
@@ -47,15 +55,17 @@ class Library:
         sha256: of the .so.
         abi_version: FLUX_ABI_VERSION that it was built with.
         arch: ``80`` | ``90a``.
-        nvcc, cutlass: versions.
+        nvcc: version.
+        cutlass: version.
         flags: of the compiler.
         sources: hash of the unit and of our headers that it includes.
-        key: hash of all that went into it.
-        traced: whether it is a trace build, whose kernels put down what they do.
+        key: hash of all inputs of the build.
+        traced: whether it is a trace build, whose kernels record what they do.
         kernels: config by symbol, in the order of the unit.
         usage: of registers and local memory, by symbol.
         warnings: of nvcc and ptxas.
-        seconds: that compiling and linking took.
+        seconds: duration of compiling and linking.
+        directory: the library's directory.
     """
 
     name: str
@@ -82,10 +92,11 @@ class Library:
 
     @property
     def configs(self) -> tuple[GemmConfig, ...]:
+        """The configs of its kernels, in the order of the unit."""
         return tuple(self.kernels.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the manifest, for JSON."""
         return {
             "format": FORMAT,
             "library": f"{self.name}.so",
@@ -113,24 +124,25 @@ def write(library: Library, directory: Path) -> None:
 
 
 def read(directory: Path) -> Library:
-    """The library in ``directory``; its file is compared with what the manifest says of it.
+    """Return the library in ``directory``, after comparing its file with the manifest.
 
     Raises:
-        DamagedLibraryError: it is not what was built; the message says in which way.
+        DamagedLibraryError: it differs from what was built; the message says how.
         UntrustedError: another user can write or replace it.
     """
     name = directory.name
     trust.check(directory)
     try:
         with trust.opened(directory / f"{name}.json") as file:
-            content = json.loads(file.read().decode("utf-8"))
+            content = parse_json(file.read(MOST_BYTES))
         library = _parse(name, content, directory)
         with trust.opened(library.path) as file:
             size, sha256 = file.size(), file.sha256()
     except OSError as error:
         raise DamagedLibraryError(f"{error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedLibraryError(f"bad manifest: {type(error).__name__}: {error}") from error
+        problem = one_line(f"{type(error).__name__}: {error}")
+        raise DamagedLibraryError(f"bad manifest: {problem}") from error
     if size != library.size:
         raise DamagedLibraryError(f"{name}.so has {size} bytes, the manifest says {library.size}")
     if sha256 != library.sha256:
@@ -143,22 +155,23 @@ def _parse(name: str, content: Mapping[str, Any], directory: Path) -> Library:
         raise ValueError(f"format {content['format']!r}, expected {FORMAT}")
     library = Library(
         name=name,
-        size=int(content["bytes"]),
-        sha256=str(content["sha256"]),
-        abi_version=int(content["abi_version"]),
-        arch=str(content["arch"]),
-        nvcc=str(content["nvcc"]),
-        cutlass=str(content["cutlass"]),
-        flags=tuple(content["flags"]),
-        sources=str(content["sources"]),
-        key=str(content["key"]),
+        size=field_of(content, "bytes", int),
+        sha256=field_of(content, "sha256", str),
+        abi_version=field_of(content, "abi_version", int),
+        arch=field_of(content, "arch", str),
+        nvcc=field_of(content, "nvcc", str),
+        cutlass=field_of(content, "cutlass", str),
+        flags=texts_of(content, "flags"),
+        sources=field_of(content, "sources", str),
+        key=field_of(content, "key", str),
         kernels={
             symbol: GemmConfig.from_dict(config) for symbol, config in content["kernels"].items()
         },
         usage={symbol: Usage(**counts) for symbol, counts in content["ptxas"].items()},
-        warnings=tuple(content["warnings"]),
-        seconds=float(content["seconds"]),
-        traced=bool(content.get("traced", False)),  # libraries of earlier versions say nothing
+        warnings=texts_of(content, "warnings"),
+        seconds=seconds_of(content),
+        # Manifests of earlier versions lack this field.
+        traced="traced" in content and field_of(content, "traced", bool),
         directory=directory,
     )
     if content["library"] != f"{name}.so" or not name.endswith(f"_{library.key[:12]}"):
@@ -166,13 +179,47 @@ def _parse(name: str, content: Mapping[str, Any], directory: Path) -> Library:
     for symbol, config in library.kernels.items():
         if symbol != generator.symbol(config, library.traced):
             raise ValueError(f"symbol {symbol} has the config of {config.name}")
+        reason = "of another arch" if config.arch != library.arch else why_illegal(config)
+        if reason is not None:
+            raise ValueError(f"kernel {symbol}: {reason}")
     if not library.kernels:
         raise ValueError("no kernels")
+    if set(library.usage) != set(library.kernels):
+        raise ValueError("ptxas: expected what it said of each kernel")
     return library
 
 
+def field_of(content: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
+    """Return a field of a manifest.
+
+    Raises:
+        KeyError: it is missing.
+        ValueError: it has another type.
+    """
+    value = content[name]
+    if type(value) is not kind:
+        raise ValueError(f"{name}: expected {kind.__name__}, got {shown(value)}")
+    return value
+
+
+def texts_of(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return a list of strings from a manifest; raise ValueError if the field is anything else."""
+    values = field_of(content, name, list)
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{name}: expected texts, got {shown(values)}")
+    return tuple(values)
+
+
+def seconds_of(content: Mapping[str, Any]) -> float:
+    """Return ``seconds`` of a manifest; raise ValueError if it is not a duration."""
+    value = content["seconds"]
+    if type(value) not in (int, float) or not 0 <= value < 1e9:
+        raise ValueError(f"seconds: expected a time, got {shown(value)}")
+    return float(value)
+
+
 def file_hash(path: Path) -> str:
-    """sha256, in hexadecimal."""
+    """Return a file's sha256, in hexadecimal."""
     with path.open("rb") as file:
         hashed = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -181,9 +228,10 @@ def file_hash(path: Path) -> str:
 
 
 def scan(root: Path) -> Iterator[Library]:
-    """The libraries in ``root``, by name. Damaged ones are set aside, with a warning.
+    """Yield the libraries in ``root``, by name. Damaged ones are set aside, with a warning.
 
-    What another user can write or replace is left where it is and not used, with a warning too.
+    A library that another user can write or replace stays in place, is not used, and causes a
+    warning.
     """
     if not is_trusted(root):
         return
@@ -211,7 +259,7 @@ def _directories(root: Path) -> list[Path]:
 
 
 def is_trusted(root: Path) -> bool:
-    """Whether no other user can write or replace ``root``; warns if one can."""
+    """Return whether no other user can write or replace ``root``; warn if one can."""
     reason = trust.reason_untrusted(root)
     if reason is not None:
         warnings.warn(str(UntrustedError(root, reason)), RuntimeWarning, stacklevel=3)
@@ -219,9 +267,10 @@ def is_trusted(root: Path) -> bool:
 
 
 def refused(root: Path) -> list[tuple[Path, str]]:
-    """What in ``root`` is not used because another user can write or replace it, and how.
+    """Return what is not used in ``root`` because another user can write or replace it, and why.
 
-    Only ``root`` itself if it is refused, else its libraries, those of runtime.py among them.
+    The list has only ``root`` itself if that is refused. Else it has libraries, including those of
+    runtime.py.
     """
     reason = trust.reason_untrusted(root)
     if reason is not None:
@@ -237,14 +286,14 @@ def refused(root: Path) -> list[tuple[Path, str]]:
 
 
 def damaged(root: Path) -> list[Path]:
-    """What was set aside in ``root``."""
+    """Return the libraries that were set aside in ``root``."""
     return sorted(root.glob("libflux_*.damaged-*"))
 
 
 def lock(root: Path, name: str) -> FileLock:
-    """The lock of one library, not yet taken. Ends with the process that holds it.
+    """Return the lock of one library, not yet acquired. It ends with the process that holds it.
 
-    Where ``root`` is missing, it is made for this user alone.
+    If ``root`` is missing, it is created for this user alone.
 
     Raises:
         OSError: ``root`` cannot be written.
@@ -255,7 +304,7 @@ def lock(root: Path, name: str) -> FileLock:
 
 
 def _set_aside_unless_mended(root: Path, directory: Path) -> Library | None:
-    """Set it aside, unless its builder is at it, or has just replaced it by a good one."""
+    """Set a library aside, unless it is being built, or has just been replaced by a good one."""
     try:
         with lock(root, directory.name).acquire(timeout=0):
             if not directory.exists():
@@ -276,7 +325,7 @@ def _set_aside_unless_mended(root: Path, directory: Path) -> Library | None:
 
 
 def set_aside(directory: Path, reason: str) -> Path:
-    """Rename a damaged library, whose lock the caller holds; returns its new name.
+    """Rename a damaged library, whose lock the caller holds; return its new name.
 
     Raises:
         OSError: it cannot be renamed.
@@ -298,7 +347,7 @@ def remove(root: Path, directory: Path) -> None:
         OSError: it cannot be removed.
     """
     with lock(root, directory.name):
-        # Renamed first: half a library must not be seen under its name.
+        # Renamed first, so that no process sees an incomplete library under its name.
         gone = root / f".building-{directory.name}"
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(gone)

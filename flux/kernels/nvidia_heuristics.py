@@ -1,8 +1,8 @@
-"""Estimates of nvidia-matmul-heuristics, where that is installed, in place of the cycles of ours.
+"""Estimate times with nvidia-matmul-heuristics, if installed, instead of our cycle model.
 
 The package (`pip install flux-overlap[heuristics]`, NVIDIA's licence) models GPUs by their data
-sheets and needs none to run. It knows tile, cluster and order of tiles, but neither stream-K nor
-tiles of 256 x 192. Used where FLUX_KERNEL_CHOICE=nvidia asks for it.
+sheets and runs without one. It knows tile, cluster and tile order, but neither stream-K nor tiles
+of 256 x 192. It is used if FLUX_KERNEL_CHOICE=nvidia.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from flux.kernels import choice
 from flux.kernels.config import GemmConfig
+from flux.kernels.cost import cost
 from flux.kernels.legality import GemmProblem
 
 MODULE = "nvMatmulHeuristics"
 GPUS = {132: "H100_SXM", 114: "H100_PCIE", 78: "H20_SXM"}
-"""Its names for GPUs of compute capability 9.0, by multiprocessors. An H200 differs from an H100 in
-its memory alone."""
+"""The package's names for GPUs of compute capability 9.0, by multiprocessors. An H200 differs from
+an H100 only in its memory."""
 
 _PRECISIONS = {"bf16": "TST", "fp16": "HSH", "e4m3": "QQTST"}
 _LAYOUTS = {"nk": "TN_ROW_MAJOR", "kn": "NN_ROW_MAJOR"}
-_ORDERS = (0, 1)  # of tiles: by rows, by columns
+_ORDERS = (0, 1)  # tile orders: by rows, by columns
 BANDS = (1, 2, 4, 8)
-"""Rows of tiles that are swept together; schedules have such bands too (Knobs.raster)."""
+"""Rows of tiles per sweep; schedules have such bands too (Knobs.raster)."""
 
 
 class Estimator:
@@ -46,7 +46,7 @@ class Estimator:
     def _model(self, precision: str) -> tuple[Any, Any]:
         if precision not in self._models:
             target = self._api.NvMatmulHeuristicsTarget.CUTLASS3
-            # 0.1.0.27 ends the process with SIGSEGV when it is destroyed, so it never is.
+            # 0.1.0.27 crashes with SIGSEGV when this object is destroyed, so it never is.
             kept = type("Kept", (self._api.NvMatmulHeuristicsInterface,), {"__del__": _nothing})
             model = kept(target, precision=precision)
             gpu = model.createHardwareDescriptor()
@@ -57,8 +57,11 @@ class Estimator:
     def seconds(
         self, config: GemmConfig, problem: GemmProblem, bands: Sequence[int] = BANDS
     ) -> float | None:
-        """Return the estimated time of the kernel without stream-K, with the best of these bands;
-        None where there is none."""
+        """Return the estimated time of the kernel without stream-K, for the best of these bands.
+
+        Returns:
+            Seconds; None if the package has no estimate.
+        """
         if config.arch != "90a":
             return None
         precision = _PRECISIONS[config.dtype]
@@ -69,7 +72,7 @@ class Estimator:
         for order, swizzle in product(_ORDERS, bands):
             kernel = model.nvmmhKernelConfiguration()
             kernel.cta[:], kernel.cluster[:] = config.tile, config.cluster
-            # Which warps and how many stages makes no difference, but some must be given.
+            # Warps and stages do not change the estimate, but the package needs values.
             kernel.warp[:] = 64, 32, config.tile[2]
             kernel.instr[:] = 64, 8, 32 // config.itemsize
             kernel.splitK, kernel.loadStages = 1, 4
@@ -102,9 +105,10 @@ def estimator(gpu: str) -> Estimator | None:
 
 
 def time_of(model: Estimator, config: GemmConfig, problem: GemmProblem, sm_count: int) -> float:
-    """Return the estimated seconds; infinity for what the package does not know.
+    """Return the estimated seconds; infinity if the package has no estimate.
 
-    Of stream-K: those of the same tile run whole, times what our model says that sharing changes.
+    For stream-K: the estimate for the same tile run whole, times the change that our model predicts
+    for sharing.
     """
     seconds = model.seconds(config, problem)
     if seconds is None:
@@ -112,7 +116,7 @@ def time_of(model: Estimator, config: GemmConfig, problem: GemmProblem, sm_count
     if config.schedule != "stream_k":
         return seconds
     whole = replace(config, schedule="cooperative")
-    ratio = choice.cost(config, problem, sm_count) / choice.cost(whole, problem, sm_count)
+    ratio = cost(config, problem, sm_count) / cost(whole, problem, sm_count)
     return seconds * ratio
 
 
@@ -122,7 +126,7 @@ def ranking(
     sm_count: int,
     capability: tuple[int, int],
 ) -> Callable[[GemmConfig], float] | None:
-    """Return the time by which to rank these kernels; None where ours has to do.
+    """Return a function from config to time for ranking; None if our own model must be used.
 
     Args:
         configs: the candidates.

@@ -1,4 +1,4 @@
-"""Reads what `nvcc -Xptxas -v` says of each kernel: registers, spills, stack."""
+"""Parse the report of `nvcc -Xptxas -v` for each kernel: registers, spills, stack."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _NOBODY = ""
 
 @dataclass(frozen=True)
 class Usage:
-    """The worst of a config's device functions.
+    """The largest usage among a config's device functions.
 
     Attributes:
-        functions: how many there are, counted once per architecture of the library.
+        functions: number of functions, counted once per architecture of the library.
         registers: per thread.
-        stack_bytes, spill_store_bytes, spill_load_bytes: of local memory per thread; of a kernel
-            that is as fast as it should be, 0.
+        stack_bytes: of local memory per thread; 0 in a kernel of full speed, like the next two.
+        spill_store_bytes: of local memory per thread.
+        spill_load_bytes: of local memory per thread.
     """
 
     functions: int = 0
@@ -34,8 +35,13 @@ class Usage:
     spill_store_bytes: int = 0
     spill_load_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+
     def and_one_with(self, stack: int, stores: int, loads: int) -> Usage:
-        """Counts one more function, with these bytes."""
+        """Return the usage with one more function, which uses these bytes."""
         return replace(
             self,
             functions=self.functions + 1,
@@ -45,19 +51,24 @@ class Usage:
         )
 
     def as_dict(self) -> dict[str, int]:
+        """Return the fields, for JSON."""
         return asdict(self)
 
 
 def usage(report: str, configs: Sequence[GemmConfig]) -> dict[str, Usage]:
-    """By config name. A function belongs to the config whose struct is in its name."""
+    """Return usage by config name. A function belongs to the config whose struct is in its name."""
     return usage_by(report, {mangled_part(config): config.name for config in configs})
 
 
 def usage_by(report: str, names: Mapping[str, str]) -> dict[str, Usage]:
-    """By name; ``names`` has them by the part of a function's name that tells whose it is.
+    """Return usage by name.
 
-    A name that has no function gets the worst of those that belong to none, so that no spill goes
-    unnoticed.
+    A name without any function gets the largest usage of the functions that match no name, so that
+    every spill is reported.
+
+    Args:
+        report: the output of ptxas.
+        names: name by the part of a mangled function name that identifies it.
     """
     found = {_NOBODY: Usage(), **{name: Usage() for name in names.values()}}
     current = _NOBODY
@@ -78,6 +89,6 @@ def usage_by(report: str, names: Mapping[str, str]) -> dict[str, Usage]:
 
 
 def warnings(report: str) -> list[str]:
-    """What the tools complained of, the first 20 lines: for example serialised WGMMA."""
+    """Return the tools' warnings, the first 20 lines: for example serialised WGMMA."""
     lines = [line.strip() for line in report.splitlines() if _WARNING.search(line)]
     return lines[:_MOST_WARNINGS]

@@ -1,6 +1,6 @@
-"""Finds built kernels: those that came with the package, then those of the cache.
+"""Find built kernels: those in the package, then those of the cache.
 
-Nothing is loaded here: csrc/host does that, given a path and a symbol.
+This module loads nothing: csrc/cuda_host does, given a path and a symbol.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flux import env
+from flux.core import env
 from flux.kernels import manifest, sources, trust
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
@@ -21,7 +21,7 @@ from flux.kernels.ptxas import Usage
 class BuiltKernel:
     """A kernel that can be loaded: ``symbol`` of the shared object ``library``.
 
-    ``sha256`` is that of the library as its manifest was read; None compares nothing.
+    ``sha256`` is that of the library when its manifest was read; None: no comparison.
     """
 
     config: GemmConfig
@@ -33,17 +33,17 @@ class BuiltKernel:
 
 @dataclass(frozen=True)
 class Registry:
-    """What is built, as it was when this was loaded.
+    """The built kernels at the time of loading.
 
     Attributes:
-        roots: the directories looked through, most preferred first.
+        roots: the directories searched, most preferred first.
         kernels: the usable ones by symbol.
-        libraries: that hold them.
-        stale: libraries made from other sources than those that are here: not used.
+        libraries: the libraries that hold them.
+        stale: libraries built from sources other than the present ones: not used.
         damaged: directories of libraries that were set aside, now or earlier: not used.
         traced: kernels of trace builds, by the symbols that they have in other builds.
-        refused: roots, directories and files that another user can write or replace, each with
-            the reason: not used.
+        refused: roots, directories and files that another user can write or replace, each with the
+            reason: not used.
     """
 
     roots: tuple[Path, ...]
@@ -56,12 +56,11 @@ class Registry:
 
     @classmethod
     def load(cls, roots: Sequence[Path] | None = None) -> Registry:
-        """Read the manifests and compare the libraries with them: some 10 ms for a default set.
+        """Read the manifests and compare the libraries with them: about 10 ms for a default set.
 
-        Of a kernel that is there twice, the first root's counts, and within a root the newest.
-        Damaged libraries are set aside with a warning, and those that another user can write or
-        replace are not used. Without our headers, which every install has, nothing is known to be
-        stale.
+        If a kernel exists twice, the first root's is used, and within a root the newest. Damaged
+        libraries are set aside with a warning, and those that another user can write or replace are
+        not used. If our headers are missing (every install has them), no library counts as stale.
         """
         roots = tuple(default_roots() if roots is None else roots)
         headers = sources.csrc()
@@ -88,11 +87,11 @@ class Registry:
         )
 
     def for_traces(self) -> Registry:
-        """The same, whose kernels are those of trace builds."""
+        """Return the same registry with the kernels of trace builds."""
         return replace(self, kernels=self.traced)
 
     def find(self, config: GemmConfig) -> BuiltKernel | None:
-        """The kernel of exactly this config, if it is built."""
+        """Return the kernel of exactly this config, if it is built."""
         return self.kernels.get(config.name)
 
     def candidates(
@@ -107,7 +106,10 @@ class Registry:
         scaling: str = "none",
         reduce: str | None = "local",
     ) -> list[BuiltKernel]:
-        """The kernels that can do ``problem`` on such a GPU, by name; any ``reduce`` if None."""
+        """Return the kernels that can solve ``problem`` on such a GPU, by name.
+
+        ``reduce`` None: any.
+        """
         wanted = {
             "op": op,
             "dtype": dtype,
@@ -127,28 +129,28 @@ class Registry:
 
 
 def _age(library: Library) -> tuple[int, str]:
-    """Smaller is newer; by name where a file system is too coarse to tell."""
+    """Return a sort key, smaller for newer libraries; the name if the timestamps are equal."""
     try:
         return -library.path.stat().st_mtime_ns, library.name
-    except OSError:  # removed since: whoever loads it will see
+    except OSError:  # removed since; loading it will raise
         return 0, library.name
 
 
 def is_stale(library: Library, headers: Path) -> bool:
-    """Whether it was made from sources other than these."""
+    """Return whether the library was built from sources other than these."""
     return sources.sources_hash(library.configs, headers, library.traced) != library.sources
 
 
 def package_root() -> Path:
-    """Where kernels are that came with the package, or that CMake built into the checkout."""
+    """Return the directory of kernels that came with the package or that CMake built."""
     return Path(__file__).resolve().parents[1] / "lib" / "kernels"
 
 
 def cache_root() -> Path:
-    """Where `flux compile` puts kernels: FLUX_KERNEL_CACHE."""
+    """Return the directory in which `flux compile` puts kernels: FLUX_KERNEL_CACHE."""
     return Path(env.KERNEL_CACHE.get()).expanduser().absolute()
 
 
 def default_roots() -> list[Path]:
-    """Most preferred first."""
+    """Return the directories to search, most preferred first."""
     return [package_root(), cache_root()]

@@ -1,10 +1,10 @@
-"""libflux_nvshmem.so: csrc/cuda/runtime, linked with NVSHMEM's device library (docs/kernels.md).
+"""Build and find libflux_nvshmem.so: csrc/cuda/runtime linked with NVSHMEM (docs/kernels.md).
 
-It lies beside libraries of kernels (manifest.py), and is built and put in place as they are:
+It lies beside the kernel libraries (manifest.py), and is built and moved into place like them:
 
 <root>/nvshmem_<key>/libflux_nvshmem.so
                      libflux_nvshmem.json       the manifest
-                     libflux_nvshmem.ptxas.txt  what ptxas said
+                     libflux_nvshmem.ptxas.txt  ptxas's report
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flux import toolchain
+from flux.core.datafile import one_line, parse_json
 from flux.kernels import build, manifest, ptxas, sources, trust
 from flux.kernels.build import MissingToolError, Tools
 from flux.kernels.children import Children
-from flux.kernels.manifest import DamagedLibraryError
+from flux.kernels.manifest import DamagedLibraryError, field_of, seconds_of, texts_of
 from flux.kernels.ptxas import Usage
 from flux.kernels.trust import UntrustedError
+from flux.machine import toolchain
 
 NAME = "libflux_nvshmem"
 SYMBOL = "flux_nvshmem"  # FLUX_NVSHMEM_SYMBOL
@@ -36,7 +37,8 @@ KERNELS = ("relay_kernel", "node_sum_kernel")
 _FORMAT = 1
 _OBJECT = "nvshmem.o"
 _EXPORTS = "exports.map"
-# Device code is linked, so each architecture must be one that NVSHMEM's library has or can give.
+# Device code is linked, so NVSHMEM's library must contain, or be able to produce, each
+# architecture.
 _CODE = {
     "80": "-gencode=arch=compute_80,code=sm_80",
     "90a": "-gencode=arch=compute_90a,code=sm_90a",
@@ -46,22 +48,22 @@ ARCHS = tuple(_CODE)
 
 @dataclass(frozen=True)
 class RuntimeTools:
-    """What builds it."""
+    """The tools to build the library."""
 
     tools: Tools
     nvshmem: toolchain.Tool
 
     @property
     def package(self) -> str:
-        """Of NVSHMEM."""
+        """The NVSHMEM package."""
         return self.nvshmem.origin.removeprefix("package ")
 
     def flags(self, archs: Sequence[str]) -> tuple[str, ...]:
-        """Of the compiler, but for where things lie."""
+        """Return the compiler's flags except paths."""
         return (*build.FLAGS, "-rdc=true", *(_CODE[arch] for arch in archs))
 
     def commands(self, archs: Sequence[str]) -> list[list[str]]:
-        """Compile and link, to be run in the directory that has the list of exports."""
+        """Return the compile and link commands; their directory must hold the list of exports."""
         tools, library = self.tools, Path(self.nvshmem.path, "lib")
         includes = [
             str(tools.csrc),
@@ -71,7 +73,8 @@ class RuntimeTools:
         compiler = [tools.ccache, tools.nvcc.path] if tools.ccache else [tools.nvcc.path]
         compiling = [*compiler, *self.flags(archs), *(f"-I{folder}" for folder in includes)]
         linking = [tools.nvcc.path, *build.LINK_FLAGS, *(_CODE[arch] for arch in archs)]
-        # No run path: the wheel's library is found when this one is loaded, wherever both are then.
+        # No run path: the wheel's library is found when this one is loaded, wherever both are by
+        # then.
         linking += [f"-Xlinker=--version-script={_EXPORTS}", _OBJECT]
         linking += [str(library / toolchain.NVSHMEM_DEVICE_LIBRARY), f"-L{library}"]
         return [
@@ -82,18 +85,20 @@ class RuntimeTools:
 
 @dataclass(frozen=True)
 class RuntimeLibrary:
-    """A built library, as its manifest states it.
+    """A built library, as its manifest describes it.
 
     Attributes:
-        directory: that it is in.
+        directory: the library's directory.
         sha256: of the .so.
-        package, nvshmem: of NVSHMEM that it was linked with, and its version.
+        package: of NVSHMEM that it was linked with.
+        nvshmem: version of that package.
         archs: that it has code for.
-        nvcc, cutlass: versions.
+        nvcc: version.
+        cutlass: version.
         sources: hash of our sources.
-        key: hash of all that went into it.
-        usage: of registers and local memory, by kernel: the worst of its instances.
-        seconds: that compiling and linking took.
+        key: hash of all inputs of the build.
+        usage: of registers and local memory, by kernel: the largest of its instances.
+        seconds: duration of compiling and linking.
     """
 
     directory: Path
@@ -114,7 +119,7 @@ class RuntimeLibrary:
         return self.directory / f"{NAME}.so"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the manifest, for JSON."""
         return {
             "format": _FORMAT,
             "library": f"{NAME}.so",
@@ -132,45 +137,48 @@ class RuntimeLibrary:
 
 
 def read(directory: Path) -> RuntimeLibrary:
-    """The library in ``directory``; its file is compared with what the manifest says of it.
+    """Return the library in ``directory``, after comparing its file with the manifest.
 
     Raises:
-        DamagedLibraryError: it is not what was built.
+        DamagedLibraryError: it differs from what was built.
         UntrustedError: another user can write or replace it.
     """
     trust.check(directory)
     try:
         with trust.opened(directory / f"{NAME}.json") as file:
-            content = json.loads(file.read().decode("utf-8"))
+            content = parse_json(file.read(manifest.MOST_BYTES))
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']!r}, expected {_FORMAT}")
         library = RuntimeLibrary(
             directory=directory,
-            sha256=str(content["sha256"]),
-            package=str(content["package"]),
-            nvshmem=str(content["nvshmem"]),
-            archs=tuple(content["archs"]),
-            nvcc=str(content["nvcc"]),
-            cutlass=str(content["cutlass"]),
-            sources=str(content["sources"]),
-            key=str(content["key"]),
+            sha256=field_of(content, "sha256", str),
+            package=field_of(content, "package", str),
+            nvshmem=field_of(content, "nvshmem", str),
+            archs=texts_of(content, "archs"),
+            nvcc=field_of(content, "nvcc", str),
+            cutlass=field_of(content, "cutlass", str),
+            sources=field_of(content, "sources", str),
+            key=field_of(content, "key", str),
             usage={kernel: Usage(**counts) for kernel, counts in content["ptxas"].items()},
-            seconds=float(content["seconds"]),
+            seconds=seconds_of(content),
         )
         with trust.opened(library.path) as file:
             sha256 = file.sha256()
     except OSError as error:
         raise DamagedLibraryError(f"{error.filename}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedLibraryError(f"bad manifest: {type(error).__name__}: {error}") from error
+        problem = one_line(f"{type(error).__name__}: {error}")
+        raise DamagedLibraryError(f"bad manifest: {problem}") from error
     if sha256 != library.sha256:
         raise DamagedLibraryError(f"{NAME}.so is not the file that the manifest describes")
     return library
 
 
 def scan(root: Path) -> list[RuntimeLibrary]:
-    """The libraries in ``root``, newest first. Damaged ones, and those that another user can write
-    or replace, are left out with a warning."""
+    """Return the libraries in ``root``, newest first.
+
+    Damaged ones, and those that another user can write or replace, are left out with a warning.
+    """
     if not manifest.is_trusted(root):
         return []
     found = []
@@ -189,8 +197,7 @@ def scan(root: Path) -> list[RuntimeLibrary]:
 
 
 def usable(roots: Sequence[Path]) -> RuntimeLibrary:
-    """The library that fits these sources and the NVSHMEM that is installed, of the first root that
-    has one.
+    """Return the library for these sources and the installed NVSHMEM, of the first root with one.
 
     Raises:
         MissingToolError: there is none; the message says how to get it.
@@ -213,10 +220,10 @@ def usable(roots: Sequence[Path]) -> RuntimeLibrary:
 
 
 def find_tools() -> RuntimeTools:
-    """nvcc, CUTLASS, our sources and NVSHMEM for nvcc's version of CUDA.
+    """Find nvcc, CUTLASS, our sources, and NVSHMEM for nvcc's version of CUDA.
 
     Raises:
-        MissingToolError: one of them is not there, or does not work.
+        MissingToolError: one of them is missing or does not work.
     """
     tools = build.find_tools()
     cuda = (tools.nvcc.version or "13").partition(".")[0]
@@ -232,7 +239,7 @@ def find_tools() -> RuntimeTools:
 
 
 def sources_hash(root: Path) -> str:
-    """Of the source and all headers of ours that it includes."""
+    """Return the hash of the source and all headers of ours that it includes."""
     text = (root / SOURCE).read_text(encoding="utf-8")
     parts = [(SOURCE, text)]
     for name in sources.headers(text, root):
@@ -241,12 +248,12 @@ def sources_hash(root: Path) -> str:
 
 
 def make(root: Path, tools: RuntimeTools, archs: Sequence[str]) -> tuple[RuntimeLibrary, bool]:
-    """Build it in ``root`` unless it is there; returns it, and whether it was built now.
+    """Build the library in ``root`` unless it exists; return it, and whether it was built now.
 
     Raises:
         ValueError: an architecture that it cannot be built for.
         CompileError: it does not compile or link.
-        UntrustedError: another user can write or replace ``root``, or what is there.
+        UntrustedError: another user can write or replace ``root``, or the library.
         OSError: ``root`` cannot be written.
     """
     unknown = [arch for arch in archs if arch not in _CODE]
@@ -269,7 +276,7 @@ def make(root: Path, tools: RuntimeTools, archs: Sequence[str]) -> tuple[Runtime
     into = partial(
         _make_in, tools=tools, archs=archs, children=children, root=root, hashed=hashed, key=key
     )
-    # On another thread, so that an exception in this one, Ctrl-C above all, ends the compilers.
+    # On another thread, so that an exception in this one, above all Ctrl-C, kills the compilers.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="flux-compile") as pool:
         try:
             return pool.submit(build.in_place, root, name, read, into, children).result()
@@ -279,7 +286,7 @@ def make(root: Path, tools: RuntimeTools, archs: Sequence[str]) -> tuple[Runtime
 
 
 def remove_others(root: Path, library: RuntimeLibrary) -> None:
-    """Remove what ``library`` takes the place of, where one checkout keeps what it has built.
+    """Remove the libraries that ``library`` replaces, in a root used by one checkout.
 
     Raises:
         OSError: one cannot be removed.

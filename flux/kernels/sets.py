@@ -1,4 +1,4 @@
-"""Named sets of kernels: what is built ahead of time. `minimal` is in `default` is in `full`."""
+"""Named sets of kernels to build ahead of time: `minimal` is in `default`, which is in `full`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FUSED = ("ag_gemm", "gemm_rs")
 
 
 def config_set(name: str, archs: Sequence[str] = ARCHS) -> list[GemmConfig]:
-    """The configs of a set for these architectures, always in the same order.
+    """Return the configs of a set for these architectures, always in the same order.
 
     Raises:
-        ValueError: no such set or architecture; the message lists those there are.
+        ValueError: no such set or architecture; the message lists the valid ones.
     """
     if name not in SETS:
         raise ValueError(f"set must be one of {', '.join(SETS)}, got {name!r}")
@@ -42,7 +42,7 @@ def _sm90(
     scaling: str = "none",
     reduce: str = "local",
 ) -> GemmConfig:
-    """A tile as deep as the swizzle of shared memory is wide: 128 bytes."""
+    """Return a config whose tile is 128 bytes deep, the width of shared memory's swizzle."""
     depth = 128 if dtype == "e4m3" else 64
     return GemmConfig(
         op=op,
@@ -65,17 +65,18 @@ def _default_sm90() -> Iterator[GemmConfig]:
     yield from _minimal_sm90()
     for op in FUSED:
         yield _sm90(op, (256, 128), "cooperative", (2, 1))
-        # Between the others: for some N fewer SMs idle in the last wave; ag_gemm has a fifth stage.
+        # Between the other sizes: for some N fewer SMs idle in the last wave; ag_gemm gets a fifth
+        # stage.
         yield _sm90(op, (128, 192), "cooperative", (2, 1))
         yield _sm90(op, (128, 128), "pingpong", (2, 1))
-        # M of 256 to 2048, where whole tiles would leave SMs idle in the last wave.
+        # For M of 256 to 2048, where whole tiles would leave SMs idle in the last wave.
         yield _sm90(op, (128, 128), "stream_k", (2, 1))
         yield _sm90(op, (128, 128), "stream_k")
-        # Decode: 64 rows are as few as one WGMMA does; nothing to share in a cluster.
+        # Decode: 64 rows are the least of one WGMMA; a cluster would have nothing to share.
         yield _sm90(op, (64, 128), "pingpong")
     yield _sm90("ag_gemm", (64, 64), "pingpong")
     yield _sm90("gemm_rs", (128, 256), "cooperative", (2, 1), reduce="in_flight")
-    # Yardsticks: what the fused kernels are compared with.
+    # Baselines that the fused kernels are compared with.
     yield _sm90("gemm", (128, 128), "pingpong", (2, 1))
     yield _sm90("gemm", (64, 128), "pingpong")
     for op in FUSED:
@@ -142,7 +143,7 @@ def _default_sm80() -> Iterator[GemmConfig]:
         # Decode: few rows, so parallelism comes from splitting K.
         yield _sm80(op, (64, 128, 32), (2, 2), 4, "stream_k")
         yield _sm80(op, (16, 128, 64), (1, 4), 4, "stream_k")
-        # The one kernel that any K and N fit.
+        # The one kernel that supports any K and N.
         yield _sm80(op, (64, 64, 32), (2, 2), 2, alignment=1)
     for op in FUSED:
         yield _sm80(op, (128, 128, 32), (2, 2), 4, dtype="fp16")
@@ -155,7 +156,7 @@ def _full_sm80() -> Iterator[GemmConfig]:
         ((128, 256, 32), (2, 4), 3),
         ((256, 128, 32), (4, 2), 3),
         ((128, 128, 32), (2, 2), 4),
-        # Half as many barriers; what shared memory allows of stages covers as much of K.
+        # Half as many barriers; the stages that fit shared memory cover as much of K.
         ((128, 256, 64), (2, 4), 3),
         ((128, 128, 64), (2, 2), 3),
         ((64, 128, 64), (2, 2), 4),

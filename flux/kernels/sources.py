@@ -1,4 +1,4 @@
-"""Where flux's CUDA headers are, and what a library's key is made of."""
+"""Find flux's CUDA headers, and compute the key of a library."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _ABI_HEADER = "cuda/abi.h"
 
 
 def csrc() -> Path | None:
-    """The directory that units include from: of the checkout, else what the wheel brought."""
+    """Return the include directory of units: of the checkout, or else the copy in the wheel."""
     for candidate in (_PACKAGE.parent / "csrc", _PACKAGE / "csrc"):
-        # Another package's csrc may lie beside ours in site-packages; it has no such header.
+        # Another package may have a directory csrc in site-packages, but without this header.
         if (candidate / _ABI_HEADER).is_file() and (candidate / "core").is_dir():
             return candidate
     return None
 
 
 def abi_version(root: Path) -> int:
-    """FLUX_ABI_VERSION of these sources.
+    """Return FLUX_ABI_VERSION of these sources.
 
     Raises:
-        ValueError: the header does not state it.
+        ValueError: the header does not define it.
     """
     stated = _ABI_VERSION.search(_read(root / _ABI_HEADER))
     if stated is None:
@@ -40,10 +40,10 @@ def abi_version(root: Path) -> int:
 
 
 def headers(text: str, root: Path) -> list[str]:
-    """Headers under ``root`` that ``text`` includes, directly or not, relative to ``root``.
+    """Return the headers under ``root`` that ``text`` includes, also indirectly, relative to it.
 
-    Includes in quotes are looked up beside the file that has them, then in ``root``. What is in
-    neither is somebody else's (CUTLASS), or missing, which the compiler will say.
+    Includes in quotes are looked up beside the including file, then in ``root``. A header in
+    neither place belongs to CUTLASS, or is missing, which the compiler will report.
     """
     root = root.resolve()
     found: set[Path] = set()
@@ -61,22 +61,25 @@ def headers(text: str, root: Path) -> list[str]:
 
 
 def sources_hash(configs: Sequence[GemmConfig], root: Path, traced: bool = False) -> str:
-    """Of a unit and all headers of ours that it includes. A library with another one is stale."""
+    """Return the hash of a unit and all our headers that it includes.
+
+    A library with another hash is stale.
+    """
     text = translation_unit(configs, traced)
     parts = [("unit", text)]
     parts += [(name, _read(root / name)) for name in headers(text, root)]
-    # Kernels are launched through it whether or not a unit includes it (yet).
+    # Kernels are launched through the ABI whether or not a unit includes it (yet).
     parts.append(("abi", str(abi_version(root))))
     return digest(parts)
 
 
 def library_key(sources: str, cutlass: str, nvcc: str, flags: Iterable[str]) -> str:
-    """Of all that goes into a library: two with the same key are the same."""
+    """Return the hash of all build inputs: libraries with the same key are identical."""
     return digest([sources, cutlass, nvcc, *flags])
 
 
 def digest(parts: Sequence[object]) -> str:
-    """sha256 of a list of texts, in hexadecimal; where one ends and the next begins matters."""
+    """Return the sha256 of a list of texts, in hexadecimal; the borders between them count too."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -87,5 +90,5 @@ def _read(path: Path) -> str:
 
 @lru_cache(maxsize=512)
 def _contents(path: Path, modified_ns: int, size: int) -> str:
-    # Every unit includes the same headers; the arguments beside the path tell when they changed.
+    # Cached, because every unit includes the same headers. Time and size invalidate the entry.
     return path.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Decides whether a file may be loaded as code: whether another user can write or replace it.
+"""Decide whether a file may be loaded as code: whether another user can write or replace it.
 
-A library runs with the rights of the process that loads it, and its manifest lies beside it, so a
-correct hash says nothing about its author. What counts is who can write: to the file, to its
-directory, and to any directory or link on the way to it.
+A library runs with the rights of the process that loads it. Its manifest lies beside it, so a
+correct hash says nothing about its author. The test is the write permission: to the file, to its
+directory, and to any directory or link on the path to it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ACL = "system.posix_acl_access"
-_MOST_LINKS = 40  # as the kernel follows
+_MOST_LINKS = 40  # as in the kernel
 _REMEDY = "make it yours alone (chown, chmod go-w), or name another directory in FLUX_KERNEL_CACHE"
 
-# Numbers of loads in this process; a name must never be used for a second file.
+# Numbers of loads in this process, because a name must never be used for a second file.
 _loads = itertools.count()
 
 
 class UntrustedError(RuntimeError):
-    """A file is not loaded because another user can write or replace it; the message has the path
-    and the reason."""
+    """A file is not loaded because another user can write or replace it.
+
+    The message has the path and the reason.
+    """
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} is refused: {reason}; {_REMEDY}")
@@ -46,11 +48,15 @@ def check(path: Path) -> None:
 
 
 def reason_untrusted(path: Path, links: int = 0) -> str | None:
-    """Say why another user can write or replace ``path``, a directory or a file; None if none can.
+    """Return why another user can write or replace a directory or file; None if none can.
 
-    Everything on the way is looked at, links and their targets included. Inside flux's own package
-    the way begins at the package: its parents hold flux's Python code too, which runs already. A
-    path that does not exist is trusted as far as its parents are. ``links`` were followed before.
+    The check covers every component of the path, links and their targets included. Inside flux's
+    own package the check begins at the package: its parents hold flux's Python code too, which runs
+    already. A path that does not exist is trusted as far as its parents are.
+
+    Args:
+        path: the file or directory.
+        links: number of links followed so far.
     """
     path = path.absolute()
     inside = path.is_relative_to(_PACKAGE) and ".." not in path.parts
@@ -62,7 +68,7 @@ def reason_untrusted(path: Path, links: int = 0) -> str | None:
         while rest and reason is None:
             name = rest.pop(0)
             if name == "..":
-                current = current.parent  # no link: those are replaced by their targets
+                current = current.parent  # not a link: links are replaced by their targets
                 continue
             entry = current / name
             status = os.lstat(entry)
@@ -87,7 +93,7 @@ def reason_untrusted(path: Path, links: int = 0) -> str | None:
 
 @dataclass(frozen=True)
 class _Trusted:
-    """Users, groups, and whether all others, that may write what is loaded."""
+    """Users and groups that may write code to load, and whether all other users may."""
 
     users: frozenset[int]
     groups: frozenset[int] = frozenset()
@@ -95,8 +101,12 @@ class _Trusted:
 
 
 def _trusted(inside: bool) -> _Trusted:
-    """This user and root, and the owner of flux's code; ``inside`` the package all that can write
-    the package, too, and so can write that code."""
+    """Return this user, root, and the owner of flux's code.
+
+    Args:
+        inside: whether the path is in the package; then all users that can write the package count
+            too, because they can write that code.
+    """
     users = frozenset({os.geteuid(), 0, *_code_owner(inside)})
     if not inside:
         return _Trusted(users)
@@ -108,11 +118,18 @@ def _trusted(inside: bool) -> _Trusted:
 def _reason(
     status: os.stat_result, path: Path, trusted: _Trusted, *, on_the_way: bool
 ) -> str | None:
-    """Of one directory or file. ``on_the_way``: a directory that leads to what is asked about."""
+    """Return why one directory or file is not trusted.
+
+    Args:
+        status: of the directory or file.
+        path: for the message.
+        trusted: users and groups that may write.
+        on_the_way: whether it is a directory on the path to the file in question.
+    """
     reason = _reason_owner(status, path, trusted, on_the_way=on_the_way)
     if reason is not None:
         return reason
-    # In a sticky directory, as /tmp, other users can add entries but not replace ours.
+    # In a sticky directory such as /tmp, other users can add entries but not replace ours.
     if on_the_way and status.st_mode & stat.S_ISVTX:
         return None
     if status.st_mode & stat.S_IWOTH and not trusted.others:
@@ -133,17 +150,17 @@ def _reason_owner(
 
 
 def _code_owner(inside: bool) -> tuple[int, ...]:
-    """The owner of flux's code, often an administrator: this process runs that user's code already.
+    """Return the owner of flux's code, often an administrator; this process runs its code already.
 
-    An id that stands for all unmapped users identifies none of them, so outside the package it
-    does not count.
+    An id that stands for all unmapped users identifies none of them, so outside the package it does
+    not count.
     """
     owner = os.stat(__file__).st_uid
     return () if owner == _unmapped_owner() and not inside else (owner,)
 
 
 def _unmapped_owner() -> int | None:
-    """The id that this user namespace shows for users that it does not map; None in the first one.
+    """Return the id that this user namespace shows for unmapped users; None in the first namespace.
 
     In a container without privileges, ``/`` and ``/home`` of the host have this owner.
     """
@@ -157,10 +174,10 @@ def _unmapped_owner() -> int | None:
 
 
 def _is_private_group(status: os.stat_result, path: Path) -> bool:
-    """Whether the group is the owner's or this user's own, without other members.
+    """Return whether the group is private to the owner or this user, without other members.
 
     Distributions that give each user such a group set a umask of 0002. An access control list can
-    hide behind the bits of the group, so a file with one has no private group.
+    be hidden behind the group bits, so a file with one has no private group.
     """
     try:
         group = grp.getgrgid(status.st_gid)
@@ -197,11 +214,12 @@ def _group_name(gid: int) -> str:
 
 
 class OpenFile:
-    """A trusted file, open: what is hashed, read and loaded is the same file, whatever is at its
-    path by then.
+    """A trusted open file: the file that is hashed, read and loaded is the same one.
+
+    The path may lead to another file by then.
 
     Attributes:
-        path: that it was opened at.
+        path: at which it was opened.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -209,15 +227,21 @@ class OpenFile:
         self._descriptor = descriptor
 
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return os.fstat(self._descriptor).st_size
 
-    def read(self) -> bytes:
-        """All of it."""
+    def read(self, most: int) -> bytes:
+        """Return the contents.
+
+        Raises:
+            ValueError: the file has more than ``most`` bytes.
+        """
+        if self.size() > most:
+            raise ValueError(f"{self.path.name} has more than {most} bytes")
         return b"".join(self._blocks())
 
     def sha256(self) -> str:
-        """In hexadecimal."""
+        """Return the hash, in hexadecimal."""
         hashed = hashlib.sha256()
         for block in self._blocks():
             hashed.update(block)
@@ -230,12 +254,12 @@ class OpenFile:
             offset += len(block)
 
     def name_to_load(self) -> str:
-        """Return a path for dlopen that leads to this very file, and that no other load has.
+        """Return a path for dlopen that leads to this very file, and that no other load uses.
 
-        dlopen takes a name that it knows for the library of that name, even if the number is by now
-        that of another file. So each load spells the path in its own way: its number in binary, a
-        slash or a dot after a slash. The descriptor need not stay open afterwards, and a file that
-        is loaded twice is one library, since dlopen then compares device and inode.
+        dlopen takes a known path for the library of that path, even if the descriptor's number
+        belongs to another file by now. So each load spells the path differently: the load's number
+        in binary, as a slash or a dot after a slash. The descriptor need not stay open afterwards.
+        A file that is loaded twice is one library, because dlopen then compares device and inode.
         """
         spelling = "".join("/." if bit == "1" else "//." for bit in f"{next(_loads):b}")
         return f"/proc/self/fd{spelling}/{self._descriptor}"
@@ -247,12 +271,14 @@ def opened(path: Path) -> Iterator[OpenFile]:
 
     Raises:
         UntrustedError: another user can.
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     check(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # Does not block on a pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # Once more for what was really opened, though only trusted users could have replaced it.
+        # Checked again for the file that was opened, though only trusted users could have replaced
+        # it.
         status = os.fstat(descriptor)
         trusted = _trusted(path.absolute().is_relative_to(_PACKAGE))
         reason = _reason(status, path, trusted, on_the_way=False)
@@ -267,11 +293,15 @@ def opened(path: Path) -> Iterator[OpenFile]:
 
 @contextmanager
 def verified(path: Path, sha256: str | None) -> Iterator[OpenFile]:
-    """Open a library for loading; ``sha256``: of the library that its manifest was read with.
+    """Open a library for loading.
+
+    Args:
+        path: of the library.
+        sha256: of the library when its manifest was read; None: no comparison.
 
     Raises:
-        UntrustedError: another user can write or replace it.
-        RuntimeError: it is another file by now, or cannot be opened.
+        UntrustedError: another user can write or replace the file.
+        RuntimeError: the file has changed or cannot be opened.
     """
     with ExitStack() as stack:
         try:
@@ -285,7 +315,7 @@ def verified(path: Path, sha256: str | None) -> Iterator[OpenFile]:
 
 
 def make_private(directory: Path) -> None:
-    """Create a cache, and what is missing above it, for this user alone (mode 0700).
+    """Create a cache, and missing directories above it, for this user alone (mode 0700).
 
     Raises:
         OSError: it cannot be created.
@@ -296,7 +326,7 @@ def make_private(directory: Path) -> None:
 
 
 def keep_others_out(directory: Path) -> None:
-    """Take the right to write from group and others, whatever the umask; of a new directory.
+    """Remove write permission of group and others from a new directory, whatever the umask.
 
     Raises:
         OSError: the mode cannot be changed.

@@ -1,7 +1,8 @@
 """Tensor-parallel linear layers that hide communication, forward and backward.
 
-``ColumnParallelLinear`` and ``RowParallelLinear`` are for plain PyTorch. What is for Megatron-core
-is in ``flux.layers.megatron``, imported when it is asked for: flux does not need Megatron-core.
+``ColumnParallelLinear`` and ``RowParallelLinear`` are for plain PyTorch. The forms for
+Megatron-core are in ``flux.layers.megatron``, imported at first use: flux does not need
+Megatron-core.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from flux.layers.linear import ColumnParallelLinear, RowParallelLinear
-from flux.layers.pool import close_pools
 from flux.layers.replace import replace_linears
+from flux.ops.pool import close_pools
 
 _MEGATRON = {
     "FluxSpecProvider": "FluxSpecProvider",

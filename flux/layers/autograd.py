@@ -1,25 +1,26 @@
-"""Forward and backward of tensor-parallel linear layers, with communication hidden in both.
+"""Forward and backward of tensor-parallel linear layers, with hidden communication in both.
 
 W ranks; x [rows, K], weight [N, K] of this rank; SP: sequence parallelism, shards of rows outside.
 
     column, SP     y  = gather(x) @ w.T          AGGemm; of x, only the shard is saved
                    dx = scatter(dy @ w)          GemmRS, beside a gather of x that began before it
-                   dw = dy.T @ gather(x)         while the last rows of dx travel
-    column         y  = x @ w.T                  nothing to communicate
+                   dw = dy.T @ gather(x)         while the last rows of dx are sent
+    column         y  = x @ w.T                  no communication
                    dx = all_reduce(dy @ w)       GemmAR
-                   dw = dy.T @ x                 while the last rows of dx travel
+                   dw = dy.T @ x                 while the last rows of dx are sent
     row, SP        z  = scatter(x @ w.T)         GemmRS
                    dx = gather(dz) @ w           AGGemm, whose gathered dz is kept
-                   dw = gather(dz).T @ x         while the column layer's x travels (ahead.py)
+                   dw = gather(dz).T @ x         while the column layer's x is gathered
+                                                 (flux/ops/early_gather.py)
     row            z  = all_reduce(x @ w.T)      GemmAR
-                   dx = dz @ w,  dw = dz.T @ x   nothing to communicate: dz is the same everywhere
+                   dx = dz @ w,  dw = dz.T @ x   no communication: dz is the same on all ranks
 
     backward of a column layer, SP, on one rank:
         GEMM   [ dy @ w: others' rows | own rows ][ dy.T @ x ] sum of dx
-        wires  [ x arrives, if it has not | dx leaves as it is ready ]
+        wires  [ x arrives, if it has not | dx is sent as it is ready ]
 
 Under autocast operands are cast as torch.nn.functional.linear's would be. The backward of a
-backward would have to communicate once more and is refused.
+backward would have to communicate once more; it raises.
 """
 
 from __future__ import annotations
@@ -34,23 +35,25 @@ import torch
 from torch.nn.functional import linear
 
 from flux import _C
-from flux.backends.unfused import nothing
-from flux.layers.ahead import EarlyGather
-from flux.layers.pool import OpPool, User
+from flux.core.backend import nothing
 from flux.layers.wgrad import Grad, WeightGrad
 from flux.ops import AGGemm, GemmAR, GemmRS
+from flux.ops.early_gather import EarlyGather
+from flux.ops.pool import OpPool, User
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """How a layer communicates; everything but the tensors of a call.
+class LinearConfig:
+    """How a layer communicates: all settings except the tensors of a call.
 
     Attributes:
-        pool, user: where its ops come from.
-        sequence_parallel: activations outside of the layer are shards of rows.
+        pool: of the layer's ops.
+        user: the layer, as the pool knows it.
+        sequence_parallel: whether activations outside of the layer are shards of rows.
         reduce_dx: sum the gradient of a column layer's input over the ranks (without SP).
-        fuse_ag, fuse_rs: fuse what gathers, what reduces; else the library's collective is used.
-        wgrad: what becomes of the weight gradient.
+        fuse_ag: fuse gathers; else use the library's collective.
+        fuse_rs: fuse reductions; else use the library's collective.
+        wgrad: handling of the weight gradient.
     """
 
     pool: OpPool
@@ -63,26 +66,27 @@ class Parallel:
 
 
 def column_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Parallel
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: LinearConfig
 ) -> torch.Tensor:
-    """A column-parallel layer: x [s(/W), ..., K] -> [s, ..., N/W]. Collective.
+    """Apply a column-parallel layer: x [s(/W), ..., K] -> [s, ..., N/W]. Collective.
 
     Args:
-        x: own rows (SP), or all of them, the same on every rank.
+        x: own rows (SP), or all rows, the same on every rank.
         weight: [N/W, K].
         bias: [N/W] or None.
         how: the group, and what is fused.
 
     Raises:
-        ValueError, TypeError: refused input, on all ranks alike.
+        ValueError: illegal input, on all ranks alike.
+        TypeError: illegal input, on all ranks alike.
         PeerTimeoutError: a peer died or stalled.
     """
     y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how, _early_gather(how, weight))
     return y
 
 
-def row_linear(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Tensor:
-    """A row-parallel layer without its bias: x [s, ..., K/W] -> [s(/W), ..., N]. Collective.
+def row_linear(x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> torch.Tensor:
+    """Apply a row-parallel layer without its bias: x [s, ..., K/W] -> [s(/W), ..., N]. Collective.
 
     Args:
         x: this rank's columns of all rows; with SP, W divides s.
@@ -90,15 +94,20 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Te
         how: the group, and what is fused.
 
     Raises:
-        As ``column_linear``.
+        ValueError: as ``column_linear``.
+        TypeError: as ``column_linear``.
+        PeerTimeoutError: as ``column_linear``.
     """
     before, how.pool.early_gather = how.pool.early_gather, None
     z: torch.Tensor = cast(Any, _Row).apply(x, weight, how, before)
     return z
 
 
-def _early_gather(how: Parallel, weight: torch.Tensor) -> EarlyGather | None:
-    """For a column layer whose backward gathers its input; the next row layer begins that."""
+def _early_gather(how: LinearConfig, weight: torch.Tensor) -> EarlyGather | None:
+    """Return an early gather for a column layer whose backward gathers its input, else None.
+
+    The next row layer's backward begins that gather.
+    """
     gathers = how.sequence_parallel and how.pool.world > 1 and how.wgrad.deferred is None
     if not (gathers and weight.requires_grad and torch.is_grad_enabled()):
         return None
@@ -106,7 +115,7 @@ def _early_gather(how: Parallel, weight: torch.Tensor) -> EarlyGather | None:
     return gather
 
 
-# -- what both have in common ----------------------------------------------------------------------
+# -- common part -----------------------------------------------------------------------------------
 
 
 class _RefuseTwice(torch.autograd.Function):
@@ -124,7 +133,10 @@ class _RefuseTwice(torch.autograd.Function):
 
 
 def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A backward whose results refuse to be differentiated, instead of passing for constants."""
+    """Wrap a backward so that differentiating its results raises.
+
+    Without this, autograd would treat the results as constants.
+    """
 
     @wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -140,10 +152,10 @@ def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
 
 
 def fresh(result: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A result that nobody else holds, in another shape, but not as a view.
+    """Return a newly computed result in another shape, not as a view.
 
-    What a Function returns may be changed in place (Megatron's cross entropy does so with logits),
-    unless it is a view made inside.
+    A Function's result may be changed in place (Megatron's cross entropy does so with logits),
+    unless it is a view made inside the Function.
     """
     out: torch.Tensor = torch.ops.aten._unsafe_view(result, shape)
     return out
@@ -154,7 +166,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype to multiply in: autocast's if that is on and would cast x."""
+    """Return the dtype to multiply in: autocast's if that is on and would cast x."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype in (
         torch.float32,
@@ -165,13 +177,16 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _open(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> None:
-    """What every forward keeps. The weight gradient alone needs x; without SP or in a row layer
-    that is all of it, else this rank's shard."""
+def _open(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> None:
+    """Save what every backward needs.
+
+    Only the weight gradient needs x. Without SP, and in a row layer, the saved x has all rows, else
+    this rank's shard.
+    """
     kept = x if ctx.needs_input_grad[1] else None
     ctx.save_for_backward(kept, weight)
-    # The parameter itself besides: hooks on saved tensors, such as those of activation
-    # checkpointing, may hand out another tensor, which has none of Megatron's attributes.
+    # Also keep the parameter itself. Hooks on saved tensors, such as those of activation
+    # checkpointing, may return another tensor without Megatron's attributes.
     ctx.parameter = weight
     ctx.main_grad = getattr(weight, "main_grad", None) if how.wgrad.accumulate else None
     ctx.how = how
@@ -179,7 +194,7 @@ def _open(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> Non
 
 
 def autocast_off(x: torch.Tensor) -> Any:
-    """Operands have been cast: nothing inside is to be cast again."""
+    """Return a context without autocast: the operands have been cast already."""
     device = x.device.type
     on = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()
@@ -195,7 +210,7 @@ class _Column(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        how: Parallel,
+        how: LinearConfig,
         early: EarlyGather | None,
     ) -> torch.Tensor:
         dtype = compute_dtype(x)
@@ -208,13 +223,13 @@ class _Column(torch.autograd.Function):
         with autocast_off(x):
             own_bias = bias if bias is not None and bias.dtype == dtype else None
             y = column_product(x, weight.to(dtype), own_bias, how)
-            # Another dtype's bias decides the dtype of the sum, as it does in Megatron.
+            # A bias of another dtype determines the dtype of the sum, as in Megatron.
             return y if bias is None or own_bias is not None else y + bias
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        how: Parallel = ctx.how
+        how: LinearConfig = ctx.how
         early: EarlyGather | None = ctx.early
         x, weight, wait = (*ctx.saved_tensors, None) if early is None else early.take(ctx)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
@@ -237,9 +252,9 @@ class _Column(torch.autograd.Function):
 
 
 def column_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Parallel
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: LinearConfig
 ) -> torch.Tensor:
-    """Forward of a column layer on operands of one dtype."""
+    """Return the forward result of a column layer, on operands of one dtype."""
     world, rows = how.pool.world, _rows(x)
     if not how.sequence_parallel:
         return fresh(linear(rows, weight, bias), *x.shape[:-1], weight.shape[0])
@@ -252,19 +267,21 @@ def column_grads(
     dy: torch.Tensor,
     wait_for_x: Callable[[], torch.Tensor] | None,
     weight: torch.Tensor,
-    how: Parallel,
+    how: LinearConfig,
     need_x: bool,
     deliver: Callable[[torch.Tensor | None], Grad] | None,
 ) -> tuple[Grad, Grad]:
-    """Gradients of a column layer's input, [rows, K], and of its weight.
+    """Return the gradients of a column layer's input, [rows, K], and of its weight.
 
     Args:
         dy: [M, N/W], in the dtype of the weight.
-        wait_for_x: for all rows of what forward was given, [M, K]; None where the weight gradient
-            is put off, or not needed.
-        need_x: whether the input needs one.
-        deliver: makes the weight gradient of all rows of x [M, K] (None: it is put off); None where
-            there is to be none.
+        wait_for_x: returns all rows of forward's input, [M, K]; None if the weight gradient is
+            deferred or not needed.
+        weight: of the layer.
+        how: the group, and what is fused.
+        need_x: whether the input needs a gradient.
+        deliver: makes the weight gradient of all rows of x [M, K] (None: it is deferred); None if
+            the weight needs no gradient.
     """
     dw: list[Grad] = [None]
 
@@ -281,9 +298,9 @@ def column_grads(
 
 
 def begin_gather(
-    how: Parallel, x: torch.Tensor, weight: torch.Tensor
+    how: LinearConfig, x: torch.Tensor, weight: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
-    """Begin to collect all rows of a column layer's input; the result waits for them."""
+    """Begin to gather all rows of a column layer's input; return a function that waits for them."""
     rows, world = _rows(x), how.pool.world
     if not how.sequence_parallel:
         return lambda: rows
@@ -293,9 +310,12 @@ def begin_gather(
 
 
 def _column_dx(
-    how: Parallel, dy: torch.Tensor, weight: torch.Tensor, meanwhile: Callable[[], None]
+    how: LinearConfig, dy: torch.Tensor, weight: torch.Tensor, meanwhile: Callable[[], None]
 ) -> torch.Tensor:
-    """dy [M, N/W] @ weight [N/W, K], reduced; ``meanwhile`` runs while its last rows travel."""
+    """Return dy [M, N/W] @ weight [N/W, K], reduced.
+
+    ``meanwhile`` runs while the last rows are sent.
+    """
     pool = how.pool
     if pool.world == 1 or not (how.sequence_parallel or how.reduce_dx):
         dx = dy @ weight
@@ -318,7 +338,7 @@ class _Row(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        how: Parallel,
+        how: LinearConfig,
         before: EarlyGather | None,
     ) -> torch.Tensor:
         dtype = compute_dtype(x)
@@ -331,7 +351,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
-        how: Parallel = ctx.how
+        how: LinearConfig = ctx.how
         x, weight = ctx.saved_tensors
         need_x, need_w = ctx.needs_input_grad[:2]
         w, rows = weight.to(ctx.dtype), _rows(dz).to(ctx.dtype)
@@ -344,8 +364,8 @@ class _Row(torch.autograd.Function):
         return dx, (None if dw is None else dw.to(weight.dtype)), None, None
 
 
-def row_product(x: torch.Tensor, weight: torch.Tensor, how: Parallel) -> torch.Tensor:
-    """Forward of a row layer on operands of one dtype."""
+def row_product(x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> torch.Tensor:
+    """Return the forward result of a row layer, on operands of one dtype."""
     pool, rows = how.pool, _rows(x)
     kind = GemmRS if how.sequence_parallel else GemmAR
     sizes = (weight.shape[0], weight.shape[1] * pool.world, x.dtype)
@@ -365,19 +385,21 @@ def row_grads(
     dz: torch.Tensor,
     x: Grad,
     weight: torch.Tensor,
-    how: Parallel,
+    how: LinearConfig,
     need_x: bool,
     deliver: Callable[[torch.Tensor, torch.Tensor], Grad],
     idle: Callable[[], None] = nothing,
 ) -> tuple[Grad, Grad]:
-    """Gradients of a row layer's input, [M, K/W], and of its weight.
+    """Return the gradients of a row layer's input, [M, K/W], and of its weight.
 
     Args:
         dz: own rows (SP) or all, in the dtype of the weight.
-        x: all rows of what forward was given; None where the weight needs no gradient.
-        need_x: whether the input needs one.
+        x: all rows of forward's input; None if the weight needs no gradient.
+        weight: of the layer.
+        how: the group, and what is fused.
+        need_x: whether the input needs a gradient.
         deliver: makes the weight gradient of all rows of dz [M, N] and x.
-        idle: called when the last rows have come, which are then to be multiplied.
+        idle: called when the last rows have arrived, before they are multiplied.
     """
     if not how.sequence_parallel:
         dx = dz @ weight if need_x else None
@@ -402,9 +424,9 @@ def row_grads(
 
 
 class _OwnRows:
-    """A weight gradient of which the own rows' part is computed while the others are under way.
+    """A weight gradient; the part of the own rows is computed while the others are in flight.
 
-    Always, whether they have come or not: sums are in the same order in every run.
+    This is done whether or not they have arrived, so that sums have the same order in every run.
     """
 
     def __init__(self, op: AGGemm, dz: torch.Tensor, x: torch.Tensor) -> None:
@@ -415,10 +437,11 @@ class _OwnRows:
         self._dw: Grad = None
 
     def multiply(self) -> None:
+        """Multiply the own rows."""
         self._dw = self._dz.t() @ self._x[self._begin : self._end]
 
     def complete(self, full: torch.Tensor) -> torch.Tensor:
-        """With the others' rows, of all that have been gathered [M, N]."""
+        """Add the others' rows, of the gathered rows [M, N]; return the gradient."""
         assert self._dw is not None
         for rows in (slice(self._begin), slice(self._end, None)):
             self._dw.addmm_(full[rows].t(), self._x[rows])

@@ -1,17 +1,17 @@
-"""The layers as ops of torch.library, which is what torch.compile sees of them.
+"""The layers as ops of torch.library, which torch.compile can put into graphs.
 
 A graph can hold tensors, numbers and names, but no pools. So these ops take the name of the group
-and find its pool when they run, as functional collectives find their group. What a layer does in
-its backward beside the communication is inside of one op, ``column_linear_grad``: a compiler that
-saw a gather, two products and a reduction could put them into an order that hides nothing.
+and find its pool at run time, as functional collectives find their group. The whole backward of a
+layer is one op, ``column_linear_grad``. If the compiler saw a gather, two products and a reduction,
+it could reorder them so that no communication is hidden.
 
     column_linear      y             backward: column_linear_grad -> dx, dw
     row_linear         z             backward: row_linear_grad -> dx, dw
-    gather_features    all features  backward: cut_features, and the other way round
+    gather_features    all features  backward: cut_features, and vice versa
     sum_grad           a copy        backward: an all-reduce of the gradient
 
-Operands have one dtype: casts, autocast's too, are outside, where the compiler sees them. The ops
-behind a graph stay until ``close_pools()``.
+Operands have one dtype: casts, including autocast's, are outside of the ops, visible to the
+compiler. The ops behind a graph stay until ``close_pools()``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from flux.backends.unfused import all_gather
 from flux.layers.autograd import (
-    Parallel,
+    LinearConfig,
     autocast_off,
     begin_gather,
     column_grads,
@@ -33,15 +33,15 @@ from flux.layers.autograd import (
     row_grads,
     row_product,
 )
-from flux.layers.pool import pool_of
-from flux.ops._library import LIBRARY, register_fake
+from flux.ops.library import LIBRARY, register_fake
+from flux.ops.pool import pool_of
 from flux.transport.exchange import resolve_group
 
 Grad = torch.Tensor | None
 
 
 class Named(NamedTuple):
-    """``Parallel`` as a graph can hold it."""
+    """``LinearConfig`` in a form that a graph can hold."""
 
     group_name: str
     sequence_parallel: bool
@@ -68,7 +68,7 @@ for _schema in (
 def column_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Named
 ) -> torch.Tensor:
-    """``flux.layers.autograd.column_linear`` in a graph."""
+    """Apply ``flux.layers.autograd.column_linear`` in a graph."""
     dtype = compute_dtype(x)
     own_bias = bias if bias is not None and bias.dtype == dtype else None
     y: torch.Tensor = torch.ops.flux.column_linear(x.to(dtype), weight.to(dtype), own_bias, *how)
@@ -76,16 +76,16 @@ def column_linear(
 
 
 def row_linear(x: torch.Tensor, weight: torch.Tensor, how: Named) -> torch.Tensor:
-    """``flux.layers.autograd.row_linear`` in a graph."""
+    """Apply ``flux.layers.autograd.row_linear`` in a graph."""
     dtype = compute_dtype(x)
     z: torch.Tensor = torch.ops.flux.row_linear(x.to(dtype), weight.to(dtype), *how)
     return z
 
 
-def _parallel(how: Sequence[Any]) -> Parallel:
+def _parallel(how: Sequence[Any]) -> LinearConfig:
     name, *switches = how
     pool = pool_of(name)
-    return Parallel(pool, pool.graphs, *switches)
+    return LinearConfig(pool, pool.graphs, *switches)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(rows: Any, group_name: str, up: bool, does: bool) -> Any:
-    """Rows gathered (up) or scattered over a group, if they are."""
+    """Return the rows after a gather (up) or scatter over a group, if it ``does`` that."""
     world = resolve_group(group_name).size() if does else 1
     return rows * world if up else rows // world
 
@@ -198,7 +198,7 @@ def _setup_row(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _backward_row(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     need_x, need_w = (bool(need) for need in ctx.needs_input_grad[:2])
-    if not ctx.how[1]:  # nothing to communicate: the compiler sees both products
+    if not ctx.how[1]:  # no communication: the compiler sees both products
         rows = _rows(dz)
         dx = (rows @ weight).view(x.shape) if need_x else None
         return dx, rows.t() @ _rows(x) if need_w else None, *[None] * len(ctx.how)
@@ -213,7 +213,7 @@ def _backward_row(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _gather_features(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Every rank's last dimension, side by side."""
+    """Return every rank's last dimension, side by side."""
     group = resolve_group(group_name)
     world = group.size()
     parts = x.new_empty(world * x.shape[0], *x.shape[1:])
@@ -223,7 +223,7 @@ def _gather_features(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def _cut_features(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    """This rank's part of the last dimension."""
+    """Return this rank's part of the last dimension."""
     group = resolve_group(group_name)
     part = x.chunk(group.size(), -1)[group.rank()]
     return part.clone(memory_format=torch.contiguous_format)

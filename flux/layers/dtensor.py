@@ -1,8 +1,8 @@
-"""torch's tensor-parallel styles for linear layers, with the communication fused into the product.
+"""torch's tensor-parallel styles for linear layers, with fused communication.
 
-``ColwiseParallel`` and ``RowwiseParallel`` take the place of torch.distributed.tensor.parallel's in
-a plan for ``parallelize_module``. Parameters become the same DTensors, so state dicts, optimizers
-and distributed checkpoints do not notice; layouts of inputs and outputs mean the same.
+``ColwiseParallel`` and ``RowwiseParallel`` replace those of torch.distributed.tensor.parallel in a
+plan for ``parallelize_module``. Parameters become the same DTensors, so state dicts, optimizers and
+distributed checkpoints work unchanged. Layouts of inputs and outputs have the same meaning.
 
     style     layout given -> layout wanted        fused
     colwise   Shard(d) -> Shard(-1)                AGGemm, and GemmRS backward
@@ -10,9 +10,9 @@ and distributed checkpoints do not notice; layouts of inputs and outputs mean th
     rowwise   Shard(-1) -> Shard(d)                GemmRS, and AGGemm backward
     rowwise   Shard(-1) -> Replicate               GemmAR
 
-d is any dimension but the last. Other layouts are brought about as torch does before and after.
-A layer that is given what none of this fits takes torch's own path, and the log ("flux.layers")
-says once why.
+d is any dimension except the last. Other layouts are converted before and after by torch's own
+code. A layer whose input fits none of these uses torch's own path, and the log ("flux.layers")
+records the reason once.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torch.distributed.tensor import distribute_module as _distribute_module
 from torch.distributed.tensor import parallel as torch_styles
 
 from flux.layers import compiled
-from flux.layers.autograd import Parallel, column_linear, row_linear
-from flux.layers.eligible import say_once, why_not
+from flux.layers.autograd import LinearConfig, column_linear, row_linear
+from flux.layers.eligible import reason_unsupported, say_once
 from flux.layers.linear import sum_grad
-from flux.layers.pool import User, pool_of
+from flux.ops.pool import User, pool_of
 
 REPLICATE = Replicate()
 
 
 class StyledLinear(nn.Linear):
-    """A linear layer with DTensor parameters. What ``_apply`` of the styles makes of nn.Linear."""
+    """A linear layer with DTensor parameters; the styles' ``_apply`` turns nn.Linear into it."""
 
     style: Any
     mesh: DeviceMesh
@@ -45,44 +45,44 @@ class StyledLinear(nn.Linear):
     group_name: str
 
     def local(self, name: str) -> torch.Tensor | None:
-        """This rank's part of a parameter."""
+        """Return this rank's part of a parameter."""
         parameter = getattr(self, name)
         return None if parameter is None else parameter.to_local()
 
     def column(
         self, x: torch.Tensor, sequence_parallel: bool, reduce_dx: bool = True
     ) -> torch.Tensor:
-        """A column-parallel product, and its bias."""
+        """Return a column-parallel product, with its bias."""
         weight, bias = self.local("weight"), self.local("bias")
         assert weight is not None
         if torch.compiler.is_compiling():
             named = compiled.Named(self.group_name, sequence_parallel, reduce_dx)
             return compiled.column_linear(x, weight, bias, named)
-        how = Parallel(pool_of(self.group_name), self.user, sequence_parallel, reduce_dx)
+        how = LinearConfig(pool_of(self.group_name), self.user, sequence_parallel, reduce_dx)
         return column_linear(x, weight, bias, how)
 
     def row(self, x: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
-        """A row-parallel product, without its bias."""
+        """Return a row-parallel product, without its bias."""
         weight = self.local("weight")
         assert weight is not None
         if torch.compiler.is_compiling():
             return compiled.row_linear(
                 x, weight, compiled.Named(self.group_name, sequence_parallel)
             )
-        how = Parallel(pool_of(self.group_name), self.user, sequence_parallel)
+        how = LinearConfig(pool_of(self.group_name), self.user, sequence_parallel)
         return row_linear(x, weight, how)
 
-    def why_not(self, x: torch.Tensor) -> str | None:
-        """Why a call is not fused, or None."""
+    def reason_unsupported(self, x: torch.Tensor) -> str | None:
+        """Return why a call is not fused, or None."""
         weight: Any = self.weight
         if torch.compiler.is_compiling():
             inside = x.to_local() if isinstance(x, DTensor) else x
-            return why_not(self.group_name, inside, weight.to_local())
+            return reason_unsupported(self.group_name, inside, weight.to_local())
         inside = x._local_tensor if isinstance(x, DTensor) else x
-        return why_not(self.group_name, inside, weight._local_tensor)
+        return reason_unsupported(self.group_name, inside, weight._local_tensor)
 
     def torchs_own(self, x: torch.Tensor, reason: str) -> torch.Tensor:
-        """The unfused path, on DTensors."""
+        """Compute on torch's unfused path, on DTensors."""
         say_once(f"{type(self).__name__}: torch's own path, because {reason}")
         style = self.style
         x = style._prepare_input_fn(
@@ -91,7 +91,7 @@ class StyledLinear(nn.Linear):
         return self.deliver(super().forward(x))
 
     def deliver(self, y: Any) -> torch.Tensor:
-        """A DTensor, in the layout that the style promises."""
+        """Convert a DTensor to the layout of the style."""
         style = self.style
         out: torch.Tensor = style._prepare_output_fn(
             style.output_layouts, style.use_local_output, self, y, self.mesh
@@ -104,7 +104,7 @@ class StyledLinear(nn.Linear):
 
 
 def _dim(placement: Placement, x: torch.Tensor) -> int | None:
-    """Which dimension of x is sharded: None for none."""
+    """Return the dimension of x that is sharded: None for none."""
     return placement.dim % x.dim() if isinstance(placement, Shard) else None
 
 
@@ -112,16 +112,16 @@ class ColwiseLinear(StyledLinear):
     """A linear layer under the style ``ColwiseParallel``."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features], laid out as the style says -> y. Collective."""
+        """Apply the layer to x [..., in_features] in the style's layout. Collective."""
         x, given = input, self.style.input_layouts[0]
         reduce_dx = True
         if isinstance(x, DTensor):
             given = x.placements[0]
-            # The gradient of a replicated DTensor may stay a sum to be made: whoever made the
-            # input, say by gathering it, reduces once for all of its readers.
+            # The gradient of a replicated DTensor may stay a pending sum: the op that made the
+            # input, for example a gather, reduces once for all of the input's readers.
             reduce_dx = False
         dim = _dim(given, x)
-        reason = self.why_not(x)
+        reason = self.reason_unsupported(x)
         if dim is None and given != REPLICATE:
             reason = f"the input is {given}"
         elif dim == x.dim() - 1:
@@ -148,10 +148,10 @@ class RowwiseLinear(StyledLinear):
     """A linear layer under the style ``RowwiseParallel``."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features], laid out as the style says -> z. Collective."""
+        """Apply the layer to x [..., in_features] in the style's layout. Collective."""
         x, wanted = input, self.style.output_layouts[0]
         dim = _dim(wanted, x)
-        reason = self.why_not(x)
+        reason = self.reason_unsupported(x)
         if dim is None and wanted != REPLICATE:
             reason = f"the output is to be {wanted}"
         elif dim == x.dim() - 1:
@@ -209,7 +209,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
         return _fuse(self, module, device_mesh, RowwiseLinear)
 
 
-# What Hugging Face models write in their tp_plan.
+# The names in tp_plan of Hugging Face models.
 NAMED: dict[str, Callable[[], Any]] = {
     "colwise": lambda: ColwiseParallel(),
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
@@ -224,10 +224,10 @@ NAMED: dict[str, Callable[[], Any]] = {
 
 
 def fused_style(style: Any) -> Any:
-    """Our form of a style, given as torch's object or by the name that Hugging Face uses.
+    """Return our form of a style, given as torch's object or by Hugging Face's name.
 
     Returns:
-        A style; one that has no fused form unchanged; None for layers that stay as they are.
+        A style; one without a fused form unchanged; None for layers that stay as they are.
 
     Raises:
         ValueError: an unknown name.

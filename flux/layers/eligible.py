@@ -1,4 +1,4 @@
-"""What the layers can fuse, and the one line of the log that says why something is not fused."""
+"""Decide what the layers can fuse, and log once why a call is not fused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from flux.layers.pool import pool_of
+from flux.core.spec import DTYPES, FP8
 from flux.ops import torch_internals
-from flux.ops.spec import DTYPES, FP8
+from flux.ops.pool import pool_of
 
 logger = logging.getLogger("flux.layers")
 _said: set[str] = set()
@@ -16,14 +16,14 @@ _said: set[str] = set()
 
 @torch_internals.constant_in_graphs
 def say_once(text: str) -> None:
-    """Write a warning to the log "flux.layers", the first time in this process that it is due."""
+    """Write a warning to the log "flux.layers", once per process and text."""
     if text not in _said:
         _said.add(text)
         logger.warning("%s", text)
 
 
-def why_not(group_name: str, x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """Why flux has no fused form for these operands, or None when it has. The same on all ranks.
+def reason_unsupported(group_name: str, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    """Return why flux has no fused form for these operands, or None. The same on all ranks.
 
     Collective at the first use of a group. torch.compile can trace it.
     """

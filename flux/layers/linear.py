@@ -10,13 +10,13 @@ from torch import nn
 from typing_extensions import Self
 
 from flux.layers import compiled
-from flux.layers.autograd import Parallel, column_linear, once, row_linear
-from flux.layers.pool import User, pool_of
+from flux.layers.autograd import LinearConfig, column_linear, once, row_linear
+from flux.ops.pool import User, pool_of
 from flux.transport.exchange import resolve_group
 
 
 class ParallelLinear(nn.Module):
-    """What ``ColumnParallelLinear`` and ``RowParallelLinear`` have in common."""
+    """The common part of ``ColumnParallelLinear`` and ``RowParallelLinear``."""
 
     split_dim: int  # of the weight
     bias_is_split: bool
@@ -38,7 +38,7 @@ class ParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.fused = fused
         found = resolve_group(group)
-        self.group_name = found.group_name  # which can be copied and pickled, as a group cannot
+        self.group_name = found.group_name  # can be copied and pickled, unlike the group
         self.rank, self.world = dist.get_rank(found), dist.get_world_size(found)
         split = (out_features, in_features)[self.split_dim]
         if split % self.world:
@@ -55,7 +55,7 @@ class ParallelLinear(nn.Module):
         return resolve_group(self.group_name)
 
     def _take(self, whole: nn.Linear) -> None:
-        """Make this rank's share of a whole layer, equal on all ranks, the parameters."""
+        """Set the parameters to this rank's share of a whole layer, which is equal on all ranks."""
 
         def share(whole: torch.Tensor, split: bool) -> nn.Parameter:
             part = whole.detach()
@@ -70,9 +70,11 @@ class ParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, whole: nn.Linear, **options: Any) -> Self:
-        """The tensor-parallel form of ``whole``, whose values are the same on all ranks.
+        """Return the tensor-parallel form of ``whole``, whose values must be equal on all ranks.
 
-        ``options``: keyword arguments of the constructor.
+        Args:
+            whole: the layer to split.
+            **options: keyword arguments of the constructor.
         """
         sizes = (whole.in_features, whole.out_features, whole.bias is not None)
         layer = cls(*sizes, device="meta", dtype=whole.weight.dtype, **options)
@@ -80,12 +82,12 @@ class ParallelLinear(nn.Module):
         return layer.train(whole.training)
 
     def _named(self) -> compiled.Named:
-        """How the layer communicates, for a graph."""
+        """Return the layer's communication settings, for a graph."""
         fused = self.fused
         return compiled.Named(self.group_name, self.sequence_parallel, fuse_ag=fused, fuse_rs=fused)
 
-    def _how(self) -> Parallel:
-        return Parallel(
+    def _how(self) -> LinearConfig:
+        return LinearConfig(
             pool_of(self.group),
             self._user,
             self.sequence_parallel,
@@ -98,7 +100,7 @@ class ParallelLinear(nn.Module):
         pool_of(self.group).release(self._user)
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows of the layer."""
+        """Return the layer's settings for ``repr``."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, sequence_parallel={self.sequence_parallel}, "
@@ -109,20 +111,22 @@ class ParallelLinear(nn.Module):
 class ColumnParallelLinear(ParallelLinear):
     """``y = x @ weight.T + bias`` with the output features split over ranks.
 
+    Initial values are those of ``torch.nn.Linear``, split: seed all ranks alike beforehand.
+
     Args:
-        in_features, out_features: of the whole layer; the ranks must divide out_features.
+        in_features: of the whole layer.
+        out_features: of the whole layer; must be divisible by the number of ranks.
         bias: add one; a rank holds its part, [out_features/W].
         group: process group, its name, or None for the default group.
         sequence_parallel: x is this rank's share of the rows, gathered along the first dimension
             (AGGemm). Otherwise every rank has the same x, and its gradient is summed (GemmAR).
         gather_output: return all output features on every rank.
         fused: False uses the library's collectives before or after the GEMM.
-        device, dtype: of the parameters.
-
-    Initial values are those of ``torch.nn.Linear``, cut up: seed all ranks alike beforehand.
+        device: of the parameters.
+        dtype: of the parameters.
 
     Raises:
-        ValueError: the ranks do not divide the features, or there is no such group.
+        ValueError: the features are not divisible by the ranks, or there is no such group.
     """
 
     split_dim = 0
@@ -141,7 +145,10 @@ class ColumnParallelLinear(ParallelLinear):
         self.gather_output = gather_output
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [s(/W), ..., in_features] -> [s, ..., out_features(/W)]. Collective."""
+        """Apply the layer: x [s(/W), ..., in_features] -> [s, ..., out_features(/W)].
+
+        Collective.
+        """
         if torch.compiler.is_compiling():
             y = compiled.column_linear(x, self.weight, self.bias, self._named())
             gathers = self.gather_output and self.world > 1
@@ -156,19 +163,23 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """``z = x @ weight.T + bias`` with the input features split over ranks.
 
+    The gradient of the bias is complete on every rank, also with sequence parallelism.
+
     Args:
-        in_features, out_features: of the whole layer; the ranks must divide in_features.
+        in_features: of the whole layer; must be divisible by the number of ranks.
+        out_features: of the whole layer.
         bias: add one, after the reduction; every rank holds all of it.
         group: process group, its name, or None for the default group.
         sequence_parallel: return this rank's share of the rows, scattered along the first dimension
-            (GemmRS), which the ranks must divide. Otherwise every rank gets all rows (GemmAR).
-        input_is_parallel: x has this rank's features only; otherwise it has all, and is cut.
-        fused, device, dtype: as for ColumnParallelLinear.
-
-    The gradient of the bias is complete on every rank, also with sequence parallelism.
+            (GemmRS), which must be divisible by the number of ranks. Otherwise every rank gets all
+            rows (GemmAR).
+        input_is_parallel: x has only this rank's features; otherwise it has all, and is split.
+        fused: as for ColumnParallelLinear.
+        device: as for ColumnParallelLinear.
+        dtype: as for ColumnParallelLinear.
 
     Raises:
-        ValueError: the ranks do not divide the features, or there is no such group.
+        ValueError: the features are not divisible by the ranks, or there is no such group.
     """
 
     split_dim = 1
@@ -187,7 +198,10 @@ class RowParallelLinear(ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [s, ..., in_features(/W)] -> [s(/W), ..., out_features]. Collective."""
+        """Apply the layer: x [s, ..., in_features(/W)] -> [s(/W), ..., out_features].
+
+        Collective.
+        """
         cut = not self.input_is_parallel and self.world > 1
         if torch.compiler.is_compiling():
             x = torch.ops.flux.cut_features(x, self.group_name) if cut else x
@@ -204,36 +218,45 @@ class RowParallelLinear(ParallelLinear):
 
 
 class _GatherFeatures(torch.autograd.Function):
-    """All features on every rank. Their gradient is the same on all ranks: each takes its part."""
+    """Gathers all features on every rank.
+
+    Their gradient is equal on all ranks: each takes its part.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+        """Gather the features."""
         ctx.group_name = group_name
         return compiled._gather_features(x, group_name)
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        """Take this rank's part of the gradient."""
         return compiled._cut_features(dy, ctx.group_name), None
 
 
 class _CutFeatures(torch.autograd.Function):
-    """This rank's features of an input that every rank has."""
+    """Takes this rank's features of an input that every rank has."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+        """Take this rank's features."""
         ctx.group_name = group_name
         return compiled._cut_features(x, group_name)
 
     @staticmethod
     @once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        """Gather the gradient's features."""
         return compiled._gather_features(dy, ctx.group_name), None
 
 
 def sum_grad(parameter: torch.Tensor, group_name: str) -> torch.Tensor:
-    """A parameter that every rank applies to rows of its own: gradients are summed. Collective in
-    backward."""
+    """Return a parameter whose gradients are summed over ranks. Collective in backward.
+
+    For a parameter that every rank applies to its own rows.
+    """
     if torch.compiler.is_compiling():
         copied: torch.Tensor = torch.ops.flux.sum_grad(parameter, group_name)
         return copied

@@ -1,16 +1,17 @@
 """Drop-in forms of Megatron-core's tensor-parallel linear layers.
 
-They are Megatron's own classes but for the products and the communication beside them, so
-parameters, their attributes, initial values and checkpoints are Megatron's, and a checkpoint of one
-kind of layer is one of the other. ``tp_comm_overlap`` and the switches that go with it decide what
+They are Megatron's own classes except for the products and the communication beside them. So
+parameters, their attributes, initial values and checkpoints are Megatron's, and both kinds of
+layers can load each other's checkpoints. ``tp_comm_overlap`` and its related switches decide what
 is fused:
 
     tp_comm_overlap                  off: Megatron's own path, everywhere
-    tp_comm_overlap_ag               what gathers: forward of column layers, backward of row layers
-    tp_comm_overlap_rs               what reduces: forward of row layers, backward of column layers
-    tp_comm_overlap_disable_qkv/fc1  nothing that gathers in the layers of that name
+    tp_comm_overlap_ag               gathers: forward of column layers, backward of row layers
+    tp_comm_overlap_rs               reductions: forward of row layers, backward of column layers
+    tp_comm_overlap_disable_qkv/fc1  no gathers in the layers of that name
 
-What cannot be fused takes Megatron's path too, and the log ("flux.layers") says once why.
+A call that cannot be fused uses Megatron's path too, and the log ("flux.layers") records the reason
+once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
 from flux.layers import compiled
-from flux.layers.autograd import Parallel, column_linear, row_linear
-from flux.layers.eligible import say_once, why_not
-from flux.layers.pool import Alone, OpPool, User, pool_of
+from flux.layers.autograd import LinearConfig, column_linear, row_linear
+from flux.layers.eligible import reason_unsupported, say_once
 from flux.layers.wgrad import WeightGrad
+from flux.ops.pool import Alone, OpPool, User, pool_of
 
 if "_forward_impl" not in vars(megatron_layers.ColumnParallelLinear):
-    # Older releases choose the product inside forward, where it cannot be replaced.
+    # Older releases choose the product inside forward, where we cannot replace it.
     raise ImportError("flux.layers.megatron needs megatron-core 0.16 or newer")
 
 
@@ -41,8 +42,11 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def _outside_graphs(function: F) -> F:
-    """What becomes of a gradient that is accumulated or deferred is a side effect, on tensors and
-    lists of Megatron's that no graph has: such calls are left to eager mode, between two graphs."""
+    """Exclude a function from torch.compile's graphs.
+
+    Accumulating or deferring a gradient is a side effect on Megatron's tensors and lists, which no
+    graph contains. Such calls run in eager mode, between two graphs.
+    """
     reason = "a weight gradient that is accumulated or deferred cannot be part of a graph"
     return cast(F, torch.compiler.disable(function, reason=reason))
 
@@ -51,11 +55,13 @@ _eager_column, _eager_row = _outside_graphs(column_linear), _outside_graphs(row_
 
 
 class _Fused:
-    """What both layers have in common. Made to be mixed in, and to be given to layers that exist:
-    it has no state but what is made at the first call."""
+    """The common part of both layers, as a mixin that can also be applied to existing layers.
+
+    It has no state except what the first call makes.
+    """
 
     overlap: bool | None = None
-    """True or False instead of the configuration's tp_comm_overlap; None to follow that."""
+    """True or False override the configuration's tp_comm_overlap; None follows it."""
 
     tp_comm_buffer_name: str | None = None
     _flux_user: User | None = None
@@ -65,7 +71,7 @@ class _Fused:
     gradient_accumulation_fusion: bool
 
     def _switches(self) -> tuple[bool, bool]:
-        """Whether to fuse what gathers, and what reduces."""
+        """Return whether to fuse gathers, and whether to fuse reductions."""
         config = self.config
         on = config.tp_comm_overlap if self.overlap is None else self.overlap
         name = self.tp_comm_buffer_name
@@ -89,24 +95,24 @@ class _Fused:
             return "activations are being offloaded"
         if getattr(self, "gtp_remat_size", 1) > 1:
             return "the weight is sharded once more (gtp_remat)"
-        return why_not(self.tp_group.group_name, x, weight)
+        return reason_unsupported(self.tp_group.group_name, x, weight)
 
-    def _parallel(self, fuse: bool, communicates: bool, **options: Any) -> Parallel:
+    def _parallel(self, fuse: bool, communicates: bool, **options: Any) -> LinearConfig:
         if self._flux_user is None:
             self._flux_user = User()
         fuse_ag, fuse_rs = self._switches() if fuse else (False, False)
         pool = pool_of(self.tp_group) if communicates else cast(OpPool, Alone())
-        return Parallel(pool, self._flux_user, fuse_ag=fuse_ag, fuse_rs=fuse_rs, **options)
+        return LinearConfig(pool, self._flux_user, fuse_ag=fuse_ag, fuse_rs=fuse_rs, **options)
 
     def _named(self, sequence_parallel: bool, reduce_dx: bool = True) -> compiled.Named:
-        """The same for a graph."""
+        """Return the same settings for a graph."""
         name = self.tp_group.group_name
         return compiled.Named(name, sequence_parallel, reduce_dx, *self._switches())
 
     def _fuses(self, x: torch.Tensor, weight: torch.Tensor, communicates: bool) -> bool:
-        """Whether to take the fused path; what does not is said in the log, once."""
+        """Return whether to use the fused path; log the reason once if not."""
         if not communicates:
-            return False  # nothing to fuse, and nothing to say
+            return False  # no communication: nothing to fuse or to log
         reason = self._why_not(x, weight)
         if reason is not None:
             say_once(f"{type(self).__name__}: Megatron's own path, because {reason}")
@@ -119,12 +125,12 @@ class _Fused:
 
 
 def _megatron_cannot_accumulate() -> bool:
-    """Whether gradient accumulation fusion has to be done here, for want of APEX's extension."""
+    """Return whether APEX's extension is missing; then we fuse gradient accumulation."""
     return not hasattr(megatron_layers, "fused_weight_gradient_mlp_cuda")
 
 
 def _constructor(original: Any) -> Any:
-    """Megatron's constructor, with its signature, for layers that need no APEX to accumulate."""
+    """Wrap Megatron's constructor, with its signature, for layers that accumulate without APEX."""
 
     @wraps(original)
     def construct(self: Any, *args: Any, config: Any, **options: Any) -> None:
@@ -141,7 +147,7 @@ def _constructor(original: Any) -> Any:
 
 
 class ColumnParallelLinear(_Fused, megatron_layers.ColumnParallelLinear):  # type: ignore[misc, unused-ignore]
-    """Megatron-core's ColumnParallelLinear; AGGemm and GemmRS, or GemmAR, carry its products.
+    """Megatron-core's ColumnParallelLinear; AGGemm and GemmRS, or GemmAR, compute its products.
 
     Constructor, ``forward`` and everything else: see Megatron's class.
     """
@@ -149,7 +155,7 @@ class ColumnParallelLinear(_Fused, megatron_layers.ColumnParallelLinear):  # typ
     __init__ = _constructor(megatron_layers.ColumnParallelLinear.__init__)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **how: Any) -> torch.Tensor:
-        """The product; Megatron's ``forward`` says, by name, what belongs to it."""
+        """Return the product; Megatron's ``forward`` passes its settings by name."""
         sequence_parallel, allreduce_dgrad = how["sequence_parallel"], how["allreduce_dgrad"]
         communicates = sequence_parallel or allreduce_dgrad
         fuses = self._fuses(input, weight, communicates)
@@ -173,7 +179,7 @@ class ColumnParallelLinear(_Fused, megatron_layers.ColumnParallelLinear):  # typ
 
 
 class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ignore[misc, unused-ignore]
-    """Megatron-core's RowParallelLinear; GemmRS and AGGemm, or GemmAR, carry its products.
+    """Megatron-core's RowParallelLinear; GemmRS and AGGemm, or GemmAR, compute its products.
 
     Constructor, ``forward`` and everything else: see Megatron's class.
     """
@@ -181,14 +187,13 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
     __init__ = _constructor(megatron_layers.RowParallelLinear.__init__)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Forward of RowParallelLinear
+        """Apply the layer. Collective.
 
         Args:
-            input_: 3D tensor whose order of dimension is [sequence, batch, hidden]
+            input_: [sequence, batch, hidden].
 
         Returns:
-            - output
-            - bias
+            (the result, the bias if the caller must add it).
         """
         communicates = self.tp_group is not None and self.tp_group.size() > 1
         communicates = communicates and not self.explicit_expert_comm
@@ -208,7 +213,7 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
         return (output if self.bias is None else output + self.bias), None
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **how: Any) -> torch.Tensor:
-        """The local product of Megatron's own path."""
+        """Return the local product of Megatron's own path."""
         if how["gradient_accumulation_fusion"] and _megatron_cannot_accumulate():
             parallel = self._parallel(
                 False, False, sequence_parallel=False, reduce_dx=False, wgrad=WeightGrad(True)
@@ -227,10 +232,10 @@ SWAPS: dict[type, type] = {
 
 
 def flux_spec(spec: Any) -> Any:
-    """A copy of a layer specification in which Megatron's linear layers are ours.
+    """Return a copy of a layer specification in which Megatron's linear layers are ours.
 
-    ``spec``: a ModuleSpec, or what one holds: submodules, classes, tuples, lists, dictionaries and
-    partials of those. Other linear layers, such as Transformer Engine's, stay as they are.
+    ``spec`` is a ModuleSpec, or an element of one: submodules, classes, tuples, lists, dictionaries
+    and partials of those. Other linear layers, such as Transformer Engine's, stay as they are.
     """
     if isinstance(spec, type):
         return SWAPS.get(spec, spec)
@@ -260,47 +265,47 @@ class FluxSpecProvider(BackendSpecProvider):  # type: ignore[misc, unused-ignore
         self.fallback: Any = LocalSpecProvider() if fallback is None else fallback
 
     def column_parallel_linear(self) -> type:
-        """Which column parallel linear module the backend uses"""
+        """Return the class of column-parallel linear layers: ours."""
         return cast(type, ColumnParallelLinear)
 
     def row_parallel_linear(self) -> type:
-        """Which row parallel linear module the backend uses"""
+        """Return the class of row-parallel linear layers: ours."""
         return cast(type, RowParallelLinear)
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """No: norms are modules of their own."""
+        """Return False: norms are separate modules."""
         return False
 
     def column_parallel_layer_norm_linear(self) -> type | None:
-        """None, as there is no single module for layernorm and linear."""
+        """Return None: there is no module that combines layer norm and linear layer."""
         return None
 
     def layer_norm(self, *args: Any, **options: Any) -> Any:
-        """Which module for layernorm: the fallback's"""
+        """Return the fallback's layer norm."""
         return self.fallback.layer_norm(*args, **options)
 
     def core_attention(self) -> Any:
-        """Which module to use for attention: the fallback's"""
+        """Return the fallback's attention."""
         return self.fallback.core_attention()
 
     def grouped_mlp_modules(self, *args: Any, **options: Any) -> Any:
-        """Which modules to use for experts: the fallback's, with our linear layers in it"""
+        """Return the fallback's modules for experts, with our linear layers."""
         return flux_spec(self.fallback.grouped_mlp_modules(*args, **options))
 
     def activation_func(self) -> Any:
-        """Which module to use for activation function: the fallback's"""
+        """Return the fallback's activation."""
         return self.fallback.activation_func()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "fallback":  # not there yet, or no more
+        if name == "fallback":  # not set yet, or deleted
             raise AttributeError(name)
         return getattr(self.fallback, name)
 
 
 def swap(model: torch.nn.Module, overlap: bool | None) -> int:
-    """Make Megatron's linear layers in ``model`` ours, in place; how many there are then.
+    """Make Megatron's linear layers in ``model`` ours, in place; return the number of our layers.
 
-    Parameters, hooks and optimizers that know them are not touched.
+    Parameters, hooks and optimizers that hold them are not changed.
     """
     count = 0
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Our layers in models that exist."""
+"""Put our layers into existing models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-if TYPE_CHECKING:  # importing DTensors takes a second, and few need them
+if TYPE_CHECKING:  # importing DTensors takes a second, and few models need them
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -25,24 +25,25 @@ def replace_linears(
 ) -> M:
     """Make the linear layers of a model ours, in place, and return the model.
 
-    Megatron-core models, without ``plan``: ColumnParallelLinear and RowParallelLinear wherever they
-    are, wrappers such as DistributedDataParallel included. Parameters stay the same objects. Layers
-    of other classes, subclasses among them, stay as they are.
+    Megatron-core models, without ``plan``: all layers of the classes ColumnParallelLinear and
+    RowParallelLinear, also inside wrappers such as DistributedDataParallel. Parameters stay the
+    same objects. Layers of other classes, including subclasses, stay as they are.
 
-    Other models, with a tensor-parallel plan as ``parallelize_module`` takes it: parallelized by
-    that plan, with ``ColwiseParallel`` and ``RowwiseParallel`` of linear layers in our form
-    (flux.layers.dtensor). Hugging Face's names of styles ("colwise", "rowwise", ...) will do too.
-    A Hugging Face model may bring its plan, as ``tp_plan`` or ``_tp_plan``.
+    Other models, with a tensor-parallel plan as for ``parallelize_module``: the model is
+    parallelized by that plan, with our form of ``ColwiseParallel`` and ``RowwiseParallel`` for
+    linear layers (flux.layers.dtensor). Hugging Face's names of styles ("colwise", "rowwise", ...)
+    work too. A Hugging Face model may bring its plan, as ``tp_plan`` or ``_tp_plan``.
 
     Args:
-        model: a module, or for Megatron a list of them (chunks of a pipeline).
+        model: a module, or for Megatron a list of modules (chunks of a pipeline).
         plan: styles by module name, in which * stands for any part; None: see above.
         mesh: for a plan: a mesh of one dimension, or the process group to make one of.
         overlap: for Megatron: True or False instead of the configuration's tp_comm_overlap.
 
     Raises:
-        ValueError, TypeError: there is nothing to replace, or arguments that do not fit together;
-            on all ranks alike, before anything is communicated.
+        ValueError: there is nothing to replace, or the arguments contradict one another; on all
+            ranks alike, before any communication.
+        TypeError: the same, for an argument of a wrong type.
     """
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
     if not all(isinstance(chunk, nn.Module) for chunk in chunks):

@@ -1,10 +1,10 @@
-"""The weight gradient of a linear layer, and where Megatron-core wants it to go.
+"""The weight gradient of a linear layer, delivered as Megatron-core expects.
 
-Megatron may keep a gradient buffer of its own per parameter, ``weight.main_grad``, often in float32
-under 16-bit weights. With gradient accumulation fusion the layer adds its gradient to that buffer
-itself and returns none, or a placeholder that the data-parallel hooks can wait for. Or it puts the
-weight gradient off: the last layer of a pipeline keeps the operands, and Megatron multiplies them
-when the pipeline drains.
+Megatron may keep its own gradient buffer per parameter, ``weight.main_grad``, often in float32
+under 16-bit weights. With gradient accumulation fusion the layer itself adds its gradient to that
+buffer. It returns none, or a placeholder that the data-parallel hooks can wait for. Megatron may
+also defer the weight gradient: the last layer of a pipeline keeps the operands, and Megatron
+multiplies them when the pipeline drains.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Grad = torch.Tensor | None
 
 @dataclass(frozen=True)
 class WeightGrad:
-    """What becomes of a layer's weight gradient.
+    """The handling of a layer's weight gradient.
 
     Attributes:
         accumulate: add it to ``weight.main_grad`` (gradient_accumulation_fusion).
-        deferred: put the gradient of the output there instead of computing a weight gradient.
-        deferral_limit: as long as ``deferred`` holds fewer than these; 0 for no limit.
+        deferred: append the gradient of the output here instead of computing a weight gradient.
+        deferral_limit: as long as ``deferred`` has fewer elements than this; 0: no limit.
     """
 
     accumulate: bool = False
@@ -37,7 +37,7 @@ class WeightGrad:
     deferral_limit: int | None = 0
 
     def defer(self, dy: torch.Tensor) -> bool:
-        """Put the weight gradient off, if it is to be; the output's gradient is kept for it."""
+        """Return whether the weight gradient is deferred; if so, keep the output's gradient."""
         limit, kept = self.deferral_limit, self.deferred
         if kept is None or (limit and len(kept) >= limit):
             return False
@@ -45,19 +45,22 @@ class WeightGrad:
         return True
 
     def in_parts(self, dtype: torch.dtype) -> bool:
-        """Whether the gradient may be the sum of several products: of 16-bit ones each would be
-        rounded, and main_grad takes one."""
+        """Return whether the gradient may be the sum of several products.
+
+        16-bit products would each be rounded, and main_grad takes a single product.
+        """
         return not self.accumulate and dtype in (torch.float32, torch.float64)
 
     def deliver(
         self, weight: Any, main_grad: Grad, dy: torch.Tensor | None, x: torch.Tensor | None
     ) -> Grad:
-        """The gradient to return for ``weight``, after ``main_grad`` has got its part.
+        """Return the gradient for ``weight``, after adding its part to ``main_grad``.
 
         Args:
             weight: the parameter, whose attributes Megatron reads and writes.
             main_grad: its buffer, as it was in forward.
-            dy, x: [M, N], [M, K]; None when the gradient has been put off.
+            dy: [M, N]; None if the gradient is deferred.
+            x: [M, K]; None if the gradient is deferred.
         """
         if not self.accumulate:
             return None if dy is None or x is None else (dy.t() @ x).to(weight.dtype)
@@ -65,14 +68,14 @@ class WeightGrad:
         if dy is not None and x is not None:
             if main_grad is None and not hasattr(weight, "__fsdp_param__"):
                 raise RuntimeError("gradient_accumulation_fusion: the weight has no main_grad")
-            if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP makes the buffer when asked
+            if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP makes the buffer on request
                 weight.main_grad = weight.get_main_grad()
                 weight.main_grad.zero_()
             accumulate(weight.main_grad, dy, x)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
-        # Hooks on the gradient must run now, in the thread of the backward pass, so there has to be
-        # one. Nobody reads it, unless zero_out_wgrad says that somebody adds it up.
+        # Hooks on the gradient must run now, in the thread of the backward pass, so a gradient must
+        # exist. Its values are unused, unless zero_out_wgrad says that they are added up.
         weight.grad_added_to_main_grad = True
         zero = getattr(weight, "zero_out_wgrad", False)
         make = torch.zeros if zero else torch.empty
@@ -80,7 +83,7 @@ class WeightGrad:
 
 
 def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """``main_grad += dy.T @ x``, in float32 where main_grad is.
+    """Compute ``main_grad += dy.T @ x``, in float32 if main_grad is float32.
 
     Raises:
         RuntimeError: main_grad is neither float32 nor of a 16-bit dtype (nor that of dy).

@@ -8,13 +8,10 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from flux.backends.cpu import CpuBackend
-from flux.backends.unfused import ALONE, Beside, nothing
-from flux.knobs import Knobs, Op
-from flux.ops._base import TensorParallelOp, never_refused
-from flux.ops.call import Call
-from flux.schedule import TileSchedule
-from flux.topology import Topology
+from flux.core.backend import OverlapHooks, nothing
+from flux.core.knobs import Knobs, Op
+from flux.core.topology import Topology
+from flux.ops.base import TensorParallelOp, never_refused
 
 
 class AGGemm(TensorParallelOp):
@@ -37,7 +34,8 @@ class AGGemm(TensorParallelOp):
             memory, even on one host; None uses it between hosts), on GPUs ``"symm_mem"``.
         tuning: ``"cache"`` (tuned winners where there are any, else what the cost model expects to
             be fastest), ``"off"`` (the heuristic), or ``flux.Knobs``.
-        timeout_s: how long a call waits for a peer, in seconds.
+        timeout_s: how long a call waits for a peer, in seconds; an exchange of this constructor,
+            too, but 2 s at least.
         topology: the mesh of ranks that ring2d, hierarchical and numa follow; by default the hosts
             that the ranks are on.
 
@@ -49,6 +47,8 @@ class AGGemm(TensorParallelOp):
     Raises:
         ValueError, TypeError: on all ranks alike, when any rank's arguments are refused or differ.
         OSError: on all ranks alike, when there is not enough shared memory.
+        PeerFailedError: another rank failed while it built the op.
+        PeerTimeoutError: a peer died, or was silent for ``timeout_s``. Ops need a new group then.
 
     N that W does not divide is split as rows are: rank r holds columns
     [r*ceil(N/W), min(N, (r+1)*ceil(N/W))).
@@ -136,7 +136,7 @@ class AGGemm(TensorParallelOp):
         if m is not None and not isinstance(m, (int, torch.SymInt)):
             self._turn_away(TypeError(f"AGGemm: m must be an integer or None, got {m!r}"))
         if self._plain(x_shard, *weights, *given, *scales):
-            outs = self._run(x_shard, weights, biases, m, return_gathered, scales)
+            outs = self._run(x_shard, weights, biases, m, scales, return_gathered)
         else:
             outs = torch.ops.flux.ag_gemm(
                 x_shard,
@@ -158,7 +158,7 @@ class AGGemm(TensorParallelOp):
         meanwhile: Callable[[], None] = nothing,
         arrived: Callable[[], None] = nothing,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The op without bias and without autograd, beside work of the caller's.
+        """Run the op without bias and autograd, beside the caller's work.
 
         ``meanwhile`` is called once, when the own rows are multiplied and others are under way: a
         backward pass begins with its weight gradient there. ``arrived`` is called once, when the
@@ -172,8 +172,8 @@ class AGGemm(TensorParallelOp):
             As for a call; what the caller's work raises closes the op, whose peers hear of it.
         """
         self._check_types(x_shard, weight)
-        beside = Beside(never_refused(meanwhile), never_refused(arrived))
-        y, x_full = self._run(x_shard, [weight], [None], None, True, [], beside)
+        hooks = OverlapHooks(never_refused(meanwhile), never_refused(arrived))
+        y, x_full = self._run(x_shard, [weight], [None], gather=True, hooks=hooks)
         return y, x_full
 
     def start_gather(self, x_shard: torch.Tensor, m: int) -> Callable[[], torch.Tensor]:
@@ -185,39 +185,9 @@ class AGGemm(TensorParallelOp):
         """
         return self._unfused.start_gather(x_shard, m, both_ways=self.waits_for_hosts)
 
-    def _run(
-        self,
-        x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor | None],
-        m: int | None,
-        gather: bool,
-        scales: Sequence[torch.Tensor],
-        beside: Beside = ALONE,
-    ) -> list[torch.Tensor]:
-        """What ``torch.ops.flux.ag_gemm`` executes."""
-        outs, x_full = self._guarded(
-            lambda: self._execute(*self._prepare(x, weights, biases, m, scales), gather, beside)
-        )
-        return outs if x_full is None else [*outs, x_full]
-
-    def _execute(
-        self, call: Call, schedule: TileSchedule, gather: bool, beside: Beside
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        if self._backend is None:
-            return self._unfused.ag_gemm(call, gather, beside)
-        if schedule.knobs.path == "unfused":
-            self._backend.meet(schedule, call.m)()
-            return self._unfused.ag_gemm(call, gather, beside)
-        if isinstance(self._backend, CpuBackend):
-            return self._backend.ag_gemm(schedule, call, gather, beside)
-        found = self._backend.ag_gemm(schedule, call, gather)
-        beside.both()  # behind the kernels on the caller's stream, which it does not wait for
-        return found
-
 
 def _scales(of_x: Any, of_weight: Any) -> list[Any]:
-    """Scales as the checks and ``torch.ops.flux`` take them: of x, then of each weight."""
+    """Return the scales in one list: of x, then of each weight."""
     weights = list(of_weight) if _is_sequence(of_weight) else [of_weight]
     return [scale for scale in (of_x, *weights) if scale is not None]
 

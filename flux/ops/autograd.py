@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from flux.ops._base import TensorParallelOp, op_of
-from flux.ops._library import LIBRARY, keep_in_order, register_fake
+from flux.ops.base import TensorParallelOp, op_of
+from flux.ops.library import LIBRARY, keep_in_order, register_fake
 from flux.ops.workspace import Workspace, workspace_of
 
 Grad = torch.Tensor | None
@@ -46,12 +46,12 @@ def _meet(op: TensorParallelOp, m: int, dtype: torch.dtype) -> Workspace:
 
 
 def _as_nk(op: TensorParallelOp, weight: torch.Tensor) -> torch.Tensor:
-    """The weight as [N, K], whatever its layout."""
+    """Return the weight as [N, K], for both layouts."""
     return weight.t() if op.spec.transpose_weight else weight
 
 
 def _weight_grad(op: TensorParallelOp, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dy [M, N], x [M, K] -> gradient in the layout of the weight."""
+    """Dy [M, N], x [M, K] -> gradient in the layout of the weight."""
     return x.t() @ dy if op.spec.transpose_weight else dy.t() @ x
 
 
@@ -101,7 +101,7 @@ def _gather_grad_fake(
 
 
 def _gather_rows(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
-    """Own rows of x -> all M of them; rows of padding at the end of x do not count."""
+    """Gather own rows of x into all M rows; padding at the end of x is ignored."""
     op = op_of(handle)
     full = op._unfused.gather_rows(x[: op.own_rows(m)], m)
     return full.clone() if op.world == 1 else full

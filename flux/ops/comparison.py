@@ -17,12 +17,16 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(
 
 
 class Comparison:
-    """Compares the calls of one op. All ranks build the ops of a group in the same order, which
-    gives an op the same number everywhere."""
+    """Compare the calls of one op. Construction is collective.
+
+    Rank 0 numbers the ops of a group. Ranks cannot count for themselves: of an op that one rank
+    fails to build, the others may have come this far.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._name = f"{exchange.label} {next(_numbers[exchange.group.group_name])}"
+        number = exchange.all_gather(next(_numbers[exchange.group.group_name]))[0]
+        self._name = f"{exchange.label} {number}"
         self._calls = 0
 
     def compare(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Who executes an op, and what its arguments have to do with that."""
+"""Choose backend and transport of an op, and check its arguments against them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,27 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from flux.core.knobs import Knobs
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
 from flux.kernels.legality import MAX_WORLD
-from flux.knobs import Knobs
 from flux.ops import torch_internals
-from flux.ops.spec import OpSpec
-from flux.topology import Topology
-from flux.transport import nodes as several_nodes
-from flux.transport import nvshmem, symm_mem
-from flux.transport.device import DeviceTransport
+from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
-from flux.transport.p2p import Place, place_here, sharing
+from flux.transport.placement import Place, place_here, sharing
 
 MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
 TELL_S = 60.0
-"""How long others are told of a failure where ``timeout_s`` is what was wrong."""
+"""Seconds to tell others of a failure if ``timeout_s`` itself is invalid."""
 TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv", "nvshmem")}
-"""Of the ranks of a process group, by backend."""
+"""Transports between ranks of a process group, by backend."""
 
 
 def open_exchange(
     group: dist.ProcessGroup | OneGpuRank | str | None, label: str
 ) -> Exchange | OneGpuExchange:
-    """The ranks that an op's ``group`` argument means."""
+    """Return the exchange of the ranks that an op's ``group`` argument names."""
     if isinstance(group, OneGpuRank):
         return OneGpuExchange(group, label)
     return Exchange(resolve_group(group), label)
@@ -47,20 +45,25 @@ def built_together(
 
     Args:
         exchange: the ranks.
-        timeout_s: how long a rank that fails waits for the others to hear of it.
+        timeout_s: seconds that each exchange may take, and that a rank which fails waits for the
+            others to hear of it. One that ``check_options`` will refuse, on all ranks alike, does
+            not count: until then the group's own timeout does.
         give_up: gives back what this rank has built.
 
     Raises:
         PeerFailedError: another rank has failed.
+        PeerTimeoutError: a peer did not come to an exchange in time.
     """
+    valid = isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S
+    if isinstance(exchange, Exchange):
+        exchange.timeout_s = timeout_s if valid else None
     try:
         yield
         if isinstance(exchange, Exchange):
             exchange.all_gather(None)  # whoever comes here has built all of it
-    except Exception as error:
+    except BaseException as error:
         give_up()
-        if isinstance(exchange, Exchange):
-            valid = isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S
+        if isinstance(exchange, Exchange) and isinstance(error, Exception):  # no Ctrl-C
             exchange.tell_failure(error, timeout_s if valid else TELL_S)
         raise
 
@@ -84,7 +87,7 @@ def refuse_capture(label: str, exchange: Exchange | OneGpuExchange) -> None:
 
 
 def places_of(exchange: Exchange | OneGpuExchange, backend: str | None) -> list[Place]:
-    """Where each rank is: its GPU, too, if it means to use one. Collective."""
+    """Return where each rank is, with its GPU if it uses one. Collective."""
     if isinstance(exchange, OneGpuExchange):
         lanes = exchange.world // exchange.nodes
         return [Place(str(rank // lanes)) for rank in range(exchange.world)]
@@ -99,13 +102,13 @@ def places_of(exchange: Exchange | OneGpuExchange, backend: str | None) -> list[
 def who_shares_memory(
     places: Sequence[Place], backend: str, transport: str | None, topology: Topology | None
 ) -> list[str]:
-    """By rank, a name that two ranks share if they share memory.
+    """Return a name for each rank; two ranks have the same name if they share memory.
 
     ``send_recv`` means that nobody does. On GPUs, the ranks of a host do all the same where there
     are several hosts, or a topology has several nodes: then it, or ``nvshmem``, is what moves rows
     between those. GPUs without P2P share nothing unless ``symm_mem`` is asked for.
     """
-    hosts = [place.host for place in places]
+    hosts = [place.memory if backend == "cpu" else place.host for place in places]
     if backend == "cuda" and transport != "symm_mem":
         hosts = sharing(places)
     if transport not in ("send_recv", "nvshmem"):
@@ -120,7 +123,7 @@ def who_shares_memory(
 
 
 def default_backend(exchange: Exchange | OneGpuExchange) -> str:
-    """``cuda`` where the group is one of CUDA devices, else ``cpu``."""
+    """Return ``cuda`` if the group has a backend for CUDA devices, else ``cpu``."""
     if isinstance(exchange, OneGpuExchange):
         return "cuda"
     on_cuda = torch.cuda.is_available() and torch_internals.serves(exchange.group, "cuda")
@@ -130,29 +133,37 @@ def default_backend(exchange: Exchange | OneGpuExchange) -> str:
 def open_gpus(
     exchange: Exchange, nodes: int, timeout_s: float, transport: str | None
 ) -> DeviceTransport:
-    """The GPUs of a process group whose ranks share memory in this many nodes. Collective.
+    """Open the GPUs of a process group whose ranks share memory in this many nodes. Collective.
+
+    The modules of the transport load here: the CPU needs none of them.
 
     Raises:
         ValueError: a rank lacks something; on all ranks.
     """
     if transport == "nvshmem":
-        return nvshmem.open_nvshmem(exchange, nodes=nodes)
+        from flux.transport.nvshmem import open_nvshmem
+
+        return open_nvshmem(exchange, nodes=nodes)
     if nodes == 1:
-        return symm_mem.open_symm_mem(exchange)
-    return several_nodes.open_nodes(exchange, nodes, timeout_s)
+        from flux.transport.symm_mem import open_symm_mem
+
+        return open_symm_mem(exchange)
+    from flux.transport.nodes import open_nodes
+
+    return open_nodes(exchange, nodes, timeout_s)
 
 
 def resolve_knobs(label: str, tuning: str | Knobs) -> Knobs:
-    """The knobs that ``tuning`` means."""
+    """Return the knobs that ``tuning`` names."""
     if isinstance(tuning, Knobs):
         return tuning
     if tuning not in ("cache", "off"):
         raise ValueError(f"{label}: tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}")
-    return Knobs()  # what "cache" means is found out once all ranks agree: flux/tune/choice.py
+    return Knobs()  # what "cache" means is found out once all ranks agree: flux/choice/choose.py
 
 
 def resolve_topology(label: str, topology: Topology | None, hosts: Sequence[str]) -> Topology:
-    """The mesh of ranks: given, or the hosts that they are on."""
+    """Return the mesh of ranks: ``topology``, or one node per host."""
     world = len(hosts)
     if topology is None:
         return Topology.of_hosts(hosts)
@@ -166,7 +177,7 @@ def resolve_topology(label: str, topology: Topology | None, hosts: Sequence[str]
 
 
 def check_options(label: str, spec: OpSpec, world: int, timeout_s: float) -> None:
-    """Refuse options that no executor can do."""
+    """Raise for options that no backend supports."""
     if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S):
         raise ValueError(
             f"{label}: timeout_s must be a positive number up to {MAX_TIMEOUT_S:g}, "
@@ -187,7 +198,7 @@ def check_executor(
     backend: str | None,
     transport: str | None,
 ) -> str:
-    """Who executes; a rank of a world on one GPU decides that, and what moves tiles, by itself."""
+    """Return the backend. A rank of a world on one GPU fixes backend and transport itself."""
     one_gpu = exchange.of if isinstance(exchange, OneGpuExchange) else None
     where = "a process group" if one_gpu is None else f"a rank of a {type(one_gpu).__name__}"
     backends = tuple(TRANSPORTS) if one_gpu is None else ("cuda",)
@@ -202,14 +213,14 @@ def check_executor(
         )
     if backend == "cpu" and knobs.reduce == "in_flight":
         raise ValueError(f"{label}: reduce = in_flight needs backend cuda, got {where}")
-    reason = one_gpu.why_not(spec, knobs) if one_gpu is not None else None
+    reason = one_gpu.reason_unsupported(spec, knobs) if one_gpu is not None else None
     if reason is not None:
         raise ValueError(f"{label}: {reason}, got {where}")
     return backend
 
 
 def why_not_gpus(sharing: Sequence[str]) -> str | None:
-    """Why the GPUs of ranks that share memory like this cannot be served, or None."""
+    """Return why GPUs with this sharing of memory are unsupported; None if they are supported."""
     if len(sharing) > MAX_WORLD:
         return f"backend cuda serves up to {MAX_WORLD} ranks, the group has {len(sharing)}"
     apart = Topology.of_hosts(sharing)
@@ -222,7 +233,7 @@ def why_not_gpus(sharing: Sequence[str]) -> str | None:
 
 
 def _check_nodes(label: str, sharing: Sequence[str], topology: Topology, knobs: Knobs) -> None:
-    """On GPUs, nodes of the topology are what shares memory."""
+    """Raise unless the nodes of the topology are the sets of GPUs that share memory."""
     apart = Topology.of_hosts(sharing)
     if topology.placement or topology.nodes != apart.nodes:
         raise ValueError(
@@ -248,7 +259,7 @@ def check_hosts(
     backend: str,
     transport: str | None,
 ) -> Knobs:
-    """Knobs that work where these ranks share memory: it cannot be pulled from another host."""
+    """Return the knobs for ranks on these hosts: between hosts rows are pushed, never pulled."""
     hosts = len(set(sharing))
     reason = why_not_gpus(sharing) if backend == "cuda" else None
     if reason is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flux.ops._library import LIBRARY, keep_in_order, register_fake
+from flux.ops.library import LIBRARY, keep_in_order, register_fake
 from flux.ops.workspace import Workspace, workspace_of
 from flux.transport.exchange import resolve_group
 
@@ -36,7 +36,7 @@ def fused_all_gather_matmul(
     *,
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """``A = all_gather(A_shard, gather_dim)``; returns ``(A, [A @ B for B in Bs])``. Collective.
+    """Return ``(A, [A @ B for B in Bs])`` for ``A = all_gather(A_shard, gather_dim)``. Collective.
 
     Args:
         A_shard: [..., K] with at least two dimensions, equal on all ranks.
@@ -61,7 +61,7 @@ def fused_all_gather_matmul(
 def fused_matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
-    """``reduce_scatter(A @ B, reduce_op, scatter_dim)``. Collective.
+    """Return ``reduce_scatter(A @ B, reduce_op, scatter_dim)``. Collective.
 
     Args:
         A: [..., K], this rank's share of the contraction.
@@ -111,7 +111,7 @@ def around_gather(
     world: int,
     product: Callable[[torch.Tensor], tuple[list[torch.Tensor], torch.Tensor | None]],
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """``product`` of rows [rows, K], for an A of more dimensions, gathered along any but the last.
+    """Apply ``product``, which takes rows [rows, K], to an A gathered along any dim but the last.
 
     ``product`` returns what has all rows, [W * rows, ...] each: results, and A if it is wanted.
     """
@@ -164,7 +164,7 @@ def around_scatter(
     world: int,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """``product`` of rows [M, K] and a matrix [K, N], for an A of more dimensions and any ``dim``.
+    """Apply ``product``, which takes rows [M, K] and [K, N], to an A of any rank and ``dim``.
 
     ``product`` returns this rank's rows of the result, [M / W, N]. The result has no gaps, and its
     dimensions are in order, as that of the library's collective.
@@ -242,7 +242,7 @@ def all_gather_matmul_fake(
     group_name: str,
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Shapes and strides of ``fused_all_gather_matmul``'s results."""
+    """Return empty tensors with shapes and strides of ``fused_all_gather_matmul``'s results."""
     world = resolve_group(group_name).size()
     dim = _normal_dim("gather_dim", gather_dim, A.dim())
     lead = list(A.shape[:-1])
@@ -262,7 +262,7 @@ def all_gather_matmul_fake(
 def matmul_reduce_scatter_fake(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
-    """Shape and strides of ``fused_matmul_reduce_scatter``'s result."""
+    """Return an empty tensor with shape and strides of ``fused_matmul_reduce_scatter``."""
     world = resolve_group(group_name).size()
     dim = _normal_dim("scatter_dim", scatter_dim, A.dim())
     lead = list(A.shape[:-1])

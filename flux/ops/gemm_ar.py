@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flux.knobs import Op
+from flux.core.knobs import Op
 from flux.ops.gemm_rs import GemmRS
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from flux.backends.cpu import CpuBackend
-from flux.backends.unfused import nothing
-from flux.knobs import Knobs, Op
-from flux.ops._base import TensorParallelOp, never_refused
-from flux.ops.call import Call
-from flux.schedule import TileSchedule
-from flux.topology import Topology
+from flux.core.backend import OverlapHooks
+from flux.core.knobs import Knobs, Op
+from flux.core.topology import Topology
+from flux.ops.base import TensorParallelOp, never_refused
 
 
 class GemmRS(TensorParallelOp):
@@ -37,7 +34,7 @@ class GemmRS(TensorParallelOp):
             scales may differ between ranks. No backward.
 
     Raises:
-        ValueError, TypeError, OSError: as for AGGemm.
+        ValueError, TypeError, OSError, PeerFailedError, PeerTimeoutError: as for AGGemm.
     """
 
     kind = Op.gemm_rs
@@ -107,7 +104,7 @@ class GemmRS(TensorParallelOp):
         self._check_types(x, weight, *biases, *scales)
         self._check_grad(x, weight, *biases, *scales)
         if self._plain(x, weight, *biases, *scales):
-            return self._run(x, weight, biases, scales)
+            return self._run(x, [weight], [bias], scales=scales)[0]
         run = torch.ops.flux.gemm_rs if self.kind is Op.gemm_rs else torch.ops.flux.gemm_ar
         out: torch.Tensor = run(x, weight, biases, self.handle, scales)
         return out
@@ -115,7 +112,7 @@ class GemmRS(TensorParallelOp):
     def overlapped(
         self, x: torch.Tensor, weight: torch.Tensor, meanwhile: Callable[[], None]
     ) -> torch.Tensor:
-        """The op without bias and without autograd, and work of the caller's that hides its end.
+        """Run the op without bias and autograd, with the caller's work over its last transfers.
 
         ``meanwhile`` is called once, when this rank's GEMM is through and the last rows are still
         under way: a backward pass computes its weight gradient there. It must not call this op.
@@ -124,34 +121,5 @@ class GemmRS(TensorParallelOp):
             As for a call; what ``meanwhile`` raises closes the op, whose peers hear of it.
         """
         self._check_types(x, weight)
-        return self._run(x, weight, [], [], meanwhile)
-
-    def _run(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        biases: Sequence[torch.Tensor],
-        scales: Sequence[torch.Tensor],
-        meanwhile: Callable[[], None] = nothing,
-    ) -> torch.Tensor:
-        """What ``torch.ops.flux.gemm_rs`` and ``gemm_ar`` execute."""
-        bias = biases[0] if biases else None
-        return self._guarded(
-            lambda: self._execute(*self._prepare(x, [weight], [bias], None, scales), meanwhile)
-        )
-
-    def _execute(
-        self, call: Call, schedule: TileSchedule, meanwhile: Callable[[], None]
-    ) -> torch.Tensor:
-        meanwhile = never_refused(meanwhile)
-        unfused = self._unfused.gemm_rs if self.kind is Op.gemm_rs else self._unfused.gemm_ar
-        if self._backend is None:
-            return unfused(call, meanwhile)
-        if schedule.knobs.path == "unfused":
-            met = self._backend.meet(schedule, call.m * 2 + (call.biases[0] is not None))
-            return unfused(call, meanwhile, met)
-        if isinstance(self._backend, CpuBackend):
-            return self._backend.gemm_rs(schedule, call, meanwhile)
-        out = self._backend.gemm_rs(schedule, call)
-        meanwhile()  # behind the kernels on the caller's stream, which it does not wait for
-        return out
+        hooks = OverlapHooks(never_refused(meanwhile))
+        return self._run(x, [weight], [None], hooks=hooks)[0]

@@ -16,7 +16,7 @@ except ImportError:  # torch < 2.10
 
 
 def register_ordered(op: Any) -> None:
-    """Mark an operator overload as ordered: see ``flux.ops._library.keep_in_order``."""
+    """Mark an operator overload as ordered: see ``flux.ops.library.keep_in_order``."""
     _effects._register_effectful_op(op, EffectType.ORDERED)
 
 
@@ -32,8 +32,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_in_graphs(function: F) -> F:
-    """What torch.compiler.assume_constant_result does, which takes a second to import: a function
-    of constants is called once, while a graph is traced, instead of being traced itself."""
+    """Call a function of constants once while a graph is traced, instead of tracing it.
+
+    This is torch.compiler.assume_constant_result, whose import takes a second.
+    """
     cast(Any, function)._dynamo_marked_constant = True
     return function
 

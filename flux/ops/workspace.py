@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 
 from flux import _C
-from flux.backends.cpu import CpuBackend
-from flux.env import WORKSPACE_CACHE
-from flux.knobs import Knobs, Op
-from flux.ops._base import TensorParallelOp
+from flux.backends.cpu.backend import CpuBackend
+from flux.choice.choose import Fixed
+from flux.core.env import WORKSPACE_CACHE
+from flux.core.knobs import Knobs, Op
+from flux.core.schedule import make_schedule
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
+from flux.machine.host import memory_identity
 from flux.ops.ag_gemm import AGGemm
+from flux.ops.base import TensorParallelOp
 from flux.ops.gemm_rs import GemmRS
-from flux.ops.spec import OpSpec
-from flux.schedule import make_schedule
-from flux.topology import Topology
 from flux.transport.exchange import Exchange, kept_for
-from flux.transport.shm import host_identity
-from flux.tune.choice import Fixed
 
 TIMEOUT_S = 60.0
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
@@ -39,7 +39,7 @@ _workspaces: dict[str, Workspace] = {}
 
 
 class _Control(CpuBackend):
-    """A pad without data on which the ranks of a group compare what they are about to do."""
+    """A signal pad without data, on which the ranks of a group compare their next calls."""
 
     what = ""
 
@@ -57,14 +57,14 @@ class Workspace:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.exchange = Exchange(group)
+        self.exchange = Exchange(group, timeout_s=TIMEOUT_S)
         self.rank, self.world = self.exchange.rank, self.exchange.world
         self.limit = WORKSPACE_CACHE.get()
         self.ops: OrderedDict[tuple[object, ...], TensorParallelOp] = OrderedDict()
         self._control: _Control | None = None
         if self.world == 1:
             return
-        hosts = self.exchange.all_gather(host_identity())
+        hosts = self.exchange.all_gather(memory_identity())
         local = [host == hosts[self.rank] for host in hosts]
         spec = OpSpec(Op.ag_gemm, 1, (1,), 1, torch.float32, False, "sum")
         knobs, topology = Fixed(Knobs(path="unfused")), Topology.of_hosts(hosts)
@@ -104,7 +104,7 @@ class Workspace:
         dtype: torch.dtype,
         timeout_s: float = TIMEOUT_S,
     ) -> AGGemm:
-        """An AGGemm on weights [K, N/W] that serves ``m`` rows; n and k are global."""
+        """Return an AGGemm on weights [K, N/W] that serves ``m`` rows; n and k are global."""
         return self._op(
             (AGGemm, n, k, dtype, timeout_s),
             m,
@@ -128,7 +128,7 @@ class Workspace:
         reduce: str,
         timeout_s: float = TIMEOUT_S,
     ) -> GemmRS:
-        """A GemmRS on weights [K/W, N] that serves ``m`` rows; n and k are global."""
+        """Return a GemmRS on weights [K/W, N] that serves ``m`` rows; n and k are global."""
         return self._op(
             (GemmRS, n, k, dtype, reduce, timeout_s),
             m,
@@ -168,7 +168,7 @@ class Workspace:
 
 
 def workspace_of(group: dist.ProcessGroup | str) -> Workspace:
-    """The workspace of a group, built at its first use. Collective then."""
+    """Return the workspace of a group. The first use builds it, and is collective."""
     return kept_for(group, _workspaces, Workspace)
 
 

@@ -1,8 +1,8 @@
-"""Traces as files that chrome://tracing and ui.perfetto.dev show: Chrome's trace event format.
+"""Write and read traces in Chrome's trace event format, for chrome://tracing and ui.perfetto.dev.
 
-A rank is a process, a lane a thread; events are complete ones ("X"), in microseconds. An arrow (a
-flow, "s" to "f") leads from the event that raised a signal to the wait that it ended; viewers draw
-it between the events that enclose its two ends.
+A rank is a process, a lane is a thread; events are complete events ("X"), in microseconds. An arrow
+(a flow, "s" to "f") leads from the event that raised a signal to the wait that it ended. Viewers
+draw it between the events that enclose its two ends.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .events import Event, Kind
-from .record import Trace
-from .recorder import COPY_LANE, COPY_STREAM_LANE, GEMM_LANE, NETWORK_STREAM_LANE, STREAM_LANE
+from flux.core.datafile import load_json, one_line, shown
+from flux.core.events import Event, event_from
+from flux.core.recorder import (
+    COPY_LANE,
+    COPY_STREAM_LANE,
+    GEMM_LANE,
+    NETWORK_STREAM_LANE,
+    STREAM_LANE,
+)
+from flux.trace.record import Trace
 
+_MOST_BYTES = 1 << 30
+"""Largest size of a trace file: a GPU has more than a hundred lanes, with thousands of events
+each."""
 _FIRST_LANES = (GEMM_LANE, COPY_LANE, STREAM_LANE, COPY_STREAM_LANE, NETWORK_STREAM_LANE)
 
 
 def _lane_order(lane: str) -> tuple[int, list[str]]:
-    """Numbers in names count as numbers."""
+    """Return a sort key that compares numbers in lane names as numbers."""
     first = _FIRST_LANES.index(lane) if lane in _FIRST_LANES else len(_FIRST_LANES)
     return first, [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", lane)]
 
 
 def flows(events: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
-    """Pairs of an event and the wait, or receive, that it ended."""
+    """Yield pairs of an event and the wait, or receive, that it ended."""
     raised: dict[tuple[object, object, str], Event] = {}
     events = list(events)
     for event in events:
@@ -42,7 +52,7 @@ def flows(events: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
 
 
 def chrome_events(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """The ``traceEvents`` of these events."""
+    """Return the ``traceEvents`` of these events."""
     lanes = sorted({(e.rank, e.lane) for e in events}, key=lambda at: (at[0], _lane_order(at[1])))
     thread: dict[tuple[int, str], int] = {}
     out: list[dict[str, Any]] = []
@@ -71,7 +81,7 @@ def chrome_events(events: Sequence[Event]) -> list[dict[str, Any]]:
             }
         )
     for number, (cause, effect) in enumerate(flows(events)):
-        # The waiter may be gone before the thread that woke it has looked at the clock.
+        # The waiting thread may have continued before the thread that woke it reads the clock.
         leaves = max(cause.start_us, min(cause.end_us, effect.end_us))
         arrives = max(effect.end_us, leaves)
         for phase, at, event in (("s", leaves, cause), ("f", arrives, effect)):
@@ -93,7 +103,10 @@ def write_chrome(
 ) -> None:
     """Write a trace for chrome://tracing and ui.perfetto.dev.
 
-    ``metadata``: JSON-able; viewers show it as the trace's own.
+    Args:
+        events: of all ranks.
+        path: of the file.
+        metadata: JSON-serialisable; viewers show it as the trace's own.
 
     Raises:
         OSError: the file cannot be written.
@@ -107,14 +120,14 @@ def write_chrome(
 
 
 def read_chrome(path: str | Path) -> Trace:
-    """What ``write_chrome`` has written.
+    """Return a trace that ``write_chrome`` has written.
 
     Raises:
         ValueError: the file holds something else.
         OSError: it cannot be read.
     """
     try:
-        content = json.loads(Path(path).read_text())
+        content = load_json(Path(path), _MOST_BYTES)
         entries = content["traceEvents"]
         lanes = {
             (entry["pid"], entry["tid"]): entry["args"]["name"]
@@ -122,18 +135,23 @@ def read_chrome(path: str | Path) -> Trace:
             if entry["ph"] == "M" and entry["name"] == "thread_name"
         }
         events = [
-            Event(
-                entry["pid"],
-                lanes[(entry["pid"], entry["tid"])],
-                Kind(entry["cat"]),
-                entry["name"],
-                entry["ts"],
-                entry["dur"],
-                entry["args"],
+            event_from(
+                {
+                    "rank": entry["pid"],
+                    "lane": lanes[(entry["pid"], entry["tid"])],
+                    "kind": entry["cat"],
+                    "name": entry["name"],
+                    "start_us": entry["ts"],
+                    "duration_us": entry["dur"],
+                    "details": entry["args"],
+                }
             )
             for entry in entries
             if entry["ph"] == "X"
         ]
-        return Trace(events, content["otherData"])
+        metadata = content["otherData"]
+        if not isinstance(metadata, dict):
+            raise TypeError(f"otherData: expected an object, got {shown(metadata)}")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no trace of flux: {error!r}") from error
+        raise ValueError(f"{path} is no trace of flux: {one_line(repr(error))}") from error
+    return Trace(events, metadata)

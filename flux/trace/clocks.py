@@ -1,12 +1,12 @@
-"""How far the clocks of hosts are apart.
+r"""Measure the offsets between the clocks of hosts.
 
 Processes of a host share a clock (CLOCK_MONOTONIC); hosts do not. The first rank of every host asks
-rank 0 for the time, many times: whatever the answer's way took, rank 0's clock stood at the answer
-when this one stood between question and answer. The quickest exchange tells most, and the half of
-what it took bounds the error.
+rank 0 for the time, many times. Rank 0 reads its clock at some moment between question and answer,
+however long either message takes. The fastest exchange gives the best estimate, and half its
+duration bounds the error.
 
     rank r   begin ------------ end        offset = answer - (begin + end) / 2
-                  \\          /            uncertainty = (end - begin) / 2
+                  \          /            uncertainty = (end - begin) / 2
     rank 0         -- answer -
 """
 
@@ -18,22 +18,22 @@ import torch
 import torch.distributed as dist
 
 from flux import _C
+from flux.machine.host import host_identity
 from flux.ops import torch_internals
 from flux.transport.exchange import Exchange
-from flux.transport.shm import host_identity
 
 ROUNDS = 64
 
 
 class Clock(NamedTuple):
-    """What is added to a rank's clock to have rank 0's, and by how much that may be wrong; ns."""
+    """The offset to add to a rank's clock to get rank 0's, and the bound of its error; ns."""
 
     offset_ns: int
     uncertainty_ns: int
 
 
 def align_clocks(exchange: Exchange, rounds: int = ROUNDS) -> list[Clock]:
-    """By rank, how its clock relates to that of rank 0. Collective."""
+    """Return the relation of each rank's clock to rank 0's, by rank. Collective."""
     hosts = exchange.all_gather(host_identity())
     mine = Clock(0, 0)
     for speaker in sorted(hosts.index(host) for host in set(hosts)):

@@ -1,11 +1,11 @@
-"""From the records of a rank's lanes to events, which say in words what happened.
+"""Convert the records of a rank's lanes to events with readable names.
 
-Two details tie events together: ``raises`` names what became true when an event ended, ``awaits``
-what an event waited for. They are the same string where one ended the wait of the other.
+Two details connect events: ``raises`` names the condition that an event made true, ``awaits`` the
+condition that an event waited for. The strings are equal if one event ended the other's wait.
 
     "1:6"      signal 6 in the pad of rank 1
     "0>1:6"    the same in its stand-in on rank 0's host: the tile may leave
-    "0>>1:6"   the tile is on its way
+    "0>>1:6"   the tile is being sent
     "0.gemm:1.2"   rank 0's part of tile 2 of chunk 1 is computed
 """
 
@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flux.schedule import Parcel, TileSchedule, Transfer, Visit
-
-from .events import Event, Kind
-from .recorder import LaneRecords, Record, Work
+from flux.core.events import Event, Kind
+from flux.core.recorder import LaneRecords, Record, Work
+from flux.core.schedule import Parcel, TileSchedule, Transfer, Visit
 
 Details = dict[str, int | str]
 
@@ -45,12 +44,12 @@ class Span:
 
 
 def rows_text(begin: int, end: int) -> str:
-    """Rows [begin, end) in words."""
+    """Return text for rows [begin, end)."""
     return f"row {begin}" if end == begin + 1 else f"rows {begin}-{end - 1}"
 
 
 class _Call:
-    """What the records of one call mean; ``schedule`` is None where one rank does it all."""
+    """Interprets the records of one call; ``schedule`` is None in a world of one rank."""
 
     def __init__(self, op: str, rank: int, schedule: TileSchedule | None) -> None:
         self.op = op
@@ -63,7 +62,7 @@ class _Call:
         return hosts[peer] != hosts[self.rank]
 
     def _raised(self, at: int, signal: int) -> str:
-        """What a signal that this rank has raised is called."""
+        """Return the name of a signal that this rank has raised."""
         stand_in = at != self.rank and self._remote(at)
         return f"{self.rank}>{at}:{signal}" if stand_in else f"{at}:{signal}"
 
@@ -77,7 +76,7 @@ class _Call:
             yield from self.schedule.transfers[slice(*visit.completes)]
 
     def describe(self, record: Record) -> tuple[str, Details]:
-        """Name and details of the event."""
+        """Return name and details of the event."""
         describe: dict[Work, Callable[[Record], tuple[str, Details]]] = {
             Work.gemm: self._gemm,
             Work.reduce: self._reduce,
@@ -116,7 +115,10 @@ class _Call:
         return f"{tiles}: {rows_text(first.row_begin, last.row_end)}", details
 
     def _raised_by_gemm(self, visits: Sequence[Visit]) -> Iterator[str]:
-        """A GEMM + ReduceScatter: what may leave now, or is there already (store = direct)."""
+        """Yield the conditions that tiles of GEMM + ReduceScatter made true.
+
+        A tile may leave now (store = staged), or is already in its owner's memory (store = direct).
+        """
         assert self.schedule is not None
         if self.op == "ag_gemm":
             return
@@ -124,7 +126,8 @@ class _Call:
         for t in self._completed(visits):
             if staged:
                 yield f"{self.rank}.gemm:{t.chunk}.{t.tile}"
-            if not staged or self._remote(t.dst):  # what is to be sent lies where it was computed
+            # Tiles for other hosts are sent from where they were computed.
+            if not staged or self._remote(t.dst):
                 yield self._raised(t.dst, t.signal)
 
     def _rows(self, record: Record) -> Details:
@@ -212,16 +215,16 @@ def events_of(
     offset_ns: int,
     origin_ns: int,
 ) -> list[Event]:
-    """Events of one rank, by lane and in order.
+    """Return the events of one rank, by lane and in order.
 
     Args:
         op: ``ag_gemm`` | ``gemm_rs`` | ``gemm_ar``.
-        rank: whose.
-        lanes: what was recorded.
+        rank: the rank of the events.
+        lanes: the records.
         schedules: of each call; empty in a world of one rank.
         spans: of each call.
-        offset_ns: what is added to this rank's clock to have rank 0's.
-        origin_ns: where time begins, on rank 0's clock.
+        offset_ns: to add to this rank's clock to get rank 0's.
+        origin_ns: time zero of the trace, on rank 0's clock.
     """
     calls = [
         _Call(op, rank, schedules[number] if schedules else None) for number in range(len(spans))

@@ -1,41 +1,41 @@
-"""Where ranks on GPUs put down what they do: kernels in device memory, streams by events.
+"""Record the activity of ranks on GPUs: kernels in device memory, streams by events.
 
 Kernels of a trace build stamp with the GPU's own clock (csrc/cuda/trace.cuh), streams with events
-of the driver (csrc/host/stream_trace.h). Both are tied to the host's clock before the first call,
-on an idle device, in rounds of
+of the driver (csrc/cuda_host/stream_trace.h). Both clocks are related to the host's clock before
+the first call, on an idle device, in rounds of
 
     host     begin ---------------------------------------- end
     device         event | a kernel reads the clock | event
 
-The quickest for the host ties events to it, and half of it bounds the error. That whose events are
-closest ties the kernels to the events, and half of what is between those bounds that.
+The round that is fastest on the host relates events to the host; half its duration bounds the
+error. The round with the closest events relates kernels to events; half the time between those
+events bounds that error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
 from flux import _C
-from flux.backends.cuda import CudaBackend
-
-from .recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LANE, Record, Work
+from flux.core.recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LANE, Record, Work
 
 if TYPE_CHECKING:
-    from flux.ops._base import TensorParallelOp
-    from flux.schedule import TileSchedule
+    from flux.backends.cuda.backend import CudaBackend
+    from flux.core.schedule import TileSchedule
+    from flux.ops.base import TensorParallelOp
 
 BLOCKS = 4096
-"""Thread blocks of a persistent kernel that can say when a tile began; GPUs hold some hundreds."""
+"""Thread blocks of a persistent kernel that can record the start of a tile; GPUs hold hundreds."""
 _HEADER = 4  # words of FluxTrace
 _RECORD = _C.TRACE_RECORD_BYTES // 8
 
 
 class KernelRecord(NamedTuple):
-    """FluxTraceRecord of csrc/cuda/abi.h; times are of the host's clock."""
+    """FluxTraceRecord of csrc/cuda/abi.h; times are on the host's clock."""
 
     begin_ns: int
     end_ns: int
@@ -49,8 +49,8 @@ class KernelRecord(NamedTuple):
     launch: int
 
 
-class Tie(NamedTuple):
-    """How the clocks of a device are tied to its host's; ns."""
+class ClockOffset(NamedTuple):
+    """The relation of a device's clocks to its host's; ns."""
 
     offset: int
     uncertainty: int
@@ -59,17 +59,17 @@ class Tie(NamedTuple):
 
 
 class RankRecords(NamedTuple):
-    """What one rank has told.
+    """The records of one rank.
 
     Attributes:
-        rank: whose.
+        rank: the rank.
         backend: of its op.
-        schedules: of its calls; empty where the library made them (path = unfused).
+        schedules: of its calls; empty if the library made them (path = unfused).
         first_epoch: number of the call before the first.
         kernels: of its kernels.
         streams: of its streams, by lane.
-        agents: of streams that act for played peers, by peer.
-        dropped: records without room, by what made them.
+        agents: of streams that act for simulated peers, by peer.
+        dropped: number of records without room, by source.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class KernelTrace:
         self.memory[:_HEADER] = torch.tensor(header, dtype=torch.int64)
 
     def read(self, offset_ns: int) -> tuple[list[KernelRecord], int]:
-        """Records, and how many had no room. When the kernels are done."""
+        """Return the records, and the number dropped. Call it when the kernels are done."""
         first, _, _, last = self.memory[:_HEADER].tolist()
         count = first & 0xFFFFFFFF
         kept = min(count, self.capacity)
@@ -104,7 +104,7 @@ class KernelTrace:
         numbers = words.view(torch.int32).view(kept, 2 * _RECORD)[:, 4:].tolist()
         records = [
             KernelRecord(
-                (begin or end) + offset_ns,  # 0: nobody saw it begin
+                (begin or end) + offset_ns,  # 0: the start was not recorded
                 end + offset_ns,
                 *(kind, row, column, signal, sm, unit),
                 epoch & 0xFFFFFFFF,
@@ -118,39 +118,43 @@ class KernelTrace:
 
 
 class StreamStamps:
-    """Stamps around what the library puts on the current stream."""
+    """Records start and end of library calls on the current stream."""
 
     def __init__(self, recorder: GpuRecorder, backend: CudaBackend) -> None:
         self._recorder, self._device = recorder, backend.device
 
     def began(self) -> int:
-        """What ``ended`` wants to know."""
+        """Return a token for the start, to be passed to ``ended``."""
         stream = self._device.current_stream()
         self._recorder.homes.setdefault(stream, self._recorder.rank_on(self._device))
         return self._recorder.streams.begin(stream)
 
     def ended(self, work: Work, began: int, nbytes: int) -> None:
-        """This is what has been put there since then."""
+        """Record the work put on the stream since ``began``."""
         stream, call = self._device.current_stream(), self._recorder.number
         self._recorder.streams.end(began, stream, work, call=call, nbytes=nbytes)
 
 
 class GpuRecorder:
-    """The records of some ranks of this process: one, or all of those that share a GPU.
+    """The records of some ranks of this process: one rank, or all ranks that share a GPU.
 
-    All memory and all events are there before anything is recorded. ``start`` and ``stop`` come
-    between calls.
+    All memory and events are allocated before the first record. Call ``start`` and ``stop`` between
+    calls of the op.
     """
 
     def __init__(self, ops: Sequence[TensorParallelOp], capacity: int) -> None:
-        """``capacity``: records of each multiprocessor, and of each rank's streams together."""
+        """Allocate the records.
+
+        Args:
+            ops: of the ranks.
+            capacity: records of each multiprocessor, and of each rank's streams together.
+        """
         self.ops = ops
-        self.backends = [op._backend for op in ops if isinstance(op._backend, CudaBackend)]
-        assert len(self.backends) == len(ops)
+        self.backends = [cast("CudaBackend", op._backend) for op in ops]
         self.number = 0  # of the call
         self.homes: dict[int, int] = {}  # rank by the stream of its calls
         self.schedules: dict[int, list[TileSchedule]] = {b.rank: [] for b in self.backends}
-        self.tie = Tie(0, 0, 0, 0)
+        self.tie = ClockOffset(0, 0, 0, 0)
         self._first = {b.rank: b.native.epoch for b in self.backends}
         self._agents: dict[int, int] = {}
         first = self.backends[0]
@@ -164,16 +168,16 @@ class GpuRecorder:
                 self.kernels[backend.rank] = KernelTrace(backend, room)
 
     def rank_on(self, device: object) -> int:
-        """The rank whose library calls are on a device: there is one in a process."""
+        """Return the rank whose library calls run on a device: a process has one."""
         return next(b.rank for b in self.backends if b.device is device)
 
     def began(self, rank: int, schedule: TileSchedule) -> None:
-        """A rank makes its next call, on the current stream."""
+        """Note that a rank makes its next call on the current stream."""
         self.schedules[rank].append(schedule)
         self.homes[self.device.current_stream()] = rank
 
     def start(self) -> None:
-        """Tie the clocks, while nothing is on the device, and record calls from now on."""
+        """Relate the clocks, on an idle device, and record calls from now on."""
         self.device.synchronize()
         with nullcontext() if self.device.is_current() else self.device.made_current():
             kernel = self.backends[0].kernels[0]
@@ -182,7 +186,7 @@ class GpuRecorder:
                 kernel if kernel.traces else None,
                 self._times.data_ptr(),
             )
-        self.tie = Tie(*tied)
+        self.tie = ClockOffset(*tied)
         for op, backend in zip(self.ops, self.backends, strict=True):
             memory = self.kernels.get(backend.rank)
             backend.native.trace(0 if memory is None else memory.memory.data_ptr(), self.streams)
@@ -191,7 +195,7 @@ class GpuRecorder:
             op._unfused.trace(StreamStamps(self, backend))
 
     def wait(self) -> None:
-        """Until all calls are done.
+        """Wait until all calls are done.
 
         Raises:
             PeerTimeoutError: a wait of one of them took longer than the timeout.
@@ -202,14 +206,14 @@ class GpuRecorder:
         self.device.synchronize()
 
     def stop(self) -> None:
-        """Record no more, and give everything back, when nobody can write to it any more."""
+        """Stop recording, and free everything once no kernel or stream can write to it."""
         with ExitStack() as stack:
             stack.callback(self.streams.close)
             stack.callback(self.kernels.clear)
             for op, backend in zip(self.ops, self.backends, strict=True):
                 stack.callback(self._detach, op, backend)
                 if not op.closed:
-                    stack.callback(op.wait)  # or, which closes it, finds out that it never is
+                    stack.callback(op.wait)  # raises, and closes the op, if the calls never end
 
     def _detach(self, op: TensorParallelOp, backend: CudaBackend) -> None:
         backend.recorder = None
@@ -218,7 +222,7 @@ class GpuRecorder:
         op._unfused.trace(None)
 
     def read(self) -> list[RankRecords]:
-        """What was recorded, by rank. After ``wait``."""
+        """Return the records, by rank. Call it after ``wait``."""
         lanes: dict[int, dict[str, list[Record]]] = {b.rank: {} for b in self.backends}
         agents: dict[int, dict[int, list[Record]]] = {b.rank: {} for b in self.backends}
         real = self.backends[0].rank

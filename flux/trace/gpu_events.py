@@ -1,14 +1,14 @@
-"""From what a rank's kernels and streams have put down to events.
+"""Convert the records of a rank's kernels and streams to events.
 
 Lanes of a rank: a multiprocessor's tiles ("SM 12.0"), the waits of its loads ("SM 12.0 loads"),
-waits for entries and flags of its stores ("SM 12.0 stores"), and its sums ("SM 12.0 sums"); ".1" is
-what goes on there at the same time: another block, or the other warp group of a ping-pong kernel.
-Then the streams: of the calls ("stream"), "copy stream", "network stream", "to rank 3", "from rank
-3".
+waits for entries and flags of its stores ("SM 12.0 stores"), and its sums ("SM 12.0 sums"). ".1" is
+concurrent work on the same multiprocessor: another block, or the other warp group of a ping-pong
+kernel. Then the streams: of the calls ("stream"), "copy stream", "network stream", "to rank 3",
+"from rank 3".
 
-Beside those of convert.py, these strings tie events together:
+In addition to those of convert.py, these strings connect events:
 
-    "1.entry:0"     rank 0 has entered the call, as rank 1 hears
+    "1.entry:0"     rank 0 has entered the call, as rank 1 sees it
     "1.flag:1:6"    flag 6 of the rows of rank 1, where rank 1 sees it
 """
 
@@ -21,20 +21,19 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from flux import _C
-from flux.heuristic import ceil_div
-from flux.knobs import Op
-
-from .convert import COLLECTIVES, Details, Span, rows_text
-from .events import Event, Kind
-from .gpu import KernelRecord, RankRecords
-from .recorder import Record, Work, incoming_lane, outgoing_lane
+from flux.core.events import Event, Kind
+from flux.core.heuristic import ceil_div
+from flux.core.knobs import Op
+from flux.core.recorder import Record, Work, incoming_lane, outgoing_lane
+from flux.trace.convert import COLLECTIVES, Details, Span, rows_text
+from flux.trace.gpu import KernelRecord, RankRecords
 
 if TYPE_CHECKING:
-    from flux.schedule import TileSchedule
+    from flux.core.schedule import TileSchedule
 
 
-class Told(IntEnum):
-    """Values of FLUX_TRACE_* (csrc/cuda/abi.h)."""
+class KernelEvent(IntEnum):
+    """The kind of a kernel's record; values of FLUX_TRACE_* (csrc/cuda/abi.h)."""
 
     tile = 1
     part = 2
@@ -44,15 +43,20 @@ class Told(IntEnum):
 
 
 GATHER, ENTRY, PARTIAL = 1, 2, 3
-"""What waits of kernels are for: values of FLUX_WAIT_*."""
+"""The reasons of kernels' waits: values of FLUX_WAIT_*."""
 _WAIT_LANES = {GATHER: "loads", ENTRY: "stores", PARTIAL: "sums"}
-_LANES = {Told.tile: "", Told.part: "", Told.release: "stores", Told.sum: "sums"}
+_LANES = {
+    KernelEvent.tile: "",
+    KernelEvent.part: "",
+    KernelEvent.release: "stores",
+    KernelEvent.sum: "sums",
+}
 _KINDS = {
-    Told.tile: Kind.gemm,
-    Told.part: Kind.gemm,
-    Told.wait: Kind.wait,
-    Told.release: Kind.copy,
-    Told.sum: Kind.reduce,
+    KernelEvent.tile: Kind.gemm,
+    KernelEvent.part: Kind.gemm,
+    KernelEvent.wait: Kind.wait,
+    KernelEvent.release: Kind.copy,
+    KernelEvent.sum: Kind.reduce,
 }
 _STREAM_KINDS = {
     Work.gemm: Kind.gemm,
@@ -71,7 +75,7 @@ _STREAM_KINDS = {
 
 @dataclass(frozen=True)
 class _Nodes:
-    """Who holds what for whom: see csrc/host/cuda_op.h."""
+    """The rank that stores each part of a result: see csrc/cuda_host/cuda_op.h."""
 
     rank: int
     world: int
@@ -79,25 +83,27 @@ class _Nodes:
 
     @property
     def lanes(self) -> int:
+        """Ranks per node."""
         return self.world // self.nodes
 
     @property
     def neighbours(self) -> range:
+        """Ranks of this node."""
         begin = self.rank // self.lanes * self.lanes
         return range(begin, begin + self.lanes)
 
     def holder(self, owner: int) -> int:
-        """The rank of this node that holds what its ranks have for the rows of ``owner``."""
+        """Return the rank of this node that stores its ranks' parts for the rows of ``owner``."""
         return self.neighbours.start + owner % self.lanes
 
     @property
     def twins(self) -> list[int]:
-        """Ranks whose rows this one holds, itself among them."""
+        """Ranks whose rows this one stores, itself included."""
         return [node * self.lanes + self.rank % self.lanes for node in range(self.nodes)]
 
 
 class _Kernels:
-    """What records of the kernels of one call mean."""
+    """Interprets the records of the kernels of one call."""
 
     def __init__(self, told: RankRecords, schedule: TileSchedule) -> None:
         backend = told.backend
@@ -112,15 +118,15 @@ class _Kernels:
         self.flags = _C.core.ScatterTiling(self.m, self.widths[0], self.world, *self.tiles[0])
 
     def describe(self, r: KernelRecord) -> tuple[str, Details]:
-        """Name and details of the event."""
+        """Return name and details of the event."""
         describe = {
-            Told.tile: self._tile,
-            Told.part: self._tile,
-            Told.wait: self._wait,
-            Told.release: self._release,
-            Told.sum: self._sum,
+            KernelEvent.tile: self._tile,
+            KernelEvent.part: self._tile,
+            KernelEvent.wait: self._wait,
+            KernelEvent.release: self._release,
+            KernelEvent.sum: self._sum,
         }
-        return describe[Told(r.kind)](r)
+        return describe[KernelEvent(r.kind)](r)
 
     def _place(self, r: KernelRecord) -> Details:
         tile, width = self.tiles[0], self.widths[0]
@@ -141,7 +147,7 @@ class _Kernels:
     def _tile(self, r: KernelRecord) -> tuple[str, Details]:
         details = self._place(r)
         name = f"tile ({r.row}, {r.column})"
-        if r.kind == Told.part:
+        if r.kind == KernelEvent.part:
             details["part"] = 1
             name = f"part of {name}"
         if self.scatters:
@@ -187,20 +193,24 @@ class _Kernels:
 
 
 def _lane_class(r: KernelRecord) -> str:
-    return _WAIT_LANES.get(r.column, "waits") if r.kind == Told.wait else _LANES[Told(r.kind)]
+    return (
+        _WAIT_LANES.get(r.column, "waits")
+        if r.kind == KernelEvent.wait
+        else _LANES[KernelEvent(r.kind)]
+    )
 
 
 def _track(r: KernelRecord) -> tuple[int, str, int, int, int]:
-    """What goes on one after the other; by multiprocessor and kind of lane."""
+    """Return the key of consecutive records; sorts by multiprocessor and kind of lane."""
     return r.sm, _lane_class(r), r.epoch, r.launch, r.unit
 
 
 def in_lanes(records: Iterable[KernelRecord]) -> dict[str, list[KernelRecord]]:
-    """Records by lane, in order, so that no two of a lane overlap.
+    """Return the records by lane, in order, so that no two of a lane overlap.
 
-    A track's waits begin when the one before ends: threads of a block wait for several things at
-    once, which come one after the other. Tracks share a lane where one ends before the other
-    begins.
+    In a track, a wait starts at the end of the previous one: threads of a block wait for several
+    conditions at once, which become true one after the other. Tracks share a lane if one ends
+    before the other begins.
     """
     tracks: dict[tuple[int, str, int, int, int], list[KernelRecord]] = {}
     for record in sorted(records, key=lambda r: (r.end_ns, r.begin_ns)):
@@ -223,7 +233,7 @@ def in_lanes(records: Iterable[KernelRecord]) -> dict[str, list[KernelRecord]]:
 
 
 class _Streams:
-    """What records of the streams of a rank mean."""
+    """Interprets the records of the streams of a rank."""
 
     def __init__(self, told: RankRecords) -> None:
         backend = told.backend
@@ -232,7 +242,7 @@ class _Streams:
         self.nodes = _Nodes(told.rank, backend.world, backend.nodes)
 
     def describe(self, r: Record) -> tuple[str, Details]:
-        """Name and details of the event."""
+        """Return name and details of the event."""
         work = Work(r.work)
         if work is Work.gemm:
             return "GEMM", {}
@@ -289,7 +299,7 @@ class _Streams:
         return f"{rows} {'to' if r.at in (r.peer, -1) else 'from'} rank {r.peer}", details
 
     def _tiles(self, r: Record) -> int:
-        """Communication tiles of a copy: own rows are one copy of all of theirs."""
+        """Return the communication tiles of a copy: all own rows are one copy."""
         if self.op != "ag_gemm" or r.first >= r.last:
             return 1
         knobs = self.schedules[(r.call - self.first_epoch - 1) & 0xFFFFFFFF].knobs
@@ -297,33 +307,38 @@ class _Streams:
 
 
 class _Played(_Streams):
-    """The same of a peer that is played: it has entered for the one real rank alone."""
+    """Interprets the records of a simulated peer, which enters only at the one real rank."""
 
     def __init__(self, told: RankRecords, peer: int) -> None:
         super().__init__(told)
         self.rank, self.real = peer, told.rank
 
     def describe(self, r: Record) -> tuple[str, Details]:
+        """Return name and details of the event."""
         if Work(r.work) is Work.enter:
             return "enters the call", {"raises": f"{self.real}.entry:{self.rank}"}
         return super().describe(r)
 
 
 def _stream_lane(name: str, r: Record) -> str:
-    """Both directions of an exchange go on at once."""
+    """Return the lane of a record.
+
+    The two directions of an exchange run at once, so each has its own.
+    """
     if r.work == Work.send:
         return outgoing_lane(r.peer)
     return incoming_lane(r.peer) if r.work == Work.receive else name
 
 
 class _Clock:
-    """Times of a rank as events have them; which call of it something belongs to."""
+    """Converts a rank's times and epochs to times and call numbers of events."""
 
     def __init__(self, told: RankRecords, offset_ns: int, origin_ns: int) -> None:
         self.first = told.first_epoch
         self.shift = offset_ns - origin_ns
 
     def call(self, epoch: int) -> int:
+        """Return the number of the call with this epoch."""
         return (epoch - self.first - 1) & 0xFFFFFFFF
 
     def event(
@@ -335,18 +350,19 @@ class _Clock:
         r: Record | KernelRecord,
         call: int,
     ) -> Event:
+        """Return the event of a record."""
         name, details = what
         begin, length = (r.begin_ns + self.shift) / 1000, (r.end_ns - r.begin_ns) / 1000
         return Event(rank, lane, kind, name, begin, length, {"call": call, **details})
 
 
 def gpu_events(told: RankRecords, offset_ns: int, origin_ns: int) -> list[Event]:
-    """Events of one rank, and of the peers that are played for it, by lane and in order.
+    """Return the events of one rank, and of its simulated peers, by lane and in order.
 
     Args:
-        told: what was recorded.
-        offset_ns: what is added to this host's clock to have rank 0's.
-        origin_ns: where time begins, on rank 0's clock.
+        told: the records.
+        offset_ns: to add to this host's clock to get rank 0's.
+        origin_ns: time zero of the trace, on rank 0's clock.
     """
     clock = _Clock(told, offset_ns, origin_ns)
     calls = [_Kernels(told, schedule) for schedule in told.schedules]
@@ -355,7 +371,9 @@ def gpu_events(told: RankRecords, offset_ns: int, origin_ns: int) -> list[Event]
         for k in kernel_records:
             number = clock.call(k.epoch)
             what = calls[number].describe(k)
-            events.append(clock.event(told.rank, lane, _KINDS[Told(k.kind)], what, k, number))
+            events.append(
+                clock.event(told.rank, lane, _KINDS[KernelEvent(k.kind)], what, k, number)
+            )
     events += _of_streams(told.rank, _Streams(told), told.streams, clock)
     for peer, records in told.agents.items():
         lanes = {"played": records}
@@ -370,14 +388,14 @@ def _of_streams(
         for r in sorted(records, key=lambda r: (r.begin_ns, r.end_ns)):
             if r.work == Work.call:
                 continue
-            # What the library does is told by number, as it knows of no epochs.
+            # Library work is recorded by call number, because the library knows no epochs.
             number = r.call if r.work in (Work.gemm, Work.collective) else clock.call(r.call)
             kind, lane = _STREAM_KINDS[Work(r.work)], _stream_lane(name, r)
             yield clock.event(rank, lane, kind, meaning.describe(r), r, number)
 
 
 def gpu_spans(told: RankRecords, calls: Sequence[Span]) -> list[Span]:
-    """When the calls were on the GPU; where nothing tells, when the host made them."""
+    """Return the time of each call on the GPU; without a record, the time on the host."""
     clock = _Clock(told, 0, 0)
     whole: dict[int, Span] = {}
     parts: dict[int, list[Record]] = {}

@@ -1,41 +1,40 @@
-"""Tracing calls of an op on the ranks of a process group, or on those that share a GPU."""
+"""Trace calls of an op on the ranks of a process group, or on ranks that share a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flux import _C
-from flux.backends.cpu import CpuBackend
-from flux.backends.cuda import CudaBackend
-from flux.ops._base import TensorParallelOp
+from flux.core.events import Event
+from flux.core.recorder import CAPACITY, GEMM_LANE, HostStamps, Recorder
+from flux.ops.base import TensorParallelOp
+from flux.trace.clocks import Clock, align_clocks
+from flux.trace.convert import Span, events_of
+from flux.trace.gpu import GpuRecorder
+from flux.trace.gpu_events import gpu_events, gpu_spans
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange
 
-from .clocks import Clock, align_clocks
-from .convert import Span, events_of
-from .events import Event
-from .gpu import GpuRecorder
-from .gpu_events import gpu_events, gpu_spans
-from .recorder import CAPACITY, GEMM_LANE, HostStamps, Recorder
-
 if TYPE_CHECKING:
-    from flux.schedule import TileSchedule
+    from flux.backends.cpu.backend import CpuBackend
+    from flux.backends.cuda.backend import CudaBackend
+    from flux.core.schedule import TileSchedule
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What all ranks did in some calls.
+    """The activity of all ranks in some calls.
 
     Attributes:
-        events: of all ranks; time begins when the first of them begins the first call.
-        metadata: what was traced, JSON-able. ``calls`` holds the [begin, end] of every call by
-            rank in us, ``dropped`` how many events had no room, by rank and lane,
-            ``clock_uncertainty_us`` by how much the times of each rank may be shifted against those
-            of rank 0. On GPUs, ``gpu_clock_us`` says by rank how far its kernels' times may be from
-            its streams' (``kernels_to_streams``), and in what steps kernels' times come
+        events: of all ranks; time zero is the start of the first call on the first rank.
+        metadata: description of the trace, JSON-serialisable. ``calls`` holds the [begin, end] of
+            every call by rank in us. ``dropped`` holds the number of events without room, by rank
+            and lane. ``clock_uncertainty_us`` bounds the shift of each rank's times against those
+            of rank 0. On GPUs, ``gpu_clock_us`` holds by rank the bound between its kernels' and
+            its streams' times (``kernels_to_streams``), and the step of kernels' times
             (``resolution``).
     """
 
@@ -44,16 +43,16 @@ class Trace:
 
     @property
     def dropped(self) -> int:
-        """Events that had no room."""
+        """Number of events that had no room."""
         return sum(sum(lanes.values()) for lanes in self.metadata.get("dropped", {}).values())
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What one rank has to tell: what makes events of it needs to know when time begins."""
+    """The records of one rank; they become events once time zero is known."""
 
     rank: int
-    schedule: TileSchedule | None  # of the first call; none where the library makes it
+    schedule: TileSchedule | None  # of the first call; None if the library makes it
     spans: list[Span]
     events: Callable[[int, int], list[Event]]
     dropped: dict[str, int]
@@ -63,7 +62,7 @@ class _Told:
 
 @dataclass(frozen=True)
 class _OfRank:
-    """The same, with its events, on rank 0's clock."""
+    """The events and times of one rank, on rank 0's clock."""
 
     rank: int
     calls: list[list[float]]
@@ -83,34 +82,35 @@ def record_op(
 ) -> Trace | None:
     """Trace calls of an op. Collective.
 
-    Calls that are not traced come first. Then all ranks meet, and make ``calls`` calls one right
-    after the other. Results are those of calls that nobody traces, bit by bit.
+    First come calls that are not traced. Then all ranks meet, and make ``calls`` calls one right
+    after the other. Results are bit-identical to those of untraced calls.
 
     On GPUs the op must have kernels of a trace build: ``flux compile --trace`` builds them, and an
-    op that is built with FLUX_TRACE=1 takes them.
+    op that is built with FLUX_TRACE=1 uses them.
 
     Args:
         op: of this rank; of a VirtualWorld the ops of all ranks, in order.
         call: makes one call of it, ``lambda: op(x, weight)``; of a VirtualWorld the call of all
             ranks, by its ``run``.
-        calls: to trace.
-        warmup: calls before those.
-        capacity: events that a lane of a rank has room for, in all calls together; what exceeds it
-            is counted. On a GPU, for each multiprocessor, and for all streams of a rank.
+        calls: number of calls to trace.
+        warmup: number of calls before those.
+        capacity: events per lane of a rank, for all calls together; further events are only
+            counted. On a GPU: per multiprocessor, and for all streams of a rank.
 
     Returns:
         On rank 0 the events of all ranks, on the others None.
 
     Raises:
-        ValueError, TypeError: refused arguments, on all ranks alike.
-        Whatever ``call`` raises.
+        ValueError: an illegal argument, on all ranks alike.
+        TypeError: the same.
+        Exception: any error of ``call``.
     """
     ops = [op] if isinstance(op, TensorParallelOp) else list(op)
     exchange = _check(ops, calls, warmup, capacity)
     for _ in range(warmup):
         call()
     clocks = None
-    if isinstance(ops[0]._backend, CudaBackend):
+    if ops[0]._backend is not None and ops[0]._backend.asynchronous:
         _finish(ops)
         clocks = align_clocks(exchange) if exchange is not None else None
         told = _on_gpus(ops, call, exchange, calls, capacity)
@@ -125,7 +125,11 @@ def record_op(
 def _check(
     ops: Sequence[TensorParallelOp], calls: int, warmup: int, capacity: int
 ) -> Exchange | None:
-    """Where the op's ranks meet, None if all are here; whatever one of them is refused, all are."""
+    """Check the arguments on all ranks; an error on one is raised on all.
+
+    Returns:
+        The exchange of the op's ranks; None if all of them are in this process.
+    """
     for op in ops:
         if not isinstance(op, TensorParallelOp):
             raise TypeError(f"op must be a flux op, got {type(op).__name__}")
@@ -145,7 +149,7 @@ def _check(
 
 
 def _world_on_one_gpu(op: TensorParallelOp) -> OneGpuExchange | None:
-    transport = op._backend.transport if isinstance(op._backend, CudaBackend) else None
+    transport = None if op._backend is None else op._backend.transport
     return transport if isinstance(transport, OneGpuExchange) else None
 
 
@@ -168,25 +172,17 @@ def _why_not(op: TensorParallelOp) -> str | None:
         return f"{op!r} cannot be traced: it is closed"
     if backend is None and op._checker.device.type != "cpu":
         return f"{label}: one rank on a GPU waits for nobody; look at it with a profiler"
-    if not isinstance(backend, CudaBackend):
+    if backend is None:
         return None
-    if backend.capturing():
-        return f"{label}: calls that are traced cannot be captured into a CUDA graph"
     fused = any(knobs.path != "unfused" for knobs in op._choice.variants())
-    if fused and not all(kernel.traces for kernel in backend.kernels):
-        return (
-            f"{label}: its kernels are of no trace build: build some with `flux compile --trace`, "
-            "and the op with FLUX_TRACE=1"
-        )
-    return None
+    return backend.reason_untraceable(fused)
 
 
 def _finish(ops: Sequence[TensorParallelOp]) -> None:
-    """Until the calls that were made are done."""
+    """Wait until all calls are done."""
     for op in ops:
         op.wait()
-        if isinstance(op._backend, CudaBackend):
-            op._backend.peers.wait()
+        cast("CudaBackend", op._backend).peers.wait()
 
 
 def _on_cpu(
@@ -196,18 +192,17 @@ def _on_cpu(
     calls: int,
     capacity: int,
 ) -> _Told:
-    backend = op._backend
-    network = backend.network if isinstance(backend, CpuBackend) else None
-    recorder = Recorder(capacity, [] if network is None else list(network.bytes_sent))
+    backend = cast("CpuBackend | None", op._backend)
+    recorder = Recorder(capacity, [] if backend is None else backend.remote_peers)
 
     def attach(attached: Recorder | None) -> None:
-        if isinstance(backend, CpuBackend):
+        if backend is not None:
             backend.trace(attached)
         op._unfused.trace(None if attached is None else HostStamps(attached.lane(GEMM_LANE)))
 
     attach(recorder)
     try:
-        exchange.all_gather(None)  # so that nobody's first wait is for a rank that starts later
+        exchange.all_gather(None)  # so that no rank's first wait is for a rank that starts later
         spans = _made(call, calls)
     finally:
         if not op.closed:
@@ -269,7 +264,7 @@ def _on_gpus(
 def _gathered(
     told: Sequence[_Told], exchange: Exchange | None, clocks: Sequence[Clock] | None
 ) -> list[_OfRank]:
-    """What all ranks have to tell, on rank 0's clock, from its first event on. Collective."""
+    """Return the records of all ranks on rank 0's clock, from its first event on. Collective."""
 
     def clock_of(one: _Told) -> Clock:
         return Clock(0, 0) if clocks is None else clocks[one.rank]

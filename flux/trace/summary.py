@@ -1,4 +1,4 @@
-"""What a trace says at a glance: where each rank's time went, and who waited longest for what."""
+"""Summarise a trace: how each rank spent its time, and the longest wait."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .events import Event, Kind
-from .recorder import GEMM_LANE
+from flux.core.events import Event, Kind
+from flux.core.recorder import GEMM_LANE
 
 MOVING = (Kind.copy, Kind.send, Kind.receive, Kind.reduce)
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """Times of one rank in one method, in ms, all calls together.
+    """Times of one rank in one method, in ms, over all calls.
 
-    ``waiting`` is that of the thread that computes; ``moving`` counts what several lanes move at
-    once several times. Of what multiprocessors do, the mean.
+    ``waiting`` is that of the computing thread. ``moving`` adds up lanes, so concurrent transfers
+    count several times. Of multiprocessors, times are means.
     """
 
     method: str
@@ -34,7 +34,7 @@ class RankTime:
 
 
 def rank_times(events: Iterable[Event], metadata: Mapping[str, Any]) -> list[RankTime]:
-    """By method and rank; ``metadata`` is that of ``flux trace op``."""
+    """Return times by method and rank; ``metadata`` is that of ``flux trace op``."""
     events = list(events)
     out = []
     for method, about in metadata["methods"].items():
@@ -49,7 +49,7 @@ def rank_times(events: Iterable[Event], metadata: Mapping[str, Any]) -> list[Ran
 
 
 def _multiprocessor(event: Event) -> str | None:
-    """Which one the event was on: "SM 12"."""
+    """Return the multiprocessor of the event: "SM 12"."""
     found = re.match(r"SM \d+", event.lane)
     return found and found.group()
 
@@ -62,13 +62,13 @@ def _ms(events: Sequence[Event], kinds: Iterable[Kind]) -> float:
 
 
 def longest_wait(events: Iterable[Event]) -> Event | None:
-    """The wait for a tile that took longest."""
+    """Return the longest wait for a tile."""
     waits = [e for e in events if e.kind is Kind.wait and "awaits" in e.details]
     return max(waits, key=lambda event: event.duration_us, default=None)
 
 
 def show(events: list[Event], metadata: Mapping[str, Any], console: Console) -> None:
-    """Print it."""
+    """Print the summary."""
     table = Table(box=None, pad_edge=False)
     for name in ("method", "rank", "in the op", "GEMM", "waiting", "moving"):
         table.add_column(name, justify="left" if name == "method" else "right")

@@ -1,1 +1,1 @@
-"""Symmetric memory and the exchanges that set it up."""
+"""Symmetric memory, and the exchanges that set it up."""

@@ -1,155 +1,182 @@
-"""What the CUDA backend asks of whoever moves tiles between GPUs, and of the peers of its rank."""
+"""The CUDA backend's interface to a device; tests substitute an emulated one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from flux import _C
-from flux.backends.device import Device
 
 if TYPE_CHECKING:
-    from flux.backends.layout import Layout
-    from flux.ops.spec import OpSpec
-    from flux.schedule import TileSchedule
+    from flux.kernels.registry import Registry
 
 
-WORD = 4  # bytes of a signal
-
-SPARE = 4
-"""Multiprocessors that the kernels of ranks which share a GPU leave to copies and fills."""
-
-
-def sm_share(device: Device, sharing: int) -> int:
-    """Multiprocessors that the kernels of each of ``sharing`` ranks on a GPU may occupy: kernels
-    that wait must leave room for those they wait for, and for copies inside the device."""
-    return device.sm_count if sharing == 1 else max(1, (device.sm_count - SPARE) // sharing)
-
-
-BESIDE = 8
-"""Blocks that may run beside a GEMM between nodes: sums for other nodes, and the network's kernels.
-Eight move more bytes than the network of a GPU does."""
-
-
-def beside(sm_share: int) -> int:
-    """As many of them as ``sm_share`` multiprocessors can spare."""
-    return max(1, min(BESIDE, sm_share // 16))
-
-
-def first_signal(world: int) -> int:
-    """Words of a pad before its signals or flags: see CudaOpSetup in csrc/host/cuda_op.h."""
-    return 2 * world + 2 * _C.STATUS_WORDS
-
-
-@dataclass
-class Memory:
-    """The symmetric memory of one op: by rank, words of its pad, and its data. Both are empty for
-    ranks of other nodes."""
-
-    pads: list[torch.Tensor]
-    data: list[torch.Tensor]
-    multicast: int = 0
-    """Address at which the NVLink switch has everybody's data, or 0."""
-
-
-class Peers:
-    """What the backend of one op does for peers that cannot act for themselves: here, nothing, as
-    all of them can. The methods are called in this order within a call."""
-
-    idle = True
-    """Whether the methods do nothing."""
-
-    def check(self, m: int) -> None:
-        """Before anything is put on a stream.
-
-        Raises:
-            ValueError: the peers cannot make a call of ``m`` global rows.
-        """
-
-    def gather(self, schedule: TileSchedule, epoch: int, data: list[int]) -> list[int]:
-        """AllGather: what the peers move; by rank, where this rank reads gathered rows."""
-        return data
-
-    def scatter(self, schedule: TileSchedule, epoch: int) -> None:
-        """ReduceScatter: the peers' partials of this rank's rows. Before the GEMM is launched."""
-
-    def send_results(self, stream: int, m: int, epoch: int) -> None:
-        """AllReduce: the peers' rows of the result. Behind the GEMM on ``stream``."""
-
-    def end(self, stream: int, epoch: int) -> None:
-        """Behind all that the call has put on ``stream``."""
-
-    def let_go(self, epoch: int) -> None:
-        """Release every stream that waits on behalf of a peer."""
-
-    def wait(self) -> None:
-        """Until their part of all calls is done."""
-
-    def trace(self, streams: _C.StreamTrace | None) -> dict[int, int]:
-        """Put down what is done for the peers from now on; None: no more. Returns whom the streams
-        act for: ranks, by stream."""
-        return {}
-
-
-class DeviceTransport(Protocol):
-    """One op's ranks on GPUs, and their memory.
+class Device(Protocol):
+    """One GPU.
 
     Attributes:
-        rank, world: of this rank.
-        device: where it lives.
-        nodes: how many sets of ranks there are that share memory: consecutive, of one size.
-        sm_share: multiprocessors that its kernels may occupy.
-        multicast: whether the memory will have a multicast address; the same on all ranks.
-        relays: whether the device itself puts sums to other nodes (a Relay of csrc/host/remote.h).
+        torch_device: the device of tensors.
+        index: number of the device, as kernels take it.
+        sm_count: multiprocessors.
+        capability: compute capability, (major, minor).
+        identity: equal for two processes exactly if they use the same GPU.
+        driver: stream operations. Streams are integers.
+        registry: the kernels that are built.
+        queues: how many streams can make progress independently of one another.
     """
 
-    rank: int
-    world: int
-    multicast: bool
+    torch_device: torch.device
+    index: int
+    sm_count: int
+    capability: tuple[int, int]
+    identity: str
+    queues: int
 
     @property
-    def relays(self) -> bool: ...
+    def driver(self) -> _C.Driver:
+        """Stream operations. Streams are integers."""
+        ...
 
     @property
-    def nodes(self) -> int: ...
-
-    @property
-    def device(self) -> Device: ...
-
-    @property
-    def sm_share(self) -> int: ...
-
-    def ready(self, problem: str | None) -> None:
-        """Say whether this rank can run the op, before ``memory``. Collective.
-
-        Raises:
-            ValueError: some rank cannot; everywhere that hears of it.
-        """
+    def registry(self) -> Registry:
+        """The kernels that are built."""
         ...
 
-    def memory(self, words: int, data_bytes: int) -> Memory:
-        """Zeroed symmetric memory, the same sizes on all ranks. Collective."""
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeroed device memory that peers can write to."""
         ...
 
-    def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote | None:
-        """The peers of other nodes, if there are some. Collective.
-
-        Args:
-            memory: what ``memory`` returned.
-            boxes: words for what arrives in a call.
-            blocks: that kernels of the network may have.
-
-        Raises:
-            PeerTimeoutError: some of them did not come.
-        """
+    def current_stream(self) -> int:
+        """Return the stream of the caller's work."""
         ...
 
-    def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
-        """What is done for the peers. ``tile``: of the op's kernel, in elements."""
+    def on_stream(self, stream: int) -> AbstractContextManager[Any]:
+        """Make a stream the current one."""
         ...
 
-    def leave(self) -> None:
-        """Let go of the memory. Local."""
+    def enqueue(self, body: Callable[[], None]) -> None:
+        """Put operations of torch on the current stream."""
         ...
+
+    def is_current(self) -> bool:
+        """Return whether this device is the thread's current device."""
+        ...
+
+    def made_current(self) -> AbstractContextManager[Any]:
+        """Make this device the thread's current device within the context."""
+        ...
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeroed host memory that the device reads and writes at the same address."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all work that torch has put on the device is done."""
+        ...
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Keep tensors from being reused before the work now on the current stream is done."""
+        ...
+
+
+QUEUES = 32  # the most that CUDA offers
+
+
+def _want_queues(count: int) -> None:
+    """Ask CUDA for ``count`` device queues. CUDA reads the setting when it is initialised.
+
+    Streams share the device's queues, and a stream that waits for memory blocks all streams on its
+    queue. The work it waits for must not be among them.
+
+    Raises:
+        RuntimeError: CUDA has fewer, and is initialised already.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(name, str(count))
+    have = int(os.environ.get(name, "8"))
+    if have < count:
+        raise RuntimeError(
+            f"ranks that share a GPU need {count} queues, and {name} is {have}: set it to {count} "
+            "before CUDA is initialised"
+        )
+
+
+class CudaDevice:
+    """A CUDA device of this process.
+
+    Args:
+        index: number of the device; the current one by default.
+        queues: how many streams must make progress independently; None: as many as CUDA gives.
+
+    Raises:
+        RuntimeError: torch sees no CUDA device, or CUDA was initialised with too few queues.
+    """
+
+    def __init__(self, index: int | None = None, queues: int | None = QUEUES) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("backend cuda needs a CUDA device that torch can see; there is none")
+        if queues is not None:
+            _want_queues(queues)
+        self.index = torch.cuda.current_device() if index is None else index
+        self.torch_device = torch.device("cuda", self.index)
+        properties = torch.cuda.get_device_properties(self.index)
+        self.queues = QUEUES if queues is None else queues
+        self.sm_count: int = properties.multi_processor_count
+        self.capability = (properties.major, properties.minor)
+        self.identity = f"{socket.gethostname()}/{properties.uuid}"
+
+    @cached_property
+    def driver(self) -> _C.Driver:
+        """The driver library that torch has already loaded."""
+        torch.zeros(1, device=self.torch_device)  # makes the context, in which streams are made
+        return _C.Driver()
+
+    @cached_property
+    def registry(self) -> Registry:
+        """Kernels of the package and of the cache, as of the first access."""
+        from flux.kernels.registry import Registry
+
+        return Registry.load()
+
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeroed device memory that peers can write to."""
+        return torch.zeros(count, dtype=dtype, device=self.torch_device)
+
+    def current_stream(self) -> int:
+        """Return torch's current stream of this device."""
+        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+
+    def on_stream(self, stream: int) -> AbstractContextManager[Any]:
+        """Make a stream torch's current one."""
+        external = torch.cuda.ExternalStream(stream, device=self.torch_device)
+        return torch.cuda.stream(external)
+
+    def enqueue(self, body: Callable[[], None]) -> None:
+        """Run ``body``: torch itself puts operations on the current stream."""
+        body()
+
+    def is_current(self) -> bool:
+        """Return whether torch's current device is this one."""
+        return torch.cuda.current_device() == self.index
+
+    def made_current(self) -> AbstractContextManager[Any]:
+        """Make this device torch's current device within the context."""
+        return torch.cuda.device(self.index)
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return pinned memory: with unified addressing, the device uses the host's address."""
+        return torch.zeros(count, dtype=dtype, pin_memory=True)
+
+    def synchronize(self) -> None:
+        """Wait until all work on the device is done."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Do nothing: torch's allocator reuses memory only in stream order."""

@@ -1,35 +1,44 @@
-"""Small collective exchanges over a process group, used when an op is built."""
+"""Small collective exchanges over a process group, for building an op."""
 
 from __future__ import annotations
 
-import threading
+import os
+import time
+import uuid
+import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import flux
 from flux import _C
-from flux.errors import PeerFailedError, PeerTimeoutError
+from flux.core.errors import PeerDiedError, PeerFailedError, PeerTimeoutError
+from flux.core.version import __version__
+from flux.machine.host import memory_identity
+from flux.transport.abandonable import Abandonable
 
 T = TypeVar("T")
 
+Failure = tuple[str, str, bool]
+"""(The rank that failed, as errors name it; the cause; whether the cause was a wait for others)."""
+_Told = tuple[Failure | None, object]
+
 
 def build_identity() -> dict[str, object]:
-    """Return what must be the same for processes that write into each other's memory."""
-    return {"flux": flux.__version__, "layout": _C.LAYOUT_NUMBER}
+    """Return what must be equal in processes that write into each other's memory."""
+    return {"flux": __version__, "layout": _C.LAYOUT_NUMBER}
 
 
 def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    """The process group that the user means: a group, its name, or None for the default group.
+    """Return the process group of this argument: a group, its name, or None for the default group.
 
     Raises:
         ValueError: torch.distributed is not initialised, this rank is no member, or the name is
             unknown.
-        TypeError: something else was passed.
+        TypeError: the argument has another type.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: call init_process_group first")
@@ -47,7 +56,7 @@ def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
 
 
 class _OfGroup(Protocol):
-    """What is kept for a group, and can be closed."""
+    """An object that is cached for a group, and can be closed."""
 
     @property
     def group(self) -> dist.ProcessGroup: ...
@@ -63,10 +72,16 @@ def kept_for(
     kept: dict[str, G],
     make: Callable[[dist.ProcessGroup], G],
 ) -> G:
-    """What ``kept`` has for a group, by name; ``make`` makes it at the first use, collectively."""
+    """Return the object cached for a group; make it at the first use, collectively.
+
+    Args:
+        group: a process group, its name, or None for the default group.
+        kept: the cache, by group name.
+        make: makes the object for a group.
+    """
     group = resolve_group(group)
     found = kept.get(group.group_name)
-    if found is not None and found.group is not group:  # a destroyed group's name, used again
+    if found is not None and found.group is not group:  # the name of a destroyed group, reused
         found.close()
         found = None
     if found is None:
@@ -74,73 +89,202 @@ def kept_for(
     return found
 
 
-class Exchange:
-    """The ranks of one group, numbered within the group."""
+LEAST_S = 2.0
+"""Least limit of an exchange in seconds, however small ``timeout_s`` is. Ranks arrive at a
+constructor further apart than at a call, above all if they share cores."""
+LOOK_S = 0.2
+"""Seconds between two checks whether another rank has died or given up."""
+_lost: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups in which this rank has left an unfinished operation."""
 
-    def __init__(self, group: dist.ProcessGroup, label: str = "flux") -> None:
+
+class Exchange:
+    """The ranks of one group, numbered within the group.
+
+    Args:
+        group: a process group.
+        label: first words of each error: the purpose of the exchange.
+        timeout_s: seconds that an exchange may take, LEAST_S at least; None: the group's own
+            timeout.
+
+    Raises:
+        ValueError: this process is not a member of the group.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, label: str = "flux", timeout_s: float | None = None
+    ) -> None:
         self.group = group
         self.label = label
+        self.timeout_s = timeout_s
         self.rank: int = dist.get_rank(group)
         self.world: int = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the group")
+        self._name = f"rank {self.rank}"
+        self._ended = False  # this rank sent or received a failure, or lost peers
+        self._linked = [self]  # exchanges of one op: over all ranks, over a node's ranks
 
-    def all_gather(self, value: T) -> list[T]:
-        """Everybody's value, by rank. Collective.
+    def inside(self, group: dist.ProcessGroup) -> Exchange:
+        """Return an exchange over a subset of the ranks that builds the same op.
+
+        A failure sent or received in one of the two is also sent in the other.
+        """
+        inner = Exchange(group, self.label, self.timeout_s)
+        inner._name = self._name
+        inner._linked = self._linked
+        self._linked.append(inner)
+        return inner
+
+    def all_gather(self, value: T, *, extra_s: float = 0.0) -> list[T]:
+        """Return the values of all ranks, by rank. Collective.
+
+        Args:
+            value: of this rank; must be picklable.
+            extra_s: seconds that ranks may be apart in addition to ``timeout_s``.
 
         Raises:
-            PeerFailedError: a rank has called ``tell_failure`` in place of this.
-            PeerTimeoutError: a peer died or stalled; when, is up to the group and its timeout.
+            PeerFailedError: a rank has called ``tell_failure`` instead.
+            PeerTimeoutError: a peer died, or did not arrive within ``timeout_s``. The group cannot
+                be used again: this rank's part of a collective is left in it.
         """
-        told = self._gather((None, value))
-        for rank, (failure, _) in enumerate(told):
-            if failure is not None:
-                raise PeerFailedError(f"{self.label}: rank {rank} failed: {failure}")
+        told = self._gather((None, value), extra_s)
+        failures = [failure for failure, _ in told if failure is not None]
+        if failures:
+            self._ended = True
+            raise _peer_failed(self.label, failures)
         return [cast(T, one) for _, one in told]
 
     def tell_failure(self, error: Exception, timeout_s: float) -> None:
-        """Take part in what the others exchange next by saying that this rank goes no further.
+        """Take part in the peers' next exchange with the message that this rank has failed.
 
-        All ranks exchange the same things in the same order, so whatever an error came between,
-        peers hear of it at their next ``all_gather``. If all ranks fail alike, this is a
-        collective of its own. Peers that have died already, or wait for something else, are waited
-        for no longer than ``timeout_s``.
+        All ranks exchange the same things in the same order, so peers receive the failure at their
+        next ``all_gather``, wherever this rank's error occurred. If all ranks fail alike, this is a
+        collective of its own.
+
+        An op on several nodes is built with several exchanges, and a rank cannot know in which of
+        them a peer waits. So every rank ends every exchange of the op: a rank that receives a
+        failure in one exchange sends it in the others. The wait for peers that have died, or wait
+        for something else, is limited to ``timeout_s``.
 
         Args:
-            error: what was raised; nothing is told of one that peers have raised as well.
-            timeout_s: in seconds.
+            error: the error of this rank; for a ``PeerFailedError``, the peer and its cause are
+                sent.
+            timeout_s: in seconds; LEAST_S at least.
         """
-        if isinstance(error, (PeerFailedError, PeerTimeoutError)):
-            return
+        told = getattr(error, "failure", None) or (
+            self._name,
+            f"{type(error).__name__}: {error}",
+            isinstance(error, PeerTimeoutError),
+        )
+        calls = []
+        for exchange in self._linked:
+            if not exchange._ended and exchange.group not in _lost and exchange.world > 1:
+                exchange._ended = True
+                calls.append((exchange.group, exchange._start((told, None))))
+        deadline = time.monotonic() + max(timeout_s, LEAST_S)
+        for group, call in calls:
+            with _losing(group, call):
+                call.wait(max(0.0, deadline - time.monotonic()))
 
-        def tell() -> None:
-            with suppress(PeerTimeoutError):  # nobody is left to hear of it
-                self._gather((f"{type(error).__name__}: {error}", None))
+    def within(self, what: str, body: Callable[[], T]) -> T:
+        """Return ``body()``, which waits for peers inside torch, on a thread of its own.
 
-        thread = threading.Thread(target=tell, daemon=True)
-        thread.start()
-        thread.join(timeout_s)
+        Args:
+            what: what the peers are expected to do; part of the error.
+            body: keeps running unobserved after the time limit or a Ctrl-C.
 
-    def _gather(self, value: tuple[str | None, object]) -> list[tuple[str | None, object]]:
+        Raises:
+            PeerDiedError: the process of another rank on this host has ended.
+            PeerTimeoutError: the call took longer than ``timeout_s``, or another rank has given up.
+        """
+        call = Abandonable(body)
+        self._wait(call, self._limit_s, what)
+        return call.result()
+
+    @property
+    def _limit_s(self) -> float | None:
+        return None if self.timeout_s is None else max(self.timeout_s, LEAST_S)
+
+    def _late(self, what: str, limit_s: float | None) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            f"{self.label}: {self._name} waited more than {limit_s:g} s (timeout_s, {LEAST_S:g} s "
+            f"at least) for its peers to {what}"
+        )
+
+    def _start(self, value: _Told) -> Abandonable[list[_Told]]:
+        sent = (*value, (uuid.uuid4().hex, memory_identity(), os.getpid()))
+
+        def gather() -> list[_Told]:
+            values = [sent] * self.world
+            dist.all_gather_object(values, sent, group=self.group)
+            if self.group not in _peers:
+                _peers[self.group] = _Peers(self.group, self.rank, [one[2] for one in values])
+            return [(failure, one) for failure, one, _ in values]
+
+        return Abandonable(gather)
+
+    def _gather(self, value: _Told, extra_s: float) -> list[_Told]:
         if self.world == 1:
             return [value]
-        values = [value] * self.world
-        try:
-            dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
+        if self.group in _lost:
+            self._ended = True
             raise PeerTimeoutError(
-                f"{self.label}: rank {self.rank} lost a peer while building the op: {error}"
+                f"{self.label}: {self._name} gave up on its peers before, and its part of a "
+                "collective is left in the process group: use a new one"
+            )
+        limit = None if self._limit_s is None else self._limit_s + extra_s
+        call = self._start(value)
+        try:
+            with _losing(self.group, call):
+                self._wait(call, limit, "exchange what an op is built from")
+            return call.result()
+        except RuntimeError as error:
+            self._give_up()
+            if isinstance(error, PeerTimeoutError):
+                raise
+            raise PeerTimeoutError(
+                f"{self.label}: {self._name} lost a peer while building the op: {error}"
             ) from error
-        return values
+
+    def _wait(self, call: Abandonable[Any], limit_s: float | None, what: str) -> None:
+        """Wait for a collective in which the peers are expected to do ``what``.
+
+        A rank learns of another rank's death in one of three ways. gloo reports it to the ranks
+        that exchange data with the dead one. Other ranks on its host see that its process has
+        ended. All others wait for ranks that have given up, and read that from the store of the
+        group.
+
+        Raises:
+            PeerDiedError: the process of another rank on this host has ended.
+            PeerTimeoutError: the wait exceeds ``limit_s``, or another rank has given up.
+        """
+        deadline = time.monotonic() + (float("inf") if limit_s is None else limit_s)
+        while not call.wait(max(0.0, min(LOOK_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise self._late(what, limit_s)
+            peers = _peers.get(self.group)
+            lost = None if peers is None else peers.lost()
+            if lost is not None and not call.wait(LOOK_S):
+                self._give_up()  # other ranks may see only that this rank does not arrive
+                raise type(lost)(f"{self.label}: {self._name} cannot go on: {lost}")
+
+    def _give_up(self) -> None:
+        """Stop using the group, and post that for the ranks that still wait in it."""
+        self._ended = True
+        _lost.add(self.group)
+        if self.group in _peers:
+            _peers[self.group].post(f"{self._name} lost a peer, or gave up on it")
 
     def agree(self, label: str, problem: Exception | None, spec: Mapping[str, object]) -> None:
         """Check that all ranks build the same thing. Collective.
 
-        The version of flux is part of it, and the number of the layout of shared memory. A rank
-        whose arguments were refused takes part, so that everybody hears of it.
+        The comparison includes the version of flux and the layout number of shared memory. A rank
+        whose arguments were rejected takes part too, so that all ranks receive its error.
 
         Raises:
-            ValueError, TypeError: on every rank alike, naming the rank that was refused or differs.
+            ValueError: on every rank alike, naming the rank that was rejected or differs.
+            TypeError: the same, if the rank's own error is a TypeError.
         """
         entries = self.all_gather(
             (
@@ -166,3 +310,84 @@ class Exchange:
                     if entry.get(key) != base.get(key)
                 )
                 raise ValueError(f"{label}: ranks disagree; rank {rank} has {differing}")
+
+
+class _Peers:
+    """The state of a group's other ranks, from sources outside the collectives.
+
+    Sources are the processes of ranks on this host, and a message in the store of the group. A rank
+    writes that message if it leaves a collective unfinished. A store that does not answer, for
+    example because its process is stopped, delays no rank.
+
+    Args:
+        group: a process group.
+        rank: this rank.
+        told: by rank: (a unique id, its memory_identity(), its process id).
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, told: Sequence[tuple[str, str, int]]
+    ) -> None:
+        here = told[rank][1]
+        # The id of rank 0 makes the key unique: another group on the same store may have the same
+        # name.
+        self._key = f"flux/lost/{told[0][0]}"
+        # A connection of its own: a request that waits, for example to connect, blocks all others
+        # on its connection.
+        store = cast(Any, distributed_c10d)._world.pg_map[group][1]
+        self._store: dist.Store = store.clone()
+        self._question: Abandonable[str] | None = None
+        self._processes = _C.Processes(
+            [
+                process if identity == here and peer != rank else 0
+                for peer, (_, identity, process) in enumerate(told)
+            ]
+        )
+
+    def lost(self) -> PeerTimeoutError | None:
+        """Return why the group cannot go on; None if no reason is known."""
+        for peer, process in enumerate(self._processes.pids):
+            if self._processes.ended(peer):
+                return PeerDiedError(f"rank {peer} died (process {process} ended)")
+        word = self._read()
+        return PeerTimeoutError(word) if word else None
+
+    def post(self, text: str) -> None:
+        """Write the message for the other ranks."""
+        Abandonable(lambda: self._store.set(self._key, text)).wait(LOOK_S)
+
+    def _read(self) -> str:
+        """Return the message of another rank; "" if there is none, or no answer yet."""
+        if self._question is None:
+            self._question = Abandonable(self._ask)
+        if not self._question.wait(LOOK_S):
+            return ""
+        answered, self._question = self._question, None
+        try:
+            return answered.result()
+        except RuntimeError:  # the store's process is gone; the collective breaks too, or times out
+            return ""
+
+    def _ask(self) -> str:
+        return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+
+
+_peers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Peers] = weakref.WeakKeyDictionary()
+"""By group, for groups that have exchanged a value."""
+
+
+@contextmanager
+def _losing(group: dist.ProcessGroup, call: Abandonable[Any]) -> Iterator[None]:
+    """Mark the group as lost if ``call`` is not done at the end of the context."""
+    try:
+        yield
+    finally:
+        if not call.done:
+            _lost.add(group)
+
+
+def _peer_failed(label: str, failures: list[Failure]) -> PeerFailedError:
+    """Return the error for the received failures; a cause is preferred over a wait for others."""
+    failure = min(failures, key=lambda one: one[2])
+    rank, why, _ = failure
+    return PeerFailedError(f"{label}: {rank} failed: {why}", failure)

@@ -1,4 +1,4 @@
-"""Memory that neither torch nor Python has allocated, as tensors."""
+"""Wrap memory that neither torch nor Python has allocated as tensors."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ class _Tensor(ctypes.Structure):
 
 
 def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes at ``address`` as a flat ``uint8`` tensor; for the address 0 an empty one,
-    whose address is 0, too. The memory must live as long as the tensor.
+    """Return ``size`` bytes at ``address`` as a flat ``uint8`` tensor.
 
-    DLPack rather than ``__cuda_array_interface__``: there torch asks the driver whose memory it is,
-    and a peer's would be copied to this device.
+    For the address 0 the tensor is empty, and its address is 0 too. The memory must live as long as
+    the tensor.
+
+    This uses DLPack rather than ``__cuda_array_interface__``. With the latter, torch asks the
+    driver which device owns the memory, and copies a peer's memory to this device.
     """
     if address == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    # The C library's, so that its free() can be the deleter: the tensor may outlive this module.
+    # Allocated by the C library, so that its free() can be the deleter: the tensor may outlive this
+    # module.
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
     place = libc.malloc(ctypes.sizeof(_Tensor))

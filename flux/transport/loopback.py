@@ -1,5 +1,7 @@
-"""One rank on the GPU, its peers' memory in pinned memory of the host: a real link, PCIe, whose
-time a fused op can hide or not, with a single GPU.
+"""One real rank on the GPU, with simulated peers whose memory is pinned on the host.
+
+This gives a real link, PCIe, on a single GPU, so that its transfer time can be measured, hidden or
+not.
 
     world = LoopbackWorld(4)
     op = flux.AGGemm(world.rank(), max_m=8192, n=49152, k=12288, dtype=torch.bfloat16)
@@ -7,9 +9,9 @@ time a fused op can hide or not, with a single GPU.
     y = op(x0, w)
 
 Rank 0 is the real one: its kernels, copies, signals and waits are those of any rank. Peers r >= 1
-have their part of the symmetric memory in the host, which the GPU reads and writes at the host's
-own addresses. They compute nothing: their rows, partials and results are given beforehand. What
-they would do to this rank is put on a stream per peer, their *agent*, when the op is called:
+have their part of the symmetric memory on the host, which the GPU reads and writes at the host's
+own addresses. They compute nothing: the caller provides their rows, partials and results. The
+transfers that they would make run on one stream per peer, its *agent*, when the op is called:
 
     agent of r, always   entry of r -> rank 0 | ...
     AllGather, push      await entry of 0 | rows of r -> gathered rows of 0, signal 0 | ...
@@ -18,27 +20,28 @@ they would do to this rank is put on a stream per peer, their *agent*, when the 
     AllReduce            ... | behind the GEMM of 0: result rows of r -> result of 0, "done" -> 0
 
 So both directions of the link are as busy as with real peers, in the order of the peers' own
-schedules. Peers start together with this rank, and are never late. Two things take no time that
-they would take: links between two peers (a chunk that a peer passes on is with it from the start),
-and the peers' GEMMs, which only a result waits for, for as long as this rank's takes.
+schedules. Peers start together with this rank, and are never late. Two things take no time here
+that take time with real peers. First, links between two peers: a chunk that a peer forwards is
+available to it from the start. Second, the peers' GEMMs: only a result waits for them, for as long
+as this rank's GEMM takes.
 
-Flags. A GEMM tile raises one flag, so a slab of partials raises many that lie in a row. The first
-is written by a stream memory operation, which makes the slab visible to the system; behind it the
-rest is copied from pinned words that hold the epoch. A memset would not do: it is done by
-multiprocessors, and the reduction that waits for the flags may hold all of them.
+Flags. A GEMM tile raises one flag, so a slab of partials raises many consecutive flags. A stream
+memory operation writes the first, which makes the slab visible to the system. Behind it the rest is
+copied from pinned words that hold the epoch. A memset does not work: it runs on multiprocessors,
+and the reduction that waits for the flags may occupy all of them.
 
-Who may write where, and when, beside what csrc/host/gather_tiles.h and docs/kernels.md say:
+Write access and its order, in addition to csrc/cuda_host/gather_tiles.h and docs/kernels.md:
 
     gathered rows, slots,  the entry of rank 0 says that it no longer reads them; the agent awaits
       result of rank 0     it before its first copy.
-    own gathered rows,     read by agents, who raise their next entry behind that, in the order of
+    own gathered rows,     read by agents, which raise their next entry behind that, in the order of
       pull                 their stream; rank 0 awaits the entries before it writes its own rows.
     memory of the peers    written by rank 0 alone in the order of its streams (push: the copy
                            stream, ReduceScatter: the kernels), or by the agent alone (pull); the
-                           agent's entry says that it has ended its last call. Nobody reads it.
-    what is provided, and  written by the host, into buffers that no stream reads any more: rank 0
-      epoch words          writes the epoch into ``finished`` at the end of its call, for which it
-                           has waited for all that agents copy; then they are handed out again.
+                           agent's entry says that it has ended its last call. It is never read.
+    provided data, and     written by the host, into buffers that no stream reads any more: rank 0
+      epoch words          writes the epoch into ``finished`` at the end of its call, by which time
+                           all copies of agents are done; then the buffers are reused.
 """
 
 from __future__ import annotations
@@ -47,35 +50,43 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from flux import _C
-from flux.backends.device import Device
-from flux.env import POISON
-from flux.knobs import Op
-from flux.trace.recorder import Work
-from flux.transport.device import Memory, Peers, first_signal
+from flux.core.env import POISON
+from flux.core.knobs import Op
+from flux.core.recorder import Work
+from flux.transport.base import Memory, Peers, first_signal
+from flux.transport.device import Device
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
 if TYPE_CHECKING:
-    from flux.backends.layout import Layout
-    from flux.knobs import Knobs
-    from flux.ops._base import TensorParallelOp
-    from flux.ops.spec import OpSpec
-    from flux.schedule import TileSchedule
+    from flux.core.knobs import Knobs
+    from flux.core.layout import Layout
+    from flux.core.schedule import TileSchedule
+    from flux.core.spec import OpSpec
 
 WORD = 4  # bytes of a signal
 REAL = 0  # the rank on the GPU
 
 
+class PlayedOp(Protocol):
+    """An op of the public API, as far as LoopbackWorld uses it."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the op is closed."""
+        ...
+
+
 class LoopbackWorld(OneGpuWorld):
-    """``world`` ranks, of which rank 0 is on the GPU and the others are played.
+    """``world`` ranks, of which rank 0 is on the GPU and the others are simulated.
 
     Args:
         world: number of ranks.
-        device: where rank 0 lives; the current CUDA device by default.
+        device: the device of rank 0; the current CUDA device by default.
 
     Raises:
         ValueError: ``world`` is not in [2, 15].
@@ -90,35 +101,39 @@ class LoopbackWorld(OneGpuWorld):
 
     @property
     def sm_share(self) -> int:
-        """All of them: copy engines do the peers' part."""
+        """All multiprocessors: copy engines do the peers' part."""
         return self.device.sm_count
 
     @property
     def real(self) -> range:
+        """Ranks that have ops."""
         return range(REAL, REAL + 1)
 
-    def why_not(self, spec: OpSpec, knobs: Knobs) -> str | None:
-        """Peers copy; they neither add nor quantise."""
+    def reason_unsupported(self, spec: OpSpec, knobs: Knobs) -> str | None:
+        """Return why the world cannot run such an op; None if it can.
+
+        The simulated peers neither add nor quantise.
+        """
         if knobs.reduce == "in_flight":
             return "reduce = in_flight needs peers that add"
         if spec.op is Op.ag_gemm and spec.scaling == "row":
             return "scaling = row needs peers with scales of their own"
-        return super().why_not(spec, knobs)
+        return super().reason_unsupported(spec, knobs)
 
     def rank(self) -> OneGpuRank:
-        """The group argument of ops."""
+        """Return the group argument for ops."""
         return OneGpuRank(self, REAL)
 
     def provide(
         self,
-        op: TensorParallelOp,
+        op: PlayedOp,
         m: int,
         rows: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Give an op what its peers would have; for its calls from now on. Copied, not kept.
+        """Set the peers' data for all calls of an op from now on. The data is copied.
 
-        Calls that were made before keep what they were made with, whether or not they are done.
+        Earlier calls keep their data, whether or not they are done.
 
         Args:
             op: an op of this world.
@@ -130,10 +145,10 @@ class LoopbackWorld(OneGpuWorld):
                 rank, N].
 
         Raises:
-            ValueError: the op is closed or not of this world, or sizes are not as said above.
+            ValueError: the op is closed or not of this world, or sizes do not match the above.
             TypeError: a tensor has another dtype than the op.
         """
-        peers = getattr(op._backend, "peers", None)
+        peers = getattr(getattr(op, "_backend", None), "peers", None)
         if op.closed or not (isinstance(peers, LoopbackPeers) and peers.of is self):
             raise ValueError(f"provide needs an open op of this LoopbackWorld, got {op!r}")
         peers.provide(m, rows, results)
@@ -144,16 +159,17 @@ class LoopbackWorld(OneGpuWorld):
     def peers(
         self, number: int, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory
     ) -> LoopbackPeers:
+        """Return the simulated peers of an op."""
         return LoopbackPeers(self, spec, layout, tile, memory)
 
     def leave_op(self, number: int, rank: int) -> None:
-        """Free the op's memory, when the agents are done with it."""
+        """Free the op's memory once the agents no longer use it."""
         self.finish(self.agents.values())
         super().leave_op(number, rank)
 
 
 class PinnedPool:
-    """Pinned buffers of one size, handed out again when the calls that read them are over.
+    """Pinned buffers of one size, reused when the calls that read them are over.
 
     Args:
         make: makes a new one.
@@ -166,19 +182,19 @@ class PinnedPool:
         self._given: deque[tuple[int, torch.Tensor]] = deque()
 
     def take(self) -> torch.Tensor:
-        """A buffer that nobody reads."""
+        """Return a buffer that no call reads."""
         if self._given and self._over(self._given[0][0]):
             return self._given.popleft()[1]
         return self._make()
 
     def give(self, buffer: torch.Tensor, epoch: int) -> None:
-        """Take a buffer back that calls up to ``epoch`` read. Epochs never decrease."""
+        """Return a buffer to the pool; calls up to ``epoch`` read it. Epochs never decrease."""
         self._given.append((epoch, buffer))
 
 
 @dataclass(frozen=True)
 class _Provided:
-    """What the peers have for calls of ``m`` rows.
+    """The peers' data for calls of ``m`` rows.
 
     ``rows`` is laid out as gathered rows (AllGather), or as slots (ReduceScatter), then the result.
     """
@@ -198,7 +214,7 @@ class _Slab:
 
 
 class LoopbackPeers(Peers):
-    """The peers of rank 0 in one op."""
+    """The simulated peers of rank 0 in one op."""
 
     idle = False
 
@@ -221,7 +237,8 @@ class LoopbackPeers(Peers):
         pinned = of.device.pinned
         self.finished = finished = pinned(1, torch.int32)
 
-        def over(epoch: int) -> bool:  # refers to no peers: a cycle would hold on to their memory
+        # Holds no reference to the peers: a cycle would keep their memory alive.
+        def over(epoch: int) -> bool:
             reached = int(finished[0]) & 0xFFFFFFFF
             return _C.core.epoch_reached(reached, epoch & 0xFFFFFFFF)
 
@@ -231,12 +248,12 @@ class LoopbackPeers(Peers):
         self._streams: _C.StreamTrace | None = None
         self._epoch = 0  # of the last call
 
-    # -- what the user gives -----------------------------------------------------------------------
+    # -- data from the user ------------------------------------------------------------------------
 
     def provide(
         self, m: int, rows: Sequence[torch.Tensor], results: Sequence[torch.Tensor] | None
     ) -> None:
-        """See LoopbackWorld.provide."""
+        """Set the peers' data; see LoopbackWorld.provide."""
         label, layout = self.spec.label, self.layout
         if not 1 <= m <= self.spec.max_m:
             raise ValueError(f"{label}: M must be in [1, {self.spec.max_m}], got {m}")
@@ -263,7 +280,7 @@ class LoopbackPeers(Peers):
         self._provided = _Provided(m, kept)
 
     def _row(self, m: int, rank: int) -> int:
-        """Offset of a rank's first row in [M, ...], in bytes."""
+        """Return the offset of a rank's first row in [M, ...], in bytes."""
         return _C.core.row_begin(m, self.world, rank) * self.layout.row_bytes
 
     def _check(self, what: str, given: Sequence[torch.Tensor], rows: list[int]) -> None:
@@ -286,7 +303,7 @@ class LoopbackPeers(Peers):
         kept[begin : begin + size].view(rows.dtype).view(rows.shape).copy_(rows)
 
     def check(self, m: int) -> None:
-        """Refuse a call that the peers have no rows for."""
+        """Raise if the peers have no data for a call of ``m`` rows."""
         if self._provided is None:
             raise ValueError(
                 f"{self.spec.label}: the peers have nothing: call LoopbackWorld.provide before the "
@@ -298,10 +315,10 @@ class LoopbackPeers(Peers):
                 f"got a call with M = {m}"
             )
 
-    # -- what they do ------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def _enter(self, epoch: int) -> int:
-        """The peers begin a call; the address of what they have."""
+        """Start a call on the agents; return the address of the peers' data."""
         assert self._provided is not None
         self._epoch = epoch
         for peer, agent in self.of.agents.items():
@@ -311,7 +328,7 @@ class LoopbackPeers(Peers):
 
     @contextmanager
     def _traced(self, agent: int, work: Work, peer: int, **what: int) -> Iterator[None]:
-        """What is put on an agent's stream meanwhile is told to who traces."""
+        """Record the work put on an agent's stream within the context, if a trace is on."""
         streams = self._streams
         token = -1 if streams is None else streams.begin(agent)
         yield
@@ -319,16 +336,20 @@ class LoopbackPeers(Peers):
             streams.end(token, agent, work, call=self._epoch & 0xFFFFFFFF, peer=peer, **what)
 
     def trace(self, streams: _C.StreamTrace | None) -> dict[int, int]:
-        """See Peers."""
+        """Record the agents' work from now on; None: stop. Return peer by agent."""
         self._streams = streams
         return {agent: peer for peer, agent in self.of.agents.items()}
 
     def wait(self) -> None:
-        """Until the agents are done."""
+        """Wait until the agents are done."""
         self.of.finish(self.of.agents.values())
 
     def gather(self, schedule: TileSchedule, epoch: int, data: list[int]) -> list[int]:
-        """Push this rank's gathered rows, or pull from them; where it pulls from itself."""
+        """Push this rank's gathered rows, or pull from them.
+
+        Returns:
+            The addresses at which this rank reads gathered rows, by rank.
+        """
         rows = self._enter(epoch)
         m = schedule.shape[0]
         sources = [data[REAL]] + [rows] * (self.world - 1)
@@ -371,7 +392,7 @@ class LoopbackPeers(Peers):
                 self.driver.copy(agent, address + WORD, words.data_ptr(), rest)
 
     def _slabs(self, tiling: _C.core.ScatterTiling, m: int, rows: int) -> list[_Slab]:
-        """This rank's rows in slabs of whole tile rows, about ``rows`` each."""
+        """Return this rank's rows in slabs of whole tile rows, about ``rows`` each."""
         tile_m, row = self.tile[0], self.layout.row_bytes
         begin, end = (f(m, self.world, REAL) for f in (_C.core.row_begin, _C.core.row_end))
         first, last = tiling.tiles_of_owner(REAL)
@@ -385,8 +406,10 @@ class LoopbackPeers(Peers):
         return found
 
     def send_results(self, stream: int, m: int, epoch: int) -> None:
-        """Store the peers' rows of the result. A peer reduces when its GEMM is over, which takes as
-        long as this rank's."""
+        """Store the peers' rows of the result.
+
+        A peer reduces when its GEMM is over, which takes as long as this rank's GEMM.
+        """
         assert self._provided is not None
         for peer, agent in self.of.agents.items():
             self.driver.order_after(later=agent, earlier=stream)
@@ -399,7 +422,7 @@ class LoopbackPeers(Peers):
             self.driver.signal(agent, done, epoch & 0xFFFFFFFF)
 
     def end(self, stream: int, epoch: int) -> None:
-        """Say that nobody reads what was provided any more."""
+        """Signal that no stream reads the provided data any more."""
         self.driver.signal(stream, self.finished.data_ptr(), epoch & 0xFFFFFFFF)
 
     def let_go(self, epoch: int) -> None:
@@ -409,5 +432,5 @@ class LoopbackPeers(Peers):
 
 
 def _as_int32(value: int) -> int:
-    """The signed number with the bits of an unsigned one."""
+    """Return the signed number with the bits of an unsigned one."""
     return (value ^ 0x80000000) - 0x80000000

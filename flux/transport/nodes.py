@@ -1,8 +1,8 @@
-"""Ranks on the GPUs of several hosts: symmetric memory inside a host, NCCL between them.
+"""Connect GPUs of several hosts: symmetric memory inside a host, NCCL between hosts.
 
-A *node* is a set of ranks that share memory, as symm_mem.py has it. Ranks of different nodes send
-and receive by NCCL, through a communicator of the op's own, so that its order of operations is the
-op's alone. The same serves GPUs of one host that have no P2P: then every rank is a node.
+A *node* is a set of ranks that share memory, as in symm_mem.py. Ranks of different nodes send and
+receive by NCCL, through a communicator per op, so that the order of its operations depends on that
+op only. The same code serves GPUs of one host without P2P: then every rank is a node.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import torch
 import torch.distributed as dist
 
 from flux import _C
-from flux.backends.device import Device
-from flux.errors import PeerTimeoutError
-from flux.transport.device import Memory, Peers, sm_share
+from flux.core.errors import PeerTimeoutError
+from flux.transport.base import Memory, Peers, sm_share
+from flux.transport.device import Device
 from flux.transport.exchange import Exchange
 from flux.transport.symm_mem import SymmMem, own_device, say_if_ready
 
 if TYPE_CHECKING:
-    from flux.backends.layout import Layout
-    from flux.ops.spec import OpSpec
+    from flux.core.layout import Layout
+    from flux.core.spec import OpSpec
 
 NCCL = "libnccl.so.2"
-"""As torch has loaded it already."""
+"""The copy that torch has already loaded."""
 
 
 _groups: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
 
 
 def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
-    """A process group of these global ranks. Collective among them.
+    """Return a process group of these global ranks. Collective among them.
 
-    It is kept for later ops, as torch gives a new one the name of one that was destroyed, and what
-    that has left behind; it goes with the default group.
+    It is cached for later ops. Otherwise torch would give a new group the name of a destroyed one,
+    and with it that group's remaining state. The cache lasts as long as the default group.
     """
     world = dist.group.WORLD
     of, group = _groups.get(members, (None, None))
@@ -47,20 +47,21 @@ def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 class Nodes:
-    """One op's ranks, each with a GPU of its own. Construction is collective.
+    """The ranks of one op, each with its own GPU. Construction is collective.
 
     Args:
         exchange: the op's process group.
-        device: where this rank lives.
-        nodes: how many nodes; consecutive ranks, as many in each.
+        device: the GPU of this rank.
+        nodes: number of nodes; consecutive ranks, equally many in each.
         timeout_s: how long peers may take to connect.
 
     Raises:
-        ValueError: two ranks are on one GPU, which NCCL does not serve; on all ranks.
+        ValueError: two ranks are on one GPU, which NCCL does not support; on all ranks.
+        PeerTimeoutError: a rank of the node did not connect.
     """
 
-    multicast = False  # not between nodes
-    relays = False  # NCCL is driven by streams
+    multicast = False  # not available between nodes
+    relays = False  # NCCL is launched from the host, on streams
 
     def __init__(self, exchange: Exchange, device: Device, nodes: int, timeout_s: float) -> None:
         self.exchange = exchange
@@ -83,18 +84,22 @@ class Nodes:
         self._kept: Memory | None = None
         if lanes > 1:
             members = tuple(dist.get_global_rank(exchange.group, rank) for rank in self.node)
-            self._inside = SymmMem(Exchange(_group_of(members), exchange.label), device)
+            group = exchange.within("make a group of a node", lambda: _group_of(members))
+            self._inside = SymmMem(exchange.inside(group), device)
 
     def ready(self, problem: str | None) -> None:
-        """Hear of ranks that cannot run the op. Collective.
+        """Exchange whether each rank can run the op. Collective.
+
+        Args:
+            problem: why this rank cannot; None if it can.
 
         Raises:
-            ValueError: some rank cannot; on all ranks.
+            ValueError: a rank cannot; on all ranks.
         """
         say_if_ready(self.exchange, problem)
 
     def memory(self, words: int, data_bytes: int) -> Memory:
-        """Zeroed memory that the ranks of a node have mapped. Collective."""
+        """Return zeroed memory that the ranks of a node have mapped. Collective."""
         if self._inside is not None:
             inside = self._inside.memory(words, data_bytes)
         else:
@@ -113,7 +118,12 @@ class Nodes:
         return Memory(by_rank(inside.pads), by_rank(inside.data))
 
     def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote:
-        """A communicator of all ranks, of which those of other nodes are used. Collective.
+        """Return a communicator of all ranks; only the ranks of other nodes are used. Collective.
+
+        Args:
+            memory: the return value of ``memory``.
+            boxes: words for what arrives in a call.
+            blocks: blocks that NCCL may use.
 
         Raises:
             PeerTimeoutError: a rank did not connect.
@@ -135,11 +145,11 @@ class Nodes:
             raise PeerTimeoutError(f"{self.exchange.label}: rank {self.rank}: {error}") from error
 
     def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
-        """They act for themselves."""
+        """Return peers that do nothing: real ranks act for themselves."""
         return Peers()
 
     def leave(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         if self._inside is not None:
             self._inside.leave()
             self._inside = None
@@ -147,16 +157,16 @@ class Nodes:
 
 
 def open_nodes(exchange: Exchange, nodes: int, timeout_s: float) -> Nodes:
-    """The ranks of a process group, each on its current CUDA device. Collective.
+    """Return the ranks of a process group, each on its current CUDA device. Collective.
 
     Raises:
-        ValueError: a rank has no CUDA device, or NCCL is not there; on all ranks.
+        ValueError: a rank has no CUDA device, or NCCL is missing; on all ranks.
     """
     return Nodes(exchange, own_device(exchange, lacks_nccl), nodes, timeout_s)
 
 
 def lacks_nccl() -> str:
-    """Why NCCL cannot be used; empty if it can."""
+    """Return why NCCL cannot be used; empty if it can."""
     try:
         ctypes.CDLL(NCCL)
     except OSError as error:

@@ -1,17 +1,17 @@
-"""Ranks on the GPUs of several nodes: NVSHMEM's symmetric heap, a process per GPU.
+"""Connect GPUs of several nodes through NVSHMEM's symmetric heap, with a process per GPU.
 
 Every rank allocates pad and data in one piece of the heap. Ranks that can address each other's
-memory, those of a node as a rule, use it as they use torch's symmetric memory; to others, rows go
-by puts with a word that says that they are there (csrc/cuda/runtime/nvshmem_abi.h).
+memory, normally those of a node, use it like torch's symmetric memory. To other ranks, rows go by
+puts, followed by a word that reports their arrival (csrc/cuda/runtime/nvshmem_abi.h).
 
-A process takes part in one NVSHMEM job, of one set of ranks: those of the first op that wants it.
-It is set up through torch.distributed, and stays until ``shutdown`` or the end of the process, as
-setting it up takes seconds. Memory must be allocated and given back by all ranks together, but ops
-are closed by each rank for itself: so what all ranks have let go of is given back when the next op
-is built, or by ``shutdown``. A rank that dies keeps nobody waiting when ops are closed.
+A process takes part in one NVSHMEM job with one set of ranks: those of the first op that uses it.
+The job is set up through torch.distributed. It stays until ``shutdown`` or the end of the process,
+because its setup takes seconds. Memory must be allocated and freed by all ranks together, but each
+rank closes ops on its own. So memory that all ranks have released is freed when the next op is
+built, or by ``shutdown``. When ops are closed, no rank waits for one that has died.
 
-NVSHMEM's collective calls know no timeouts. They are made on a thread of their own, only once all
-ranks have said that they will come; if they take too long all the same, the job is lost.
+NVSHMEM's collective calls have no timeouts. They run on a thread of their own, and only once all
+ranks have confirmed that they take part. If such a call still takes too long, the job is lost.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from flux import _C
-from flux.backends.device import CudaDevice, Device
-from flux.errors import PeerTimeoutError
-from flux.heuristic import ceil_div
-from flux.transport.device import SPARE, Memory, first_signal
+from flux.core.errors import PeerTimeoutError
+from flux.core.heuristic import ceil_div
+from flux.transport.base import SPARE, Memory, first_signal
+from flux.transport.device import CudaDevice, Device
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.foreign import tensor_at
 from flux.transport.nvshmem_library import NvshmemLibrary, load
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 MAIL_WORD = 8  # bytes; NVSHMEM has no words of 32 bits
 COLLECTIVE_S = 120.0
-"""Longest that a collective call of NVSHMEM may take."""
+"""Limit of a collective call of NVSHMEM, in seconds."""
 
 
 class _Thread:
@@ -54,10 +54,10 @@ class _Thread:
             self._calls.get()()
 
     def call(self, body: Callable[[], T], seconds: float) -> T:
-        """What ``body`` returns or raises.
+        """Return the result of ``body``, or raise its error.
 
         Raises:
-            TimeoutError: it took longer. It goes on all the same, and no other call comes through.
+            TimeoutError: it took longer. It keeps running and blocks all later calls.
         """
         done = threading.Event()
         results: list[T] = []
@@ -80,13 +80,13 @@ class _Thread:
 
 
 class Job:
-    """This process's part in NVSHMEM.
+    """This process's membership in NVSHMEM.
 
     Attributes:
-        library: its functions.
+        library: NVSHMEM's functions.
         ranks: global ranks, in the order of their numbers in NVSHMEM.
         device: of this rank.
-        lost: why it cannot be used any more; empty if it can.
+        lost: why the job cannot be used any more; empty if it can.
     """
 
     def __init__(self, library: NvshmemLibrary, ranks: tuple[int, ...], device: int) -> None:
@@ -94,29 +94,36 @@ class Job:
         self.ranks = ranks
         self.device = device
         self.lost = ""
-        self._blocks: dict[int, int] = {}  # address by number; the numbers are those of all ranks
+        self._blocks: dict[int, int] = {}  # address by number; numbers are the same on all ranks
         self._let_go: set[int] = set()
         self._made = 0
         self._thread = _Thread()
 
     def collectively(self, exchange: Exchange, what: str, body: Callable[[], T]) -> T:
-        """Make a call that all ranks make, and hear how it went everywhere. Collective.
+        """Make a call on all ranks, and exchange the results. Collective.
+
+        The job is lost if this raises.
+
+        Args:
+            exchange: the op's ranks.
+            what: the call, for errors.
+            body: makes the call.
 
         Raises:
-            RuntimeError: it failed on some rank; on all ranks.
-            PeerTimeoutError: it did not end in time, for some rank and no known reason; on all
-                ranks. Or a peer is gone. The job is lost in each case.
+            RuntimeError: the call failed on some rank; on all ranks.
+            PeerTimeoutError: a peer is gone; or, on all ranks, the call timed out on some rank and
+                no rank reported another error.
         """
         result, problem, late = None, "", False
         try:
             result = self._thread.call(body, COLLECTIVE_S)
         except TimeoutError:
-            # Maybe as another rank has failed, which waits to tell.
+            # Another rank may have failed and wait in the exchange below.
             problem, late = f"took longer than {COLLECTIVE_S:g} s", True
         except RuntimeError as error:
             problem = str(error)
         try:
-            everywhere = exchange.all_gather((problem, late))
+            everywhere = exchange.all_gather((problem, late), extra_s=COLLECTIVE_S)
         except PeerTimeoutError:
             self.lost = f"{what}: a peer was lost"
             raise
@@ -131,7 +138,10 @@ class Job:
         return result
 
     def allocate(self, exchange: Exchange, size: int) -> tuple[int, int]:
-        """Number and address of ``size`` new bytes, zero. Collective, as ``collectively`` is."""
+        """Return number and address of ``size`` new zeroed bytes.
+
+        Collective, as ``collectively`` is.
+        """
         self.reclaim(exchange)
         address = self.collectively(
             exchange, f"allocating {size} bytes", lambda: self.library.allocate(size)
@@ -141,11 +151,11 @@ class Job:
         return number, address
 
     def let_go(self, number: int) -> None:
-        """This rank needs a block no more, and nothing of its that touches it is under way."""
+        """Release a block on this rank. No operation of this rank on it may be in flight."""
         self._let_go.add(number)
 
     def reclaim(self, exchange: Exchange) -> None:
-        """Give back what all ranks have let go of. Collective."""
+        """Free the blocks that all ranks have released. Collective."""
         everywhere = set.intersection(*exchange.all_gather(self._let_go))
         for number in sorted(everywhere):
             address = self._blocks.pop(number)
@@ -159,7 +169,7 @@ class Job:
 
     @property
     def held_blocks(self) -> int:
-        """Blocks that have not been given back."""
+        """Number of blocks that have not been freed."""
         return len(self._blocks)
 
 
@@ -167,13 +177,13 @@ _job: Job | None = None
 
 
 class Nvshmem(SymmMem):
-    """One op's ranks, each with a GPU of its own. Construction is collective.
+    """The ranks of one op, each with its own GPU. Construction is collective.
 
     Args:
         exchange: the op's process group.
-        device: where this rank lives.
-        job: that the ranks have joined.
-        nodes: sets of ranks that address each other's memory; consecutive ranks, as many in each.
+        device: the GPU of this rank.
+        job: the job that the ranks have joined.
+        nodes: sets of ranks that address each other's memory; consecutive, equally many in each.
     """
 
     def __init__(self, exchange: Exchange, device: Device, job: Job, nodes: int = 1) -> None:
@@ -184,27 +194,27 @@ class Nvshmem(SymmMem):
         lanes = self.world // nodes
         self.node = range(self.rank // lanes * lanes, (self.rank // lanes + 1) * lanes)
         self._blocks: list[int] = []
-        # Puts may need a multiprocessor while a kernel waits for what they bring.
+        # Puts may need a multiprocessor while a kernel waits for their data.
         self.sm_share = max(1, device.sm_count - SPARE)
 
     def _find_multicast(self) -> bool:
-        """Not asked for: the heap is NVSHMEM's."""
+        """Return False: the heap is NVSHMEM's, so multicast is not queried."""
         return False
 
     def memory(self, words: int, data_bytes: int) -> Memory:
-        """Zeroed symmetric memory. Collective.
+        """Return zeroed symmetric memory. Collective.
 
-        What this rank cannot address of others is an empty tensor, at the address 0. An address of
-        its own stands for the same place at any rank, where puts are concerned.
+        Memory of other ranks that this rank cannot address is an empty tensor at the address 0. In
+        puts, an address of this rank stands for the same place on any rank.
 
         Raises:
             RuntimeError: there is not enough memory; on all ranks.
             ValueError: ranks of a node cannot address each other; on all ranks.
-            PeerTimeoutError: a peer did not come.
+            PeerTimeoutError: a peer did not take part.
         """
         pad = ceil_div(words * WORD, ALIGNMENT) * ALIGNMENT
         size = pad + ceil_div(max(data_bytes, 1), ALIGNMENT) * ALIGNMENT
-        # Zeroed before the exchange in there: nobody writes to memory that is still being zeroed.
+        # Zeroed before the exchange inside: no rank may write to memory that is still being zeroed.
         address = self._allocate(size)
         device = self.device.torch_device
         buffers = [
@@ -229,11 +239,16 @@ class Nvshmem(SymmMem):
         return address
 
     def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote | None:
-        """The ranks of other nodes, and this rank's words for what comes from them. Collective.
+        """Return the connection to ranks of other nodes, with words for arrivals. Collective.
+
+        Args:
+            memory: the return value of ``memory``.
+            boxes: words for what arrives in a call.
+            blocks: blocks that network kernels may use.
 
         Raises:
             RuntimeError: there is not enough memory; on all ranks.
-            PeerTimeoutError: a peer did not come.
+            PeerTimeoutError: a peer did not take part.
         """
         if self.nodes == 1:
             return None
@@ -254,7 +269,7 @@ class Nvshmem(SymmMem):
         )
 
     def leave(self) -> None:
-        """Let go of the memory. Local: see above when it is given back."""
+        """Release the memory. Local: it is freed later, see the module docstring."""
         for number in self._blocks:
             self.job.let_go(number)
         self._blocks.clear()
@@ -266,14 +281,19 @@ def open_nvshmem(
     loader: Callable[[], NvshmemLibrary] = load,
     nodes: int = 1,
 ) -> Nvshmem:
-    """The ranks of a process group, each on its current CUDA device unless another is given, in
-    this many nodes. Collective.
+    """Return the ranks of a process group, on this many nodes. Collective.
+
+    Args:
+        exchange: the op's process group.
+        device: of this rank; its current CUDA device by default.
+        loader: loads the library.
+        nodes: number of nodes.
 
     Raises:
         ValueError: a rank has no CUDA device or no library, two ranks share a device, or this
             process or another is in a job of other ranks; on all ranks.
         RuntimeError: NVSHMEM cannot be set up; on all ranks.
-        PeerTimeoutError: a peer did not come.
+        PeerTimeoutError: a peer did not take part.
     """
     problem, library = "", None
     try:
@@ -306,15 +326,20 @@ def open_nvshmem(
 
 
 def shutdown(group: dist.ProcessGroup | str | None = None) -> None:
-    """Give all memory back and leave NVSHMEM, when all ops that use it are closed. Collective over
-    the ranks of the job.
+    """Free all memory and leave NVSHMEM. Collective over the ranks of the job.
+
+    All ops that use it must be closed.
+
+    Args:
+        group: the process group of the job's ranks.
 
     Raises:
         ValueError: an op still uses it; on all ranks.
-        RuntimeError, PeerTimeoutError: it failed on some rank.
+        RuntimeError: it failed on some rank.
+        PeerTimeoutError: it timed out on some rank, or a peer is gone.
     """
     global _job
-    exchange = Exchange(resolve_group(group), "flux.transport.nvshmem.shutdown")
+    exchange = Exchange(resolve_group(group), "flux.transport.nvshmem.shutdown", COLLECTIVE_S)
     problem = "" if _job is None else _unfit(_job, _global_ranks(exchange), _job.device)
     for rank, text in enumerate(exchange.all_gather(problem)):
         if text:
@@ -367,7 +392,7 @@ def _join(exchange: Exchange, device: Device, library: NvshmemLibrary) -> Job:
         library.init(exchange.rank, exchange.world, identity, device.index)
         return True
 
-    # Kept even if it fails: what NVSHMEM is then, nobody knows.
+    # Kept even if init fails, because the state of NVSHMEM is undefined then.
     _job = job
     job.collectively(exchange, "setting up NVSHMEM", init)
     return job

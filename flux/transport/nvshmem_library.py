@@ -1,4 +1,4 @@
-"""Loads libflux_nvshmem.so (csrc/cuda/runtime/nvshmem_abi.h), behind the NVSHMEM that it needs."""
+"""Load libflux_nvshmem.so (csrc/cuda/runtime/nvshmem_abi.h) and the NVSHMEM that it needs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import ctypes
 import os
 from pathlib import Path
 
-from flux import _C, toolchain
+from flux import _C
 from flux.kernels import runtime, trust
 from flux.kernels.registry import default_roots
+from flux.machine import toolchain
 
 ID_BYTES = 128  # FLUX_NVSHMEM_ID_BYTES
 
@@ -16,7 +17,7 @@ _pointer, _int = ctypes.c_void_p, ctypes.c_int
 
 
 class _Table(ctypes.Structure):
-    """FluxNvshmem. What only native code calls is left as an address."""
+    """FluxNvshmem. Functions that only native code calls are plain addresses."""
 
     _fields_ = (
         ("abi_version", ctypes.c_uint32),
@@ -39,22 +40,26 @@ class _Table(ctypes.Structure):
 
 
 class NvshmemLibrary:
-    """The functions of a loaded library. They block without holding Python's lock, and raise
-    RuntimeError with what the library says went wrong.
+    """The functions of a loaded library.
+
+    They block without holding Python's lock, and raise RuntimeError with the library's message.
 
     Args:
         path: of the shared object, which no other user may be able to write or replace.
-        host: of NVSHMEM's host library, loaded first unless some copy is there already; None for a
+        host: of NVSHMEM's host library, loaded first unless a copy is already loaded; None for a
             library that brings its own.
-        sha256: of the library as its manifest was read; None compares nothing.
+        sha256: of the library when its manifest was read; None: no comparison.
 
     Raises:
-        RuntimeError: it cannot be loaded, or is not what this version of flux needs.
+        RuntimeError: the library cannot be loaded, or does not fit this version of flux.
 
     Attributes:
         address: of the table, for native code.
-        put_signal, signal, relay, node_sum: addresses of what only native code calls.
-        version: of NVSHMEM that it was compiled with.
+        put_signal: address of a function that only native code calls.
+        signal: the same.
+        relay: the same.
+        node_sum: the same.
+        version: of the NVSHMEM that the library was compiled with.
     """
 
     def __init__(self, path: Path, host: Path | None, sha256: str | None = None) -> None:
@@ -63,7 +68,7 @@ class NvshmemLibrary:
             name = file.name_to_load()
             try:
                 self._library = ctypes.CDLL(name)
-                # The version comes first, whatever follows it.
+                # The version is the first word of the table in every version of it.
                 found = ctypes.c_uint32.in_dll(self._library, runtime.SYMBOL)
             except (OSError, ValueError) as error:
                 reason = str(error).replace(name, str(path))
@@ -94,13 +99,13 @@ class NvshmemLibrary:
             raise RuntimeError(f"{said.decode(errors='replace')} (status {status})")
 
     def unique_id(self) -> bytes:
-        """What one rank makes and all of them pass to ``init``."""
+        """Return an id that one rank makes and all ranks pass to ``init``."""
         made = ctypes.create_string_buffer(ID_BYTES)
         self._check(self._table.unique_id(made))
         return made.raw
 
     def prepare(self, device: int) -> None:
-        """Find out whether this rank can take part, with this device."""
+        """Check that this rank can take part with this device."""
         self._check(self._table.prepare(device))
 
     def init(self, rank: int, world: int, identity: bytes, device: int) -> None:
@@ -114,38 +119,40 @@ class NvshmemLibrary:
         self._check(self._table.finalize())
 
     def allocate(self, size: int) -> int:
-        """Address of zeroed symmetric memory. Collective."""
+        """Return the address of zeroed symmetric memory. Collective."""
         address = _pointer()
         self._check(self._table.allocate(size, ctypes.byref(address)))
         return address.value or 0
 
     def release(self, address: int) -> None:
-        """Give memory back. Collective."""
+        """Free memory. Collective."""
         self._check(self._table.release(address))
 
     def peer_pointer(self, address: int, rank: int) -> int:
-        """Where this rank addresses the memory of another; 0 where it cannot."""
+        """Return the address at which this rank sees another rank's memory; 0 if it cannot."""
         return self._table.peer_pointer(address, rank) or 0
 
 
 def load() -> NvshmemLibrary:
-    """The library that is built for the NVSHMEM package that is installed.
+    """Return the library that is built for the installed NVSHMEM package.
 
     Raises:
         RuntimeError: there is none, or it does not load; the message says what to do.
     """
     built = runtime.usable(default_roots())
     package = toolchain.nvshmem(built.package.rpartition("-cu")[2])
-    assert package is not None  # usable() has seen it
+    assert package is not None  # usable() has checked it
     host = Path(package.path, "lib", toolchain.NVSHMEM_HOST_LIBRARY)
     return NvshmemLibrary(built.path, host, built.sha256)
 
 
 def _load_host(path: Path) -> ctypes.CDLL:
-    """NVSHMEM's host library: the copy that is loaded already, as torch may have done, else this.
+    """Return NVSHMEM's host library: the copy that is already loaded, or else this one.
 
-    Libraries that name it as needed get whatever copy of that name is loaded, so there must be one
-    before they are, and no second one.
+    torch may have loaded a copy.
+
+    A library that depends on it gets any loaded copy of that name. So one copy must be loaded
+    first, and no second one.
     """
     try:
         return ctypes.CDLL(path.name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

@@ -1,7 +1,7 @@
-"""What the two ways to run a group on one GPU have in common: ranks, their memory, its end.
+"""Common part of the two ways to run a group on one GPU: ranks, their memory, shutdown.
 
 ``virtual.VirtualWorld`` has all ranks on the GPU, for correctness. ``loopback.LoopbackWorld`` has
-rank 0 there and its peers' memory behind PCIe, for time.
+rank 0 on it and its peers' memory behind PCIe, to measure time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from typing_extensions import Self
 
 from flux import _C
-from flux.backends.device import QUEUES, CudaDevice, Device
-from flux.transport.device import Memory, Peers
+from flux.transport.base import Memory, Peers
+from flux.transport.device import QUEUES, CudaDevice, Device
 
 if TYPE_CHECKING:
-    from flux.backends.layout import Layout
-    from flux.knobs import Knobs
-    from flux.ops.spec import OpSpec
+    from flux.core.knobs import Knobs
+    from flux.core.layout import Layout
+    from flux.core.spec import OpSpec
 
 T = TypeVar("T")
 
@@ -29,8 +29,9 @@ CLOSE_S = 60.0
 
 
 def most_ranks(queues: int = QUEUES, streams: int = 2) -> int:
-    """Ranks that one GPU can hold. Of its queues, no two streams of a world may share one: they
-    wait.
+    """Return the number of ranks that one GPU can hold.
+
+    No two streams of a world may share a queue of the GPU, because streams wait for one another.
 
     Args:
         queues: of the GPU; one is the caller's, and one is spare.
@@ -50,11 +51,11 @@ class _Op:
 
 
 class OneGpuWorld:
-    """``world`` ranks of one process that share a GPU, or have one of them on it.
+    """``world`` ranks of one process that share a GPU, or of which one is on it.
 
     Attributes:
-        transport: the name that ops know it by.
-        nodes: how many sets of ranks there are that share memory.
+        transport: the name by which ops know it.
+        nodes: number of sets of ranks that share memory.
         sm_share: multiprocessors that each rank's kernels may occupy.
     """
 
@@ -65,7 +66,17 @@ class OneGpuWorld:
     nodes = 1
 
     def __init__(self, world: int, least: int, device: Device | None, streams: int = 2) -> None:
-        """Raises ValueError for a ``world`` that is out of range."""
+        """Create the world.
+
+        Args:
+            world: number of ranks.
+            least: least number of ranks.
+            device: the GPU; the current CUDA device by default.
+            streams: streams per rank.
+
+        Raises:
+            ValueError: ``world`` is out of range.
+        """
         self.device = device or CudaDevice()
         most = most_ranks(self.device.queues, streams)
         if not least <= world <= most:
@@ -77,21 +88,22 @@ class OneGpuWorld:
 
     @property
     def sm_share(self) -> int:
+        """Multiprocessors that each rank's kernels may occupy."""
         raise NotImplementedError
 
     @property
     def real(self) -> range:
-        """Ranks that have ops; others are played."""
+        """Ranks that have ops; the others are simulated."""
         return range(self.world)
 
-    def why_not(self, spec: OpSpec, knobs: Knobs) -> str | None:
-        """Why the world cannot run such an op; None if it can."""
+    def reason_unsupported(self, spec: OpSpec, knobs: Knobs) -> str | None:
+        """Return why the world cannot run such an op; None if it can."""
         if knobs.path == "unfused":
             return "path = unfused needs a process group"
         return None
 
     def new_stream(self) -> int:
-        """A stream that lives as long as the world."""
+        """Return a stream that lives as long as the world."""
         self._streams.append(self.device.driver.create_stream())
         return self._streams[-1]
 
@@ -111,11 +123,11 @@ class OneGpuWorld:
                 time.sleep(0.0005)
 
     def close(self) -> None:
-        """Give the streams back, when they are done. Idempotent; close the ops first.
+        """Destroy the streams once they are done. Idempotent; close the ops first.
 
         Raises:
-            RuntimeError: work on them is not done after a minute, since a rank waits for a call
-                that another has not made, and its op is still open.
+            RuntimeError: work is not done after a minute: a rank with an open op waits for a call
+                that another rank has not made.
         """
         while self._streams:
             self.finish(self._streams[-1:])
@@ -127,10 +139,10 @@ class OneGpuWorld:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # -- what ops ask for --------------------------------------------------------------------------
+    # -- interface for ops -------------------------------------------------------------------------
 
     def join_op(self, rank: int, label: str, what: Mapping[str, object]) -> int:
-        """Take part in the construction of the rank's next op; its number.
+        """Take part in the construction of the rank's next op; return the op's number.
 
         Raises:
             ValueError: an earlier rank built something else.
@@ -150,7 +162,7 @@ class OneGpuWorld:
         return number
 
     def memory(self, number: int, words: int, data_bytes: int) -> Memory:
-        """The symmetric memory of an op: made for all ranks by the first that asks."""
+        """Return the symmetric memory of an op, allocated for all ranks at the first request."""
         op = self._ops[number]
         if op.memory is None:
             ranks = range(self.world)
@@ -160,25 +172,28 @@ class OneGpuWorld:
         return op.memory
 
     def _allocate(self, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory of a rank that all ranks can write to."""
+        """Return zeroed memory of a rank that all ranks can write to."""
         return self.device.zeros(count, dtype)
 
     def mail(self, number: int) -> list[torch.Tensor]:
-        """Words of an op by which ranks of different nodes tell each other what came; by rank."""
+        """Return, by rank, an op's words by which ranks of different nodes signal arrivals."""
         return self._ops[number].mail
 
     def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote | None:
-        """The peers of a rank on other nodes. ``memory``: of the op, as the rank has it."""
+        """Return the connection of a rank to other nodes; None here.
+
+        ``memory``: the op's memory, as the rank sees it.
+        """
         return None
 
     def peers(
         self, number: int, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory
     ) -> Peers:
-        """What is done for the peers of an op's ranks. ``tile``: of its kernel, in elements."""
+        """Return the object that acts for the peers. ``tile``: of the op's kernel, in elements."""
         return Peers()
 
     def leave_op(self, number: int, rank: int) -> None:
-        """Give up a rank's part of an op; the last one frees its memory."""
+        """Release a rank's part of an op; the last one frees its memory."""
         op = self._ops[number]
         op.members.discard(rank)
         if not op.members:
@@ -188,14 +203,14 @@ class OneGpuWorld:
 
 @dataclass(frozen=True)
 class OneGpuRank:
-    """One rank of such a world; takes the place of a process group."""
+    """One rank of such a world; passed in place of a process group."""
 
     of: OneGpuWorld
     number: int
 
 
 class OneGpuExchange:
-    """What an op asks of its group while it is built; ranks come one after the other."""
+    """The exchange of an op that is built on one GPU; ranks are built one after the other."""
 
     def __init__(self, rank: OneGpuRank, label: str) -> None:
         self.of = rank.of
@@ -208,18 +223,19 @@ class OneGpuExchange:
 
     @property
     def nodes(self) -> int:
-        """How many sets of ranks there are that share memory."""
+        """Number of sets of ranks that share memory."""
         return self.of.nodes
 
     def all_gather(self, value: T) -> list[T]:
-        """Everybody's value: the same for ranks of one process."""
+        """Return the values of all ranks, which are equal in one process."""
         return [value] * self.world
 
     def agree(self, label: str, problem: Exception | None, spec: Mapping[str, object]) -> None:
         """Check that this rank builds what earlier ranks did.
 
         Raises:
-            ValueError, TypeError: the arguments were refused, or differ.
+            ValueError: the arguments differ or were rejected.
+            TypeError: the arguments were rejected with a TypeError.
         """
         if problem is not None:
             raise problem
@@ -227,21 +243,21 @@ class OneGpuExchange:
 
     @property
     def device(self) -> Device:
-        """Where the rank lives, or is played."""
+        """The device of the rank, real or simulated."""
         return self.of.device
 
     @property
     def sm_share(self) -> int:
-        """Multiprocessors that its kernels may occupy."""
+        """Multiprocessors that the rank's kernels may occupy."""
         return self.of.sm_share
 
     def ready(self, problem: str | None) -> None:
-        """Raises ValueError: the rank cannot run the op. The others find out by themselves."""
+        """Raise ValueError if the rank cannot run the op. Each other rank checks for itself."""
         if problem is not None:
             raise ValueError(problem)
 
     def memory(self, words: int, data_bytes: int) -> Memory:
-        """The symmetric memory of the op."""
+        """Return the symmetric memory of the op, empty for ranks of other nodes."""
         everybody = self.of.memory(self.op, words, data_bytes)
         lanes = self.world // self.nodes
         node = range(self.rank // lanes * lanes, (self.rank // lanes + 1) * lanes)
@@ -252,13 +268,13 @@ class OneGpuExchange:
         return Memory(here(everybody.pads), here(everybody.data), everybody.multicast)
 
     def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote | None:
-        """The peers of other nodes."""
+        """Return the connection to peers of other nodes."""
         return self.of.remote(self.op, self.rank, memory, boxes)
 
     def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
-        """What is done for the peers."""
+        """Return the object that acts for the peers."""
         return self.of.peers(self.op, spec, layout, tile, memory)
 
     def leave(self) -> None:
-        """Give up the rank's part of the op."""
+        """Release the rank's part of the op."""
         self.of.leave_op(self.op, self.rank)

@@ -1,26 +1,46 @@
-"""Symmetric memory between ranks of one host: POSIX shared memory from the standard library.
+"""Symmetric memory between ranks of one host: unnamed files of /dev/shm.
 
-Every rank contributes one segment: its signal pad, then its data. All ranks map all segments. Names
-are exchanged through the process group, and once everybody has attached, every segment is unlinked:
-from then on nothing has a name that could be left behind, whatever kills the ranks. Before that
-moment the standard library's resource tracker, a process of its own, removes the segments of a rank
-that dies.
+Every rank contributes one segment: its signal pad, then its data. All ranks map all segments. A
+segment is a file without a name (``O_TMPFILE``). It lives as long as a process holds it open or
+mapped, so no file remains, however and whenever the ranks are killed. Ranks exchange process id and
+descriptor through the process group, and open the peers' files through ``/proc/<process>/fd``. Once
+all ranks have mapped all segments, the descriptors are closed.
+
+A memfd has no name either, but it can grow until the host runs out of memory, and then a process is
+killed. The size of /dev/shm is limited, and a full one is an OSError here.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import socket
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.shared_memory import SharedMemory
 
 import torch
 
 from flux import _C
-from flux.env import HOST
 from flux.transport.exchange import Exchange
+
+FOLDER = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """An open segment of a process of this host, as its peers find it.
+
+    Attributes:
+        process: id of the process.
+        descriptor: of the file, in that process.
+        device: of the file, so that no other file is mistaken for it.
+        inode: of the file, for the same reason.
+    """
+
+    process: int
+    descriptor: int
+    device: int
+    inode: int
 
 
 @dataclass(frozen=True)
@@ -29,12 +49,14 @@ class SymmetricMemory:
 
     Attributes:
         segments: each rank's segment, pad first, as a flat ``uint8`` tensor, by rank. The tensors
-            keep the mapping alive; it goes when the last of them does.
+            keep the mapping alive; it is unmapped with the last of them.
         pad_bytes: bytes of the signal pad at the start of a segment.
+        processes: of the peers on this host.
     """
 
     segments: tuple[torch.Tensor, ...]
     pad_bytes: int
+    processes: _C.Processes
 
     @property
     def pads(self) -> list[int]:
@@ -52,16 +74,66 @@ class SymmetricMemory:
         return self.segments[0].numel()
 
 
-def host_identity() -> str:
-    """A string that two processes share only if they can share memory by name."""
-    if HOST.get():
-        return HOST.get()
+def create(nbytes: int) -> int:
+    """Make a segment of ``nbytes`` zero bytes; return its descriptor.
+
+    All pages are reserved, so that a full /dev/shm is an error now and not a SIGBUS at a later
+    store.
+
+    Raises:
+        OSError: there is not enough room, or /dev/shm has no unnamed files.
+    """
+    flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC  # O_EXCL: it cannot get a name
     try:
-        boot = open("/proc/sys/kernel/random/boot_id").read().strip()  # noqa: SIM115
-        device = os.stat("/dev/shm").st_dev
-    except OSError:
-        return socket.gethostname()
-    return f"{boot}/{device}"
+        descriptor = os.open(FOLDER, flags, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # the latter before Linux 3.11
+            why = f"{os.strerror(error.errno)}: {FOLDER} has no unnamed files (O_TMPFILE)"
+            raise OSError(error.errno, f"{why}; mount a tmpfs there") from error
+        raise
+    try:
+        os.ftruncate(descriptor, nbytes)
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def segment_of(descriptor: int) -> Segment:
+    """Return what peers need to find a segment of this process."""
+    found = os.fstat(descriptor)
+    return Segment(os.getpid(), descriptor, found.st_dev, found.st_ino)
+
+
+def attach(segment: Segment, nbytes: int) -> _C.SharedMapping:
+    """Map the first ``nbytes`` bytes of a segment.
+
+    Raises:
+        OSError: its process has ended or may not be inspected; or the file is another one, belongs
+            to another user, or is smaller: a page beyond its end would be a SIGBUS.
+    """
+    path = f"/proc/{segment.process}/fd/{segment.descriptor}"
+    # Meanwhile the descriptor may be a pipe, and opening a pipe would block without O_NONBLOCK.
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}: {path}") from error
+    try:
+        found = os.fstat(descriptor)
+        problem = None
+        if (found.st_dev, found.st_ino) != (segment.device, segment.inode):
+            problem = errno.ESTALE, f"{path} is another file than was agreed on"
+        elif found.st_uid != os.geteuid():
+            problem = errno.EPERM, f"{path} belongs to user {found.st_uid}"
+        elif not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
+            problem = errno.EINVAL, f"{path} has {found.st_size} bytes of {nbytes}"
+        if problem is not None:
+            raise OSError(*problem)
+        return _C.SharedMapping(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
 
 
 def allocate(
@@ -71,59 +143,68 @@ def allocate(
 
     Args:
         exchange: the group's ranks.
-        local: by rank, whether its segment can be mapped here; the others get stand-ins, whose
-            pages cost memory only once they are written.
+        local: by rank, whether its segment can be mapped here. Other ranks get stand-ins; their
+            pages use memory only once they are written.
         signals: number of 32-bit signals in each pad.
         data_bytes: bytes of data behind each pad.
-        label: what the memory is for; part of error messages.
+        label: purpose of the memory; part of error messages.
 
     Raises:
-        OSError: on every rank, when a segment could not be made or mapped on any of them; the
-            message names the size that was asked for.
-        ValueError: on every rank, when ranks ask for different sizes.
+        OSError: on every rank, if a segment could not be made or mapped on any rank; the message
+            names the requested size.
+        ValueError: on every rank, if ranks ask for different sizes.
     """
     pad_bytes = _C.pad_bytes(signals)
     nbytes = pad_bytes + max(data_bytes, 1)
-    own: SharedMemory | None = None
+    own: int | None = None
     failure: tuple[int, str] | None = None
     mappings: list[_C.SharedMapping | None] = []
+    processes: _C.Processes | None = None
     try:
         try:
-            own = SharedMemory(create=True, size=nbytes)
-            _C.reserve_shared(own.name.lstrip("/"), nbytes)
+            own = create(nbytes)
         except OSError as error:
             failure = _explain(error, nbytes)
-        told = exchange.all_gather(
-            (None if failure or own is None else own.name.lstrip("/"), nbytes)
-        )
-        names = [name for name, _ in told]
+        told = exchange.all_gather((None if own is None else segment_of(own), nbytes))
         check_sizes(label, [size for _, size in told])
-        if all(names):
+        segments = [segment for segment, _ in told if segment is not None]
+        if len(segments) == len(told):
+            peers = [
+                segment if here and rank != exchange.rank else None
+                for rank, (segment, here) in enumerate(zip(segments, local, strict=True))
+            ]
+            # Created before the segments are opened. If a process then holds the right file open
+            # under a descriptor, it is the peer: its process id was not reused in between.
+            processes = _C.Processes([peer.process if peer else 0 for peer in peers])
             try:
-                mappings = [
-                    _C.SharedMapping(str(name), nbytes) if here else None
-                    for name, here in zip(names, local, strict=True)
-                ]
+                mappings = [attach(peer, nbytes) if peer else None for peer in peers]
+                assert own is not None
+                mappings[exchange.rank] = _C.SharedMapping(own, nbytes)
             except OSError as error:
                 failure = _explain(error, nbytes)
         failures = exchange.all_gather(failure)
     finally:
         if own is not None:
-            own.close()
-            own.unlink()
+            os.close(own)
     for rank, failed in enumerate(failures):
         if failed is not None:
             code, why = failed
             raise OSError(code, f"{label}: rank {rank} {why}")
+    assert processes is not None
     return SymmetricMemory(
         tuple(_stand_in(nbytes, pad_bytes) if m is None else _tensor(m) for m in mappings),
         pad_bytes,
+        processes,
     )
 
 
 def check_sizes(label: str, sizes: Sequence[int]) -> None:
-    """Raise ValueError if segments, by rank, are not of one size: ranks would read what is not
-    there."""
+    """Raise ValueError if segments differ in size: ranks would read beyond the end.
+
+    Args:
+        label: purpose of the memory; part of the error message.
+        sizes: bytes, by rank.
+    """
     for rank, size in enumerate(sizes):
         if size != sizes[0]:
             raise ValueError(
@@ -143,7 +224,7 @@ def _stand_in(nbytes: int, pad_bytes: int) -> torch.Tensor:
 
 
 def _explain(problem: OSError, nbytes: int) -> tuple[int, str]:
-    why = os.strerror(problem.errno) if problem.errno else str(problem)
+    why = problem.strerror or str(problem)
     hint = ""
     if problem.errno in (errno.ENOSPC, errno.ENOMEM):
         hint = "; enlarge /dev/shm (docker: --shm-size) or lower max_m"

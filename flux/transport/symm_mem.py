@@ -1,12 +1,13 @@
-"""Ranks on the GPUs of one host: torch's symmetric memory, over NVLink or PCIe, a process per GPU.
+"""Connect GPUs of one host by torch's symmetric memory (NVLink or PCIe), a process per GPU.
 
 Every rank allocates pad and data in one piece, which ``torch.distributed._symmetric_memory`` maps
-into the address spaces of its peers. From then on nothing goes through torch.distributed: copies,
-signals and kernels use the peers' addresses. The pieces of torch that have no promise of stability
-are all in ``_map_everywhere`` and ``_has_multicast``.
+into the address spaces of its peers. After that, torch.distributed is not involved: copies, signals
+and kernels use the peers' addresses. All uses of unstable parts of torch are in ``_map_everywhere``
+and ``_has_multicast``.
 
-Several ranks may share a GPU, for tests: torch wants TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
-then, and the processes take turns, so nothing is hidden behind anything.
+Several ranks may share a GPU, for tests. torch then needs
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, and the processes take turns, so no communication is
+hidden.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flux import _C
-from flux.backends.device import CudaDevice, Device
-from flux.heuristic import ceil_div
-from flux.transport.device import Memory, Peers, sm_share
+from flux.core.heuristic import ceil_div
+from flux.transport.base import Memory, Peers, sm_share
+from flux.transport.device import CudaDevice, Device
 from flux.transport.exchange import Exchange
 
 if TYPE_CHECKING:
-    from flux.backends.layout import Layout
-    from flux.ops.spec import OpSpec
+    from flux.core.layout import Layout
+    from flux.core.spec import OpSpec
 
 WORD = 4
 ALIGNMENT = 256  # bytes; of data behind the pad
 
 
 class SymmMem:
-    """One op's ranks, each with a GPU of its own as a rule. Construction is collective.
+    """The ranks of one op, normally with a GPU each. Construction is collective.
 
     Args:
         exchange: the op's process group.
-        device: where this rank lives; None if it has none.
+        device: the GPU of this rank.
     """
 
     nodes = 1
@@ -48,16 +49,17 @@ class SymmMem:
         self.device = device
         everybody = exchange.all_gather(device.identity)
         self.sm_share = sm_share(device, everybody.count(device.identity))
-        # A device cannot be added to a multicast group twice: torch may raise if ranks share one.
+        # A device cannot be added to a multicast group twice: torch may raise if ranks share a
+        # device.
         apart = len(set(everybody)) == self.world
         self.multicast = apart and self._find_multicast()
         self._kept: Any = None
 
     def _find_multicast(self) -> bool:
-        """Whether symmetric memory of the group gets a multicast address. Collective.
+        """Return whether symmetric memory of the group gets a multicast address. Collective.
 
-        Devices may have multicast, and the group none: ranks that are not all behind one NVLink
-        switch. So it is tried out.
+        The devices may support multicast although the group does not: its ranks may not all be
+        behind one NVLink switch. So a small allocation is tried.
         """
         if not all(self.exchange.all_gather(_has_multicast(self.device))):
             return False
@@ -65,22 +67,25 @@ class SymmMem:
         return all(self.exchange.all_gather(handle.multicast_ptr != 0))
 
     def ready(self, problem: str | None) -> None:
-        """Hear of ranks that cannot run the op. Collective.
+        """Exchange whether each rank can run the op. Collective.
+
+        Args:
+            problem: why this rank cannot; None if it can.
 
         Raises:
-            ValueError: some rank cannot; on all ranks.
+            ValueError: a rank cannot; on all ranks.
         """
         say_if_ready(self.exchange, problem)
 
     def memory(self, words: int, data_bytes: int) -> Memory:
-        """Zeroed memory that all ranks have mapped. Collective."""
+        """Return zeroed memory that all ranks have mapped. Collective."""
         pad = ceil_div(words * WORD, ALIGNMENT) * ALIGNMENT
         size = pad + ceil_div(max(data_bytes, 1), ALIGNMENT) * ALIGNMENT
         self._kept, buffers = _map_everywhere(self.exchange, self.device, size)
         multicast = self._kept[1].multicast_ptr + pad if self.multicast else 0
         buffers[self.rank].zero_()
         self.device.synchronize()
-        self.exchange.all_gather(True)  # nobody writes to memory that is still being zeroed
+        self.exchange.all_gather(True)  # no rank may write to memory that is still being zeroed
         return Memory(
             [buffer[: words * WORD].view(torch.int32) for buffer in buffers],
             [buffer[pad : pad + data_bytes] for buffer in buffers],
@@ -88,23 +93,27 @@ class SymmMem:
         )
 
     def remote(self, memory: Memory, boxes: int, blocks: int) -> _C.Remote | None:
-        """There are no other nodes."""
+        """Return None: there are no other nodes."""
         return None
 
     def peers(self, spec: OpSpec, layout: Layout, tile: tuple[int, int], memory: Memory) -> Peers:
-        """They act for themselves."""
+        """Return peers that do nothing: real ranks act for themselves."""
         return Peers()
 
     def leave(self) -> None:
-        """Let go of the memory; torch unmaps it when the last tensor is gone."""
+        """Release the memory; torch unmaps it with the last tensor."""
         self._kept = None
 
 
 def say_if_ready(exchange: Exchange, problem: str | None) -> None:
-    """Hear of ranks that have a problem. Collective.
+    """Exchange whether each rank has a problem; raise on all ranks if one has. Collective.
+
+    Args:
+        exchange: the op's process group.
+        problem: of this rank; None if it has none.
 
     Raises:
-        ValueError: some rank has one; on all ranks.
+        ValueError: a rank has a problem; on all ranks.
     """
     for rank, text in enumerate(exchange.all_gather(problem or "")):
         if text:
@@ -112,11 +121,11 @@ def say_if_ready(exchange: Exchange, problem: str | None) -> None:
 
 
 def own_device(exchange: Exchange, lacks: Callable[[], str] = str) -> Device:
-    """This rank's current CUDA device. Collective.
+    """Return this rank's current CUDA device. Collective.
 
     Args:
         exchange: the op's process group.
-        lacks: what this rank lacks besides; empty if nothing.
+        lacks: returns what else this rank lacks; empty if nothing.
 
     Raises:
         ValueError: a rank has no CUDA device, or lacks something; on all ranks.
@@ -136,7 +145,7 @@ def own_device(exchange: Exchange, lacks: Callable[[], str] = str) -> Device:
 
 
 def open_symm_mem(exchange: Exchange) -> SymmMem:
-    """The ranks of a process group, each on its current CUDA device. Collective.
+    """Return the ranks of a process group, each on its current CUDA device. Collective.
 
     Raises:
         ValueError: a rank has no CUDA device; on all ranks.
@@ -145,7 +154,7 @@ def open_symm_mem(exchange: Exchange) -> SymmMem:
 
 
 def _has_multicast(device: Device) -> bool:
-    """Whether a device can take part in a multicast group (NVLink SHARP)."""
+    """Return whether a device can take part in a multicast group (NVLink SHARP)."""
     if device.torch_device.type != "cuda":
         return False
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
@@ -156,17 +165,22 @@ def _has_multicast(device: Device) -> bool:
 def _map_everywhere(
     exchange: Exchange, device: Device, size: int
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Allocate ``size`` bytes on every rank; by rank, everybody's as this rank addresses it, and
-    what must live as long. Collective.
+    """Allocate ``size`` bytes on every rank and map them on all ranks. Collective.
 
     The memory is an allocation of its own. Since torch 2.11 ``symmetric.empty`` takes it from a
-    pool, which hands out freed blocks again: other blocks on other ranks, so that buffers of
+    pool, which reuses freed blocks: different blocks on different ranks, so that buffers of
     different ops are paired (pytorch #190977), and parts of blocks, whose offset ``get_buffer``
     ignores.
+
+    Returns:
+        (objects that must live as long as the memory, each rank's memory as this rank addresses
+        it).
     """
     symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
     own = c10d._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device.torch_device)
+    # Without this, rendezvous would wait half an hour for a rank without memory.
+    exchange.all_gather(None)
     handle = symmetric.rendezvous(own, exchange.group.group_name)
     ranks = range(exchange.world)
     buffers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in ranks]

@@ -1,8 +1,8 @@
-"""Ranks of one process on one GPU: the real kernels and copies, without a second device.
+"""Run all ranks of a group in one process on one GPU, with the real kernels and copies.
 
-For correctness, and for anyone who has a single card. Every rank gets a stream of its own and an
-equal share of the multiprocessors, so that kernels which wait cannot keep those from running that
-they wait for. Ops are built and called rank after rank, from one thread:
+This is for correctness tests, and for machines with a single GPU. Every rank gets its own stream
+and an equal share of the multiprocessors. So kernels that wait cannot block the kernels that they
+wait for. Ops are built and called rank after rank, from one thread:
 
     world = VirtualWorld(4)
     ops = [flux.AGGemm(world.rank(r), max_m=8192, n=8192, k=4096, dtype=torch.bfloat16)
@@ -10,8 +10,8 @@ they wait for. Ops are built and called rank after rank, from one thread:
     outs = world.run(lambda r: ops[r](x[r], w[r]))
     world.close()
 
-``VirtualWorld(4, nodes=2)`` plays two nodes of two ranks: those of different nodes do not address
-each other's memory, and a remote moves rows between them (docs/protocol.md).
+``VirtualWorld(4, nodes=2)`` simulates two nodes of two ranks. Ranks of different nodes do not
+address each other's memory, and a remote moves rows between them (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import TypeVar
 import torch
 
 from flux import _C
-from flux.backends.device import Device
-from flux.transport.device import WORD, Memory, first_signal, sm_share
+from flux.transport.base import WORD, Memory, first_signal, sm_share
+from flux.transport.device import Device
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
 
 T = TypeVar("T")
@@ -34,8 +34,8 @@ class VirtualWorld(OneGpuWorld):
 
     Args:
         world: number of ranks.
-        device: where they live; the current CUDA device by default.
-        nodes: consecutive ranks, as many in each, that share memory.
+        device: their GPU; the current CUDA device by default.
+        nodes: number of sets of consecutive ranks, of one size, that share memory.
 
     Raises:
         ValueError: ``world`` is not in [1, 15], in [1, 10] with several nodes, or ``nodes`` does
@@ -54,11 +54,11 @@ class VirtualWorld(OneGpuWorld):
 
     @property
     def sm_share(self) -> int:
-        """An equal share."""
+        """An equal share of the multiprocessors."""
         return sm_share(self.device, self.world)
 
     def rank(self, rank: int) -> OneGpuRank:
-        """The group argument of the ops of one rank.
+        """Return the group argument for the ops of one rank.
 
         Raises:
             ValueError: there is no such rank.
@@ -68,7 +68,7 @@ class VirtualWorld(OneGpuWorld):
         return OneGpuRank(self, rank)
 
     def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote | None:
-        """Copies and words, which need no remote's help on one GPU but follow its rules."""
+        """Return the connection between nodes: direct copies under a remote's rules, or None."""
         if self.nodes == 1:
             return None
         op = self._ops[number]
@@ -89,11 +89,11 @@ class VirtualWorld(OneGpuWorld):
         )
 
     def run(self, body: Callable[[int], T]) -> list[T]:
-        """``body(rank)`` for every rank, each on its own stream, and the results by rank.
+        """Run ``body(rank)`` for every rank, each on its own stream; return the results by rank.
 
-        What was put on the current stream before comes first; the current stream goes on when all
-        ranks are done. All ranks must make their calls in here: a rank that waits for another on
-        the same stream would wait for ever.
+        The ranks start after earlier work on the current stream, and the current stream continues
+        when all ranks are done. All ranks must make their calls in here: two ranks on the same
+        stream would deadlock.
         """
         driver, current = self.device.driver, self.device.current_stream()
         for stream in self.streams:

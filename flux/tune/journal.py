@@ -1,15 +1,17 @@
-"""What a run of `flux tune` has found out so far, on disk after every step: a run that is killed
-goes on where it was.
+"""Store the progress of a `flux tune` run on disk after every step, so that a run can resume.
 
-One line of JSON for each event, appended and synced before the next step begins. A line that a kill
-has cut short is the last one, and is dropped; the run repeats that step.
+One line of JSON for each event, appended and synced before the next step begins. A kill can cut off
+only the last line. That line is dropped, and the run repeats its step.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import json
 import os
+import stat
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +20,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 from typing_extensions import Self
 
+from flux.core.datafile import parse_json
+
 FORMAT = 1
+_MOST_LINE = 16 << 20
+"""Bytes. The longest line is the first one, which names all candidates of all shapes."""
 
 
 class BusyError(RuntimeError):
@@ -26,7 +32,7 @@ class BusyError(RuntimeError):
 
 
 def run_id(what: Mapping[str, Any]) -> str:
-    """The name of a run: the same for the same shapes, candidates and options."""
+    """Return the name of a run: the same for the same shapes, candidates and options."""
     text = json.dumps(what, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -37,7 +43,7 @@ class Journal:
     Args:
         directory: of all runs.
         name: of this one (``run_id``).
-        what: what the run is of; written down for people.
+        what: description of the run, stored for display.
 
     Raises:
         BusyError: another process has it open.
@@ -63,7 +69,7 @@ class Journal:
 
     @property
     def resumed(self) -> bool:
-        """Whether there was anything to go on from."""
+        """Whether an earlier run left events."""
         return len(self.events) > 1
 
     def add(self, kind: str, **content: Any) -> None:
@@ -75,12 +81,12 @@ class Journal:
         self.events.append(event)
 
     def close(self) -> None:
-        """Let go of the run. Idempotent."""
+        """Close the file and release the lock. Idempotent."""
         self._file.close()
         self._lock.release()
 
     def finish(self) -> None:
-        """Forget the run: all of it is done. The next one with its name begins anew."""
+        """Delete the journal of a completed run. The next run of this name begins anew."""
         self.path.unlink(missing_ok=True)
         self.close()
 
@@ -91,31 +97,37 @@ class Journal:
         self.close()
 
     def _recover(self) -> list[dict[str, Any]]:
-        """The events that are whole; what comes after the first that is not is cut off."""
+        """Return the complete events; cut off the file after the first incomplete one."""
         try:
-            data = self.path.read_bytes()
+            # O_NONBLOCK, so that a pipe of this name does not block.
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return []
         events: list[dict[str, Any]] = []
-        good = 0
-        for line in data.splitlines(keepends=True):
-            event = _parse(line)
-            if event is None or (not events and not self._is_header(event)):
-                break
-            events.append(event)
-            good += len(line)
-        if good < len(data):
-            rest = data[good:]
-            if b"\n" in rest.rstrip(b"\n") or not events:  # more than one line cut short
-                warnings.warn(
-                    f"damaged journal {self.path}: {len(rest)} bytes behind event {len(events)} "
-                    "are dropped, and that part of the run is repeated",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-            with self.path.open("r+b") as file:
-                file.truncate(good)
-                os.fsync(file.fileno())
+        with open(descriptor, "r+b", buffering=0) as unbuffered:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(self.path))
+            file = io.BufferedReader(unbuffered)
+            good, damaged = 0, False
+            while line := file.readline(_MOST_LINE):
+                event = _parse(line)
+                if event is None or (not events and not self._is_header(event)):
+                    # A kill cuts off the last line only. Anything else is damage.
+                    damaged = not events or line.endswith(b"\n") or file.read(1) != b""
+                    break
+                events.append(event)
+                good += len(line)
+            if good < status.st_size:
+                if damaged:
+                    warnings.warn(
+                        f"damaged journal {self.path}: {status.st_size - good} bytes behind event "
+                        f"{len(events)} are dropped, and that part of the run is repeated",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+                os.ftruncate(descriptor, good)
+                os.fsync(descriptor)
         return events
 
     def _is_header(self, event: Mapping[str, Any]) -> bool:
@@ -127,7 +139,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
+        event = parse_json(line)
+    except ValueError:
         return None
     return event if isinstance(event, dict) and "event" in event else None

@@ -1,6 +1,6 @@
-"""The kernels of candidates: which must be there before the search, and building what is not.
+"""Find the kernels that candidates need before the search, and build the missing ones.
 
-Worker processes start after that, so their registries have what was built.
+Worker processes start after that, so their registries contain the new kernels.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flux import toolchain
 from flux.kernels import build, driver, trust
 from flux.kernels.config import GemmConfig
 from flux.kernels.registry import Registry, package_root
+from flux.machine import toolchain
 from flux.tune.space import Candidate
 
 
 def needed(candidate: Candidate) -> list[GemmConfig]:
-    """The kernels that must be there for a candidate; of sums in flight both forms, since where the
-    NVLink switch sums the GEMM is the plain one."""
+    """Return the kernels that a candidate needs.
+
+    For in-flight sums these are both forms, because with an NVLink switch that sums, the GEMM is
+    the plain kernel.
+    """
     kernel = candidate.kernel
     if kernel is None:
         return []
@@ -27,14 +30,17 @@ def needed(candidate: Candidate) -> list[GemmConfig]:
 
 
 def missing(configs: Iterable[GemmConfig], root: Path) -> list[GemmConfig]:
-    """Those that neither came with the package nor are built in ``root``."""
+    """Return the kernels that are neither in the package nor built in ``root``."""
     there = Registry.load([package_root(), root])
     return [config for config in dict.fromkeys(configs) if there.find(config) is None]
 
 
 def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
-    """Build what is missing, as many at once as cores and memory allow; by kernel, why some could
-    not be built."""
+    """Build the missing kernels, as many at once as cores and memory allow.
+
+    Returns:
+        Error by kernel, for kernels that could not be built.
+    """
     wanted = missing(configs, root)
     if not wanted:
         return {}
@@ -45,7 +51,7 @@ def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
         return {config.name: str(error) for config in wanted}
     observer, units = driver.Observer(), driver.plan(wanted, root, tools).units
     outcomes = driver.build_all(units, root, tools, driver.job_limit(len(units)), observer)
-    # A library has several kernels, of which one that does not compile takes the others along.
+    # A library has several kernels, and one that does not compile makes the whole library fail.
     mixed = [o.unit for o in outcomes if o.error and len(o.unit.configs) > 1]
     alone = [build.make_unit([config], tools) for unit in mixed for config in unit.configs]
     outcomes = [outcome for outcome in outcomes if outcome.unit not in mixed]
@@ -59,6 +65,6 @@ def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
 
 
 def compiler() -> str:
-    """The compiler that builds what is missing."""
+    """Return the name and version of the compiler for missing kernels."""
     found = toolchain.nvcc()
     return f"nvcc {found.version or '?'}" if found is not None else "no nvcc"

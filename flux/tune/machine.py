@@ -1,7 +1,7 @@
-"""What a tuning run takes place on: backend, devices, and which ranks share memory.
+"""Detect the hardware of a tuning run: backend, devices, and which ranks share memory.
 
-Supervisors look at GPUs through a process that ends at once: a context of theirs would hold memory
-on every GPU for as long as the search takes, and a candidate's illegal access could reach it.
+Supervisors detect GPUs in a process that ends at once. A CUDA context of their own would use memory
+on every GPU throughout the search, and a candidate's illegal access could reach it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from flux.bench import gpu
+from flux.bench.places import gpu
 from flux.bench.problem import ONE_GPU
-from flux.bench.spawn import forkserver
-from flux.bench.supervisors import Launcher
-from flux.cluster import Cluster, world_shape
-from flux.detection import detect
+from flux.choice.choose import group_parts
+from flux.launch.spawn import end_with_parent, forkserver
+from flux.launch.supervisors import Launcher
+from flux.machine.cluster import Cluster, world_shape
+from flux.machine.detection import detect
 from flux.ops.executor import TRANSPORTS, who_shares_memory
-from flux.transport.p2p import Place, place_here
-from flux.tune.choice import group_parts
+from flux.transport.placement import Place, place_here
 
 LOOKING_S = 180.0
-"""How long the driver may take to show GPUs: some seconds for each where nobody uses them."""
+"""Limit for the driver to report GPUs, in seconds: it takes some seconds for each unused GPU."""
 
 Sight = tuple[Cluster, Place]
 
@@ -33,9 +33,9 @@ class Machine:
     """The devices of a run's ranks.
 
     Attributes:
-        cluster: what this supervisor's first rank computes with, and is connected by.
-        sharing: by rank, a name that two ranks share if they share memory, as ops find it out.
-        parts: what the fingerprint of the group's winners is made of.
+        cluster: device and links of this supervisor's first rank.
+        sharing: by rank, a name that is equal for ranks that share memory, as ops determine it.
+        parts: inputs of the fingerprint of the group's winners.
     """
 
     cluster: Cluster
@@ -49,16 +49,18 @@ class Machine:
 
     @property
     def shape(self) -> str:
-        """Of the world, as winners are kept apart by it."""
+        """Shape of the world, as in the key of winners."""
         return world_shape(self.sharing)
 
 
 def resolve_backend(given: str | None, transport: str | None, of_space: str | None) -> str:
-    """The backend to tune: what is given, else what the space or the transport is for, else
-    ``cuda`` where torch sees a CUDA device.
+    """Return the backend to tune.
+
+    It is the given one, else that of the space or the transport, else ``cuda`` if torch sees a CUDA
+    device.
 
     Raises:
-        ValueError: they contradict one another, or there are no winners for such ranks.
+        ValueError: they contradict one another, or such ranks have no winners.
     """
     if given not in (None, *TRANSPORTS):
         raise ValueError(f"--backend must be cpu or cuda, got {given!r}")
@@ -80,7 +82,13 @@ def resolve_backend(given: str | None, transport: str | None, of_space: str | No
 
 
 def why_not_gpus(world: int, gpus: int, ranks_here: int | None) -> str | None:
-    """Why ranks of this host cannot be tuned on its GPUs; arguments as for ``gpu.why_not``."""
+    """Return why ranks of this host cannot be tuned on its GPUs, None if they can.
+
+    Args:
+        world: as of ``gpu.reason_unsupported``.
+        gpus: the same.
+        ranks_here: the same.
+    """
     if world == 1:
         return "one rank sends nothing to anybody: there is nothing to tune on one GPU"
     problem = gpu.too_few(world, gpus, ranks_here)
@@ -88,10 +96,10 @@ def why_not_gpus(world: int, gpus: int, ranks_here: int | None) -> str | None:
 
 
 def survey(launcher: Launcher, backend: str, transport: str | None, threads: int) -> Machine:
-    """Look at the devices of all ranks. Collective among supervisors.
+    """Detect the devices of all ranks. Collective among supervisors.
 
     Raises:
-        ValueError: one of them has no device, or cannot look at it; on all.
+        ValueError: a supervisor has no device, or cannot detect it; on all.
     """
     seen: list[Sight] = []
     problem = None
@@ -118,10 +126,11 @@ def survey(launcher: Launcher, backend: str, transport: str | None, threads: int
 
 
 def look(backend: str, gpus: Sequence[int], threads: int) -> list[Sight]:
-    """What ranks with these GPUs are on; on the CPU, as many ranks.
+    """Return cluster and placement of ranks with these GPUs; on the CPU, of as many ranks.
 
     Raises:
-        RuntimeError, OSError: CUDA does not work, or does not answer.
+        RuntimeError: CUDA does not work.
+        OSError: CUDA does not answer.
     """
     if backend == "cpu":
         return [(detect("cpu", threads), place_here(None))] * len(gpus)
@@ -146,6 +155,7 @@ def look(backend: str, gpus: Sequence[int], threads: int) -> list[Sight]:
 
 
 def _look_at_gpus(gpus: Sequence[int], answer: Connection) -> None:
+    end_with_parent()
     found: list[Sight] = []
     try:
         torch.cuda.init()

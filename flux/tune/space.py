@@ -1,9 +1,9 @@
-"""What there is to choose from: `tuning/spaces/*.toml`, pruned by what is legal and by the model.
+"""The candidates of a search: `tuning/spaces/*.toml`, pruned by legality and by the model.
 
 declared        every combination of the space's values
-- illegal       no schedule, or no kernel, can do it           (the reason is the refusal's)
-- the same      makes the very schedule that another one makes
-- too slow      the cost model expects prune_above times the least or more
+- illegal       no schedule or no kernel supports it          (with the reason)
+- duplicate     makes the same schedule as another one
+- too slow      the cost model predicts prune_above times the least or more
 = candidates    with `unfused`, `medium` and the default, which are never pruned
 """
 
@@ -16,23 +16,24 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flux.cluster import Cluster
-from flux.datafile import Table, find
-from flux.heuristic import ceil_div
-from flux.kernels import choice as kernel_model
+from flux.choice.cost import Shape, predict
+from flux.core.datafile import MOST_SIZE, Table, find, shown
+from flux.core.heuristic import ceil_div
+from flux.core.knobs import Knobs, Op
+from flux.core.schedule import make_schedule
+from flux.core.topology import Topology
+from flux.kernels import cost as kernel_model
 from flux.kernels.config import GemmConfig
-from flux.kernels.legality import GemmProblem, why_not
-from flux.knobs import Knobs, Op
-from flux.schedule import make_schedule
-from flux.topology import Topology
-from flux.tune.cost import Shape, predict
+from flux.kernels.legality import GemmProblem, reason_unsupported
+from flux.machine.cluster import Cluster
 
 ALWAYS = ("unfused", "medium", "default")
-"""Candidates that are measured whatever the model says: never slower than not fusing."""
+"""Candidates that are always measured, so that the winner is never slower than not fusing."""
 
 _SIZES = ("tile_rows", "tile_columns", "comm_tile_rows")
 _CHOICES = ("direction", "order", "swizzle", "store", "reduce", "copy_streams", "raster")
-_SIZE = re.compile(r"(m|chunk|n)(?:([*/])(\d+))?")
+_SIZE = re.compile(r"(m|chunk|n)(?:([*/])([1-9]\d{0,5}))?", re.ASCII)
+_ANY_KERNEL = GemmConfig("gemm", "80", "bf16", (128, 128, 64), "multistage")
 _KERNEL_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}
 
 
@@ -41,10 +42,13 @@ class Space:
     """A space file.
 
     Attributes:
+        file: its path.
         backend: ``cpu`` | ``cuda``.
-        prune_above: how much slower than the least a prediction may be.
-        ops: values of each knob, by op; ``between_hosts`` where there are several hosts.
+        prune_above: largest ratio of a prediction to the least one.
+        ops: values of each knob, by op.
+        between_hosts: the same for several hosts.
         kernels: values of each field of GemmConfig; empty on the CPU.
+        arch: of the kernels; empty on the CPU.
     """
 
     file: Path
@@ -74,33 +78,33 @@ class Candidate:
 
     @property
     def chosen(self) -> Knobs:
-        """What a winner says of it: of the library's path nothing else, as that has no knobs.
+        """Knobs to store for a winner; of the library's path only the path: it has no others.
 
-        What an op resolves by itself may change.
+        Values that an op resolves itself may change.
         """
         return Knobs(path="unfused") if self.knobs.path == "unfused" else self.knobs
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """A combination that is not measured, and why."""
+    """A combination that is not measured, and the reason."""
 
     name: str
     reason: str
 
 
 def space_for(cluster: Cluster) -> str:
-    """The name of the space that flux comes with for such devices."""
+    """Return the name of the shipped space for such devices."""
     if cluster.device.kind == "cpu":
         return "cpu"
     return "sm90a" if cluster.device.arch == "sm_90" else "sm80"
 
 
 def load_space(name: str | Path) -> Space:
-    """Read a space: a path, or the name of one in `tuning/spaces`.
+    """Return a space: a path, or the name of one in `tuning/spaces`.
 
     Raises:
-        ValueError: no such file, or something in it is wrong; the message names file and key.
+        ValueError: no such file, or wrong contents; the message names file and key.
     """
     file = find("spaces", name)
     top = Table.load(file)
@@ -139,9 +143,11 @@ def _ops(table: Table) -> dict[str, dict[str, list[Any]]]:
 
 def _check_value(table: Table, name: str, value: Any) -> None:
     if name in _SIZES:
-        good = type(value) is int and value >= 1
+        good = type(value) is int and 1 <= value <= MOST_SIZE
         if not good and not (isinstance(value, str) and _SIZE.fullmatch(value)):
-            table.fail(name, f"expected m, chunk or n (with *2 or /2) or a number, got {value!r}")
+            table.fail(
+                name, f"expected m, chunk or n (with *2 or /2) or a number, got {shown(value)}"
+            )
         return
     try:
         Knobs(**{name: value})
@@ -157,6 +163,12 @@ def _kernel_values(table: Table) -> dict[str, list[Any]]:
             table.fail(name, f"not a field of a kernel: {', '.join(sorted(known))}")
         values = table.values(name)
         found[name] = [tuple(v) if isinstance(v, list) else v for v in values]
+        for value in found[name]:
+            field: dict[str, Any] = {name: value}
+            try:  # each alone; legal combinations depend on the shape
+                replace(_ANY_KERNEL, **field)
+            except (ValueError, TypeError) as error:
+                table.fail(name, str(error))
     for name in ("tile", "schedule"):
         if name not in found:
             table.fail(name, "missing")
@@ -164,10 +176,10 @@ def _kernel_values(table: Table) -> dict[str, list[Any]]:
 
 
 def extent(value: int | str, shape: Shape) -> int:
-    """Rows or columns that a size of a space file means.
+    """Return the rows or columns that a size in a space file stands for.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a size.
     """
     if isinstance(value, int):
         return value
@@ -176,11 +188,11 @@ def extent(value: int | str, shape: Shape) -> int:
         raise ValueError(f"not a size: {value!r}")
     base = {"m": shape.m, "chunk": ceil_div(shape.m, shape.world), "n": shape.local[0]}[found[1]]
     by = int(found[3] or 1)
-    return max(1, base * by if found[2] == "*" else ceil_div(base, max(by, 1)))
+    return min(MOST_SIZE, base * by if found[2] == "*" else ceil_div(base, by))
 
 
 def combinations(space: Space, shape: Shape) -> Iterator[Knobs]:
-    """Every combination that is declared, legal or not, in the order of the file."""
+    """Yield every declared combination, legal or not, in the order of the file."""
     by_op = space.between_hosts if shape.nodes > 1 and space.between_hosts else space.ops
     values = by_op.get(shape.op.name, {})
     for chosen in product(*values.values()):
@@ -194,7 +206,7 @@ def combinations(space: Space, shape: Shape) -> Iterator[Knobs]:
 
 
 def kernels(space: Space, shape: Shape) -> tuple[list[GemmConfig], list[Pruned]]:
-    """The kernels of a space that can do the shape, and those that cannot."""
+    """Return the kernels of a space that support the shape, and those that do not."""
     if space.backend == "cpu":
         return [], []
     op = "ag_gemm" if shape.op is Op.ag_gemm else "gemm_rs"
@@ -208,7 +220,7 @@ def kernels(space: Space, shape: Shape) -> tuple[list[GemmConfig], list[Pruned]]
         named = dict(zip(space.kernels, chosen, strict=True))
         try:
             config = GemmConfig(op=op, arch=space.arch, dtype=dtype, **named)
-            reason = why_not(config, problem)
+            reason = reason_unsupported(config, problem)
             name = config.name
         except ValueError as error:
             name, reason = str(named), str(error)
@@ -220,18 +232,18 @@ def kernels(space: Space, shape: Shape) -> tuple[list[GemmConfig], list[Pruned]]
 
 
 def _name(knobs: Knobs, kernel: GemmConfig | None = None) -> str:
-    """Unique among the candidates: what a space varies, and what tells schedules apart."""
+    """Return a unique name: values that a space varies, and those that distinguish schedules."""
     if kernel is None:
         shown = replace(knobs, raster=None, swizzle=None, reduce=None)
         return str(shown).removeprefix("path=fused ")
-    shown = replace(knobs, tile=None, store=None, copy_streams=None)  # the kernel's, or unused
+    shown = replace(knobs, tile=None, store=None, copy_streams=None)  # set by the kernel, or unused
     return f"{kernel.name} {shown}".replace(" path=fused", "")
 
 
 def _schedule_identity(
     shape: Shape, topology: Topology, knobs: Knobs, kernel: GemmConfig | None = None
 ) -> object:
-    """What a schedule does; raises ValueError where there is none.
+    """Return a value that identifies a schedule's effect; raise ValueError if there is none.
 
     A GPU has thousands of tiles, whose order follows from the transfers and a few knobs.
     """
@@ -255,8 +267,11 @@ def _schedule_identity(
 def candidates(
     space: Space, shape: Shape, topology: Topology, cluster: Cluster
 ) -> tuple[list[Candidate], list[Pruned]]:
-    """What is worth measuring, quickest by the model first behind those that always are; and what
-    is not, with reasons. Pure: the same on all ranks and in every run."""
+    """Return the candidates to measure, and the pruned ones with reasons.
+
+    Candidates that are always measured come first, then the others by predicted time. Pure: the
+    same on all ranks and in every run.
+    """
     configs, pruned = kernels(space, shape)
     best_kernel, speeds = _kernel_speeds(configs, shape, cluster)
     fixed = {
@@ -299,7 +314,7 @@ def _examine(
     speeds: dict[str, float],
     seen: dict[object, str],
 ) -> tuple[Candidate, str | None]:
-    """A candidate, and why it is none."""
+    """Return a candidate, and the reason to prune it; None if there is none."""
     full = shape.resolved(knobs, kernel)
     name = _name(full, kernel)
     candidate = Candidate(name, full, kernel)
@@ -321,7 +336,7 @@ def _examine(
 def _kernel_speeds(
     configs: Sequence[GemmConfig], shape: Shape, cluster: Cluster
 ) -> tuple[GemmConfig | None, dict[str, float]]:
-    """The kernel of least modelled time, and the time of each relative to it."""
+    """Return the kernel of least modelled time, and each kernel's time relative to it."""
     if not configs:
         return None, {}
     n, k = shape.local

@@ -1,17 +1,18 @@
-"""The supervisor of a tuning run: shape after shape, worker ranks come, measure, and may die.
+"""Supervise a tuning run: for each shape, start worker ranks that search, and restart dead ones.
 
     for each shape    candidates -> workers search -> winner -> cache
-    workers died      whose turn it was says the blackboard: that candidate is out, and new workers
-                      go on with what the journal has
-    this died         the journal has every round; the next run with the same arguments goes on
+    workers died      the blackboard names the running candidate: it is excluded, and new workers
+                      continue from the journal
+    supervisor died   the journal has every round; the next run with the same arguments continues
 
-Winners are stored as they are found, so whatever ends a run, what it had finished is kept.
+Winners are stored as they are found, so an interrupted run keeps its completed shapes.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -20,48 +21,50 @@ from typing import Any
 
 from flux.bench.launch import group_of
 from flux.bench.problem import BenchConfig, Problem
-from flux.bench.supervisors import Launcher
-from flux.cluster import Cluster
+from flux.choice.cache import Cache
+from flux.choice.choose import key_of
+from flux.choice.cost import Shape, gemm_ms
+from flux.choice.keys import Key, versions
+from flux.choice.winners import MOST_MS, Winner
+from flux.core.datafile import one_line, shown
+from flux.core.knobs import Op
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
 from flux.kernels.registry import cache_root
-from flux.knobs import Op
-from flux.ops.spec import OpSpec
-from flux.topology import Topology
+from flux.launch.supervisors import Launcher
+from flux.machine.cluster import Cluster
 from flux.tune import kernels
-from flux.tune.cache import Cache
-from flux.tune.choice import key_of
-from flux.tune.cost import Shape, gemm_ms
 from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
-from flux.tune.keys import Key, versions
 from flux.tune.machine import Machine
 from flux.tune.space import ALWAYS, Candidate, Pruned, Space, candidates
-from flux.tune.winners import Winner
 from flux.tune.worker import NOBODY, Blackboard, Job, Maker, tune_rank
 
 CANDIDATE_TIMEOUT_S = 20.0
 _FEWEST_STALL_S = 30.0
 _MEMORY_BYTES = 2 << 30
-"""Of symmetric memory, for the candidates of a batch on all ranks of a host."""
+"""Symmetric memory for the candidates of a batch, over all ranks of a host."""
 _STARTS_IN_VAIN = 2
-"""Workers that fail without a candidate at work this often end the search for a shape."""
+"""Limit of failed starts of workers without a running candidate; then the search for a shape
+ends."""
 _GPU_START_S = 20.0
-"""That GPUs and NCCL may take to start, beside what a rank does then."""
+"""Time that GPUs and NCCL may need to start, in addition to a rank's own start."""
 _MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to search.
+    """Options of the search.
 
     Attributes:
         threads: GEMM threads of each rank.
-        budget_s: for all shapes together; None: as long as it takes.
-        candidate_timeout_s: how long a call of a candidate may take.
+        budget_s: for all shapes together; None: no limit.
+        candidate_timeout_s: limit of a call of a candidate.
         seed: of the random inputs.
-        transport: of the op; chosen by it if None.
-        rounds: of each candidate by the end of each rung; by the length of calls if empty.
-        exhaustive: all rounds for all candidates: what halving is compared with.
-        make: how candidates are built; importable. For tests, which build bad ones.
+        transport: of the op; None: the op chooses.
+        rounds: of each candidate by the end of each rung; if empty, chosen by the length of calls.
+        exhaustive: all rounds for all candidates, as a reference for halving.
+        make: builds candidates; importable. Tests use it to build bad ones.
     """
 
     threads: int = 1
@@ -76,7 +79,7 @@ class Options:
 
 @dataclass
 class Search:
-    """The search for one shape: what it chooses from and what is known."""
+    """The search for one shape: its candidates and its measurements."""
 
     problem: Problem
     shape: Shape
@@ -93,29 +96,31 @@ class Search:
 
     @property
     def label(self) -> str:
+        """The shape, for display."""
         p = self.problem
         return f"{p.op} {p.m}x{p.n}x{p.k} {p.dtype}"
 
     @property
     def rounds_done(self) -> int:
+        """Number of timed calls so far."""
         return sum(len(taken) for taken in self.samples.values())
 
     @property
     def done(self) -> bool:
-        """Whether the rules ask for nothing more."""
+        """Whether the rules need no further measurement."""
         return self.halving.next_step(self.samples, self.excluded) is None
 
     def best(self) -> str | None:
-        """The name of the best candidate so far."""
+        """Return the name of the best candidate so far."""
         return self.halving.best(self.samples, self.excluded)
 
     def ms(self, name: str) -> float | None:
-        """Median time of a candidate."""
+        """Return the median time of a candidate; None if it has no time or is excluded."""
         taken = self.samples.get(name)
         return median_ms(taken) if taken and name not in self.excluded else None
 
     def take(self, event: dict[str, Any]) -> None:
-        """Learn from an event, of a worker or of the journal."""
+        """Apply an event of a worker, or one of the journal that ``check`` accepts."""
         kind = event["event"]
         if kind == "round":
             for name, (own, anchor) in event["times"].items():
@@ -127,28 +132,63 @@ class Search:
         elif kind == "winner":
             self.winner, self.settled = Winner.from_dict(event["winner"]), True
 
+    def check(self, event: dict[str, Any]) -> None:
+        """Raise ValueError if an event of a journal file is not one that a run writes."""
+        kind, name = event["event"], event.get("name")
+        good = False
+        if kind == "round":
+            times = event.get("times")
+            good = isinstance(times, dict) and all(map(_is_time_pair, times.values()))
+        elif kind == "excluded":
+            good = isinstance(name, str) and isinstance(event.get("reason"), str)
+        elif kind == "checked":
+            good = isinstance(name, str)
+        elif kind == "winner":
+            try:
+                good = Winner.from_dict(event["winner"]).m == self.problem.m
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(one_line(f"{type(error).__name__}: {error}")) from error
+        if not good:
+            raise ValueError(f"not an event of a search: {shown(event)}")
+
+
+def _is_time_pair(value: object) -> bool:
+    """Return whether the value is [ms of a candidate, ms of the anchor]."""
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(ms) in (int, float) and 0 < ms <= MOST_MS for ms in value)
+    )
+
 
 class Observer:
-    """Told of what happens; the command draws it."""
+    """Receives the progress of a run; the command displays it."""
 
     def started(self, search: Search, number: int, total: int) -> None:
-        """The search for a shape begins, or goes on."""
+        """Handle the start, or resumption, of the search for a shape."""
 
     def compiling(self, search: Search, count: int) -> None:
-        """So many kernels are being built, which takes minutes."""
+        """Handle the start of a build of ``count`` kernels, which takes minutes."""
 
     def event(self, search: Search, event: dict[str, Any]) -> None:
-        """A candidate is being checked, was excluded, or a round has ended."""
+        """Handle an event: a candidate is being checked or was excluded, or a round has ended."""
 
     def ended(self, search: Search) -> None:
-        """A shape has its winner, or the time was over."""
+        """Handle the end of a search: a shape has its winner, or the time is over."""
 
 
 def make_search(
     problem: Problem, space: Space, cluster: Cluster, sharing: Sequence[str], options: Options
 ) -> Search:
-    """The candidates of a problem, for ranks of which those with one name in ``sharing`` share
-    memory. Pure, but for the files it reads."""
+    """Return the search for a problem. Pure, except that it reads files.
+
+    Args:
+        problem: the op and its sizes.
+        space: values of knobs.
+        cluster: device and links of the ranks.
+        sharing: by rank, a name that is equal for ranks that share memory.
+        options: of the search.
+    """
     topology = Topology.of_hosts(list(sharing))
     shape = Shape(
         Op[problem.op],
@@ -166,7 +206,7 @@ def make_search(
     halving = Halving(names, ALWAYS, options.rounds or rounds_for(least_ms))
     if options.exhaustive:
         halving = replace(halving, rounds=halving.rounds[-1:])
-    # On a GPU the first call of an op loads and allocates.
+    # The first call of an op on a GPU loads kernels and allocates memory.
     warm_up = least_ms < SHORT_MS or space.backend == "cuda"
     return Search(problem, shape, tuple(kept), pruned, halving, warm_up)
 
@@ -175,11 +215,13 @@ class Tuner:
     """Tunes shapes on the ranks of a launcher. Every supervisor has one; one of them leads.
 
     Args:
-        searches: what to tune.
-        launcher: where workers come from.
-        machine: what they run on.
-        cache: where winners go.
+        searches: the shapes to tune.
+        launcher: starts workers.
+        machine: the hardware of the workers.
+        cache: stores winners.
         journal: of the leader; None on the others.
+        options: of the search.
+        observer: receives the progress.
     """
 
     def __init__(
@@ -200,9 +242,24 @@ class Tuner:
         self._options = options
         self._observer = observer or Observer()
         self._deadline = None if options.budget_s is None else time.monotonic() + options.budget_s
-        for event in list(journal.events) if journal else []:
-            for search in searches:
-                if event.get("shape") == search.label:
+        if journal is not None:
+            self._resume(journal)
+
+    def _resume(self, journal: Journal) -> None:
+        """Apply the events of an earlier run; damaged ones are measured again."""
+        for number, event in enumerate(journal.events):
+            for search in self._searches:
+                if event.get("shape") != search.label:
+                    continue
+                try:
+                    search.check(event)
+                except ValueError as error:
+                    warnings.warn(
+                        f"damaged journal {journal.path}: event {number} is ignored: {error}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+                else:
                     search.take(event)
 
     def run(self) -> None:
@@ -218,7 +275,7 @@ class Tuner:
             self._journal.finish()
 
     def _share_of_time(self, shapes: int) -> float:
-        """Seconds for the next shape, of what is left for so many."""
+        """Return the seconds for the next shape: an equal share of the remaining time."""
         if self._deadline is None:
             return 1e9
         return max(0.0, self._deadline - time.monotonic()) / shapes
@@ -238,16 +295,17 @@ class Tuner:
             job = self._launcher.share(job)
             if job is None:
                 break
-            if not leads:  # a file of its own: another host's cannot be seen
+            if not leads:  # its own file: another host's is not visible
                 Blackboard.create(blackboard)
                 job = replace(job, blackboard=str(blackboard))
             failure = self._run(search, job)
             if not leads or not failure:
                 continue
-            if "SIGTERM" in failure:  # whoever ends jobs means all of it, not the candidate
+            # SIGTERM ends the whole job; it is not a failure of the candidate
+            if "SIGTERM" in failure:
                 raise KeyboardInterrupt(failure)
             if "out of memory" in failure and at_once > 1:
-                at_once = 1  # whoever asked last is not to blame for what the others hold
+                at_once = 1  # the memory is used by other candidates too, so retry one at a time
                 continue
             number = Blackboard.read(blackboard)
             if number == NOBODY:
@@ -279,7 +337,7 @@ class Tuner:
         if self._launcher.compiles:
             self._observer.compiling(search, len(kernels.missing(configs, cache_root())))
             failed = kernels.build_kernels(configs, cache_root())
-        versions.cache_clear()  # which are those of the kernels that are there
+        versions.cache_clear()  # versions depend on the kernels that exist
         everybody = self._launcher.gather(failed)
         if not self._launcher.leads:
             return
@@ -292,7 +350,7 @@ class Tuner:
 
     def _run(self, search: Search, job: Job) -> str:
         timeout = self._options.candidate_timeout_s
-        # The float64 reference takes some ten times as long as the GEMM, in float32 and at peak.
+        # The float64 reference takes about ten times as long as the GEMM in float32 at peak.
         reference_s = gemm_ms(search.shape, self._machine.cluster) * 40e-3
         start_s = _GPU_START_S if self._machine.backend == "cuda" else 0.0
         _, failure = self._launcher.run(
@@ -335,12 +393,12 @@ class Tuner:
 
     @staticmethod
     def _fitting(shape: Shape) -> int:
-        """Candidates that the host's memory is to hold at once."""
+        """Return the number of candidates that may be in the host's memory at once."""
         per_rank = shape.m * shape.row_bytes * (2 if shape.op is Op.gemm_ar else 1)
         return max(2, _MEMORY_BYTES // (shape.world * per_rank + 1))
 
     def _note(self, search: Search, event: dict[str, Any]) -> None:
-        """Write down, then learn: what is decided upon is on disk."""
+        """Write an event to the journal, then apply it: decisions depend only on saved events."""
         if event["event"] != "checking" and self._journal is not None:
             rest = {name: value for name, value in event.items() if name != "event"}
             self._journal.add(event["event"], shape=search.label, **rest)
@@ -350,8 +408,10 @@ class Tuner:
     # -- the winner --------------------------------------------------------------------------------
 
     def _crown_so_far(self, search: Search) -> None:
-        """The time is over: the best so far will do, if there has been a round at all. The journal
-        keeps what was measured, should the run be taken up again with more time."""
+        """Store the best candidate so far, if there was any round: the time is over.
+
+        The journal keeps the measurements, so that a later run can continue with more time.
+        """
         best = search.best()
         if best is not None:
             search.winner = self._store(search, best)
@@ -384,7 +444,7 @@ class Tuner:
 
 
 def spec_of(problem: Problem) -> OpSpec:
-    """The op of a problem, as the cache knows it."""
+    """Return the op's specification, as the cache uses it."""
     return OpSpec(
         Op[problem.op], problem.m, (problem.n,), problem.k, problem.torch_dtype, False, "sum"
     )
@@ -395,9 +455,9 @@ def _key(search: Search, machine: Machine) -> Key:
 
 
 def describe(searches: Sequence[Search], machine: Machine, options: Options) -> dict[str, Any]:
-    """What a run is of: its journal serves exactly the runs that have the same."""
+    """Return the description of a run; runs with equal descriptions share a journal."""
     key = _key(searches[0], machine).as_dict()
-    if machine.backend == "cuda":  # where it says what is built, which a run adds to
+    if machine.backend == "cuda":  # the versions list built kernels, and a run adds to those
         key["toolchain"] = kernels.compiler()
     return {
         "machine": machine.parts,

@@ -1,14 +1,14 @@
-"""A rank's part of the search for one shape: check candidates, time them in rounds, leave one out.
+"""One rank's part of the search for one shape: check candidates, time them, exclude wrong ones.
 
-    rank 0 decides what comes next, and everybody does it
+    rank 0 decides the next step, and all ranks perform it
     check   each candidate of a batch that got to the last rung: run it on memory full of NaN and
-            compare with float64                                  -> wrong: out
+            compare with float64                                  -> wrong: excluded
     rounds  all of the batch and the unfused path, interleaved    -> each reported as it ends
-    check   the last result of each, which had other inputs than the round before  -> wrong: out
+    check   the last result of each, whose inputs differ from the round before  -> wrong: excluded
 
-Ranks are processes of their own, which a candidate may take down with it: what was found out by
-then is with the supervisor (tuner.py), and so is who was at it, by way of the *blackboard*: a file
-in memory where rank 0 writes the number of each candidate as it starts.
+Ranks are separate processes, because a candidate may crash its process. The supervisor (tuner.py)
+has all results reported until then. The *blackboard*, a file in shared memory, tells it which
+candidate was running: rank 0 writes the number of each candidate as it starts.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux.backends.op_kernels import is_variant
+from flux.backends.cuda.op_kernels import is_variant
 from flux.bench.methods import Fused, Method, poisoned_methods
-from flux.bench.place import CpuRanks, Taken, open_place
+from flux.bench.places import open_place
+from flux.bench.places.base import Timing
+from flux.bench.places.cpu import CpuRanks
 from flux.bench.problem import BenchConfig, Problem
 from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
-from flux.tune.choice import Fixed
+from flux.choice.choose import Fixed
 from flux.tune.halving import Halving, Step
 from flux.tune.space import Candidate
 
@@ -45,18 +47,20 @@ Report = Callable[[Any, int, int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks are started with; pickled.
+    """The arguments that ranks are started with; pickled.
 
     Attributes:
         config: the problem; its timeout is the candidates'.
         candidates: all of them, excluded ones too.
         halving: the rules.
-        samples, excluded, checked: what is known already.
-        seconds: until rank 0 calls it a day.
         blackboard: path of a file of 4 bytes.
-        batch: candidates at once, at most; on a GPU as many as its memory has room for.
+        seconds: time after which rank 0 stops.
+        batch: most candidates at once; on a GPU also limited by its memory.
         warm_up: call a candidate once before its first round.
-        make: how a candidate is built; importable.
+        samples: times measured so far.
+        excluded: names of candidates excluded so far.
+        checked: names of candidates checked so far.
+        make: builds a candidate; importable.
     """
 
     config: BenchConfig
@@ -73,37 +77,38 @@ class Job:
 
 
 class Blackboard:
-    """The number of the candidate that runs, for whoever is left to read it."""
+    """The number of the running candidate, in shared memory, readable after a crash."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 4)
 
     def write(self, number: int) -> None:
-        """Takes effect for other processes at once, and costs no system call."""
+        """Write a number. Other processes see it at once; it costs no system call."""
         struct.pack_into("=i", self._memory, 0, number)
 
     def close(self) -> None:
+        """Unmap the file."""
         self._memory.close()
 
     @staticmethod
     def create(path: Path) -> None:
-        """Make one that says nobody."""
+        """Create a file that names no candidate."""
         path.write_bytes(struct.pack("=i", NOBODY))
 
     @staticmethod
     def read(path: Path) -> int:
-        """What it says; nobody, if it was never written."""
+        """Return the number of the running candidate; NOBODY if it was never written."""
         data = path.read_bytes()
         return int(struct.unpack("=i", data)[0]) if len(data) == 4 else NOBODY
 
 
 def make_method(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
-    """The op with a candidate's knobs and kernel. Collective.
+    """Return the op with a candidate's knobs and kernel. Collective.
 
     Raises:
-        ValueError: it refuses them, or would run another kernel, whose time would be taken for that
-            of the candidate; on all ranks.
+        ValueError: the op rejects them, or would run another kernel, whose time would be attributed
+            to the candidate; on all ranks.
     """
     if config.backend != "cuda":
         return Fused(candidate.name, config, candidate.knobs)
@@ -118,9 +123,9 @@ def make_method(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
 
 
 def _other_kernel(method: Fused, candidate: Candidate) -> str | None:
-    """What is wrong with the kernel that the op has got; None if it is the candidate's."""
+    """Return what is wrong with the op's kernel; None if it is the candidate's."""
     if candidate.knobs.path == "unfused":
-        return None  # which runs the library's
+        return None  # runs the library's kernel
     if candidate.kernel is None:
         return "no kernel of the space does this shape"
     for config in method.op._backend.configs:
@@ -130,15 +135,15 @@ def _other_kernel(method: Fused, candidate: Candidate) -> str | None:
 
 
 class Room:
-    """Whether devices have memory for one more candidate, those that are built being kept.
+    """Checks whether devices have memory for one more candidate while all built ones are kept.
 
-    Nobody knows beforehand what an op takes. So the next one is expected to take as much as the
-    largest so far, and the result that each leaves behind; as much again stays free for a candidate
-    that is checked beside those.
+    The memory of an op is not known in advance. So the estimate for the next one is that of the
+    largest so far, plus the result that each leaves behind. The same amount again is kept free for
+    a candidate that is checked beside them.
 
     Args:
         problem: of the candidates.
-        free: bytes that are free on the fullest device; None: no matter. Collective.
+        free: returns the free bytes on the fullest device; None: no limit. Collective.
     """
 
     def __init__(self, problem: Problem, free: Callable[[], int | None]) -> None:
@@ -147,12 +152,15 @@ class Room:
         self._largest = 0
         rows, columns = problem.result_shape(0)
         self._result = rows * columns * problem.torch_dtype.itemsize
-        # Gathered rows, or partials, of all M. Judging takes some six arrays of float64.
+        # Gathered rows, or partials, of all M. The check uses about six float64 arrays.
         travels = problem.m * (problem.k if problem.gathers else problem.n)
         self._working = travels * problem.torch_dtype.itemsize + rows * columns * 48
 
     def for_another(self, built: int) -> bool:
-        """Whether to build one more beside so many; the first is tried in any case. Collective."""
+        """Return whether to build one more in addition to ``built``; the first always.
+
+        Collective.
+        """
         if self._free is None:
             return True
         self._free = self._ask()
@@ -161,7 +169,7 @@ class Room:
         return built == 0 or self._free >= needed
 
     def taken(self) -> None:
-        """One more is built. Collective."""
+        """Record that one more is built. Collective."""
         left = None if self._free is None else self._ask()
         if self._free is not None and left is not None:
             self._largest = max(self._largest, self._free - left)
@@ -170,7 +178,7 @@ class Room:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a candidate, and how to wait until it is done on a device."""
+    """A call of a candidate, and the wait for its end on a device."""
 
     run: Callable[[], object]
     wait: Callable[[], None]
@@ -180,17 +188,18 @@ class _Call:
 
 
 class _Patient:
-    """Times candidates, which may hang on their device: ops give up within their timeout."""
+    """Times candidates that may hang on their device: the wait ends with the op's timeout."""
 
     def __init__(self, place: CpuRanks) -> None:
         self._place = place
 
-    def time(self, call: Any) -> tuple[Any, Taken]:
+    def time(self, call: Any) -> tuple[Any, Timing]:
+        """Return the result and the time of a call."""
         return self._place.time(call, call.wait)
 
 
 def tune_rank(job: Job, rank: int, report: Report) -> None:
-    """What every rank runs. Collective."""
+    """Run the search on this rank. Collective."""
     with contextlib.closing(Blackboard(job.blackboard)) as blackboard:
         _Worker(job, rank, report, blackboard).run()
 
@@ -209,10 +218,10 @@ class _Worker:
         self._samples = {name: list(taken) for name, taken in job.samples.items()}
         self._excluded = set(job.excluded)
         self._checked = set(job.checked)
-        self._methods: dict[str, Method] = {}  # of the latest batch, whose best come again
+        self._methods: dict[str, Method] = {}  # of the latest batch, whose best are measured again
         self._alive()
         place = open_place(self._config, rank)
-        assert isinstance(place, CpuRanks)  # ranks on one GPU have no winners
+        assert isinstance(place, CpuRanks)  # ranks that share one GPU have no winners
         self._place = place
         self._alive()
         self._inputs = place.inputs(self._config.seed)
@@ -221,19 +230,20 @@ class _Worker:
         self._alive()
 
     def run(self) -> None:
-        """Until the rules are satisfied or the time is over."""
+        """Measure until the rules need nothing more or the time is over."""
         while (step := self._shared(self._next() if self._rank == 0 else None)) is not None:
             for name in step.names if step.last_rung else ():
-                # The last results of every rung are checked anyway; most candidates do not get as
-                # far as the last one.
+                # The last results of every rung are checked anyway; most candidates do not reach
+                # the last rung.
                 if name not in self._checked:
                     self._check(name)
             self._measure([name for name in step.names if name not in self._excluded], step)
-        # Not when it failed: closing waits for a device that may hang, and the process goes anyway.
+        # Not after a failure: closing would wait for a device that may hang, and the process ends
+        # anyway.
         self._keep([])
 
     def _next(self) -> Step | None:
-        """What all ranks do next. Rank 0's decision."""
+        """Return the next step of all ranks. Called on rank 0."""
         step = self._job.halving.next_step(self._samples, self._excluded)
         if step is None or time.monotonic() > self._deadline:
             return None
@@ -247,7 +257,7 @@ class _Worker:
     # -- telling -----------------------------------------------------------------------------------
 
     def _alive(self) -> None:
-        """Keep the supervisor from taking this rank for stuck."""
+        """Report that this rank is alive, so that the supervisor does not treat it as stuck."""
         self._send(None, 0, 0)
 
     def _event(self, **content: Any) -> None:
@@ -274,7 +284,7 @@ class _Worker:
         return self._job.candidates[self._numbers[name]]
 
     def _check(self, name: str) -> None:
-        """Run a candidate once on memory full of NaN; exclude it if it is refused or wrong."""
+        """Run a candidate once on memory full of NaN; exclude it if it is rejected or wrong."""
         self._event(event="checking", name=name)
         self._running(name)
         candidate = self._candidate(name)
@@ -283,7 +293,7 @@ class _Worker:
             with poisoned_methods(self._factory(candidate), self._config, self._rank) as methods:
                 result = methods[0](self._inputs)
                 verdict = self._place.judge(methods[0], result, self._reference)
-        except (ValueError, TypeError) as error:  # refused, on all ranks alike
+        except (ValueError, TypeError) as error:  # rejected, on all ranks alike
             verdict = Verdict(False, 0.0, f"refused: {error}")
         if self._agreed(name, verdict):
             self._checked.add(name)
@@ -294,7 +304,7 @@ class _Worker:
         return lambda config, rank: [self._make(config, candidate, rank)]
 
     def _agreed(self, name: str, verdict: Verdict) -> bool:
-        """Whether it was right on all ranks; else it is excluded on all of them."""
+        """Return whether the result was right on all ranks; else exclude the candidate on all."""
         for rank, other in enumerate(self._place.share(verdict)):
             if not other.ok:
                 how = "" if other.complaint.startswith("refused") else "wrong result: "
@@ -313,19 +323,19 @@ class _Worker:
         for name in new:
             built = [other for other in names if other in self._methods]
             if name != ANCHOR and not self._room.for_another(len(built)):
-                break  # the others' turn is when these have made room
+                break  # the others are built after these are closed
             self._running(name)
             self._build(name)
             self._room.taken()
         names = [name for name in names if name in self._methods]
         if names:
-            # The first call of all is nobody's: libraries set themselves up.
+            # The first call of all is not timed: libraries initialise themselves.
             warm_up = new if self._job.warm_up else [name for name in new if name == ANCHOR]
             self._rounds(names, [name for name in warm_up if name in self._methods], step.rounds)
-        self._idle()  # not when it failed: the blackboard then says at what
+        self._idle()  # not after a failure, so that the blackboard names the candidate
 
     def _free_bytes(self) -> int | None:
-        """Of the device that has least; None where that does not matter. Collective."""
+        """Return the free bytes of the fullest device; None if they do not matter. Collective."""
         mine = self._place.free_bytes()
         if mine is None:
             return None
@@ -334,12 +344,12 @@ class _Worker:
         return int(least)
 
     def _keep(self, names: Collection[str]) -> None:
-        """Close what was built, but for these."""
+        """Close all built candidates except these."""
         for name in [name for name in self._methods if name not in names]:
             self._methods.pop(name).close()
 
     def _build(self, name: str) -> None:
-        """Build a candidate, unless it is refused: then, on all ranks alike, it is excluded."""
+        """Build a candidate; if it is rejected, which happens on all ranks alike, exclude it."""
         try:
             self._methods[name] = self._make(self._config, self._candidate(name), self._rank)
             verdict = Verdict(True, 0.0)
@@ -371,18 +381,21 @@ class _Worker:
 
     def _call(self, name: str, method: Method) -> _Call:
         def call() -> object:
-            self._running(name)  # a store to memory: far below what a clock sees
+            self._running(name)  # one store to memory, far below the clock's resolution
             return method(self._inputs)
 
         return _Call(call, method.wait)
 
     def _flip(self) -> None:
-        """Other inputs, and their results: one left over from the round before is a wrong one."""
+        """Change the inputs and the expected results.
+
+        So a result left over from the last round is detected as wrong.
+        """
         self._place.renew(self._inputs)
         self._reference.expected.neg_()
 
     def _slowest(self, samples: dict[str, Any]) -> tuple[dict[str, float], bool]:
-        """Each call's time on its slowest rank, and whether rank 0 says that time is over."""
+        """Return each call's time on its slowest rank, and whether the time is over (rank 0)."""
         over = self._rank == 0 and time.monotonic() > self._deadline
         names = list(self._numbers)
         mine = [samples[name].wall_ms if name in samples else 0.0 for name in names]
@@ -397,7 +410,7 @@ class _Worker:
         for name in names:
             kept = self._samples.setdefault(name, [])
             if len(kept) < rounds:
-                # Without an anchor, because it is wrong here, times are compared as they are.
+                # If the anchor is excluded because it is wrong here, times are compared directly.
                 taken[name] = (times[name], 1.0 if anchor is None else anchor)
                 kept.append(taken[name])
         self._event(event="round", times=taken)

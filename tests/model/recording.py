@@ -376,7 +376,7 @@ class _Session:
             region(data + at, layout.slot_bytes, "sum to put, row", layout.row_bytes)
 
     def _pad_regions(self, op: int, rank: int, backend: Any) -> None:
-        """As CudaOpSetup in csrc/host/cuda_op.h has them."""
+        """As CudaOpSetup in csrc/cuda_host/cuda_op.h has them."""
         world, layout, at = self.scenario.world, backend.layout, backend.pads[rank]
         others = "flag" if layout.slot_bytes else "signal"
         status = _C.STATUS_WORDS * 8

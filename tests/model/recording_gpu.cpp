@@ -178,7 +178,7 @@ std::vector<void*> outs_of(const FluxReduceArgs& args) {
 }
 
 // What a slot of a reduction holds: partials of this node's ranks, in between sums of other nodes, as
-// csrc/host/cuda_op_nodes.cpp lists them. Nodes of one rank have no sums.
+// csrc/cuda_host/cuda_op_nodes.cpp lists them. Nodes of one rank have no sums.
 struct Held {
   What what;
   int source;

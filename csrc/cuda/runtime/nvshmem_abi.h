@@ -9,8 +9,8 @@
  *
  * Words between nodes have 64 bits, as NVSHMEM has no others, and are written whole; an epoch fills
  * the lower half, the upper is zero. So a stream that waits for 32 bits at the word's address
- * (host/driver.h) sees the epoch; kernels read the word (await_word of cuda/sync.cuh). Words that are
- * seldom raised age as signals do, and are renewed by the rank whose they are (host/cuda_op.cpp).
+ * (cuda_host/driver.h) sees the epoch; kernels read the word (await_word of cuda/sync.cuh). Words that are
+ * seldom raised age as signals do, and are renewed by the rank whose they are (cuda_host/cuda_op.cpp).
  *
  * What a word orders: whoever has seen its value on the device that it lies on also sees, there, what
  * was put before it with the same call. prepare() refuses devices on which a NIC's writes could overtake

@@ -1,4 +1,4 @@
-"""The page of `flux bench suite --report`: one file, no script, nothing fetched.
+"""Render the page of `flux bench suite --report`: one file without scripts or external resources.
 
 document (results.py) -> charts.py, timeline.py: SVG by svg.py
                       -> page.html (a jinja2 template, all text escaped) with style.css
@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from flux.bench.page import charts, timeline
+from flux.bench.page.svg import milliseconds, percent, times
 from flux.bench.peers import PEERS
 from flux.bench.results import DONE, SHAPE, events_of, label
-
-from . import charts, timeline
-from .svg import milliseconds, percent, times
 
 _FOLDER = Path(__file__).parent
 _OPS = {
@@ -33,8 +33,9 @@ _SWEEPS = {
 }
 
 
-def render(document: dict[str, Any]) -> str:
-    """The page of a document that has been checked (results.check)."""
+@cache
+def _template() -> jinja2.Template:
+    """Return the template, compiled once per process: compiling takes longer than rendering."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -42,9 +43,14 @@ def render(document: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template("page.html")
+
+
+def render(document: dict[str, Any]) -> str:
+    """Return the page of a document that has been checked (results.check)."""
     done = [entry for entry in document["entries"] if entry["status"] == DONE]
     events = events_of(document)
-    return environment.get_template("page.html").render(
+    return _template().render(
         css=Markup(_FOLDER.joinpath("style.css").read_text(encoding="utf-8")),
         document=document,
         command=shlex.join(str(word) for word in document["command"]),
@@ -68,14 +74,14 @@ def _setting(value: object) -> str:
 
 
 def _summary(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(figure, what it is, more about it) of the tiles at the top."""
+    """Return (figure, description, details) of each tile at the top."""
     shapes = [entry for entry in document["entries"] if entry["kind"] == SHAPE]
     done = [entry for entry in shapes if entry["status"] == DONE]
     speeds = [
         (float(value), entry)
         for entry in done
+        # Rounded to four digits, the speedup of a very slow call is 0, which has no logarithm.
         if (value := entry["result"]["methods"].get("flux", {}).get("speedup_vs_unfused"))
-        is not None
     ]
     tiles = [(f"{len(done)} of {len(shapes)}", "shapes measured", "")]
     if speeds:
@@ -96,7 +102,7 @@ def _section(op: str, done: list[dict[str, Any]]) -> dict[str, Any]:
     names = dict.fromkeys(name for entry in entries for name in entry["result"]["methods"])
     sizes = {(entry["n"], entry["k"]) for entry in entries}
     title = _OPS.get(op, op)
-    # A figure holds as many shapes as can be told apart in it; a model's file may have more.
+    # A figure holds as many shapes as a reader can tell apart; a model's file may have more.
     chunks = [groups[begin : begin + 8] for begin in range(0, len(groups), 8)]
     return {
         "op": op,
@@ -112,7 +118,7 @@ def _section(op: str, done: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rows(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """A table's rows of one entry."""
+    """Return a table's rows of one entry."""
     return [
         {
             "m": entry["m"],
@@ -151,7 +157,7 @@ def _sweep(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _troubles(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(entry, how it ended, why) of what was not measured, or not right."""
+    """Return (entry, status, reason) of entries that were not measured, or are wrong."""
     return [
         (
             label(entry),
@@ -164,7 +170,7 @@ def _troubles(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _peers(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """All peers: whose they are, and why they are absent, from everything or from some shapes."""
+    """Return all peers: their origin, and why they are absent, in general or for some shapes."""
     about = {peer.name: peer.about for peer in PEERS}
     found = []
     for name, reason in document["peers"].items():

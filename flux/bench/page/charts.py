@@ -1,11 +1,11 @@
-"""The figures of the Flux paper, drawn from the entries of a suite.
+"""Draw the figures of the Flux paper from the entries of a suite.
 
 stacked bars   time of each method as the fastest whole GEMM and, on top, ECT (figures 4, 11-14);
                the sweeps of tile sizes (figure 10) and of push and pull (figure 9) alike
 efficiency     overlap efficiency of each method, with its interval (figure 4)
 
-Times of one shape are shown as shares of its unfused time, so that small and large M can stand side
-by side; labels and tables have milliseconds.
+Times of one shape are shown as shares of its unfused time, so that small and large M fit side by
+side; labels and tables have milliseconds.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import Any
 from markupsafe import Markup
 
 from flux.bench.metrics import CONFIDENCE
-
-from .svg import milliseconds, percent, steps, tag, times
+from flux.bench.page.svg import milliseconds, percent, steps, tag, times
 
 _WIDTH, _HEIGHT = 960.0, 340.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 8.0, 22.0, 58.0
-_UNDER = _HEIGHT - _BOTTOM  # where bars stand
+_UNDER = _HEIGHT - _BOTTOM  # base line of bars
 _WIDEST = 74.0  # bars and their gaps
-_LABELLED = 25.0  # bars at least so wide have their time above them
+_LABELLED = 25.0  # bars of at least this width have their time above them
 _TALLEST = 2.0  # bars beyond this share of the unfused time are cut off
-_LOWEST, _HIGHEST = -1.0, 1.25  # efficiencies beyond are drawn at the edge
+_LOWEST, _HIGHEST = -1.0, 1.25  # efficiencies beyond these are drawn at the edge
 _KNOWN = ("unfused", "medium", "flux", "async_tp", "te_userbuffers", "byte_flux", "cublasmp")
 
 
@@ -35,10 +34,11 @@ class Bar:
     """One method at one shape.
 
     Attributes:
+        name: of the method.
         style: class of its colour.
         figures: of the method, as in JSON.
-        caption: below the bar, where bars are not told apart by colour.
-        best: the fastest of its group, to be marked.
+        caption: text below the bar, if colour does not identify bars.
+        best: whether it is the fastest of its group, to be marked.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Bar:
 
     @property
     def title(self) -> str:
-        """All about it, for whoever points at it."""
+        """The tooltip with all figures."""
         one = self.figures
         if one["overall_ms"] is None:
             return f"{self.name}: wrong result, not timed"
@@ -70,7 +70,7 @@ class Group:
 
     @property
     def whole_ms(self) -> float | None:
-        """What counts as 100%: the unfused time, or the longest there is."""
+        """The time that counts as 100%: the unfused time, or the longest time."""
         known = [bar for bar in self.bars if bar.figures["overall_ms"] is not None]
         for bar in known:
             if bar.name == "unfused":
@@ -79,12 +79,12 @@ class Group:
 
 
 def style(name: str) -> str:
-    """The class of a method's colour."""
+    """Return the class of a method's colour."""
     return f"s{_KNOWN.index(name)}" if name in _KNOWN else "s7"
 
 
 def shape_groups(entries: Sequence[dict[str, Any]]) -> list[Group]:
-    """A group for each shape."""
+    """Return a group for each shape."""
     return [
         Group(
             f"m {entry['m']}",
@@ -98,7 +98,7 @@ def shape_groups(entries: Sequence[dict[str, Any]]) -> list[Group]:
 
 
 def sweep_group(entry: dict[str, Any]) -> Group:
-    """The group of a sweep: its bars have the colour of flux, and their value below them."""
+    """Return the group of a sweep: its bars have the colour of flux, and their value below them."""
     methods = entry["result"]["methods"]
     known = {name: one["overall_ms"] for name, one in methods.items() if one["overall_ms"]}
     swept = {name: time for name, time in known.items() if name != "unfused"}
@@ -121,7 +121,7 @@ def _frame(title: str, words: str, height: float, *content: Any, width: float = 
         viewBox=f"0 0 {width:g} {height:g}",
         role="img",
         class_="chart",
-        # Text must stay legible: what is narrower than this scrolls.
+        # Text must stay legible: on narrower screens the figure scrolls.
         style=f"min-width:{min(0.75 * width, 640.0):g}px;max-width:{width:g}px",
     )
 
@@ -137,10 +137,10 @@ def _grid(values: Sequence[float], y: Any, strong: Sequence[float], width: float
 
 
 def stacked_bars(groups: Sequence[Group], title: str) -> Markup:
-    """GEMM and ECT of each method, a group of bars for each shape."""
+    """Draw GEMM and ECT of each method, a group of bars for each shape."""
     count = sum(len(group.bars) for group in groups)
     captions = any(bar.caption for group in groups for bar in group.bars)
-    # Few bars make a narrow figure, not wide bars.
+    # A figure of few bars is narrower; the bars are not wider.
     width = _WIDTH if not captions else min(_WIDTH, max(320.0, _LEFT + _RIGHT + 84.0 * count))
     shares = [
         bar.figures["overall_ms"] / group.whole_ms
@@ -189,7 +189,7 @@ def _bar(group: Group, bar: Bar, x: float, wide: float, y: Any) -> Markup:
         return tag("g", parts, class_=f"bar {bar.style} none")
     share = overall / whole
     shown = min(share, _TALLEST)
-    # ECT below zero is noise between medians: the bar then ends at the call's own time.
+    # ECT below zero is noise between medians: then the bar ends at the call's own time.
     gemm = min(bar.figures["gemm_non_split_ms"] / whole, shown)
     parts.append(_box(x, y(gemm), wide, y(0) - y(gemm), "gemm"))
     if shown > gemm:
@@ -207,7 +207,7 @@ def _box(x: float, y: float, width: float, height: float, kind: str) -> Markup:
 
 
 def efficiency(groups: Sequence[Group], title: str) -> Markup:
-    """Overlap efficiency of all methods but the unfused one, whose is 0 by definition."""
+    """Draw the overlap efficiency of all methods except unfused, which is 0 by definition."""
     values = [
         float(value)
         for group in groups

@@ -1,4 +1,4 @@
-"""Drawing with SVG: elements whose text is escaped, and numbers as people read them."""
+"""Draw SVG: elements with escaped text, and readable numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ Content = str | Markup | Iterable["Content"]
 
 
 def tag(name: str, *children: Content, **attributes: object) -> Markup:
-    """An element. ``class_`` is class, other underscores are dashes; None leaves one out."""
+    """Return an element.
+
+    ``class_`` is class, other underscores become dashes; attributes of value None are left out.
+    """
     parts = [
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _text(value))
         for key, value in attributes.items()
@@ -22,9 +25,9 @@ def tag(name: str, *children: Content, **attributes: object) -> Markup:
 
 
 def flat(children: Iterable[Content]) -> Iterable[Markup]:
-    """What is to be written, in order, with text escaped."""
+    """Yield the markup of nested children, in order, with text escaped."""
     for child in children:
-        if isinstance(child, str):  # Markup too, which `escape` leaves as it is
+        if isinstance(child, str):  # also Markup, which `escape` leaves unchanged
             yield escape(child)
         else:
             yield from flat(child)
@@ -35,7 +38,7 @@ def _text(value: object) -> object:
 
 
 def milliseconds(value: float | None) -> str:
-    """Three digits, or as many as the number has before its point."""
+    """Format with three digits, or with all digits before the decimal point."""
     if value is None:
         return "–"
     size = abs(value)
@@ -45,15 +48,17 @@ def milliseconds(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
+    """Format as a percentage."""
     return "–" if value is None else f"{value:.0%}"
 
 
 def times(value: float | None) -> str:
+    """Format as a factor."""
     return "–" if value is None else f"{value:.2f}×"
 
 
 def steps(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers for the lines of a grid, from ``low`` up to ``high``: at most so many."""
+    """Return at most ``most`` round numbers for grid lines, from ``low`` up to ``high``."""
     span = max(high - low, 1e-12)
     size = 10.0 ** math.floor(math.log10(span / most))
     step = next(
@@ -65,7 +70,7 @@ def steps(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def hatch(name: str) -> Markup:
-    """A pattern of stripes, to be filled with by ``url(#name)``."""
+    """Return a pattern of stripes, to be used as fill by ``url(#name)``."""
     line = tag("line", x1=0, y1=0, x2=0, y2=6, class_="stripe")
     return tag(
         "pattern",

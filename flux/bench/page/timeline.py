@@ -1,7 +1,7 @@
-"""A timeline of one call of one op: who worked on, moved or waited for which tile, and when.
+"""Draw a timeline of one call of one op: work, transfers and waits of every lane.
 
-One row for each lane of each rank; a box for each event, whose title says what it was. What waits
-is hatched, so that it shows without colour too.
+One row for each lane of each rank; a box for each event, with a descriptive title. Waits are
+hatched, so that they are visible without colour too.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from flux.trace.events import Event, Kind
-
-from .svg import hatch, milliseconds, steps, tag
+from flux.bench.page.svg import hatch, milliseconds, steps, tag
+from flux.core.events import Event, Kind
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 960.0, 128.0, 10.0, 10.0
-_ROW, _BOX, _BETWEEN = 22.0, 16.0, 8.0  # a row, the boxes in it, and what separates ranks
-_NARROWEST = 0.8  # boxes are at least so wide: short events must not vanish
+_ROW, _BOX, _BETWEEN = 22.0, 16.0, 8.0  # a row, the boxes in it, and the space between ranks
+_NARROWEST = 0.8  # least width of a box: short events must stay visible
 _NAMED = 6.2  # width of a letter of a name inside a box
 _LONGEST_WAITS = 8
 _WORDS = {
@@ -34,7 +33,7 @@ Lane = tuple[int, str]
 
 
 def lanes(events: Sequence[Event]) -> list[Lane]:
-    """(rank, lane) of all rows: by rank, lanes in the order of their first event."""
+    """Return (rank, lane) of all rows: by rank, lanes in the order of their first event."""
     found = dict.fromkeys(
         (event.rank, event.lane) for event in sorted(events, key=lambda event: event.start_us)
     )
@@ -42,7 +41,7 @@ def lanes(events: Sequence[Event]) -> list[Lane]:
 
 
 def describe(event: Event) -> str:
-    """An event in words."""
+    """Return a description of an event."""
     details = ", ".join(f"{name} {value}" for name, value in event.details.items())
     text = (
         f"rank {event.rank}, {event.lane}: {event.name} ({event.kind.value}), "
@@ -52,7 +51,7 @@ def describe(event: Event) -> str:
 
 
 def timeline(events: Sequence[Event]) -> str:
-    """The SVG, with its legend above it; a sentence where there are no events."""
+    """Return the SVG, with its legend above it; a sentence if there are no events."""
     if not events:
         return tag("p", "No timeline was recorded.", class_="note")
     rows = lanes(events)
@@ -134,7 +133,7 @@ def _legend(events: Sequence[Event]) -> Markup:
 
 
 def lane_rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
-    """The timeline as a table: of each lane events, microseconds of work and of waiting."""
+    """Return the timeline as a table: of each lane events, microseconds of work and of waiting."""
     found: list[tuple[str, ...]] = []
     for rank, lane in lanes(events):
         here = [event for event in events if (event.rank, event.lane) == (rank, lane)]
@@ -148,7 +147,7 @@ def lane_rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def longest_waits(events: Sequence[Event]) -> list[str]:
-    """The waits that cost most, in words."""
+    """Return descriptions of the longest waits."""
     waits = [event for event in events if event.kind in WAITS and event.duration_us > 0]
     waits.sort(key=lambda event: -event.duration_us)
     return [

@@ -1,4 +1,4 @@
-"""PyTorch's async tensor parallelism: torch.ops.symm_mem.fused_*.
+"""Adapter for PyTorch's async tensor parallelism: torch.ops.symm_mem.fused_*.
 
 Written against torch 2.13.0, torch/distributed/_symmetric_memory/__init__.py:
     fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *,
@@ -16,17 +16,19 @@ import torch
 import torch.distributed as dist
 
 from flux.bench.methods import Method
+from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
 from flux.bench.problem import BenchConfig
 from flux.bench.reference import Inputs
 
-from .base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
-
 
 class AsyncTp:
+    """The adapter."""
+
     name = "async_tp"
     about = "PyTorch, torch.ops.symm_mem.fused_*"
 
     def available(self) -> str | None:
+        """Return why torch's async-TP ops cannot be used; None if they can."""
         problem = no_gpu()
         if problem is not None:
             return problem
@@ -42,11 +44,13 @@ class AsyncTp:
         return None
 
     def supports(self, config: BenchConfig) -> str | None:
+        """Return why the ops do not support this problem; None if they do."""
         if config.problem.op == "gemm_ar":
             return "has no GEMM with AllReduce"
         return unlike_gpu_ranks(config) or uneven(config, "m", "n" if _gathers(config) else "k")
 
     def make(self, config: BenchConfig, rank: int) -> Method:
+        """Return the method."""
         return _AsyncTpMethod(config)
 
 
@@ -55,7 +59,7 @@ def _gathers(config: BenchConfig) -> bool:
 
 
 class _AsyncTpMethod(PeerMethod):
-    """Calls on the default group. The workspace is torch's own, kept per group."""
+    """Calls on the default group. torch keeps the workspace, per group."""
 
     name = AsyncTp.name
 
@@ -72,8 +76,8 @@ class _AsyncTpMethod(PeerMethod):
         transposed = inputs.weight.t()
         result: torch.Tensor
         if self._gathers:
-            # Without the gathered input torch may choose a kernel that never stores it; flux is
-            # not asked for it either.
+            # Without the gathered input torch may choose a kernel that never stores it. The flux op
+            # does not return it either.
             _, (result,) = ops.fused_all_gather_matmul(
                 inputs.x, [transposed], 0, self._group, return_A=False
             )
@@ -82,4 +86,5 @@ class _AsyncTpMethod(PeerMethod):
         return result
 
     def knobs(self) -> dict[str, Any]:
+        """Return path and version."""
         return {"path": "symm_mem", "torch": str(torch.__version__)}

@@ -1,7 +1,8 @@
-"""What an adapter of another library is: whether it can run here, and the method it makes.
+"""The interface of adapters for other libraries.
 
-A peer is measured exactly as flux's own methods are: in the same rounds, on the same inputs, and
-checked against the same float64 reference. Where it cannot run, it says why, and is listed so.
+A peer is measured exactly like flux's own methods: in the same rounds, on the same inputs, and
+checked against the same float64 reference. If it cannot run, it returns the reason, which is
+reported.
 """
 
 from __future__ import annotations
@@ -20,41 +21,45 @@ class Peer(Protocol):
 
     Attributes:
         name: of the method, in tables and JSON.
-        about: whose it is, for the report.
+        about: its origin, for the report.
     """
 
     name: str
     about: str
 
     def available(self) -> str | None:
-        """Why it cannot be used on this machine; None if it can."""
+        """Return why it cannot be used on this machine; None if it can."""
         ...
 
     def supports(self, config: BenchConfig) -> str | None:
-        """Why it cannot compute this problem; None if it can."""
+        """Return why it cannot compute this problem; None if it can."""
         ...
 
     def make(self, config: BenchConfig, rank: int) -> Method:
-        """Its op. Collective; only where it is available and supports the problem."""
+        """Return its op. Collective; only if it is available and supports the problem."""
         ...
 
 
 class PeerError(RuntimeError):
-    """A peer raised. The message begins with `blame(name)`, by which the suite knows whom to leave
-    out; it crosses processes as text."""
+    """A peer raised.
+
+    The message begins with `blame(name)`, by which the suite identifies the peer to leave out. It
+    crosses processes as text.
+    """
 
 
 def blame(name: str) -> str:
+    """Return the prefix of error messages that names the peer."""
     return f"peer {name}:"
 
 
 def no_gpu() -> str | None:
-    """Why a library that needs GPUs cannot run."""
+    """Return why a library that needs GPUs cannot run; None if it can."""
     return None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none"
 
 
 def unlike_gpu_ranks(config: BenchConfig) -> str | None:
-    """Why a library that needs a GPU for each rank cannot run with this configuration."""
+    """Return why a library that needs a GPU per rank cannot run so; None if it can."""
     if config.backend != "cuda":
         return "runs on GPUs only (--backend cuda)"
     if config.transport in ONE_GPU:
@@ -63,7 +68,7 @@ def unlike_gpu_ranks(config: BenchConfig) -> str | None:
 
 
 def uneven(config: BenchConfig, *names: str) -> str | None:
-    """Why a library that divides these sizes by the ranks cannot take the problem."""
+    """Return why a library that divides these sizes by the ranks cannot run; None if it can."""
     problem = config.problem
     for name in names:
         size = getattr(problem, name)
@@ -73,7 +78,7 @@ def uneven(config: BenchConfig, *names: str) -> str | None:
 
 
 class Guarded:
-    """A peer's method whose errors name it."""
+    """A peer's method whose errors name the peer."""
 
     def __init__(self, peer: Peer, config: BenchConfig, rank: int) -> None:
         self.name = peer.name
@@ -86,29 +91,35 @@ class Guarded:
             raise PeerError(f"{blame(self.name)} {type(error).__name__}: {error}") from error
 
     def __call__(self, inputs: Any) -> Any:
+        """Call the method."""
         return self._run(lambda: self._method(inputs))
 
     def knobs(self) -> dict[str, Any]:
+        """Return the method's settings."""
         return self._method.knobs()
 
     def comm_only(self, inputs: Any) -> Callable[[], object] | None:
+        """Return the method's communication alone, if it has one."""
         return self._method.comm_only(inputs)
 
     def wait(self) -> None:
+        """Wait until the method's calls are done."""
         self._run(self._method.wait)
 
     def close(self) -> None:
+        """Close the method."""
         self._run(self._method.close)
 
 
 class PeerMethod:
-    """What most peers' methods have in common: nothing to wait for, no transport of their own."""
+    """The common part of most peers' methods: no wait, no separate transport."""
 
     def comm_only(self, inputs: Any) -> Callable[[], object] | None:
+        """Return None: there is no transport without the GEMM."""
         return None
 
     def wait(self) -> None:
-        """Nothing: torch sees to what is on its streams."""
+        """Return at once: torch orders the work on its streams."""
 
     def close(self) -> None:
-        """Nothing is kept between calls."""
+        """Do nothing: no state is kept between calls."""

@@ -1,4 +1,4 @@
-"""byte-flux, which imports as `flux` too, and so lives in an interpreter of its own.
+"""Adapter for byte-flux, which is also imported as `flux` and so needs its own interpreter.
 
 FLUX_BENCH_BYTE_FLUX_PYTHON names that interpreter. Each rank starts one process of it, which runs
 byte_flux_worker.py, joins a group with those of the other ranks, and computes on this rank's GPU.
@@ -9,8 +9,8 @@ byte_flux_worker.py, joins a group with those of the other ranks, and computes o
     {"ms": ...}    <------------------------------  the result -> the same file
     result, and the time that the worker took: OwnTime
 
-The two never work at the same time. Times are the worker's, by the method of this benchmark (GPU
-events behind a collective), so that pipes and copies between the processes do not count.
+The two processes never work at the same time. The worker measures the time by this benchmark's
+method (GPU events behind a collective), so pipes and copies between the processes do not count.
 """
 
 from __future__ import annotations
@@ -30,26 +30,30 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from flux import env
 from flux.bench.methods import Method, OwnTime
+from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
 from flux.bench.problem import BenchConfig, Problem
 from flux.bench.reference import Inputs
-
-from .base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
+from flux.core import env
 
 WORKER = Path(__file__).with_name("byte_flux_worker.py")
 _PROBE_S = 120.0
-_START_S = 120.0  # until a worker has imported torch and byte-flux and met the others
+_START_S = 120.0  # limit for a worker to import torch and byte-flux and join the others
 _DTYPES = ("bfloat16", "float16")
 
 
 def _environment() -> dict[str, str]:
-    """Without what leads an interpreter to this process's packages, this flux among them."""
+    """Return the environment without variables that lead to this process's packages.
+
+    This flux is among those packages.
+    """
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 class ByteFlux:
+    """The adapter."""
+
     name = "byte_flux"
     about = "ByteDance's flux, in its own interpreter"
 
@@ -62,6 +66,7 @@ class ByteFlux:
         return self._python or env.BENCH_BYTE_FLUX_PYTHON.get()
 
     def available(self) -> str | None:
+        """Return why byte-flux cannot be used; None if it can."""
         python = self.python
         if not python:
             return (
@@ -74,6 +79,7 @@ class ByteFlux:
         return problem if problem is not None else _probe(python)
 
     def supports(self, config: BenchConfig) -> str | None:
+        """Return why byte-flux does not support this problem; None if it does."""
         problem = config.problem
         if problem.op == "gemm_ar":
             return "has no dense GEMM with AllReduce"
@@ -84,11 +90,12 @@ class ByteFlux:
         return unlike_gpu_ranks(config) or uneven(config, "m", "n" if problem.gathers else "k")
 
     def make(self, config: BenchConfig, rank: int) -> Method:
+        """Return the method."""
         return WorkerMethod(config, rank, self.python, "cuda")
 
 
 def _probe(python: str) -> str | None:
-    """Whether byte-flux can be imported there."""
+    """Return why byte-flux cannot be imported by that interpreter; None if it can."""
     try:
         done = subprocess.run(
             [python, str(WORKER), "--probe"],
@@ -107,7 +114,7 @@ def _probe(python: str) -> str | None:
 
 
 class WorkerMethod(PeerMethod):
-    """One worker's op. Collective; `device` is ``cuda`` but for tests."""
+    """One worker's op. Collective; `device` is ``cuda`` except in tests."""
 
     name = ByteFlux.name
 
@@ -133,7 +140,7 @@ class WorkerMethod(PeerMethod):
         return self._folder / f"{self._rank}.{what}"
 
     def _tensor(self, what: str, shape: Sequence[int]) -> torch.Tensor:
-        """Memory that is the worker's too."""
+        """Return a tensor in memory shared with the worker."""
         rows, columns = shape
         dtype = self._problem.torch_dtype
         path = self._file(what)
@@ -165,6 +172,7 @@ class WorkerMethod(PeerMethod):
         }
 
     def __call__(self, inputs: Inputs) -> OwnTime:
+        """Let the worker compute the op and time it."""
         assert self._worker is not None
         if self._weight is not inputs.weight:
             self._shared_weight.copy_(inputs.weight)
@@ -172,31 +180,33 @@ class WorkerMethod(PeerMethod):
             self._worker.tell("weight")
             self._worker.hear(self._timeout_s)
         self._x.copy_(inputs.x)
-        self._result.fill_(float("nan"))  # what the worker does not write must not pass for right
+        self._result.fill_(float("nan"))  # a missing write of the worker must be detected
         if inputs.x.is_cuda:
-            torch.cuda.synchronize(inputs.x.device)  # the GPU is the worker's alone
+            torch.cuda.synchronize(inputs.x.device)  # the worker uses the GPU alone
         self._worker.tell("run")
         answer = self._worker.hear(self._timeout_s)
         return OwnTime(self._result.to(inputs.x.device, copy=True), float(answer["ms"]))
 
     def knobs(self) -> dict[str, Any]:
+        """Return the path and the worker's description."""
         return {"path": "byte_flux", **self._about}
 
     def close(self) -> None:
+        """End the worker and remove its files."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
         for file in self._folder.glob(f"{self._rank}.*"):
             file.unlink(missing_ok=True)
         if self._rank == 0:
-            with contextlib.suppress(OSError):  # others may still hold files of theirs in it
+            with contextlib.suppress(OSError):  # other ranks may still have files in it
                 (self._folder / "store").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the last one out takes the folder with it
+        with contextlib.suppress(OSError):  # the last rank removes the folder
             self._folder.rmdir()
 
 
 class _Worker:
-    """The process: lines of JSON to its standard input and from its standard output."""
+    """The process, with lines of JSON on its standard input and output."""
 
     def __init__(self, python: str, specification: dict[str, Any], errors: Path) -> None:
         self._errors = errors
@@ -211,6 +221,7 @@ class _Worker:
         self._buffer = b""
 
     def tell(self, what: str) -> None:
+        """Send a command."""
         stream: IO[bytes] | None = self._process.stdin
         assert stream is not None
         try:
@@ -220,10 +231,10 @@ class _Worker:
             raise RuntimeError(f"its process is gone{self._last_words()}") from None
 
     def hear(self, timeout_s: float) -> dict[str, Any]:
-        """The next answer.
+        """Return the next answer.
 
         Raises:
-            RuntimeError: none came in time, it is an error, or the process is gone.
+            RuntimeError: there is no answer in time, it is an error, or the process has ended.
         """
         assert self._process.stdout is not None
         source = self._process.stdout.fileno()
@@ -247,7 +258,7 @@ class _Worker:
         return f": {lines[-1]}" if lines else ""
 
     def close(self) -> None:
-        """End the process. Its input is at its end then, which it takes for leave to go."""
+        """Close the pipes, on which the process ends; kill it if it does not."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Runs byte-flux's ops for the benchmark, in the interpreter that has byte-flux (byte_flux.py).
+"""Run byte-flux's ops for the benchmark, in the interpreter that has byte-flux (byte_flux.py).
 
-A script, not a module of this package: what it imports as `flux` is the other one. It needs nothing
-but that and torch.
+This is a script, not a module of this package: its `flux` is byte-flux. It needs only that and
+torch.
 
 Written against byte-flux 1.1.2 (bytedance/flux, commit 19831ca): src/pybind/ag_gemm.cc `AGKernel`,
 src/pybind/gemm_rs.cc `GemmRS`, python/flux/testing/utils.py `initialize_distributed`, launch.sh.
@@ -17,14 +17,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-# This script's folder has adapters named after the packages that they adapt.
+# Remove this script's folder from the path: its adapters have the names of the packages.
 sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
 
-_SLEEP_CYCLES = 20_000_000  # some 10 ms, in which the host enqueues a call
+_SLEEP_CYCLES = 20_000_000  # about 10 ms, in which the host enqueues a call
 
 
 def load() -> Any:
-    """byte-flux and its version; not the flux that this benchmark is part of."""
+    """Return byte-flux; exit if `flux` is the package of this benchmark."""
     import flux
 
     if not hasattr(flux, "AGKernel") or not hasattr(flux, "GemmRS"):
@@ -33,7 +33,7 @@ def load() -> Any:
 
 
 def prepare(specification: dict[str, Any]) -> None:
-    """Set what byte-flux's launch.sh and torchrun would; nobody else runs in this process."""
+    """Set the variables that byte-flux's launch.sh and torchrun would set for this process."""
     rank, world = str(specification["rank"]), str(specification["world"])
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -82,15 +82,17 @@ class Op:
             n = spec["n"] // spec["world"]
             op = flux.AGKernel(group, 1, spec["m"], n, spec["k"], dtype, output_dtype=dtype)
             return lambda: op.forward(self.x, self.weight, transpose_weight=False)
-        rows = -(-spec["m"] // 1024) * 1024  # the buffers' size, as its own test rounds it
+        rows = -(-spec["m"] // 1024) * 1024  # the buffers' size, rounded as in byte-flux's own test
         op = flux.GemmRS(group, 1, rows, spec["n"], dtype, dtype, transpose_weight=False)
         return lambda: op.forward(self.x, self.weight)
 
     def take_weight(self) -> dict[str, Any]:
+        """Copy the shared weight to the device."""
         self.weight.copy_(self.shared["weight"])
         return {}
 
     def run(self) -> dict[str, Any]:
+        """Run one call on the shared input; return its time."""
         self.x.copy_(self.shared["x"])
         result, elapsed = self._on_gpu() if self.cuda else self._on_cpu()
         shape = tuple(self.shared["result"].shape)
@@ -119,8 +121,9 @@ class Op:
 
 
 def main() -> None:
+    """Answer commands on standard input until it is closed."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is not an answer
+    os.dup2(2, 1)  # keeps libraries' output apart from the answers
 
     def answer(content: dict[str, Any]) -> None:
         channel.write(json.dumps(content) + "\n")

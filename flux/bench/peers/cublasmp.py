@@ -1,11 +1,11 @@
-"""cuBLASMp, through nvmath-python: distributed matmul with its communication overlapped.
+"""Adapter for cuBLASMp, by nvmath-python: distributed matmul with overlapped communication.
 
 Written against nvmath-python 1.0.0: `initialize` and `finalize` of nvmath/distributed/__init__.py,
 `TorchProcessGroup` of process_group.py, `BlockNonCyclic` and `ProcessGrid` of distribution/,
 `Matmul` of linalg/advanced/matmulmod.py (and version 0.10 of the library, nvidia-cublasmp).
 
-The library thinks in columns, so it computes the transposed result from transposed views, which
-cost nothing. D, A and B are distributed over W ranks by rows (R) or columns (C):
+The library is column-major, so it computes the transposed result from transposed views, which are
+free. D, A and B are distributed over W ranks by rows (R) or columns (C):
 
     op        D  [N, M] =  A^T, A [K, N]   @   B [K, M]
     ag_gemm   R            C                   C          D^T: [M, N/W] of each rank
@@ -22,19 +22,21 @@ from typing import Any
 import torch
 
 from flux.bench.methods import Method
+from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
 from flux.bench.problem import BenchConfig
 from flux.bench.reference import Inputs
-
-from .base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
 
 _PACKAGE = "nvmath"
 
 
 class CublasMp:
+    """The adapter."""
+
     name = "cublasmp"
     about = "cuBLASMp, through nvmath-python"
 
     def available(self) -> str | None:
+        """Return why cuBLASMp cannot be used; None if it can."""
         if importlib.util.find_spec(_PACKAGE) is None:
             return "nvmath-python is not installed"
         problem = no_gpu()
@@ -43,22 +45,24 @@ class CublasMp:
         try:
             importlib.import_module("nvmath.distributed.linalg.advanced")
             version = int(importlib.import_module("nvmath.bindings.cublasMp").get_version())
-        except Exception as error:  # it loads several CUDA libraries, each of which may be missing
+        except Exception as error:  # it loads several CUDA libraries, any of which may be missing
             return f"cuBLASMp cannot be loaded: {type(error).__name__}: {error}"
         return None if version >= 600 else f"cuBLASMp must be 0.6 or newer, got {version}"
 
     def supports(self, config: BenchConfig) -> str | None:
-        # Both are shared out evenly: the rows of the shard or of the result, and K or N.
+        """Return why the library does not support this problem; None if it does."""
+        # Two extents must divide evenly: the rows of the shard or of the result, and K or N.
         return unlike_gpu_ranks(config) or uneven(
             config, "m", "n" if config.problem.gathers else "k"
         )
 
     def make(self, config: BenchConfig, rank: int) -> Method:
+        """Return the method."""
         return _MatmulMethod(config)
 
 
 class _MatmulMethod(PeerMethod):
-    """A planned Matmul on the tensors of the latest call; planned anew for other tensors."""
+    """A Matmul planned for the tensors of the latest call; planned again for other tensors."""
 
     name = CublasMp.name
 
@@ -70,7 +74,7 @@ class _MatmulMethod(PeerMethod):
         self._of: tuple[torch.Tensor, torch.Tensor] | None = None
         groups = importlib.import_module("nvmath.distributed.process_group")
         device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        # Set-up goes over the group's CPU backend; the calls themselves over NCCL.
+        # Set-up uses the group's CPU backend; calls use NCCL.
         self._distributed.initialize(
             device, groups.TorchProcessGroup(device_id="cpu"), backends=["nccl"]
         )
@@ -103,6 +107,7 @@ class _MatmulMethod(PeerMethod):
         self._of = (inputs.x, inputs.weight)
 
     def knobs(self) -> dict[str, Any]:
+        """Return path and version."""
         nvmath = importlib.import_module(_PACKAGE)
         return {"path": "cublasmp", "nvmath": str(getattr(nvmath, "__version__", "unknown"))}
 
@@ -112,5 +117,6 @@ class _MatmulMethod(PeerMethod):
             matmul.free()
 
     def close(self) -> None:
+        """Free the plan and finalize the library."""
         self._free()
         self._distributed.finalize()

@@ -1,12 +1,12 @@
-"""TransformerEngine's userbuffers: te.Linear with the AllGather or ReduceScatter in its GEMM.
+"""Adapter for TransformerEngine's userbuffers: te.Linear with overlapped AllGather/ReduceScatter.
 
 Written against transformer-engine 2.20.2: `initialize_ub` and `destroy_ub` of
 pytorch/module/base.py, `Linear` of pytorch/module/linear.py. The names fc1 and fc2 are among those
-that userbuffers are set up for, with a ring exchange for AllGather and a pipeline for
-ReduceScatter: its defaults.
+that userbuffers support, by default with a ring exchange for AllGather and a pipeline for
+ReduceScatter.
 
-Users are told to set CUDA_DEVICE_MAX_CONNECTIONS=1 for it. That changes how all methods' streams
-are served, so it is left as the user has it, and the value is among the method's knobs.
+Its documentation tells users to set CUDA_DEVICE_MAX_CONNECTIONS=1. That changes the scheduling of
+all methods' streams, so the user's value is kept and reported among the method's knobs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from flux.bench.methods import Method
+from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
 from flux.bench.problem import BenchConfig
 from flux.bench.reference import Inputs
-
-from .base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
 
 _PACKAGE = "transformer_engine"
 _DTYPES = ("bfloat16", "float16")
@@ -34,10 +33,13 @@ def _te() -> Any:
 
 
 class TransformerEngine:
+    """The adapter."""
+
     name = "te_userbuffers"
     about = "TransformerEngine, te.Linear with userbuffers"
 
     def available(self) -> str | None:
+        """Return why TransformerEngine cannot be used; None if it can."""
         if importlib.util.find_spec(_PACKAGE) is None:
             return "transformer-engine is not installed"
         problem = no_gpu()
@@ -53,6 +55,7 @@ class TransformerEngine:
         return f"this transformer-engine has no {', '.join(missing)}" if missing else None
 
     def supports(self, config: BenchConfig) -> str | None:
+        """Return why TransformerEngine does not support this problem; None if it does."""
         problem = config.problem
         if problem.op == "gemm_ar":
             return "has no GEMM with AllReduce of its own"
@@ -61,11 +64,12 @@ class TransformerEngine:
         return unlike_gpu_ranks(config) or uneven(config, "m", "n" if problem.gathers else "k")
 
     def make(self, config: BenchConfig, rank: int) -> Method:
+        """Return the method."""
         return _UserbuffersMethod(config)
 
 
 class _UserbuffersMethod(PeerMethod):
-    """One layer, whose weight is replaced by that of the call."""
+    """One layer; each call sets its weight."""
 
     name = TransformerEngine.name
 
@@ -73,11 +77,12 @@ class _UserbuffersMethod(PeerMethod):
         problem = config.problem
         te = self._te = _te()
         if not self._multicast():
-            os.environ.setdefault("UB_SKIPMC", "1")  # CUDA IPC instead, as its error message says
+            # Uses CUDA IPC instead, as its error message suggests.
+            os.environ.setdefault("UB_SKIPMC", "1")
         columns = problem.k if problem.gathers else problem.n
         options: dict[str, Any] = {"dtype": problem.torch_dtype, "bootstrap_backend": "gloo"}
         modes = getattr(te, "UserBufferQuantizationMode", None)
-        if modes is not None:  # without it, that is the default
+        if modes is not None:  # older versions have only this mode
             options["quantization_modes"] = [modes.NONE]
         te.initialize_ub([problem.m, columns], problem.world, **options)
         try:
@@ -110,6 +115,7 @@ class _UserbuffersMethod(PeerMethod):
         return result
 
     def knobs(self) -> dict[str, Any]:
+        """Return path, version and the number of device queues."""
         connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")
         package = importlib.import_module(_PACKAGE)
         return {
@@ -119,4 +125,5 @@ class _UserbuffersMethod(PeerMethod):
         }
 
     def close(self) -> None:
+        """Release the userbuffers."""
         self._te.destroy_ub()

@@ -53,7 +53,7 @@ struct WaitingMainloop : Base {
   }
 
   // After the block's last load. A peer that gives up says so in the own status before it lets its
-  // copies go (csrc/host, let_go), so signals that were raised in front of rows that never came were
+  // copies go (cuda_host/cuda_op.h, let_go), so signals that were raised in front of rows that never came were
   // acquired after it: report_failure() looks at the status behind all of them.
   CUTLASS_DEVICE void load_tail(typename Base::MainloopPipeline pipeline,
                                 typename Base::PipelineState state) {

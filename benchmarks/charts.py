@@ -1,0 +1,309 @@
+"""The charts of docs/results/, from the raw JSON under benchmarks/results/.
+
+tables.py writes them: `python benchmarks/tables.py`. How they are drawn: drawing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cpu_foundation
+import cpu_growth
+import cuda_host_time
+import kernel_choice
+import layers
+import multi_host
+import reliability
+from common import LABELS, LINK_NAMES, RESULTS, load, ratio, ratio_interval, unfused_interval
+from drawing import Bar, Group, Line, Series, bars, lines
+
+OVER_UNFUSED = "time over the unfused path's; below 1 is faster"
+INTERVAL = "90% interval"
+FLUX, RING = Series("flux", 2), Series("one chunk per rank, round a ring", 0)
+OPS = tuple(Series(name, colour) for name, colour in zip(LABELS.values(), (2, 1, 4), strict=True))
+
+
+def method_bar(document: dict[str, Any], method: str, *, with_gemm: bool = False) -> Bar:
+    """Return a method's time over unfused."""
+    mark = None
+    if with_gemm:
+        methods = document["methods"]
+        mark = methods[method]["gemm_non_split_ms"] / methods["unfused"]["overall_ms"]
+    return Bar(ratio(document, method), unfused_interval(document, method), mark)
+
+
+def hosts() -> str:
+    """Return flux and medium over unfused at the largest shape, by link."""
+    m, n, k = multi_host.SHAPES[0]
+    groups = []
+    for op in multi_host.OPS:
+        for link in multi_host.RATES:
+            name = multi_host.name_of(op, (m, n, k), "2x1", link)
+            found = load(multi_host.RESULTS / f"{name}.json")
+            both = tuple(method_bar(found, one, with_gemm=True) for one in ("flux", "medium"))
+            groups.append(Group(LINK_NAMES[link], both, LABELS[op]))
+    return bars(
+        "Between two hosts: slower link, larger gain",
+        f"M x N x K = {m} x {n} x {k}, one rank per host",
+        OVER_UNFUSED,
+        (FLUX, RING),
+        groups,
+        reference=1.0,
+        interval=INTERVAL,
+        mark="the multiply alone",
+    )
+
+
+def hosts_shapes() -> str:
+    """Return flux over unfused by shape, for one and for two ranks per host."""
+    groups = []
+    for op in multi_host.OPS:
+        for shape in multi_host.SHAPES:
+            both = []
+            for layout in ("2x1", "2x2"):
+                path = multi_host.RESULTS / (
+                    multi_host.name_of(op, shape, layout, "1gbit") + ".json"
+                )
+                both.append(_bar_of(path))
+            groups.append(Group(" x ".join(map(str, shape)), tuple(both), LABELS[op]))
+    return bars(
+        "All shapes between two hosts, 1 Gbit/s",
+        "M x N x K, float32; – was not measured",
+        OVER_UNFUSED,
+        (Series("1 rank per host", 2), Series("2 ranks per host", 3)),
+        groups,
+        reference=1.0,
+        interval=INTERVAL,
+    )
+
+
+def _bar_of(path: Any) -> Bar:
+    """Return flux over unfused, or nothing where the run is not there."""
+    try:
+        return method_bar(load(path), "flux")
+    except FileNotFoundError:
+        return Bar(None)
+
+
+def _layer_groups(case: tuple[str, int, int, int], phases: tuple[str, ...]) -> list[Group]:
+    groups = []
+    model, scale, sequence, batch = case
+    section = f"{model} / {scale}, {sequence} x {batch} tokens"
+    for link in layers.LINKS:
+        found = load(layers.RESULTS / layers.file_name(*case, link))["phases"]
+        each = [(found[phase]["ratio"], found[phase]["ratio_interval"]) for phase in phases]
+        made = tuple(Bar(value, None if ends is None else tuple(ends)) for value, ends in each)
+        groups.append(Group(LINK_NAMES[link], made, section))
+    return groups
+
+
+OVER_MEGATRON = "time over Megatron-core's; below 1 is faster"
+
+
+def layer() -> str:
+    """Return our layers over Megatron's in a GPT-3 layer, by link."""
+    phases = ("train", "prefill", "decode")
+    return bars(
+        "A transformer layer: flux over Megatron-core",
+        "two ranks, one per host or both in one host",
+        OVER_MEGATRON,
+        [Series(name, colour) for name, colour in zip(phases, (2, 1, 4), strict=True)],
+        _layer_groups(layers.CASES[0], phases),
+        reference=1.0,
+        interval="95% interval",
+    )
+
+
+def layer_models() -> str:
+    """Return the other models' layers."""
+    phases = ("train", "prefill")
+    groups = [group for case in layers.CASES[1:] for group in _layer_groups(case, phases)]
+    return bars(
+        "Layers with all tokens in one sequence",
+        "attention, unchanged by flux, has a larger share",
+        OVER_MEGATRON,
+        (Series("train", 2), Series("prefill", 1)),
+        groups,
+        reference=1.0,
+        interval="95% interval",
+    )
+
+
+def one_host() -> str:
+    """Return flux over unfused by M, for the three ops."""
+    groups = []
+    for m, n, k in [*cpu_foundation.LARGE, *reversed(cpu_foundation.SMALL)]:
+        found = [load(RESULTS / f"{op}_{m}x{n}x{k}_float32_w2.json") for op in LABELS]
+        made = tuple(method_bar(document, "flux") for document in found)
+        groups.append(Group(f"M = {m}", made, f"N x K = {n} x {k}"))
+    return bars(
+        "Two ranks of one host: few rows gain most",
+        "float32, one thread per rank, two cores",
+        OVER_UNFUSED,
+        OPS,
+        groups,
+        reference=1.0,
+        interval=INTERVAL,
+    )
+
+
+def growth() -> str:
+    """Return times against M of one and of two ranks."""
+    panels = []
+    for op in ("ag_gemm", "gemm_rs"):
+        found: dict[tuple[int, int], dict[str, Any]] = {}
+        for m in cpu_growth.ROWS:
+            for world in (1, 2):
+                path = RESULTS / "growth" / cpu_growth.file_name(op, m, world)
+                try:
+                    found[m, world] = load(path)["methods"]
+                except FileNotFoundError:
+                    continue
+        sizes = sorted({m for m, _ in found})
+        drawn = [
+            Line(tuple((m, found[m, world][name]["overall_ms"]) for m in sizes), dashed)
+            for name, world, dashed in (
+                ("unfused", 2, False),
+                ("flux", 2, False),
+                ("flux", 1, True),
+            )
+        ]
+        panels.append((LABELS[op], drawn))
+    return lines(
+        "Time against M, one rank and two",
+        f"N x K = {cpu_growth.N} x {cpu_growth.K}, float32, two cores",
+        "M, rows of all ranks",
+        "ms per call",
+        (Series("unfused, 2 ranks", 0), Series("flux, 2 ranks", 2), Series("flux, 1 rank", 1)),
+        panels,
+    )
+
+
+OVERHEAD = {
+    "torch.mm": ("torch.mm",),
+    "argument checks": ("argument checks",),
+    "dispatch and lock": ("dispatch, lock, rest of a lone call",),
+    "schedule and engine": (
+        "schedule lookup",
+        "engine: begin",
+        "engine: peers, copies, reduction",
+    ),
+    "Python of the backend": ("python of the backend",),
+}
+
+
+def overhead() -> str:
+    """Return the parts of a small call's time."""
+    costs = load(RESULTS / "overhead.json")["call_cost_us"]
+    groups = [
+        Group(LABELS[op], tuple(Bar(sum(parts[key] for key in keys)) for keys in OVERHEAD.values()))
+        for op, parts in costs.items()
+    ]
+    return bars(
+        "What one call costs besides its multiply",
+        "M = 1, N = K = 64, two ranks of one host",
+        "microseconds per call",
+        [Series(name, colour) for name, colour in zip(OVERHEAD, (0, 1, 3, 4, 2), strict=True)],
+        groups,
+        stacked=True,
+        value_text="{:.0f}".format,
+    )
+
+
+def tuning() -> str:
+    """Return tuned ops over unfused, by M."""
+    found = load(RESULTS / "tuning.json")["search"]["shapes"]
+    bar_of = {}
+    for one in found:
+        rounds, name = one["rounds_ms"], one["tuned"]["name"]
+        ends = ratio_interval(rounds[name], rounds["unfused"])
+        bar_of[one["op"], one["m"]] = Bar(one["tuned_over_unfused"], ends)
+    sizes = sorted({m for _, m in bar_of})
+    groups = [
+        Group(f"M = {m}", tuple(bar_of[op, m] for op in ("ag_gemm", "gemm_rs"))) for m in sizes
+    ]
+    return bars(
+        "Tuned ops are faster at every shape",
+        f"N x K = {found[0]['n']} x {found[0]['k']}, float32, two ranks of one host",
+        OVER_UNFUSED,
+        OPS[:2],
+        groups,
+        reference=1.0,
+        interval=INTERVAL,
+    )
+
+
+def cuda_host() -> str:
+    """Return driver calls per call, now and before."""
+    now, before = (
+        load(RESULTS / f"{name}.json") for name in ("cuda_host_time", "cuda_host_time_before")
+    )
+    groups = [
+        Group(
+            LABELS[one["op"]],
+            (Bar(one["driver_calls"]), Bar(old["driver_calls"])),
+            f"M = {one['m']}",
+        )
+        for one, old in zip(now["ops"], before["ops"], strict=True)
+    ]
+    return bars(
+        "Calls of the CUDA driver per call of an op",
+        f"one rank of {cuda_host_time.WORLD}, on a device that does nothing",
+        "driver calls per call; fewer is better",
+        (Series("now", 2), Series("before", 0)),
+        groups,
+        value_text="{:.0f}".format,
+    )
+
+
+def kernel_rating() -> str:
+    """Return NVIDIA's estimate of our choice over its own, by M."""
+    groups = [
+        Group(f"M = {name}", (Bar(middle), Bar(most)))
+        for name, _, _, middle, most in kernel_choice.agreements(
+            load(RESULTS.parent / "heuristics" / "kernel_choice.json")
+        )
+    ]
+    return bars(
+        "Chosen kernels, rated by NVIDIA's model",
+        "predictions for 8 ranks, bfloat16; nothing is measured",
+        "estimated time of ours over the best one's",
+        (Series("median shape", 2), Series("worst shape", 1)),
+        groups,
+        reference=1.0,
+    )
+
+
+def soak() -> str:
+    """Return how often each disturbance hit the ranks of the soak."""
+    found = load(reliability.SOAK)
+    counts = found["counts"]
+    groups = [
+        Group(text, (Bar(counts[name]),), place)
+        for place, names in reliability.DISTURBANCES.items()
+        for name, text in names.items()
+    ]
+    return bars(
+        f"What {found['minutes']:.0f} minutes of soak did to four ranks",
+        f"{counts['compared']:,} results compared, {found['episodes']} episodes",
+        "disturbances",
+        (Series("disturbances", 2),),
+        groups,
+        value_text="{:,.0f}".format,
+    )
+
+
+CHARTS: dict[str, Callable[[], str]] = {
+    "hosts.svg": hosts,
+    "hosts-shapes.svg": hosts_shapes,
+    "layers.svg": layer,
+    "layers-models.svg": layer_models,
+    "one-host.svg": one_host,
+    "growth.svg": growth,
+    "overhead.svg": overhead,
+    "tuning.svg": tuning,
+    "cuda-host.svg": cuda_host,
+    "kernel-choice.svg": kernel_rating,
+    "reliability.svg": soak,
+}

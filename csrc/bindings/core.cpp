@@ -1,0 +1,232 @@
+// Binds csrc/core for tests and tools, and the schedule builder. Ranges, hops and coordinates are
+// tuples.
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "core/relay.h"
+#include "core/tile_map.h"
+#include "schedule/schedule.h"
+
+namespace py = pybind11;
+
+namespace flux::host {
+namespace {
+
+using MeshTuple = std::tuple<int, int, int>;
+using RangeTuple = std::pair<int, int>;
+
+Mesh mesh_of(const MeshTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
+RangeTuple tuple_of(Range r) { return {r.begin, r.end}; }
+std::pair<int, int> tuple_of(Hop h) { return {h.chunk, h.peer}; }
+
+TileOrder tile_order(int op, int m, int n, int tile_m, int tile_n, int raster, int swizzle,
+                     int order, int direction, const MeshTuple& mesh, int rank) {
+  return TileOrder{static_cast<OpKind>(op),
+                   m,
+                   n,
+                   tile_m,
+                   tile_n,
+                   raster,
+                   static_cast<Swizzle>(swizzle),
+                   static_cast<Order>(order),
+                   static_cast<Direction>(direction),
+                   mesh_of(mesh),
+                   rank};
+}
+
+std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
+                                        const MeshTuple& mesh, int tile_m, int tile_n, int raster,
+                                        int comm_rows, int direction, int order, int swizzle,
+                                        int store, std::vector<int> hosts) {
+  ScheduleSpec spec;
+  spec.problem = Problem{static_cast<OpKind>(op), m, n, k, world_of(mesh_of(mesh))};
+  // A world that build_schedule is going to refuse must not be divided by.
+  const int columns = spec.problem.world >= 1 ? local_n(spec.problem, rank) : 0;
+  spec.tiles =
+      tile_order(op, m, columns, tile_m, tile_n, raster, swizzle, order, direction, mesh, rank);
+  spec.comm = CommTiling{m, spec.problem.world, comm_rows};
+  spec.store = static_cast<Store>(store);
+  spec.hosts = std::move(hosts);
+  return std::make_shared<Schedule>(build_schedule(spec));
+}
+
+py::tuple tuple_of(const Transfer& t) {
+  return py::make_tuple(t.step, t.src, t.dst, t.chunk, t.tile, t.rows.begin, t.rows.end, t.signal,
+                        t.forwarded);
+}
+
+py::tuple tuple_of(const Home& h) { return py::make_tuple(h.holder, h.block); }
+
+py::tuple tuple_of(const Share& s) { return py::make_tuple(s.source, s.signal, s.block); }
+
+template <class T>
+py::tuple tuples_of(const std::vector<T>& list);
+
+py::tuple tuple_of(const Reduction& r) {
+  return py::make_tuple(r.owner, r.tile, r.rows.begin, r.rows.end, tuples_of(r.shares), r.target,
+                        r.signal, r.block);
+}
+
+py::tuple tuple_of(const Parcel& p) {
+  return py::make_tuple(static_cast<int>(p.kind), p.chunk, p.rows.begin, p.rows.end, p.signal,
+                        p.block);
+}
+
+py::tuple tuple_of(const Visit& v) {
+  return py::make_tuple(v.rows.begin, v.rows.end, v.cols.begin, v.cols.end, tuple_of(v.waits),
+                        v.owner, tuple_of(v.completes));
+}
+
+template <class T>
+py::tuple tuples_of(const std::vector<T>& list) {
+  py::tuple out(list.size());
+  for (std::size_t i = 0; i < list.size(); ++i) out[i] = tuple_of(list[i]);
+  return out;
+}
+
+// What kernels alone evaluate.
+void bind_kernel_maps(py::module_& core) {
+  py::class_<TileMap>(core, "TileMap")
+      .def(py::init([](const TileOrder& t) { return tile_map(t); }), py::arg("order"))
+      .def_property_readonly("runs",
+                             [](const TileMap& map) {
+                               std::vector<RangeTuple> runs;
+                               for (int i = 0; i < map.runs; ++i) {
+                                 runs.emplace_back(map.first[i], map.past[i]);
+                               }
+                               return runs;
+                             })
+      .def("tile_at", [](const TileMap& map, int slot) {
+        const TileCoord c = tile_at(map, slot);
+        return std::make_pair(c.m, c.n);
+      });
+  py::class_<ScatterTiling>(core, "ScatterTiling")
+      .def(py::init([](int m, int n, int world, int tile_m, int tile_n) {
+             return ScatterTiling{m, n, world, tile_m, tile_n};
+           }),
+           py::arg("m"), py::arg("n"), py::arg("world"), py::arg("tile_m"), py::arg("tile_n"))
+      .def("owners_of_tile",
+           [](const ScatterTiling& s, int tile) { return tuple_of(owners_of_tile(s, tile)); })
+      .def("tiles_of_owner",
+           [](const ScatterTiling& s, int owner) { return tuple_of(tiles_of_owner(s, owner)); })
+      .def("flag_rows", &flag_rows)
+      .def("flag_columns", &flag_columns)
+      .def("flag_count", &flag_count)
+      .def("flag_index", &flag_index, py::arg("source"), py::arg("owner"), py::arg("tile_row"),
+           py::arg("tile_column"))
+      .def("map_rows", &map_rows, py::arg("owner"))
+      .def("map_row", &map_row, py::arg("owner"), py::arg("row"))
+      .def("strip_count", &strip_count)
+      .def("strips_of_owner", &strips_of_owner, py::arg("owner"))
+      .def("strip_of_owner", [](const ScatterTiling& s, int owner, int index) {
+        const Strip strip = strip_of_owner(s, owner, index);
+        return std::make_tuple(strip.tile_row, strip.begin, strip.end);
+      });
+  core.attr("strip_rows") = kStripRows;
+  core.attr("guard_rows") = kGuardRows;
+  core.attr("max_runs") = kMaxRuns;
+}
+
+}  // namespace
+
+void bind_core(py::module_& m) {
+  auto core = m.def_submodule("core", "The integer maps of csrc/core.");
+  core.def("chunk_rows", &chunk_rows, py::arg("m"), py::arg("world"));
+  core.def("row_begin", &row_begin, py::arg("m"), py::arg("world"), py::arg("rank"));
+  core.def("row_end", &row_end, py::arg("m"), py::arg("world"), py::arg("rank"));
+  core.def("row_count", &row_count, py::arg("m"), py::arg("world"), py::arg("rank"));
+  core.def("local_n", [](int op, int n, int world, int rank) {
+    return local_n(Problem{static_cast<OpKind>(op), 1, n, 1, world}, rank);
+  });
+  core.def("local_k", [](int op, int k, int world, int rank) {
+    return local_k(Problem{static_cast<OpKind>(op), 1, 1, k, world}, rank);
+  });
+  core.def("owner_of", &owner_of, py::arg("m"), py::arg("world"), py::arg("row"));
+  core.def("tiles_per_chunk",
+           [](int m, int world, int rows) { return tiles_per_chunk({m, world, rows}); });
+  core.def("signal_index", [](int m, int world, int rows, int chunk, int tile) {
+    return signal_index({m, world, rows}, chunk, tile);
+  });
+  core.def("comm_tile_rows", [](int m, int world, int rows, int chunk, int tile) {
+    return tuple_of(comm_tile_rows({m, world, rows}, chunk, tile));
+  });
+  core.def("comm_tile_of",
+           [](int m, int world, int rows, int row) { return comm_tile_of({m, world, rows}, row); });
+  core.def("signals_of_rows", [](int m, int world, int rows, int begin, int end) {
+    return tuple_of(signals_of_rows({m, world, rows}, begin, end));
+  });
+  core.def("epoch_reached", &epoch_reached, py::arg("observed"), py::arg("expected"));
+  core.def("recv_hop", [](int order, const MeshTuple& mesh, int direction, int rank, int step) {
+    return tuple_of(recv_hop(static_cast<Order>(order), mesh_of(mesh),
+                             static_cast<Direction>(direction), rank, step));
+  });
+  core.def("send_hop", [](int order, const MeshTuple& mesh, int direction, int rank, int step) {
+    return tuple_of(send_hop(static_cast<Order>(order), mesh_of(mesh),
+                             static_cast<Direction>(direction), rank, step));
+  });
+  core.def("step_of_chunk",
+           [](int order, const MeshTuple& mesh, int direction, int rank, int chunk) {
+             return step_of_chunk(static_cast<Order>(order), mesh_of(mesh),
+                                  static_cast<Direction>(direction), rank, chunk);
+           });
+  core.def("swizzle_is_legal", [](int swizzle, const MeshTuple& mesh) {
+    return is_legal(static_cast<Swizzle>(swizzle), mesh_of(mesh));
+  });
+  py::class_<TileOrder>(core, "TileOrder")
+      .def(py::init(&tile_order), py::kw_only(), py::arg("op"), py::arg("m"), py::arg("n"),
+           py::arg("tile_m"), py::arg("tile_n"), py::arg("raster"), py::arg("swizzle"),
+           py::arg("order"), py::arg("direction"), py::arg("mesh"), py::arg("rank"))
+      .def("tiles_m", [](const TileOrder& t) { return tiles_m(t); })
+      .def("tiles_n", [](const TileOrder& t) { return tiles_n(t); })
+      .def("tile_count", [](const TileOrder& t) { return tile_count(t); })
+      .def("chunk_at", [](const TileOrder& t, int position) { return chunk_at(t, position); })
+      .def("position_of_tile",
+           [](const TileOrder& t, int tile) { return position_of_tile(t, tile); })
+      .def("tile_row_at", [](const TileOrder& t, int slot) { return tile_row_at(t, slot); })
+      .def("tile_at", [](const TileOrder& t, int slot) {
+        const TileCoord c = tile_at(t, slot);
+        return std::make_pair(c.m, c.n);
+      });
+  bind_kernel_maps(core);
+}
+
+void bind_schedule(py::module_& m) {
+  py::class_<Schedule, std::shared_ptr<Schedule>>(m, "Schedule")
+      .def_property_readonly("visits", [](const Schedule& s) { return tuples_of(s.visits); })
+      .def_property_readonly("transfers", [](const Schedule& s) { return tuples_of(s.transfers); })
+      .def_property_readonly("results", [](const Schedule& s) { return tuples_of(s.results); })
+      .def_property_readonly("receipts", [](const Schedule& s) { return tuples_of(s.receipts); })
+      .def_property_readonly("program",
+                             [](const Schedule& s) {
+                               py::tuple out(s.program.size());
+                               for (std::size_t i = 0; i < s.program.size(); ++i) {
+                                 out[i] = py::make_tuple(static_cast<int>(s.program[i].kind),
+                                                         s.program[i].index);
+                               }
+                               return out;
+                             })
+      .def_property_readonly("reductions",
+                             [](const Schedule& s) { return tuples_of(s.reductions); })
+      .def_property_readonly("homes", [](const Schedule& s) { return tuples_of(s.homes); })
+      .def(
+          "parcels_for",
+          [](const Schedule& s, int peer) { return tuples_of(parcels_for(s, peer)); },
+          py::arg("peer"))
+      .def_property_readonly("signals", [](const Schedule& s) { return signals_needed(s.spec); })
+      .def_readonly("publishes_own", &Schedule::publishes_own);
+  m.def("build_schedule", &make_schedule, py::kw_only(), py::arg("op"), py::arg("m"), py::arg("n"),
+        py::arg("k"), py::arg("rank"), py::arg("mesh"), py::arg("tile_m"), py::arg("tile_n"),
+        py::arg("raster"), py::arg("comm_rows"), py::arg("direction"), py::arg("order"),
+        py::arg("swizzle"), py::arg("store"), py::arg("hosts") = std::vector<int>());
+  m.def(
+      "room_for",
+      [](int order, int direction, const MeshTuple& mesh, const std::vector<int>& hosts) {
+        const Room room = room_for(static_cast<Order>(order), static_cast<Direction>(direction),
+                                   mesh_of(mesh), hosts);
+        return std::make_pair(room.blocks, room.regions);
+      },
+      py::kw_only(), py::arg("order"), py::arg("direction"), py::arg("mesh"),
+      py::arg("hosts") = std::vector<int>());
+}
+
+}  // namespace flux::host

@@ -1,0 +1,374 @@
+#include "cpu/engine.h"
+
+#include <unistd.h>
+
+#include <cstring>
+
+namespace flux::host {
+namespace {
+
+// Copies are cut so that an abort is noticed in between.
+constexpr std::size_t kCopyPiece = std::size_t{1} << 20;
+// The worker shares its core with a GEMM: spinning for long would take from what it hides behind.
+constexpr std::chrono::microseconds kWorkerSpin{2};
+// Calls after which all own signals are renewed; far less than the 2^31 that make old ones look
+// new.
+constexpr std::uint32_t kRenewal = std::uint32_t{1} << 30;
+
+}  // namespace
+
+Engine::Engine(int rank, Symmetric symmetric)
+    : rank_(rank), pid_(getpid()), symmetric_(std::move(symmetric)), local_(new SignalPad()) {
+  symmetric_.remote.resize(symmetric_.pads.size());  // on one host nobody is remote
+}
+
+Engine::~Engine() {
+  if (getpid() != pid_) {
+    // A forked child has a copy of this object but not the thread; joining it would wait for ever.
+    // The handle is abandoned: there is nothing behind it to clean up.
+    new std::thread(std::move(worker_));
+    return;
+  }
+  close(PadState::kClosed, -1);
+}
+
+void Engine::close(PadState state, int culprit) {
+  if (getpid() != pid_) return;  // a forked child must not close its parent's op
+  // A second caller waits for the first: it may free the memory that the worker still uses.
+  const std::lock_guard<std::mutex> lock(closing_);
+  if (stop_.exchange(true)) return;
+  SignalPad& own = pad(rank_);
+  own.culprit.store(static_cast<std::uint32_t>(culprit), std::memory_order_relaxed);
+  own.state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
+  notify(own);
+  submitted_.fetch_add(1);  // any change wakes the worker; it sees stop_ first
+  notify(*local_);
+  if (worker_.joinable()) worker_.join();
+  if (symmetric_.processes != nullptr) symmetric_.processes->close();
+}
+
+Failure Engine::fate(int peer) {
+  // The process comes first: once it has ended, its pad says what it will ever say.
+  const bool ended = symmetric_.processes != nullptr && symmetric_.processes->ended(peer);
+  switch (static_cast<PadState>(pad(peer).state.load(std::memory_order_seq_cst))) {
+    case PadState::kFailed:
+      return Failure::kPeerFailed;
+    case PadState::kClosed:
+      return Failure::kPeerClosed;
+    case PadState::kOpen:
+      break;
+  }
+  return ended ? Failure::kPeerDied : Failure::kNone;
+}
+
+// A signal that only large M use may go unraised for 2^31 calls, and would then seem to be of the
+// future (core/signal.h). So now and then all own signals are set to the call before this one. That
+// is safe here: before we enter, nobody raises a signal of this call in our pad; and a peer that
+// still waits there for one of the call before, which we have finished, waits for what has been
+// raised.
+void Engine::next_epoch() {
+  ++epoch_;
+  if (epoch_ % kRenewal != 0) return;
+  for (int rank = 0; rank < world(); ++rank) {
+    if (rank != rank_ && !symmetric_.remote[rank]) continue;
+    for (int i = 0; i < symmetric_.signals; ++i) {
+      pad(rank).signals()[i].store(epoch_ - 1, std::memory_order_seq_cst);
+    }
+    notify(pad(rank));
+  }
+}
+
+void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buffers,
+                   std::uint32_t digest, bool threaded, std::chrono::nanoseconds timeout) {
+  next_epoch();
+  schedule_ = std::move(schedule);
+  buffers_ = buffers;
+  digest_ = digest;
+  threaded_ = threaded;
+  timeout_ = timeout;
+  next_action_ = 0;
+  entries_seen_ = false;
+  visits_entered_ = false;
+  last_progress_ = Clock::now();
+  computed_.store(0, std::memory_order_relaxed);
+  failure_ = FailureReport{};
+  failed_.store(false, std::memory_order_relaxed);
+  claimed_.store(false, std::memory_order_relaxed);
+  publish_entry(pad(rank_), epoch_, digest_);
+  if (!threaded_) return;
+  // Not left to chance: after a wrap-around the epoch can be that of the last threaded call.
+  finished_.store(epoch_ - 1, std::memory_order_relaxed);
+  submitted_.store(epoch_, std::memory_order_seq_cst);
+  if (worker_.joinable()) {
+    notify(*local_);
+  } else {
+    worker_ = std::thread([this, done = epoch_ - 1] { worker_main(done); });
+  }
+}
+
+void Engine::refuse(const std::string& why) {
+  next_epoch();
+  publish_refusal(pad(rank_), epoch_, why);
+}
+
+void Engine::worker_main(std::uint32_t done) {
+  become_worker();
+  for (;;) {
+    const auto ready = [&] { return stop_.load() || submitted_.load() != done; };
+    while (!wait_until(*local_, Clock::now() + std::chrono::hours(1), std::chrono::nanoseconds(0),
+                       ready)) {
+    }
+    if (stop_.load()) return;
+    done = submitted_.load();
+    while (!failed() && !stop_.load()) {
+      const auto now = Clock::now();
+      if (run_program(Limit{now + std::chrono::seconds(1), last_progress_ + timeout_, kWorkerSpin}))
+        break;
+    }
+    finished_.store(done, std::memory_order_seq_cst);
+    notify(*local_);
+  }
+}
+
+void Engine::fail(const FailureReport& report) {
+  if (claimed_.exchange(true)) return;
+  failure_ = report;
+  failed_.store(true, std::memory_order_release);
+  notify(pad(rank_));
+  notify(*local_);
+}
+
+void Engine::end_call() {
+  FailureReport report;
+  report.kind = Failure::kEnded;
+  report.peer = rank_;
+  fail(report);
+}
+
+// Waits until `observe`, which reads the epoch in a word of that pad that `peer` writes, has reached
+// this call. Gives up when the deadline passes or when the peer has failed, left or died; a peer that
+// raised what we wait for and *then* left or died has done its part, hence the second look.
+template <class Observe>
+bool Engine::await(int pad_of, int peer, const Transfer* what, const Limit& limit,
+                   Observe&& observe) {
+  SignalPad& awaited = pad(pad_of);
+  const auto ready = [&] { return epoch_reached(observe(), epoch_); };
+  auto spin = limit.spin;
+  for (;;) {
+    if (failed() || stop_.load(std::memory_order_relaxed)) return false;
+    const auto slice = std::min({limit.until, limit.deadline, Clock::now() + kSlice});
+    if (wait_until(awaited, slice, spin, ready)) return true;
+    spin = std::chrono::nanoseconds(0);
+    FailureReport report;
+    report.peer = peer;
+    report.expected = epoch_;
+    report.observed = observe();
+    if (what != nullptr) {
+      report.chunk = what->chunk;
+      report.tile = what->tile;
+    }
+    const Failure fate_of_peer = peer == rank_ ? Failure::kNone : fate(peer);
+    if (fate_of_peer != Failure::kNone) {
+      if (ready()) return true;
+      report.kind = fate_of_peer;
+      report.culprit = static_cast<int>(pad(peer).culprit.load(std::memory_order_relaxed));
+    } else if (Clock::now() >= limit.deadline) {
+      report.kind = Failure::kTimeout;
+    }
+    if (report.kind != Failure::kNone) {
+      fail(report);
+      return false;
+    }
+    if (Clock::now() >= limit.until) return false;
+  }
+}
+
+bool Engine::await_signal(int pad_of, int peer, const Transfer& what, int index,
+                          const Limit& limit) {
+  const Word& signal = pad(pad_of).signals()[index];
+  const auto observe = [&] { return signal.load(std::memory_order_seq_cst); };
+  if (lane() == nullptr) return await(pad_of, peer, &what, limit, observe);
+  if (signal_reached(pad(pad_of), index, epoch_)) return true;  // no wait to speak of
+  const std::int64_t began = Lane::now();
+  const bool is_there = await(pad_of, peer, &what, limit, observe);
+  record_wait(Work::kWait, began, peer, &what, pad_of, index);
+  return is_there;
+}
+
+bool Engine::wait_entries(const Limit& limit) {
+  if (lane() == nullptr) return see_entries(limit);
+  const std::int64_t began = Lane::now();
+  const bool are_seen = see_entries(limit);
+  record_wait(Work::kBarrier, began, -1, nullptr, -1, -1);
+  return are_seen;
+}
+
+bool Engine::see_entries(const Limit& limit) {
+  for (int i = 1; i < world(); ++i) {
+    const int peer = wrap(rank_ + i, world());
+    std::uint64_t entry = 0;
+    const auto entered = [&] { return read_entry(pad(peer), epoch_, &entry); };
+    if (!await(peer, peer, nullptr, limit, entered)) return false;
+    if (entry != entry_of(epoch_, digest_)) {
+      FailureReport report;
+      report.kind = Failure::kMismatch;
+      report.peer = peer;
+      report.expected = digest_;
+      report.observed = static_cast<std::uint32_t>(entry);
+      report.ran_ahead = static_cast<std::uint32_t>(entry >> 32) != epoch_;
+      fail(report);
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Engine::wait_visit(int visit, const Limit& limit) {
+  const CommTiling& c = schedule_->spec.comm;
+  const Range waits = schedule_->visits[visit].waits;
+  if (waits.begin == waits.end) return true;
+  const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
+  // A pusher that is here but has to wait for another to enter must not be blamed for its tiles.
+  if (!pull && !visits_entered_) {
+    if (!wait_entries(limit)) return false;
+    visits_entered_ = true;
+  }
+  for (int i = waits.begin; i < waits.end; ++i) {
+    const Transfer what{0,      0, rank_, i / tiles_per_chunk(c), i % tiles_per_chunk(c),
+                        {0, 0}, i, false};
+    // Pulled and own tiles are stored by this rank's own worker, which watches the peers and their
+    // deadline.
+    const int raiser = pull ? rank_ : schedule_->supplier[what.chunk];
+    const auto deadline = raiser == rank_ ? Clock::time_point::max() : limit.deadline;
+    const Limit bound{limit.until, deadline, limit.spin};
+    if (!await_signal(rank_, raiser, what, i, bound)) return false;
+  }
+  return true;
+}
+
+bool Engine::finish(const Limit& limit) {
+  if (!threaded_) {
+    const auto deadline = std::max(limit.deadline, last_progress_ + timeout_);
+    return run_program(Limit{limit.until, deadline, limit.spin});
+  }
+  const auto ready = [&] { return finished_.load() == epoch_; };
+  const std::int64_t began = lane() == nullptr || ready() ? 0 : Lane::now();
+  const bool is_done = wait_until(*local_, limit.until, limit.spin, ready) && !failed();
+  if (began != 0) record_wait(Work::kOwnCopies, began, rank_, nullptr, -1, -1);
+  return is_done;
+}
+
+void Engine::settle() {
+  if (!threaded_ || !worker_.joinable()) return;
+  const auto ready = [&] { return finished_.load() == epoch_; };
+  while (!wait_until(*local_, Clock::now() + kSlice, std::chrono::nanoseconds(0), ready)) {
+  }
+}
+
+bool Engine::run_program(const Limit& limit) {
+  if (!entries_seen_) {
+    if (!wait_entries(limit)) return false;
+    entries_seen_ = true;
+  }
+  const auto& program = schedule_->program;
+  Limit now = limit;
+  for (; next_action_ < program.size(); ++next_action_) {
+    pause();
+    if (!run(program[next_action_], now)) return false;
+    last_progress_ = Clock::now();
+    now.deadline = last_progress_ + timeout_;
+  }
+  return true;
+}
+
+bool Engine::run(const Action& action, const Limit& limit) {
+  const Schedule& s = *schedule_;
+  switch (action.kind) {
+    case ActionKind::kGather:
+      return gather(s.transfers[action.index], limit);
+    case ActionKind::kSend:
+      return send(action.index, limit);
+    case ActionKind::kReduce:
+      return reduce_tile(s.reductions[action.index], limit);
+    case ActionKind::kResult:
+      return move_result(s.results[action.index], limit);
+    case ActionKind::kReceive:
+      return receive_result(s.receipts[action.index], limit);
+  }
+  return true;
+}
+
+// One AllGather tile: from the user's shard (own rows) or from a gathered buffer, into a gathered
+// buffer.
+bool Engine::gather(const Transfer& t, const Limit& limit) {
+  const bool from_shard = t.src == rank_ && t.chunk == rank_;
+  // A tile that is passed on was raised in the own pad by whoever handed it to us, not by its
+  // owner, who may long have finished and left.
+  const int raiser = t.src == rank_ ? schedule_->supplier[t.chunk] : t.src;
+  if (!from_shard && !await_signal(t.src, raiser, t, t.signal, limit)) return false;
+  const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
+  const std::size_t row_bytes = symmetric_.row_bytes;
+  char* dst = symmetric_.data[t.dst] + static_cast<std::size_t>(t.rows.begin) * row_bytes;
+  if (symmetric_.remote[t.dst]) {
+    // The network takes it from where it lies.
+  } else if (from_shard) {
+    copy_rows(dst, row_bytes, buffers_.x + offset_in_chunk(rank_, t.rows.begin) * buffers_.x_stride,
+              buffers_.x_stride, t.rows);
+  } else {
+    copy_rows(dst, row_bytes,
+              symmetric_.data[t.src] + static_cast<std::size_t>(t.rows.begin) * row_bytes,
+              row_bytes, t.rows);
+  }
+  raise(t.dst, t.signal);
+  if (began != 0 && !symmetric_.remote[t.dst]) {
+    record(Work::kCopy, began, t, t.src == rank_ ? t.dst : t.src, t.dst, bytes_of(t.rows));
+  }
+  return true;
+}
+
+std::size_t Engine::offset_in_chunk(int owner, int row) const {
+  return static_cast<std::size_t>(row - row_begin(schedule_->spec.problem.m, world(), owner));
+}
+
+void Engine::copy_rows(char* dst, std::size_t dst_stride, const char* src, std::size_t src_stride,
+                       Range rows) {
+  const std::size_t row_bytes = symmetric_.row_bytes;
+  std::size_t count = static_cast<std::size_t>(rows.end - rows.begin);
+  std::size_t width = row_bytes;
+  if (dst_stride == row_bytes && src_stride == row_bytes) {
+    width = row_bytes * count;
+    count = 1;
+  }
+  for (std::size_t row = 0; row < count; ++row) {
+    for (std::size_t at = 0; at < width; at += kCopyPiece) {
+      if (stop_.load(std::memory_order_relaxed)) return;
+      std::memcpy(dst + row * dst_stride + at, src + row * src_stride + at,
+                  std::min(kCopyPiece, width - at));
+    }
+  }
+}
+
+void Engine::raise(int pad_of, int index) {
+  pause();
+  if (stop_.load(std::memory_order_relaxed)) return;  // the copy before it may be incomplete
+  raise_signal(pad(pad_of), index, epoch_);
+}
+
+void Engine::set_delay(std::chrono::nanoseconds longest, std::uint64_t seed) {
+  delay_ = longest;
+  delay_state_.store(seed * 2 + 1);
+}
+
+void Engine::pause() {
+  if (delay_.count() == 0) return;
+  // splitmix64; both threads draw from one sequence, whose interleaving may vary: that is the
+  // point.
+  std::uint64_t z = delay_state_.fetch_add(0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  z ^= z >> 31;
+  const auto span = static_cast<std::uint64_t>(delay_.count());
+  if (z % 4 != 0) std::this_thread::sleep_for(std::chrono::nanoseconds((z >> 8) % span));
+}
+
+}  // namespace flux::host

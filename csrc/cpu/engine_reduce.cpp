@@ -1,0 +1,188 @@
+// The engine's part in ReduceScatter and AllReduce: partials leave, are summed, and the sums travel.
+#include "cpu/engine.h"
+
+namespace flux::host {
+
+// One staged partial tile, once its GEMM tiles are done. Own tiles stay where they are.
+bool Engine::send(int index, const Limit& limit) {
+  const Transfer& t = schedule_->transfers[index];
+  if (!await_computed(index + 1, limit)) return false;
+  const bool moves = t.dst != rank_ && !symmetric_.remote[t.dst];
+  const std::int64_t began = lane() == nullptr || !moves ? 0 : Lane::now();
+  if (moves) {
+    const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
+    const std::size_t row_bytes = symmetric_.row_bytes;
+    copy_rows(block_row(pull ? rank_ : t.dst, t.block, t.chunk, t.rows.begin), row_bytes,
+              buffers_.partial + static_cast<std::size_t>(t.rows.begin) * row_bytes, row_bytes,
+              t.rows);
+  }
+  raise(t.dst, t.signal);
+  if (began != 0) record(Work::kCopy, began, t, t.dst, t.dst, bytes_of(t.rows));
+  return true;
+}
+
+void Engine::visit_done(int visit) {
+  const Range done = schedule_->visits[visit].completes;
+  if (done.begin == done.end) return;
+  if (schedule_->spec.store == Store::kStaged) {
+    computed_.store(done.end, std::memory_order_seq_cst);
+    notify(*local_);
+    return;
+  }
+  for (int i = done.begin; i < done.end; ++i) {
+    pause();
+    raise(schedule_->transfers[i].dst, schedule_->transfers[i].signal);
+  }
+}
+
+bool Engine::await_computed(int count, const Limit& limit) {
+  const auto computed = [&] { return computed_.load(std::memory_order_seq_cst) >= count; };
+  if (lane() == nullptr || computed()) return see_computed(count, limit);
+  const std::int64_t began = Lane::now();
+  const bool is_computed = see_computed(count, limit);
+  record_wait(Work::kOwnGemm, began, rank_, &schedule_->transfers[count - 1], -1, -1);
+  return is_computed;
+}
+
+bool Engine::see_computed(int count, const Limit& limit) {
+  // Only the own calling thread can be late here, and a long GEMM is no failure: no deadline.
+  while (computed_.load(std::memory_order_seq_cst) < count) {
+    if (failed() || stop_.load(std::memory_order_relaxed)) return false;
+    const auto until = std::min(limit.until, Clock::now() + kSlice);
+    wait_until(*local_, until, std::chrono::nanoseconds(0),
+               [&] { return computed_.load(std::memory_order_seq_cst) >= count; });
+    if (Clock::now() >= limit.until) break;
+  }
+  if (computed_.load(std::memory_order_seq_cst) < count) {
+    last_progress_ = Clock::now();
+    return false;
+  }
+  return true;
+}
+
+// Waits for everything that one reduction adds up: the own part first. Our own GEMM takes its time,
+// which is no failure of anyone, so the peers' deadline starts when it is done.
+bool Engine::await_shares(const Reduction& r, const Limit& limit) {
+  Limit patient = limit;
+  for (const bool own : {true, false}) {
+    for (const Share& s : r.shares) {
+      if ((s.source == rank_) != own) continue;
+      const Transfer what{0, s.source, rank_, r.owner, r.tile, r.rows, s.signal, false};
+      if (!own) {
+        if (!await_signal(rank_, s.source, what, s.signal, patient)) return false;
+      } else if (!signal_reached(pad(rank_), s.signal, epoch_)) {
+        const Limit unbounded{limit.until, Clock::time_point::max(), limit.spin};
+        const bool is_done = await_signal(rank_, rank_, what, s.signal, unbounded);
+        last_progress_ = Clock::now();
+        if (!is_done) return false;
+        patient.deadline = std::max(limit.deadline, last_progress_ + timeout_);
+      }
+    }
+  }
+  return true;
+}
+
+// Where the rows of one share lie. The own ones are where the GEMM wrote them.
+const char* Engine::share(const Reduction& r, const Share& s) const {
+  const ScheduleSpec& spec = schedule_->spec;
+  if (s.source != rank_) {
+    const bool pull = spec.tiles.direction == Direction::kPull;
+    return block_row(pull ? s.source : rank_, s.block, r.owner, r.rows.begin);
+  }
+  if (spec.store == Store::kStaged) {
+    return buffers_.partial + static_cast<std::size_t>(r.rows.begin) * symmetric_.row_bytes;
+  }
+  return r.owner == rank_
+             ? out_row(r.rows.begin)
+             : block_row(rank_, schedule_->homes[r.owner].block, r.owner, r.rows.begin);
+}
+
+// Sums the partials of one tile, in rank order, when the last of them is there. Where the sum
+// overwrites a share, it is the own one, at the same place: the kernel reads before it writes.
+bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
+  if (!await_shares(r, limit)) return false;
+  const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
+  const ScheduleSpec& spec = schedule_->spec;
+  const bool own = r.target == rank_;
+  std::vector<const void*> sources;
+  for (const Share& s : r.shares) sources.push_back(share(r, s));
+  const std::size_t columns = symmetric_.row_bytes / size_of(symmetric_.dtype);
+  char* sum = own ? out_row(r.rows.begin) : block_row(r.target, r.block, r.owner, r.rows.begin);
+  reduce(ReduceArgs{symmetric_.dtype, sources.data(), static_cast<int>(sources.size()), sum,
+                    own ? buffers_.bias : nullptr,
+                    columns * static_cast<std::size_t>(r.rows.end - r.rows.begin), columns,
+                    own ? buffers_.scale : 1.0});
+  bool raises = !own;
+  if (!own) {
+    raise(r.target, r.signal);
+  } else if (spec.problem.op == OpKind::kGemmAR && spec.tiles.direction == Direction::kPull &&
+             world() > 1) {
+    copy_rows(result_row(rank_, rank_, r.rows.begin), symmetric_.row_bytes, sum,
+              symmetric_.row_bytes, r.rows);
+    raise(rank_, r.signal);
+    raises = true;
+  }
+  if (began != 0) {
+    const Transfer what{0, rank_, r.target, r.owner, r.tile, r.rows, r.signal, false};
+    record(Work::kReduce, began, what, r.target, raises ? r.target : -1,
+           bytes_of(r.rows) * static_cast<std::int64_t>(r.shares.size()));
+  }
+  return true;
+}
+
+// One tile of a GemmAR result: pushed into a peer's buffer, or pulled straight into the output. A
+// tile that is passed on lies in the own buffer, where whoever handed it to us has put it.
+bool Engine::move_result(const Transfer& t, const Limit& limit) {
+  const std::size_t row_bytes = symmetric_.row_bytes;
+  if (t.src == rank_) {
+    if (t.forwarded && !await_signal(rank_, schedule_->supplier[t.chunk], t, t.signal, limit)) {
+      return false;
+    }
+    const bool moves = !symmetric_.remote[t.dst];
+    const std::int64_t began = lane() == nullptr || !moves ? 0 : Lane::now();
+    if (moves) {
+      const char* from =
+          t.forwarded ? result_row(rank_, t.chunk, t.rows.begin) : out_row(t.rows.begin);
+      copy_rows(result_row(t.dst, t.chunk, t.rows.begin), row_bytes, from, row_bytes, t.rows);
+    }
+    raise(t.dst, t.signal);
+    if (began != 0) record(Work::kCopy, began, t, t.dst, t.dst, bytes_of(t.rows));
+    return true;
+  }
+  if (!await_signal(t.src, t.src, t, t.signal, limit)) return false;
+  const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
+  copy_rows(out_row(t.rows.begin), row_bytes, result_row(t.src, t.src, t.rows.begin), row_bytes,
+            t.rows);
+  if (began != 0) record(Work::kCopy, began, t, t.src, -1, bytes_of(t.rows));
+  return true;
+}
+
+bool Engine::receive_result(const Transfer& t, const Limit& limit) {
+  if (!await_signal(rank_, t.src, t, t.signal, limit)) return false;
+  const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
+  const std::size_t row_bytes = symmetric_.row_bytes;
+  copy_rows(out_row(t.rows.begin), row_bytes, result_row(rank_, t.chunk, t.rows.begin), row_bytes,
+            t.rows);
+  if (began != 0) record(Work::kCopy, began, t, rank_, -1, bytes_of(t.rows));
+  return true;
+}
+
+char* Engine::block_row(int holder, int block, int owner, int row) const {
+  return symmetric_.data[holder] + static_cast<std::size_t>(block) * symmetric_.slot_bytes +
+         offset_in_chunk(owner, row) * symmetric_.row_bytes;
+}
+
+// A pulled result lies in its owner's block, a pushed one at its place in a full [M, N].
+char* Engine::result_row(int holder, int owner, int row) const {
+  const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
+  const std::size_t at = pull ? offset_in_chunk(owner, row) : static_cast<std::size_t>(row);
+  return symmetric_.data[holder] + symmetric_.result_offset + at * symmetric_.row_bytes;
+}
+
+char* Engine::out_row(int row) const {
+  const bool full = schedule_->spec.problem.op == OpKind::kGemmAR;
+  const std::size_t at = full ? static_cast<std::size_t>(row) : offset_in_chunk(rank_, row);
+  return buffers_.out + at * symmetric_.row_bytes;
+}
+
+}  // namespace flux::host

@@ -1,0 +1,25 @@
+// Shared memory mapped into this process. Python makes and checks it (flux/transport/shm.py); the
+// mapping is made here because mmap of the standard library keeps a descriptor for each.
+#pragma once
+
+#include <cstddef>
+
+namespace flux::host {
+
+class SharedMapping {
+ public:
+  // Maps the first `bytes` of an open file, which may be closed afterwards; throws std::system_error.
+  SharedMapping(int descriptor, std::size_t bytes);
+  ~SharedMapping();
+  SharedMapping(const SharedMapping&) = delete;
+  SharedMapping& operator=(const SharedMapping&) = delete;
+
+  char* address() const { return address_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  char* address_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace flux::host

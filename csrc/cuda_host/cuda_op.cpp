@@ -1,0 +1,480 @@
+#include "cuda_host/cuda_op.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "core/ownership.h"
+#include "cuda_host/nvtx.h"
+
+namespace flux::host {
+
+namespace {
+
+constexpr Address kWord = sizeof(std::uint32_t);
+constexpr Address kStatusBytes = FLUX_STATUS_WORDS * sizeof(std::uint64_t);
+// Words are compared by signed difference: what is older than 2^31 calls would look new.
+constexpr std::uint32_t kRenewEvery = 1u << 30;
+constexpr std::int64_t kSwitchBytes = 16;  // that a multicast access takes
+constexpr std::int64_t kScaleBytes = sizeof(float);
+
+// In captured calls all ranks have met before the first copy.
+const std::vector<Address> kAllMet;
+
+}  // namespace
+
+CudaOp::CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
+               CudaOpSetup setup)
+    : driver_(std::move(driver)), kernels_(std::move(kernels)), setup_(std::move(setup)) {
+  const auto world = static_cast<std::size_t>(setup_.world);
+  if (setup_.world < 1 || setup_.world > FLUX_MAX_WORLD || setup_.pads.size() != world ||
+      setup_.data.size() != world || setup_.rank < 0 || setup_.rank >= setup_.world) {
+    throw std::invalid_argument("a CudaOp needs the memory of 1 to " +
+                                std::to_string(FLUX_MAX_WORLD) + " ranks");
+  }
+  const Address ranks = setup_.world * kWord, signals = setup_.signals * kWord;
+  if (setup_.nodes < 1 || setup_.world % setup_.nodes != 0 ||
+      (setup_.nodes > 1) != (setup_.remote != nullptr)) {
+    throw std::invalid_argument("a CudaOp of several nodes of one size needs a Remote, got " +
+                                std::to_string(setup_.nodes) + " nodes of " +
+                                std::to_string(setup_.world) + " ranks");
+  }
+  for (int rank = 0; rank < setup_.world; ++rank) {
+    eager_.entries.push_back(setup_.pads[rank]);
+    eager_.done.push_back(eager_.entries.back() + ranks);
+    eager_.signals.push_back(status_of(rank) + kStatusBytes);
+    eager_.offers.push_back(eager_.signals.back() + signals);
+    const Address count = eager_.offers.back() + setup_.offers * kWord;
+    if (rank == setup_.rank) count_ = count;
+    captured_.entries.push_back(count + kWord);
+    captured_.done.push_back(captured_.entries.back() + ranks);
+    captured_.signals.push_back(captured_.done.back() + ranks);
+    captured_.offers.push_back(captured_.signals.back() + signals);
+    scales_.push_back(setup_.data[rank] + setup_.rest_offset);
+  }
+  rescue_ = driver_->rescue_stream();
+  copy_stream_ = driver_->create_stream();
+  if (setup_.remote) network_stream_ = driver_->create_stream();
+  forked_ = driver_->create_event();
+  joined_ = driver_->create_event();
+  ended_ = driver_->create_event();
+  captured_end_ = driver_->create_event();
+}
+
+std::int64_t CudaOp::pad_words(int world, int signals, int offers) {
+  const std::int64_t raised = std::int64_t{2} * world + signals + offers;
+  return raised + kStatusBytes / kWord + 1 + raised;
+}
+
+CudaOp::~CudaOp() { close(); }
+
+void CudaOp::close() {
+  if (copy_stream_ == 0) return;
+  driver_->destroy_event(forked_);
+  driver_->destroy_event(joined_);
+  driver_->destroy_event(ended_);
+  driver_->destroy_event(captured_end_);
+  driver_->destroy_stream(copy_stream_);
+  if (network_stream_ != 0) driver_->destroy_stream(network_stream_);
+  copy_stream_ = network_stream_ = 0;
+  rescue_.reset();
+  if (setup_.remote) setup_.remote->close();
+}
+
+bool CudaOp::failed() const {
+  // The device writes it.
+  return *pointer<const volatile std::uint64_t>(setup_.report) != FLUX_WAIT_NONE;
+}
+
+// -- what a call is made of ------------------------------------------------------------------------
+
+// Words of each rank of the node, which begin at `words` by rank.
+std::vector<MemOp> CudaOp::raise_in_node(const std::vector<Address>& words,
+                                         const std::vector<int>& places) const {
+  std::vector<MemOp> raised;
+  for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
+    for (const int place : places) {
+      raised.push_back({MemOp::kWrite, words[peer] + place * kWord, epoch_});
+    }
+  }
+  return raised;
+}
+
+std::vector<MemOp> CudaOp::await_node(const std::vector<Address>& words) const {
+  std::vector<MemOp> waits;
+  for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
+    waits.push_back({MemOp::kWait, words[setup_.rank] + peer * kWord, epoch_});
+  }
+  return waits;
+}
+
+// This rank enters, and with it the twins whose rows it holds.
+std::vector<int> CudaOp::entries() const {
+  std::vector<int> words;
+  for (int node = 0; node < setup_.nodes; ++node) words.push_back(twin(node));
+  return words;
+}
+
+// Puts what follows on `later` behind what is on `earlier`.
+void CudaOp::join(Stream later, Stream earlier) {
+  driver_->record(joined_, earlier);
+  driver_->await_event(later, joined_);
+}
+
+void CudaOp::begin(const Schedule& schedule, Stream stream) {
+  const Span stage("flux entry");
+  capture_ = driver_->capture(stream);
+  if (capture_ != 0 && setup_.remote) {
+    throw std::invalid_argument("calls between nodes cannot be captured into a CUDA graph");
+  }
+  if (capture_ != 0 && traced()) {
+    throw std::invalid_argument("calls that are traced cannot be captured into a CUDA graph");
+  }
+  words_ = capture_ != 0 ? &captured_ : &eager_;
+  if (capture_ != 0) return begin_captured(schedule, stream);
+  const bool behind = read_by_peers(schedule);
+  ++epoch_;
+  // Calls follow one another whatever streams they are on: an entry speaks for all earlier ones.
+  if (last_stream_ && *last_stream_ != stream) driver_->await_event(stream, ended_);
+  last_stream_ = stream;
+  if (traced()) whole_call_ = streams_->begin(stream);
+  if (epoch_ % kRenewEvery == 0) renew_signals(stream);
+  if (!behind) fill_with_nan(stream);
+  zero_sums(stream);
+  put_traced(stream, Work::kEnter, raise_in_node(words_->entries, entries()));
+  if (behind && setup_.poison) {
+    // What peers read themselves is free when they have begun this call, too.
+    driver_->memory_ops(stream, await_node(words_->entries));
+    fill_with_nan(stream);
+  }
+}
+
+bool CudaOp::read_by_peers(const Schedule& schedule) const {
+  return pulls(schedule) || setup_.sums_by_switch;
+}
+
+// What peers add to, once they see the entry.
+void CudaOp::zero_sums(Stream stream) {
+  if (setup_.slots != 1 || setup_.world == 1) return;
+  driver_->fill(stream, setup_.data[setup_.rank], 0, setup_.slot_bytes / kWord);
+}
+
+// Entries and words of GemmAR are written by every call, signals and flags only by calls of that M.
+void CudaOp::renew_signals(Stream stream) {
+  driver_->fill(stream, eager_.signals[setup_.rank], epoch_ - 1,
+                static_cast<std::size_t>(setup_.signals + setup_.offers));
+  if (setup_.remote) setup_.remote->renew(stream, epoch_);
+}
+
+// But for sums that the device puts: a put of the last call may still be on its way.
+void CudaOp::fill_with_nan(Stream stream) {
+  if (setup_.poison) {
+    driver_->fill(stream, setup_.data[setup_.rank], 0xFFFFFFFFu, setup_.sums_offset / kWord);
+  }
+}
+
+// A peer that gives up says so in this rank's status, and lets its streams go after that; so whoever reads
+// the status behind all that the call has read hears of what they may have spoilt. Kernels do that when
+// they end (cuda/sync.cuh); where a copy comes behind the last of them, the status is copied once more.
+void CudaOp::end(Stream stream, bool told_by_kernel) {
+  if (traced()) streams_->end(whole_call_, stream, told(Work::kCall, epoch_));
+  if (!told_by_kernel) {
+    driver_->copy(stream, setup_.report, status_of(setup_.rank), kStatusBytes);
+  }
+  driver_->record(capture_ != 0 ? captured_end_ : ended_, stream);
+}
+
+Address CudaOp::status_of(int rank) const {
+  return setup_.pads[rank] + 2 * static_cast<Address>(setup_.world) * kWord;
+}
+
+void CudaOp::look() {
+  driver_->copy(*rescue_, setup_.report, status_of(setup_.rank), kStatusBytes);
+  driver_->synchronize(*rescue_);
+}
+
+void CudaOp::let_go() {
+  for (int rank = neighbours().begin; rank < neighbours().end; ++rank) {
+    if (rank == setup_.rank) continue;
+    driver_->memory_ops(*rescue_, tell_of_giving_up(status_of(rank), setup_.rank, epoch_));
+  }
+  if (setup_.remote) setup_.remote->give_up(*rescue_, epoch_);
+  const auto words = static_cast<std::size_t>(setup_.signals + setup_.offers);
+  driver_->fill(*rescue_, setup_.pads[setup_.rank], epoch_,
+                2 * static_cast<std::size_t>(setup_.world));
+  driver_->fill(*rescue_, eager_.signals[setup_.rank], epoch_, words);
+  driver_->fill(*rescue_, captured_.signals[setup_.rank], 1, words);
+  driver_->synchronize(*rescue_);
+}
+
+FluxSync CudaOp::sync(int launch) const {
+  return {number(),
+          static_cast<std::uint32_t>(launch),
+          setup_.timeout_ns,
+          pointer<std::uint64_t>(status_of(setup_.rank)),
+          pointer<std::uint64_t>(setup_.report),
+          capture_ != 0 ? pointer<const std::uint32_t>(count_) : nullptr,
+          pointer<FluxTrace>(kernel_trace_)};
+}
+
+FluxGemmArgs CudaOp::gemm_args(const Schedule& schedule, Stream stream, const Operand& operand,
+                               int k, int launch) const {
+  const TileOrder& tiles = schedule.spec.tiles;
+  FluxGemmArgs args{};
+  args.m = schedule.spec.problem.m;
+  args.n = operand.n;
+  args.k = k;
+  args.alpha = 1.0f;
+  args.b = pointer<const void>(operand.weight);
+  args.ldb = operand.ld;
+  args.scale_b = pointer<const float>(operand.scale);
+  args.order.world = setup_.world;
+  args.order.rank = setup_.rank;
+  args.order.order = static_cast<int>(tiles.order);
+  args.order.direction = static_cast<int>(tiles.direction);
+  args.order.swizzle = static_cast<int>(tiles.swizzle);
+  args.order.nodes = tiles.mesh.nodes;
+  args.order.domains = tiles.mesh.domains;
+  args.order.lanes = tiles.mesh.lanes;
+  args.order.raster = tiles.raster;
+  args.order.comm_tile_rows = schedule.spec.comm.rows;
+  args.order.sequence = schedule.sequence.empty() ? nullptr : schedule.sequence.data();
+  args.sync = sync(launch);
+  args.sm_count = setup_.sm_count;
+  args.device = setup_.device;
+  const auto room = workspaces_.find(stream);
+  if (room != workspaces_.end()) {
+    args.workspace = pointer<void>(room->second.first);
+    args.workspace_bytes = room->second.second;
+  }
+  return args;
+}
+
+std::uint64_t CudaOp::workspace_bytes(const Schedule& schedule,
+                                      const std::vector<Operand>& operands, int k) const {
+  std::uint64_t most = 0;
+  for (std::size_t i = 0; i < operands.size(); ++i) {
+    if (operands[i].n == 0) continue;
+    const FluxGemmArgs args = gemm_args(schedule, 0, operands[i], k);
+    most = std::max(most, kernels_.at(i)->workspace_bytes(args));
+  }
+  return most;
+}
+
+void CudaOp::set_workspace(Stream stream, Address address, std::uint64_t bytes) {
+  workspaces_[stream] = {address, bytes};
+}
+
+// -- AllGather -------------------------------------------------------------------------------------
+
+void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
+                     const std::vector<Operand>& operands, Address gathered,
+                     const std::vector<Address>& sources) {
+  const Span call("AGGemm", schedule.spec.problem.m);
+  const int signals = signal_count(schedule.spec.comm);
+  if (signals > setup_.signals || (pulls(schedule) && signals > setup_.offers)) {
+    throw std::invalid_argument("the schedule has " + std::to_string(signals) +
+                                " communication tiles, and the pad words for " +
+                                std::to_string(setup_.signals) + " signals and " +
+                                std::to_string(setup_.offers) + " offers");
+  }
+  begin(schedule, stream);
+  std::vector<GatherPart> parts{
+      {x.x, setup_.row_bytes, &setup_.data, sources.empty() ? &setup_.data : &sources}};
+  if (setup_.scales_travel) parts.push_back({x.scale, kScaleBytes, &scales_, &scales_});
+  GatherCall moved{stream,          copy_stream_,   forked_,
+                   number(),        parts,          capture_ != 0 ? kAllMet : words_->entries,
+                   words_->signals, words_->offers, setup_.remote ? neighbours() : Range{0, 0},
+                   streams_.get()};
+  Gather gather(*driver_, schedule, moved);
+  {
+    const Span stage("flux own rows");
+    gather.publish();
+  }
+  if (setup_.remote) join(network_stream_, stream);
+  std::size_t first = 0;  // kernel
+  while (first < operands.size() && operands[first].n == 0) ++first;
+  const bool kernels = first < operands.size();
+  const bool beside = capture_ == 0 || setup_.graph_overlap;
+  if (kernels && beside) put_kernel(schedule, stream, x, operands, first);
+  {
+    const Span stage("flux copies");
+    if (setup_.remote) gather_rows(schedule);
+    gather.move();
+  }
+  if (!beside) join(stream, copy_stream_);
+  for (std::size_t i = beside ? first + 1 : first; i < operands.size(); ++i) {
+    if (operands[i].n > 0) put_kernel(schedule, stream, x, operands, i);
+  }
+  // x may be overwritten, and the gathered rows reused, by what follows on the stream.
+  if (beside) join(stream, copy_stream_);
+  if (setup_.remote) join(stream, network_stream_);
+  if (!kernels && !pulls(schedule)) await_rows(schedule, stream);  // pulled by the copy stream
+  if (gathered != 0) {
+    const Span stage("flux collect");
+    const auto collected = [&] { return told(Work::kCollect, epoch_); };
+    stamped(streams_.get(), stream, collected, [&] {
+      driver_->copy(stream, gathered, setup_.data[setup_.rank],
+                    static_cast<std::size_t>(schedule.spec.problem.m) * setup_.row_bytes);
+    });
+  }
+  end(stream, kernels && gathered == 0 && !setup_.remote);
+}
+
+// One weight times the gathered rows.
+void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
+                        const std::vector<Operand>& operands, std::size_t number) {
+  const Span stage("flux kernel");
+  const Operand& operand = operands[number];
+  FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k, static_cast<int>(number));
+  args.a = pointer<const void>(setup_.data[setup_.rank]);
+  args.lda = x.k;
+  args.scale_a = pointer<const float>(setup_.scales_travel ? scales_[setup_.rank] : x.scale);
+  args.d = pointer<void>(operand.out);
+  args.ldd = operand.out_ld;
+  args.bias = pointer<const void>(operand.bias);
+  args.signals = pointer<const std::uint32_t>(words_->signals[setup_.rank]);
+  kernels_.at(number)->launch(args, stream);
+}
+
+// Holds a stream back until all gathered rows are there, when no kernel has.
+void CudaOp::await_rows(const Schedule& schedule, Stream stream) {
+  const CommTiling& c = schedule.spec.comm;
+  std::vector<MemOp> waits;
+  for (int owner = 0; owner < setup_.world; ++owner) {
+    const Range rows{row_begin(c.m, c.world, owner), row_end(c.m, c.world, owner)};
+    if (rows.begin == rows.end) continue;
+    const Range signals = signals_of_rows(c, rows.begin, rows.end);
+    for (int signal = signals.begin; signal < signals.end; ++signal) {
+      waits.push_back({MemOp::kWait, words_->signals[setup_.rank] + signal * kWord, number()});
+    }
+  }
+  driver_->memory_ops(stream, waits);
+}
+
+// -- ReduceScatter ---------------------------------------------------------------------------------
+
+void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
+                     const Operand& operand) {
+  begin(schedule, stream);
+  FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k);
+  args.a = pointer<const void>(x.x);
+  args.lda = x.ld;
+  args.scale_a = pointer<const float>(x.scale);
+  for (int owner = 0; owner < setup_.world; ++owner) {
+    const int to = holder(owner);
+    const std::int64_t at = setup_.slots > 1 ? partial_of(owner, setup_.rank % lanes()) : slot(0);
+    const Address owned =
+        setup_.sums_by_switch ? setup_.data[setup_.rank] + slot(owner) : setup_.data[to] + at;
+    args.slots[owner] = pointer<void>(owned);
+    args.flags[owner] = pointer<std::uint32_t>(words_->signals[to] + region_of(owner) * kWord);
+  }
+  args.slot_ld = operand.n;
+  args.guard_rows = static_cast<std::int32_t>(setup_.guard_bytes / setup_.row_bytes);
+  args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
+  // Ahead of the kernel if there are several nodes: the fork is where the call begins.
+  if (setup_.remote) driver_->record(forked_, stream);
+  const Span stage("flux kernel");
+  kernels_.at(0)->launch(args, stream);
+  if (setup_.remote) send_sums(schedule, operand.n);
+}
+
+// The sum of all partials for this rank's rows, up to where it goes.
+FluxReduceArgs CudaOp::reduce_args(const Schedule& schedule, int n) const {
+  const int m = schedule.spec.problem.m, rank = setup_.rank, world = setup_.world;
+  FluxReduceArgs args{};
+  args.first_row = row_begin(m, world, rank);
+  args.rows = row_count(m, world, rank);
+  args.n = n;
+  args.m = m;
+  args.tile_m = kernels_.at(0)->tile_m();
+  args.tile_n = kernels_.at(0)->tile_n();
+  args.world = world;
+  args.rank = rank;
+  args.slot_count = setup_.slots;
+  for (int source = 0; source < std::min(setup_.slots, FLUX_MAX_WORLD); ++source) {
+    args.slots[source] = pointer<const void>(setup_.data[rank] + slot(source));
+  }
+  args.slot_ld = args.out_ld = n;
+  args.flags = pointer<const std::uint32_t>(words_->signals[rank] + region_of(rank) * kWord);
+  args.first_source = neighbours().begin;
+  args.source_count = lanes();
+  args.scale = setup_.scale;
+  args.sm_count = setup_.sm_count;
+  // A device places blocks breadth-first: as many as there are multiprocessors in this rank's share may
+  // sit on as many of them, and wait for a GEMM that needs whole ones.
+  if (setup_.shared) args.most_blocks = setup_.sm_count;
+  args.sync = sync(rank);
+  return args;
+}
+
+void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out) {
+  put_reduction(schedule, stream, operand, out, false);
+}
+
+// `early`: right behind its GEMM on the stream, beside the end of which it begins.
+void CudaOp::put_reduction(const Schedule& schedule, Stream stream, const Operand& operand,
+                           Address out, bool early) {
+  FluxReduceArgs args = reduce_args(schedule, operand.n);
+  args.bias = pointer<const void>(operand.bias);
+  args.early = early ? 1 : 0;
+  args.out_count = setup_.all_reduce ? lanes() : 1;
+  for (int to = 0; to < args.out_count; ++to) {
+    const Address result = setup_.data[neighbours().begin + to] + setup_.rest_offset +
+                           args.first_row * setup_.row_bytes;
+    args.outs[to] = pointer<void>(setup_.all_reduce ? result : out);
+  }
+  if (setup_.multicast != 0) by_switch(args);
+  if (setup_.remote) {
+    join(stream, network_stream_);
+    reduce_nodes(&args);
+  }
+  {
+    const Span stage("flux reduction");
+    relay() ? add_up_nodes(args, stream) : kernels_.at(0)->reduce(args, stream);
+  }
+  if (setup_.all_reduce) {
+    if (setup_.remote) share_result(schedule, stream);
+    collect(schedule.spec.problem.m, stream, out);
+  }
+  end(stream, !setup_.all_reduce && !setup_.remote && args.rows > 0);
+}
+
+// The switch does what it can: the addition if that need not be in rank order, and the distribution of
+// results whose rows it can take.
+void CudaOp::by_switch(FluxReduceArgs& args) const {
+  if (setup_.sums_by_switch) {
+    args.switch_in = pointer<const void>(setup_.multicast + slot(setup_.rank));
+  }
+  if (setup_.all_reduce && setup_.row_bytes % kSwitchBytes == 0) {
+    args.switch_out =
+        pointer<void>(setup_.multicast + setup_.rest_offset + args.first_row * setup_.row_bytes);
+  }
+}
+
+void CudaOp::gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand,
+                     Address out) {
+  const Span call(setup_.all_reduce ? "GemmAR" : "GemmRS", schedule.spec.problem.m);
+  scatter(schedule, stream, x, operand);
+  // Not where ranks share the device: the reduction would wait in places that a peer's GEMM needs.
+  put_reduction(schedule, stream, operand, out, !setup_.shared && !setup_.remote && capture_ == 0);
+}
+
+// GemmAR: the result, once everybody's rows of it have been written here.
+void CudaOp::collect(int m, Stream stream, Address out) {
+  const Span stage("flux collect");
+  if (capture_ != 0) {
+    kernels_.at(0)->meet(meeting(words_->done), stream);
+  } else {
+    std::vector<MemOp> done = raise_in_node(words_->done, {setup_.rank});
+    const std::vector<MemOp> waits = await_node(words_->done);
+    done.insert(done.end(), waits.begin(), waits.end());
+    put_traced(stream, Work::kResult, done);
+  }
+  const auto collected = [&] { return told(Work::kCollect, epoch_); };
+  stamped(streams_.get(), stream, collected, [&] {
+    driver_->copy(stream, out, setup_.data[setup_.rank] + setup_.rest_offset,
+                  static_cast<std::size_t>(m) * setup_.row_bytes);
+  });
+}
+
+}  // namespace flux::host

@@ -1,0 +1,260 @@
+// One rank's calls of a fused op on a GPU: everything that a call puts on streams, in one native call.
+//
+//   AGGemm   stream       zeros, NaN | entry -> all peers | own rows | kernel: wait, multiply | ... | join
+//            copy stream  rows to or from peers, their signals ...
+//
+//   GemmRS   stream       zeros, NaN | entry -> all peers | kernel: tile -> its owner, flag | reduction
+//   GemmAR                ... | "my rows are everywhere" -> all peers | await all | result -> output
+//
+// The host submits in this order: own rows, first kernel, copies, further kernels. The copies come after a
+// kernel that waits for those of peers, and ahead of whatever is behind that kernel on its stream: so
+// they start while it runs, even if all streams share one hardware queue.
+//
+// Between nodes there is a third stream: cuda_op_nodes.cpp, and docs/protocol.md for the pictures.
+//
+// The host waits for nothing, allocates no device memory and sets none: signals, flags and entries
+// hold the number of the call (epoch). Who may write to which buffer when: gather_tiles.h (gathered
+// rows), cuda/gemm/sm90/scatter_store.cuh (partials). An entry is raised by a stream operation behind
+// all that the stream did before, so it says that the rank's buffers are no longer read.
+//
+// A call on a stream that is being captured into a CUDA graph becomes part of the graph, with words of
+// its own (cuda_op_captured.cpp): what the graph holds cannot know how often it will be replayed.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "cuda_host/driver.h"
+#include "cuda_host/gather_tiles.h"
+#include "cuda_host/kernels.h"
+#include "cuda_host/remote.h"
+#include "cuda_host/stream_trace.h"
+#include "schedule/schedule.h"
+
+namespace flux::host {
+
+// Symmetric memory of one op, as this rank addresses it, and what every launch is told.
+//
+// Pad: W entries (word o: of whoever holds rows of o for this node, see cuda_op_nodes.cpp), W words
+// "my result is everywhere" (GemmAR), the status (FLUX_STATUS_WORDS of 64 bits), then signals or flags, and
+// offers (pulls); then the words of captured calls: their count, W entries, W of the result, signals or
+// flags, offers. Peers write to the status only to say that they have given up.
+// Data: gathered rows, then their scales if they have some; or slots of partials, one per source or
+// (reduced in flight) one that all add to, each behind its guard (core/scatter.h), then (GemmAR) the result. Where the NVLink switch adds up,
+// there is a slot per owner, with this rank's partials of its rows, which the owner reads. (At any M the
+// same owner, so that nobody but the owner of a tile has to be awaited before it is written.) Between
+// nodes, slots: W, of each node's rows the partials of this node's ranks; then an inbox for the sum of
+// each other node. Behind all that, where the device itself puts sums (Relay), what it puts: the sum for
+// a rank of each other node.
+struct CudaOpSetup {
+  int rank;
+  int world;
+  std::vector<Address> pads;  // by rank; 0 where they cannot be addressed
+  std::vector<Address> data;  // by rank
+  Address multicast;          // all ranks' data at one address (NVLink SHARP), or 0
+  bool sums_by_switch;
+  std::int64_t row_bytes;  // of rows that travel
+  int slots;
+  std::int64_t slot_bytes;   // of a guard and the slot behind it
+  std::int64_t guard_bytes;  // 0: kernels need none
+  std::int64_t rest_offset;  // of what comes after gathered rows or slots
+  std::int64_t sums_offset;  // of sums that the device puts; the end of the data if it puts none
+  bool scales_travel;        // AllGather, one scale per row of x
+  bool all_reduce;
+  float scale;     // of sums
+  int signals;     // words of the pad after the status
+  int offers;      // words of the pad after these
+  Address report;  // where the host reads the status, in its own memory; kernels write to it
+  std::uint64_t timeout_ns;
+  int sm_count;
+  int device;
+  bool poison;    // fill memory with NaN that is not to be read before it has been written
+  int nodes = 1;  // consecutive ranks, as many in each, that share memory
+  std::shared_ptr<Remote> remote = nullptr;  // the peers of other nodes, if there are some
+  int beside = 0;                            // blocks that may run beside a GEMM
+  int strips = 0;                            // words for the sum of one node, where a Relay puts it
+  int dtype = 0;                             // of sums, as FluxRelayArgs has it
+  // Whether ranks share the device: blocks that wait must leave room for those they wait for.
+  bool shared = false;
+  // Whether copies of captured calls may be beside the kernel that waits for peers' copies. A graph's
+  // scheduler knows its edges alone: it may as well put them behind the kernel, and all ranks would hang.
+  bool graph_overlap = false;
+};
+
+template <class T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// One weight, what it is multiplied with beside x, and where the product goes.
+struct Operand {
+  Address weight;
+  std::int64_t ld;
+  int n;
+  Address out;  // AllGather only
+  std::int64_t out_ld;
+  Address bias;
+  Address scale;
+};
+
+// Rows that are multiplied: own rows of x without gaps (AllGather), or [M, K/W].
+struct Rows {
+  Address x;
+  std::int64_t ld;
+  int k;
+  Address scale;
+};
+
+// Words of the pads that the ranks of a call use, by rank.
+struct CallWords {
+  std::vector<Address> entries;
+  std::vector<Address> done;
+  std::vector<Address> signals;
+  std::vector<Address> offers;
+};
+
+class CudaOp {
+ public:
+  // Words of a pad: see CudaOpSetup.
+  static std::int64_t pad_words(int world, int signals, int offers);
+
+  // One kernel per operand.
+  CudaOp(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Kernel>> kernels,
+         CudaOpSetup setup);
+  ~CudaOp();
+  CudaOp(const CudaOp&) = delete;
+
+  // Gives streams and events back, when nothing is on them. Idempotent.
+  void close();
+
+  // Tells the peers that this rank makes no more calls and may not have done its part of the last
+  // ones: a wait that was given up must not end as a wrong result elsewhere. Then raises every word
+  // that a stream of this rank may wait for. Blocks until that is done.
+  void let_go();
+
+  // Number of the last call. It may be set between calls, on all ranks alike.
+  std::uint32_t epoch() const { return epoch_; }
+  void set_epoch(std::uint32_t epoch) { epoch_ = epoch; }
+  // Whether a wait of a call that is over has failed, or a peer has given up: FLUX_STATUS_CODE as the
+  // last call that is over, or look(), has found it.
+  bool failed() const;
+  // Reads the status now. Blocks until that is done.
+  void look();
+  Stream copy_stream() const { return copy_stream_; }
+  Stream network_stream() const { return network_stream_; }  // 0: there is one node
+
+  // Puts down what kernels of a trace build do, in a FluxTrace at this address, and what streams do,
+  // from the next call on; nothing: no more. Calls that are captured are refused meanwhile.
+  void trace(Address kernels, std::shared_ptr<StreamTrace> streams);
+  bool traced() const { return streams_ != nullptr; }
+
+  // Device memory that a call with this schedule needs on each stream that it runs on, in bytes.
+  std::uint64_t workspace_bytes(const Schedule& schedule, const std::vector<Operand>& operands,
+                                int k) const;
+  // Zeroed memory for that; stays the caller's.
+  void set_workspace(Stream stream, Address address, std::uint64_t bytes);
+
+  // [own rows, K] x [K, N/W] each. `gathered`: where [M, K] goes too, or 0. `sources`: by rank, where
+  // rows are pulled from, when that is not their gathered rows.
+  void ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
+               const std::vector<Operand>& operands, Address gathered,
+               const std::vector<Address>& sources);
+
+  // [M, K/W] x [K/W, N] into the owners' slots; then this rank's sums of its own. `out`: [own rows, N],
+  // or (GemmAR) [M, N].
+  void scatter(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
+  void reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out);
+  // Both.
+  void gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand,
+               Address out);
+
+ private:
+  void begin(const Schedule& schedule, Stream stream);
+  void begin_captured(const Schedule& schedule, Stream stream);
+  void follow_capture(Stream stream);
+  FluxMeetArgs meeting(const std::vector<Address>& words) const;
+  // Whether peers read this rank's buffers, which are then free when all have entered the next call.
+  bool read_by_peers(const Schedule& schedule) const;
+  void zero_sums(Stream stream);
+  void by_switch(FluxReduceArgs& args) const;
+  // Ranks whose memory this one addresses, itself among them.
+  int lanes() const { return setup_.world / setup_.nodes; }
+  int node() const { return setup_.rank / lanes(); }
+  Range neighbours() const { return {node() * lanes(), (node() + 1) * lanes()}; }
+  // The rank of this node that holds what its ranks have for the rows of `owner`.
+  int holder(int owner) const { return neighbours().begin + owner % lanes(); }
+  int twin(int node) const { return node * lanes() + setup_.rank % lanes(); }
+  int region_of(int owner) const { return owner / lanes() * (setup_.signals / setup_.nodes); }
+  // `told`: the kernel that ends the call reports failures by itself.
+  void end(Stream stream, bool told);
+  void fill_with_nan(Stream stream);
+  void renew_signals(Stream stream);
+  void await_rows(const Schedule& schedule, Stream stream);
+  void collect(int m, Stream stream, Address out);
+  int words_in_use(const Schedule& schedule) const;
+  // What signals and flags of the call hold.
+  std::uint32_t number() const { return capture_ != 0 ? 1 : epoch_; }
+  FluxReduceArgs reduce_args(const Schedule& schedule, int n) const;
+  void put_reduction(const Schedule& schedule, Stream stream, const Operand& operand, Address out,
+                     bool early);
+  void put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
+                  const std::vector<Operand>& operands, std::size_t number);
+  // `launch`: number of a weight, or whose rows are summed; for traces.
+  FluxSync sync(int launch) const;
+  Address status_of(int rank) const;
+  FluxGemmArgs gemm_args(const Schedule& schedule, Stream stream, const Operand& operand, int k,
+                         int launch = 0) const;
+  std::vector<MemOp> raise_in_node(const std::vector<Address>& words,
+                                   const std::vector<int>& places) const;
+  std::vector<MemOp> await_node(const std::vector<Address>& words) const;
+  std::vector<int> entries() const;
+  void join(Stream later, Stream earlier);
+  void exchange(const std::vector<Move>& moves);
+  void put_traced(Stream stream, Work work, const std::vector<MemOp>& ops);
+
+  // cuda_op_nodes.cpp
+  void gather_rows(const Schedule& schedule);
+  void send_sums(const Schedule& schedule, int n);
+  void send_sum(const Schedule& schedule, int tile, int ahead, int n);
+  void sum_of_node(const Schedule& schedule, int owner, Range rows, int n);
+  void reduce_nodes(FluxReduceArgs* args) const;
+  const Relay* relay() const { return setup_.remote ? setup_.remote->relay() : nullptr; }
+  void relay_sums(const Schedule& schedule, int n);
+  void add_up_nodes(const FluxReduceArgs& sum, Stream stream) const;
+  int result_box(const CommTiling& c, int sender, int tile) const;
+  void share_result(const Schedule& schedule, Stream stream);
+  void share_tile(const Schedule& schedule, int tile, int ahead);
+  std::int64_t slot(int number) const { return number * setup_.slot_bytes + setup_.guard_bytes; }
+  std::int64_t partial_of(int owner, int lane) const;
+  std::int64_t inbox_of(int node, int at) const;
+  std::int64_t sum_for(int node) const;
+
+  std::shared_ptr<Driver> driver_;
+  std::vector<std::shared_ptr<Kernel>> kernels_;
+  CudaOpSetup setup_;
+  CallWords eager_;
+  CallWords captured_;
+  const CallWords* words_ = &eager_;  // of the call that is being made
+  Address count_ = 0;                 // of this rank's captured calls
+  std::vector<Address> scales_;       // by rank, gathered
+  std::map<Stream, std::pair<Address, std::uint64_t>> workspaces_;
+  Stream copy_stream_ = 0;
+  Stream network_stream_ = 0;
+  std::shared_ptr<const Stream> rescue_;  // never waits
+  Event forked_ = 0;
+  Event joined_ = 0;
+  Event ended_ = 0;                    // the last call, on its stream
+  std::optional<Stream> last_stream_;  // torch's default stream is 0
+  Event captured_end_ = 0;             // the same within a capture
+  Stream captured_stream_ = 0;
+  std::uint64_t last_capture_ = 0;
+  Address kernel_trace_ = 0;  // FluxTrace
+  std::shared_ptr<StreamTrace> streams_;
+  int whole_call_ = StreamTrace::kNone;
+  std::uint64_t capture_ = 0;  // that the call which is being made belongs to; 0: none
+  std::uint32_t epoch_ = 0;
+};
+
+}  // namespace flux::host

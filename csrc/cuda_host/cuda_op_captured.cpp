@@ -1,0 +1,79 @@
+// Calls that are captured into a CUDA graph: the protocol without a number that the host knows.
+//
+// A graph holds values, and every replay uses them again. So the number of a captured call lies in
+// device memory, where the kernel `meet` counts; entries and the words of GemmAR, which the same kernel
+// and the waits of GEMM tiles look at, hold it. Signals and flags, which copy streams raise and await,
+// hold 1, and their rank resets them at the start of a call:
+//
+//   reset own | entry -> all | (AllGather: await all entries) | as ever
+//
+// Nobody raises a signal, offer or flag of a rank for a call before it has seen the rank's entry, which
+// comes behind the reset; and nothing awaits one for an earlier call any more: they are awaited by the
+// rank's own streams, ahead of its entry. The fork comes behind all this, so copy streams of a captured
+// call wait for no entries.
+//
+// The copies come ahead of the kernel that waits for those of peers, by an edge of the graph (unless
+// graph_overlap is set): no copy waits for a kernel, so whatever order a graph's scheduler finds in its
+// edges, ranks cannot wait for each other in a circle. Beside the kernel, they could.
+//
+// Captured and eager calls use the same data, and words of their own. Each entry says that the rank's
+// stream has passed all earlier calls of either kind, as long as replays run on streams that come behind
+// the eager calls, and the other way round: the caller sees to that, as with any work.
+#include "core/scatter.h"
+#include "cuda_host/cuda_op.h"
+
+namespace flux::host {
+
+FluxMeetArgs CudaOp::meeting(const std::vector<Address>& words) const {
+  FluxMeetArgs args{};
+  args.world = setup_.world;
+  args.rank = setup_.rank;
+  args.count = pointer<std::uint32_t>(count_);
+  for (int rank = 0; rank < setup_.world; ++rank) {
+    args.raised[rank] = pointer<std::uint32_t>(words[rank]) + setup_.rank;
+    args.statuses[rank] = pointer<std::uint64_t>(status_of(rank));
+  }
+  args.awaited = pointer<const std::uint32_t>(words[setup_.rank]);
+  args.sync = sync(0);
+  return args;
+}
+
+// Signals (and the offers behind all signals) or flags that calls with this schedule await.
+int CudaOp::words_in_use(const Schedule& schedule) const {
+  if (schedule.spec.tiles.op == OpKind::kAGGemm) {
+    return signal_count(schedule.spec.comm) + (setup_.offers > 0 ? setup_.signals : 0);
+  }
+  const Kernel& kernel = *kernels_.at(0);
+  // The pad has that many words, so they can be counted in an int.
+  return static_cast<int>(
+      flag_count(ScatterTiling{schedule.spec.problem.m, schedule.spec.problem.n, setup_.world,
+                               kernel.tile_m(), kernel.tile_n()}));
+}
+
+void CudaOp::begin_captured(const Schedule& schedule, Stream stream) {
+  follow_capture(stream);
+  const Kernel& kernel = *kernels_.at(0);
+  FluxMeetArgs entry = meeting(words_->entries);
+  entry.advance = 1;
+  entry.reset = pointer<std::uint32_t>(words_->signals[setup_.rank]);
+  entry.reset_count = words_in_use(schedule);
+  // Of a ReduceScatter, tiles await their owners.
+  const bool gathers = schedule.spec.tiles.op == OpKind::kAGGemm;
+  const bool behind = read_by_peers(schedule);
+  if (!gathers && !(behind && setup_.poison)) entry.awaited = nullptr;
+  if (!behind) fill_with_nan(stream);
+  zero_sums(stream);
+  kernel.meet(entry, stream);
+  if (behind) fill_with_nan(stream);
+}
+
+// Calls of one capture follow one another, as eager ones do. Between captures nothing can be ordered.
+void CudaOp::follow_capture(Stream stream) {
+  if (capture_ == last_capture_ && stream != captured_stream_) {
+    driver_->await_event(stream, captured_end_);
+  }
+  last_capture_ = capture_;
+  captured_stream_ = stream;
+}
+
+}  // namespace flux::host

@@ -1,0 +1,41 @@
+// What a CudaOp tells a trace (stream_trace.h, cuda/trace.cuh). Nothing here runs while nobody traces.
+#include <stdexcept>
+
+#include "cuda_host/cuda_op.h"
+
+namespace flux::host {
+
+void CudaOp::trace(Address kernels, std::shared_ptr<StreamTrace> streams) {
+  for (const auto& kernel : kernels_) {
+    if (kernels != 0 && !kernel->traces()) {
+      throw std::invalid_argument(kernel->name() + " is of no trace build");
+    }
+  }
+  kernel_trace_ = kernels;
+  streams_ = std::move(streams);
+  whole_call_ = StreamTrace::kNone;
+}
+
+void CudaOp::put_traced(Stream stream, Work work, const std::vector<MemOp>& ops) {
+  stamped(
+      streams_.get(), stream, [&] { return told(work, epoch_); },
+      [&] { driver_->memory_ops(stream, ops); });
+}
+
+// On the network's stream; both ends of a move call it by the receiver's word for it.
+void CudaOp::exchange(const std::vector<Move>& moves) {
+  const auto parts = [&] {
+    std::vector<Record> records;
+    for (const Move& m : moves) {
+      const bool sends = m.kind == Move::kSend;
+      records.push_back(told(sends ? Work::kSend : Work::kReceive, epoch_, m.peer, -1, -1, {0, 0},
+                             sends ? m.peer : setup_.rank, m.box,
+                             static_cast<std::int64_t>(m.bytes)));
+    }
+    return records;
+  };
+  stamped(moves.empty() ? nullptr : streams_.get(), network_stream_, parts,
+          [&] { setup_.remote->exchange(network_stream_, moves, epoch_); });
+}
+
+}  // namespace flux::host

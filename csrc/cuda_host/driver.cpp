@@ -1,0 +1,230 @@
+#include "cuda_host/driver.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+namespace flux::host {
+
+namespace {
+
+// Values of the driver API (cuda.h), which never change.
+constexpr int kSuccess = 0;
+constexpr int kNotReady = 600;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventDefault = 0;
+constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kWriteDefault = 0;
+constexpr unsigned kWaitGreaterOrEqual = 0;  // (int32)(*address - value) >= 0
+constexpr int kCaptureActive = 1;
+constexpr int kCaptureInvalidated = 2;
+constexpr int kOpWait = 1;
+constexpr int kOpWrite = 2;
+constexpr std::size_t kMostOps = 255;  // of one cuStreamBatchMemOp: less than 256, says cuda.h
+
+// CUstreamBatchMemOpParams: waits and writes of 32 bits have the same layout in it.
+union BatchOp {
+  struct {
+    int operation;
+    std::uint64_t address;
+    std::uint64_t value;
+    unsigned flags;
+    std::uint64_t alias;  // the driver's own
+  } word;
+  std::uint64_t pad[6];
+};
+static_assert(sizeof(BatchOp) == 48);
+
+template <class Function>
+void look_up(void* library, const char* name, Function** entry) {
+  *entry = reinterpret_cast<Function*>(dlsym(library, name));
+  if (*entry == nullptr) throw std::runtime_error(std::string("the CUDA driver has no ") + name);
+}
+
+}  // namespace
+
+struct Driver::Entries {
+  int (*error_string)(int, const char**);
+  int (*priority_range)(int*, int*);
+  int (*stream_create)(void**, unsigned, int);
+  int (*stream_destroy)(void*);
+  int (*stream_synchronize)(void*);
+  int (*stream_query)(void*);
+  int (*event_create)(void**, unsigned);
+  int (*event_destroy)(void*);
+  int (*event_record)(void*, void*);
+  int (*event_elapsed)(float*, void*, void*);
+  int (*stream_wait_event)(void*, void*, unsigned);
+  int (*copy)(Address, Address, std::size_t, void*);
+  int (*write_value)(void*, Address, std::uint32_t, unsigned);
+  int (*wait_value)(void*, Address, std::uint32_t, unsigned);
+  int (*batch)(void*, unsigned, BatchOp*, unsigned);
+  int (*fill)(Address, unsigned, std::size_t, void*);
+  int (*capture_info)(void*, int*, std::uint64_t*, void**, const void**, std::size_t*);
+};
+
+Driver::Driver(const std::string& library) {
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    const char* why = dlerror();
+    throw std::runtime_error("cannot open the CUDA driver: " + std::string(why ? why : library));
+  }
+  library_ = std::shared_ptr<void>(handle, [](void* h) { dlclose(h); });
+  entries_ = std::make_shared<Entries>();
+  look_up(handle, "cuGetErrorString", &entries_->error_string);
+  look_up(handle, "cuCtxGetStreamPriorityRange", &entries_->priority_range);
+  look_up(handle, "cuStreamCreateWithPriority", &entries_->stream_create);
+  look_up(handle, "cuStreamDestroy_v2", &entries_->stream_destroy);
+  look_up(handle, "cuStreamSynchronize", &entries_->stream_synchronize);
+  look_up(handle, "cuStreamQuery", &entries_->stream_query);
+  look_up(handle, "cuEventCreate", &entries_->event_create);
+  look_up(handle, "cuEventDestroy_v2", &entries_->event_destroy);
+  look_up(handle, "cuEventRecord", &entries_->event_record);
+  look_up(handle, "cuEventElapsedTime", &entries_->event_elapsed);
+  look_up(handle, "cuStreamWaitEvent", &entries_->stream_wait_event);
+  look_up(handle, "cuMemcpyAsync", &entries_->copy);
+  look_up(handle, "cuStreamWriteValue32_v2", &entries_->write_value);
+  look_up(handle, "cuStreamWaitValue32_v2", &entries_->wait_value);
+  look_up(handle, "cuStreamBatchMemOp_v2", &entries_->batch);
+  look_up(handle, "cuMemsetD32Async", &entries_->fill);
+  look_up(handle, "cuStreamGetCaptureInfo_v2", &entries_->capture_info);
+}
+
+void Driver::check(int result, const char* what) const {
+  if (result == kSuccess) return;
+  const char* text = nullptr;
+  entries_->error_string(result, &text);
+  throw std::runtime_error(std::string(what) + " failed: " +
+                           (text != nullptr ? text : "CUDA error " + std::to_string(result)));
+}
+
+Stream Driver::create_stream() {
+  int least = 0;
+  int greatest = 0;
+  check(entries_->priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  void* stream = nullptr;
+  check(entries_->stream_create(&stream, kStreamNonBlocking, greatest),
+        "cuStreamCreateWithPriority");
+  return reinterpret_cast<Stream>(stream);
+}
+
+void Driver::destroy_stream(Stream stream) {
+  check(entries_->stream_destroy(reinterpret_cast<void*>(stream)), "cuStreamDestroy");
+}
+
+void Driver::synchronize(Stream stream) {
+  check(entries_->stream_synchronize(reinterpret_cast<void*>(stream)), "cuStreamSynchronize");
+}
+
+bool Driver::ready(Stream stream) {
+  const int result = entries_->stream_query(reinterpret_cast<void*>(stream));
+  if (result == kNotReady) return false;
+  check(result, "cuStreamQuery");
+  return true;
+}
+
+void Driver::order_after(Stream later, Stream earlier) {
+  void* event = nullptr;
+  check(entries_->event_create(&event, kEventDisableTiming), "cuEventCreate");
+  const std::shared_ptr<void> owned(event, [this](void* e) { entries_->event_destroy(e); });
+  record(reinterpret_cast<Event>(event), earlier);
+  await_event(later, reinterpret_cast<Event>(event));
+}
+
+std::shared_ptr<const Stream> Driver::rescue_stream() {
+  std::shared_ptr<const Stream> stream = rescue_.lock();
+  if (stream) return stream;
+  // The deleter holds the entry points, not the driver: that may be gone before the last op.
+  stream = std::shared_ptr<const Stream>(new Stream(create_stream()),
+                                         [library = library_, entries = entries_](const Stream* s) {
+                                           entries->stream_destroy(reinterpret_cast<void*>(*s));
+                                           delete s;
+                                         });
+  rescue_ = stream;
+  return stream;
+}
+
+Event Driver::create_event() {
+  void* event = nullptr;
+  check(entries_->event_create(&event, kEventDisableTiming), "cuEventCreate");
+  return reinterpret_cast<Event>(event);
+}
+
+Event Driver::create_timed_event() {
+  void* event = nullptr;
+  check(entries_->event_create(&event, kEventDefault), "cuEventCreate");
+  return reinterpret_cast<Event>(event);
+}
+
+double Driver::elapsed_ns(Event begin, Event end) {
+  float ms = 0;
+  check(entries_->event_elapsed(&ms, reinterpret_cast<void*>(begin), reinterpret_cast<void*>(end)),
+        "cuEventElapsedTime");
+  return static_cast<double>(ms) * 1e6;
+}
+
+void Driver::destroy_event(Event event) {
+  check(entries_->event_destroy(reinterpret_cast<void*>(event)), "cuEventDestroy");
+}
+
+void Driver::record(Event event, Stream stream) {
+  check(entries_->event_record(reinterpret_cast<void*>(event), reinterpret_cast<void*>(stream)),
+        "cuEventRecord");
+}
+
+void Driver::await_event(Stream stream, Event event) {
+  check(entries_->stream_wait_event(reinterpret_cast<void*>(stream), reinterpret_cast<void*>(event),
+                                    0),
+        "cuStreamWaitEvent");
+}
+
+void Driver::copy(Stream stream, Address to, Address from, std::size_t bytes) {
+  if (bytes == 0) return;
+  check(entries_->copy(to, from, bytes, reinterpret_cast<void*>(stream)), "cuMemcpyAsync");
+}
+
+void Driver::signal(Stream stream, Address word, std::uint32_t value) {
+  check(entries_->write_value(reinterpret_cast<void*>(stream), word, value, kWriteDefault),
+        "cuStreamWriteValue32");
+}
+
+void Driver::await_signal(Stream stream, Address word, std::uint32_t value) {
+  check(entries_->wait_value(reinterpret_cast<void*>(stream), word, value, kWaitGreaterOrEqual),
+        "cuStreamWaitValue32");
+}
+
+void Driver::memory_ops(Stream stream, const std::vector<MemOp>& ops) {
+  BatchOp batch[kMostOps];  // not initialised: calls are many and most of them small
+  for (std::size_t first = 0; first < ops.size(); first += kMostOps) {
+    const std::size_t count = std::min(kMostOps, ops.size() - first);
+    for (std::size_t i = 0; i < count; ++i) {
+      const MemOp& op = ops[first + i];
+      const bool wait = op.kind == MemOp::kWait;
+      batch[i].word = {wait ? kOpWait : kOpWrite, op.word, op.value,
+                       wait ? kWaitGreaterOrEqual : kWriteDefault, 0};
+    }
+    check(entries_->batch(reinterpret_cast<void*>(stream), static_cast<unsigned>(count), batch, 0),
+          "cuStreamBatchMemOp");
+  }
+}
+
+void Driver::fill(Stream stream, Address words, std::uint32_t value, std::size_t count) {
+  if (count == 0) return;
+  check(entries_->fill(words, value, count, reinterpret_cast<void*>(stream)), "cuMemsetD32Async");
+}
+
+std::uint64_t Driver::capture(Stream stream) {
+  int status = 0;
+  std::uint64_t id = 0;
+  check(entries_->capture_info(reinterpret_cast<void*>(stream), &status, &id, nullptr, nullptr,
+                               nullptr),
+        "cuStreamGetCaptureInfo");
+  if (status == kCaptureInvalidated) {
+    throw std::runtime_error("the capture of this stream has failed before");
+  }
+  return status == kCaptureActive ? id : 0;
+}
+
+}  // namespace flux::host

@@ -1,0 +1,220 @@
+#include "cuda_host/nccl.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <thread>
+
+namespace flux::host {
+
+namespace {
+
+// Values of nccl.h, which never change.
+constexpr int kSuccess = 0;
+constexpr int kRemoteError = 6;
+constexpr int kInProgress = 7;
+constexpr int kUint8 = 1;
+constexpr std::uint64_t kFlushNs = 5'000'000'000;  // for close: peers may be gone
+
+struct UniqueId {
+  char bytes[128];
+};
+
+// ncclConfig_t as it was in 2.17. Newer libraries look at its version, and take what they know
+// beside from their defaults.
+struct Config {
+  std::size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 21700;
+  int blocking = 0;
+  int cluster = 0;  // no clusters of blocks: those need multiprocessors that are free side by side
+  int least_blocks = 1;
+  int most_blocks = INT_MIN;
+  const char* network = nullptr;
+  int share = INT_MIN;  // INT_MIN: not set
+};
+
+template <class Function>
+void look_up(void* library, const char* name, Function** entry) {
+  *entry = reinterpret_cast<Function*>(dlsym(library, name));
+  if (*entry == nullptr) throw std::runtime_error(std::string("the NCCL library has no ") + name);
+}
+
+std::shared_ptr<void> open_library(const std::string& name) {
+  void* handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    const char* why = dlerror();
+    throw std::runtime_error("cannot open NCCL: " + std::string(why != nullptr ? why : name));
+  }
+  return std::shared_ptr<void>(handle, [](void* h) { dlclose(h); });
+}
+
+std::string text_of(const char* (*error_string)(int), int result) {
+  const char* text = error_string(result);
+  return text != nullptr ? text : "NCCL error " + std::to_string(result);
+}
+
+}  // namespace
+
+struct NcclRemote::Entries {
+  std::shared_ptr<void> library;
+  const char* (*error_string)(int);
+  int (*init)(void**, int, UniqueId, int, Config*);
+  int (*finalize)(void*);
+  int (*destroy)(void*);
+  int (*abort)(void*);
+  int (*state)(void*, int*);
+  int (*group_start)();
+  int (*group_end)();
+  int (*send)(const void*, std::size_t, int, int, void*, void*);
+  int (*receive)(void*, std::size_t, int, int, void*, void*);
+
+  explicit Entries(const std::string& name) : library(open_library(name)) {
+    void* handle = library.get();
+    look_up(handle, "ncclGetErrorString", &error_string);
+    look_up(handle, "ncclCommInitRankConfig", &init);
+    look_up(handle, "ncclCommFinalize", &finalize);
+    look_up(handle, "ncclCommDestroy", &destroy);
+    look_up(handle, "ncclCommAbort", &abort);
+    look_up(handle, "ncclCommGetAsyncError", &state);
+    look_up(handle, "ncclGroupStart", &group_start);
+    look_up(handle, "ncclGroupEnd", &group_end);
+    look_up(handle, "ncclSend", &send);
+    look_up(handle, "ncclRecv", &receive);
+  }
+};
+
+std::string nccl_unique_id(const std::string& library) {
+  const auto handle = open_library(library);
+  int (*unique_id)(UniqueId*) = nullptr;
+  const char* (*error_string)(int) = nullptr;
+  look_up(handle.get(), "ncclGetUniqueId", &unique_id);
+  look_up(handle.get(), "ncclGetErrorString", &error_string);
+  UniqueId id{};
+  const int result = unique_id(&id);
+  if (result != kSuccess) {
+    throw std::runtime_error("ncclGetUniqueId failed: " + text_of(error_string, result));
+  }
+  return std::string(id.bytes, sizeof(id.bytes));
+}
+
+NcclRemote::NcclRemote(std::shared_ptr<Driver> driver, NcclSetup setup)
+    : driver_(std::move(driver)), setup_(std::move(setup)) {
+  UniqueId id{};
+  if (setup_.id.size() != sizeof(id.bytes)) {
+    throw std::invalid_argument("an NCCL id has " + std::to_string(sizeof(id.bytes)) +
+                                " bytes, got " + std::to_string(setup_.id.size()));
+  }
+  std::memcpy(id.bytes, setup_.id.data(), sizeof(id.bytes));
+  entries_ = std::make_shared<Entries>(setup_.library);
+  Config config;
+  config.most_blocks = setup_.blocks;
+  try {
+    check(entries_->init(&communicator_, setup_.world, id, setup_.rank, &config),
+          "ncclCommInitRankConfig");
+    connect();
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
+NcclRemote::~NcclRemote() { close(); }
+
+void NcclRemote::connect() {
+  std::vector<Move> moves;
+  for (int peer = 0; peer < setup_.world; ++peer) {
+    if (peer == setup_.rank) continue;
+    moves.push_back({Move::kSend, peer, setup_.rank, 0, 1, 0});
+    moves.push_back({Move::kReceive, peer, setup_.world + peer, 0, 1, 0});
+  }
+  const Stream aside = driver_->create_stream();
+  const std::shared_ptr<void> owned(nullptr, [&](void*) { driver_->destroy_stream(aside); });
+  try {
+    exchange(aside, moves, 0);
+    const auto limit =
+        std::chrono::steady_clock::now() + std::chrono::nanoseconds(setup_.timeout_ns);
+    while (!driver_->ready(aside)) {
+      if (std::chrono::steady_clock::now() > limit)
+        throw PeerLost("a rank did not connect by NCCL");
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  } catch (...) {
+    abort();  // or the stream would never be done
+    throw;
+  }
+}
+
+void NcclRemote::check(int result, const char* what) {
+  if (result == kInProgress) return settle(what, setup_.timeout_ns);
+  if (result == kSuccess) return;
+  const std::string text =
+      std::string(what) + " failed: " + text_of(entries_->error_string, result);
+  if (result == kRemoteError) throw PeerLost(text);
+  throw std::runtime_error(text);
+}
+
+// Waits on the host until the communicator has done what it was last asked for.
+void NcclRemote::settle(const char* what, std::uint64_t limit_ns) {
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::nanoseconds(limit_ns);
+  for (int turn = 0;; ++turn) {
+    int state = kSuccess;
+    const int result = entries_->state(communicator_, &state);
+    if (result != kSuccess) return check(result, "ncclCommGetAsyncError");
+    if (state != kInProgress) return check(state, what);
+    if (std::chrono::steady_clock::now() > limit) {
+      throw PeerLost(std::string(what) + ": a peer did not come within " +
+                     std::to_string(limit_ns / 1'000'000) + " ms");
+    }
+    if (turn > 100) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+void NcclRemote::exchange(Stream stream, const std::vector<Move>& moves, std::uint32_t) {
+  if (moves.empty()) return;
+  if (communicator_ == nullptr) throw std::runtime_error("the NCCL communicator is closed");
+  auto* queue = reinterpret_cast<void*>(stream);
+  check(entries_->group_start(), "ncclGroupStart");
+  int result = kSuccess;
+  for (const Move& m : moves) {
+    auto* at = reinterpret_cast<void*>(setup_.data + m.at);
+    const bool sends = m.kind == Move::kSend;
+    const int one = sends ? entries_->send(at, m.bytes, kUint8, m.peer, communicator_, queue)
+                          : entries_->receive(at, m.bytes, kUint8, m.peer, communicator_, queue);
+    if (result == kSuccess && one != kInProgress) result = one;
+  }
+  const int ended =
+      entries_->group_end();  // in any case: a group that stays open takes what follows
+  check(result, "ncclSend or ncclRecv");
+  check(ended, "ncclGroupEnd");
+  // A group may be accepted and go wrong behind the host's back.
+  settle("an exchange by NCCL", setup_.timeout_ns);
+}
+
+// NCCL's kernels end when their communicator is aborted; nothing of them arrives after that.
+void NcclRemote::give_up(Stream, std::uint32_t) { abort(); }
+
+void NcclRemote::abort() {
+  if (communicator_ == nullptr) return;
+  entries_->abort(communicator_);
+  communicator_ = nullptr;
+}
+
+// What was sent may still be in NCCL's buffers: it is flushed first. Not for ever: peers that are gone
+// would never take it.
+void NcclRemote::close() {
+  if (communicator_ == nullptr) return;
+  try {
+    check(entries_->finalize(communicator_), "ncclCommFinalize");
+    settle("ncclCommFinalize", std::min(setup_.timeout_ns, kFlushNs));
+    entries_->destroy(communicator_);
+    communicator_ = nullptr;
+  } catch (const std::runtime_error&) {
+    abort();  // which frees it all the same
+  }
+}
+
+}  // namespace flux::host

@@ -1,0 +1,428 @@
+#include "schedule/schedule.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/reducing.h"
+
+namespace flux::host {
+namespace {
+
+void require(bool ok, const std::string& what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+std::string str(std::int64_t v) { return std::to_string(v); }
+
+// Counts are products of two sizes.
+void check_tiles(const TileOrder& t) {
+  require(tile_count(t) <= kMaxTiles, "GEMM tiles of " + str(t.tile_m) + " x " + str(t.tile_n) +
+                                          " cut [" + str(t.m) + ", " + str(t.n) + "] into " +
+                                          str(tile_count(t)) + ", at most " + str(kMaxTiles) +
+                                          " are possible: take larger ones");
+}
+
+int checked_signals(const ScheduleSpec& s) {
+  int regions = 1;
+  if (s.problem.op != OpKind::kAGGemm) {
+    regions = Reducing(s).room().regions + (s.problem.op == OpKind::kGemmAR ? 1 : 0);
+  }
+  const std::int64_t signals = std::int64_t{s.comm.world} * tiles_per_chunk(s.comm) * regions;
+  require(signals <= kMaxTiles, "communication tiles of " + str(s.comm.rows) + " rows cut " +
+                                    str(s.comm.m) + " rows into so many that " + str(signals) +
+                                    " signals are needed, at most " + str(kMaxTiles) +
+                                    " are possible: take larger ones");
+  return static_cast<int>(signals);
+}
+
+void check(const ScheduleSpec& s) {
+  const Problem& p = s.problem;
+  const TileOrder& t = s.tiles;
+  const auto code = [&](const char* what, int v, int last) {
+    require(v >= 0 && v <= last,
+            std::string(what) + " must be in [0, " + str(last) + "], got " + str(v));
+  };
+  code("op", static_cast<int>(p.op), static_cast<int>(OpKind::kGemmAR));
+  code("order", static_cast<int>(t.order), static_cast<int>(Order::kNuma));
+  code("direction", static_cast<int>(t.direction), static_cast<int>(Direction::kPull));
+  code("swizzle", static_cast<int>(t.swizzle), static_cast<int>(Swizzle::kXor));
+  code("store", static_cast<int>(s.store), static_cast<int>(Store::kStaged));
+  const auto extent = [&](const char* what, int v) {
+    require(v >= 1 && v <= kMaxExtent,
+            std::string(what) + " must be in [1, " + str(kMaxExtent) + "], got " + str(v));
+  };
+  require(t.mesh.nodes >= 1 && t.mesh.domains >= 1 && t.mesh.lanes >= 1,
+          "mesh must be positive, got (" + str(t.mesh.nodes) + ", " + str(t.mesh.domains) + ", " +
+              str(t.mesh.lanes) + ")");
+  require(p.world <= kMaxRanks,
+          "world must be at most " + str(kMaxRanks) + ", got " + str(p.world));
+  const std::int64_t node = std::int64_t{t.mesh.domains} * t.mesh.lanes;
+  require(node <= kMaxRanks && node * t.mesh.nodes == p.world,
+          "mesh has " + str(t.mesh.nodes) + " x " + str(t.mesh.domains) + " x " +
+              str(t.mesh.lanes) + " ranks, world is " + str(p.world));
+  require(s.hosts.empty() || static_cast<int>(s.hosts.size()) == p.world,
+          "hosts of " + str(static_cast<int>(s.hosts.size())) + " ranks given, world is " +
+              str(p.world));
+  require(t.rank >= 0 && t.rank < p.world,
+          "rank must be in [0, " + str(p.world) + "), got " + str(t.rank));
+  require(p.m >= 1 && p.n >= 1 && p.k >= 1,
+          "m, n, k must be positive, got (" + str(p.m) + ", " + str(p.n) + ", " + str(p.k) + ")");
+  require(p.m <= kMaxExtent && p.n <= kMaxExtent && p.k <= kMaxExtent,
+          "m, n, k must be at most " + str(kMaxExtent) + ", got (" + str(p.m) + ", " + str(p.n) +
+              ", " + str(p.k) + ")");
+  require(t.tile_m >= 1 && t.tile_n >= 1,
+          "GEMM tile must be positive, got (" + str(t.tile_m) + ", " + str(t.tile_n) + ")");
+  require(t.raster >= 1, "raster must be at least 1, got " + str(t.raster));
+  extent("rows of a GEMM tile", t.tile_m);
+  extent("columns of a GEMM tile", t.tile_n);
+  extent("comm_tile_rows", s.comm.rows);
+  require(is_legal(t.swizzle, t.mesh),
+          "swizzle xor needs a power-of-two world, got " + str(p.world));
+  check_tiles(t);
+  checked_signals(s);
+}
+
+Range clip(int tile, int size, int limit) {
+  return Range{tile * size, std::min(limit, (tile + 1) * size)};
+}
+
+template <class Use>
+void for_each_comm_tile(const CommTiling& c, int chunk, Use&& use) {
+  for (int tile = 0; tile < tiles_per_chunk(c); ++tile) {
+    const Range rows = comm_tile_rows(c, chunk, tile);
+    if (rows.begin < rows.end) use(tile, rows);
+  }
+}
+
+void build_visits(Schedule* s) {
+  const TileOrder& t = s->spec.tiles;
+  const int tiles = static_cast<int>(tile_count(t));  // see check_tiles
+  for (int slot = 0; slot < tiles; ++slot) {
+    const TileCoord at = tile_at(t, slot);
+    Visit v{clip(at.m, t.tile_m, t.m), clip(at.n, t.tile_n, t.n), {0, 0}, -1, {0, 0}};
+    const int first = owner_of(t.m, s->spec.problem.world, v.rows.begin);
+    const int last = owner_of(t.m, s->spec.problem.world, v.rows.end - 1);
+    if (first == last) v.owner = first;
+    s->visits.push_back(v);
+  }
+}
+
+// Hosts that form no mesh have routes of their own, under the one order that looks at hosts.
+bool is_irregular(const ScheduleSpec& s) {
+  return !s.hosts.empty() && s.tiles.order == Order::kHierarchical;
+}
+
+// What reaches `rank`, in order.
+std::vector<Hop> arrivals(const ScheduleSpec& s, int rank) {
+  if (is_irregular(s)) return placement_of(s).arrivals(rank);
+  std::vector<Hop> hops;
+  for (int step = 0; step < s.problem.world - 1; ++step) {
+    hops.push_back(recv_hop(s.tiles.order, s.tiles.mesh, s.tiles.direction, rank, step));
+  }
+  return hops;
+}
+
+struct Departure {
+  int step;
+  Hop hop;  // the chunk, and whom it goes to
+};
+
+// What `rank` sends, in order: the arrivals of everybody else, seen from the other end.
+std::vector<Departure> departures(const ScheduleSpec& s, int rank) {
+  const int world = s.problem.world;
+  std::vector<std::vector<Hop>> of_peer(world);
+  for (int peer = 0; peer < world; ++peer) of_peer[peer] = arrivals(s, peer);
+  std::vector<Departure> list;
+  for (int step = 0; step < world - 1; ++step) {
+    for (int i = 1; i < world; ++i) {
+      const int peer = wrap(rank + i, world);
+      const Hop hop = of_peer[peer][step];
+      if (hop.peer == rank) list.push_back({step, Hop{hop.chunk, peer}});
+    }
+  }
+  return list;
+}
+
+// AllGather. Push: this rank moves what it sends; pull: what it receives. In either case the tile
+// (chunk, tile) lies in rank q's gathered buffer exactly when q's pad carries its signal, which is
+// also what a forwarding hop or a pulling peer waits for.
+void build_all_gather(Schedule* s) {
+  const TileOrder& t = s->spec.tiles;
+  const CommTiling& c = s->spec.comm;
+  const int rank = t.rank;
+  bool mixed = false;
+  for (Visit& v : s->visits) {
+    if (v.owner == rank) continue;
+    v.waits = signals_of_rows(c, v.rows.begin, v.rows.end);
+    mixed |= v.owner < 0 && row_begin(t.m, s->spec.problem.world, rank) < v.rows.end &&
+             row_end(t.m, s->spec.problem.world, rank) > v.rows.begin;
+  }
+  const bool pull = !is_push(s->spec);
+  s->publishes_own = s->spec.problem.world > 1 && (pull || mixed);
+  const auto publish = [&] {
+    for_each_comm_tile(c, rank, [&](int tile, Range rows) {
+      s->transfers.push_back(
+          {-1, rank, rank, rank, tile, rows, signal_index(c, rank, tile), false});
+    });
+  };
+  // A pulled peer's data must be visible before anyone can pull it; a pushed copy at home is only
+  // read by this rank's own straddling tiles, so the peers are served first.
+  if (pull) publish();
+  s->supplier.assign(s->spec.problem.world, rank);
+  const std::vector<Hop> in = arrivals(s->spec, rank);
+  for (const Hop& hop : in) s->supplier[hop.chunk] = hop.peer;
+  const auto move = [&](int step, const Hop& hop, int src, int dst) {
+    for_each_comm_tile(c, hop.chunk, [&](int tile, Range rows) {
+      s->transfers.push_back({step, src, dst, hop.chunk, tile, rows,
+                              signal_index(c, hop.chunk, tile), hop.chunk != src});
+    });
+  };
+  if (pull) {
+    for (int step = 0; step < static_cast<int>(in.size()); ++step) {
+      move(step, in[step], in[step].peer, rank);
+    }
+    return;
+  }
+  for (const Departure& d : departures(s->spec, rank)) move(d.step, d.hop, rank, d.hop.peer);
+  if (s->publishes_own) publish();
+}
+
+// Every (owner, tile) leaves once, when the last GEMM tile that computes a part of it is done;
+// transfers are listed in that order so that progress is a single counter.
+void build_sends(Schedule* s, const Reducing& plan) {
+  const TileOrder& t = s->spec.tiles;
+  const CommTiling& c = s->spec.comm;
+  for (int owner = 0; owner < s->spec.problem.world; ++owner) {
+    const int holder = plan.holder(owner, t.rank);
+    const bool pull = !is_push(s->spec);
+    Home home{owner == t.rank || pull ? t.rank : holder, -1};
+    if (owner != t.rank) home.block = plan.block(holder, owner, t.rank);
+    s->homes.push_back(home);
+  }
+  std::vector<int> last_visit(signal_count(c), -1);
+  for (int slot = 0; slot < static_cast<int>(s->visits.size()); ++slot) {
+    const Visit& v = s->visits[slot];
+    const Range touched = signals_of_rows(c, v.rows.begin, v.rows.end);
+    for (int i = touched.begin; i < touched.end; ++i) last_visit[i] = slot;
+  }
+  std::vector<int> order;
+  for (int i = 0; i < signal_count(c); ++i) {
+    if (last_visit[i] >= 0) order.push_back(i);
+  }
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+    const auto key = [&](int i) {
+      return std::make_pair(last_visit[i], position_of_chunk(t, i / tiles_per_chunk(c)));
+    };
+    return key(a) < key(b);
+  });
+  for (const int i : order) {
+    const int owner = i / tiles_per_chunk(c);
+    const int tile = i % tiles_per_chunk(c);
+    const int holder = plan.holder(owner, t.rank);
+    Visit& v = s->visits[last_visit[i]];
+    const int index = static_cast<int>(s->transfers.size());
+    if (v.completes.begin == v.completes.end) v.completes = Range{index, index};
+    ++v.completes.end;
+    s->transfers.push_back(
+        {position_of_chunk(t, owner), t.rank, holder, owner, tile, comm_tile_rows(c, owner, tile),
+         plan.signal(holder, owner, t.rank, tile), false, s->homes[owner].block});
+  }
+}
+
+int result_signal(const Reducing& plan, const CommTiling& c, int owner, int tile) {
+  return plan.room().regions * signal_count(c) + signal_index(c, owner, tile);
+}
+
+// What this rank adds up: for others, in the order in which it computes its own part; then its own
+// rows.
+void build_reductions(Schedule* s, const Reducing& plan) {
+  const TileOrder& t = s->spec.tiles;
+  const CommTiling& c = s->spec.comm;
+  const auto add = [&](int owner, int tile, Range rows) {
+    Reduction r{owner, tile, rows, {}, owner, 0, -1};
+    for (const int source : plan.sources(t.rank, owner)) {
+      r.shares.push_back({source, plan.signal(t.rank, owner, source, tile),
+                          source == t.rank ? -1 : plan.block(t.rank, owner, source)});
+    }
+    if (owner == t.rank) {
+      r.signal = result_signal(plan, c, owner, tile);
+    } else {
+      r.signal = plan.signal(owner, owner, t.rank, tile);
+      r.block = plan.block(owner, owner, t.rank);
+    }
+    s->reductions.push_back(std::move(r));
+  };
+  for (const Transfer& sent : s->transfers) {
+    if (sent.dst == t.rank && sent.chunk != t.rank) add(sent.chunk, sent.tile, sent.rows);
+  }
+  for_each_comm_tile(c, t.rank, [&](int tile, Range rows) { add(t.rank, tile, rows); });
+}
+
+// GemmAR, second phase: reduced tiles travel from their owners to everyone. On one host directly
+// (the reduction has serialised them already, so a ring would only add hops): a pushing owner sends
+// each tile to all peers as soon as it is reduced; a pulling rank takes one owner's tiles after the
+// other. Under two levels the owner sends to its own host and to one rank of each other host, which
+// passes on what it has received.
+void build_results(Schedule* s, const Reducing& plan) {
+  const TileOrder& t = s->spec.tiles;
+  const CommTiling& c = s->spec.comm;
+  const int world = s->spec.problem.world;
+  s->supplier.assign(world, t.rank);
+  const auto transfer = [&](int step, int src, int dst, int owner, int tile, Range rows) {
+    return Transfer{step,        src, dst, owner, tile, rows, result_signal(plan, c, owner, tile),
+                    src != owner};
+  };
+  const auto take = [&](int step, const Hop& hop, std::vector<Transfer>* list) {
+    s->supplier[hop.chunk] = hop.peer;
+    for_each_comm_tile(c, hop.chunk, [&](int tile, Range rows) {
+      list->push_back(transfer(step, hop.peer, t.rank, hop.chunk, tile, rows));
+    });
+  };
+  std::vector<Departure> out;
+  if (plan.two_levels()) {
+    const auto in = plan.placement().arrivals(t.rank);
+    for (int step = 0; step < world - 1; ++step) take(step, in[step], &s->receipts);
+    ScheduleSpec gathering = s->spec;  // a mesh too by the routes of its placement
+    gathering.hosts = plan.placement().host_of();
+    out = departures(gathering, t.rank);
+  } else {
+    const bool pull = !is_push(s->spec);
+    for (int step = 0; step < world - 1; ++step) {
+      const int peer = wrap(t.rank + (pull ? 1 : -1) * (step + 1), world);
+      take(step, Hop{peer, peer}, pull ? &s->results : &s->receipts);
+      out.push_back({step, Hop{t.rank, wrap(t.rank + step + 1, world)}});
+    }
+    if (pull) return;
+  }
+  // Own tiles by tile, so that each leaves as soon as it is reduced; then what is passed on.
+  for_each_comm_tile(c, t.rank, [&](int tile, Range rows) {
+    for (const Departure& d : out) {
+      if (d.hop.chunk == t.rank) {
+        s->results.push_back(transfer(d.step, t.rank, d.hop.peer, t.rank, tile, rows));
+      }
+    }
+  });
+  for (const Departure& d : out) {
+    if (d.hop.chunk == t.rank) continue;
+    for_each_comm_tile(c, d.hop.chunk, [&](int tile, Range rows) {
+      s->results.push_back(transfer(d.step, t.rank, d.hop.peer, d.hop.chunk, tile, rows));
+    });
+  }
+}
+
+// Sends depend on the own GEMM only, reductions on the peers' sends, results on reductions:
+// executed in this order on every rank, no rank can wait for something that waits for it.
+//
+// One exception keeps links between hosts busy: a tile that is combined for another host is combined
+// as soon as the own part has been sent, before later tiles are. It waits for the same tile of the
+// other members of the host, which come to it in the same order when they follow the common sequence.
+void build_program(Schedule* s) {
+  const auto add = [&](ActionKind kind, std::size_t i) {
+    s->program.push_back({kind, static_cast<int>(i)});
+  };
+  const ScheduleSpec& spec = s->spec;
+  const int rank = spec.tiles.rank;
+  if (spec.problem.world == 1 && spec.problem.op == OpKind::kAGGemm) return;
+  if (spec.problem.op == OpKind::kAGGemm) {
+    for (std::size_t i = 0; i < s->transfers.size(); ++i) add(ActionKind::kGather, i);
+    return;
+  }
+  const bool in_step = spec.tiles.sequence != nullptr;
+  std::size_t reduced = 0;
+  for (std::size_t i = 0; spec.store == Store::kStaged && i < s->transfers.size(); ++i) {
+    add(ActionKind::kSend, i);
+    const Transfer& t = s->transfers[i];
+    if (in_step && t.dst == rank && t.chunk != rank) add(ActionKind::kReduce, reduced++);
+  }
+  const bool push_results = spec.problem.op == OpKind::kGemmAR && is_push(spec);
+  std::size_t pushed = 0;
+  for (; reduced < s->reductions.size(); ++reduced) {
+    add(ActionKind::kReduce, reduced);
+    const Reduction& r = s->reductions[reduced];
+    while (push_results && r.owner == rank && pushed < s->results.size() &&
+           s->results[pushed].chunk == rank && s->results[pushed].tile == r.tile) {
+      add(ActionKind::kResult, pushed++);
+    }
+  }
+  for (; pushed < s->results.size(); ++pushed) add(ActionKind::kResult, pushed);
+  for (std::size_t i = 0; i < s->receipts.size(); ++i) add(ActionKind::kReceive, i);
+}
+
+// The order in which this rank visits chunks, where csrc/core has no closed form for it.
+void choose_sequence(Schedule* s) {
+  ScheduleSpec& spec = s->spec;
+  const Swizzle swizzle = spec.tiles.swizzle;
+  if (swizzle != Swizzle::kRankShift) return;
+  const int rank = spec.tiles.rank;
+  if (spec.problem.op == OpKind::kAGGemm) {
+    if (!is_irregular(spec)) return;
+    s->sequence.push_back(rank);
+    for (const Hop& hop : arrivals(spec, rank)) s->sequence.push_back(hop.chunk);
+  } else {
+    const Reducing plan(spec);
+    if (!plan.two_levels()) return;
+    s->sequence = plan.placement().far_first(rank);
+  }
+  spec.tiles.sequence = s->sequence.data();
+}
+
+}  // namespace
+
+Schedule build_schedule(const ScheduleSpec& spec) {
+  check(spec);
+  Schedule s;
+  s.spec = spec;
+  choose_sequence(&s);
+  build_visits(&s);
+  if (spec.problem.op == OpKind::kAGGemm) {
+    build_all_gather(&s);
+    build_program(&s);
+    return s;
+  }
+  for (const Visit& v : s.visits) {
+    require(spec.store == Store::kStaged || v.owner >= 0,
+            "store direct needs GEMM tiles inside one rank's rows: tile_m " +
+                std::to_string(spec.tiles.tile_m) + " straddles the chunks of " +
+                std::to_string(chunk_rows(spec.problem.m, spec.problem.world)) +
+                " rows; use store staged");
+  }
+  const Reducing plan(s.spec);
+  build_sends(&s, plan);
+  build_reductions(&s, plan);
+  if (spec.problem.op == OpKind::kGemmAR) build_results(&s, plan);
+  build_program(&s);
+  return s;
+}
+
+Room room_for(Order order, Direction direction, const Mesh& mesh, const std::vector<int>& hosts) {
+  ScheduleSpec spec{};
+  spec.problem.world = world_of(mesh);
+  spec.tiles.order = order;
+  spec.tiles.direction = direction;
+  spec.tiles.mesh = mesh;
+  spec.hosts = hosts;
+  return Reducing(spec).room();
+}
+
+int signals_needed(const ScheduleSpec& spec) { return checked_signals(spec); }
+
+std::vector<Parcel> parcels_for(const Schedule& s, int peer) {
+  std::vector<Parcel> list;
+  const bool gathers = s.spec.problem.op == OpKind::kAGGemm;
+  for (const Transfer& t : s.transfers) {
+    if (t.dst != peer) continue;
+    const auto kind = gathers ? ParcelKind::kGather : ParcelKind::kPartial;
+    list.push_back({kind, t.chunk, t.rows, t.signal, t.block});
+  }
+  for (const Reduction& r : s.reductions) {
+    if (r.target != peer) continue;
+    list.push_back({ParcelKind::kCombined, r.owner, r.rows, r.signal, r.block});
+  }
+  for (const Transfer& t : s.results) {
+    if (t.dst == peer) list.push_back({ParcelKind::kResult, t.chunk, t.rows, t.signal, -1});
+  }
+  return list;
+}
+
+}  // namespace flux::host

@@ -1,0 +1,98 @@
+"""Recognise a call that repeats an earlier one, so that its arguments need no second check.
+
+In a loop over layers every op meets the same weight and bias, and an x of the same shape, again and
+again. What the checks of such a call would find, and what the native call is given, is known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from flux.core.call import Call
+from flux.core.schedule import TileSchedule
+
+
+def _looks(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what an in-place operation can change of a tensor that stays the same object."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass(slots=True)
+class CachedCall:
+    """A call with one weight that has been checked and made.
+
+    Weight and bias are not kept alive.
+    """
+
+    m: int
+    world: int  # that m is divided by where x has a shard of the rows, else 1
+    schedule: TileSchedule
+    x_shape: torch.Size
+    x_stride: tuple[int, ...]
+    x_dtype: torch.dtype
+    x_device: torch.device
+    x_unit: int  # bytes that its address must be a multiple of
+    weight: weakref.ref[torch.Tensor]
+    weight_looks: tuple[object, ...]
+    weight_ld: int
+    bias: weakref.ref[torch.Tensor] | None
+    bias_looks: tuple[object, ...]
+    out_rows: int
+    columns: int
+    bias_ptr: int
+
+    @staticmethod
+    def of(
+        schedule: TileSchedule, call: Call, shard_of: int, out_rows: int, x_unit: int
+    ) -> CachedCall:
+        """Remember a call.
+
+        Args:
+            schedule: of the call.
+            call: its checked arguments.
+            shard_of: ranks that x is a shard of, else 1.
+            out_rows: rows of the result.
+            x_unit: bytes that the address of x must be a multiple of.
+        """
+        x, weight, bias = call.x, call.weights[0], call.biases[0]
+        return CachedCall(
+            call.m,
+            shard_of,
+            schedule,
+            x.shape,
+            x.stride(),
+            x.dtype,
+            x.device,
+            x_unit,
+            weakref.ref(weight),
+            _looks(weight),
+            weight.stride(0),
+            None if bias is None else weakref.ref(bias),
+            () if bias is None else _looks(bias),
+            out_rows,
+            call.columns[0],
+            0 if bias is None else bias.data_ptr(),
+        )
+
+    def is_like(self, x: torch.Tensor, weight: object, bias: object, m: int | None) -> bool:
+        """Return whether a call with these arguments differs only in the contents of tensors."""
+        if self.weight() is not weight or not isinstance(weight, torch.Tensor):
+            return False
+        if (bias is None) != (self.bias is None):  # a bias that is gone is not no bias
+            return False
+        if self.bias is not None and self.bias() is not bias:
+            return False
+        return (
+            isinstance(x, torch.Tensor)
+            and x.shape == self.x_shape
+            and x.stride() == self.x_stride
+            and x.dtype is self.x_dtype
+            and x.device == self.x_device
+            and x.data_ptr() % self.x_unit == 0
+            and (m if m is not None else x.shape[0] * self.world) == self.m
+            and _looks(weight) == self.weight_looks
+            and (not isinstance(bias, torch.Tensor) or _looks(bias) == self.bias_looks)
+        )

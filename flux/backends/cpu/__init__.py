@@ -1,0 +1,1 @@
+"""Execute schedules in CPU processes."""

@@ -1,0 +1,565 @@
+"""CPU backend: executes tile schedules in real processes, over shared memory and the network.
+
+The calling thread runs the GEMM tiles (ATen) in schedule order. Beside it the native engine
+(csrc/cpu/engine.h) moves communication tiles, raises and awaits signals, and reduces.
+
+    AGGemm    calling thread   own rows --- wait --- rows of peer --- wait --- rows of peer ...
+              worker           push own tiles to the peers' gathered buffers, raising their signals
+    GemmRS    calling thread   rows of peer, raise --- rows of peer, raise --- own rows
+              worker           (staged: copy tiles to their owner) ... reduce in rank order
+    GemmAR    as GemmRS, then the worker takes every reduced tile from its owner
+
+With ``store = direct`` the GEMM of a ReduceScatter writes straight into the owner's memory, as the
+epilogue of the fused GPU kernel does (Flux paper, Algorithm 1), so nothing is left to copy. Slabs
+of rows are the GEMM tiles of this backend; which slabs there are depends on the schedule alone,
+never on what happens to have arrived, so results are bitwise equal from run to run. Rows that need
+no communication are never cut: the own rows are one slab.
+
+Ranks on other hosts have stand-ins in private memory, which transport/network.py makes true.
+
+Memory ordering and buffer reuse: csrc/cpu/signal_pad.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from flux import _C
+from flux.backends.cached_call import CachedCall
+from flux.backends.cpu.layout import SegmentLayout
+from flux.backends.cpu.slabs import merge_visits
+from flux.backends.epilogue import (
+    Multiplier,
+    pack,
+    scale_of_rows,
+    spoil,
+    unpack,
+)
+from flux.core.at_exit import end_at_exit
+from flux.core.backend import NO_HOOKS, OverlapHooks
+from flux.core.call import Call
+from flux.core.env import POISON, SPIN_US, WINDOW_MB
+from flux.core.errors import PeerDiedError, PeerTimeoutError
+from flux.core.heuristic import ceil_div
+from flux.core.knobs import Op
+from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
+from flux.core.schedule import Parcel, ParcelKind, TileSchedule, Visit
+from flux.core.spec import DTYPES, OpSpec
+from flux.core.topology import Topology
+from flux.machine.host import usable_cores
+from flux.transport import shm
+from flux.transport.exchange import Exchange
+from flux.transport.network import Network, Piece
+
+if TYPE_CHECKING:
+    from flux.choice.choose import Choice
+    from flux.core.heuristic_cuda import ClusterTile
+
+REFUSED = 0xFFFFFFFF
+NOBODY = 0xFFFFFFFF  # as a culprit in a pad
+MAX_CALLS = 256  # kept per op: as many weights as a model has layers
+
+
+@dataclass
+class _Sources:
+    """Memory of one call from which tiles for other hosts are sent."""
+
+    x: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    partial: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    out: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def _spin_seconds(exchange: Exchange, local: Sequence[bool]) -> float:
+    """Return how long to spin: briefly when ranks of this host share cores. Collective."""
+    cores: set[int] = set()
+    for here, of_rank in zip(local, exchange.all_gather(usable_cores()), strict=True):
+        cores |= of_rank if here else set()
+    micros = SPIN_US.get()
+    if micros < 0:
+        micros = 200.0 if sum(local) <= len(cores) else 5.0
+    return micros * 1e-6
+
+
+class CpuBackend:
+    """``Backend`` of one op on one rank."""
+
+    asynchronous = False
+    transport = None
+    cluster: ClusterTile | None = None
+
+    def __init__(
+        self,
+        spec: OpSpec,
+        exchange: Exchange,
+        choice: Choice,
+        topology: Topology,
+        local: Sequence[bool],
+        timeout_s: float,
+    ) -> None:
+        """Build the executor. ``local`` says, by rank, whether it shares memory with this one."""
+        self.spec = spec
+        self.rank = exchange.rank
+        self.world = exchange.world
+        self.timeout_s = timeout_s
+        self.waits_for_hosts = topology.nodes > 1
+        self.spin_s = _spin_seconds(exchange, local)
+        self.poison = POISON.get()
+        layout = SegmentLayout.serving(spec, topology, choice)
+        memory = shm.allocate(exchange, local, layout.signals, layout.data_bytes, spec.label)
+        data = memory.data
+        self.workspace_bytes = memory.nbytes
+        self.engine = _C.Engine(
+            rank=self.rank,
+            pads=memory.pads,
+            data=[d.data_ptr() for d in data],
+            remote=[not here for here in local],
+            row_bytes=layout.row_bytes,
+            slot_bytes=layout.slot_bytes,
+            result_offset=layout.result_offset,
+            dtype=DTYPES[spec.out_dtype],
+            signals=layout.signals,
+            processes=memory.processes,
+        )
+        self._pids = memory.processes.pids
+        end_at_exit(self)
+        self.recorder: Recorder | None = None
+        self._memory: shm.SymmetricMemory | None = memory
+        self._calls: dict[int, CachedCall] = {}  # the last one with each weight, by its id
+        self._kept_slabs: dict[int, tuple[TileSchedule, list[tuple[int, int, Visit]]]] = {}
+        self._wire = spec.travelling_dtype
+        row = layout.row_bytes // self._wire.itemsize
+        # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
+        self.gathered = torch.empty(0, row, dtype=self._wire)
+        self.slots: list[torch.Tensor] = []
+        if layout.blocks:
+            chunk = ceil_div(spec.max_m, self.world)
+            self.slots = [
+                self._view(d, layout.blocks * chunk * row).view(layout.blocks, chunk, row)
+                for d in data
+            ]
+        if layout.data_bytes - layout.result_offset >= spec.max_m * layout.row_bytes:
+            rest = data[self.rank][layout.result_offset :]
+            self.gathered = self._view(rest, spec.max_m * row).view(-1, row)
+        self.network: Network | None = None
+        if not all(local):
+            remote = [rank for rank in range(self.world) if not local[rank]]
+            window = int(WINDOW_MB.get() * 1e6)
+            self.network = Network(exchange, remote, self.engine, timeout_s, window, memory)
+
+    def _view(self, data: torch.Tensor, elements: int) -> torch.Tensor:
+        return data[: elements * self._wire.itemsize].view(self._wire)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Return a new output, full of NaN when FLUX_POISON is set."""
+        out = torch.empty(*shape, dtype=self.spec.out_dtype)
+        return spoil(out) if self.poison else out
+
+    def trace(self, recorder: Recorder | None) -> None:
+        """Record calls from now on; None: no more. Between calls."""
+        of_caller = None if recorder is None else recorder.lane(GEMM_LANE)
+        self.engine.trace(of_caller, None if recorder is None else recorder.lane(COPY_LANE))
+        if self.network is not None:
+            self.network.trace(recorder)
+        self.recorder = recorder
+
+    # -- ops ---------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        schedule: TileSchedule,
+        call: Call,
+        gather: bool = False,
+        hooks: OverlapHooks = NO_HOOKS,
+    ) -> list[torch.Tensor]:
+        """Execute a call: see ``Backend.run``."""
+        outs = self._execute(schedule, call, gather, hooks)
+        if len(call.weights) == 1 and self.spec.scaling == "none":
+            if len(self._calls) >= MAX_CALLS:
+                self._calls.clear()
+            shard_of = self.world if self.spec.op is Op.ag_gemm else 1
+            cached = CachedCall.of(schedule, call, shard_of, outs[0].shape[0], x_unit=1)
+            self._calls[id(call.weights[0])] = cached
+        return outs
+
+    def again(
+        self, x: torch.Tensor, weight: object, bias: object, m: int | None
+    ) -> Callable[[], torch.Tensor] | None:
+        """Return what repeats the last call with this weight, or None: see ``Backend.again``."""
+        last = self._calls.get(id(weight))
+        if last is None or not last.is_like(x, weight, bias, m):
+            return None
+        weights, biases = (cast(torch.Tensor, weight),), (cast("torch.Tensor | None", bias),)
+        call = Call(last.m, x, weights, (last.columns,), biases)
+        return lambda: self._execute(last.schedule, call, False, NO_HOOKS)[0]
+
+    def _execute(
+        self, schedule: TileSchedule, call: Call, gather: bool, hooks: OverlapHooks
+    ) -> list[torch.Tensor]:
+        if self.spec.op is Op.ag_gemm:
+            return self._ag_gemm(schedule, call, gather, hooks)
+        return [self._gemm_rs(schedule, call, hooks.meanwhile)]
+
+    def _ag_gemm(
+        self, schedule: TileSchedule, call: Call, gather: bool, hooks: OverlapHooks
+    ) -> list[torch.Tensor]:
+        engine, spec = self.engine, self.spec
+        lane = self._lane(schedule)
+        x = pack(spec, call)
+        if self.network is not None:
+            x = x.contiguous()
+        outs = [self.empty(call.m, columns) for columns in call.columns]
+        x_full = torch.empty(call.m, spec.k, dtype=spec.dtype) if gather else None
+        multiply = Multiplier(spec, call)
+        digest = spec.digest(call.m, biased=False)
+        threaded = schedule.knobs.copy_streams == 1
+        engine.begin(
+            schedule.native,
+            digest,
+            threaded,
+            self.timeout_s,
+            x=x.data_ptr(),
+            x_stride=x.stride(0) * x.itemsize,
+        )
+        self._begin_network(schedule, digest, _Sources(x=x))
+        if not threaded:
+            self._await(engine.finish)
+        begin = _C.core.row_begin(call.m, self.world, self.rank)
+        slabs = self._slabs(schedule)
+        foreign = [number for number, slab in enumerate(slabs) if slab[2].owner != self.rank]
+        if not foreign:
+            hooks.both()
+        for number, (first, last, v) in enumerate(slabs):
+            if v.owner == self.rank:
+                a = x[v.row_begin - begin : v.row_end - begin]
+            else:
+                if number == foreign[0]:
+                    hooks.meanwhile()
+                for index in range(first, last):
+                    if not engine.wait_visit(index, self.timeout_s, self.spin_s):
+                        self._raise_failure()
+                if number == foreign[-1]:
+                    hooks.arrived()
+                a = self.gathered[v.row_begin : v.row_end]
+            began = 0 if lane is None else lane.now()
+            rows, scale = unpack(spec, a)
+            if x_full is not None and v.col_begin == 0:
+                x_full[v.row_begin : v.row_end] = rows
+            self._columns(rows, call.scale_x if scale is None else scale, v, call, outs, multiply)
+            if lane is not None:
+                lane.add(Work.gemm, began, first, last)
+        if threaded:
+            self._await(engine.finish)
+        self._finish_network()
+        if self.poison:
+            self._poison_gathered(schedule, call.m)
+        return outs if x_full is None else [*outs, x_full]
+
+    def _gemm_rs(
+        self, schedule: TileSchedule, call: Call, meanwhile: Callable[[], None]
+    ) -> torch.Tensor:
+        engine, spec = self.engine, self.spec
+        lane = self._lane(schedule)
+        own = _C.core.row_count(call.m, self.world, self.rank)
+        full = spec.op is Op.gemm_ar
+        out = self.empty(call.m if full else own, spec.n[0])
+        direct = schedule.knobs.store == "direct"
+        partial = out[:0] if direct else self.empty(call.m, spec.n[0])
+        bias = call.biases[0]
+        digest = spec.digest(call.m, bias is not None)
+        threaded = schedule.knobs.copy_streams == 1
+        engine.begin(
+            schedule.native,
+            digest,
+            threaded,
+            self.timeout_s,
+            partial=partial.data_ptr(),
+            out=out.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
+        )
+        self._begin_network(schedule, digest, _Sources(partial=partial, out=out))
+        if direct:  # the first tile may land in a peer's buffer: it must have finished with it
+            self._await(engine.wait_entries)
+        multiply = Multiplier(spec, call)
+        for first, last, v in self._slabs(schedule):
+            target = (
+                self._partial_rows(schedule, v, out, full)
+                if direct
+                else (partial[v.row_begin : v.row_end])
+            )
+            began = 0 if lane is None else lane.now()
+            whole = v.col_end - v.col_begin == spec.n[0]
+            columns = slice(None) if whole else slice(v.col_begin, v.col_end)
+            multiply(
+                call.x[v.row_begin : v.row_end],
+                target if whole else target[:, columns],
+                columns=columns,
+                scale_x=scale_of_rows(call, v.row_begin, v.row_end),
+            )
+            for index in range(first, last):
+                engine.visit_done(index)
+            if lane is not None:
+                lane.add(Work.gemm, began, first, last)
+        meanwhile()
+        self._await(engine.finish)
+        self._finish_network()
+        if self.poison and self.slots and schedule.knobs.direction == "push":
+            spoil(self.slots[self.rank])  # nobody writes here before we enter again
+            spoil(self.gathered)
+        return out
+
+    def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
+        """Begin to meet the peers: see ``Backend.meet``."""
+        self._lane(schedule)
+        self.engine.begin(schedule.native, digest, False, self.timeout_s)
+        if self.network is not None:
+            self.network.begin(self.engine.epoch, digest, lambda peer: (), lambda peer: ())
+
+        def met() -> None:
+            self._await(self.engine.wait_entries)
+            self._finish_network()
+
+        return met
+
+    # -- pieces ------------------------------------------------------------------------------------
+
+    def _lane(self, schedule: TileSchedule) -> _C.Lane | None:
+        """Return the lane that the calling thread records this call in; None without a trace."""
+        return None if self.recorder is None else self.recorder.begin(schedule)
+
+    def _columns(
+        self,
+        rows: torch.Tensor,
+        scale: torch.Tensor | None,
+        v: Visit,
+        call: Call,
+        outs: list[torch.Tensor],
+        multiply: Multiplier,
+    ) -> None:
+        """Multiply rows of x with the visit's columns of every weight."""
+        single = len(outs) == 1
+        if not single and v.col_begin != 0:
+            return  # several weights are computed whole, at the first tile of their rows
+        for number, (bias, out) in enumerate(zip(call.biases, outs, strict=True)):
+            target, columns = out[v.row_begin : v.row_end], slice(None)
+            if single and v.col_end - v.col_begin != out.shape[1]:
+                columns = slice(v.col_begin, v.col_end)
+                target = target[:, columns]
+            multiply(rows, target, weight=number, columns=columns, scale_x=scale, bias=bias)
+
+    def _partial_rows(
+        self, schedule: TileSchedule, v: Visit, out: torch.Tensor, full: bool
+    ) -> torch.Tensor:
+        """Return where a tile of one owner's rows is stored under store = direct."""
+        m = schedule.shape[0]
+        base = _C.core.row_begin(m, self.world, v.owner)
+        rows = slice(v.row_begin - base, v.row_end - base)
+        if v.owner == self.rank:
+            return out[v.row_begin : v.row_end] if full else out[rows]
+        holder, block = schedule.homes[v.owner]
+        return self.slots[holder][block, rows]
+
+    def _slabs(self, schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
+        """Return (first, last) GEMM tiles that are multiplied at once, with rows and columns."""
+        kept = self._kept_slabs.get(schedule.shape[0])
+        if kept is None or kept[0] is not schedule:
+            kept = self._kept_slabs[schedule.shape[0]] = (schedule, merge_visits(schedule))
+        return kept[1]
+
+    # -- other hosts -------------------------------------------------------------------------------
+
+    def _begin_network(self, schedule: TileSchedule, digest: int, sources: _Sources) -> None:
+        if self.network is None:
+            return
+
+        def outgoing(peer: int) -> Iterator[Piece]:
+            for p in schedule.parcels_for(peer):
+                yield self._outgoing(schedule, sources, peer, p)
+
+        def incoming(peer: int) -> Iterator[Piece]:
+            for p in schedule.of_rank(peer).parcels_for(self.rank):
+                yield Piece(self._landing(p, schedule), p.signal)
+
+        self.network.begin(self.engine.epoch, digest, outgoing, incoming)
+
+    def _outgoing(self, schedule: TileSchedule, sources: _Sources, peer: int, p: Parcel) -> Piece:
+        """Return where a tile for another host lies here, and the signal that it waits for."""
+        rows = slice(p.row_begin, p.row_end)
+        base = _C.core.row_begin(schedule.shape[0], self.world, p.chunk)
+        in_chunk = slice(p.row_begin - base, p.row_end - base)
+        if p.kind is ParcelKind.gather:
+            own = p.chunk == self.rank
+            tensor = sources.x[in_chunk] if own else self.gathered[rows]
+            return Piece(tensor, None if own else p.signal)
+        if p.kind is ParcelKind.result:
+            tensor = sources.out[rows] if p.chunk == self.rank else self.gathered[rows]
+        elif p.kind is ParcelKind.partial and schedule.knobs.store == "staged":
+            tensor = sources.partial[rows]
+        else:
+            tensor = self.slots[peer][p.block, in_chunk]
+        return Piece(tensor, p.signal)
+
+    def _landing(self, p: Parcel, schedule: TileSchedule) -> torch.Tensor:
+        """Return where a tile from another host goes."""
+        if p.kind in (ParcelKind.gather, ParcelKind.result):
+            return self.gathered[p.row_begin : p.row_end]
+        base = _C.core.row_begin(schedule.shape[0], self.world, p.chunk)
+        return self.slots[self.rank][p.block, p.row_begin - base : p.row_end - base]
+
+    def _finish_network(self) -> None:
+        why = None if self.network is None else self.network.finish()
+        if why is not None:
+            self.close(failed=True)
+            raise PeerTimeoutError(
+                f"{self.spec.label}: rank {self.rank}, call {self.engine.epoch}: {why}"
+            )
+
+    def _poison_gathered(self, schedule: TileSchedule, m: int) -> None:
+        """Poison the rows that no peer can still be reading before this rank's next call."""
+        if schedule.knobs.direction == "push":
+            spoil(self.gathered)
+        elif schedule.knobs.order == "direct":  # peers pull the own rows only
+            spoil(self.gathered[: _C.core.row_begin(m, self.world, self.rank)])
+            spoil(self.gathered[_C.core.row_end(m, self.world, self.rank) :])
+
+    # -- failure and end ---------------------------------------------------------------------------
+
+    def _await(self, wait: Callable[[float, float], bool]) -> None:
+        if not wait(self.timeout_s, self.spin_s):
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        f = self.engine.failure()
+        label, peer = self.spec.label, f["peer"]
+        if f["kind"] == "mismatch":
+            self.engine.settle()
+            if self.network is not None:
+                self.network.settle()
+            raise ValueError(self._mismatch_text(f))
+        if f["kind"] == "ended":
+            self.close(failed=True, culprit=self.rank)
+            raise RuntimeError(f"{label}: closed during call {self.engine.epoch}")
+        tile = f"tile {f['tile']} of chunk {f['chunk']}" if f["tile"] >= 0 else "the call to begin"
+        where = f"{label}: rank {self.rank}, call {self.engine.epoch}, waiting for {tile}"
+        if f["kind"] == "timeout":
+            what = f"rank {peer} did not deliver within {self.timeout_s:g} s"
+            if f["tile"] >= 0:
+                what += f" (signal: expected {f['expected']}, observed {f['observed']})"
+            error, culprit = PeerTimeoutError(f"{where}: {what}{self._detail(peer)}"), peer
+        else:
+            error, culprit = self._lost(where, f["kind"], peer, f["culprit"])
+        self.close(failed=True, culprit=culprit)
+        raise error
+
+    def _lost(self, where: str, fate: str, peer: int, culprit: int) -> tuple[PeerTimeoutError, int]:
+        """Return the error about a peer that is gone, and the rank that began it.
+
+        Of a chain of ranks that gave up one after the other, that is the first.
+        """
+        what, dead = f"rank {peer} has closed the op", None
+        if fate == "peer_died":
+            what, dead = f"rank {peer} died", peer
+        elif fate == "peer_failed":
+            what = f"rank {peer} gave up"
+            if culprit in (-1, NOBODY, peer) and self.network is not None:
+                culprit = self.network.first_broken
+            if culprit not in (-1, NOBODY, peer):
+                what += f" on rank {culprit}"
+                peer = culprit
+                if self.engine.fate(culprit)[0] == "peer_died":
+                    what, dead = f"{what}, which died", culprit
+        if dead is not None:
+            text = f"{where}: {what} (process {self._pids[dead]} ended)"
+            return PeerDiedError(text), dead
+        return PeerTimeoutError(f"{where}: {what}{self._detail(peer)}"), peer
+
+    def _detail(self, peer: int) -> str:
+        problem = self.network.problem_with(peer) if self.network is not None else ""
+        return f" ({problem})" if problem else ""
+
+    def look(self) -> None:
+        """Look once, without waiting, whether a peer on this host has died or given up.
+
+        Called while a collective of the library is waited for, from any thread.
+
+        Raises:
+            PeerTimeoutError: one has.
+        """
+        memory = self._memory  # stays mapped until this returns
+        if memory is None:
+            return
+        peers = [peer for peer in range(self.world) if peer != self.rank]
+        first = -1 if self.network is None else self.network.first_broken
+        peers.sort(key=lambda peer: peer != first)  # others give up because of the first one
+        fates = [(*self.engine.fate(peer), peer) for peer in peers]
+        for kind in ("peer_died", "peer_failed"):  # ranks may have given up on a dead one
+            for fate, culprit, peer in fates:
+                if fate == kind:
+                    where = f"{self.spec.label}: rank {self.rank}, in a collective of path=unfused"
+                    raise self._lost(where, fate, peer, culprit)[0]
+
+    def _mismatch_text(self, f: _C.FailureDict) -> str:
+        label, peer = self.spec.label, f["peer"]
+        if f["ran_ahead"]:
+            return f"{label}: rank {peer} is ahead of rank {self.rank}: ranks made different calls"
+        if f["observed"] == REFUSED:
+            return f"{label}: rank {peer} refused its input: {f['refusal']}"
+        mine, theirs = f["expected"], f["observed"]
+        if self.spec.op is Op.ag_gemm:
+            texts = [f"M = {d}" for d in (theirs, mine)]
+        else:
+            texts = [f"M = {d // 2} {'with' if d % 2 else 'without'} bias" for d in (theirs, mine)]
+        return f"{label}: ranks disagree: rank {peer} has {texts[0]}, rank {self.rank} {texts[1]}"
+
+    def refuse(self, why: str) -> None:
+        """Tell the peers, which are about to make the same call, that this rank's input is bad."""
+        self.engine.refuse(why)
+        if self.network is not None:
+            self.network.refuse(self.engine.epoch, why)
+
+    def capturing(self) -> bool:
+        """Return False: the CPU has no graphs."""
+        return False
+
+    def check(self) -> None:
+        """Do nothing: calls are done when they return."""
+
+    @property
+    def remote_peers(self) -> list[int]:
+        """Ranks on other hosts."""
+        return [] if self.network is None else list(self.network.bytes_sent)
+
+    def reason_untraceable(self, fused: bool) -> str | None:
+        """Return None: calls on the CPU can always be traced."""
+        return None
+
+    def end_call(self) -> None:
+        """End a call that is inside, in another thread or further up the stack."""
+        self.engine.end_call()
+
+    def end(self) -> None:
+        """Stop the worker and tell the peers, at the program's end.
+
+        A call in another thread raises, and drops its reference to the memory, which the worker may
+        still use: hence one here.
+        """
+        memory = self._memory
+        if memory is not None:
+            self.engine.end_call()
+        self.engine.close()
+        del memory
+
+    def close(self, failed: bool = False, culprit: int = -1) -> None:
+        """Stop the worker and release the shared memory. Idempotent."""
+        if self._memory is None:
+            return
+        self.engine.close(failed, culprit)
+        if self.network is not None:
+            self.network.close(failed)
+        self._memory = None
+        self.slots = []
+        self.gathered = torch.empty(0)

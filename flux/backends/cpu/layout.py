@@ -1,0 +1,78 @@
+"""Sizes of the shared memory of one rank on the CPU: signals, gathered rows, partials, results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flux import _C
+from flux.core.heuristic import MAX_COMM_TILES, across_hosts, ceil_div
+from flux.core.knobs import Direction, Knobs, Op, Order
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
+
+if TYPE_CHECKING:
+    from flux.choice.choose import Choice
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Sizes of one rank's symmetric memory, in bytes unless said otherwise."""
+
+    signals: int  # count
+    row_bytes: int
+    blocks: int  # of partials, count
+    slot_bytes: int  # one of them
+    result_offset: int
+    data_bytes: int
+
+    @staticmethod
+    def serving(spec: OpSpec, topology: Topology, choice: Choice) -> SegmentLayout:
+        """Return the least memory that serves every M up to ``spec.max_m`` with its knobs.
+
+        Calls of one op may differ in order, direction and tile sizes as they may in M: nobody
+        writes before all have entered, whatever the call before was (docs/architecture.md).
+        """
+        layouts = [
+            SegmentLayout.of(spec, topology, knobs, choice.most_tiles)
+            for knobs in choice.variants()
+        ]
+        partials = max(layout.result_offset for layout in layouts)
+        results = max(layout.data_bytes - layout.result_offset for layout in layouts)
+        return SegmentLayout(
+            max(layout.signals for layout in layouts),
+            layouts[0].row_bytes,
+            max(layout.blocks for layout in layouts),
+            max(layout.slot_bytes for layout in layouts),
+            partials,
+            partials + results,
+        )
+
+    @staticmethod
+    def of(spec: OpSpec, topology: Topology, knobs: Knobs, most_tiles: int = 0) -> SegmentLayout:
+        """Return it for one choice of knobs; ``most_tiles`` is for open comm_tile_rows."""
+        world = topology.world
+        knobs = across_hosts(spec.op, knobs, topology.nodes)
+        chunk = ceil_div(spec.max_m, world)
+        row = spec.travelling_row_bytes
+        tiles = min(chunk, most_tiles or MAX_COMM_TILES)
+        if knobs.comm_tile_rows is not None:
+            tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
+        signals = world * tiles
+        if knobs.path == "unfused":
+            return SegmentLayout(0, row, 0, 0, 0, 0)
+        if spec.op is Op.ag_gemm:
+            return SegmentLayout(signals, row, 0, 0, 0, spec.max_m * row)
+        blocks, regions = _C.room_for(
+            order=Order[knobs.order or "direct"],
+            direction=Direction[knobs.direction or "push"],
+            mesh=topology.mesh,
+            hosts=topology.placement,
+        )
+        partials = blocks * chunk * row
+        if spec.op is Op.gemm_rs:
+            return SegmentLayout(regions * signals, row, blocks, chunk * row, partials, partials)
+        # GemmAR: a pulled result needs the own block only, a pushed one the whole [M, N].
+        result = (spec.max_m if knobs.direction == "push" else chunk) * row
+        bytes_ = partials + result
+        return SegmentLayout((regions + 1) * signals, row, blocks, chunk * row, partials, bytes_)

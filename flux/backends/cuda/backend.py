@@ -1,0 +1,626 @@
+"""CUDA backend: executes tile schedules with the fused kernels, copy streams and signals of a GPU.
+
+A call checks, allocates its results, and leaves the rest to one native call
+(csrc/cuda_host/cuda_op.h, which has the pictures): entries, copies, signals, kernels and the
+reduction go onto streams, and the host waits for nothing.
+
+Calls on a stream that is being captured become part of the CUDA graph
+(csrc/cuda_host/cuda_op_captured.cpp).
+
+Waits inside kernels give up after the timeout and leave a record, which the next call, or
+``check``, finds and raises. Streams that wait for memory cannot give up: ``close`` after a failure
+raises all words of the own pad, which lets them go.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from flux import _C
+from flux.backends.cached_call import CachedCall
+from flux.backends.cuda import nvtx
+from flux.backends.cuda.op_kernels import OpKernel, op_kernel
+from flux.backends.cuda.operands import Fit
+from flux.backends.epilogue import ACTIVATE, spoil
+from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
+from flux.core.call import Call
+from flux.core.env import GRAPH_OVERLAP, POISON, TRACE
+from flux.core.errors import PeerDiedError, PeerTimeoutError
+from flux.core.forked import abandon_in_children
+from flux.core.heuristic_cuda import ClusterTile
+from flux.core.knobs import Knobs, Op
+from flux.core.layout import Layout
+from flux.core.recorder import CallRecorder
+from flux.core.schedule import TileSchedule
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
+from flux.kernels import loading
+from flux.kernels.config import TMA_BYTES, GemmConfig
+from flux.kernels.registry import BuiltKernel
+from flux.transport.base import WORD, DeviceTransport, Peers, beside
+from flux.transport.device import Device
+from flux.transport.watch import Watch
+
+if TYPE_CHECKING:
+    from flux.choice.choose import Choice
+
+SWITCH_BYTES = 16  # that a multicast access takes
+MAX_ROOMY = 4096
+GRACE_S = 0.3
+"""Seconds from noticing that a peer has died to giving up: it may have done its part before."""
+ABANDONED = 4  # the codes of csrc/cuda/abi.h
+_WAITS = {
+    1: "rows of x (AllGather signal {signal})",
+    2: "the entry of rank {signal}, whose memory was to be written",
+    3: "partials of a peer (flag {signal})",
+    5: "rank {signal} to come to the same call of a captured graph",
+    6: "the sum of node {node}",
+}
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def on_its_device(method: F) -> F:
+    """Make the op's device current during ``method``: streams and launches belong to a device."""
+
+    @wraps(method)
+    def run(self: CudaBackend, *args: Any, **options: Any) -> Any:
+        try:
+            if self.device.is_current():
+                return method(self, *args, **options)
+            with self.device.made_current():
+                return method(self, *args, **options)
+        except _C.PeerLostError as error:
+            raise PeerTimeoutError(f"{self.spec.label}: rank {self.rank}: {error}") from error
+
+    return cast(F, run)
+
+
+class CudaBackend:
+    """``Backend`` of one op on one rank."""
+
+    asynchronous = True
+    waits_for_hosts = False
+    remote_peers = ()
+
+    def __init__(
+        self,
+        spec: OpSpec,
+        transport: DeviceTransport,
+        choice: Choice,
+        topology: Topology,
+        timeout_s: float,
+        watch: Watch | None = None,
+    ) -> None:
+        """Build the executor: kernels, symmetric memory and streams.
+
+        ``choice`` has one kernel, and one direction, order and way to reduce, for all M: tiles of a
+        call may come while a peer is still in the call before (docs/protocol.md).
+
+        Raises:
+            ValueError: no built kernel can do the op.
+            RuntimeError: a kernel cannot be loaded.
+        """
+        self.spec = spec
+        self.transport = transport
+        self.rank, self.world = transport.rank, transport.world
+        self.nodes = transport.nodes
+        self.topology = topology
+        self.timeout_s = timeout_s
+        self.watch = watch
+        self.poison = POISON.get()
+        self.recorder: CallRecorder | None = None
+        nvtx.switch()
+        self.device: Device = transport.device
+        self.sm_count = transport.sm_share
+        knobs = next((k for k in choice.variants() if k.path != "unfused"), Knobs())
+        self.sums_by_switch = self._sums_by_switch(knobs)
+        if self.sums_by_switch:
+            knobs = replace(knobs, reduce="local")  # as far as kernels and memory are concerned
+        chosen = self._kernels(knobs, choice.kernel)
+        self._activate_after = any(kernel.activate_after for kernel in chosen)
+        self.beside = 0
+        if self.nodes > 1:  # wherever those blocks run, whole clusters of the GEMM fit beside them
+            self.beside = beside(self.sm_count)
+            cluster = max(math.prod(kernel.built.config.cluster) for kernel in chosen)
+            self.sm_count = max(1, self.sm_count - self.beside * cluster)
+        self.configs = [kernel.built.config for kernel in chosen]
+        self.cluster: ClusterTile | None = self._cluster_tile(knobs, choice.kernel)
+        self.kernels = [self._load(kernel.built) for kernel in chosen]
+        self._fit = Fit(max(kernel.built.config.alignment_elements for kernel in chosen))
+        tile = self.kernels[0].tile
+        # Bulk stores of sm_90a kernels spoil rows in front of slots.
+        guard = _C.core.guard_rows if self.configs[0].arch == "90a" else 0
+        self.layout = Layout.of(
+            spec, self.world, knobs, tile, self.nodes, choice.most_tiles, transport.relays, guard
+        )
+        self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals, self.layout.offers)
+        memory = transport.memory(self.pad_words, self.layout.data_bytes)
+        self.pads = [pad.data_ptr() for pad in memory.pads]
+        self.data = [data.data_ptr() for data in memory.data]
+        self.multicast = memory.multicast
+        self.peers = transport.peers(spec, self.layout, tile, memory)
+        self._own_data = memory.data[self.rank]
+        self._remote = transport.remote(memory, self.layout.boxes, self.beside)
+        self._report = self.device.pinned(_C.STATUS_WORDS, torch.int64)
+        self.driver = self.device.driver
+        self.native = self._native(timeout_s)
+        abandon_in_children(self)
+        self._workspaces: dict[int, torch.Tensor] = {}
+        self._roomy: set[tuple[int, int]] = set()
+        self._streams: set[int] = set()
+        self.last: CachedCall | None = None
+        self.repeats = 0  # calls that were recognised
+        self._open = True
+        self._ending = False  # a wait that is going on is to give up
+        if self._activate_after:
+            self._load_activation()
+
+    @on_its_device
+    def _native(self, timeout_s: float) -> _C.CudaOp:
+        spec = self.spec
+        return _C.CudaOp(
+            driver=self.driver,
+            kernels=self.kernels,
+            rank=self.rank,
+            pads=self.pads,
+            data=self.data,
+            multicast=self.multicast,
+            sums_by_switch=self.sums_by_switch,
+            row_bytes=self.layout.row_bytes,
+            slots=self.layout.slots,
+            slot_bytes=self.layout.slot_bytes,
+            guard_bytes=self.layout.guard_bytes,
+            rest_offset=self.layout.rest_offset,
+            sums_offset=self.layout.sums_offset,
+            scales_travel=spec.op is Op.ag_gemm and spec.scaling == "row",
+            all_reduce=spec.op is Op.gemm_ar,
+            scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
+            signals=self.layout.signals,
+            offers=self.layout.offers,
+            report=self._report.data_ptr(),
+            timeout_ns=int(timeout_s * 1e9),
+            sm_count=self.sm_count,
+            device=self.device.index,
+            poison=self.poison,
+            nodes=self.nodes,
+            remote=self._remote,
+            beside=self.beside,
+            strips=self.layout.strips,
+            dtype=int(spec.out_dtype == torch.float16),  # FLUX_BF16, FLUX_F16
+            shared=self.transport.sm_share < self.device.sm_count,
+            graph_overlap=GRAPH_OVERLAP.get(),
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Symmetric memory of this rank."""
+        return self.pad_words * WORD + self.layout.data_bytes
+
+    @on_its_device
+    def _load(self, built: BuiltKernel) -> _C.Kernel:
+        """Load a kernel with all of its code; a load under a waiting kernel may wait with it."""
+        kernel = loading.load(built)
+        kernel.prepare(self.device.index)
+        return kernel
+
+    @on_its_device
+    def _load_activation(self) -> None:
+        """Run the activation once.
+
+        torch loads its code at the first use, which must not be behind a kernel that waits.
+        """
+        some = torch.zeros(64, dtype=self.spec.out_dtype, device=self.device.torch_device)
+        self.device.keep(some)
+        self.device.enqueue(partial(self._activate, some))
+
+    def _sums_by_switch(self, knobs: Knobs) -> bool:
+        """Return whether the NVLink switch adds up partials.
+
+        It does if they may be added in any order and a row is a multiple of its access size.
+        """
+        row = self.spec.row_elements() * self.spec.itemsize
+        wanted = self.spec.op is not Op.ag_gemm and knobs.reduce == "in_flight"
+        return wanted and self.transport.multicast and row % SWITCH_BYTES == 0
+
+    def _kernels(self, knobs: Knobs, preferred: GemmConfig | None) -> list[OpKernel]:
+        """Choose a kernel for each weight, the same on all ranks of a ReduceScatter. Collective.
+
+        Raises:
+            ValueError: a rank has none.
+        """
+        spec, problem, traced = self.spec, None, TRACE.get()
+        found = []
+        try:
+            for n in spec.local_n(self.world, self.rank):
+                kernel = op_kernel(
+                    spec, self.world, n, self.device, knobs, self.sm_count, preferred, traced
+                )
+                found.append(kernel)
+        except ValueError as error:
+            problem = str(error)
+        self.transport.ready(problem)
+        return found
+
+    def _cluster_tile(self, knobs: Knobs, preferred: GemmConfig | None) -> ClusterTile:
+        """Return what schedules know of the kernels: of rank 0's columns, so all ranks agree."""
+        spec = self.spec
+        columns = spec.local_n(self.world, 0)
+        if columns == spec.local_n(self.world, self.rank):
+            return ClusterTile.of(self.configs)
+        args = (self.device, knobs, self.transport.sm_share, preferred, TRACE.get())
+        return ClusterTile.of(op_kernel(spec, self.world, n, *args).built.config for n in columns)
+
+    # -- ops ---------------------------------------------------------------------------------------
+
+    @on_its_device
+    def run(
+        self,
+        schedule: TileSchedule,
+        call: Call,
+        gather: bool = False,
+        hooks: OverlapHooks = NO_HOOKS,
+    ) -> list[torch.Tensor]:
+        """Put a call on the current stream: see ``Backend.run``."""
+        if self.spec.op is Op.ag_gemm:
+            outs = self._ag_gemm(schedule, call, gather)
+        else:
+            outs = [self._gemm_rs(schedule, call)]
+        hooks.both()  # behind the kernels on the caller's stream, which it does not wait for
+        return outs
+
+    def _ag_gemm(self, schedule: TileSchedule, call: Call, gather: bool) -> list[torch.Tensor]:
+        stream = self._begin(schedule)
+        given, call = call, self._fit.call(call, gathers=True)
+        outs = [self._empty(call.m, columns) for columns in call.columns]
+        x_full = self._empty(call.m, self.spec.k, self.spec.dtype) if gather else None
+        scale = 0 if call.scale_x is None else self._address(call.scale_x)
+        operands = [self._operand(call, number, out) for number, out in enumerate(outs)]
+        self._make_room(schedule, stream, operands, self.spec.k)
+        self.native.ag_gemm(
+            schedule.native,
+            stream,
+            (self._address(call.x), self.spec.k, self.spec.k, scale),
+            operands,
+            0 if x_full is None else x_full.data_ptr(),
+            self.peers.gather(schedule, self.next_epoch, self.data),
+        )
+        if self._activate_after:
+            for out in outs:
+                self.device.enqueue(partial(self._activate, out))
+        self.peers.end(stream, self.native.epoch)
+        self._remember(schedule, given, self.world)
+        return outs if x_full is None else [*outs, x_full]
+
+    def _gemm_rs(self, schedule: TileSchedule, call: Call) -> torch.Tensor:
+        stream = self._begin(schedule)
+        given = call
+        if call.x.shape[1] == 0:
+            call = self._of_zeros(call)
+        call = self._fit.call(call, gathers=False)
+        full = self.spec.op is Op.gemm_ar
+        rows = call.m if full else self._rows_of(call.m)
+        out = self._empty(rows, self.spec.n[0])
+        scale = 0 if call.scale_x is None else self._address(call.scale_x)
+        x = (self._address(call.x), call.x.stride(0), call.x.shape[1], scale)
+        operand = self._operand(call, 0, out)
+        self._make_room(schedule, stream, [operand], call.x.shape[1])
+        if self.peers.idle:
+            self.native.gemm_rs(schedule.native, stream, x, operand, out.data_ptr())
+            self._remember(schedule, given, 1)
+            return out
+        self.peers.scatter(schedule, self.next_epoch)
+        if full:
+            with _C.CallSpan(self.spec.label, call.m):
+                self.native.scatter(schedule.native, stream, x, operand)
+                self.peers.send_results(stream, call.m, self.native.epoch)
+                self.native.reduce(schedule.native, stream, operand, out.data_ptr())
+        else:
+            self.native.gemm_rs(schedule.native, stream, x, operand, out.data_ptr())
+        self.peers.end(stream, self.native.epoch)
+        return out
+
+    def _remember(self, schedule: TileSchedule, call: Call, shard_of: int) -> None:
+        """Keep what ``repeat`` needs, if the call is one that can be repeated."""
+        weight, bias = call.weights[0], call.biases[0]
+        plain = len(self.kernels) == 1 and self.spec.scaling == "none" and self.peers.idle
+        fits = all(t is None or self._fit.fits(t) for t in (weight, bias))
+        x_fits = self._fit.fits(call.x) if shard_of == 1 else call.x.is_contiguous()
+        empty = call.columns[0] == 0 or call.x.shape[1] == 0
+        if plain and fits and x_fits and not empty and not self._activate_after:
+            rows = self._rows_of(call.m) if self.spec.op is Op.gemm_rs else call.m
+            unit = self._fit.unit(call.x) if shard_of == 1 else 1
+            self.last = CachedCall.of(schedule, call, shard_of, rows, unit)
+
+    def again(
+        self, x: torch.Tensor, weight: object, bias: object, m: int | None
+    ) -> Callable[[], torch.Tensor] | None:
+        """Return what repeats the last call, or None: see ``Backend.again``."""
+        last = self.last
+        if last is None or not last.is_like(x, weight, bias, m):
+            return None
+        return partial(self.repeat, last, x, cast(torch.Tensor, weight))
+
+    @on_its_device
+    def repeat(self, last: CachedCall, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Make the call that ``last`` is of, with other contents of x and weight."""
+        stream = self._begin(last.schedule)
+        out = x.new_empty(last.out_rows, last.columns)  # in less time than by torch.empty
+        if self.poison:
+            spoil(out)
+        self.device.keep(x, weight, out)
+        self.repeats += 1
+        at, ld, k = out.data_ptr(), last.columns, last.x_shape[1]
+        operand = (weight.data_ptr(), last.weight_ld, ld, at, ld, last.bias_ptr, 0)
+        self._make_room(last.schedule, stream, [operand], k)
+        given = (x.data_ptr(), last.x_stride[0], k, 0)
+        if self.spec.op is Op.ag_gemm:
+            self.native.ag_gemm(last.schedule.native, stream, given, [operand], 0, [])
+        else:
+            self.native.gemm_rs(last.schedule.native, stream, given, operand, at)
+        return out
+
+    # -- pieces ------------------------------------------------------------------------------------
+
+    def capturing(self) -> bool:
+        """Return whether the current stream is captured into a CUDA graph."""
+        return self.driver.capture(self.device.current_stream()) != 0
+
+    def _rows_of(self, m: int) -> int:
+        return _C.core.row_count(m, self.world, self.rank)
+
+    @property
+    def next_epoch(self) -> int:
+        """The number of the next call."""
+        return (self.native.epoch + 1) & 0xFFFFFFFF
+
+    def _begin(self, schedule: TileSchedule) -> int:
+        """Raise failures of earlier calls, note the call in a trace, and return its stream.
+
+        Raises:
+            PeerTimeoutError: see ``check``.
+            PeerDiedError: a peer can take no part in the call.
+            ValueError: the stream is being captured into a graph, and the transport's peers are
+                played by the host.
+        """
+        if self.native.failed:
+            self.check(wait=False)
+        dead = self._dead()
+        if dead is not None:
+            raise dead
+        stream = self.device.current_stream()
+        if self.recorder is not None and self.capturing():
+            raise ValueError(
+                f"{self.spec.label}: calls that are traced cannot be captured into a CUDA graph"
+            )
+        if self.nodes > 1 and self.capturing():
+            raise ValueError(
+                f"{self.spec.label}: calls cannot be captured into a CUDA graph where ranks are on "
+                "several nodes"
+            )
+        if not self.peers.idle:
+            if self.capturing():
+                raise ValueError(
+                    f"{self.spec.label}: calls cannot be captured into a CUDA graph where the host "
+                    "acts for the peers, as in loopback"
+                )
+            self.peers.check(schedule.shape[0])
+        if self.recorder is not None:
+            self.recorder.began(self.rank, schedule)
+        self._streams.add(stream)
+        return stream
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        self.device.keep(tensor)
+        return tensor.data_ptr()
+
+    def _operand(self, call: Call, number: int, out: torch.Tensor) -> _C.Operand:
+        """Return one weight, and where its product goes, in the form of ``_C.CudaOp``."""
+        weight, bias = call.weights[number], call.biases[number]
+        scales = call.scale_weights
+        return (
+            self._address(weight),
+            weight.stride(0),
+            call.columns[number],
+            out.data_ptr(),
+            out.stride(0),
+            0 if bias is None else self._address(bias),
+            self._address(scales[number]) if scales else 0,
+        )
+
+    def _make_room(
+        self, schedule: TileSchedule, stream: int, operands: list[_C.Operand], k: int
+    ) -> None:
+        """Allocate the workspace of the kernels, once per stream and M."""
+        if self.driver.capture(stream):
+            return self._make_room_in_graph(schedule, stream, operands, k)
+        key = (stream, schedule.shape[0])
+        if key in self._roomy:
+            return
+        if len(self._roomy) >= MAX_ROOMY:
+            self._roomy.clear()
+        self._roomy.add(key)
+        size = self.native.workspace_bytes(schedule.native, operands, k)
+        kept = self._workspaces.get(stream)
+        if size and (kept is None or kept.numel() < size):
+            # The old one stays in use until the stream has passed it: the allocator knows.
+            kept = self._workspaces[stream] = self.device.zeros(size, torch.uint8)
+            self.native.set_workspace(stream, kept.data_ptr(), kept.numel())
+
+    def _make_room_in_graph(
+        self, schedule: TileSchedule, stream: int, operands: list[_C.Operand], k: int
+    ) -> None:
+        """Allocate the workspace of a captured call in the graph, which zeroes it in every replay.
+
+        The graph's allocator reuses it in the order of the stream, so no reference is kept.
+        """
+        size = self.native.workspace_bytes(schedule.native, operands, k)
+        room = self.device.zeros(size, torch.uint8) if size else None
+        self._roomy = {(of, m) for of, m in self._roomy if of != stream}
+        self._workspaces.pop(stream, None)
+        if room is not None:
+            self.device.keep(room)
+        self.native.set_workspace(stream, room.data_ptr() if room is not None else 0, size)
+
+    def _empty(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        dtype = dtype or self.spec.out_dtype
+        out = torch.empty(rows, columns, dtype=dtype, device=self.device.torch_device)
+        self.device.keep(out)
+        return spoil(out) if self.poison else out
+
+    def _activate(self, out: torch.Tensor) -> None:
+        out.copy_(ACTIVATE[self.spec.activation](out))
+
+    def _of_zeros(self, call: Call) -> Call:
+        """Return a call on zeros, for a rank without a part of K: TMA has no empty maps."""
+        rows = max(call.m, self.spec.n[0])
+        zeros = self.device.zeros(rows * TMA_BYTES, torch.uint8).view(self.spec.dtype)
+        zeros = zeros.view(rows, -1)
+        weight = zeros[: self.spec.n[0]]
+        if self.spec.transpose_weight:
+            weight = weight.t()
+        return replace(call, x=zeros[: call.m], weights=(weight,))
+
+    # -- faults and the end ------------------------------------------------------------------------
+
+    @on_its_device
+    def check(self, wait: bool = True) -> None:
+        """Raise what waits of earlier calls have found; with ``wait``, once those are done.
+
+        Raises:
+            PeerTimeoutError: a wait took longer than the timeout, or a peer has given up.
+            PeerDiedError: the process of a peer on this host has ended before its part was done.
+        """
+        done = True
+        if wait:
+            for stream in self._streams:
+                done &= self._drained(stream)
+            self.native.look()
+        # Others that noticed it sooner give up, which makes waits of this rank fail.
+        dead = self._dead() if self.native.failed or not done else None
+        if dead is not None:
+            raise dead
+        who = f"{self.spec.label}: rank {self.rank}"
+        if self.native.failed:
+            code, tile, signal, expected, observed = self._report[:5].tolist()
+            if code == ABANDONED:
+                raise PeerTimeoutError(f"{who}: rank {signal} gave up in call {expected}")
+            other = signal + (
+                signal >= self.rank * self.nodes // self.world
+            )  # but for the own node
+            what = _WAITS[code].format(signal=signal, node=other)
+            raise PeerTimeoutError(
+                f"{who} waited more than {self.timeout_s:g} s for {what}, tile {tile}, "
+                f"call {expected}: the word was at {observed}"
+            )
+        if not done and self._ending:
+            raise RuntimeError(f"{who}: closed while call {self.native.epoch} was waited for")
+        if not done:
+            raise PeerTimeoutError(
+                f"{who}: call {self.native.epoch} was not done after {self.timeout_s:g} s: a "
+                "stream waited for a peer's signal"
+            )
+
+    def look(self) -> None:
+        """Raise PeerDiedError if the process of a peer on this host has ended."""
+        dead = self._dead()
+        if dead is not None:
+            raise dead
+
+    def _dead(self) -> PeerDiedError | None:
+        """Return the error about a peer that has died, or None."""
+        rank = None if self.watch is None else self.watch.dead()
+        if self.watch is None or rank is None:
+            return None
+        who = f"{self.spec.label}: rank {self.rank}, after call {self.native.epoch}"
+        return PeerDiedError(f"{who}: {self.watch.end_of(rank)}")
+
+    def _drained(self, stream: int) -> bool:
+        """Wait until a stream is done; return False if its wait had to be ended.
+
+        Kernels give up by themselves within the timeout. A stream cannot.
+        """
+        deadline = time.monotonic() + self.timeout_s + 1.0
+        some_died = False
+        while not self.driver.ready(stream):
+            if not some_died and self._dead() is not None:
+                some_died = True
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            if time.monotonic() > deadline or self._ending:
+                self._let_go()
+                self.driver.synchronize(stream)
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def _let_go(self) -> None:
+        """Tell the peers, and end all waits of this rank's streams."""
+        self.peers.let_go(self.native.epoch)
+        self.native.let_go()
+
+    def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
+        """Do nothing: on GPUs no rank waits for a peer before a call.
+
+        FLUX_CHECK finds calls that do not fit together.
+        """
+        return nothing
+
+    def refuse(self, why: str) -> None:
+        """Do nothing, since the host does not meet its peers.
+
+        The caller's own rank raises at once. The other ranks wait until their timeout, unless
+        FLUX_CHECK is set.
+        """
+
+    def end_call(self) -> None:
+        """End a wait for calls, in another thread or further up the stack."""
+        self._ending = True
+
+    def reason_untraceable(self, fused: bool) -> str | None:
+        """Return why calls cannot be traced: a capture, or kernels of no trace build."""
+        if self.capturing():
+            return f"{self.spec.label}: calls that are traced cannot be captured into a CUDA graph"
+        if fused and not all(kernel.traces for kernel in self.kernels):
+            return (
+                f"{self.spec.label}: its kernels are of no trace build: build some with `flux "
+                "compile --trace`, and the op with FLUX_TRACE=1"
+            )
+        return None
+
+    def abandon(self) -> Iterable[object]:
+        """Leave streams and NCCL's communicator to the parent of this forked child."""
+        self._open = False
+        return (self.native,)
+
+    @on_its_device
+    def close(self, failed: bool = False, culprit: int = -1) -> None:
+        """Wait for calls that are under way, then release everything. Idempotent."""
+        if not self._open:
+            return
+        self._ending = False
+        if failed:
+            self._let_go()
+        for stream in (*self._streams, self.native.copy_stream, self.native.network_stream):
+            if stream or stream in self._streams:  # torch's default stream is 0
+                self._drained(stream)
+        self._open = False  # until here a signal handler may interrupt this, which is then repeated
+        try:
+            if not failed:
+                self.native.look()
+                if self.native.failed:
+                    self._let_go()  # peers wait for what this rank's kernels have not done
+        finally:
+            if self.watch is not None:  # not before: what peers wait for has been done
+                self.watch.close(failed)
+            self.native.close()
+            self._own_data = torch.empty(0)
+            self.transport.leave()
+            self.peers = Peers()

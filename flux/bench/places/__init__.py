@@ -1,0 +1,26 @@
+"""Where the ranks of a benchmark run, how their calls start together, and how they are timed.
+
+CpuRanks             a process per rank, gloo, the wall clock
+gpu.GpuRanks         a process and a GPU per rank, NCCL, the GPU's clock
+virtual.Ranks        all ranks on one GPU in one process: for results, not for times
+loopback.RealRank    one rank on the GPU, simulated peers with memory on the host
+"""
+
+from __future__ import annotations
+
+from flux.bench.places.base import Place
+from flux.bench.places.cpu import CpuRanks
+from flux.bench.problem import BenchConfig
+
+
+def open_place(config: BenchConfig, rank: int) -> Place:
+    """Return the place of a run with this configuration. Collective."""
+    if config.backend != "cuda":
+        return CpuRanks(config, rank)
+    from flux.bench.places import gpu, loopback, virtual
+
+    if config.transport == "virtual":
+        return virtual.Ranks(config, rank)
+    if config.transport == "loopback":
+        return loopback.RealRank(config, rank)
+    return gpu.GpuRanks(config, rank)

@@ -1,0 +1,151 @@
+"""The problems to tune: those of a model's layers, or a list, from `tuning/shapes/*.toml`.
+
+A layer of a transformer has four GEMMs with communication (Flux paper, figure 2), here with W
+ranks, M = batch * sequence, h hidden, f intermediate, d = heads * head_dim:
+
+                       op        N                          K
+    query, key, value  ag_gemm   d + 2 * kv_heads * head_dim  h
+    attention out      gemm_rs   h                            d
+    MLP up (and gate)  ag_gemm   f, or 2 f if gated           h
+    MLP down           gemm_rs   h                            f
+
+Decoding has few rows, which are not sharded between the blocks. There gemm_rs becomes gemm_ar, and
+no GEMM waits for an AllGather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flux.bench.problem import DTYPES, OPS, Problem
+from flux.core.datafile import MOST_SIZE, Table, find
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a transformer layer."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gated: bool
+
+    def gemms(self, decodes: bool) -> Iterator[tuple[str, int, int]]:
+        """Yield (op, N, K) of each GEMM with communication."""
+        inner = self.heads * self.head_dim
+        pairs = [(inner + 2 * self.kv_heads * self.head_dim, inner)]
+        if self.intermediate:  # experts without tensor parallelism have none
+            pairs.append(((2 if self.gated else 1) * self.intermediate, self.intermediate))
+        for up, down in pairs:
+            if not decodes:
+                yield "ag_gemm", up, self.hidden
+            yield ("gemm_ar" if decodes else "gemm_rs"), self.hidden, down
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The contents of a file of shapes.
+
+    Attributes:
+        file: its path.
+        model: name, for display.
+        dtype: of the operands.
+        tensor_parallel: intended world sizes.
+        sizes: (op, m, n, k), each once, in the order of the file.
+    """
+
+    file: Path
+    model: str
+    dtype: str
+    tensor_parallel: tuple[int, ...]
+    sizes: tuple[tuple[str, int, int, int], ...]
+
+    def problems(self, world: int, dtype: str | None = None) -> list[Problem]:
+        """Return the problems for this number of ranks."""
+        return [Problem(op, m, n, k, dtype or self.dtype, world) for op, m, n, k in self.sizes]
+
+
+def load_shapes(
+    name: str | Path, sequence: int | None = None, batches: Sequence[int] | None = None
+) -> Shapes:
+    """Read a file of shapes: a path, or the name of one in `tuning/shapes`.
+
+    Args:
+        name: of the file.
+        sequence: tokens of a model's sequences, instead of those of its workloads; 1 is decoding.
+        batches: batch sizes of a model, instead of those of its workloads.
+
+    Raises:
+        ValueError: no such file, or wrong contents; the message names file and key.
+    """
+    file = find("shapes", name)
+    top = Table.load(file)
+    model, dtype = top.text("model"), top.text("dtype", choices=tuple(DTYPES))
+    worlds = top.integers("tensor_parallel")
+    sizes: list[tuple[str, int, int, int]] = []
+    if "layer" in top:
+        layer = _layer(top.table("layer"))
+        workloads = top.tables("workload")
+        if not workloads:
+            top.fail("workload", "a layer needs at least one [[workload]]")
+        pairs: list[tuple[int, int]] = []
+        for table in workloads:
+            table.text("name")
+            length, counts = table.integer("sequence"), table.integers("batch")
+            table.done()
+            pairs += [(length, batch) for batch in counts]
+        if sequence is not None or batches is not None:
+            lengths = [sequence] if sequence else list(dict.fromkeys(length for length, _ in pairs))
+            pairs = [(length, batch) for length in lengths for batch in batches or (1,)]
+        for length, batch in pairs:
+            for op, n, k in layer.gemms(decodes=length == 1):
+                sizes.append((op, batch * length, n, k))
+    elif sequence is not None or batches is not None:
+        raise ValueError(f"{file}: lists shapes, of which none is made of a sequence and a batch")
+    for table in top.tables("shape"):
+        op, n, k = table.text("op", choices=OPS), table.integer("n"), table.integer("k")
+        sizes += [(op, m, n, k) for m in table.integers("m")]
+        table.done()
+    top.done()
+    for op, m, n, k in sizes:
+        if max(m, n, k) > MOST_SIZE:
+            raise ValueError(
+                f"{file}: {op}: the layer and its workloads make (m, n, k) = {(m, n, k)}, at most "
+                f"{MOST_SIZE} is possible"
+            )
+    if not sizes:
+        raise ValueError(f"{file}: neither a [layer] nor a [[shape]]: nothing to tune")
+    return Shapes(file, model, dtype, worlds, tuple(dict.fromkeys(sizes)))
+
+
+def layer_of(name: str | Path) -> Layer:
+    """Return the layer of a model: a file of shapes, or the name of one in `tuning/shapes`.
+
+    Raises:
+        ValueError: no such file, or it has no layer or a wrong one.
+    """
+    file = find("shapes", name)
+    top = Table.load(file)
+    if "layer" not in top:
+        raise ValueError(f"{file}: lists shapes, not the [layer] of a model")
+    return _layer(top.table("layer"))
+
+
+def _layer(table: Table) -> Layer:
+    layer = Layer(
+        hidden=table.integer("hidden"),
+        intermediate=table.integer("intermediate", least=0),
+        heads=table.integer("heads"),
+        kv_heads=table.integer("kv_heads"),
+        head_dim=table.integer("head_dim"),
+        gated=table.flag("gated"),
+    )
+    table.integer("layers")  # for readers: all layers have the same shapes
+    if layer.heads % layer.kv_heads:
+        table.fail("kv_heads", f"must divide heads = {layer.heads}, got {layer.kv_heads}")
+    table.done()
+    return layer

@@ -1,0 +1,291 @@
+"""Choose the knobs of an op for each M: fixed by the user, tuned, or from the cost model.
+
+Rank 0 reads the cache once, when the op is built, and sends the result to the other ranks. If every
+rank read the file itself, at different moments, ranks could run different schedules. Calls read no
+files and communicate nothing for this. The schedule of an M that was called before is a dictionary
+lookup, as without tuning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from flux.choice import cost
+from flux.choice.cache import look_up
+from flux.choice.keys import Key, dtype_text, versions
+from flux.choice.winners import Entry, Winner, fit, most_tiles
+from flux.core.heuristic import MAX_COMM_TILES
+from flux.core.knobs import Knobs, check_legal
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
+from flux.kernels.config import GemmConfig
+from flux.machine.cluster import Cluster, digest, world_shape
+from flux.machine.detection import detect
+from flux.transport.exchange import Exchange
+
+_said: set[str] = set()
+
+
+class Choice(Protocol):
+    """Knobs by M; equal on all ranks."""
+
+    @property
+    def kernel(self) -> GemmConfig | None:
+        """Kernel of the GEMM, on a GPU, if tuning found one."""
+        ...
+
+    @property
+    def most_tiles(self) -> int:
+        """Most communication tiles of a chunk if ``variants`` leave it open.
+
+        0: the heuristic's number.
+        """
+        ...
+
+    def knobs(self, m: int) -> Knobs:
+        """Return the knobs of a call with ``m`` rows; the heuristic fills in open fields."""
+        ...
+
+    def variants(self) -> list[Knobs]:
+        """Return all knobs that ``knobs`` may return, except fields that do not affect memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same knobs for all M: the user's, or none."""
+
+    given: Knobs
+    kernel: GemmConfig | None = None
+    most_tiles: int = 0
+
+    def knobs(self, m: int) -> Knobs:
+        """Return the fixed knobs."""
+        return self.given
+
+    def variants(self) -> list[Knobs]:
+        """Return the fixed knobs."""
+        return [self.given]
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """The choice of the cost model, for ops without tuning results."""
+
+    shape: cost.Shape
+    cluster: Cluster
+    usable: tuple[Knobs, ...]
+    kernel: GemmConfig | None = None
+    most_tiles: int = MAX_COMM_TILES
+
+    def knobs(self, m: int) -> Knobs:
+        """Return the knobs of least modelled time."""
+        return cost.choose(replace(self.shape, m=m), self.cluster, self.usable)
+
+    def variants(self) -> list[Knobs]:
+        """Return the knobs that the model chooses from."""
+        return list(self.usable)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Winners, by M; for an M that was not tuned, the nearest winner, scaled to it."""
+
+    entry: Entry
+    spec: OpSpec
+    topology: Topology
+    speaks: bool
+    legal: Callable[[int, Knobs], bool]
+    kernel: GemmConfig | None = None
+
+    @property
+    def most_tiles(self) -> int:
+        """Most communication tiles of a chunk, over all winners."""
+        return max(MAX_COMM_TILES, most_tiles(self.entry.winners, self.topology.world))
+
+    def knobs(self, m: int) -> Knobs:
+        """Return the winner's knobs for ``m``, scaled; warn once if ``m`` was not tuned."""
+        winner, close = self.entry.nearest(m)
+        assert winner is not None
+        if not close and self.speaks:
+            self._say_once(m, winner)
+        knobs = fit(winner.knobs, winner.m, m, self.topology.world)
+        # Rounding may have made tiles straddle owners. Then the heuristic chooses those fields.
+        alternatives = (knobs, replace(knobs, store=None), replace(knobs, store=None, tile=None))
+        for candidate in alternatives:
+            if self.legal(m, candidate):
+                return candidate
+        return Knobs(path=knobs.path, direction=knobs.direction, order=knobs.order)
+
+    def variants(self) -> list[Knobs]:
+        """Return the winners' knobs."""
+        return [replace(winner.knobs, comm_tile_rows=None) for winner in self.entry.winners]
+
+    def _say_once(self, m: int, winner: Winner) -> None:
+        text = (
+            f"{self.spec.label}(n={sum(self.spec.n)}, k={self.spec.k}): not tuned for M = {m}; "
+            f"that of M = {winner.m} is used for it and others (`flux tune --op "
+            f"{self.spec.op.name} --m {m} ...` finds better)"
+        )
+        if self.entry.key.name not in _said:
+            _said.add(self.entry.key.name)
+            warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def forget_what_was_said() -> None:
+    """Let every entry warn again about M that were not tuned."""
+    _said.clear()
+
+
+def key_of(spec: OpSpec, shape: str, parts: dict[str, object], kind: str) -> Key:
+    """Return the key of an op's winners on machines with these fingerprint inputs."""
+    kernels, toolchain = versions(kind)
+    return Key(
+        op=spec.op.name,
+        dtype=dtype_text(spec.dtype),
+        n=sum(spec.n),
+        k=spec.k,
+        world=shape,
+        fingerprint=digest(parts),
+        kernels=kernels,
+        toolchain=toolchain,
+    )
+
+
+def group_parts(clusters: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Return the inputs of a group's fingerprint: those of its ranks, each kind once."""
+    first = clusters[0]
+    if all(other == first for other in clusters):
+        return first
+    kinds = sorted({repr(sorted(other.items())) for other in clusters})
+    return {**first, "mixed": kinds}
+
+
+def choose(
+    spec: OpSpec,
+    exchange: Exchange,
+    hosts: Sequence[Hashable],
+    topology: Topology,
+    kind: str,
+    legal: Callable[[int, Knobs], bool],
+) -> Choice:
+    """Return the choice of an op with ``tuning="cache"``. Collective.
+
+    Args:
+        spec: the op.
+        exchange: the op's ranks.
+        hosts: the host of each rank, as the op sees it.
+        topology: of the group.
+        kind: of device: ``cpu`` | ``cuda``.
+        legal: whether a schedule can be made for (M, knobs).
+    """
+    if exchange.world == 1:
+        return Fixed(Knobs())  # no communication to tune
+    shape = world_shape(hosts)
+    cluster = _detected(kind)
+    everybody = exchange.all_gather(None if cluster is None else cluster.parts(shape))
+    found: Entry | None = None
+    known = [parts for parts in everybody if parts is not None]
+    if exchange.rank == 0 and len(known) == exchange.world:
+        found = _look_up(key_of(spec, shape, group_parts(known), kind), topology, kind)
+    found, cluster = exchange.all_gather((found, cluster))[0]
+    if found is not None:
+        kernel = None
+        if kind == "cuda":
+            found, kernel = _one_kernel(found, spec.max_m)
+        return Tuned(found, spec, topology, exchange.rank == 0, legal, kernel)
+    if kind == "cuda" or cluster is None:
+        return Fixed(Knobs())  # flux/kernels/cost.py models its kernels
+    return modelled(spec, topology, cluster)
+
+
+def _look_up(key: Key, topology: Topology, kind: str) -> Entry | None:
+    """Return the winners that this group can run; None, with a warning, if they cannot be read."""
+    try:
+        found = look_up(key)
+    # For example a missing home directory, or numbers and nesting beyond Python's limits. Ops run
+    # without winners then.
+    except (OSError, RuntimeError, ValueError, ArithmeticError) as error:
+        warnings.warn(
+            f"tuned winners cannot be read, so none are used: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return None if found is None else usable(found, topology, kind)
+
+
+def _detected(kind: str) -> Cluster | None:
+    """Return this rank's host; None if its device cannot be inspected, such as an emulated one."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        return None
+    return detect(kind)
+
+
+def modelled(spec: OpSpec, topology: Topology, cluster: Cluster) -> Modelled:
+    """Return the cost model's choice for an op without winners."""
+    shape = cost.Shape(
+        spec.op,
+        spec.max_m,
+        sum(spec.n),
+        spec.k,
+        dtype_text(spec.dtype),
+        spec.itemsize,
+        topology.world,
+        topology.nodes,
+    )
+    paths = ("fused", "medium", "unfused") if topology.nodes == 1 else ("fused", "unfused")
+    return Modelled(shape, cluster, tuple(Knobs(path=path) for path in paths))
+
+
+def usable(entry: Entry, topology: Topology, kind: str) -> Entry | None:
+    """Return the winners that this group can run; warn about each of the others."""
+    kept = []
+    for winner in entry.winners:
+        reason = _why_not(winner, topology, kind)
+        if reason is None:
+            kept.append(winner)
+        else:
+            warnings.warn(
+                f"tuned knobs of {entry.key.name} for M = {winner.m} are ignored: {reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return replace(entry, winners=tuple(kept)) if kept else None
+
+
+def _why_not(winner: Winner, topology: Topology, kind: str) -> str | None:
+    try:
+        check_legal(winner.knobs, topology)
+    except ValueError as error:
+        return str(error)
+    if winner.knobs.direction == "pull" and topology.nodes > 1 and winner.knobs.path != "unfused":
+        return "direction = pull needs memory that peers can read, but there are several hosts"
+    if kind == "cpu" and winner.knobs.reduce == "in_flight":
+        return "reduce = in_flight needs backend cuda"
+    if kind == "cuda" and winner.kernel is None and winner.knobs.path != "unfused":
+        return "no kernel is named"
+    return None
+
+
+def _one_kernel(entry: Entry, max_m: int) -> tuple[Entry, GemmConfig | None]:
+    """Restrict an entry to one kernel and one way to move tiles, as an op on GPUs needs.
+
+    A call may overtake the previous call of a peer, and the order of their writes depends on the
+    direction. The winner nearest ``max_m`` determines kernel and direction; winners that differ are
+    left out.
+    """
+    base, _ = entry.nearest(max_m)
+    assert base is not None
+
+    def way(winner: Winner) -> tuple[object, ...]:
+        k = winner.knobs
+        return (k.direction, k.order, k.reduce, winner.kernel)
+
+    same = tuple(w for w in entry.winners if w.knobs.path == "unfused" or way(w) == way(base))
+    return replace(entry, winners=same), base.kernel

@@ -1,0 +1,229 @@
+"""Define winners: knobs, kernel and times of one op at one M; and a file of several winners."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from flux.choice.keys import Key, bucket
+from flux.core.datafile import MOST_SIZE, one_line, shown
+from flux.core.heuristic import ceil_div
+from flux.core.knobs import Knobs
+from flux.kernels.config import GemmConfig
+
+FORMAT = 1
+"""Format of the file; incremented when a field changes its meaning. Also part of its directory."""
+
+
+MOST_MS = 1e12
+"""The longest time that a winner or a round may have: 30 years."""
+_MOST_TIME_TEXT = 40
+
+
+class DamagedEntryError(ValueError):
+    """A file of winners differs from what was written."""
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The fastest way to run an op at one M.
+
+    Attributes:
+        m: rows of the measurement.
+        knobs: every field set; for path = unfused only that one.
+        ms: median over rounds of the slowest rank's time.
+        unfused_ms: the same of the unfused path in the same rounds; None if it was wrong or
+            crashed.
+        medium_ms: the same of the medium path.
+        rounds: number of rounds in the median.
+        tuned_at: UTC, ISO 8601.
+        kernel: on a GPU; None on the CPU.
+    """
+
+    m: int
+    knobs: Knobs
+    ms: float
+    unfused_ms: float | None = None
+    medium_ms: float | None = None
+    rounds: int = 0
+    tuned_at: str = ""
+    kernel: GemmConfig | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.m) is not int or not 1 <= self.m <= MOST_SIZE:
+            raise ValueError(f"m must be an integer in [1, 2^30], got {self.m!r}")
+        if type(self.rounds) is not int or not 0 <= self.rounds < 2**31:
+            raise ValueError(f"rounds must be an integer >= 0, got {self.rounds!r}")
+        for name in ("ms", "unfused_ms", "medium_ms"):
+            value = getattr(self, name)
+            if value is None and name != "ms":
+                continue
+            if not (type(value) in (int, float) and 0 < value <= MOST_MS):
+                raise ValueError(f"{name} must be a time in ms, got {value!r}")
+        if not isinstance(self.tuned_at, str) or len(self.tuned_at) > _MOST_TIME_TEXT:
+            raise ValueError(f"tuned_at must be a time in ISO 8601, got {self.tuned_at!r}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        knobs = {name: value for name, value in asdict(self.knobs).items() if value is not None}
+        content = {f.name: getattr(self, f.name) for f in fields(self)}
+        content["bucket"] = bucket(self.m)
+        content["knobs"] = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in knobs.items()
+        }
+        content["kernel"] = None if self.kernel is None else self.kernel.as_dict()
+        return content
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Winner:
+        """Return the winner of these fields; the inverse of ``as_dict``.
+
+        Raises:
+            ValueError: the fields are not those of a winner; also as TypeError, KeyError or
+                AttributeError.
+        """
+        values = dict(content)
+        kernel = values.pop("kernel")
+        knobs = knobs_from(values.pop("knobs"))
+        stated = values.pop("bucket")
+        winner = cls(
+            **values,
+            knobs=knobs,
+            kernel=None if kernel is None else GemmConfig.from_dict(kernel),
+        )
+        if stated != bucket(winner.m):
+            raise ValueError(f"bucket {stated!r} is not that of m = {winner.m}")
+        return winner
+
+
+def knobs_from(values: Mapping[str, Any]) -> Knobs:
+    """Return knobs from JSON, checked; raise ValueError or TypeError if they are illegal."""
+    arguments: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return Knobs(**arguments)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """All winners of one key, by M.
+
+    Attributes:
+        key: the op and the machine.
+        machine: the inputs of the key's fingerprint, for display.
+        winners: by M, ascending; one for each M.
+    """
+
+    key: Key
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    winners: tuple[Winner, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = [winner.m for winner in self.winners]
+        if sizes != sorted(set(sizes)):
+            raise ValueError(f"winners must be one for each M, ascending, got M = {sizes}")
+
+    def with_winner(self, winner: Winner) -> Entry:
+        """Return an entry with this winner added; it replaces one for the same M."""
+        kept = [other for other in self.winners if other.m != winner.m]
+        return replace(self, winners=tuple(sorted([*kept, winner], key=lambda w: w.m)))
+
+    def nearest(self, m: int) -> tuple[Winner | None, bool]:
+        """Return the winner to use for ``m``, and whether it is from m's own bucket.
+
+        Distance is by ratio: 64 is as far from 32 as from 128. Of two equally near winners, take
+        the larger.
+        """
+        if not self.winners:
+            return None, False
+        own = [winner for winner in self.winners if bucket(winner.m) == bucket(m)]
+        found = min(own or self.winners, key=lambda w: (abs(math.log(w.m / m)), -w.m))
+        return found, bool(own)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry for JSON, with a checksum."""
+        content = {
+            "format": FORMAT,
+            "key": self.key.as_dict(),
+            "machine": dict(self.machine),
+            "winners": [winner.as_dict() for winner in self.winners],
+        }
+        return {**content, "sha256": checksum(content)}
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Entry:
+        """Return the entry of this content; the inverse of ``as_dict``.
+
+        Raises:
+            DamagedEntryError: the content is not an entry, or its checksum is wrong.
+        """
+        if not isinstance(content, Mapping) or "sha256" not in content:
+            raise DamagedEntryError("not an entry of winners")
+        rest = {name: value for name, value in content.items() if name != "sha256"}
+        if rest.get("format") != FORMAT:
+            raise DamagedEntryError(f"format {shown(rest.get('format'))}, expected {FORMAT}")
+        try:
+            if checksum(rest) != content["sha256"]:
+                raise DamagedEntryError("the checksum does not fit the contents")
+            machine, listed = rest["machine"], rest["winners"]
+            if not isinstance(machine, Mapping) or not isinstance(listed, list):
+                raise TypeError("machine must be an object, and winners a list")
+            winners = tuple(Winner.from_dict(winner) for winner in listed)
+            return cls(Key.from_dict(rest["key"]), machine, winners)
+        except DamagedEntryError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedEntryError(one_line(f"{type(error).__name__}: {error}")) from error
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """Return the sha256 of JSON, independent of white space and of the order of names."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tile_count(rows: int, chunk: int) -> int:
+    """Return the number of communication tiles of this many rows in a chunk."""
+    return ceil_div(chunk, min(rows, chunk))
+
+
+def fit(knobs: Knobs, measured_m: int, m: int, world: int) -> Knobs:
+    """Scale the tile sizes of knobs from measured_m to m.
+
+    A chunk is cut into no more communication tiles than at ``measured_m``.
+    """
+    if m == measured_m or knobs.path == "unfused":
+        return knobs
+    before, now = ceil_div(measured_m, world), ceil_div(m, world)
+    comm, tile = knobs.comm_tile_rows, knobs.tile
+    if comm is not None:
+        comm = ceil_div(now, tile_count(comm, before))
+    if tile is not None:
+        tile = (_fit_rows(tile[0], before, now, measured_m, m), tile[1])
+    raster = knobs.raster
+    if raster is not None and now < before:  # a band must not reach into more chunks than before
+        raster = max(1, raster * now // before)
+    return replace(knobs, comm_tile_rows=comm, tile=tile, raster=raster)
+
+
+def _fit_rows(rows: int, before: int, now: int, measured_m: int, m: int) -> int:
+    if rows >= measured_m:
+        return m
+    if rows % before == 0:
+        return min(m, rows // before * now)
+    return min(m, ceil_div(now * rows, before))
+
+
+def most_tiles(winners: Sequence[Winner], world: int) -> int:
+    """Return the most communication tiles that any winner cuts a chunk into, at any M."""
+    counts = [
+        tile_count(winner.knobs.comm_tile_rows, ceil_div(winner.m, world))
+        for winner in winners
+        if winner.knobs.comm_tile_rows is not None
+    ]
+    return max(counts, default=1)

@@ -1,0 +1,162 @@
+"""The `flux` command. Commands import heavy modules when they run, so that `--help` is fast."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from flux.cli import options
+from flux.cli.compile import compile_kernels
+from flux.cli.model import bench_model
+from flux.cli.ranks import check_writable, say_wrong, speaks, watched_ranks
+from flux.cli.suite import suite
+from flux.cli.terminal import EXIT_FAILED
+from flux.cli.trace import trace
+from flux.cli.tune import tune
+
+if TYPE_CHECKING:
+    from flux.bench.op import Measurement
+    from flux.bench.problem import BenchConfig
+
+app = typer.Typer(
+    name="flux",
+    help="GEMMs of tensor parallelism, with their communication overlapped.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+bench = typer.Typer(help="Measure fused ops against the unfused path.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import flux
+
+        print(f"flux {flux.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what was detected, what will be used, and why other parts are not.
+
+    Under torchrun it also shows the transport between each pair of ranks; rank 0 prints.
+    """
+    from flux.bench.launch import torchrun_rank, torchrun_world
+    from flux.cli import doctor as diagnosis
+    from flux.cli import doctor_ranks
+
+    places = doctor_ranks.places_of_all() if torchrun_world() is not None else []
+    if places and torchrun_rank() != 0:
+        raise typer.Exit
+    findings = diagnosis.examine(places)
+    if json_output:
+        print(json.dumps(findings.as_dict(), indent=1))
+    else:
+        diagnosis.show(findings, Console())
+    raise typer.Exit(0 if findings.usable else EXIT_FAILED)
+
+
+app.command("compile")(compile_kernels)
+app.add_typer(tune, name="tune")
+app.add_typer(trace, name="trace")
+
+
+bench.command("model")(bench_model)
+bench.command("suite")(suite)
+
+
+@bench.command("op")
+def bench_op(
+    op: options.Op = "ag_gemm",
+    m: options.M = 2048,
+    n: options.N = 4096,
+    k: options.K = 2048,
+    dtype: options.Dtype = None,
+    nproc: options.Nproc = None,
+    hosts: options.Hosts = "1",
+    link_rate: options.LinkRate = None,
+    backend: options.Backend = None,
+    transport: options.Transport = None,
+    repeats: options.Repeats = 15,
+    warmup: options.Warmup = 3,
+    threads: options.Threads = 1,
+    seed: options.Seed = 0,
+    timeout: options.Timeout = 60.0,
+    path: options.PathKnob = None,
+    order: options.Order = None,
+    direction: options.Direction = None,
+    comm_tile_rows: options.CommTileRows = None,
+    tile: options.Tile = None,
+    store: options.Store = None,
+    swizzle: options.Swizzle = None,
+    json_target: options.JsonTarget = None,
+    quiet: options.QuietTable = False,
+) -> None:
+    """Time one op: unfused (library), medium (chunk per rank), flux. One run, interleaved.
+
+    Every method's result is checked against float64, before and after. A wrong method is reported
+    without a time, and the exit status is 1.
+
+    Starts its own ranks, or joins torchrun's. torchrun takes --m as one of its own options, unless
+    -- ends those: torchrun --nproc-per-node 2 -m -- flux bench op --m 2048
+    """
+    chosen = options.Chosen.among(locals())
+    config = options.config_of(chosen, repeats=repeats, warmup=warmup)
+    silent = quiet or json_target == "-" or not speaks()
+    if speaks() and json_target not in (None, "-"):
+        check_writable(json_target)
+    measurement = _measure(config, silent=silent)
+    if speaks():
+        _report(config, measurement, json_target, silent=silent)
+    if measurement.complaints:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _measure(config: BenchConfig, *, silent: bool) -> Measurement:
+    from flux.bench import launch
+
+    joining = launch.torchrun_world() is not None
+    with watched_ranks(silent) as progress:
+        return (launch.joined if joining else launch.spawned)(config, progress)
+
+
+def _report(
+    config: BenchConfig, measurement: Measurement, json_target: str | None, *, silent: bool
+) -> None:
+    from flux.bench import report
+
+    content = report.document(config, measurement, ["flux", *sys.argv[1:]])
+    if not silent:
+        report.show(content, Console())
+    say_wrong(measurement.complaints)
+    if json_target is not None:
+        report.write_json(content, json_target)
+        if not silent:
+            print(f"wrote {json_target}: {shlex.join(content['command'])}")
+
+
+def main() -> None:
+    """Run the command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

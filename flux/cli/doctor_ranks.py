@@ -1,0 +1,81 @@
+"""Find the transport between each pair of a job's ranks, and why: `flux doctor` under torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flux.transport.placement import Place, place_here, reach
+
+LIMIT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The transport between two ranks, and why.
+
+    `slow`: slower than with other hardware or settings.
+    """
+
+    transport: str
+    why: str
+    slow: bool = False
+
+
+def between(a: Place, b: Place) -> Verdict:
+    """Return the transport between two ranks: for tensors on their GPUs if both have one."""
+    if a.gpu is None or b.gpu is None:
+        if a.host != b.host:
+            return Verdict("send_recv", "different hosts")
+        both = "no GPU" if a.gpu is b.gpu else "a GPU on one side only"
+        return Verdict("shm", f"one host, {both}: tensors on the CPU")
+    if a.host != b.host:
+        return Verdict("send_recv", "different hosts: NCCL, or nvshmem where asked for")
+    if a.gpu == b.gpu:
+        return Verdict(
+            "symm_mem", "the same GPU, on which they take turns: a test, not a deployment"
+        )
+    reached = reach(a, b)
+    if reached is None:
+        return Verdict("symm_mem", "one host; they do not see each other's GPU, so P2P is not sure")
+    if reached:
+        return Verdict("symm_mem", "one host, each GPU addresses the other (P2P)")
+    return Verdict("send_recv", "one host, but no P2P between the GPUs: NCCL", slow=True)
+
+
+def verdicts(places: Sequence[Place]) -> dict[Verdict, list[tuple[int, int]]]:
+    """Return all pairs of ranks, by verdict."""
+    found: dict[Verdict, list[tuple[int, int]]] = {}
+    for a, b in combinations(range(len(places)), 2):
+        found.setdefault(between(places[a], places[b]), []).append((a, b))
+    return found
+
+
+def _own_gpu() -> int | None:
+    """Return the GPU of torchrun's local rank."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
+
+
+def places_of_all() -> list[Place]:
+    """Return every rank's placement.
+
+    Collective, in the default group or (under torchrun) a new one.
+    """
+    made = not dist.is_initialized()
+    if made:
+        dist.init_process_group("gloo", timeout=LIMIT)
+    try:
+        places: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(places, place_here(_own_gpu()))
+    finally:
+        if made:
+            dist.destroy_process_group()
+    return places

@@ -1,0 +1,121 @@
+"""The command `flux bench model`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flux.cli import options
+from flux.cli.ranks import (
+    check_writable,
+    say_wrong,
+    speaks,
+    torchrun_or_own,
+    watched_ranks,
+)
+from flux.cli.terminal import EXIT_FAILED, refuse
+
+if TYPE_CHECKING:
+    from flux.bench.model import ModelConfig
+    from flux.bench.model_run import PhaseResult
+    from flux.launch.progress import Progress
+
+
+def _entry(config: Any, rank: int, progress: Progress) -> list[PhaseResult]:
+    from flux.bench.model_run import measure_model
+
+    return measure_model(config, rank, progress)
+
+
+def _measure(config: ModelConfig, joining: bool, progress: Progress) -> list[PhaseResult]:
+    from flux.bench import launch
+
+    if joining:
+        return launch.as_torchrun_rank(lambda c, rank: _entry(c, rank, progress), config)
+    found: list[PhaseResult] = launch.on_own_ranks(_entry, config, config, config.world, progress)
+    return found
+
+
+def bench_model(
+    model: Annotated[
+        str, typer.Option(help="A model of tuning/shapes, or a file like those.")
+    ] = "gpt3-175b",
+    scale: Annotated[int, typer.Option(help="What the model's sizes are divided by.")] = 16,
+    phases: Annotated[
+        str, typer.Option(help="Some of train,prefill,decode.")
+    ] = "train,prefill,decode",
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences in training and prefill.")] = 1,
+    decode_batch: Annotated[int, typer.Option(help="Sequences in decoding.")] = 8,
+    dtype: Annotated[str, typer.Option(help="float32 | bfloat16")] = "float32",
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="In training and prefill; decoding has none.")
+    ] = True,
+    nproc: options.Nproc = None,
+    hosts: options.Hosts = "1",
+    link_rate: options.LinkRate = None,
+    repeats: Annotated[int, typer.Option(help="Timed repeats; 8 times as many of decoding.")] = 15,
+    warmup: options.Warmup = 3,
+    threads: options.Threads = 1,
+    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    timeout: options.Timeout = 60.0,
+    json_target: options.JsonTarget = None,
+    quiet: options.QuietTable = False,
+) -> None:
+    """Time a layer of a model with Megatron-core's linear layers and with ours, interleaved.
+
+    Runs on the CPU; needs megatron-core. Both must give the same results, before and after, or the
+    exit status is 1.
+    """
+    from flux.bench.model import ModelConfig
+
+    if importlib.util.find_spec("megatron") is None:
+        refuse('needs megatron-core: pip install "flux-overlap[megatron]"')
+    world = torchrun_or_own(nproc, hosts)
+    try:
+        config = ModelConfig(
+            model=model,
+            world=world or nproc or 2,
+            scale=scale,
+            sequence=sequence,
+            batch=batch,
+            decode_batch=decode_batch,
+            phases=tuple(phases.split(",")),
+            dtype=dtype,
+            sequence_parallel=sequence_parallel,
+            repeats=repeats,
+            warmup=warmup,
+            threads=threads,
+            timeout_s=timeout,
+            seed=seed,
+            hosts=hosts,
+            link_rate=link_rate,
+        )
+    except (ValueError, TypeError) as error:
+        refuse(str(error))
+    silent = quiet or json_target == "-" or not speaks()
+    if speaks() and json_target not in (None, "-"):
+        check_writable(json_target)
+    with watched_ranks(silent) as progress:
+        found = _measure(config, world is not None, progress)
+    if speaks():
+        _report(config, found, json_target, silent)
+    if any(phase.complaint for phase in found):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _report(
+    config: ModelConfig, found: list[PhaseResult], json_target: str | None, silent: bool
+) -> None:
+    from flux.bench import model_report, report
+
+    content = model_report.document(config, found, ["flux", *sys.argv[1:]])
+    if not silent:
+        model_report.show(content, Console())
+    say_wrong([phase.complaint for phase in found if phase.complaint])
+    if json_target is not None:
+        report.write_json(content, json_target)

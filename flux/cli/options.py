@@ -1,0 +1,145 @@
+"""Options that all commands share which run an op on ranks, and their conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flux.cli.ranks import torchrun_or_own
+from flux.cli.terminal import refuse
+
+if TYPE_CHECKING:
+    from flux.bench.problem import BenchConfig
+
+Op = Annotated[str, typer.Option(help="ag_gemm | gemm_rs | gemm_ar")]
+M = Annotated[int, typer.Option("--m", help="Rows of the global problem.")]
+N = Annotated[int, typer.Option("--n", help="Columns; ag_gemm divides them by rank.")]
+K = Annotated[int, typer.Option("--k", help="Depth; the others divide it by rank.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32 | bfloat16 | float16 | float64; on GPUs bfloat16 if not given."),
+]
+Nproc = Annotated[
+    int | None, typer.Option(help="Ranks to start; 2 if not given. Under torchrun: its.")
+]
+Hosts = Annotated[
+    str, typer.Option(help="Hosts to make and spread the ranks over: 2, or 3+1. Needs root.")
+]
+LinkRate = Annotated[
+    str | None, typer.Option(help="Speed of every host's link, as 500mbit or 1gbit.")
+]
+Backend = Annotated[str | None, typer.Option(help="cpu | cuda; cpu if not given.")]
+Transport = Annotated[
+    str | None,
+    typer.Option(help="cpu: shm | send_recv. cuda: symm_mem, or on one GPU virtual | loopback."),
+]
+Repeats = Annotated[int, typer.Option(help="Timed repeats of every method.")]
+Warmup = Annotated[int, typer.Option(help="Repeats that are not counted.")]
+Threads = Annotated[int, typer.Option(help="GEMM threads of each rank.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for a peer.")]
+PathKnob = Annotated[str | None, typer.Option("--path", help="Knob: fused | medium | unfused")]
+Order = Annotated[str | None, typer.Option(help="Knob: direct | ring1d | ring2d | ...")]
+Direction = Annotated[str | None, typer.Option(help="Knob: push | pull")]
+CommTileRows = Annotated[int | None, typer.Option(help="Knob: rows moved at once.")]
+Tile = Annotated[str | None, typer.Option(help="Knob: GEMM tile, ROWSxCOLUMNS.")]
+Store = Annotated[str | None, typer.Option(help="Knob: direct | staged")]
+Swizzle = Annotated[str | None, typer.Option(help="Knob: none | rank_shift | xor")]
+JsonTarget = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write JSON there; - is stdout.")
+]
+QuietTable = Annotated[bool, typer.Option("--quiet", help="No table, no progress bar.")]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The values of these options."""
+
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: str | None
+    nproc: int | None
+    hosts: str
+    link_rate: str | None
+    backend: str | None
+    transport: str | None
+    threads: int
+    seed: int
+    timeout: float
+    path: str | None
+    order: str | None
+    direction: str | None
+    comm_tile_rows: int | None
+    tile: str | None
+    store: str | None
+    swizzle: str | None
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Chosen:
+        """Return the shared options among a command's arguments."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+
+def config_of(chosen: Chosen, *, repeats: int = 1, warmup: int) -> BenchConfig:
+    """Return the configuration for these options; exit if it is impossible, before ranks start."""
+    from flux.bench.problem import ONE_GPU, BenchConfig, Problem, dtype_name
+
+    world = torchrun_or_own(chosen.nproc, chosen.hosts)
+    backend = chosen.backend
+    if backend is None and chosen.transport in ONE_GPU:
+        backend = "cuda"
+    dtype = chosen.dtype or ("bfloat16" if backend == "cuda" else "float32")
+    ranks = chosen.nproc if world is None else world
+    shape = (chosen.m, chosen.n, chosen.k)
+    try:
+        config = BenchConfig(
+            problem=Problem(chosen.op, *shape, dtype_name(dtype), 2 if ranks is None else ranks),
+            repeats=repeats,
+            warmup=warmup,
+            threads=chosen.threads,
+            backend=backend,
+            transport=chosen.transport,
+            knobs=_knobs(
+                path=chosen.path,
+                order=chosen.order,
+                direction=chosen.direction,
+                comm_tile_rows=chosen.comm_tile_rows,
+                tile=chosen.tile,
+                store=chosen.store,
+                swizzle=chosen.swizzle,
+            ),
+            timeout_s=chosen.timeout,
+            seed=chosen.seed,
+            hosts=chosen.hosts,
+            link_rate=chosen.link_rate,
+        )
+    except (ValueError, TypeError) as error:
+        refuse(str(error))
+    if config.backend == "cuda" and world is None:
+        from flux.bench.places.gpu import problem_here
+
+        problem = problem_here(config)
+        if problem is not None:
+            refuse(problem)
+    return config
+
+
+def _knobs(**chosen: Any) -> dict[str, Any]:
+    """Return the knobs that the command line sets, checked before any rank is started."""
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if "tile" in given:
+        try:
+            rows, columns = given["tile"].lower().split("x")
+            given["tile"] = (int(rows), int(columns))
+        except ValueError:
+            raise ValueError(f"tile must look like 512x1024, got {given['tile']!r}") from None
+    if given:
+        from flux import Knobs
+
+        Knobs(**given)
+    return given

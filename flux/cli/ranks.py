@@ -1,0 +1,112 @@
+"""The common part of the commands that run on ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, PLAIN, complain, refuse
+
+if TYPE_CHECKING:
+    from flux.launch.progress import Progress
+
+
+def torchrun_or_own(nproc: int | None, hosts: str) -> int | None:
+    """Return the number of torchrun's ranks, or None; exit if options contradict it."""
+    from flux.bench.launch import torchrun_world
+
+    world = torchrun_world()
+    if world is not None and nproc not in (None, world):
+        refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
+    if world is not None and hosts != "1":
+        refuse("--hosts makes hosts of its own; under torchrun the ranks are where it started them")
+    return world
+
+
+def check_writable(target: str) -> None:
+    """Exit if ``target`` cannot be written, before the measurement rather than after it."""
+    path = Path(target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"cannot write {target}: {error.strerror}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        refuse(f"cannot write {target}")
+
+
+def speaks() -> bool:
+    """Return whether this process prints and writes: under torchrun, rank 0 does."""
+    from flux.bench.launch import torchrun_rank, torchrun_world
+
+    return torchrun_world() is None or torchrun_rank() == 0
+
+
+def say_wrong(complaints: Sequence[str]) -> None:
+    """Print complaints about results to stderr."""
+    errors = Console(stderr=True)
+    for complaint in complaints:
+        errors.print(f"[bold red]wrong result:[/] {escape(complaint)}", **PLAIN)
+
+
+@contextmanager
+def watched_ranks(silent: bool) -> Iterator[Progress]:
+    """Show a progress bar on terminals while ranks run; report failures and exit."""
+    console = Console()
+    with (
+        ranks_or_exit(),
+        progress_bar(console, shown=console.is_terminal and not silent) as progress,
+    ):
+        yield progress
+
+
+@contextmanager
+def ranks_or_exit() -> Iterator[None]:
+    """Report failed ranks, and exit."""
+    from flux.launch.hosts import HostsUnavailableError
+    from flux.launch.spawn import RankFailedError
+
+    try:
+        yield
+    except (HostsUnavailableError, ValueError) as error:
+        refuse(str(error))
+    except RankFailedError as error:
+        if error.details:
+            details = escape(error.details.rstrip())
+            Console(stderr=True).print(details, style="dim", **PLAIN)
+        complain(str(error))
+        raise typer.Exit(EXIT_FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@contextmanager
+def progress_bar(console: Console, *, shown: bool) -> Iterator[Progress]:
+    """Show a bar that is drawn on request: a redrawing thread would disturb the measurement."""
+    if not shown:
+        yield lambda what, done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    with Progress(
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=False,
+    ) as bar:
+        task = bar.add_task("starting ranks", total=None)
+        bar.refresh()
+
+        def update(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+            bar.refresh()
+
+        yield update

@@ -1,0 +1,374 @@
+"""`flux bench suite`: many shapes, with every installed peer; page, tables, JSON, CSV."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flux.cli import options
+from flux.cli.ranks import check_writable, speaks, torchrun_or_own
+from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, complain, refuse
+
+if TYPE_CHECKING:
+    from flux.bench.problem import BenchConfig, Problem
+    from flux.bench.suite import Sweep
+    from flux.bench.suite_ranks import SuiteRanks
+
+PAPER, PAPER_CPU = "flux-paper", "flux-paper-cpu"
+
+
+def suite(
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file of shapes, or one of tuning/shapes by name; if not given flux-paper on "
+            "GPUs and flux-paper-cpu, scaled down, on the CPU.",
+        ),
+    ] = None,
+    ops: Annotated[
+        str | None, typer.Option(help="Only these ops of the file, with commas between.")
+    ] = None,
+    m: Annotated[
+        str | None, typer.Option("--m", help="These rows in place of the file's, with commas.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="In place of the file's.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start; the file's first if not given.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="cpu | cuda; cuda if not given and there is a GPU per rank.")
+    ] = None,
+    transport: Annotated[str | None, typer.Option(help="As of flux bench op.")] = None,
+    hosts: options.Hosts = "1",
+    link_rate: options.LinkRate = None,
+    sweeps: Annotated[
+        bool,
+        typer.Option("--sweeps", help="Also the communication tile's size, and push and pull."),
+    ] = False,
+    sweep_m: Annotated[
+        int | None, typer.Option(help="Rows of the sweeps; the largest of each op if not given.")
+    ] = None,
+    repeats: options.Repeats = 15,
+    warmup: options.Warmup = 3,
+    threads: options.Threads = 1,
+    seed: options.Seed = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank.")] = 60.0,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Begin no shape after 90s, 10m, 2h.")
+    ] = None,
+    json_target: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Results, replaced after each shape."),
+    ] = None,
+    csv_target: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="The figures as a table.")
+    ] = None,
+    report_target: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="One HTML page with figures.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what --json FILE already has.")
+    ] = False,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show that JSON.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No tables, no progress.")] = False,
+) -> None:
+    """Time a file of shapes: unfused, medium, flux and every installed peer.
+
+    Each shape runs as with flux bench op, on new ranks. A shape that fails is reported, the others
+    continue, and the exit status is 1. Peers that cannot take part are listed with the reason.
+
+    Starts its own ranks, or one for each of torchrun's, on one host or several: torchrun
+    --nproc-per-node 8 -m -- flux bench suite ...
+    """
+    targets = {"--json": json_target, "--csv": csv_target, "--report": report_target}
+    for target in targets.values():
+        if target is not None and speaks():
+            check_writable(str(target))
+    if source is not None:
+        if speaks():
+            _show_again(source, targets, quiet=quiet)
+        return
+    if resume and json_target is None:
+        refuse("--resume goes on with the results in --json FILE: say which")
+    from flux.bench.suite_ranks import OwnRanks, TorchrunRanks
+
+    world = torchrun_or_own(nproc, hosts)
+    ranks: SuiteRanks = OwnRanks() if world is None else TorchrunRanks()
+    with closing(ranks):
+        plan = _agreed(
+            ranks,
+            lambda: _plan(
+                {"shapes": shapes, "ops": ops, "m": m, "dtype": dtype, "nproc": world or nproc},
+                {"backend": backend, "transport": transport},
+                {
+                    "repeats": repeats,
+                    "warmup": warmup,
+                    "threads": threads,
+                    "seed": seed,
+                    "timeout_s": timeout,
+                    "hosts": hosts,
+                    "link_rate": link_rate,
+                },
+                ranks,
+                sweep_m if sweeps else None,
+                sweeps=sweeps,
+                budget=budget,
+            ),
+        )
+        peers = ranks.survey()
+        if not ranks.leads:
+            _follow(ranks)
+            return
+        _measure(plan, peers, ranks, targets, resume=resume, quiet=quiet)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The measurements, their settings, and the time limit."""
+
+    configs: Sequence[BenchConfig]
+    sweeps: Sequence[Sweep]
+    settings: dict[str, Any]
+    budget_s: float | None
+
+
+def _agreed(ranks: SuiteRanks, make: Callable[[], _Plan]) -> _Plan:
+    """Return the plan, or exit on all ranks alike. Collective."""
+    plan, problem = None, ""
+    try:
+        plan = make()
+    except (ValueError, TypeError) as error:
+        problem = str(error)
+    settings = None if plan is None else plan.settings
+    everybody = ranks.agree((problem, settings))
+    told = [text for text, _ in everybody if text]
+    if not told and any(other != settings for _, other in everybody):
+        told = ["ranks have different plans: give all of them the same arguments, and --backend"]
+    if told or plan is None:
+        if ranks.leads:
+            refuse(told[0])
+        raise typer.Exit(EXIT_USAGE)
+    return plan
+
+
+def _follow(ranks: SuiteRanks) -> None:
+    try:
+        ranks.follow()
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _seconds(budget: str | None) -> float | None:
+    from flux.cli.tune import parse_duration
+
+    return None if budget is None else parse_duration(budget)
+
+
+def _plan(
+    chosen: dict[str, Any],
+    place: dict[str, Any],
+    course: dict[str, Any],
+    ranks: SuiteRanks,
+    sweep_m: int | None,
+    *,
+    sweeps: bool,
+    budget: str | None,
+) -> _Plan:
+    """Return the plan; raise ValueError if options contradict one another."""
+    from flux.bench.places.gpu import problem_here
+    from flux.bench.problem import ONE_GPU, BenchConfig, dtype_name
+    from flux.bench.shapes import load_shapes
+    from flux.bench.suite import sweeps_of
+
+    backend, transport = place["backend"], place["transport"]
+    if backend not in (None, "cpu", "cuda"):
+        raise ValueError(f"--backend must be cpu or cuda, got {backend!r}")
+    if backend is None and transport in ONE_GPU:
+        backend = "cuda"
+    if backend is None:
+        backend = _detected(chosen["nproc"])
+    file = load_shapes(chosen["shapes"] or (PAPER if backend == "cuda" else PAPER_CPU))
+    world = chosen["nproc"] or file.tensor_parallel[0]
+    wanted = None if chosen["dtype"] is None else dtype_name(chosen["dtype"])
+    problems = _chosen(file.problems(world, wanted), chosen["ops"], chosen["m"])
+    configs = [
+        BenchConfig(problem=problem, backend=backend, transport=transport, **course)
+        for problem in problems
+    ]
+    if backend == "cuda":
+        problem_text = problem_here(configs[0])
+        if problem_text is not None:
+            raise ValueError(problem_text)
+    if course["hosts"] != "1":
+        _check_hosts()
+    configs = ranks.placed(configs)
+    swept = sweeps_of(problems, sweep_m, pulls=configs[0].shares_memory) if sweeps else []
+    settings = {
+        "shapes": file.file.name,
+        "model": file.model,
+        "dtype": wanted or file.dtype,
+        "world": world,
+        "backend": backend,
+        "transport": transport,
+        **course,
+        "hosts": configs[0].hosts,
+        "sweeps": [f"{one.knob} at {one.problem.op} {one.problem.m}" for one in swept],
+    }
+    return _Plan(configs, swept, settings, _seconds(budget))
+
+
+def _check_hosts() -> None:
+    """Raise ValueError if hosts cannot be simulated here, before the first measurement."""
+    from flux.launch.hosts import HostsUnavailableError, check_available
+
+    try:
+        check_available()
+    except HostsUnavailableError as error:
+        raise ValueError(str(error)) from error
+
+
+def _detected(nproc: int | None) -> str:
+    """Return cuda if every rank has a GPU, else cpu."""
+    from flux.bench.places.gpu import gpus_here
+
+    gpus, ranks_here = gpus_here()
+    return "cuda" if gpus >= (ranks_here or max(2, nproc or 8)) else "cpu"
+
+
+def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list[Problem]:
+    """Return the chosen problems of a file, with the chosen rows.
+
+    Raise ValueError if there are none.
+    """
+    from dataclasses import replace
+
+    from flux.cli.tune import integers
+
+    left = list(problems)
+    if ops is not None:
+        names = [name.strip() for name in ops.split(",")]
+        there = {problem.op for problem in problems}
+        for name in names:
+            if name not in there:
+                raise ValueError(f"--ops {name}: the file has {', '.join(sorted(there))}")
+        left = [problem for problem in left if problem.op in names]
+    if m is not None:
+        rows = integers("--m", m)
+        left = [replace(problem, m=size) for problem in left for size in rows]
+    return list(dict.fromkeys(left))
+
+
+def _measure(
+    plan: _Plan,
+    peers: dict[str, str | None],
+    ranks: SuiteRanks,
+    targets: dict[str, Path | None],
+    *,
+    resume: bool,
+    quiet: bool,
+) -> None:
+    from flux.bench import results, suite
+    from flux.cli import suite_view
+
+    configs = plan.configs
+    document = suite.new_document(
+        configs, plan.sweeps, plan.settings, peers, ["flux", *sys.argv[1:]]
+    )
+    target = targets["--json"]
+    if resume and target is not None and target.exists():
+        try:
+            count = suite.resume(document, results.load(target))
+        except ValueError as error:
+            ranks.done()
+            refuse(str(error))
+        if not quiet:
+            print(f"going on: {count} of {len(document['entries'])} are measured already")
+
+    def save() -> None:
+        if target is not None:
+            results.save(document, target)
+
+    console, interrupted, untraced = Console(), False, None
+    try:
+        with suite_view.watcher(console, silent=quiet) as watching:
+            run = ranks.measure
+            suite.Suite(document, configs[0], save, watching, plan.budget_s, run=run).run()
+        if targets["--report"] is not None:
+            untraced = _record_timeline(document, configs, ranks)
+            save()
+        ranks.done()
+    except KeyboardInterrupt:  # torchrun's other processes get it too
+        interrupted = True
+    except OSError as error:
+        ranks.done()
+        complain(f"cannot write {target}: {error}")
+        raise typer.Exit(EXIT_FAILED) from None
+    _write(document, targets, quiet=quiet)
+    failed = suite.failures(document) + ([] if untraced is None else [untraced])
+    for line in failed:
+        complain(line)
+    if interrupted:
+        again = "" if target is None else "; the same command with --resume goes on from here"
+        complain(f"interrupted{again}")
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _record_timeline(
+    document: dict[str, Any], configs: Sequence[BenchConfig], ranks: SuiteRanks
+) -> str | None:
+    """Trace one call at the largest shape of the first op; return the error, if it failed."""
+    from flux.bench import suite_trace
+    from flux.launch.spawn import RankFailedError
+
+    first = [config for config in configs if config.problem.op == configs[0].problem.op]
+    config = max(first, key=lambda config: config.problem.m)
+    if document["timeline"] is not None or suite_trace.reason_unsupported(config) is not None:
+        return None
+    try:
+        suite_trace.put(document, config, ranks.trace(config))
+    except RankFailedError as error:
+        return f"no timeline: {error}"
+    return None
+
+
+def _show_again(source: Path, targets: dict[str, Path | None], *, quiet: bool) -> None:
+    from flux.bench import results
+
+    try:
+        document = results.load(source)
+    except ValueError as error:
+        refuse(str(error))
+    target = targets["--json"]
+    if target is not None:
+        results.save(document, target)
+    _write(document, targets, quiet=quiet)
+
+
+def _write(document: dict[str, Any], targets: dict[str, Path | None], *, quiet: bool) -> None:
+    """Write the page, the CSV and the tables."""
+    from flux.bench import page, results
+    from flux.cli import suite_view
+
+    if not quiet:
+        suite_view.show(document, Console())
+    contents = {"--csv": results.to_csv, "--report": page.render}
+    for option, make in contents.items():
+        target = targets[option]
+        if target is not None:
+            target.write_text(make(document), encoding="utf-8")
+    if not quiet:
+        for target in targets.values():
+            if target is not None:
+                print(f"wrote {target}")

@@ -1,0 +1,98 @@
+"""`flux trace`: record tile transfers and waits of one op."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from flux.cli import options
+from flux.cli.ranks import check_writable, speaks, watched_ranks
+from flux.cli.terminal import refuse
+
+if TYPE_CHECKING:
+    from flux.trace.record import Trace
+
+trace = typer.Typer(help="Record what every rank does when.", no_args_is_help=True)
+
+
+@trace.callback()
+def _root() -> None:
+    """Keep `op` a subcommand while it is the only one."""
+
+
+@trace.command("op")
+def trace_op(
+    op: options.Op = "ag_gemm",
+    m: options.M = 2048,
+    n: options.N = 4096,
+    k: options.K = 2048,
+    dtype: options.Dtype = None,
+    nproc: options.Nproc = None,
+    hosts: options.Hosts = "1",
+    link_rate: options.LinkRate = None,
+    backend: options.Backend = None,
+    transport: options.Transport = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="flux | medium | unfused; again for several. flux if not given."),
+    ] = None,
+    calls: Annotated[int, typer.Option(help="Calls to trace, one right after the other.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Calls before those.")] = 3,
+    capacity: Annotated[int, typer.Option(help="Events that each thread has room for.")] = 4096,
+    threads: options.Threads = 1,
+    seed: options.Seed = 0,
+    timeout: options.Timeout = 60.0,
+    path: options.PathKnob = None,
+    order: options.Order = None,
+    direction: options.Direction = None,
+    comm_tile_rows: options.CommTileRows = None,
+    tile: options.Tile = None,
+    store: options.Store = None,
+    swizzle: options.Swizzle = None,
+    out: Annotated[
+        str, typer.Option(metavar="FILE", help="Chrome trace, for ui.perfetto.dev.")
+    ] = "trace.json",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No summary, no progress bar.")] = False,
+) -> None:
+    """Run one op with time stamps of every tile, and write a trace that browsers show.
+
+    Open the file in ui.perfetto.dev or chrome://tracing. Several methods follow one another in it.
+
+    Starts its own ranks, or joins torchrun's. torchrun takes --m as one of its own options, unless
+    -- ends those: torchrun --nproc-per-node 2 -m -- flux trace op --m 2048
+    """
+    chosen = options.Chosen.among(locals())
+    config = options.config_of(chosen, warmup=warmup)
+    from flux.bench.launch import torchrun_world
+    from flux.bench.traced import Wanted, reason_unsupported, traced
+
+    try:
+        wanted = Wanted(tuple(method or ["flux"]), calls, capacity)
+    except ValueError as error:
+        refuse(str(error))
+    missing = reason_unsupported(config, wanted)
+    if missing is not None:
+        refuse(missing)
+    if speaks():
+        check_writable(out)
+    silent = quiet or not speaks()
+    with watched_ranks(silent) as progress:
+        found = traced(config, wanted, progress, joining=torchrun_world() is not None)
+    if speaks() and found is not None:
+        _report(found, out, silent=silent)
+
+
+def _report(found: Trace, out: str, *, silent: bool) -> None:
+    import flux
+    from flux.trace.chrome import write_chrome
+    from flux.trace.summary import show
+
+    try:
+        write_chrome(found.events, out, {"flux": flux.__version__, **found.metadata})
+    except OSError as error:
+        refuse(f"cannot write {out}: {error.strerror}")
+    if not silent:
+        show(found.events, found.metadata, Console())
+        print(f"wrote {out}: {len(found.events)} events; open it in ui.perfetto.dev")

@@ -1,0 +1,372 @@
+"""`flux tune`: find winners."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flux.cli import winners as winners_cli
+from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, refuse
+
+if TYPE_CHECKING:
+    from flux.bench.problem import Problem
+    from flux.launch.supervisors import Launcher
+    from flux.machine.cluster import Cluster
+    from flux.tune.machine import Machine
+    from flux.tune.space import Space
+    from flux.tune.tuner import Options, Search
+
+tune = typer.Typer(
+    help="Find the fastest knobs for shapes on this machine; look at winners and share them.",
+    invoke_without_command=True,
+)
+
+tune.command("show")(winners_cli.show)
+tune.command("export")(winners_cli.export)
+tune.command("import")(winners_cli.import_winners)
+tune.command("clear")(winners_cli.clear)
+
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h)?")
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of ``90``, ``90s``, ``10m`` or ``2h``.
+
+    Raises:
+        ValueError: another format, or a duration of 0.
+    """
+    found = _DURATION.fullmatch(text.strip().lower())
+    seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"] if found else 0.0
+    if seconds <= 0:
+        raise ValueError(f"a duration must look like 90s, 10m or 2h, got {text!r}")
+    return seconds
+
+
+def integers(name: str, text: str) -> list[int]:
+    """Return positive integers with commas between; raise ValueError for anything else."""
+    parts = text.split(",")
+    if not all(re.fullmatch(r"\s*[0-9]+\s*", part) and int(part) >= 1 for part in parts):
+        raise ValueError(f"{name} must be integers >= 1 with commas between, got {text!r}")
+    return [int(part) for part in parts]
+
+
+@tune.callback()
+def tune_shapes(
+    context: typer.Context,
+    shapes: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Shapes: a file, or one of tuning/shapes by name."),
+    ] = None,
+    op: Annotated[
+        str | None, typer.Option(help="Instead of a file: ag_gemm | gemm_rs | gemm_ar")
+    ] = None,
+    m: Annotated[str, typer.Option("--m", help="Rows, with commas between several.")] = "2048",
+    n: Annotated[int, typer.Option("--n", help="Columns of the global problem.")] = 4096,
+    k: Annotated[int, typer.Option("--k", help="Depth of the global problem.")] = 2048,
+    sequence: Annotated[
+        int | None, typer.Option(help="Of a model, instead of its workloads'; 1 decodes.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Of a model, instead of its workloads'; with commas.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks to start: the degree of tensor parallelism. Under torchrun: its."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="For everything: 90s, 10m, 2h.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="GEMM threads of each rank.")] = 1,
+    candidate_timeout: Annotated[
+        float, typer.Option(help="Seconds that a call of a candidate may take.")
+    ] = 20.0,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu | cuda; that of --space if not given, else cuda where there is one."
+        ),
+    ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(help="cpu: shm | send_recv. cuda: symm_mem | send_recv | nvshmem."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="For the cost model, instead of what is detected."),
+    ] = None,
+    space: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What to try, instead of flux's own.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show candidates, and what is pruned; run nothing.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin anew, where an earlier run was ended.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure candidates for each shape, and store the winners.
+
+    An interrupted run continues when it is started again with the same arguments. The exit status
+    is 1 if a shape has no winner.
+
+    Starts its own ranks, or joins torchrun's: torchrun --nproc-per-node 8 -m -- flux tune ...
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from flux.bench.launch import torchrun_world
+    from flux.tune.machine import resolve_backend
+    from flux.tune.tuner import Options
+
+    world = torchrun_world()
+    if world is not None and nproc not in (None, world):
+        refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
+    if (shapes is None) == (op is None):
+        refuse("say what to tune: either --shapes FILE or --op OP --m M --n N --k K")
+    try:
+        if candidate_timeout <= 0:
+            raise ValueError(f"--candidate-timeout must be above 0, got {candidate_timeout}")
+        options = Options(
+            threads=threads,
+            budget_s=None if budget is None else parse_duration(budget),
+            candidate_timeout_s=candidate_timeout,
+            seed=seed,
+            transport=transport,
+        )
+        tried = None if space is None else _space(space)
+        described = _described(cluster)
+        of_space = None if tried is None else tried.backend
+        if explain and described is not None and backend is None:
+            backend = described.device.kind
+        backend = resolve_backend(backend, transport, of_space)
+        sizes = {"sequence": sequence, "batch": batch}
+        usual = dtype or ("bfloat16" if op is not None and backend == "cuda" else None)
+        problems = _problems(shapes, op, m, n, k, sizes, usual, world or nproc)
+        if explain:
+            _explain(problems, described, tried, backend, options, json_output=json_output)
+            return
+    except (ValueError, TypeError) as error:
+        refuse(str(error))
+    _tune(
+        problems,
+        described,
+        tried,
+        backend,
+        options,
+        joining=world is not None,
+        fresh=fresh,
+        json_output=json_output,
+    )
+
+
+def _problems(
+    file: str | None,
+    op: str | None,
+    m: str,
+    n: int,
+    k: int,
+    sizes: dict[str, Any],
+    dtype: str | None,
+    world: int | None,
+) -> list[Problem]:
+    """Return the problems to tune; raise ValueError if options contradict one another."""
+    from flux.bench.problem import Problem, dtype_name
+    from flux.bench.shapes import load_shapes
+
+    wanted = None if dtype is None else dtype_name(dtype)
+    if op is not None:
+        if sizes["sequence"] or sizes["batch"]:
+            raise ValueError("--sequence and --batch are for models: --shapes FILE")
+        return [
+            Problem(op, rows, n, k, wanted or "float32", world or 2) for rows in integers("--m", m)
+        ]
+    batches = None if sizes["batch"] is None else integers("--batch", sizes["batch"])
+    if sizes["sequence"] is not None and sizes["sequence"] < 1:
+        raise ValueError(f"--sequence must be at least 1, got {sizes['sequence']}")
+    assert file is not None
+    found = load_shapes(file, sizes["sequence"], batches)
+    return found.problems(world or found.tensor_parallel[0], wanted)
+
+
+def _described(cluster: str | None) -> Cluster | None:
+    """Return the cluster for the cost model, if it is not the detected one."""
+    from flux.machine.cluster import load_cluster
+
+    return None if cluster is None else load_cluster(cluster)
+
+
+def _space(name: str) -> Space:
+    from flux.tune.space import load_space
+
+    return load_space(name)
+
+
+def _explain(
+    problems: Sequence[Problem],
+    described: Cluster | None,
+    space: Space | None,
+    backend: str,
+    options: Options,
+    *,
+    json_output: bool,
+) -> None:
+    from flux.tune.machine import look
+    from flux.tune.space import space_for
+    from flux.tune.tuner import make_search
+
+    try:
+        believed = described or look(backend, [0], options.threads)[0][0]
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"the {backend} device here cannot be looked at: {error}; --cluster describes another"
+        ) from error
+    tried = space or _space(space_for(believed))
+    documents = []
+    for problem in problems:
+        # As on the described cluster: its hosts are filled one after the other.
+        per_host = max(believed.devices, 1) if believed.device.kind == "cuda" else problem.world
+        hosts = [str(rank // per_host) for rank in range(problem.world)]
+        search = make_search(problem, tried, believed, hosts, options)
+        kept = [(one.name, f"{one.predicted_ms:.4g} ms predicted") for one in search.candidates]
+        pruned = [(one.name, one.reason) for one in search.pruned]
+        if json_output:
+            documents.append(
+                {"shape": search.label, "candidates": dict(kept), "pruned": dict(pruned)}
+            )
+            continue
+        print(f"{search.label} on {problem.world} ranks, {believed.name}:")
+        for name, text in kept:
+            print(f"  try   {name}: {text}")
+        for name, text in pruned:
+            print(f"  prune {name}: {text}")
+    if json_output:
+        print(json.dumps(documents, indent=1))
+
+
+def _tune(
+    problems: Sequence[Problem],
+    described: Cluster | None,
+    space: Space | None,
+    backend: str,
+    options: Options,
+    *,
+    joining: bool,
+    fresh: bool,
+    json_output: bool,
+) -> None:
+    from filelock import Timeout
+
+    from flux.choice.cache import Cache, cache_root
+    from flux.cli.tune_progress import observer
+    from flux.launch.supervisors import Joined, Spawned
+    from flux.tune.machine import survey
+    from flux.tune.space import space_for
+    from flux.tune.tuner import Tuner, make_search
+
+    joined = Joined() if joining else None
+    launcher: Launcher = joined or Spawned(problems[0].world)
+    try:
+        try:
+            here = survey(launcher, backend, options.transport, options.threads)
+            believed = described or here.cluster
+            tried = space or _space(space_for(here.cluster))
+            searches = [
+                make_search(problem, tried, believed, here.sharing, options) for problem in problems
+            ]
+        except (ValueError, TypeError) as error:
+            refuse(str(error))
+        cache = Cache(cache_root())
+        # Shapes of one file may become equal once dtype and world are set.
+        searches = list({search.label: search for search in searches}.values())
+        with _journal(cache, searches, here, launcher, options, fresh=fresh) as journal:
+            silent = json_output or not launcher.leads
+            if journal is not None and journal.resumed and not silent:
+                print("going on with a run that was ended before it was done")
+            with observer(Console(), silent=silent) as watching:
+                Tuner(searches, launcher, here, cache, journal, options, watching).run()
+    except KeyboardInterrupt:
+        complain("interrupted; the same command goes on from here")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (OSError, Timeout) as error:  # a full disk, or a lock that another process holds
+        complain(f"cannot go on: {error}; the same command goes on from here")
+        raise typer.Exit(EXIT_FAILED) from None
+    finally:
+        if joined is not None:
+            joined.close()
+    if launcher.leads:
+        _report(searches, cache, json_output=json_output)
+    if launcher.leads and any(search.winner is None for search in searches):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@contextmanager
+def _journal(
+    cache: Any,
+    searches: Sequence[Search],
+    here: Machine,
+    launcher: Launcher,
+    options: Options,
+    *,
+    fresh: bool,
+) -> Iterator[Any]:
+    """Open the leader's journal; None on the others, which learn whether it exists."""
+    from flux.tune.journal import BusyError, Journal, run_id
+    from flux.tune.tuner import describe
+
+    problem, journal = "", None
+    if launcher.leads:
+        what = describe(searches, here, options)
+        try:
+            cache.check_writable()
+            runs, name = cache.root / "runs", run_id(what)
+            if fresh:
+                (runs / f"{name}.jsonl").unlink(missing_ok=True)
+            journal = Journal(runs, name, what)
+        except (OSError, BusyError) as error:
+            problem = (
+                f"cannot write to {cache.root}: {error}"
+                if isinstance(error, OSError)
+                else (str(error))
+            )
+    problem = launcher.share(problem)
+    if problem:
+        refuse(problem)
+    try:
+        yield journal
+    finally:
+        if journal is not None:
+            journal.close()
+
+
+def _report(searches: Sequence[Search], cache: Any, *, json_output: bool) -> None:
+    if json_output:
+        print(json.dumps([_document(search) for search in searches], indent=1))
+        return
+    tuned = sum(search.winner is not None for search in searches)
+    print(f"{tuned} of {len(searches)} shapes have winners, in {cache.directory}")
+    for search in searches:
+        if search.problem_text:
+            complain(f"{search.label}: {search.problem_text}")
+
+
+def _document(search: Search) -> dict[str, Any]:
+    best = search.best()
+    return {
+        "shape": search.label,
+        "world": search.problem.world,
+        "settled": search.settled,
+        "best": best,
+        "winner": None if search.winner is None else search.winner.as_dict(),
+        "candidates": len(search.candidates),
+        "rounds": search.rounds_done,
+        "excluded": search.excluded,
+        "problem": search.problem_text,
+    }

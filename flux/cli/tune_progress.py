@@ -1,0 +1,101 @@
+"""The terminal output of `flux tune`: a bar with the best so far, or a line for each shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flux.cli.terminal import PLAIN
+from flux.tune.tuner import Observer, Search
+
+
+@contextmanager
+def observer(console: Console, *, silent: bool) -> Iterator[Observer]:
+    """Show a bar with the best so far on a terminal; else a line for each shape."""
+    if silent:
+        yield Observer()
+    elif not console.is_terminal:
+        yield _lines()
+    else:
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[best]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            # Drawn on request: a redrawing thread would disturb the measurement.
+            auto_refresh=False,
+        ) as bar:
+            yield _bar(bar, console)
+
+
+def best_so_far(search: Search) -> str:
+    """Return the best so far: ``best 1.23 ms, 0.71 x unfused: path=...``."""
+    name = search.best()
+    if name is None:
+        return "checking"
+    ms, unfused = search.ms(name), search.ms("unfused")
+    ratio = f", {ms / unfused:.2f} x unfused" if ms and unfused else ""
+    return f"best {ms:.3g} ms{ratio}: {name}"
+
+
+def _lines() -> Observer:
+    class Lines(Observer):
+        def compiling(self, search: Search, count: int) -> None:
+            if count:
+                print(f"{search.label}: building {count} kernels", flush=True)
+
+        def event(self, search: Search, event: dict[str, Any]) -> None:
+            if event["event"] == "excluded":
+                print(f"{search.label}: excluded {event['name']}: {event['reason']}", flush=True)
+
+        def ended(self, search: Search) -> None:
+            how = "" if search.settled else " (not settled: the time was over)"
+            print(f"{search.label}: {best_so_far(search)}{how}", flush=True)
+
+    return Lines()
+
+
+def _bar(bar: Progress, console: Console) -> Observer:
+    class Bar(Observer):
+        def __init__(self) -> None:
+            self._task = bar.add_task("starting", total=None, best="")
+            self._place = ""
+
+        def started(self, search: Search, number: int, total: int) -> None:
+            self._place = f"[{number + 1}/{total}] {search.label}"
+            self._draw(search)
+
+        def compiling(self, search: Search, count: int) -> None:
+            if count:
+                what = f"{self._place}: building {count} kernels"
+                bar.update(self._task, description=what, total=None)
+                bar.refresh()
+
+        def event(self, search: Search, event: dict[str, Any]) -> None:
+            if event["event"] == "excluded":
+                text = f"[yellow]excluded[/] {escape(event['name'])}: {escape(event['reason'])}"
+                bar.console.print(text, **PLAIN)
+            self._draw(search)
+
+        def ended(self, search: Search) -> None:
+            bar.console.print(f"{search.label}: {escape(best_so_far(search))}", **PLAIN)
+
+        def _draw(self, search: Search) -> None:
+            planned = search.halving.planned_rounds()
+            bar.update(
+                self._task,
+                description=self._place,
+                completed=min(search.rounds_done, planned),
+                total=planned,
+                best=escape(best_so_far(search)[: max(20, console.width // 2)]),
+            )
+            bar.refresh()
+
+    return Bar()

@@ -1,0 +1,1 @@
+"""The layer under all others: ops, schedules, topology, environment variables, data files."""

@@ -1,0 +1,62 @@
+"""End threads and notify peers before the interpreter exits.
+
+Python collects an object late or never if a traceback, a compiled graph or a reference cycle holds
+it. Its peers would then wait for it until their timeouts.
+
+A Python thread of ours that is inside torch when the interpreter exits would abort the program.
+CPython before 3.14 ends such a thread by unwinding its stack, which C++ does not allow in
+destructors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import signal
+import threading
+import weakref
+from typing import Protocol
+
+
+class Owner(Protocol):
+    """An object with threads, or with peers that wait for it."""
+
+    def end(self) -> None:
+        """End the threads and notify the peers.
+
+        Runs when the program ends. It also runs after an interrupted ``close``, and while a daemon
+        thread is inside a call.
+        """
+        ...
+
+
+_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def end_at_exit(owner: Owner) -> None:
+    """Call ``owner.end`` when the program ends while ``owner`` lives; not in forked children.
+
+    Owners are ended in the order of registration: an engine before the network that serves it.
+    """
+    _owners[next(_numbers)] = owner
+
+
+@atexit.register
+def _end_all() -> None:
+    owners = list(_owners.values())
+    if not owners:
+        return
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Without this, a Ctrl-C would leave threads behind, and the program would abort instead of
+        # ending by the signal.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with contextlib.ExitStack() as stack:  # an error in one owner does not skip the others
+        for owner in reversed(owners):
+            stack.callback(owner.end)
+
+
+os.register_at_fork(after_in_child=_owners.clear)

@@ -1,0 +1,172 @@
+"""The arguments of one call, checked before any communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flux import _C
+from flux.core.knobs import Op
+from flux.core.spec import OpSpec
+
+
+@dataclass(slots=True)
+class Call:
+    """Checked arguments of one call on one rank.
+
+    Attributes:
+        m: global rows.
+        x: own rows [own, K] (AllGather) or [M, K/W]; unit stride in its last dimension.
+        weights: each as the user keeps it, [columns, K] or (transpose_weight) [K, columns].
+        columns: columns of each weight.
+        biases: one per weight, or None.
+        scale_x: float32, [rows of x] or [1] (scaling = row | tensor); None without scaling.
+        scale_weights: one per weight, [columns] or [1]; empty without scaling.
+    """
+
+    m: int
+    x: torch.Tensor
+    weights: Sequence[torch.Tensor]
+    columns: tuple[int, ...]
+    biases: tuple[torch.Tensor | None, ...]
+    scale_x: torch.Tensor | None = None
+    scale_weights: tuple[torch.Tensor, ...] = ()
+
+
+_CPU = torch.device("cpu")
+
+
+class CallChecker:
+    """Checks the calls of one op on one rank; computes once what is the same for all calls."""
+
+    def __init__(self, spec: OpSpec, world: int, rank: int, device: torch.device = _CPU) -> None:
+        self.spec = spec
+        self.device = device
+        self.world = world
+        self.rank = rank
+        self.k = spec.local_k(world, rank)
+        self.columns = spec.local_n(world, rank)
+        self.shapes = [(self.k, n) if spec.transpose_weight else (n, self.k) for n in self.columns]
+
+    @property
+    def where(self) -> str:
+        """The device that tensors must be on, for messages."""
+        return "the CPU" if self.device == _CPU else str(self.device)
+
+    def check(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        m: int | None,
+        scales: Sequence[torch.Tensor] = (),
+    ) -> Call:
+        """Check a call's arguments against the op's specification.
+
+        Args:
+            x: the input, as the user passed it.
+            weights: one or more weights.
+            biases: one per weight, or None.
+            m: global rows; None: derived from x.
+            scales: of x, then of each weight; empty without scaling.
+
+        Raises:
+            TypeError: a wrong dtype, or an argument that is not a tensor.
+            ValueError: a wrong shape or device, or M out of range; the message says what was
+                expected.
+        """
+        spec = self.spec
+        self._tensor("x", x)
+        if x.dim() != 2 or x.shape[1] != self.k:
+            raise ValueError(f"{spec.label}: x must be [rows, {self.k}], got {list(x.shape)}")
+        m, rows = _rows(spec, self.world, self.rank, x.shape[0], m)
+        if len(weights) != len(self.columns) or len(biases) != len(self.columns):
+            raise ValueError(
+                f"{spec.label}: expected {len(self.columns)} weight(s) and bias(es), "
+                f"got {len(weights)} and {len(biases)}"
+            )
+        for weight, expected in zip(weights, self.shapes, strict=True):
+            self._tensor("weight", weight)
+            if weight.shape != expected:
+                raise ValueError(
+                    f"{spec.label}: weight must be {list(expected)}"
+                    f"{' (transpose_weight)' if spec.transpose_weight else ''}, "
+                    f"got {list(weight.shape)}"
+                )
+        dense = [self._bias(bias, n) for bias, n in zip(biases, self.columns, strict=True)]
+        call = Call(m, x, weights, self.columns, tuple(dense))
+        if spec.scaling != "none" or scales:
+            scale_x, *of_weights = self._scales(scales, x.shape[0])
+            call.scale_x = scale_x[:rows] if spec.scaling == "row" else scale_x
+            call.scale_weights = tuple(of_weights)
+        if rows != x.shape[0]:
+            call.x = x = x[:rows]
+        if x.stride(1) != 1 and x.numel() > 0:
+            call.x = x.contiguous()
+        return call
+
+    def _scales(self, scales: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        """Return the scales of x and of each weight, each contiguous and of shape [length]."""
+        spec = self.spec
+        wanted = 0 if spec.scaling == "none" else 1 + len(self.columns)
+        if len(scales) != wanted:
+            raise ValueError(
+                f"{spec.label}: scaling = {spec.scaling} takes {wanted} scales (of x and of each "
+                f"weight), got {len(scales)}"
+            )
+        dense = []
+        names = ["scale_x", *["scale_weight"] * len(self.columns)]
+        for name, scale, length in zip(names, scales, (rows, *self.columns), strict=True):
+            self._tensor(name, scale, torch.float32)
+            length = length if spec.scaling == "row" else 1
+            in_line = scale.dim() <= 2 and max(scale.shape, default=1) == max(length, 1)
+            if scale.numel() != length or (length > 0 and not in_line):
+                raise ValueError(
+                    f"{spec.label}: with scaling = {spec.scaling}, {name} must have {length} "
+                    f"value(s) in one row or column, got {list(scale.shape)}"
+                )
+            dense.append(scale.reshape(length))
+        return dense
+
+    def _tensor(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        spec = self.spec
+        dtype = dtype or spec.dtype
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{spec.label}: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{spec.label}: {name} must be {dtype}, got {tensor.dtype}")
+        if tensor.device != self.device:
+            raise ValueError(f"{spec.label}: {name} must be on {self.where}, got {tensor.device}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{spec.label}: {name} must be a dense tensor, got {tensor.layout}")
+
+    def _bias(self, bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
+        if bias is None:
+            return None
+        self._tensor("bias", bias, self.spec.out_dtype)
+        if bias.shape != (n,):
+            raise ValueError(f"{self.spec.label}: bias must be [{n}], got {list(bias.shape)}")
+        return bias.contiguous()
+
+
+def _rows(spec: OpSpec, world: int, rank: int, given: int, m: int | None) -> tuple[int, int]:
+    """Return (global rows, rows of x that are not padding)."""
+    gathers = spec.op is Op.ag_gemm
+    if m is None:
+        m = given * world if gathers else given
+        if gathers and m == 0:
+            raise ValueError(f"{spec.label}: x has no rows; pass m when M is not rows * world")
+    if not 1 <= m <= spec.max_m:
+        how = f" (x has {given} rows, world is {world})" if gathers else ""
+        raise ValueError(f"{spec.label}: M must be in [1, max_m = {spec.max_m}], got {m}{how}")
+    if not gathers:
+        return m, given
+    own, chunk = _C.core.row_count(m, world, rank), _C.core.chunk_rows(m, world)
+    if given not in (own, chunk):
+        raise ValueError(
+            f"{spec.label}: with M = {m}, rank {rank} of {world} owns {own} rows; x must have "
+            f"{own} rows, or {chunk} with padding at the end, got {given}"
+        )
+    return m, own

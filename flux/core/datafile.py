@@ -1,0 +1,324 @@
+"""Find the data that flux ships (`tuning/`); read every data file, JSON or TOML.
+
+A file may hold anything: it may be truncated, edited by hand, or from an untrusted source. This
+module returns only data from a file of bounded size in valid UTF-8, with finite numbers of at most
+64 bits, no lone surrogates, no duplicate key and at most ``MOST_DEPTH`` levels. Any other file
+raises a ValueError with a one-line message, so callers need no checks of their own.
+
+A ``Table`` returns the values of one TOML table and checks each. It rejects keys that no caller has
+read: a misspelt key must not silently mean the default.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+MOST_BYTES = 64 << 20
+"""Largest size of a file, unless a reader sets another."""
+MOST_DEPTH = 64
+"""Most levels of objects and lists. Python's own limit is a thousand stack frames, which code that
+walks a document shares with its callers."""
+_MOST_TOML_BYTES = 1 << 20
+_MOST_TOML_LINE = 10_000
+"""Characters. tomllib takes time quadratic in the number of parts of a dotted key."""
+_MOST_INTEGER = 2**64
+_MOST_SHOWN = 80
+_MOST_TEXT = 1000
+_MOST_NUMBER = 1e15
+MOST_SIZE = 1 << 30
+"""The largest M, N and K (csrc/core/problem.h)."""
+
+
+def one_line(text: str, most: int = 400) -> str:
+    """Return ``text`` as an error may quote it: on one line, at most ``most`` characters.
+
+    Line breaks and control characters are escaped.
+    """
+    shown = text[:most] + ("..." if len(text) > most else "")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def shown(value: object) -> str:
+    """Return ``repr(value)`` for an error, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the contents of a regular file.
+
+    Raises:
+        OSError: the file cannot be read or is not regular: a pipe without a writer would block.
+        ValueError: the file has more than ``most`` bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            code = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+            text = os.strerror(code) if code == errno.EISDIR else "not a regular file"
+            raise OSError(code, text, str(path))
+        if status.st_size <= most:
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(most + 1)  # bounded, in case the file grows meanwhile
+            if len(data) <= most:
+                return data
+        raise ValueError(f"has more than {most} bytes")
+    finally:
+        os.close(descriptor)
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the parsed JSON document.
+
+    Raises:
+        ValueError: not JSON in UTF-8, or a value that this module rejects (see above); the message
+            is one line and says where.
+    """
+    try:
+        content = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except RecursionError:
+        raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {one_line(str(error))}") from error
+    _check(content)
+    return content
+
+
+def load_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Return the parsed contents of a JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: as ``read_bytes`` and ``parse_json``; the message does not name the file.
+    """
+    return parse_json(read_bytes(path, most))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the key {shown(twice)} stands twice in one object")
+    return found
+
+
+def _check(value: Any, where: str = "", depth: int = 1) -> None:
+    """Raise ValueError if a value breaks the guarantees in the module docstring."""
+    if isinstance(value, dict):
+        for key in value:
+            _check_scalar(key, where)
+        parts = ((f"{where}.{key}" if where else key, item) for key, item in value.items())
+    elif isinstance(value, list):
+        parts = ((f"{where}[{index}]", item) for index, item in enumerate(value))
+    else:
+        return _check_scalar(value, where)
+    if depth > MOST_DEPTH:
+        raise ValueError(f"{one_line(where, 80)}: nested more than {MOST_DEPTH} levels deep")
+    for place, item in parts:
+        _check(item, place, depth + 1)
+
+
+def _check_scalar(value: object, where: str) -> None:
+    problem = ""
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            problem = f"a lone surrogate in {shown(value)}"
+    elif isinstance(value, int):
+        if not -_MOST_INTEGER <= value <= _MOST_INTEGER:
+            problem = "an integer beyond 64 bits"
+    elif isinstance(value, float) and not math.isfinite(value):
+        problem = f"expected a number that is finite, got {value}"
+    if problem:
+        raise ValueError(f"{one_line(where, 80)}: {problem}" if where else problem)
+
+
+def data_root() -> Path:
+    """Return `tuning/` of the checkout, or else the copy in the wheel.
+
+    Raises:
+        FileNotFoundError: neither exists.
+    """
+    for candidate in (_PACKAGE.parent / "tuning", _PACKAGE / "tuning"):
+        # Another package may have a directory `tuning` in site-packages.
+        if (candidate / "clusters").is_dir() and (candidate / "spaces").is_dir():
+            return candidate
+    raise FileNotFoundError(
+        "flux's data (tuning/) were found neither beside the package nor in it: install "
+        "flux-overlap again"
+    )
+
+
+def find(kind: str, name: str | Path) -> Path:
+    """Return the file that the user names: a path, or the bare name of a file that flux ships.
+
+    Raises:
+        ValueError: there is no such file; the message lists the files that flux ships.
+    """
+    path = Path(name)
+    try:
+        if path.is_file():
+            return path
+        shipped = data_root() / kind / (path.name if path.suffix == ".toml" else f"{name}.toml")
+        if path.parent in (Path(), Path("tuning", kind)) and shipped.is_file():
+            return shipped
+    except FileNotFoundError:  # from data_root
+        raise
+    except OSError as error:  # a name that is too long, or a directory without search permission
+        raise ValueError(f"{one_line(str(name))}: {error.strerror}") from error
+    names = ", ".join(sorted(file.stem for file in (data_root() / kind).glob("*.toml")))
+    raise ValueError(f"no file {one_line(str(name))}; of {kind} flux comes with {names}")
+
+
+def _parse_toml(data: bytes) -> dict[str, Any]:
+    # Imported here, because kernel builds read only JSON and may not have tomli.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        text = data.decode("utf-8")
+        if any(len(line) > _MOST_TOML_LINE for line in text.split("\n")):
+            raise ValueError(f"a line has more than {_MOST_TOML_LINE} characters")
+        values = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise ValueError(f"not TOML: {one_line(str(error))}") from error
+    _check(values)
+    return values
+
+
+class Table:
+    """One table of a TOML file. Reading a value removes it; ``done`` rejects keys that remain."""
+
+    def __init__(self, file: Path, values: dict[str, Any], prefix: str = "") -> None:
+        self.file = file
+        self._values = dict(values)
+        self._prefix = prefix
+
+    @classmethod
+    def load(cls, file: Path) -> Table:
+        """Read a file.
+
+        Raises:
+            ValueError: the file cannot be read, is not TOML, or holds a value that this module
+                rejects.
+        """
+        try:
+            values = _parse_toml(read_bytes(file, _MOST_TOML_BYTES))
+        except OSError as error:
+            raise ValueError(f"{file}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        return cls(file, values)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys that have not been read yet."""
+        return list(self._values)
+
+    def fail(self, key: str, problem: str) -> NoReturn:
+        """Raise ValueError with file, key and problem."""
+        raise ValueError(f"{self.file}: {one_line(self._prefix + key, 80)}: {one_line(problem)}")
+
+    def _take(self, key: str, default: Any) -> Any:
+        if key not in self._values:
+            if default is None:
+                self.fail(key, "missing")
+            return default
+        return self._values.pop(key)
+
+    def text(
+        self, key: str, default: str | None = None, choices: Sequence[str] | None = None
+    ) -> str:
+        """Return a string of printable characters, one of ``choices`` if given."""
+        value = self._take(key, default)
+        if not isinstance(value, str):
+            self.fail(key, f"expected a text, got {shown(value)}")
+        if choices is not None and value not in choices:
+            self.fail(key, f"expected one of {', '.join(choices)}, got {shown(value)}")
+        if not value.isprintable() or len(value) > _MOST_TEXT:  # terminals show it
+            self.fail(
+                key, f"expected at most {_MOST_TEXT} printable characters, got {shown(value)}"
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+        """Return a number in [``least``, 1e15]. The upper bound keeps sums and products finite."""
+        value = self._take(key, default)
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (good and least <= value):
+            self.fail(key, f"expected a number >= {least:g}, got {shown(value)}")
+        if value > _MOST_NUMBER:
+            self.fail(key, f"expected a number <= {_MOST_NUMBER:g}, got {shown(value)}")
+        return float(value)
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Return an integer in [``least``, 2^30]: no size of a problem is larger."""
+        value = self._take(key, default)
+        if type(value) is not int or value < least:
+            self.fail(key, f"expected an integer >= {least}, got {shown(value)}")
+        if value > MOST_SIZE:
+            self.fail(key, f"expected an integer <= {MOST_SIZE}, got {shown(value)}")
+        return int(value)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """Return a boolean."""
+        value = self._take(key, default)
+        if not isinstance(value, bool):
+            self.fail(key, f"expected true or false, got {shown(value)}")
+        return value
+
+    def integers(self, key: str, default: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return a non-empty list of integers in [1, 2^30]."""
+        values = self._take(key, default)
+        good = isinstance(values, (list, tuple)) and len(values) > 0
+        if not (good and all(type(value) is int and 1 <= value <= MOST_SIZE for value in values)):
+            self.fail(
+                key, f"expected a list of integers >= 1 and <= {MOST_SIZE}, got {shown(values)}"
+            )
+        return tuple(values)
+
+    def values(self, key: str, default: Sequence[Any] | None = None) -> list[Any]:
+        """Return a non-empty list of any values."""
+        values = self._take(key, default)
+        if not isinstance(values, (list, tuple)) or not values:
+            self.fail(key, f"expected a list that is not empty, got {shown(values)}")
+        return list(values)
+
+    def table(self, key: str) -> Table:
+        """Return a table inside this one."""
+        value = self._take(key, None)
+        if not isinstance(value, dict):
+            self.fail(key, f"expected a table, got {shown(value)}")
+        return Table(self.file, value, f"{self._prefix}{key}.")
+
+    def tables(self, key: str) -> list[Table]:
+        """Return a list of tables inside this one; empty if the key is missing."""
+        values = self._take(key, ())
+        if not isinstance(values, (list, tuple)) or not all(isinstance(v, dict) for v in values):
+            self.fail(key, f"expected [[{key}]] tables, got {shown(values)}")
+        return [
+            Table(self.file, value, f"{self._prefix}{key}[{index}].")
+            for index, value in enumerate(values)
+        ]
+
+    def done(self) -> None:
+        """Raise ValueError if a key remains that no caller has read."""
+        for key in self._values:
+            self.fail(key, "unknown key")

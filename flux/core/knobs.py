@@ -1,0 +1,142 @@
+"""The tuning space of a fused op: one dataclass; the heuristic fills in the unset fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+from flux.core.topology import Topology
+
+
+class Op(IntEnum):
+    """The fused ops; values as in csrc/core/problem.h."""
+
+    ag_gemm = 0
+    gemm_rs = 1
+    gemm_ar = 2
+
+
+class Order(IntEnum):
+    """Communication orders; values as in csrc/core/comm_order.h (Flux paper, 4.3)."""
+
+    direct = 0
+    ring1d = 1
+    ring2d = 2
+    hierarchical = 3
+    numa = 4
+
+
+class Direction(IntEnum):
+    """The rank that moves a tile: source (push) or destination (pull) (Flux paper, 3.2 and 4.3)."""
+
+    push = 0
+    pull = 1
+
+
+class Swizzle(IntEnum):
+    """How ranks avoid visiting the same rows at the same time (Flux paper, 4.1)."""
+
+    none = 0
+    rank_shift = 1
+    xor = 2
+
+
+class Store(IntEnum):
+    """Where a ReduceScatter GEMM writes: the owner's memory, or a staging buffer first."""
+
+    direct = 0
+    staged = 1
+
+
+PATHS = ("fused", "medium", "unfused")
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "path": PATHS,
+    "direction": tuple(d.name for d in Direction),
+    "order": tuple(o.name for o in Order),
+    "swizzle": tuple(s.name for s in Swizzle),
+    "store": tuple(s.name for s in Store),
+    "reduce": ("local", "in_flight"),
+}
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value < 2**31
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """All parameters of *how* an op runs. ``None`` lets the heuristic choose.
+
+    Attributes:
+        path: ``fused`` (tiles), ``medium`` (one chunk per rank around a ring, as in
+            TransformerEngine) or ``unfused`` (library collective and one GEMM).
+        tile: (rows, columns) of a GEMM tile of the local output.
+        raster: rows of tiles per sweep; a sweep goes column by column.
+        comm_tile_rows: rows of a communication tile, in [1, ceil(M/W)].
+        direction: ``push`` | ``pull``.
+        order: ``direct`` | ``ring1d`` | ``ring2d`` | ``hierarchical`` | ``numa``. In GemmRS and
+            GemmAR partials go straight to their owner, and this sets only the order of the owners.
+            Exception: with push and ``hierarchical``, the ranks of a node first add up their
+            partials for other nodes.
+        swizzle: ``none`` | ``rank_shift`` | ``xor``.
+        store: ``direct`` (the GEMM writes into the owner's buffer) | ``staged`` (it writes to
+            private memory, from which tiles are copied).
+        reduce: ``local`` (the owner reduces, in rank order) | ``in_flight`` (CUDA only: the NVLink
+            switch adds up in float32; without a switch, the owner's memory adds up in the dtype of
+            the result. The order of the sum is not fixed: results differ in their last bits from
+            call to call).
+        copy_streams: 1 moves tiles on a thread beside the GEMM, 0 on the calling thread, which is
+            faster for small transfers.
+    """
+
+    path: str = "fused"
+    tile: tuple[int, int] | None = None
+    raster: int | None = None
+    comm_tile_rows: int | None = None
+    direction: str | None = None
+    order: str | None = None
+    swizzle: str | None = None
+    store: str | None = None
+    reduce: str | None = None
+    copy_streams: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            is_open = value is None and name != "path"  # the heuristic does not choose the path
+            if not is_open and value not in choices:
+                raise ValueError(f"Knobs.{name} must be one of {', '.join(choices)}, got {value!r}")
+        tile = self.tile
+        if tile is not None and not (
+            isinstance(tile, tuple) and len(tile) == 2 and all(map(_is_count, tile))
+        ):
+            raise ValueError(f"Knobs.tile must be two positive integers, got {tile!r}")
+        for name in ("raster", "comm_tile_rows"):
+            value = getattr(self, name)
+            if value is not None and not _is_count(value):
+                raise ValueError(f"Knobs.{name} must be a positive integer, got {value!r}")
+        if self.copy_streams is not None and not (
+            type(self.copy_streams) is int and self.copy_streams in (0, 1)
+        ):
+            raise ValueError(f"Knobs.copy_streams must be 0 or 1, got {self.copy_streams!r}")
+
+    def __str__(self) -> str:
+        parts = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                parts.append(f"{field.name}={text}")
+        return " ".join(parts)
+
+
+def check_legal(knobs: Knobs, topology: Topology) -> None:
+    """Raise if the knobs are illegal on this topology for every shape.
+
+    Raises:
+        ValueError: ``xor`` without a power-of-two world.
+    """
+    world = topology.world
+    if knobs.swizzle == "xor" and world & (world - 1):
+        raise ValueError(f"swizzle xor needs a power-of-two world, got {world}")

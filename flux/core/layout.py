@@ -1,0 +1,96 @@
+"""The layout of the CUDA backend's symmetric memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flux import _C
+from flux.core.heuristic import MAX_COMM_TILES, ceil_div, most_messages
+from flux.core.knobs import Knobs, Op
+from flux.core.spec import SCALE_BYTES, OpSpec
+
+ALIGNMENT = 256  # bytes, of every region of symmetric memory
+MAX_FLAGS = 1 << 26  # 256 MB of flags; flag numbers are 32-bit
+
+
+def _up(size: int) -> int:
+    return ceil_div(size, ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Symmetric memory of one rank: words of its pad, and bytes of its data.
+
+    CudaOpSetup in csrc/cuda_host/cuda_op.h describes the order of the regions.
+    """
+
+    signals: int
+    slots: int
+    slot_bytes: int  # of a guard and the slot behind it
+    rest_offset: int  # of the region behind gathered rows or slots
+    sums_offset: int  # of sums that the device puts to other nodes
+    data_bytes: int
+    row_bytes: int
+    offers: int = 0  # words in which sources record which rank pulls from them
+    guard_bytes: int = 0  # in front of each slot (core/scatter.h)
+    boxes: int = 0  # words for arrivals from other nodes
+    strips: int = 0  # of the boxes, for the sum of one node, where the device puts it
+
+    @staticmethod
+    def of(
+        spec: OpSpec,
+        world: int,
+        knobs: Knobs,
+        tile: tuple[int, int],
+        nodes: int = 1,
+        most_tiles: int = 0,
+        relays: bool = False,
+        guard_rows: int = 0,
+    ) -> Layout:
+        """Return the smallest layout that serves every M up to ``spec.max_m``.
+
+        Args:
+            spec: the op's problem.
+            world: number of ranks.
+            knobs: the op's knobs.
+            tile: (rows, columns) of a GEMM tile.
+            nodes: number of sets of ranks that share memory.
+            most_tiles: most communication tiles of a chunk if knobs.comm_tile_rows is None.
+            relays: whether the device puts sums to other nodes.
+            guard_rows: rows that the kernel needs in front of each slot.
+        """
+        chunk = ceil_div(spec.max_m, world)
+        row = spec.row_elements() * spec.itemsize
+        if spec.op is Op.ag_gemm:
+            tiles = min(chunk, most_tiles or MAX_COMM_TILES)
+            if knobs.comm_tile_rows is not None:
+                tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
+            rows = _up(spec.max_m * row)
+            scales = _up(spec.max_m * SCALE_BYTES) if spec.scaling == "row" else 0
+            boxes = world * tiles * (2 if scales else 1)
+            size = rows + scales
+            signals = world * tiles
+            offers = signals if knobs.direction == "pull" else 0
+            return Layout(signals, 0, 0, rows, size, size, row, offers, boxes=boxes)
+        tiling = _C.core.ScatterTiling(spec.max_m, spec.n[0], world, *tile)
+        count = 1 if knobs.reduce == "in_flight" else world + nodes - 1
+        guard = _up(guard_rows * row)
+        slot = guard + _up(chunk * row)
+        result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
+        messages = most_messages(chunk, knobs)
+        strips = tiling.strip_count() if relays else 0
+        boxes = nodes * ((strips or messages) + (messages if result else 0))
+        size = count * slot
+        sums = size + result
+        end = sums + (nodes - 1) * slot if relays else sums
+        signals = nodes * tiling.flag_count()
+        if signals > MAX_FLAGS:
+            raise ValueError(
+                f"{spec.label}: tiles of {tile[0]} x {tile[1]} cut [{spec.max_m}, {spec.n[0]}] "
+                f"into so many that {signals} flags are needed, at most {MAX_FLAGS} are possible"
+            )
+        return Layout(signals, count, slot, size, sums, end, row, 0, guard, boxes, strips)
+
+    def slot_offset(self, slot: int) -> int:
+        """Return the offset of row 0 of a slot from the start of the data, in bytes."""
+        return slot * self.slot_bytes + self.guard_bytes

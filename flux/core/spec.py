@@ -1,0 +1,140 @@
+"""The problem that an op computes: the part of its construction that all ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import cast
+
+import torch
+
+from flux import _C
+from flux.core.knobs import Op
+
+DTYPES: dict[torch.dtype, int] = {
+    torch.float64: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+}
+"""Supported dtypes and their native codes (csrc/cpu/reduce.h)."""
+
+FP8 = torch.float8_e4m3fn
+ACTIVATIONS = ("none", "gelu", "silu")
+SCALINGS = ("none", "tensor", "row")
+
+SCALE_BYTES = torch.float32.itemsize
+MAX_SIZE = 2**30
+"""Largest M, N or K. Twice as much must fit the 32-bit integers of csrc/core."""
+
+LABELS = {Op.ag_gemm: "AGGemm", Op.gemm_rs: "GemmRS", Op.gemm_ar: "GemmAR"}
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """A fused op's problem for all M up to ``max_m``.
+
+    ``n`` and ``k`` are global sizes, in elements. ``dtype`` is that of x and the weights:
+    float8_e4m3fn with a ``scaling`` other than ``none``.
+    """
+
+    op: Op
+    max_m: int
+    n: tuple[int, ...]
+    k: int
+    dtype: torch.dtype
+    transpose_weight: bool
+    reduce: str
+    activation: str = "none"
+    scaling: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (*DTYPES, FP8):
+            names = ", ".join(str(d).removeprefix("torch.") for d in (*DTYPES, FP8))
+            raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")
+        for name, choices in (("activation", ACTIVATIONS), ("scaling", SCALINGS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(
+                    f"{self.label}: {name} must be one of {', '.join(choices)}, got {value!r}"
+                )
+        if (self.dtype == FP8) != (self.scaling != "none"):
+            raise ValueError(
+                f"{self.label}: float8_e4m3fn needs scaling = tensor or row, and other dtypes "
+                f"none; got {self.dtype} with scaling = {self.scaling}"
+            )
+        sizes = {"max_m": (self.max_m,), "n": self.n, "k": (self.k,)}
+        for name, values in sizes.items():
+            if not values or not all(type(v) is int and 1 <= v <= MAX_SIZE for v in values):
+                raise ValueError(
+                    f"{self.label}: {name} must be a positive integer up to {MAX_SIZE}, "
+                    f"got {values if len(values) != 1 else values[0]!r}"
+                )
+        if self.op is not Op.ag_gemm and len(self.n) != 1:
+            raise ValueError(f"{self.label}: n must be one size, got {self.n}")
+        if self.reduce not in ("sum", "avg"):
+            raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
+
+    @property
+    def label(self) -> str:
+        """The class name, for messages."""
+        return LABELS[self.op]
+
+    @cached_property
+    def out_dtype(self) -> torch.dtype:
+        """Dtype of results, partials and biases."""
+        return torch.bfloat16 if self.dtype == FP8 else self.dtype
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of an element of the communicated matrix."""
+        return (self.dtype if self.op is Op.ag_gemm else self.out_dtype).itemsize
+
+    @property  # no cached one: torch.compile traces this
+    def plain(self) -> bool:
+        """Whether results are just the product (and a bias) in the dtype of the operands."""
+        return self.scaling == "none" and self.activation == "none"
+
+    def local_n(self, world: int, rank: int) -> tuple[int, ...]:
+        """Return the columns of each weight on ``rank``."""
+        return tuple(_C.core.local_n(self.op, n, world, rank) for n in self.n)
+
+    def local_k(self, world: int, rank: int) -> int:
+        """Return the depth of the GEMM on ``rank``."""
+        return _C.core.local_k(self.op, self.k, world, rank)
+
+    @cached_property
+    def scales_travel(self) -> bool:
+        """Whether a row of x is sent with its float32 scale."""
+        return self.op is Op.ag_gemm and self.scaling == "row"
+
+    @property
+    def travelling_row_bytes(self) -> int:
+        """Bytes of a communicated row: of x with its scale, if any, or of partial results."""
+        scale = SCALE_BYTES if self.scales_travel else 0
+        return self.row_elements() * self.itemsize + scale
+
+    @property
+    def travelling_dtype(self) -> torch.dtype:
+        """Dtype of the communicated rows as the transport sees them."""
+        if self.scales_travel:
+            return torch.uint8
+        return self.dtype if self.op is Op.ag_gemm else self.out_dtype
+
+    def row_elements(self) -> int:
+        """Return the elements of a communicated row: of the input (AllGather) or of the result."""
+        return self.k if self.op is Op.ag_gemm else self.n[0]
+
+    def digest(self, m: int, biased: bool) -> int:
+        """Return a number that is equal on all ranks of a call that fits together."""
+        return m if self.op is Op.ag_gemm else m * 2 + biased
+
+    def fields(self) -> dict[str, object]:
+        """Return name -> value of everything that ranks must agree on."""
+        return asdict(self)
+
+
+def as_sizes(n: int | Sequence[int]) -> tuple[int, ...]:
+    """Return ``n``, one size or one per weight, as a tuple."""
+    return tuple(n) if isinstance(n, (list, tuple)) else (cast(int, n),)

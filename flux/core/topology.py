@@ -1,0 +1,74 @@
+"""The arrangement of ranks on hosts and NUMA domains, for communication orders."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks as ``nodes`` x ``domains`` (NUMA) x ``lanes``, lanes fastest.
+
+    rank = (node * domains + domain) * lanes + lane
+
+    Hosts with different numbers of ranks, or with ranks that are not numbered host by host, form no
+    such mesh. For them ``placement`` holds the host of each rank, ``nodes`` is the number of hosts,
+    and ``lanes`` is the number of ranks of the largest host. Only the hierarchical order uses
+    ``placement``.
+    """
+
+    nodes: int = 1
+    domains: int = 1
+    lanes: int = 1
+    placement: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("nodes", self.nodes),
+            ("domains", self.domains),
+            ("lanes", self.lanes),
+        ):
+            if value < 1:
+                raise ValueError(f"Topology.{name} must be at least 1, got {value}")
+        if self.placement and set(self.placement) != set(range(self.nodes)):
+            raise ValueError(
+                f"Topology.placement must number its hosts from 0 to {self.nodes - 1}, "
+                f"got {self.placement}"
+            )
+
+    @staticmethod
+    def flat(world: int) -> Topology:
+        """Return a topology of ``world`` equal ranks: one node, one domain."""
+        return Topology(1, 1, world)
+
+    @staticmethod
+    def of_hosts(hosts: Sequence[Hashable]) -> Topology:
+        """Return the topology of ranks on these hosts (one entry per rank; any hashable value)."""
+        numbers: dict[Hashable, int] = {}
+        placement = tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+        nodes, lanes = len(numbers), max(map(placement.count, placement))
+        if placement == tuple(rank // lanes for rank in range(nodes * lanes)):
+            return Topology(nodes, 1, lanes)
+        return Topology(nodes, 1, lanes, placement)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.placement) or self.nodes * self.domains * self.lanes
+
+    @property
+    def mesh(self) -> tuple[int, int, int]:
+        """(nodes, domains, lanes), as the native maps take it; flat if there is no mesh."""
+        return (1, 1, self.world) if self.placement else (self.nodes, self.domains, self.lanes)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host (node) of each rank."""
+        per_node = self.domains * self.lanes
+        return self.placement or tuple(rank // per_node for rank in range(self.world))
+
+    def __str__(self) -> str:
+        if self.placement:
+            return f"{self.nodes} hosts, by rank {'-'.join(map(str, self.placement))}"
+        return f"{self.nodes} node(s) x {self.domains} domain(s) x {self.lanes} rank(s)"

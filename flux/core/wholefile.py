@@ -1,0 +1,38 @@
+"""Replace a file atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace ``path`` by a file with this text, atomically even on a crash or power cut.
+
+    The text is written to ``.<name>.<random>.tmp`` in the same directory. That file stays behind
+    only if the process is killed. A link of that name is not followed.
+
+    Raises:
+        OSError: the file cannot be written; ``path`` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    # Like mkstemp, but mkstemp has only mode 0600, and other users may need to read ``path``.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    handle = os.open(temporary, flags, 0o666)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # also on Ctrl-C
+        temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # some file systems do not allow opening a directory
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

@@ -1,0 +1,1 @@
+"""Start ranks as processes: on this machine, on simulated hosts, or under torchrun."""

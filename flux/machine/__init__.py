@@ -1,0 +1,1 @@
+"""Hardware and software of this machine and of clusters."""

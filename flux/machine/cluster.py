@@ -1,0 +1,230 @@
+"""The hardware of a cluster, read from `tuning/clusters/*.toml` or detected (detection.py).
+
+``flux.core.topology.Topology`` is the arrangement of one group's ranks. ``Cluster`` is the device
+of each rank and the links between them, for the cost model and the cache of winners.
+
+The *fingerprint* holds everything that the validity of a winner depends on: architecture and number
+of multiprocessors, memory, kind and speed of the links, and the shape of the world. It does not
+hold product names, which determine neither architecture nor multiprocessors: there are H100s of 114
+and of 132. A cluster file and the detection of the same hardware give the same fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flux.core.datafile import Table, data_root, find
+
+DEVICE_KINDS = ("cuda", "cpu")
+LINK_KINDS = ("nvswitch", "nvlink", "pcie", "memory", "none", "unknown")
+NETWORK_KINDS = ("infiniband", "ethernet", "none", "unknown")
+
+_MEMORY_CLASS_GB = 16
+"""Memory sizes are rounded to these steps. Drivers reserve a few hundred MB, depending on version;
+devices that share architecture and multiprocessors (H100, H200) differ by 60 GB."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of one rank.
+
+    Attributes:
+        kind: ``cuda`` | ``cpu``.
+        arch: ``sm_90``; of a CPU its instruction set, vendor, family and model.
+        units: multiprocessors; of a CPU the threads of a rank's GEMM.
+        memory_gb: 1e9 bytes of its own memory; 0 on a CPU.
+        memory_gbs: GB/s of that memory.
+        tflops: dense peak by dtype, 1e12 operations per second of the whole device.
+        name: for display.
+    """
+
+    kind: str
+    arch: str
+    units: int
+    memory_gb: float = 0.0
+    memory_gbs: float = 0.0
+    tflops: Mapping[str, float] = field(default_factory=dict)
+    name: str = ""
+
+    def key(self) -> dict[str, Any]:
+        """Return the part of the fingerprint about the device."""
+        parts: dict[str, Any] = {"kind": self.kind, "arch": self.arch, "units": self.units}
+        if self.kind == "cuda":
+            parts["memory_gb"] = _MEMORY_CLASS_GB * round(self.memory_gb / _MEMORY_CLASS_GB)
+        return parts
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link between the devices of a host.
+
+    Attributes:
+        kind: ``nvswitch`` | ``nvlink`` (device to device) | ``pcie`` | ``memory`` (ranks on a CPU)
+            | ``none`` (one device) | ``unknown``.
+        gbs: GB/s of one device in one direction, nominal.
+        latency_us: latency of one transfer.
+    """
+
+    kind: str
+    gbs: float = 0.0
+    latency_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between hosts.
+
+    Attributes:
+        kind: ``infiniband`` | ``ethernet`` | ``none`` | ``unknown``.
+        nics: ports of a host that are up.
+        gbits: Gbit/s of one port in one direction; 0 if unknown.
+        latency_us: latency of one message.
+    """
+
+    kind: str
+    nics: int = 0
+    gbits: float = 0.0
+    latency_us: float = 0.0
+
+    @property
+    def gbs(self) -> float:
+        """GB/s of a host in one direction."""
+        return self.nics * self.gbits / 8
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of equal hosts.
+
+    Attributes:
+        name: for display.
+        device: the device of each rank.
+        devices: devices per host.
+        hosts: number of hosts; 1 if detected, because detection sees only this host.
+        numa_domains: NUMA domains per host.
+        link: between the devices of a host.
+        network: between hosts.
+        trees: PCIe root complexes that the devices of a host are attached to; 0 if unknown.
+        source: the file, or "detected".
+    """
+
+    name: str
+    device: Device
+    devices: int
+    hosts: int
+    numa_domains: int
+    link: Link
+    network: Network
+    trees: int = 0
+    source: str = "detected"
+
+    def parts(self, shape: str) -> dict[str, Any]:
+        """Return the inputs of the fingerprint, for a world of this shape (``world_shape``)."""
+        parts: dict[str, Any] = {"device": self.device.key(), "world": shape}
+        if shape != "1x1":
+            parts["link"] = self.link.kind
+            # No source states the speed of a CPU's memory; the CPU model stands for it.
+            if self.device.kind != "cpu":
+                parts["link_gbs"] = _two_digits(self.link.gbs)
+            # Only links through a CPU depend on the NUMA domain of its memory; links through
+            # switches do not.
+            if self.link.kind in ("pcie", "memory"):
+                parts["numa_domains"] = self.numa_domains
+        if not shape.startswith("1x"):
+            network = self.network
+            parts["network"] = {"nics": network.nics, "gbits": _two_digits(network.gbits)}
+        return parts
+
+    def fingerprint(self, shape: str) -> str:
+        """Return 16 hexadecimal digits that identify what a winner's validity depends on."""
+        return digest(self.parts(shape))
+
+
+def digest(parts: Mapping[str, Any]) -> str:
+    """Return the fingerprint of these parts."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def world_shape(hosts: Sequence[Hashable]) -> str:
+    """Return the shape of a world, given each rank's host: ``2x4`` (hosts x ranks) or ``3+1``."""
+    counts = list(Counter(hosts).values())
+    if len(set(counts)) == 1:
+        return f"{len(counts)}x{counts[0]}"
+    return "+".join(map(str, counts))
+
+
+def _two_digits(value: float) -> float:
+    """Round to two digits: sysfs and data sheets differ in the third digit of a nominal speed."""
+    return float(f"{value:.2g}")
+
+
+def load_cluster(name: str | Path) -> Cluster:
+    """Return the cluster that a file describes: a path, or the name of one in `tuning/clusters`.
+
+    Raises:
+        ValueError: no such file, or wrong contents; the message names file and key.
+    """
+    file = find("clusters", name)
+    top = Table.load(file)
+    table = top.table("device")
+    speeds = table.table("tflops")
+    device = Device(
+        kind=table.text("kind", choices=DEVICE_KINDS),
+        arch=table.text("arch"),
+        units=table.integer("units"),
+        memory_gb=table.number("memory_gb", 0.0),
+        memory_gbs=table.number("memory_gbs", least=0.001),
+        tflops={dtype: speeds.number(dtype, least=1e-6) for dtype in speeds.keys},
+        name=table.text("name"),
+    )
+    devices = table.integer("per_host")
+    if not device.tflops:
+        table.fail("tflops", "expected at least one dtype")
+    if device.kind == "cuda" and not device.arch.startswith("sm_"):
+        table.fail("arch", f"expected sm_<capability> of a cuda device, got {device.arch!r}")
+    if device.kind == "cuda" and device.memory_gb < 1:
+        table.fail("memory_gb", f"expected a number >= 1 of a cuda device, got {device.memory_gb}")
+    table.done()
+    table = top.table("link")
+    kind = table.text("kind", choices=LINK_KINDS)
+    speed = 0.0 if kind in ("none", "unknown") else 0.001
+    link = Link(kind, table.number("gbs", least=speed), table.number("latency_us"))
+    table.done()
+    table = top.table("network")
+    kind = table.text("kind", choices=NETWORK_KINDS)
+    some = 0 if kind == "none" else 1
+    network = Network(
+        kind,
+        table.integer("nics", least=some),
+        table.number("gbits", least=0.001 * some),
+        table.number("latency_us"),
+    )
+    table.done()
+    cluster = Cluster(
+        name=top.text("name"),
+        device=device,
+        devices=devices,
+        hosts=top.integer("hosts"),
+        numa_domains=top.integer("numa_domains"),
+        link=link,
+        network=network,
+        trees=top.integer("trees", 0, least=0),
+        source=str(file),
+    )
+    top.text("described_in")
+    top.done()
+    if cluster.hosts > 1 and network.kind == "none":
+        top.fail("network.kind", f"{cluster.hosts} hosts need a network, got 'none'")
+    return cluster
+
+
+def shipped_clusters() -> list[str]:
+    """Return the names of the clusters that flux ships."""
+    return sorted(file.stem for file in (data_root() / "clusters").glob("*.toml"))

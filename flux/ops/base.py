@@ -1,0 +1,493 @@
+"""What AGGemm, GemmRS and GemmAR have in common: construction, checks, life cycle."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Self
+
+from flux import _C
+from flux.backends import make_cpu_backend, make_cuda_backend
+from flux.backends.unfused import UnfusedBackend
+from flux.choice import choose as choice
+from flux.choice.choose import Choice, Fixed
+from flux.core.backend import NO_HOOKS, Backend, OverlapHooks, nothing
+from flux.core.call import Call, CallChecker
+from flux.core.env import CHECK, KERNEL_CHOICE, VARIABLES
+from flux.core.knobs import Knobs, Op, check_legal
+from flux.core.schedule import TileSchedule, make_schedule
+from flux.core.spec import OpSpec, as_sizes
+from flux.core.topology import Topology
+from flux.ops import torch_internals
+from flux.ops.comparison import Comparison
+from flux.ops.executor import (
+    built_together,
+    check_executor,
+    check_hosts,
+    check_options,
+    open_exchange,
+    open_gpus,
+    places_of,
+    refuse_capture,
+    resolve_knobs,
+    resolve_topology,
+    who_shares_memory,
+)
+from flux.transport.base import DeviceTransport
+from flux.transport.exchange import Exchange
+from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
+
+T = TypeVar("T")
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+MAX_SCHEDULES = 1024  # kept per op
+_REGISTRY: weakref.WeakValueDictionary[int, TensorParallelOp] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def op_of(handle: int) -> TensorParallelOp:
+    """Return the live op behind a handle of ``torch.ops.flux``.
+
+    Raises:
+        RuntimeError: the op is gone.
+    """
+    op = _REGISTRY.get(handle)
+    if op is None:
+        raise RuntimeError(f"no live flux op has handle {handle}: it is gone")
+    return op
+
+
+class TensorParallelOp:
+    """A fused op on one process group: it owns its symmetric workspace until ``close()``.
+
+    Construction is collective: all ranks of the group build the same op, and every rank hears of it
+    when one cannot. Calls are collective too, and happen in the same order on all ranks.
+    """
+
+    kind: Op
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | OneGpuRank | str | None,
+        *,
+        max_m: int,
+        n: int | Sequence[int],
+        k: int,
+        dtype: torch.dtype,
+        transpose_weight: bool,
+        reduce: str,
+        backend: str | None,
+        transport: str | None,
+        tuning: str | Knobs | Fixed,
+        timeout_s: float,
+        topology: Topology | None,
+        scaling: str = "none",
+        activation: str = "none",
+    ) -> None:
+        self._closed = True
+        self._released = False  # nothing is left to give back
+        self._broken: str | None = None
+        self._pid = os.getpid()
+        exchange = open_exchange(group, type(self).__name__)
+        self._backend: Backend | None = None  # of a rank that is alone
+        # Nothing may be exchanged while a stream is captured, which it is on all ranks or on none.
+        refuse_capture(type(self).__name__, exchange)
+        with built_together(exchange, timeout_s, self._give_up):
+            spec: OpSpec | None = None
+            knobs = Knobs()
+            problem: Exception | None = None
+            label = type(self).__name__
+            places = places_of(exchange, backend)
+            hosts = [place.host for place in places]
+            try:
+                sizes = (max_m, as_sizes(n), k, dtype, transpose_weight, reduce)
+                spec = OpSpec(self.kind, *sizes, activation, scaling)
+                knobs = resolve_knobs(label, tuning.given if isinstance(tuning, Fixed) else tuning)
+                backend = check_executor(label, spec, exchange, knobs, backend, transport)
+                hosts = who_shares_memory(places, backend, transport, topology)
+                topology = resolve_topology(label, topology, hosts)
+                check_legal(knobs, topology)
+                check_options(label, spec, exchange.world, timeout_s)
+                knobs = check_hosts(label, hosts, topology, knobs, backend, transport)
+                for variable in VARIABLES:
+                    variable.get()
+            except (TypeError, ValueError) as error:
+                problem = error
+            fields = spec.fields() if spec else {}
+            tuned = tuning == "cache"
+            kernel = tuning.kernel if isinstance(tuning, Fixed) else None
+            options = {
+                "backend": backend,
+                "tuning": "cache" if tuned else "off",
+                "knobs": str(knobs),
+                "kernel": kernel.name if kernel is not None else "",
+                "timeout_s": timeout_s,
+                "topology": str(topology),
+                KERNEL_CHOICE.name: os.environ.get(KERNEL_CHOICE.name, ""),
+            }
+            exchange.agree(label, problem, {**fields, **options})
+            assert spec is not None and topology is not None and backend is not None
+            self.spec = spec
+            self.knobs = knobs
+            self.world = exchange.world
+            self.rank = exchange.rank
+            self.timeout_s = timeout_s
+            self.topology = topology
+            gpus: DeviceTransport | None = None
+            if isinstance(exchange, OneGpuExchange):
+                gpus = exchange
+            elif backend == "cuda":
+                gpus = open_gpus(exchange, len(set(hosts)), timeout_s, transport)
+            device = gpus.device.torch_device if gpus else torch.device("cpu")
+            self._choice: Choice = Fixed(knobs, kernel)
+            if tuned and isinstance(exchange, Exchange):
+                self._choice = choice.choose(
+                    spec, exchange, hosts, topology, backend, self._is_legal
+                )
+            self._checker = CallChecker(spec, self.world, self.rank, device)
+            # make_schedule caches too, but to hash its arguments costs more than a call may.
+            self._schedules: dict[int, TileSchedule] = {}
+            self._lock = threading.Lock()
+            self._ending = False  # close() was called while a call was inside
+            group = exchange.group if isinstance(exchange, Exchange) else None
+            self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
+            if self.world > 1 and gpus is not None:
+                near = [place.memory == places[self.rank].memory for place in places]
+                of_processes = exchange if isinstance(exchange, Exchange) else None
+                self._backend = make_cuda_backend(
+                    spec, of_processes, gpus, self._choice, topology, near, timeout_s
+                )
+            elif self.world > 1 and isinstance(exchange, Exchange):
+                local = [host == hosts[self.rank] for host in hosts]
+                self._backend = make_cpu_backend(
+                    spec, exchange, self._choice, topology, local, timeout_s
+                )
+                self._unfused.watch(self._backend.look)
+            self._comparison: Comparison | None = None
+            if CHECK.get() and self.world > 1 and isinstance(exchange, Exchange):
+                self._comparison = Comparison(exchange)
+        self.handle = next(_handles)
+        _REGISTRY[self.handle] = self
+        self._closed = False
+
+    # -- what people look at -----------------------------------------------------------------------
+
+    def schedule(self, m: int) -> TileSchedule:
+        """Return the tile schedule of this rank for a call with ``m`` global rows. Printable.
+
+        Raises:
+            ValueError: m is not in [1, max_m].
+        """
+        found = self._schedules.get(m)
+        if found is not None:
+            return found
+        if not 1 <= m <= self.spec.max_m:
+            raise ValueError(f"{self.spec.label}: M must be in [1, {self.spec.max_m}], got {m}")
+        if len(self._schedules) >= MAX_SCHEDULES:
+            self._schedules.clear()
+        found = self._schedules[m] = self._make_schedule(m, self._choice.knobs(m))
+        return found
+
+    def _make_schedule(self, m: int, knobs: Knobs) -> TileSchedule:
+        return make_schedule(
+            self.kind.name,
+            (m, sum(self.spec.n), self.spec.k),
+            self.world,
+            self.rank,
+            self.topology,
+            knobs,
+            itemsize=self.spec.itemsize,
+            cluster=None if self._backend is None else self._backend.cluster,
+        )
+
+    def _is_legal(self, m: int, knobs: Knobs) -> bool:
+        """Return whether a schedule exists; the answer is the same on all ranks."""
+        try:
+            self._make_schedule(m, knobs)
+        except ValueError:
+            return False
+        return True
+
+    def own_rows(self, m: int) -> int:
+        """Return how many of ``m`` global rows this rank owns."""
+        return _C.core.row_count(m, self.world, self.rank)
+
+    def own_rows_symbolic(self, m: Any) -> Any:
+        """Return ``own_rows`` for fake kernels, where ``m`` may be a symbol."""
+        chunk = (m + self.world - 1) // self.world
+        begin, end = (torch.sym_min(m, (self.rank + i) * chunk) for i in (0, 1))
+        return end - begin
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Symmetric memory of this rank, in bytes: signals and data."""
+        return self._backend.workspace_bytes if self._backend else 0
+
+    @property
+    def waits_for_hosts(self) -> bool:
+        """Whether a call waits, on the CPU, for rows of other hosts, while other work could run."""
+        return self._backend is not None and self._backend.waits_for_hosts
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close()`` and after a failure."""
+        return self._closed
+
+    def __repr__(self) -> str:
+        s = self.spec
+        n = s.n[0] if len(s.n) == 1 else s.n
+        return (
+            f"{s.label}(max_m={s.max_m}, n={n}, k={s.k}, dtype={s.dtype}, rank={self.rank}, "
+            f"world={self.world}, knobs=({self.knobs}){', closed' if self._closed else ''})"
+        )
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _plain(self, *tensors: torch.Tensor) -> bool:
+        """Return whether a call may skip the dispatcher, the largest cost of a call in Python.
+
+        It may not when somebody else wants to see the call: autograd, torch.compile, a mode or a
+        tensor subclass.
+        """
+        if torch.compiler.is_compiling() or torch_internals.modes_are_active():
+            return False
+        grad = torch.is_grad_enabled()
+        for t in tensors:  # noqa: SIM110  done in every call, where all() costs twice as much
+            if type(t) not in _PLAIN_TYPES or (grad and t.requires_grad):
+                return False
+        return True
+
+    def _again(self, x: torch.Tensor, weight: Any, bias: Any, m: int | None) -> torch.Tensor | None:
+        """Repeat the last call if the arguments differ in contents only; else return None."""
+        if torch.compiler.is_compiling():
+            return None  # the dispatcher will see the call, and traces do not see weak references
+        if self._backend is None or self._comparison is not None:
+            return None
+        again = self._backend.again(x, weight, bias, m)
+        if again is None:
+            return None
+        if not (self._plain(x, weight) if bias is None else self._plain(x, weight, bias)):
+            return None
+        return self._guarded(again)
+
+    def _check_types(self, *tensors: object) -> None:
+        """Raise for tensors that the dispatcher would reject or fake before the peers are told."""
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                kind = type(tensor).__name__
+                self._turn_away(TypeError(f"{self.spec.label}: expected a tensor, got {kind}"))
+            elif tensor.is_meta:
+                self._turn_away(
+                    ValueError(
+                        f"{self.spec.label}: tensors must be on {self._checker.where}, got meta"
+                    )
+                )
+
+    def _check_grad(self, *tensors: torch.Tensor) -> None:
+        """Raise if autograd needs a backward that does not exist."""
+        if self.spec.plain or not torch.is_grad_enabled():
+            return
+        if any(t.requires_grad for t in tensors):
+            self._turn_away(
+                ValueError(
+                    f"{self.spec.label}: activation and scaling have no backward; use "
+                    "torch.no_grad or tensors that need no gradient"
+                )
+            )
+
+    def _turn_away(self, error: TypeError | ValueError) -> NoReturn:
+        def refuse() -> NoReturn:
+            self._refuse(error)
+            raise error
+
+        self._guarded(refuse)
+
+    def _refuse(self, error: TypeError | ValueError) -> None:
+        """Share a refusal with the peers, who are about to make the same call."""
+        if self._comparison is not None:
+            self._comparison.refuse(str(error))
+        elif self._backend is not None:
+            self._backend.refuse(str(error))
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        m: int | None = None,
+        scales: Sequence[torch.Tensor] = (),
+        gather: bool = False,
+        hooks: OverlapHooks = NO_HOOKS,
+    ) -> list[torch.Tensor]:
+        """Make a call: what the ops of ``torch.ops.flux`` execute.
+
+        Args:
+            x: as the caller passed it, like all arguments up to ``scales``.
+            weights: one or more.
+            biases: a bias or None for each weight.
+            m: global rows, or None.
+            scales: as ``CallChecker.check`` takes them.
+            gather: return the gathered x, [M, K], behind the results.
+            hooks: the caller's work beside the call.
+
+        Returns:
+            The result of each weight, and the gathered x if ``gather``.
+        """
+        return self._guarded(lambda: self._call(x, weights, biases, m, scales, gather, hooks))
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        m: int | None,
+        scales: Sequence[torch.Tensor],
+        gather: bool,
+        hooks: OverlapHooks,
+    ) -> list[torch.Tensor]:
+        # 1. Check the arguments, and 2. schedule: knobs may be illegal for this M. The peers are
+        # about to make the same call, so a refusal is shared with them.
+        if self._comparison is not None:
+            self._refuse_comparison_in_capture()
+        try:
+            call = self._checker.check(x, weights, biases, m, scales)
+            schedule = self.schedule(call.m)
+        except (TypeError, ValueError) as error:
+            self._refuse(error)
+            raise
+        # 3. Meet the peers. On the fused path the backend does, while the call goes on.
+        if self._comparison is not None:
+            self._compare(self._comparison, call)
+        backend = self._backend
+        if backend is None:
+            return self._unfused.run(call, gather, hooks)
+        if schedule.knobs.path == "unfused":
+            digest = self.spec.digest(call.m, call.biases[0] is not None)
+            met = backend.meet(schedule, digest)
+            return self._unfused.run(call, gather, hooks, met)
+        # 4. Execute.
+        return backend.run(schedule, call, gather, hooks)
+
+    def _refuse_comparison_in_capture(self) -> None:
+        if self._backend is not None and self._backend.capturing():
+            raise ValueError(
+                f"{self.spec.label}: FLUX_CHECK compares calls by a collective of the host, which "
+                "a CUDA graph cannot hold: capture without it"
+            )
+
+    def _compare(self, comparison: Comparison, call: Call) -> None:
+        biased = self.kind is not Op.ag_gemm and call.biases[0] is not None
+        comparison.compare(f"M = {call.m}{', with bias' if biased else ''}")
+
+    def _guarded(self, run: Callable[[], T]) -> T:
+        """Run a call: one at a time, in the process that built the op, never after a failure."""
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"{self.spec.label} was built in process {self._pid} and cannot be used in a "
+                f"forked child ({os.getpid()}): build a new op there"
+            )
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(f"{self.spec.label}: another thread is inside a call of this op")
+        try:
+            if self._closed:
+                raise RuntimeError(f"{self.spec.label} is closed{self._broken or ''}")
+            return run()
+        except (TypeError, ValueError):
+            raise  # refused before anything moved: the op stays usable
+        except BaseException as error:
+            # Peers wait for what this call will never deliver. Saying so lets them give up at once.
+            if not self._closed:
+                self._broken = f": an earlier call failed ({type(error).__name__}: {error})"
+                self._release(failed=True)
+            raise
+        finally:
+            self._lock.release()
+            self._end_if_asked()
+
+    def _end_if_asked(self) -> None:
+        """Close the op if ``close`` was called during a call and no call is inside any more."""
+        while self._ending and not self._released and self._lock.acquire(blocking=False):
+            try:
+                self._release(failed=False)  # the call has done its part, or was refused
+            finally:
+                self._lock.release()
+
+    def wait(self) -> None:
+        """Wait until this rank's calls are done. On the CPU they are when they return.
+
+        Raises:
+            PeerTimeoutError: a wait of one of them took longer than the timeout; so does the next
+                call that finds out.
+        """
+        if self._backend is not None and self._backend.asynchronous:
+            self._guarded(self._backend.check)
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        """Give back what is built of an op that some rank could not build."""
+        self._release(failed=True)
+
+    def _release(self, failed: bool) -> None:
+        """Give everything back. A call that a signal handler interrupts can be repeated."""
+        if self._released or self._pid != os.getpid():
+            return
+        self._closed = True
+        if self._backend is not None:
+            self._backend.close(failed or self._broken is not None, culprit=self.rank)
+        self._released = True
+
+    def close(self) -> None:
+        """Free threads and shared memory. Local and idempotent; later calls raise RuntimeError.
+
+        While a call is inside, in another thread or (for a signal handler) further up the stack,
+        this only asks it to end: its waits return at once, it raises RuntimeError, and memory goes
+        when it has left.
+        """
+        if self._released or self._pid != os.getpid():
+            return
+        if self._lock.acquire(blocking=False):
+            try:
+                self._release(failed=False)
+            finally:
+                self._lock.release()
+            return
+        self._ending = True
+        if self._backend is not None:
+            self._backend.end_call()
+        self._end_if_asked()  # it may have left in between
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_released", True):
+            self._release(failed=False)
+
+
+def never_refused(work: Callable[[], None]) -> Callable[[], None]:
+    """Return ``work`` with its ValueError and TypeError turned into RuntimeError.
+
+    Those mean a refused argument, after which an op stays usable; but rows are under way by then.
+    """
+    if work is nothing:
+        return work
+
+    def run() -> None:
+        try:
+            work()
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(f"the caller's work beside the op failed: {error}") from error
+
+    return run

@@ -1,0 +1,66 @@
+"""The rows of a column layer's input that its weight gradient needs, gathered a layer early.
+
+With sequence parallelism a column layer saves its own rows only, so its backward gathers the others
+once more. Beside its own products there is another transfer on the wires by then, while the layer
+behind it in the model, a row layer, leaves them idle: its backward gathers first, and computes on.
+So that is when the gather begins.
+
+    backward   | row layer: dgrad | wgrad     | (attention, activation) | column: dgrad | wgrad |
+    wires      | dz ...........   | x of the column layer ............  | dx .................  |
+
+Which gather begins when follows from the calls of forward alone, so all ranks begin the same. The
+rows are kept from the one backward to the other, which is what Megatron keeps within one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Gather = Callable[[torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
+
+
+class EarlyGather:
+    """The gather of one column layer's saved input, between its forward and its backward.
+
+    Args:
+        start: begins to gather what the layer has saved, (own rows, weight); its result waits.
+    """
+
+    def __init__(self, start: Gather) -> None:
+        self._start = start
+        # Weakly, or a graph that nobody wants any more would live on until the next forward.
+        self._ctx: Callable[[], Any] = lambda: None
+        self._saved: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._wait: Callable[[], torch.Tensor] | None = None
+
+    def saved_by(self, ctx: Any) -> None:
+        """Note that forward has run and ``ctx`` has the operands."""
+        self._ctx = weakref.ref(ctx)
+
+    def begin(self) -> None:
+        """Begin the gather, in the backward of a later layer, if it can begin and has not."""
+        ctx = self._ctx()
+        if ctx is None or self._wait is not None or _capturing():
+            return
+        # Looked up once: what recomputes or fetches saved tensors may give them out only once.
+        self._saved = x, weight = ctx.saved_tensors
+        if x.untyped_storage().nbytes():  # else its owner has freed it, and is to compute it again
+            self._wait = self._start(x, weight)
+
+    def take(
+        self, ctx: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor] | None]:
+        """Return the saved operands, and what waits for all rows if the gather has begun."""
+        x, weight = ctx.saved_tensors if self._saved is None else self._saved
+        wait = self._wait
+        self._ctx, self._saved, self._wait = lambda: None, None, None
+        return x, weight, wait
+
+
+def _capturing() -> bool:
+    """Return whether a CUDA graph is captured, which may end before the gather is waited for."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,130 @@
+"""Registration with torch.library: ``torch.ops.flux.*``, with fake kernels and autograd.
+
+The ops take an integer handle instead of the op object, so that a compiled graph can hold it.
+Kernels are registered for every device: one that the op does not run on is refused by the op's own
+checks, with its own message, and on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+from flux.ops import torch_internals
+from flux.ops.base import op_of
+
+LIBRARY: torch.library.Library = torch.library.Library("flux", "DEF")
+LIBRARY.define(
+    "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, SymInt? m, "
+    "bool return_gathered, int handle, Tensor[] scales) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _name in ("gemm_rs", "gemm_ar"):
+    LIBRARY.define(
+        f"{_name}(Tensor x, Tensor weight, Tensor[] biases, int handle, Tensor[] scales) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def register_fake(name: str) -> Callable[[F], F]:
+    """Register a fake kernel for an op of this library, as torch.library.register_fake does."""
+    decorate = torch.library.register_fake(f"flux::{name}", lib=LIBRARY)
+    return cast(Callable[[F], F], decorate)
+
+
+def spread(biases: Sequence[torch.Tensor], has_bias: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Return a bias or None for each weight; schemas have no lists with None in them."""
+    rest = iter(biases)
+    return [next(rest) if present else None for present in has_bias]
+
+
+def _ag_gemm(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    has_bias: Sequence[bool],
+    m: int | None,
+    return_gathered: bool,
+    handle: int,
+    scales: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    return op_of(handle)._run(x, weights, spread(biases, has_bias), m, scales, return_gathered)
+
+
+def _gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    handle: int,
+    scales: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    return op_of(handle)._run(x, [weight], biases or [None], scales=scales)[0]
+
+
+LIBRARY.impl("ag_gemm", _ag_gemm, "CompositeExplicitAutograd")
+LIBRARY.impl("gemm_rs", _gemm, "CompositeExplicitAutograd")
+LIBRARY.impl("gemm_ar", _gemm, "CompositeExplicitAutograd")
+
+
+@register_fake("ag_gemm")
+def _ag_gemm_fake(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    has_bias: Sequence[bool],
+    m: Any,
+    return_gathered: bool,
+    handle: int,
+    scales: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    op = op_of(handle)
+    rows = x.shape[0] * op.world if m is None else m
+    side = 1 if op.spec.transpose_weight else 0
+    dtype = op.spec.out_dtype
+    outs = [x.new_empty(rows, w.shape[side], dtype=dtype) for w in weights]
+    return [*outs, x.new_empty(rows, x.shape[1])] if return_gathered else outs
+
+
+@register_fake("gemm_rs")
+def _gemm_rs_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    handle: int,
+    scales: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    op = op_of(handle)
+    side = 1 if op.spec.transpose_weight else 0
+    rows = op.own_rows_symbolic(x.shape[0])
+    return x.new_empty(rows, weight.shape[side], dtype=op.spec.out_dtype)
+
+
+@register_fake("gemm_ar")
+def _gemm_ar_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    handle: int,
+    scales: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    spec = op_of(handle).spec
+    side = 1 if spec.transpose_weight else 0
+    return x.new_empty(x.shape[0], weight.shape[side], dtype=spec.out_dtype)
+
+
+def keep_in_order(*names: str) -> None:
+    """Tell torch.compile that these ops may be neither dropped, nor merged, nor reordered.
+
+    They meet other ranks. A compiler that removes one whose result nobody reads, or that swaps two
+    because this rank's shapes make it look better, leaves the other ranks waiting in another place.
+    """
+    for name in names:
+        torch_internals.register_ordered(getattr(torch.ops.flux, name).default)
+
+
+keep_in_order("ag_gemm", "gemm_rs", "gemm_ar")

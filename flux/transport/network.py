@@ -1,0 +1,513 @@
+"""Send tiles to and from ranks on other hosts, by point-to-point calls of torch.distributed.
+
+A peer on another host has a *stand-in* in this process: a pad and a data region in private memory
+with the peer's layout. The engine writes and raises signals there as for a peer on this host. For
+every peer two threads of this module transfer the content:
+
+    sender     header --- wait for the signal of a tile in the stand-in --- isend --- next tile
+    receiver   header of the peer, published in its stand-in --- irecv into the own memory, in the
+               peer's order --- raise the own signal --- next tile
+
+Both ends derive the list of tiles from the sender's schedule. So only data is sent, after one
+header per call. The header holds the call's number and a digest of all that ranks must agree on, or
+the reason why the input was rejected. This works on any backend with send and recv for CPU tensors
+(gloo, MPI). Operations between two ranks are posted in the same order at both ends, so backends
+without tags work too.
+
+A rank sends no large tile of a call before it has posted its receives, as many as fit the window.
+gloo's sender waits for a message that the receive has been posted. That message shares a connection
+with the tiles of the other direction: behind those it would arrive only after them. The two
+directions, which a wire carries at the same time, would then take turns.
+
+Memory ordering and buffer reuse. A receive is posted for call e only after this rank has begun e
+and has seen every rank enter e (``await_agreement``): no rank on this host still reads the target
+for e-1, for the same reason as in csrc/cpu/signal_pad.h. A sender cannot overtake that, because
+point-to-point data lands only in posted receives. The signal is raised after the receive has
+completed, by the thread that saw it complete. A sent tile is read until its send completes, and
+``finish`` returns no earlier, so inputs, partials and stand-ins may be overwritten afterwards.
+
+Shutdown. Threads wait for their operations without a deadline, because only the engine decides when
+a peer is late. Closing breaks the connections, which ends every pending operation of both sides at
+once. It also discards data that the kernel has yet to deliver. So a clean close first sends a
+header and waits for the answer, which the peer sends when it has received everything before it. No
+thread may be inside gloo when the interpreter exits: see flux/core/at_exit.py.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import struct
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from flux import _C
+from flux.core.at_exit import end_at_exit
+from flux.core.errors import PeerTimeoutError
+from flux.core.forked import abandon_in_children
+from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
+from flux.transport.exchange import Exchange
+
+T = TypeVar("T")
+
+HEADER_BYTES = 256
+_HEADER = struct.Struct("<III")  # kind, call, digest; then text
+HEADER_TAG, DATA_TAG, ABORT_TAG = 1, 2, 3
+FOREVER = timedelta(days=365)
+LARGE_BYTES = 64 << 10
+"""Size from which sending a tile takes longer than waking a thread: 0.5 ms at 1 Gbit/s."""
+JOIN_S = 10.0
+LINGER_S = 5.0
+"""Limit in seconds of a clean close, which waits for peers to receive what was sent before."""
+
+
+class _Kind(IntEnum):
+    enter = 0
+    refuse = 1
+    close = 2
+    closed = 3  # the answer
+
+
+@dataclass
+class Piece:
+    """One tile to send or receive: its memory, and its signal, if any.
+
+    A piece to send without a signal is ready from the start.
+    """
+
+    tensor: torch.Tensor
+    signal: int | None
+
+
+@dataclass
+class _Job:
+    """The work of one thread in one call."""
+
+    epoch: int
+    pieces: Iterable[Piece] = ()
+    header: Any = None  # the pending send of the header
+    # Set when the first operation is posted.
+    posted: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class _Gone(Exception):
+    """The peer has closed the op, or the engine has given up."""
+
+
+def open_channel(exchange: Exchange, timeout_s: float) -> Any:
+    """Return a new process group for the op, with connections of its own. Collective.
+
+    The user's group is not used, so its operations do not mix with ours, and breaking a connection
+    does not affect it.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    name = str(exchange.all_gather(uuid.uuid4().hex)[0])
+    if _cpu_backend(exchange.group) == "gloo":
+        store = dist.PrefixStore(f"flux/{name}", cast(Any, distributed_c10d)._get_default_store())
+
+        def connect() -> Any:
+            _yield_to_computation()
+            return dist.ProcessGroupGloo(store, exchange.rank, exchange.world, timeout)
+
+        try:
+            return exchange.within("connect", connect)
+        except RuntimeError as error:
+            if isinstance(error, PeerTimeoutError):
+                raise
+            raise PeerTimeoutError(
+                f"{exchange.label}: rank {exchange.rank} could not connect to its peers: {error}"
+            ) from error
+    ranks = dist.get_process_group_ranks(exchange.group)
+    return exchange.within(
+        "connect", lambda: dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    )
+
+
+def _yield_to_computation() -> None:
+    """Let this thread, and the threads that it starts, yield to computation.
+
+    gloo's thread wakes for every segment that arrives. With the batch policy, which threads inherit
+    and which needs no privileges, a wake-up does not interrupt the GEMM that runs on the core.
+    Bytes collect in the socket's buffer meanwhile, and fewer, larger reads take them. That halves
+    the CPU time of communication (docs/results/hosts.md).
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _cpu_backend(group: dist.ProcessGroup) -> str:
+    return str(cast(Any, group)._get_backend(torch.device("cpu")).name())
+
+
+class Network:
+    """This rank's connections to the ranks on other hosts, for one op."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        remote: Sequence[int],
+        engine: _C.Engine,
+        timeout_s: float,
+        window_bytes: int,
+        memory: object,
+    ) -> None:
+        """Connect to the remote ranks and start the threads.
+
+        Args:
+            exchange: the op's ranks.
+            remote: ranks on other hosts.
+            engine: the op's engine.
+            timeout_s: seconds that a peer may make no progress.
+            window_bytes: most bytes in flight to, and from, each peer.
+            memory: the memory that the engine works on; kept alive as long as a thread may use it.
+        """
+        self.rank = exchange.rank
+        self.timeout_s = timeout_s
+        self.bytes_sent = dict.fromkeys(remote, 0)
+        self.first_broken = -1
+        """The rank whose connection broke first; ranks that give up on it break theirs later."""
+        self._engine = engine
+        self._memory: object = memory
+        self._channel: Any = open_channel(exchange, timeout_s)
+        self._closing = False
+        self._close_lock = threading.RLock()
+        self._jobs: list[tuple[_Link, _Job]] = []
+        self._links = [_Link(self, peer, window_bytes) for peer in remote]
+        abandon_in_children(self)
+        end_at_exit(self)
+        for link in self._links:
+            link.open()
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        epoch: int,
+        digest: int,
+        outgoing: Callable[[int], Iterable[Piece]],
+        incoming: Callable[[int], Iterable[Piece]],
+    ) -> None:
+        """Tell the peers that this rank has entered a call, and move its tiles."""
+        for link in self._links:
+            header = self._send_header(link.peer, _Kind.enter, epoch, digest)
+            link.start(_Job(epoch, outgoing(link.peer), header), _Job(epoch, incoming(link.peer)))
+
+    def refuse(self, epoch: int, why: str) -> None:
+        """Tell the peers that this rank's input was rejected."""
+        self.settle()
+        for link in self._links:
+            header = self._send_header(link.peer, _Kind.refuse, epoch, 0, why)
+            link.start(_Job(epoch, (), header), _Job(epoch))
+
+    def finish(self) -> str | None:
+        """Wait until every tile has been sent and received; return an error, or None."""
+        for link in self._links:
+            why = link.wait(self.timeout_s)
+            if why is not None:
+                return why
+        return None
+
+    def settle(self) -> None:
+        """Wait until the threads no longer use a call that has failed."""
+        for link in self._links:
+            link.wait(self.timeout_s)
+            link.forget()
+
+    def trace(self, recorder: Recorder | None) -> None:
+        """Record the connections' work from now on; None: stop. Call it only between calls."""
+        for link in self._links:
+            link.recorder = recorder
+
+    def problem_with(self, peer: int) -> str:
+        """Return the error of the connection to ``peer``, or an empty string."""
+        return next((link.problem for link in self._links if link.peer == peer), "")
+
+    def _send_header(self, peer: int, kind: _Kind, epoch: int, digest: int, text: str = "") -> Any:
+        raw = _HEADER.pack(kind, epoch, digest) + text.encode()
+        raw = raw[: HEADER_BYTES - 1].ljust(HEADER_BYTES, b"\0")
+        header = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        try:
+            return self._channel.send([header], peer, HEADER_TAG)
+        except RuntimeError:
+            return None  # the link's receiver thread sees the error too, and reports it
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def close(self, failed: bool) -> None:
+        """Break the connections and end the threads. The engine must be closed. Idempotent.
+
+        A call that a signal handler interrupts can be repeated: it breaks off what is left.
+        """
+        if self._closing:
+            if self._close_lock.acquire(blocking=False):  # another thread may be inside: it does it
+                try:
+                    if self._channel is not None:
+                        self._break_off()
+                finally:
+                    self._close_lock.release()
+            return
+        self._closing = True
+        with self._close_lock:
+            if not failed and self._channel is not None:
+                deadline = time.monotonic() + LINGER_S
+                headers = [self._send_header(link.peer, _Kind.close, 0, 0) for link in self._links]
+                for link, header in zip(self._links, headers, strict=True):
+                    link.part(header, deadline)
+            self._break_off()
+
+    def end(self) -> None:
+        """End the threads at the program's end, also those left by an interrupted ``close``."""
+        self._engine.close()
+        self.close(failed=False)
+        with self._close_lock:  # another thread may be inside
+            if self._channel is not None:
+                self._break_off()
+
+    def _break_off(self) -> None:
+        self._abort()
+        for link in self._links:
+            link.join()
+        if not any(link.is_alive() for link in self._links):
+            self._channel = self._memory = None
+            for link in self._links:
+                link.drop_channel()
+
+    def abandon(self) -> Iterable[object]:
+        """Leave the connections to the parent of this forked child."""
+        self._closing = True
+        return () if self._channel is None else (self._channel,)
+
+    def _abort(self) -> None:
+        """End every pending operation.
+
+        gloo has no call for it, but a wait that times out closes all connections of its group.
+        """
+        if self._channel is None:
+            return
+        if not isinstance(self._channel, dist.ProcessGroupGloo):
+            self._channel.abort()
+            return
+        channel = cast(Any, self._channel)
+        for link in self._links:
+            token = torch.empty(1, dtype=torch.uint8)
+            try:
+                channel.recv([token], link.peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                # The intended timeout, or an earlier break.
+                link.problem = link.problem or str(error)
+
+
+class _Link:
+    """The two threads of the connection to one peer."""
+
+    def __init__(self, network: Network, peer: int, window_bytes: int) -> None:
+        self.peer = peer
+        self.problem = ""
+        self.recorder: Recorder | None = None
+        self._network = network
+        self._engine = network._engine
+        self._channel = network._channel
+        self._window = window_bytes
+        self._progress = time.monotonic()
+        self._current: tuple[_Job, ...] = ()
+        self._outbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        name = f"flux-{network.rank}-{peer}"
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(body,), name=f"{name}-{what}", daemon=True)
+            for what, body in (("send", self._send_calls), ("recv", self._receive_calls))
+        ]
+
+    def open(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    # -- for the calling thread --------------------------------------------------------------------
+
+    def start(self, out: _Job, into: _Job) -> None:
+        """Start the jobs of a call: one to send, one to receive."""
+        self._progress = time.monotonic()
+        self._current = (out, into)
+        self._outbox.put(out)
+        self._inbox.put(into)
+
+    def wait(self, timeout_s: float) -> str | None:
+        """Wait for the current call's jobs; return what went wrong, or None.
+
+        A connection that breaks when both jobs are done is none of this call's: the peer has failed
+        in its next one, or closed the op.
+        """
+        for job, thread in zip(self._current, self._threads, strict=False):
+            while not job.done.wait(0.05):
+                if not thread.is_alive() and not job.done.is_set():
+                    return self.problem or f"rank {self.peer} has closed the op"
+                if time.monotonic() - self._progress > timeout_s:
+                    return f"rank {self.peer} took or delivered nothing for {timeout_s:g} s"
+        return None
+
+    def forget(self) -> None:
+        """Release the tiles of a call that did not happen."""
+        self._current = ()
+
+    def part(self, goodbye: Any, deadline: float) -> None:
+        """Wait until the peer has answered our close, sent its own, or broken the connection."""
+        self._inbox.put(None)  # a peer that starts another call gets no answer
+        if goodbye is not None:
+            self._threads[1].join(max(0.0, deadline - time.monotonic()))
+
+    def join(self) -> None:
+        """Stop the threads, and wait JOIN_S seconds at most for each."""
+        self._outbox.put(None)
+        self._inbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.is_alive():
+                thread.join(JOIN_S)
+
+    def drop_channel(self) -> None:
+        """Let go of the connections. The threads have ended."""
+        self._channel = None
+
+    def is_alive(self) -> bool:
+        """Return whether a thread is still running."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    # -- threads -----------------------------------------------------------------------------------
+
+    def _guarded(self, body: Callable[[], None]) -> None:
+        """Run a thread's body; report any error while the op is open as the peer's failure."""
+        try:
+            body()
+        except _Gone:
+            return
+        except Exception as error:
+            if not self._network._closing:
+                self.problem = self.problem or f"connection to rank {self.peer} broke: {error}"
+                if self._network.first_broken == -1:
+                    self._network.first_broken = self.peer
+                self._engine.peer_left(self.peer, failed=True, culprit=self.peer)
+
+    def _send_calls(self) -> None:
+        while (job := self._outbox.get()) is not None:
+            if job.header is not None:
+                job.header.wait(FOREVER)
+            if self._engine.await_agreement(job.epoch):
+                self._flow(job, Work.send, self._post_send, lambda piece, epoch: None)
+            job.done.set()
+
+    def _await_receives(self) -> None:
+        """Wait until this call's receives are posted."""
+        receives = self._current[1]
+        while not receives.posted.wait(0.05):
+            if not self._threads[1].is_alive():
+                raise _Gone
+
+    def _receive_calls(self) -> None:
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        while True:
+            self._channel.recv([header], self.peer, HEADER_TAG).wait(FOREVER)
+            self._publish(bytes(header.numpy()))
+            job = self._inbox.get()
+            if job is None:
+                return
+            if self._engine.await_agreement(job.epoch):
+                self._flow(job, Work.receive, self._post_receive, self._announce)
+            job.done.set()
+
+    def _publish(self, raw: bytes) -> None:
+        kind, epoch, digest = _HEADER.unpack_from(raw)
+        if kind == _Kind.close:
+            self._engine.peer_left(self.peer, failed=False)
+            # A rank that is closing too has sent its own close header. The peer takes that as the
+            # answer and listens for one only.
+            if not self._network._closing:
+                answer = self._network._send_header(self.peer, _Kind.closed, 0, 0)
+                if answer is not None:
+                    answer.wait(FOREVER)
+            raise _Gone
+        if kind == _Kind.closed:
+            raise _Gone
+        if kind == _Kind.refuse:
+            text = raw[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
+            self._engine.peer_refused(self.peer, epoch, text)
+        else:
+            self._engine.peer_entered(self.peer, epoch, digest)
+
+    def _post_send(self, piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+        began = self._stamp()
+        ready = piece.signal is None or self._engine.await_parcel(self.peer, piece.signal, epoch)
+        if not ready:
+            raise _Gone
+        if piece.tensor.nbytes >= LARGE_BYTES:
+            self._await_receives()
+        if self.recorder is not None and piece.signal is not None:
+            self.recorder.lane(sender_lane(self.peer)).add(Work.wait, began, number, peer=self.peer)
+        self._network.bytes_sent[self.peer] += piece.tensor.nbytes
+        posted_ns = self._stamp()
+        return self._channel.send([piece.tensor], self.peer, DATA_TAG), posted_ns
+
+    def _post_receive(self, piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+        posted_ns = self._stamp()
+        return self._channel.recv([piece.tensor], self.peer, DATA_TAG), posted_ns
+
+    def _stamp(self) -> int:
+        """Return the current time, for a trace; 0 if tracing is off."""
+        return 0 if self.recorder is None else _C.Lane.now()
+
+    def _announce(self, piece: Piece, epoch: int) -> None:
+        assert piece.signal is not None
+        self._engine.announce(piece.signal, epoch)
+
+    def _flow(
+        self,
+        job: _Job,
+        work: Work,
+        post: Callable[[Piece, int, int], tuple[Any, int]],
+        complete: Callable[[Piece, int], None],
+    ) -> None:
+        """Keep up to ``window`` bytes, but at least two pieces, posted."""
+        posted: deque[tuple[Any, Piece, int]] = deque()
+        size = completed = 0
+        lane = None
+        if self.recorder is not None:
+            name = outgoing_lane if work is Work.send else incoming_lane
+            lane = self.recorder.lane(name(self.peer))
+
+        def complete_oldest() -> None:
+            nonlocal size, completed
+            pending, piece, posted_ns = posted.popleft()
+            pending.wait(FOREVER)
+            size -= piece.tensor.nbytes
+            self._progress = time.monotonic()
+            complete(piece, job.epoch)
+            if lane is not None and work is Work.receive:
+                lane.add_after_last(work, posted_ns, completed, self.peer, piece.tensor.nbytes)
+            elif lane is not None:
+                # This thread waits for tiles meanwhile, so it may notice the end late.
+                until = posted[0][2] if posted else 0
+                nbytes = piece.tensor.nbytes
+                lane.add(work, posted_ns, completed, completed + 1, self.peer, nbytes, until)
+            completed += 1
+
+        for number, piece in enumerate(job.pieces):
+            while len(posted) >= 2 and size + piece.tensor.nbytes > self._window:
+                job.posted.set()
+                complete_oldest()
+            pending, posted_ns = post(piece, job.epoch, number)
+            posted.append((pending, piece, posted_ns))
+            size += piece.tensor.nbytes
+        job.posted.set()
+        while posted:
+            complete_oldest()

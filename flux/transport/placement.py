@@ -1,0 +1,81 @@
+"""Find the placement of ranks, and which GPUs can address each other's memory (P2P)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from flux.machine.host import host_identity, memory_identity
+
+
+@dataclass(frozen=True)
+class Place:
+    """The placement of a rank.
+
+    Attributes:
+        host: the same for ranks of one host.
+        gpu: identity of its GPU; None if it has none.
+        reaches: for every GPU that the rank sees, by identity: whether the rank's GPU can address
+            it.
+        memory: the same for ranks that can map each other's segments (transport/shm.py).
+    """
+
+    host: str
+    gpu: str | None = None
+    reaches: dict[str, bool] = field(default_factory=dict)
+    memory: str = ""
+
+
+def place_here(gpu: int | None) -> Place:
+    """Return the placement of this rank; ``gpu``: index of its GPU, if any."""
+    if gpu is None:
+        return Place(host_identity(), memory=memory_identity())
+    identities = [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
+    ]
+    reaches = {
+        identity: i == gpu or torch.cuda.can_device_access_peer(gpu, i)
+        for i, identity in enumerate(identities)
+    }
+    return Place(host_identity(), identities[gpu], reaches, memory_identity())
+
+
+def reach(a: Place, b: Place) -> bool | None:
+    """Return whether two GPUs of one host address each other; None if the ranks do not see them."""
+    if a.gpu is None or b.gpu is None:
+        raise ValueError("both ranks must have a GPU")
+    if a.gpu == b.gpu:
+        return True
+    if b.gpu not in a.reaches or a.gpu not in b.reaches:
+        return None
+    return a.reaches[b.gpu] and b.reaches[a.gpu]
+
+
+def sharing(places: Sequence[Place]) -> list[str]:
+    """Return a name per rank; ranks that share memory have the same name.
+
+    By default the ranks of a host share memory. If GPUs of a host lack P2P, only ranks with P2P
+    among them share, for example pairs joined by a bridge. Ops need nodes of one size out of
+    consecutive ranks; if P2P does not give such nodes, no ranks share memory.
+    """
+    hosts = [place.host for place in places]
+    if any(place.gpu is None for place in places):
+        return hosts
+    lacking = [
+        (a, b)
+        for a in range(len(places))
+        for b in range(a)
+        if hosts[a] == hosts[b] and reach(places[a], places[b]) is False
+    ]
+    if not lacking:
+        return hosts
+    alone = [str(rank) for rank in range(len(places))]
+    names: list[int] = []  # each rank's first fellow, if all of them reach each other
+    for rank, place in enumerate(places):
+        apart = {b for a, b in lacking if a == rank}
+        first = names[-1] if names and hosts[rank - 1] == place.host else rank
+        names.append(rank if apart & set(range(first, rank)) else first)
+    sizes = {names.count(name) for name in names}
+    return [str(name) for name in names] if len(sizes) == 1 else alone
