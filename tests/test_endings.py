@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from flux.core import at_exit
 from scripts import ROOT
 
 # The end of rank 0 lasts until rank 1, which it lets go, is gone: that wakes threads in gloo.
@@ -55,21 +59,24 @@ def _ends(folder: Path, body: str) -> list[tuple[int, str]]:
     script = folder / "program.py"
     script.write_text(_START + textwrap.dedent(body))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            command = [sys.executable, str(script), str(rank), str(folder)]
+            ranks.append(subprocess.Popen(command, stderr=out, env=environment))
+    deadline = time.monotonic() + 60
     try:
-        texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+        for rank in ranks:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        states = [(rank.poll(), log.read_text()) for rank, log in zip(ranks, logs, strict=True)]
+        pytest.fail(f"not ended after 60 s; status and stderr of each rank: {states}")
     finally:
         for rank in ranks:
             rank.kill()
-    return [(rank.returncode, text) for rank, text in zip(ranks, texts, strict=True)]
+            rank.wait()
+    return [(rank.returncode, log.read_text()) for rank, log in zip(ranks, logs, strict=True)]
 
 
 def _check_rank_0(ended: list[tuple[int, str]], error: str) -> None:
@@ -180,9 +187,9 @@ def test_call_inside_at_the_end(tmp_path: Path) -> None:
     def left():  # handlers run last in, first out: this one after ours
         thread.join(30)
         print("SIGINT:", signal.getsignal(signal.SIGINT), file=sys.stderr)
-    atexit.unregister(at_exit._end_all)
+    atexit.unregister(at_exit._at_exit)
     atexit.register(left)
-    atexit.register(at_exit._end_all)
+    atexit.register(at_exit._at_exit)
     raise ValueError("as planned")
     """
     ended = _ends(tmp_path, body)
@@ -205,7 +212,14 @@ def test_end_while_another_thread_closes(tmp_path: Path) -> None:
         part(link, *arguments)
     send_recv._Link.part = slow
     network = built._backend.network
-    threading.Thread(target=built.close, daemon=True).start()
+    close = network.close
+    def closes(failed):
+        close(failed)
+        if threading.current_thread() is closing:
+            torch.empty = None  # from now on the end may come, so it may not be called
+    network.close = closes
+    closing = threading.Thread(target=built.close, daemon=True)
+    closing.start()
     inside.wait(30)
     end = threading.Thread(target=network.end, daemon=True)
     end.start()
@@ -218,6 +232,25 @@ def test_end_while_another_thread_closes(tmp_path: Path) -> None:
     ended = _ends(tmp_path, body)
     _check_rank_0(ended, "ValueError: as planned")
     assert "waits: True" in ended[0][1]
+    assert "not callable" not in ended[0][1]
+
+
+def test_the_end_waits_for_gloo() -> None:
+    """Its threads drop the tensors of a collective late, and need the GIL for that."""
+    begun, done = threading.Event(), threading.Event()
+
+    def collective() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(at_exit.GLOO_THREAD)
+        begun.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 500_000)  # computes without the GIL
+        done.set()
+
+    thread = threading.Thread(target=collective)
+    thread.start()
+    begun.wait()
+    at_exit._await_gloo()
+    assert done.is_set()
+    thread.join()
 
 
 @pytest.mark.timeout(200)

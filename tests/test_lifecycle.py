@@ -381,6 +381,35 @@ def test_two_groups_at_once() -> None:
     run_ranks(4, two_groups)
 
 
+def destroyed_group(rank: int, world: int) -> None:
+    """No open op, layer or functional call keeps a destroyed group and its threads."""
+    group = dist.new_group(list(range(world)))
+    op = AGGemm(group, max_m=8, n=world, k=8)
+    x = torch.ones(4, 8)
+    want = op(x, torch.ones(1, 8))
+    layer = flux.layers.ColumnParallelLinear(8, 2 * world, group=group)
+    layer(x)
+    flux.ops.fused_all_gather_matmul(x, [torch.ones(8, 1)], 0, group.group_name)
+    dist.barrier()
+    alive = weakref.ref(group)
+    gc.disable()  # it is not a matter of the collector either
+    dist.destroy_process_group(group)
+    del group
+    assert alive() is None
+    gc.enable()
+    assert torch.equal(op(x, torch.ones(1, 8)), want)  # its memory is its own
+    with pytest.raises(RuntimeError, match=r"process group .* has been destroyed"):
+        _ = op._unfused.group
+    op.close()
+    with pytest.raises(ValueError, match="no process group is named"):
+        layer(x)
+    dist.barrier()
+
+
+def test_a_destroyed_group_is_let_go() -> None:
+    run_ranks(2, destroyed_group)
+
+
 def two_groups_in_threads(rank: int, world: int) -> None:
     """Ops may run in different threads at once, each op in one."""
     groups = [dist.new_group(list(range(world))) for _ in range(2)]

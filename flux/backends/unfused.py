@@ -23,6 +23,7 @@ from flux.core.knobs import Op
 from flux.core.recorder import Work
 from flux.core.spec import FP8, OpSpec
 from flux.transport.abandonable import Abandonable
+from flux.transport.exchange import OfGroup
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,18 +56,27 @@ class UnfusedBackend:
     def __init__(
         self,
         spec: OpSpec,
-        group: dist.ProcessGroup | None,
+        of: OfGroup | None,
         rank: int,
         world: int,
         timeout_s: float,
     ) -> None:
         self.spec = spec
-        self.group = group
+        self._of = of
         self.rank = rank
         self.world = world
         self.timeout = timedelta(seconds=timeout_s)
         self._stamps: Stamps | None = None
         self._look: Callable[[], None] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks' process group; None for ranks that are threads of one process.
+
+        Raises:
+            RuntimeError: it has been destroyed.
+        """
+        return None if self._of is None else self._of.group
 
     def watch(self, look: Callable[[], None]) -> None:
         """Call ``look`` regularly while a collective of more than two ranks is waited for.

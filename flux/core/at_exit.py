@@ -5,7 +5,8 @@ it. Its peers would then wait for it until their timeouts.
 
 A Python thread of ours that is inside torch when the interpreter exits would abort the program.
 CPython before 3.14 ends such a thread by unwinding its stack, which C++ does not allow in
-destructors.
+destructors. A thread of gloo does the same: it drops the tensors of a collective some time after
+the ranks have its result, and for that takes the GIL.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ import itertools
 import os
 import signal
 import threading
+import time
 import weakref
+from pathlib import Path
 from typing import Protocol
+
+GLOO_THREAD = "pt_gloo_runloop"
+"""Name that torch gives to the threads that run gloo's collectives."""
+SETTLE_S = 1.0
 
 
 class Owner(Protocol):
@@ -44,7 +51,41 @@ def end_at_exit(owner: Owner) -> None:
     _owners[next(_numbers)] = owner
 
 
+def _is_running(thread: Path) -> bool:
+    """Return whether a thread of gloo has the processor, or waits for it.
+
+    Args:
+        thread: its directory in /proc.
+    """
+    try:
+        name, state = (thread / "stat").read_text().split("(")[1].rsplit(") ")
+    except OSError:  # it has just ended
+        return False
+    return name == GLOO_THREAD and state.startswith("R")
+
+
+def _await_gloo() -> None:
+    """Wait until the threads of gloo wait for the next collective, SETTLE_S at most.
+
+    A thread that waits for the GIL gets it meanwhile. A thread inside a collective that waits for a
+    peer is not running.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    quiet = 0
+    while quiet < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+        running = any(_is_running(thread) for thread in Path("/proc/self/task").iterdir())
+        quiet = 0 if running else quiet + 1
+
+
 @atexit.register
+def _at_exit() -> None:
+    try:
+        _end_all()
+    finally:
+        _await_gloo()
+
+
 def _end_all() -> None:
     owners = list(_owners.values())
     if not owners:

@@ -96,8 +96,8 @@ class TensorParallelOp:
         self._released = False  # nothing is left to give back
         self._broken: str | None = None
         self._pid = os.getpid()
+        self._backend: Backend | None = None  # stays None for a rank that is alone
         exchange = open_exchange(group, type(self).__name__)
-        self._backend: Backend | None = None  # of a rank that is alone
         # Nothing may be exchanged while a stream is captured, which it is on all ranks or on none.
         refuse_capture(type(self).__name__, exchange)
         with built_together(exchange, timeout_s, self._give_up):
@@ -157,13 +157,12 @@ class TensorParallelOp:
             self._schedules: dict[int, TileSchedule] = {}
             self._lock = threading.Lock()
             self._ending = False  # close() was called while a call was inside
-            group = exchange.group if isinstance(exchange, Exchange) else None
-            self._unfused = UnfusedBackend(spec, group, self.rank, self.world, timeout_s)
+            of_group = exchange if isinstance(exchange, Exchange) else None
+            self._unfused = UnfusedBackend(spec, of_group, self.rank, self.world, timeout_s)
             if self.world > 1 and gpus is not None:
                 near = [place.memory == places[self.rank].memory for place in places]
-                of_processes = exchange if isinstance(exchange, Exchange) else None
                 self._backend = make_cuda_backend(
-                    spec, of_processes, gpus, self._choice, topology, near, timeout_s
+                    spec, of_group, gpus, self._choice, topology, near, timeout_s
                 )
             elif self.world > 1 and isinstance(exchange, Exchange):
                 local = [host == hosts[self.rank] for host in hosts]

@@ -25,7 +25,7 @@ class Comparison:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        number = exchange.all_gather(next(_numbers[exchange.group.group_name]))[0]
+        number = exchange.all_gather(next(_numbers[exchange.group_name]))[0]
         self._name = f"{exchange.label} {number}"
         self._calls = 0
 

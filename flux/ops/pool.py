@@ -31,7 +31,7 @@ from flux.core.knobs import Knobs
 from flux.ops.base import TensorParallelOp
 from flux.ops.early_gather import EarlyGather
 from flux.ops.executor import places_of, why_not_gpus
-from flux.transport.exchange import Exchange, kept_for
+from flux.transport.exchange import Exchange, OfGroup, kept_for
 from flux.transport.placement import sharing
 
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
@@ -55,11 +55,11 @@ class _Entry:
     users: set[int] = field(default_factory=set)
 
 
-class OpPool:
+class OpPool(OfGroup):
     """The ops of one process group. Get it with ``pool_of``; construction is collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        super().__init__(group)
         self.timeout_s = LAYER_TIMEOUT_S.get()
         self.exchange = Exchange(group, "flux.layers", self.timeout_s)
         self.rank, self.world = self.exchange.rank, self.exchange.world
@@ -161,8 +161,8 @@ class OpPool:
         for entry in self._entries.values():
             entry.op.close()
         self._entries.clear()
-        if _pools.get(self.group.group_name) is self:
-            del _pools[self.group.group_name]
+        if _pools.get(self.group_name) is self:
+            del _pools[self.group_name]
 
 
 def _meet_to_grow(op: TensorParallelOp, m: int) -> None:

@@ -30,7 +30,7 @@ from flux.machine.host import memory_identity
 from flux.ops.ag_gemm import AGGemm
 from flux.ops.base import TensorParallelOp
 from flux.ops.gemm_rs import GemmRS
-from flux.transport.exchange import Exchange, kept_for
+from flux.transport.exchange import Exchange, OfGroup, kept_for
 
 TIMEOUT_S = 60.0
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
@@ -52,11 +52,11 @@ class _Control(CpuBackend):
         )
 
 
-class Workspace:
+class Workspace(OfGroup):
     """The ops of one process group that functional calls share. Construction is collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        super().__init__(group)
         self.exchange = Exchange(group, timeout_s=TIMEOUT_S)
         self.rank, self.world = self.exchange.rank, self.exchange.world
         self.limit = WORKSPACE_CACHE.get()
@@ -163,8 +163,8 @@ class Workspace:
         self.ops.clear()
         if self._control is not None:
             self._control.close()
-        if _workspaces.get(self.group.group_name) is self:
-            del _workspaces[self.group.group_name]
+        if _workspaces.get(self.group_name) is self:
+            del _workspaces[self.group_name]
 
 
 def workspace_of(group: dist.ProcessGroup | str) -> Workspace:

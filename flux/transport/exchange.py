@@ -55,16 +55,43 @@ def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     return group
 
 
-class _OfGroup(Protocol):
-    """An object that is cached for a group, and can be closed."""
+class OfGroup:
+    """Belongs to a process group of the user, which it does not keep alive.
+
+    So ``destroy_process_group`` ends the threads of gloo, also where ops are still open. Such a
+    thread keeps the tensors of the last collective until it is scheduled again. If it drops them
+    while the interpreter is being finalized, it cannot take the GIL and aborts the process.
+
+    Args:
+        group: a process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.group_name: str = group.group_name
 
     @property
-    def group(self) -> dist.ProcessGroup: ...
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RuntimeError: it has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"the process group {self.group_name!r} has been destroyed")
+        return group
+
+
+class _Kept(Protocol):
+    """An object that is cached for a group, and can be closed."""
+
+    _group: weakref.ref[dist.ProcessGroup]
 
     def close(self) -> None: ...
 
 
-G = TypeVar("G", bound=_OfGroup)
+G = TypeVar("G", bound=_Kept)
 
 
 def kept_for(
@@ -81,7 +108,7 @@ def kept_for(
     """
     group = resolve_group(group)
     found = kept.get(group.group_name)
-    if found is not None and found.group is not group:  # the name of a destroyed group, reused
+    if found is not None and found._group() is not group:  # the name of a destroyed group, reused
         found.close()
         found = None
     if found is None:
@@ -98,7 +125,7 @@ _lost: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Groups in which this rank has left an unfinished operation."""
 
 
-class Exchange:
+class Exchange(OfGroup):
     """The ranks of one group, numbered within the group.
 
     Args:
@@ -114,7 +141,7 @@ class Exchange:
     def __init__(
         self, group: dist.ProcessGroup, label: str = "flux", timeout_s: float | None = None
     ) -> None:
-        self.group = group
+        super().__init__(group)
         self.label = label
         self.timeout_s = timeout_s
         self.rank: int = dist.get_rank(group)

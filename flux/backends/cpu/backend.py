@@ -62,6 +62,10 @@ if TYPE_CHECKING:
 REFUSED = 0xFFFFFFFF
 NOBODY = 0xFFFFFFFF  # as a culprit in a pad
 MAX_CALLS = 256  # kept per op: as many weights as a model has layers
+_NO_ROWS = torch.empty(0)
+"""What a closed op has gathered. ``close`` makes no tensor once the network is closed: the end of
+the program waits no longer then, and a thread that returns from torch while the interpreter is
+finalized aborts the process."""
 
 
 @dataclass
@@ -562,4 +566,4 @@ class CpuBackend:
             self.network.close(failed)
         self._memory = None
         self.slots = []
-        self.gathered = torch.empty(0)
+        self.gathered = _NO_ROWS
