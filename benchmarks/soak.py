@@ -329,12 +329,14 @@ class _Rank:
                 raise _ChildEnds
             return True
         deadline = time.monotonic() + TIMEOUT_S
-        while os.waitpid(child, os.WNOHANG) == (0, 0):
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 raise AssertionError(f"a forked child that ends by {ending} did not end")
             time.sleep(0.002)
+        if os.WIFSIGNALED(ended[1]):
+            raise AssertionError(f"a child that ends by {ending} got signal {ended[1] & 0x7F}")
         return False
 
     def refused(self, step: Step, here: bool) -> None:

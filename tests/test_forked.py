@@ -19,7 +19,7 @@ from test_cuda_hosts import Emulated
 # torch's own group is a different matter: its destructor waits in a child for threads that are not
 # there. The child keeps it, so that only what flux holds is looked at.
 SCRIPT = """
-import ctypes, gc, os, signal, sys, time, torch, torch.distributed as dist, flux
+import ctypes, gc, os, signal, sys, time, weakref, torch, torch.distributed as dist, flux
 rank, how = int(sys.argv[1]), sys.argv[3]
 os.environ["FLUX_HOST"] = "ab"[rank]
 store = dist.FileStore(sys.argv[2], 2)
@@ -31,6 +31,9 @@ def call():
 
 call()
 dist.barrier()
+if how == "closed":
+    op.close()
+network = weakref.ref(op._backend.network)  # its sends keep the connections
 child = os.fork()
 if child == 0:
     signal.alarm(10)
@@ -40,17 +43,17 @@ if child == 0:
     op.close()
     del op
     gc.collect()
-    os._exit(0)
+    os._exit(0 if network() else 3)
 _, status = os.waitpid(child, 0)
 assert status == 0, f"the child ended with {status}"
-for _ in range(3):
+for _ in range(0 if how == "closed" else 3):
     call()
 op.close()
 print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["exits", "drops"])
+@pytest.mark.parametrize("how", ["exits", "drops", "closed"])
 def test_connections_survive_the_end_of_a_forked_child(how: str, tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(

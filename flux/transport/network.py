@@ -285,9 +285,13 @@ class Network:
                 link.drop_channel()
 
     def abandon(self) -> Iterable[object]:
-        """Leave the connections to the parent of this forked child."""
+        """Leave the connections to the parent of this forked child.
+
+        An operation of a call keeps them too, also when the network is closed. So all of this
+        object stays.
+        """
         self._closing = True
-        return () if self._channel is None else (self._channel,)
+        return (self,)
 
     def _abort(self) -> None:
         """End every pending operation.
@@ -377,8 +381,10 @@ class _Link:
                 thread.join(JOIN_S)
 
     def drop_channel(self) -> None:
-        """Let go of the connections. The threads have ended."""
+        """Let go of the connections, which operations keep too. The threads have ended."""
         self._channel = None
+        self.forget()
+        self._outbox, self._inbox = queue.SimpleQueue(), queue.SimpleQueue()
 
     def is_alive(self) -> bool:
         """Return whether a thread is still running."""
