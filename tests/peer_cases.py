@@ -15,13 +15,13 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from peers.byte_flux import ByteFlux, WorkerMethod
+from peers.cublasmp import CublasMp
+from peers.transformer_engine import TransformerEngine
 
 from flux.bench.methods import Method, Unfused
 from flux.bench.peers.async_tp import AsyncTp
 from flux.bench.peers.base import Guarded
-from flux.bench.peers.byte_flux import ByteFlux, WorkerMethod
-from flux.bench.peers.cublasmp import CublasMp
-from flux.bench.peers.transformer_engine import TransformerEngine
 from flux.bench.problem import BenchConfig
 
 calls: list[Any] = []

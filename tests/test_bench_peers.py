@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peers
 import pytest
 import torch
+from peers import byte_flux as byte_flux_adapter
 
 import fake_byte_flux
 import peer_cases
 from flux.bench import launch
 from flux.bench.op import Measurement
-from flux.bench.peers import PEERS, survey, unsupported
-from flux.bench.peers import byte_flux as byte_flux_adapter
+from flux.bench.peers import PEERS, load, survey, unsupported
 from flux.bench.problem import BenchConfig, Problem
 from flux.core import env
 from flux.launch.spawn import RankFailedError
 from harness import nothing_left_in_shared_memory
+from scripts import ROOT
 
 NAMES = ["async_tp", "te_userbuffers", "byte_flux", "cublasmp"]
+EVERYBODY = load(ROOT / "benchmarks" / "peers")
 
 
 def config(op: str = "ag_gemm", dtype: str = "bfloat16", **changes: Any) -> BenchConfig:
@@ -125,13 +130,13 @@ def test_an_interpreter_without_it(byte_flux: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_everybody_says_why_not_here() -> None:
-    reasons = survey()
+    reasons = survey(EVERYBODY)
     assert list(reasons) == NAMES
     assert all(reason for reason in reasons.values())
 
 
 def test_a_library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flux.bench.peers import cublasmp, transformer_engine
+    from peers import cublasmp, transformer_engine
 
     def broken(name: str) -> None:
         raise OSError("libcublasMp.so.0: cannot open shared object file")
@@ -148,22 +153,55 @@ def test_a_library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_each_cannot_compute() -> None:
     cuda = {"backend": "cuda"}
-    assert set(unsupported(config(**cuda)).values()) == {None}
-    assert set(unsupported(config("gemm_rs", **cuda)).values()) == {None}
-    on_cpu = unsupported(config())
+    assert set(unsupported(config(**cuda), EVERYBODY).values()) == {None}
+    assert set(unsupported(config("gemm_rs", **cuda), EVERYBODY).values()) == {None}
+    on_cpu = unsupported(config(), EVERYBODY)
     assert all("GPUs only" in str(reason) for reason in on_cpu.values())
-    virtual = unsupported(config(backend="cuda", transport="virtual"))
+    virtual = unsupported(config(backend="cuda", transport="virtual"), EVERYBODY)
     assert all("--transport virtual" in str(reason) for reason in virtual.values())
-    ragged = unsupported(config(m=13, **cuda))
+    ragged = unsupported(config(m=13, **cuda), EVERYBODY)
     assert all("needs m divisible by the 2 ranks, got m=13" in str(r) for r in ragged.values())
-    assert "n=9" in str(unsupported(config(n=9, **cuda))["async_tp"])
-    assert "k=9" in str(unsupported(config("gemm_rs", k=9, **cuda))["async_tp"])
-    everybody = unsupported(config("gemm_ar", **cuda))
+    assert "n=9" in str(unsupported(config(n=9, **cuda), EVERYBODY)["async_tp"])
+    assert "k=9" in str(unsupported(config("gemm_rs", k=9, **cuda), EVERYBODY)["async_tp"])
+    everybody = unsupported(config("gemm_ar", **cuda), EVERYBODY)
     assert [name for name, reason in everybody.items() if reason is None] == ["cublasmp"]
-    wide = unsupported(config(dtype="float32", **cuda))
+    wide = unsupported(config(dtype="float32", **cuda), EVERYBODY)
     assert [name for name, reason in wide.items() if reason is None] == ["async_tp", "cublasmp"]
 
 
 def test_peers_have_names_of_their_own() -> None:
-    assert [peer.name for peer in PEERS] == NAMES
-    assert len({peer.about for peer in PEERS}) == len(PEERS)
+    assert [peer.name for peer in EVERYBODY] == NAMES
+    assert len({peer.about for peer in EVERYBODY}) == len(EVERYBODY)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "no Python package"),
+        ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of"),
+        ("", "has no attribute 'PEERS'"),
+        ("from flux.bench.peers import PEERS", "need different names, got async_tp, async_tp"),
+    ],
+)
+def test_a_package_that_has_no_peers(
+    text: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    package = tmp_path / f"peers_{len(words)}"
+    package.mkdir()
+    if text is not None:
+        (package / "__init__.py").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load(package)
+
+
+def test_a_package_whose_name_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "__init__.py").write_text("PEERS = ()")
+    with pytest.raises(ValueError, match=re.escape(str(peers.__file__))):
+        load(tmp_path / "peers")
+
+
+def test_without_a_package_there_is_pytorch() -> None:
+    assert load(None) == PEERS

@@ -13,11 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import gpu_kernels
 import gpu_loopback
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 

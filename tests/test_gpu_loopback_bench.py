@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import gpu_loopback
 import pytest
 
 import bench_gpus
 from emulated import EmulatedDevice
 from flux.bench.problem import Problem
 from flux.transport.loopback import LoopbackPeers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import gpu_loopback
 
 
 @pytest.fixture(autouse=True)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import gpu_tables
+import pytest
 import tables
 
 COMMON = {"device": "a made-up GPU", "versions": {"torch": "9.9"}}

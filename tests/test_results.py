@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import charts
 import conclusions
 import drawing
+import pytest
 import tables
 from drawing import Bar, Group, Line, Series
 

@@ -1,6 +1,7 @@
 """The document of `flux bench suite`: its entries, its file, and the checks when it is read.
 
-{format, version, command, started, host, device, versions, settings, peers, entries, timeline}
+{format, version, command, started, host, device, versions, settings, peers, about, entries,
+timeline}
 
 An entry is one run of the benchmark: a shape with all methods, or a sweep of one knob. Its result
 is the JSON object of `flux bench op`. The file is replaced as a whole after each entry, so an
@@ -125,6 +126,9 @@ def check(document: Any) -> None:
     _fields(document, _TOP, "")
     _fields(document["settings"], {"world": int, "dtype": str}, "settings.")
     _texts_or_null(document["peers"], "peers.")
+    about = document.get("about", {})  # which documents of before do not have
+    _expect(isinstance(about, dict), "about", "an object", about)
+    _texts_or_null(about, "about.")
     for index, entry in enumerate(document["entries"]):
         _check_entry(entry, f"entries[{index}]")
     events_of(document)

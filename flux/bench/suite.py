@@ -107,8 +107,18 @@ def new_document(
     settings: dict[str, Any],
     peers: Mapping[str, str | None],
     command: Sequence[str],
+    about: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return a document whose entries are all pending."""
+    """Return a document whose entries are all pending.
+
+    Args:
+        configs: of the shapes.
+        sweeps: measured after them.
+        settings: shown, and compared by ``resume``.
+        peers: why each cannot take part, by name; None: it can.
+        command: the command line.
+        about: the origin of each peer, for the page.
+    """
     entries = [_entry(SHAPE, config.problem) for config in configs]
     entries += [_entry(sweep.knob, sweep.problem) for sweep in sweeps]
     return {
@@ -121,6 +131,7 @@ def new_document(
         "versions": host.versions(),
         "settings": settings,
         "peers": dict(peers),
+        "about": dict(about or {}),
         "entries": entries,
         "timeline": None,
     }

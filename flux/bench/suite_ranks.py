@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from flux.bench import launch
 from flux.bench.methods import Factory
 from flux.bench.op import Measurement
-from flux.bench.peers import survey
+from flux.bench.peers import PEERS, Peer, survey
 from flux.bench.problem import BenchConfig
 from flux.bench.suite_trace import trace_rank
 from flux.launch.progress import Progress, silent
@@ -47,7 +47,7 @@ class SuiteRanks(Protocol):
         """Return the values of all processes of the suite. Collective among them."""
         ...
 
-    def survey(self) -> dict[str, str | None]:
+    def survey(self, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
         """Return why each peer cannot be used, by name; None: it can, on all hosts. Collective."""
         ...
 
@@ -93,9 +93,9 @@ class OwnRanks:
         """Return the value of this process."""
         return [value]
 
-    def survey(self) -> dict[str, str | None]:
+    def survey(self, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
         """Return why each peer cannot be used on this machine."""
-        return survey()
+        return survey(peers)
 
     def measure(
         self, config: BenchConfig, progress: Progress, factory: Factory | None = None
@@ -135,9 +135,9 @@ class TorchrunRanks:
         """Return the values of all processes."""
         return self._processes.gather(value)
 
-    def survey(self) -> dict[str, str | None]:
+    def survey(self, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
         """Return why each peer cannot be used on some host."""
-        everybody = self.agree(survey())
+        everybody = self.agree(survey(peers))
         return {
             name: next((of[name] for of in everybody if of[name] is not None), None)
             for name in everybody[0]

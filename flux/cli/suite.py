@@ -17,6 +17,7 @@ from flux.cli.ranks import check_writable, speaks, torchrun_or_own
 from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, complain, refuse
 
 if TYPE_CHECKING:
+    from flux.bench.peers import Peer
     from flux.bench.problem import BenchConfig, Problem
     from flux.bench.suite import Sweep
     from flux.bench.suite_ranks import SuiteRanks
@@ -80,6 +81,10 @@ def suite(
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show that JSON.")
     ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option("--peers", metavar="DIR", help="A package with adapters for other libraries."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No tables, no progress.")] = False,
 ) -> None:
     """Time a file of shapes: unfused, medium, flux and every installed peer.
@@ -123,13 +128,14 @@ def suite(
                 sweep_m if sweeps else None,
                 sweeps=sweeps,
                 budget=budget,
+                peers=peers,
             ),
         )
-        peers = ranks.survey()
+        reasons = ranks.survey(plan.peers)
         if not ranks.leads:
             _follow(ranks)
             return
-        _measure(plan, peers, ranks, targets, resume=resume, quiet=quiet)
+        _measure(plan, reasons, ranks, targets, resume=resume, quiet=quiet)
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,7 @@ class _Plan:
     sweeps: Sequence[Sweep]
     settings: dict[str, Any]
     budget_s: float | None
+    peers: Sequence[Peer]
 
 
 def _agreed(ranks: SuiteRanks, make: Callable[[], _Plan]) -> _Plan:
@@ -183,8 +190,10 @@ def _plan(
     *,
     sweeps: bool,
     budget: str | None,
+    peers: Path | None,
 ) -> _Plan:
     """Return the plan; raise ValueError if options contradict one another."""
+    from flux.bench.peers import load
     from flux.bench.places.gpu import problem_here
     from flux.bench.problem import ONE_GPU, BenchConfig, dtype_name
     from flux.bench.shapes import load_shapes
@@ -224,7 +233,10 @@ def _plan(
         "hosts": configs[0].hosts,
         "sweeps": [f"{one.knob} at {one.problem.op} {one.problem.m}" for one in swept],
     }
-    return _Plan(configs, swept, settings, _seconds(budget))
+    adapters = load(peers)
+    if peers is not None:
+        settings["adapters"] = [peer.name for peer in adapters]
+    return _Plan(configs, swept, settings, _seconds(budget), adapters)
 
 
 def _check_hosts() -> None:
@@ -270,7 +282,7 @@ def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list
 
 def _measure(
     plan: _Plan,
-    peers: dict[str, str | None],
+    reasons: dict[str, str | None],
     ranks: SuiteRanks,
     targets: dict[str, Path | None],
     *,
@@ -281,8 +293,9 @@ def _measure(
     from flux.cli import suite_view
 
     configs = plan.configs
+    about = {peer.name: peer.about for peer in plan.peers}
     document = suite.new_document(
-        configs, plan.sweeps, plan.settings, peers, ["flux", *sys.argv[1:]]
+        configs, plan.sweeps, plan.settings, reasons, ["flux", *sys.argv[1:]], about
     )
     target = targets["--json"]
     if resume and target is not None and target.exists():
@@ -301,8 +314,15 @@ def _measure(
     console, interrupted, untraced = Console(), False, None
     try:
         with suite_view.watcher(console, silent=quiet) as watching:
-            run = ranks.measure
-            suite.Suite(document, configs[0], save, watching, plan.budget_s, run=run).run()
+            suite.Suite(
+                document,
+                configs[0],
+                save,
+                watching,
+                plan.budget_s,
+                plan.peers,
+                ranks.measure,
+            ).run()
         if targets["--report"] is not None:
             untraced = _record_timeline(document, configs, ranks)
             save()

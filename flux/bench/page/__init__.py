@@ -18,7 +18,6 @@ from markupsafe import Markup
 
 from flux.bench.page import charts, timeline
 from flux.bench.page.svg import milliseconds, percent, times
-from flux.bench.peers import PEERS
 from flux.bench.results import DONE, SHAPE, events_of, label
 
 _FOLDER = Path(__file__).parent
@@ -171,7 +170,7 @@ def _troubles(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _peers(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Return all peers: their origin, and why they are absent, in general or for some shapes."""
-    about = {peer.name: peer.about for peer in PEERS}
+    about = document.get("about", {})
     found = []
     for name, reason in document["peers"].items():
         partly: dict[str, list[str]] = {}

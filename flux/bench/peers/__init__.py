@@ -1,24 +1,55 @@
 """The peers: other libraries' overlapped ops, each in an adapter of its own.
 
-To add one, write a class with the interface of ``base.Peer`` and list it here. It must import its
-library inside its functions, never at the top: most machines have none of these libraries.
+PyTorch's own is here. Adapters for further libraries are in a package of their own, which exports
+them as ``PEERS`` (benchmarks/peers).
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from flux.bench.methods import Method, default_methods
 from flux.bench.peers.async_tp import AsyncTp
 from flux.bench.peers.base import Guarded, Peer, PeerError, blame
-from flux.bench.peers.byte_flux import ByteFlux
-from flux.bench.peers.cublasmp import CublasMp
-from flux.bench.peers.transformer_engine import TransformerEngine
 from flux.bench.problem import BenchConfig
 
-__all__ = ["PEERS", "Peer", "PeerError", "blame", "peers_and_flux", "survey", "unsupported"]
+__all__ = ["PEERS", "Peer", "PeerError", "blame", "load", "peers_and_flux", "survey", "unsupported"]
 
-PEERS: tuple[Peer, ...] = (AsyncTp(), TransformerEngine(), ByteFlux(), CublasMp())
+PEERS: tuple[Peer, ...] = (AsyncTp(),)
+
+
+def load(package: Path | None) -> tuple[Peer, ...]:
+    """Return PyTorch's adapter, and those of a package.
+
+    Ranks import the package again: its parent directory is put on the import path.
+
+    Args:
+        package: the directory of a Python package with a sequence ``PEERS``; None: no further ones.
+
+    Raises:
+        ValueError: there is no such package, it cannot be imported, or names of peers are equal.
+    """
+    if package is None:
+        return PEERS
+    if not (package / "__init__.py").is_file():
+        raise ValueError(f"--peers {package}: no Python package (a directory with __init__.py)")
+    folder = package.resolve()
+    if str(folder.parent) not in sys.path:
+        sys.path.insert(0, str(folder.parent))
+    try:
+        module = importlib.import_module(folder.name)
+        found = PEERS + tuple(module.PEERS)
+        names = [peer.name for peer in found]
+    except Exception as error:
+        raise ValueError(f"--peers {package}: {type(error).__name__}: {error}") from error
+    if Path(str(module.__file__)).parent != folder:
+        raise ValueError(f"--peers {package}: another package has this name: {module.__file__}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"--peers {package}: peers need different names, got {', '.join(names)}")
+    return found
 
 
 def survey(peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
