@@ -81,7 +81,7 @@ class ByteFlux:
     def supports(self, config: BenchConfig) -> str | None:
         """Return why byte-flux does not support this problem; None if it does."""
         problem = config.problem
-        if problem.op == "gemm_ar":
+        if problem.kind.all_reduces:
             return "has no dense GEMM with AllReduce"
         if problem.dtype not in _DTYPES:
             return f"computes {' and '.join(_DTYPES)}, not {problem.dtype}"

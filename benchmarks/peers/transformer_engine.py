@@ -57,7 +57,7 @@ class TransformerEngine:
     def supports(self, config: BenchConfig) -> str | None:
         """Return why TransformerEngine does not support this problem; None if it does."""
         problem = config.problem
-        if problem.op == "gemm_ar":
+        if problem.kind.all_reduces:
             return "has no GEMM with AllReduce of its own"
         if problem.dtype not in _DTYPES:
             return f"is measured with {' and '.join(_DTYPES)}, not {problem.dtype}"

@@ -19,7 +19,6 @@ from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
 from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
-from flux.core.knobs import Op
 from flux.core.recorder import Work
 from flux.core.spec import FP8, OpSpec
 from flux.transport.abandonable import Abandonable
@@ -160,10 +159,10 @@ class UnfusedBackend:
             hooks: the caller's work beside the call.
             met: waits for the peers, before anything travels.
         """
-        if self.spec.op is Op.ag_gemm:
+        if self.spec.op.gathers:
             met()
             return self._ag_gemm(call, gather, hooks)
-        if self.spec.op is Op.gemm_rs:
+        if self.spec.op.scatters:
             return [self._gemm_rs(call, hooks.meanwhile, met)]
         return [self._gemm_ar(call, hooks.meanwhile, met)]
 

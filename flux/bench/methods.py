@@ -80,13 +80,13 @@ class Unfused:
     def __call__(self, inputs: Inputs) -> torch.Tensor:
         """Compute the op by library calls."""
         problem, x, weight = self._problem, inputs.x, inputs.weight
-        if problem.op == "ag_gemm":
+        if problem.gathers:
             if self._own < problem.chunk:
                 x = torch.cat([x, x.new_zeros(problem.chunk - self._own, problem.k)])
             gathered = x.new_empty(self._padded, problem.k)
             all_gather(gathered, x)
             return torch.mm(gathered[: problem.m], weight.t())
-        if problem.op == "gemm_ar":
+        if problem.kind.all_reduces:
             result = torch.mm(x, weight.t())
             dist.all_reduce(result)
             return result
@@ -102,7 +102,7 @@ class Unfused:
 
     def knobs(self) -> dict[str, Any]:
         """Return the names of collective and GEMM."""
-        return {"path": "unfused", "collective": COLLECTIVES[self._problem.op], "gemm": "torch.mm"}
+        return {"path": "unfused", "collective": self._problem.kind.collective, "gemm": "torch.mm"}
 
     def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
         """Return None: the library's time is used."""
@@ -129,9 +129,8 @@ class Fused:
         # For AllGather the global M cannot be derived from a shard. GemmRS and GemmAR see all M
         # rows.
         self._call_options = {"m": problem.m} if problem.gathers else {}
-        classes = {"ag_gemm": flux.AGGemm, "gemm_rs": flux.GemmRS, "gemm_ar": flux.GemmAR}
         options: dict[str, Any] = {} if tuning is None else {"tuning": tuning}
-        self.op: Any = classes[problem.op](
+        self.op: Any = getattr(flux, problem.kind.label)(
             group,
             max_m=problem.m,
             n=problem.n,
@@ -229,9 +228,6 @@ def poisoned_methods(factory: Factory, config: BenchConfig, rank: int) -> Iterat
             method.close()
 
 
-COLLECTIVES = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter", "gemm_ar": "all_reduce"}
-
-
 def whole_gemms(problem: Problem, inputs: Inputs) -> dict[str, Callable[[], object]]:
     """Return ways to run the whole local GEMM on data in place; the fastest one counts."""
     weight = inputs.weight
@@ -256,10 +252,10 @@ def library_collective(problem: Problem, device: torch.device) -> Callable[[], o
         # pages of fresh zeros map to one shared page, which reads far too fast.
         return torch.ones(rows, columns, dtype=dtype, device=device).zero_()
 
-    if problem.op == "ag_gemm":
+    if problem.gathers:
         own, gathered = touched(problem.chunk, problem.k), touched(padded, problem.k)
         return lambda: all_gather(gathered, own)
-    if problem.op == "gemm_rs":
+    if problem.kind.scatters:
         own, partial = touched(problem.chunk, problem.n), touched(padded, problem.n)
         return lambda: reduce_scatter(own, partial)
     result = touched(problem.m, problem.n)

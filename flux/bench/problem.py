@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from flux.core.knobs import Op
 from flux.launch.hosts import parse_hosts, parse_rate
 
-OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+OPS = tuple(op.name for op in Op)
 ONE_GPU = ("virtual", "loopback")  # transports of ranks that share a GPU and a process
 
 DTYPES: dict[str, torch.dtype] = {
@@ -59,9 +60,14 @@ class Problem:
         dtype_name(self.dtype)
 
     @property
+    def kind(self) -> Op:
+        """The op's row in the table of ops."""
+        return Op[self.op]
+
+    @property
     def gathers(self) -> bool:
         """Whether the op gathers x."""
-        return self.op == "ag_gemm"
+        return self.kind.gathers
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -102,7 +108,7 @@ class Problem:
     def result_shape(self, rank: int) -> tuple[int, int]:
         """Return the shape of the result on `rank`."""
         begin, end = self.rows(rank)
-        rows = end - begin if self.op == "gemm_rs" else self.m
+        rows = end - begin if self.kind.scatters else self.m
         return (rows, self.weight_shape(rank)[0])
 
     def link_bytes_minimum(self, hosts: Sequence[int]) -> int:
@@ -113,7 +119,7 @@ class Problem:
         """
         crossings = len(set(hosts)) - 1
         columns = self.k if self.gathers else self.n
-        twice = 2 if self.op == "gemm_ar" else 1
+        twice = 2 if self.kind.all_reduces else 1
         return twice * crossings * self.m * columns * self.torch_dtype.itemsize
 
 

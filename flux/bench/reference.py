@@ -136,7 +136,7 @@ def make_reference(
             weight = from_owner(inputs.weight, problem.weight_shape(owner), owner)
             accumulate(x[begin:end], weight, (expected, magnitude, carried))
     bound = error_bound(problem, magnitude, carried)
-    if problem.op == "gemm_ar":
+    if problem.kind.all_reduces:
         blocks = [
             (last - first, problem.n) for first, last in map(problem.rows, range(problem.world))
         ]
@@ -160,7 +160,7 @@ def reference_of_all(problem: Problem, everybody: Sequence[Inputs]) -> list[Refe
             else:
                 accumulate(other.x[first:last], other.weight, sums)
         found.append(Reference(sums[0], error_bound(problem, sums[1], sums[2])))
-    if problem.op == "gemm_ar":
+    if problem.kind.all_reduces:
         together = Reference(
             torch.cat([part.expected for part in found]), torch.cat([part.bound for part in found])
         )

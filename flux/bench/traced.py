@@ -81,7 +81,7 @@ def reason_unsupported(config: BenchConfig, wanted: Wanted) -> str | None:
     if config.transport in ONE_GPU and "unfused" in wanted.methods:
         return f"--transport {config.transport} has no library collective: leave out unfused"
     built = Registry.load().traced.values()
-    op = "ag_gemm" if config.problem.gathers else "gemm_rs"
+    op = config.problem.kind.kernel
     if wanted.methods != ("unfused",) and not any(kernel.config.op == op for kernel in built):
         return f"no trace build of {op} kernels is there: flux compile --trace makes some"
     return None

@@ -80,14 +80,14 @@ class Shape:
     @property
     def local(self) -> tuple[int, int]:
         """Columns and depth of the largest local GEMM."""
-        if self.op is Op.ag_gemm:
+        if self.op.gathers:
             return ceil_div(self.n, self.world), self.k
         return self.n, ceil_div(self.k, self.world)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a communicated row."""
-        return self.itemsize * (self.k if self.op is Op.ag_gemm else self.n)
+        return self.itemsize * (self.k if self.op.gathers else self.n)
 
     def resolved(self, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:
         """Return the knobs with every field set, as the op would set them; ``kernel``: on a GPU."""
@@ -131,7 +131,7 @@ def _transfer_ms(shape: Shape, cluster: Cluster, messages: int, library: bool) -
     chunk_bytes = ceil_div(shape.m, shape.world) * shape.row_bytes
     lanes = ceil_div(shape.world, shape.nodes)
     share = LIBRARY_SHARE[kind][shape.op] if library else 1.0
-    twice = 2 if shape.op is Op.gemm_ar else 1
+    twice = 2 if shape.op.all_reduces else 1
     inside = twice * (lanes - 1) * chunk_bytes / _bytes_per_ms(cluster.link.gbs) / share
     latency = messages * cluster.link.latency_us * 1e-3
     if shape.nodes == 1:
@@ -207,7 +207,7 @@ def predict(
         overhead += ENGINE_US * 1e-3
     if kind == "cpu" and shape.nodes == 1:
         # Partials that the GEMM writes directly into their owner's memory need no copy.
-        stored = shape.op is not Op.ag_gemm and knobs.store == "direct" and knobs.path == "fused"
+        stored = shape.op.reduces and knobs.store == "direct" and knobs.path == "fused"
         comm = comm * (0.5 if stored else 1.0) + cluster.link.latency_us * 1e-3
         return Prediction(whole, comm, comm + overhead)
     latency = cluster.link.latency_us if shape.nodes == 1 else cluster.network.latency_us
@@ -234,7 +234,7 @@ def _fused_exposed_ms(
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
     tile = whole * min(1.0, min(knobs.comm_tile_rows, knobs.tile[0]) / max(shape.m, 1))
     exposed = max(0.0, comm + tile - whole)
-    if shape.op is Op.ag_gemm:
+    if shape.op.gathers:
         return exposed
     return max(exposed, comm / transfers - whole / shape.world)
 
@@ -249,7 +249,7 @@ def _band_exposed_ms(shape: Shape, knobs: Knobs, whole: float, comm: float) -> f
     chunk = ceil_div(shape.m, shape.world)
     band = min(knobs.raster * knobs.tile[0], shape.m)
     beyond = min(max(band / chunk - 1.0, 0.0), shape.world - 1.0)
-    if shape.op is Op.ag_gemm:
+    if shape.op.gathers:
         return min(comm, whole * band / shape.m) * beyond / (shape.world - 1.0)
     return comm * beyond / (shape.world - 1.0) * min(1.0, chunk / band)
 

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flux.compile import counts
+from flux.compile import reporting
 from flux.compile.graph import (
     FLAT,
     Writer,
@@ -62,15 +62,15 @@ def fuse(graph: fx.Graph) -> int:
         if kind is None:
             continue
         found += 1
-        counts.note_found(kind)
+        reporting.note_found(kind)
         try:
             what = _FUSE[kind](node)
         except Leave as reason:
-            counts.note_left(kind, str(reason))
+            reporting.note_left(kind, str(reason))
         else:
             fused += 1
-            counts.note_fused(what)
-    counts.note_graph(fused, found)
+            reporting.note_fused(what)
+    reporting.note_graph(fused, found)
     return fused
 
 

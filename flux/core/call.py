@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from flux import _C
-from flux.core.knobs import Op
 from flux.core.spec import OpSpec
 
 
@@ -153,7 +152,7 @@ class CallChecker:
 
 def _rows(spec: OpSpec, world: int, rank: int, given: int, m: int | None) -> tuple[int, int]:
     """Return (global rows, rows of x that are not padding)."""
-    gathers = spec.op is Op.ag_gemm
+    gathers = spec.op.gathers
     if m is None:
         m = given * world if gathers else given
         if gathers and m == 0:

@@ -55,13 +55,13 @@ def network_slab_rows(op: Op, m: int, world: int) -> int:
     tiles before it are computed as one (backends/cpu/backend.py).
     """
     chunk = ceil_div(m, world)
-    if m <= FEW_ROWS and op is not Op.ag_gemm:
+    if m <= FEW_ROWS and op.reduces:
         return m
     if chunk < 1024:
         return chunk
-    low, high = (ceil_div(chunk, 4), chunk // 2) if op is Op.ag_gemm else (512, 1023)
+    low, high = (ceil_div(chunk, 4), chunk // 2) if op.gathers else (512, 1023)
     fitting = (rows for rows in range(low, high + 1) if chunk % rows == 0)
-    return next(fitting, chunk if op is Op.ag_gemm else low)
+    return next(fitting, chunk if op.gathers else low)
 
 
 def message_rows(op: Op, chunk: int, slab: int) -> int:
@@ -70,7 +70,7 @@ def message_rows(op: Op, chunk: int, slab: int) -> int:
     ReduceScatter: a partial leaves with its slab. AllGather: the first message is the rows of x
     that the first slab of the chunk needs, the second is the rest.
     """
-    if op is not Op.ag_gemm:
+    if op.reduces:
         return min(slab, chunk)
     return chunk if slab >= chunk else max(slab, chunk - slab)
 
@@ -93,7 +93,7 @@ def across_hosts(op: Op, knobs: Knobs, nodes: int) -> Knobs:
     order = knobs.order
     if order is None:
         order = "ring1d" if knobs.path == "medium" else "hierarchical" if nodes > 1 else "direct"
-    pulls = op is Op.gemm_ar and nodes == 1
+    pulls = op.all_reduces and nodes == 1
     return replace(knobs, order=order, direction=knobs.direction or ("pull" if pulls else "push"))
 
 
@@ -122,9 +122,9 @@ def resolve(
     knobs = across_hosts(op, knobs, nodes)
     chunk = ceil_div(m, world)
     medium = knobs.path == "medium"
-    row_bytes = itemsize * (local_k if op is Op.ag_gemm else local_n)
+    row_bytes = itemsize * (local_k if op.gathers else local_n)
     # A tile that is stored directly into its owner's memory must not straddle two owners.
-    by_chunk = medium or (knobs.store == "direct" and op is not Op.ag_gemm)
+    by_chunk = medium or (knobs.store == "direct" and op.reduces)
     slab = slab_rows(op, m, world) if nodes == 1 else network_slab_rows(op, m, world)
     tile = knobs.tile or ((chunk if medium or (by_chunk and nodes == 1) else slab), local_n)
     tile = (min(tile[0], m), min(tile[1], local_n))

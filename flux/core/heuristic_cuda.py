@@ -117,7 +117,7 @@ def resolve_cuda(
     # ranks' memory.
     knobs = across_hosts(op, replace(knobs, direction=knobs.direction or "push"), nodes)
     chunk = ceil_div(m, world)
-    row_bytes = itemsize * (local_k if op is Op.ag_gemm else local_n)
+    row_bytes = itemsize * (local_k if op.gathers else local_n)
     comm_rows = knobs.comm_tile_rows
     if comm_rows is None:
         whole = knobs.path == "medium"

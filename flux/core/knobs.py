@@ -9,11 +9,43 @@ from flux.core.topology import Topology
 
 
 class Op(IntEnum):
-    """The fused ops; values as in csrc/core/problem.h."""
+    """The table of fused ops; values as in csrc/core/problem.h.
 
-    ag_gemm = 0
-    gemm_rs = 1
-    gemm_ar = 2
+    Attributes:
+        label: name of the class.
+        title: name in reports.
+        collective: what torch.distributed calls the communication.
+        gathers: the rows of the input are communicated, before the GEMM.
+        reduces: the partial results are communicated and summed, after the GEMM.
+        scatters: of the sum each rank gets its own rows.
+        all_reduces: every rank gets the whole sum.
+        kernel: family of its kernels (``flux.kernels.config.OPS``).
+    """
+
+    label: str
+    title: str
+    collective: str
+    gathers: bool
+    reduces: bool
+    scatters: bool
+    all_reduces: bool
+    kernel: str
+
+    def __new__(cls, value: int, label: str, title: str, collective: str) -> Op:
+        """Return the member; called once for each line below."""
+        op = int.__new__(cls, value)
+        op._value_ = value
+        op.label, op.title, op.collective = label, title, collective
+        op.gathers = collective == "all_gather"
+        op.reduces = not op.gathers
+        op.scatters = collective == "reduce_scatter"
+        op.all_reduces = collective == "all_reduce"
+        op.kernel = "ag_gemm" if op.gathers else "gemm_rs"
+        return op
+
+    ag_gemm = 0, "AGGemm", "AllGather + GEMM", "all_gather"
+    gemm_rs = 1, "GemmRS", "GEMM + ReduceScatter", "reduce_scatter"
+    gemm_ar = 2, "GemmAR", "GEMM + AllReduce", "all_reduce"
 
 
 class Order(IntEnum):

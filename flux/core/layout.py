@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flux import _C
 from flux.core.heuristic import MAX_COMM_TILES, ceil_div, most_messages
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import Knobs
 from flux.core.spec import SCALE_BYTES, OpSpec
 
 ALIGNMENT = 256  # bytes, of every region of symmetric memory
@@ -61,7 +61,7 @@ class Layout:
         """
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements() * spec.itemsize
-        if spec.op is Op.ag_gemm:
+        if spec.op.gathers:
             tiles = min(chunk, most_tiles or MAX_COMM_TILES)
             if knobs.comm_tile_rows is not None:
                 tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
@@ -76,7 +76,7 @@ class Layout:
         count = 1 if knobs.reduce == "in_flight" else world + nodes - 1
         guard = _up(guard_rows * row)
         slot = guard + _up(chunk * row)
-        result = _up(spec.max_m * row) if spec.op is Op.gemm_ar else 0
+        result = _up(spec.max_m * row) if spec.op.all_reduces else 0
         messages = most_messages(chunk, knobs)
         strips = tiling.strip_count() if relays else 0
         boxes = nodes * ((strips or messages) + (messages if result else 0))

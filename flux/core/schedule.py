@@ -175,12 +175,12 @@ class TileSchedule:
         return "\n".join(lines)
 
     def _knobs_text(self) -> str:
-        gathers = self.op == "ag_gemm"
+        gathers = Op[self.op].gathers
         return str(replace(self.knobs, store=None) if gathers else self.knobs)
 
     def _visit_text(self, v: Visit) -> str:
         text = f"rows [{v.row_begin}, {v.row_end})  columns [{v.col_begin}, {v.col_end})"
-        if self.op == "ag_gemm":
+        if Op[self.op].gathers:
             first, last = v.waits
             return text + (
                 f"  waits for signals [{first}, {last})" if last > first else "  own rows, no wait"
@@ -193,7 +193,7 @@ class TileSchedule:
         self, title: str, transfers: tuple[Transfer, ...], lands: str = "raises"
     ) -> list[str]:
         how = f"{self.knobs.direction}, store {self.knobs.store}"
-        if self.op == "ag_gemm":
+        if Op[self.op].gathers:
             how = f"{self.knobs.direction}, {self.knobs.order}"
         lines = [f"{title} ({len(transfers)}, {how}):"]
         for i, t in enumerate(transfers):

@@ -28,8 +28,6 @@ SCALE_BYTES = torch.float32.itemsize
 MAX_SIZE = 2**30
 """Largest M, N or K. Twice as much must fit the 32-bit integers of csrc/core."""
 
-LABELS = {Op.ag_gemm: "AGGemm", Op.gemm_rs: "GemmRS", Op.gemm_ar: "GemmAR"}
-
 
 @dataclass(frozen=True)
 class OpSpec:
@@ -71,7 +69,7 @@ class OpSpec:
                     f"{self.label}: {name} must be a positive integer up to {MAX_SIZE}, "
                     f"got {values if len(values) != 1 else values[0]!r}"
                 )
-        if self.op is not Op.ag_gemm and len(self.n) != 1:
+        if self.op.reduces and len(self.n) != 1:
             raise ValueError(f"{self.label}: n must be one size, got {self.n}")
         if self.reduce not in ("sum", "avg"):
             raise ValueError(f"{self.label}: reduce must be 'sum' or 'avg', got {self.reduce!r}")
@@ -79,7 +77,7 @@ class OpSpec:
     @property
     def label(self) -> str:
         """The class name, for messages."""
-        return LABELS[self.op]
+        return self.op.label
 
     @cached_property
     def out_dtype(self) -> torch.dtype:
@@ -89,7 +87,7 @@ class OpSpec:
     @cached_property
     def itemsize(self) -> int:
         """Bytes of an element of the communicated matrix."""
-        return (self.dtype if self.op is Op.ag_gemm else self.out_dtype).itemsize
+        return (self.dtype if self.op.gathers else self.out_dtype).itemsize
 
     @property  # no cached one: torch.compile traces this
     def plain(self) -> bool:
@@ -107,7 +105,7 @@ class OpSpec:
     @cached_property
     def scales_travel(self) -> bool:
         """Whether a row of x is sent with its float32 scale."""
-        return self.op is Op.ag_gemm and self.scaling == "row"
+        return self.op.gathers and self.scaling == "row"
 
     @property
     def travelling_row_bytes(self) -> int:
@@ -120,15 +118,15 @@ class OpSpec:
         """Dtype of the communicated rows as the transport sees them."""
         if self.scales_travel:
             return torch.uint8
-        return self.dtype if self.op is Op.ag_gemm else self.out_dtype
+        return self.dtype if self.op.gathers else self.out_dtype
 
     def row_elements(self) -> int:
         """Return the elements of a communicated row: of the input (AllGather) or of the result."""
-        return self.k if self.op is Op.ag_gemm else self.n[0]
+        return self.k if self.op.gathers else self.n[0]
 
     def digest(self, m: int, biased: bool) -> int:
         """Return a number that is equal on all ranks of a call that fits together."""
-        return m if self.op is Op.ag_gemm else m * 2 + biased
+        return m if self.op.gathers else m * 2 + biased
 
     def fields(self) -> dict[str, object]:
         """Return name -> value of everything that ranks must agree on."""

@@ -383,7 +383,7 @@ class TensorParallelOp:
             )
 
     def _compare(self, comparison: Comparison, call: Call) -> None:
-        biased = self.kind is not Op.ag_gemm and call.biases[0] is not None
+        biased = self.kind.reduces and call.biases[0] is not None
         comparison.compare(f"M = {call.m}{', with bias' if biased else ''}")
 
     def _guarded(self, run: Callable[[], T]) -> T:

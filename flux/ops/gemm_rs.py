@@ -105,7 +105,7 @@ class GemmRS(TensorParallelOp):
         self._check_grad(x, weight, *biases, *scales)
         if self._plain(x, weight, *biases, *scales):
             return self._run(x, [weight], [bias], scales=scales)[0]
-        run = torch.ops.flux.gemm_rs if self.kind is Op.gemm_rs else torch.ops.flux.gemm_ar
+        run = torch.ops.flux.gemm_rs if self.kind.scatters else torch.ops.flux.gemm_ar
         out: torch.Tensor = run(x, weight, biases, self.handle, scales)
         return out
 

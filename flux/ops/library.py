@@ -12,21 +12,20 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from flux.core.knobs import Op
 from flux.ops import torch_internals
 from flux.ops.base import op_of
 
 LIBRARY: torch.library.Library = torch.library.Library("flux", "DEF")
-LIBRARY.define(
-    "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, SymInt? m, "
-    "bool return_gathered, int handle, Tensor[] scales) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+GATHERING_SCHEMA = (
+    "(Tensor x, Tensor[] weights, Tensor[] biases, bool[] has_bias, SymInt? m, "
+    "bool return_gathered, int handle, Tensor[] scales) -> Tensor[]"
 )
-for _name in ("gemm_rs", "gemm_ar"):
-    LIBRARY.define(
-        f"{_name}(Tensor x, Tensor weight, Tensor[] biases, int handle, Tensor[] scales) -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-
+"""Of ops that gather rows: any number of weights share the gathered rows."""
+REDUCING_SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor[] biases, int handle, Tensor[] scales) -> Tensor"
+)
+"""Of ops that sum partial results."""
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -43,7 +42,7 @@ def spread(biases: Sequence[torch.Tensor], has_bias: Sequence[bool]) -> list[tor
     return [next(rest) if present else None for present in has_bias]
 
 
-def _ag_gemm(
+def _gather(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
@@ -56,7 +55,7 @@ def _ag_gemm(
     return op_of(handle)._run(x, weights, spread(biases, has_bias), m, scales, return_gathered)
 
 
-def _gemm(
+def _reduce(
     x: torch.Tensor,
     weight: torch.Tensor,
     biases: Sequence[torch.Tensor],
@@ -66,13 +65,7 @@ def _gemm(
     return op_of(handle)._run(x, [weight], biases or [None], scales=scales)[0]
 
 
-LIBRARY.impl("ag_gemm", _ag_gemm, "CompositeExplicitAutograd")
-LIBRARY.impl("gemm_rs", _gemm, "CompositeExplicitAutograd")
-LIBRARY.impl("gemm_ar", _gemm, "CompositeExplicitAutograd")
-
-
-@register_fake("ag_gemm")
-def _ag_gemm_fake(
+def _gather_fake(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
@@ -90,8 +83,7 @@ def _ag_gemm_fake(
     return [*outs, x.new_empty(rows, x.shape[1])] if return_gathered else outs
 
 
-@register_fake("gemm_rs")
-def _gemm_rs_fake(
+def _reduce_fake(
     x: torch.Tensor,
     weight: torch.Tensor,
     biases: Sequence[torch.Tensor],
@@ -100,21 +92,8 @@ def _gemm_rs_fake(
 ) -> torch.Tensor:
     op = op_of(handle)
     side = 1 if op.spec.transpose_weight else 0
-    rows = op.own_rows_symbolic(x.shape[0])
+    rows = op.own_rows_symbolic(x.shape[0]) if op.kind.scatters else x.shape[0]
     return x.new_empty(rows, weight.shape[side], dtype=op.spec.out_dtype)
-
-
-@register_fake("gemm_ar")
-def _gemm_ar_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    handle: int,
-    scales: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    spec = op_of(handle).spec
-    side = 1 if spec.transpose_weight else 0
-    return x.new_empty(x.shape[0], weight.shape[side], dtype=spec.out_dtype)
 
 
 def keep_in_order(*names: str) -> None:
@@ -127,4 +106,11 @@ def keep_in_order(*names: str) -> None:
         torch_internals.register_ordered(getattr(torch.ops.flux, name).default)
 
 
-keep_in_order("ag_gemm", "gemm_rs", "gemm_ar")
+for _op in Op:
+    LIBRARY.define(
+        _op.name + (GATHERING_SCHEMA if _op.gathers else REDUCING_SCHEMA),
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    LIBRARY.impl(_op.name, _gather if _op.gathers else _reduce, "CompositeExplicitAutograd")
+    register_fake(_op.name)(_gather_fake if _op.gathers else _reduce_fake)
+    keep_in_order(_op.name)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flux.core.events import Event, Kind
+from flux.core.knobs import Op
 from flux.core.recorder import LaneRecords, Record, Work
 from flux.core.schedule import Parcel, TileSchedule, Transfer, Visit
 
 Details = dict[str, int | str]
 
-COLLECTIVES = {"ag_gemm": "all-gather", "gemm_rs": "reduce-scatter", "gemm_ar": "all-reduce"}
 KINDS = {
     Work.gemm: Kind.gemm,
     Work.reduce: Kind.reduce,
@@ -33,6 +33,11 @@ KINDS = {
     Work.own_copies: Kind.wait,
     Work.barrier: Kind.barrier,
 }
+
+
+def collective(op: str) -> str:
+    """Return the name of an op's collective, for people."""
+    return Op[op].collective.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class _Call:
         A tile may leave now (store = staged), or is already in its owner's memory (store = direct).
         """
         assert self.schedule is not None
-        if self.op == "ag_gemm":
+        if Op[self.op].gathers:
             return
         staged = self.schedule.knobs.store == "staged"
         for t in self._completed(visits):
@@ -160,7 +165,7 @@ class _Call:
         return f"{rows} {direction} rank {record.peer}", details
 
     def _collective(self, record: Record) -> tuple[str, Details]:
-        return COLLECTIVES[self.op], {"bytes": record.nbytes}
+        return collective(self.op), {"bytes": record.nbytes}
 
     def _of_parcel(self, parcel: Parcel, record: Record) -> Details:
         return {

@@ -25,7 +25,7 @@ from flux.core.events import Event, Kind
 from flux.core.heuristic import ceil_div
 from flux.core.knobs import Op
 from flux.core.recorder import Record, Work, incoming_lane, outgoing_lane
-from flux.trace.convert import COLLECTIVES, Details, Span, rows_text
+from flux.trace.convert import Details, Span, collective, rows_text
 from flux.trace.gpu import KernelRecord, RankRecords
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class _Kernels:
         self.widths = backend.spec.local_n(self.world, self.rank)
         self.comm_rows = schedule.knobs.comm_tile_rows or 1
         self.nodes = _Nodes(self.rank, self.world, backend.nodes)
-        self.scatters = backend.spec.op is not Op.ag_gemm
+        self.scatters = backend.spec.op.reduces
         self.flags = _C.core.ScatterTiling(self.m, self.widths[0], self.world, *self.tiles[0])
 
     def describe(self, r: KernelRecord) -> tuple[str, Details]:
@@ -247,7 +247,7 @@ class _Streams:
         if work is Work.gemm:
             return "GEMM", {}
         if work is Work.collective:
-            return COLLECTIVES[self.op], {"bytes": r.nbytes}
+            return collective(self.op), {"bytes": r.nbytes}
         if work is Work.enter:
             raised = [
                 f"{peer}.entry:{twin}"
@@ -262,7 +262,7 @@ class _Streams:
             return "waits for all ranks' rows of the result", {}
         if work is Work.collect:
             return (
-                "copies the result out" if self.op != "ag_gemm" else "copies gathered rows out",
+                "copies the result out" if Op[self.op].reduces else "copies gathered rows out",
                 {},
             )
         if work is Work.wait:
@@ -283,7 +283,7 @@ class _Streams:
             return f"{rows} to rank {r.peer}", details
         if work is Work.receive:
             details["awaits"] = f"{r.peer}>>{self.rank}:{r.signal}"
-            if self.op == "ag_gemm":
+            if Op[self.op].gathers:
                 details["raises"] = f"{self.rank}:{r.signal}"
             return f"{rows} from rank {r.peer}", details
         if work is Work.slab:
@@ -300,7 +300,7 @@ class _Streams:
 
     def _tiles(self, r: Record) -> int:
         """Return the communication tiles of a copy: all own rows are one copy."""
-        if self.op != "ag_gemm" or r.first >= r.last:
+        if Op[self.op].reduces or r.first >= r.last:
             return 1
         knobs = self.schedules[(r.call - self.first_epoch - 1) & 0xFFFFFFFF].knobs
         return ceil_div(r.last - r.first, knobs.comm_tile_rows or 1)

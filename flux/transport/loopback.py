@@ -56,7 +56,6 @@ import torch
 
 from flux import _C
 from flux.core.env import POISON
-from flux.core.knobs import Op
 from flux.core.recorder import Work
 from flux.transport.base import Memory, Peers, first_signal
 from flux.transport.device import Device
@@ -116,7 +115,7 @@ class LoopbackWorld(OneGpuWorld):
         """
         if knobs.reduce == "in_flight":
             return "reduce = in_flight needs peers that add"
-        if spec.op is Op.ag_gemm and spec.scaling == "row":
+        if spec.op.gathers and spec.scaling == "row":
             return "scaling = row needs peers with scales of their own"
         return super().reason_unsupported(spec, knobs)
 
@@ -257,7 +256,7 @@ class LoopbackPeers(Peers):
         label, layout = self.spec.label, self.layout
         if not 1 <= m <= self.spec.max_m:
             raise ValueError(f"{label}: M must be in [1, {self.spec.max_m}], got {m}")
-        gathers, reduces_all = self.spec.op is Op.ag_gemm, self.spec.op is Op.gemm_ar
+        gathers, reduces_all = self.spec.op.gathers, self.spec.op.all_reduces
         if (results is not None) != reduces_all:
             given = "none" if results is None else "some"
             raise ValueError(f"{label}: results are for GemmAR, and needed there, got {given}")
@@ -285,7 +284,7 @@ class LoopbackPeers(Peers):
 
     def _check(self, what: str, given: Sequence[torch.Tensor], rows: list[int]) -> None:
         spec = self.spec
-        dtype = spec.dtype if spec.op is Op.ag_gemm else spec.out_dtype
+        dtype = spec.dtype if spec.op.gathers else spec.out_dtype
         if len(given) != len(rows):
             raise ValueError(
                 f"{spec.label}: {what} must be {len(rows)} tensors, one for each of the ranks 1 to "

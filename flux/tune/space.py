@@ -209,7 +209,6 @@ def kernels(space: Space, shape: Shape) -> tuple[list[GemmConfig], list[Pruned]]
     """Return the kernels of a space that support the shape, and those that do not."""
     if space.backend == "cpu":
         return [], []
-    op = "ag_gemm" if shape.op is Op.ag_gemm else "gemm_rs"
     dtype = _KERNEL_DTYPES.get(shape.dtype)
     if dtype is None:
         raise ValueError(f"there are no kernels for {shape.dtype}")
@@ -219,7 +218,7 @@ def kernels(space: Space, shape: Shape) -> tuple[list[GemmConfig], list[Pruned]]
     for chosen in product(*space.kernels.values()):
         named = dict(zip(space.kernels, chosen, strict=True))
         try:
-            config = GemmConfig(op=op, arch=space.arch, dtype=dtype, **named)
+            config = GemmConfig(op=shape.op.kernel, arch=space.arch, dtype=dtype, **named)
             reason = reason_unsupported(config, problem)
             name = config.name
         except ValueError as error:
@@ -261,7 +260,7 @@ def _schedule_identity(
         order = (min(final.raster or 1, rows), final.swizzle, final.reduce)
         return (tuple(of_ranks), final.direction, order, kernel)
     how = (final.direction, final.store, final.copy_streams, final.reduce)
-    return (tuple(of_ranks), how if shape.op is not Op.ag_gemm else (how[0], how[2]))
+    return (tuple(of_ranks), how if shape.op.reduces else (how[0], how[2]))
 
 
 def candidates(

@@ -394,7 +394,7 @@ class Tuner:
     @staticmethod
     def _fitting(shape: Shape) -> int:
         """Return the number of candidates that may be in the host's memory at once."""
-        per_rank = shape.m * shape.row_bytes * (2 if shape.op is Op.gemm_ar else 1)
+        per_rank = shape.m * shape.row_bytes * (2 if shape.op.all_reduces else 1)
         return max(2, _MEMORY_BYTES // (shape.world * per_rank + 1))
 
     def _note(self, search: Search, event: dict[str, Any]) -> None:

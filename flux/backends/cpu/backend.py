@@ -45,7 +45,6 @@ from flux.core.call import Call
 from flux.core.env import POISON, SPIN_US, WINDOW_MB
 from flux.core.errors import PeerDiedError, PeerTimeoutError
 from flux.core.heuristic import ceil_div
-from flux.core.knobs import Op
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
 from flux.core.schedule import Parcel, ParcelKind, TileSchedule, Visit
 from flux.core.spec import DTYPES, OpSpec
@@ -184,7 +183,7 @@ class CpuBackend:
         if len(call.weights) == 1 and self.spec.scaling == "none":
             if len(self._calls) >= MAX_CALLS:
                 self._calls.clear()
-            shard_of = self.world if self.spec.op is Op.ag_gemm else 1
+            shard_of = self.world if self.spec.op.gathers else 1
             cached = CachedCall.of(schedule, call, shard_of, outs[0].shape[0], x_unit=1)
             self._calls[id(call.weights[0])] = cached
         return outs
@@ -203,7 +202,7 @@ class CpuBackend:
     def _execute(
         self, schedule: TileSchedule, call: Call, gather: bool, hooks: OverlapHooks
     ) -> list[torch.Tensor]:
-        if self.spec.op is Op.ag_gemm:
+        if self.spec.op.gathers:
             return self._ag_gemm(schedule, call, gather, hooks)
         return [self._gemm_rs(schedule, call, hooks.meanwhile)]
 
@@ -268,7 +267,7 @@ class CpuBackend:
         engine, spec = self.engine, self.spec
         lane = self._lane(schedule)
         own = _C.core.row_count(call.m, self.world, self.rank)
-        full = spec.op is Op.gemm_ar
+        full = spec.op.all_reduces
         out = self.empty(call.m if full else own, spec.n[0])
         direct = schedule.knobs.store == "direct"
         partial = out[:0] if direct else self.empty(call.m, spec.n[0])
@@ -513,7 +512,7 @@ class CpuBackend:
         if f["observed"] == REFUSED:
             return f"{label}: rank {peer} refused its input: {f['refusal']}"
         mine, theirs = f["expected"], f["observed"]
-        if self.spec.op is Op.ag_gemm:
+        if self.spec.op.gathers:
             texts = [f"M = {d}" for d in (theirs, mine)]
         else:
             texts = [f"M = {d // 2} {'with' if d % 2 else 'without'} bias" for d in (theirs, mine)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flux import _C
 from flux.core.heuristic import MAX_COMM_TILES, across_hosts, ceil_div
-from flux.core.knobs import Direction, Knobs, Op, Order
+from flux.core.knobs import Direction, Knobs, Order
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 
@@ -61,7 +61,7 @@ class SegmentLayout:
         signals = world * tiles
         if knobs.path == "unfused":
             return SegmentLayout(0, row, 0, 0, 0, 0)
-        if spec.op is Op.ag_gemm:
+        if spec.op.gathers:
             return SegmentLayout(signals, row, 0, 0, 0, spec.max_m * row)
         blocks, regions = _C.room_for(
             order=Order[knobs.order or "direct"],
@@ -70,7 +70,7 @@ class SegmentLayout:
             hosts=topology.placement,
         )
         partials = blocks * chunk * row
-        if spec.op is Op.gemm_rs:
+        if spec.op.scatters:
             return SegmentLayout(regions * signals, row, blocks, chunk * row, partials, partials)
         # GemmAR: a pulled result needs the own block only, a pushed one the whole [M, N].
         result = (spec.max_m if knobs.direction == "push" else chunk) * row

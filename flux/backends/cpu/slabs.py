@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flux import _C
+from flux.core.knobs import Op
 from flux.core.schedule import TileSchedule, Visit
 
 
@@ -15,7 +16,7 @@ def merge_visits(schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
     compute, the wire has for the others).
     """
     m, world, rank = schedule.shape[0], schedule.world, schedule.rank
-    tail_only = schedule.op == "ag_gemm" and schedule.topology.nodes > 1
+    tail_only = Op[schedule.op].gathers and schedule.topology.nodes > 1
     hosts = schedule.topology.hosts
 
     def joins(v: Visit) -> bool:

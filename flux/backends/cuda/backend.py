@@ -35,7 +35,7 @@ from flux.core.env import GRAPH_OVERLAP, POISON, TRACE
 from flux.core.errors import PeerDiedError, PeerTimeoutError
 from flux.core.forked import abandon_in_children
 from flux.core.heuristic_cuda import ClusterTile
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import Knobs
 from flux.core.layout import Layout
 from flux.core.recorder import CallRecorder
 from flux.core.schedule import TileSchedule
@@ -181,8 +181,8 @@ class CudaBackend:
             guard_bytes=self.layout.guard_bytes,
             rest_offset=self.layout.rest_offset,
             sums_offset=self.layout.sums_offset,
-            scales_travel=spec.op is Op.ag_gemm and spec.scaling == "row",
-            all_reduce=spec.op is Op.gemm_ar,
+            scales_travel=spec.op.gathers and spec.scaling == "row",
+            all_reduce=spec.op.all_reduces,
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
             signals=self.layout.signals,
             offers=self.layout.offers,
@@ -228,7 +228,7 @@ class CudaBackend:
         It does if they may be added in any order and a row is a multiple of its access size.
         """
         row = self.spec.row_elements() * self.spec.itemsize
-        wanted = self.spec.op is not Op.ag_gemm and knobs.reduce == "in_flight"
+        wanted = self.spec.op.reduces and knobs.reduce == "in_flight"
         return wanted and self.transport.multicast and row % SWITCH_BYTES == 0
 
     def _kernels(self, knobs: Knobs, preferred: GemmConfig | None) -> list[OpKernel]:
@@ -270,7 +270,7 @@ class CudaBackend:
         hooks: OverlapHooks = NO_HOOKS,
     ) -> list[torch.Tensor]:
         """Put a call on the current stream: see ``Backend.run``."""
-        if self.spec.op is Op.ag_gemm:
+        if self.spec.op.gathers:
             outs = self._ag_gemm(schedule, call, gather)
         else:
             outs = [self._gemm_rs(schedule, call)]
@@ -306,7 +306,7 @@ class CudaBackend:
         if call.x.shape[1] == 0:
             call = self._of_zeros(call)
         call = self._fit.call(call, gathers=False)
-        full = self.spec.op is Op.gemm_ar
+        full = self.spec.op.all_reduces
         rows = call.m if full else self._rows_of(call.m)
         out = self._empty(rows, self.spec.n[0])
         scale = 0 if call.scale_x is None else self._address(call.scale_x)
@@ -336,7 +336,7 @@ class CudaBackend:
         x_fits = self._fit.fits(call.x) if shard_of == 1 else call.x.is_contiguous()
         empty = call.columns[0] == 0 or call.x.shape[1] == 0
         if plain and fits and x_fits and not empty and not self._activate_after:
-            rows = self._rows_of(call.m) if self.spec.op is Op.gemm_rs else call.m
+            rows = self._rows_of(call.m) if self.spec.op.scatters else call.m
             unit = self._fit.unit(call.x) if shard_of == 1 else 1
             self.last = CachedCall.of(schedule, call, shard_of, rows, unit)
 
@@ -362,7 +362,7 @@ class CudaBackend:
         operand = (weight.data_ptr(), last.weight_ld, ld, at, ld, last.bias_ptr, 0)
         self._make_room(last.schedule, stream, [operand], k)
         given = (x.data_ptr(), last.x_stride[0], k, 0)
-        if self.spec.op is Op.ag_gemm:
+        if self.spec.op.gathers:
             self.native.ag_gemm(last.schedule.native, stream, given, [operand], 0, [])
         else:
             self.native.gemm_rs(last.schedule.native, stream, given, operand, at)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import Knobs
 from flux.core.spec import FP8, OpSpec
 from flux.kernels.choice import choose
 from flux.kernels.config import GemmConfig
@@ -94,7 +94,7 @@ def op_kernel(
     def best(activation: str) -> BuiltKernel | None:
         for_each = [
             registry.candidates(
-                "ag_gemm" if spec.op is Op.ag_gemm else "gemm_rs",
+                spec.op.kernel,
                 dtype,
                 device.capability,
                 problem,

@@ -19,13 +19,9 @@ from markupsafe import Markup
 from flux.bench.page import charts, timeline
 from flux.bench.page.svg import milliseconds, percent, times
 from flux.bench.results import DONE, SHAPE, events_of, label
+from flux.core.knobs import Op
 
 _FOLDER = Path(__file__).parent
-_OPS = {
-    "ag_gemm": "AllGather + GEMM",
-    "gemm_rs": "GEMM + ReduceScatter",
-    "gemm_ar": "GEMM + AllReduce",
-}
 _SWEEPS = {
     "comm_tile_rows": "Size of the communication tile, in rows",
     "direction": "Push and pull",
@@ -100,7 +96,7 @@ def _section(op: str, done: list[dict[str, Any]]) -> dict[str, Any]:
     groups = charts.shape_groups(entries)
     names = dict.fromkeys(name for entry in entries for name in entry["result"]["methods"])
     sizes = {(entry["n"], entry["k"]) for entry in entries}
-    title = _OPS.get(op, op)
+    title = Op[op].title
     # A figure holds as many shapes as a reader can tell apart; a model's file may have more.
     chunks = [groups[begin : begin + 8] for begin in range(0, len(groups), 8)]
     return {

@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from flux.bench.metrics import CONFIDENCE
 from flux.bench.page.svg import milliseconds, percent, steps, tag, times
+from flux.bench.report import time_interval
 
 _WIDTH, _HEIGHT = 960.0, 340.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 8.0, 22.0, 58.0
@@ -76,6 +77,13 @@ class Group:
             if bar.name == "unfused":
                 return float(bar.figures["overall_ms"])
         return max((float(bar.figures["overall_ms"]) for bar in known), default=None)
+
+    def interval(self, bar: Bar) -> tuple[float, float] | None:
+        """The interval of a bar's time as a share of the unfused time; None: not known."""
+        unfused = next((one.figures for one in self.bars if one.name == "unfused"), None)
+        if unfused is None or bar.figures is unfused or unfused["overall_ms"] is None:
+            return None
+        return time_interval(bar.figures, unfused)
 
 
 def style(name: str) -> str:
@@ -160,7 +168,9 @@ def stacked_bars(groups: Sequence[Group], title: str) -> Markup:
         content.append(_bars(group, _LEFT + slot * index, slot, y))
     words = (
         "Bars of each method: below the fastest whole GEMM, above it the effective communication "
-        "time, as shares of the unfused time. The table below has the same figures."
+        f"time, as shares of the unfused time. Lines: the {CONFIDENCE:.0%} intervals of these "
+        "shares. A line that crosses 100% tells of no difference. The table below has the same "
+        "figures."
     )
     return _frame(title, words, _UNDER + 34, *content, width=width)
 
@@ -194,12 +204,24 @@ def _bar(group: Group, bar: Bar, x: float, wide: float, y: Any) -> Markup:
     parts.append(_box(x, y(gemm), wide, y(0) - y(gemm), "gemm"))
     if shown > gemm:
         parts.append(_box(x, y(shown), wide, y(gemm) - y(shown), "ect"))
+    end = shown
+    interval = group.interval(bar)
+    if interval is not None:
+        low, high = (min(share, _TALLEST) for share in interval)
+        end = max(shown, high)
+        parts.append(tag("line", x1=middle, x2=middle, y1=y(low), y2=y(high), class_="whisker"))
+        parts[0] = tag("title", f"{bar.title}; {_certainty(interval)}")
     if wide >= _LABELLED or share > shown:
         text = milliseconds(overall) + (" ↑" if share > shown else "")
-        parts.append(tag("text", text, x=middle, y=y(shown) - 5, class_="value middle"))
+        parts.append(tag("text", text, x=middle, y=y(end) - 5, class_="value middle"))
     if bar.best:
         parts.append(tag("text", "fastest", x=middle, y=y(0) - 6, class_="best middle"))
     return tag("g", parts, class_=f"bar {bar.style}", tabindex=0)
+
+
+def _certainty(interval: tuple[float, float]) -> str:
+    low, high = (percent(share) for share in interval)
+    return f"{CONFIDENCE:.0%} between {low} and {high} of the unfused time"
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str) -> Markup:

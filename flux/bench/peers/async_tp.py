@@ -45,7 +45,7 @@ class AsyncTp:
 
     def supports(self, config: BenchConfig) -> str | None:
         """Return why the ops do not support this problem; None if they do."""
-        if config.problem.op == "gemm_ar":
+        if config.problem.kind.all_reduces:
             return "has no GEMM with AllReduce"
         return unlike_gpu_ranks(config) or uneven(config, "m", "n" if _gathers(config) else "k")
 

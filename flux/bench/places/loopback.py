@@ -98,7 +98,7 @@ class Unfused:
         if not problem.gathers:
             self._slots = [self._room(self._own[0], width) for _ in self._peers]
             self._sum = self._room(self._own[0], width)
-        if problem.op == "gemm_ar":
+        if problem.kind.all_reduces:
             self._result = self._room(problem.m, width)
             self._told = [self._host(self._own[0], width) for _ in self._peers]
 
@@ -119,7 +119,7 @@ class Unfused:
             return out
         self._multiply(inputs.x, inputs.weight, self._whole)
         self.communicate(inputs)
-        return self._result if self._problem.op == "gemm_ar" else self._sum
+        return self._result if self._problem.kind.all_reduces else self._sum
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         def run() -> None:
@@ -231,7 +231,7 @@ class RealRank:
             return Played(own.x, own.weight, [pinned(rows, problem.k) for rows in sizes[1:]], None)
         partials = [pinned(sizes[REAL], problem.n) for _ in sizes[1:]]
         results = None
-        if problem.op == "gemm_ar":
+        if problem.kind.all_reduces:
             results = [pinned(rows, problem.n) for rows in sizes[1:]]
         return Played(own.x, own.weight, partials, results)
 
@@ -302,7 +302,7 @@ class RealRank:
         begin = peers.layout.slot_offset(REAL) // problem.torch_dtype.itemsize
         held = memory[begin : begin + partial.expected.numel()].view(partial.expected.shape)
         found = judge_values(held.to(partial.expected.device), partial)
-        if found.ok and problem.op == "gemm_ar":
+        if found.ok and problem.kind.all_reduces:
             own = got[slice(*problem.rows(REAL))].double().cpu()
             begin = peers.layout.rest_offset // problem.torch_dtype.itemsize
             held = memory[begin : begin + own.numel()].view(own.shape)
