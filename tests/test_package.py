@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import flux
+from flux import _C
 from harness import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -120,3 +121,87 @@ def test_a_call_passes_through_the_files_that_the_docs_name(
     first, second = run_ranks(2, _functions_of_calls, name)[0]
     assert {path for path, _ in first} == named
     assert len(first) <= most and len(second) <= most_again
+
+
+def _declared(body: list[ast.stmt], prefix: str = "") -> dict[str, list[str] | None]:
+    """What the stub has: parameters of functions, with = where there is a default; None for values.
+
+    Private names and aliases of types are left out.
+    """
+    found: dict[str, list[str] | None] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            if not any(getattr(base, "id", "") == "TypedDict" for base in node.bases):
+                found[prefix + node.name] = None
+                found |= _declared(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            decorators = [getattr(one, "id", "") for one in node.decorator_list]
+            found[prefix + node.name] = None if "property" in decorators else _parameters(node.args)
+        elif isinstance(node, ast.AnnAssign):
+            found[prefix + ast.unparse(node.target)] = None
+    return found
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    plain = [one.arg for one in arguments.posonlyargs + arguments.args]
+    first = len(plain) - len(arguments.defaults)
+    plain = [name + ("=" if i >= first else "") for i, name in enumerate(plain)]
+    keyword = [
+        one.arg + ("=" if default is not None else "")
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    parameters = plain + (["*", *keyword] if keyword else [])
+    return [name for name in parameters if name != "self"]
+
+
+def _bound(module: Any, prefix: str = "") -> dict[str, list[str] | None]:
+    """What the module has, from the signatures that pybind11 writes into docstrings."""
+    found: dict[str, list[str] | None] = {}
+    for name in vars(module):
+        if name.startswith("_") and name != "__init__":
+            continue
+        key, value = prefix + name, getattr(module, name)
+        signature = re.match(r"(\w+)\((.*)\) -> ", getattr(value, "__doc__", None) or "")
+        if isinstance(value, (ModuleType, type)):
+            found[key] = None
+            found |= _bound(value, f"{key}.")
+        elif not callable(value) or signature is None:
+            found[key] = None
+        else:
+            found[key] = _in_signature(signature[2])
+    return found
+
+
+def _in_signature(text: str) -> list[str]:
+    parts, depth = [""], 0
+    for letter in text:
+        depth += {"[": 1, "(": 1, "<": 1, "]": -1, ")": -1, ">": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    names = []
+    for part in parts:
+        name = part.strip().split(":")[0]
+        if name and name != "self":
+            names.append(name + ("=" if " = " in part else ""))
+    return names
+
+
+def test_the_stub_of_the_native_module_is_true() -> None:
+    stub = ast.parse((ROOT / "flux" / "_C.pyi").read_text(encoding="utf-8"))
+    declared, bound = (
+        {
+            name: parameters
+            for name, parameters in found.items()
+            if "__" not in name or (name.endswith("__init__") and parameters)
+        }
+        for found in (_declared(stub.body), _bound(_C))
+    )
+    assert declared.keys() == bound.keys()
+    for name, parameters in bound.items():
+        unnamed = parameters is not None and any(one.startswith("arg") for one in parameters)
+        if unnamed:
+            assert len(parameters or ()) == len(declared[name] or ()), name
+        else:
+            assert declared[name] == parameters, name

@@ -5,6 +5,10 @@ module returns only data from a file of bounded size in valid UTF-8, with finite
 64 bits, no lone surrogates, no duplicate key and at most ``MOST_DEPTH`` levels. Any other file
 raises a ValueError with a one-line message, so callers need no checks of their own.
 
+Python's json parses, since its hooks see each object before duplicate keys are gone. msgspec (0.22
+was tried) keeps the last of them, takes integers of any size, and its messages do not say what was
+found.
+
 A ``Table`` returns the values of one TOML table and checks each. It rejects keys that no caller has
 read: a misspelt key must not silently mean the default.
 """

@@ -1,4 +1,9 @@
-"""Build one library of kernels: tools, key, and the atomic move into place."""
+"""Build one library of kernels: tools, key, and the atomic move into place.
+
+A library takes two commands, which run one after the other. ninja would run them, and no more: what
+is here is the lock that other processes wait for, the key, the directory that is renamed into
+place, the report of ptxas, and the end of a compiler whose user has given up.
+"""
 
 from __future__ import annotations
 

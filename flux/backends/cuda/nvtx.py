@@ -5,7 +5,8 @@
     flux GemmAR M=8192 [ flux entry | flux kernel | flux reduction | flux collect ]
 
 A range covers what the host puts on streams (csrc/cuda_host/nvtx.h); profilers show from there what
-the GPU makes of it. NVTX is a library of its own, and is only loaded where somebody looks: a
+the GPU makes of it. NVTX is a library of its own, and is only loaded where somebody looks. The
+header-only nvtx3 would have to be there when ``flux._C`` is built, which needs nothing of CUDA. A
 profiler that collects ranges starts the program with NVTX_INJECTION64_PATH, which is also how NVTX
 finds it.
 """
