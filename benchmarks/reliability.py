@@ -9,7 +9,7 @@ from collections import Counter
 
 from common import RESULTS, load, markdown
 
-SOAK = RESULTS.parent / "soak" / "ten_minutes.json"
+SOAK = RESULTS.parent / "soak" / "thirty_minutes.json"
 ENDINGS = RESULTS.parent / "endings.json"
 FILES = RESULTS.parent / "fuzz" / "files.json"
 
