@@ -25,6 +25,7 @@ from flux.transport import network as send_recv
 from flux.transport.exchange import Exchange
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
 
