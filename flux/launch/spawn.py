@@ -130,6 +130,9 @@ def _rank_main(
             store = dist.FileStore(meeting, world)
         store.set_timeout(limit)
         dist.init_process_group(group, store=store, rank=rank, world_size=world, timeout=limit)
+        # gloo fails to connect to a rank that has ended already.
+        store.set(f"connected/{rank}", "")
+        store.wait([f"connected/{peer}" for peer in range(world)])
         result = entry(argument, rank, progress)
         pipe.send(("done", result if rank == 0 else None))
     except BaseException as error:

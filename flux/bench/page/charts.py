@@ -79,7 +79,7 @@ class Group:
         return max((float(bar.figures["overall_ms"]) for bar in known), default=None)
 
     def interval(self, bar: Bar) -> tuple[float, float] | None:
-        """The interval of a bar's time as a share of the unfused time; None: not known."""
+        """Return the interval of a bar's time as a share of the unfused time; None: not known."""
         unfused = next((one.figures for one in self.bars if one.name == "unfused"), None)
         if unfused is None or bar.figures is unfused or unfused["overall_ms"] is None:
             return None
