@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import hashlib
 import json
 import os
@@ -236,22 +237,23 @@ def test_end_while_another_thread_closes(tmp_path: Path) -> None:
     assert "not callable" not in ended[0][1]
 
 
-def test_the_end_waits_for_gloo() -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_the_end_waits_for_gloo(named: bool) -> None:
     """Its threads drop the tensors of a collective late, and need the GIL for that."""
     begun, done = threading.Event(), threading.Event()
+    process = Path("/proc/self/comm").read_text().rstrip()
 
     def collective() -> None:
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(at_exit.GLOO_THREAD)
+        name = at_exit.GLOO_THREAD if named else process
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
         begun.set()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 500_000)  # computes without the GIL
         done.set()
 
-    thread = threading.Thread(target=collective)
-    thread.start()
+    _thread.start_new_thread(collective, ())  # as a thread that Python has not made
     begun.wait()
     at_exit._await_gloo()
     assert done.is_set()
-    thread.join()
 
 
 @pytest.mark.timeout(200)

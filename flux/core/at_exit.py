@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Protocol
 
 GLOO_THREAD = "pt_gloo_runloop"
-"""Name that torch gives to the threads that run gloo's collectives."""
+"""Name that torch gives to the threads that run gloo's collectives. In older releases (2.9) they
+have the name of the process."""
 SETTLE_S = 1.0
 
 
@@ -51,17 +52,17 @@ def end_at_exit(owner: Owner) -> None:
     _owners[next(_numbers)] = owner
 
 
-def _is_running(thread: Path) -> bool:
-    """Return whether a thread of gloo has the processor, or waits for it.
-
-    Args:
-        thread: its directory in /proc.
-    """
-    try:
-        name, state = (thread / "stat").read_text().split("(")[1].rsplit(") ")
-    except OSError:  # it has just ended
-        return False
-    return name == GLOO_THREAD and state.startswith("R")
+def _running(names: set[str]) -> bool:
+    """Return whether a thread with one of these names, not of Python, has or awaits a processor."""
+    of_python = {str(thread.native_id) for thread in threading.enumerate()}
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
+        except OSError:  # it has just ended
+            continue
+        if name in names and state.startswith("R") and thread.name not in of_python:
+            return True
+    return False
 
 
 def _await_gloo() -> None:
@@ -71,11 +72,11 @@ def _await_gloo() -> None:
     peer is not running.
     """
     deadline = time.monotonic() + SETTLE_S
+    names = {GLOO_THREAD, Path("/proc/self/comm").read_text().rstrip("\n")}
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-        running = any(_is_running(thread) for thread in Path("/proc/self/task").iterdir())
-        quiet = 0 if running else quiet + 1
+        quiet = 0 if _running(names) else quiet + 1
 
 
 @atexit.register

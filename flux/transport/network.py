@@ -261,11 +261,19 @@ class Network:
         self._closing = True
         with self._close_lock:
             if not failed and self._channel is not None:
-                deadline = time.monotonic() + LINGER_S
-                headers = [self._send_header(link.peer, _Kind.close, 0, 0) for link in self._links]
-                for link, header in zip(self._links, headers, strict=True):
-                    link.part(header, deadline)
+                self._part()
             self._break_off()
+
+    def _part(self) -> None:
+        """Tell the peers that this rank closes, and wait for their answers.
+
+        A function of its own, so that the sends are gone before the lock is: ``end`` waits for the
+        lock, and torch releases the GIL to drop a send.
+        """
+        deadline = time.monotonic() + LINGER_S
+        headers = [self._send_header(link.peer, _Kind.close, 0, 0) for link in self._links]
+        for link, header in zip(self._links, headers, strict=True):
+            link.part(header, deadline)
 
     def end(self) -> None:
         """End the threads at the program's end, also those left by an interrupted ``close``."""
