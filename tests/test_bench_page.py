@@ -377,3 +377,23 @@ def test_documents_are_not_changed_by_being_shown() -> None:
     page.render(made)
     results.to_csv(made)
     assert made == before
+
+
+@pytest.mark.parametrize("repeats", [None, [], [0.0] * 6])
+def test_repeats_that_give_no_interval(repeats: list[float] | None) -> None:
+    document = suite_data.document()
+    for entry in document["entries"]:
+        for method in entry.get("result", {}).get("methods", {}).values():
+            method.pop("repeats_ms", None)
+            if repeats is not None:
+                method["repeats_ms"] = repeats
+    results.check(document)
+    assert "</svg>" in page.render(document)
+
+
+def test_repeats_that_are_no_times() -> None:
+    document = suite_data.document()
+    done = next(one for one in document["entries"] if one["status"] == "done")
+    done["result"]["methods"]["flux"]["repeats_ms"] = ["1"]
+    with pytest.raises(ValueError, match="repeats_ms"):
+        results.check(document)

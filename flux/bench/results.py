@@ -171,6 +171,9 @@ def _check_method(method: Any, where: str) -> None:
         _expect(good, f"{where}.gemm_non_split_ms", "a time, as overall_ms is there", gemm)
     speedup = method["speedup_vs_unfused"]
     _expect(speedup is None or speedup >= 0, f"{where}.speedup_vs_unfused", "at least 0", speedup)
+    repeats = method.get("repeats_ms", [])
+    good = isinstance(repeats, list) and all(_is_figure(one) and one >= 0 for one in repeats)
+    _expect(good, f"{where}.repeats_ms", "times", repeats)
     _expect(isinstance(method.get("knobs"), dict), f"{where}.knobs", "an object", "other")
     interval = method.get("overlap_efficiency_interval", "nothing")
     good = interval is None or (

@@ -81,7 +81,9 @@ class Group:
     def interval(self, bar: Bar) -> tuple[float, float] | None:
         """Return the interval of a bar's time as a share of the unfused time; None: not known."""
         unfused = next((one.figures for one in self.bars if one.name == "unfused"), None)
-        if unfused is None or bar.figures is unfused or unfused["overall_ms"] is None:
+        if unfused is None or bar.figures is unfused or "repeats_ms" not in bar.figures:
+            return None
+        if not all(unfused.get("repeats_ms", [0.0])):  # missing, or below what clocks resolve
             return None
         return time_interval(bar.figures, unfused)
 
