@@ -38,6 +38,9 @@ ARCHS := 80,90a
 NVSHMEM := 1
 COMPILE = $(BIN)/python tools/compile_kernels.py --arch $(ARCHS) --out flux/lib/kernels
 
+# Tests start hundreds of processes, which would each compile what they import.
+unexport PYTHONDONTWRITEBYTECODE
+
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:

@@ -1,16 +1,42 @@
-"""Running a Python file as its reader would: by itself, or under torchrun."""
+"""Running a Python file or a command as its reader would: by itself, or under torchrun.
+
+An interpreter that imports torch takes seconds, and a command that starts ranks imports it twice.
+So most tests use ``forked``: processes of the test ranks' server, which has torch already. Tests of
+the start and the end of a program, and those that interrupt it, start real interpreters.
+"""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.forkserver as server
+import multiprocessing.process
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import arbitrary_address, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from flux.launch.spawn import end_with_parent
+from harness import start_forked
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+# -- real interpreters -----------------------------------------------------------------------------
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -31,49 +57,202 @@ def start_interruptible(command: Sequence[str], **options: Any) -> subprocess.Po
     return subprocess.Popen(command, text=True, preexec_fn=restore, **options)
 
 
-def under_torchrun(*command: str, timeout_s: float) -> str:
-    """What two ranks of ``command`` print; AssertionError with their complaints if they fail."""
-    done = subprocess.run(
-        [*torchrun(2), *command],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+# -- forked processes ------------------------------------------------------------------------------
+
+
+def _become(
+    arguments: Sequence[str], environment: dict[str, str], folder: str, cwd: str
+) -> NoReturn:
+    """Run in a forked process what ``python ARGUMENTS`` would, and end the process."""
+    os.setsid()  # a group of its own, which is killed as one
+    end_with_parent()
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    os.chdir(cwd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    multiprocessing.process._parent_process = None
+    _serve_forks()
+    status: Any = 1
+    try:
+        if arguments[0] == "-m":
+            sys.argv = list(arguments[1:])
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+        status = 0
+    except SystemExit as error:
+        status = error.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _serve_forks() -> None:
+    """Have multiprocessing fork this process's children from a copy of it: no new server."""
+    own = server._forkserver
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(arbitrary_address("AF_UNIX"))
+        listener.listen()
+        alive, own._forkserver_alive_fd = os.pipe()
+        own._forkserver_address = listener.getsockname()
+        own._forkserver_pid = os.fork()
+        if own._forkserver_pid == 0:
+            os.close(own._forkserver_alive_fd)
+            own._forkserver_pid = None
+            server.main(listener.detach(), alive, [])  # ends by SystemExit
+        os.close(alive)
+
+
+def start_forked_command(
+    arguments: Sequence[str],
+    folder: Path,
+    settings: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> Any:
+    """A forked process that leads its own session, and prints into ``folder``, out and err."""
+    environment = {**os.environ, **(settings or {})}
+    return start_forked(_become, arguments, environment, str(folder), str(cwd), daemon=False)
+
+
+@dataclass
+class Ended:
+    """How processes ended: the first status that is not 0, all that they printed, their numbers."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    pids: list[int]
+
+
+def forked(
+    *arguments: str, ranks: int = 0, timeout_s: float, settings: Mapping[str, str] | None = None
+) -> Ended:
+    """Run ``python ARGUMENTS`` in a forked process, or in ``ranks`` of them as torchrun would.
+
+    Raises:
+        AssertionError: it took longer than ``timeout_s``; the message has what was printed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="flux-forked-"))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes: dict[int, Any] = {}
+
+    def printed(name: str) -> str:
+        return (folder / name).read_text() if (folder / name).exists() else ""
+
+    try:
+        for rank in range(max(ranks, 1)):
+            joined = _as_torchrun(rank, ranks, store.port) if ranks else {}
+            process = start_forked_command(arguments, folder, {**(settings or {}), **joined})
+            processes[process.sentinel] = process
+        running, deadline = set(processes), time.monotonic() + timeout_s
+        status = 0
+        while running:
+            ended = wait(running, max(0.0, deadline - time.monotonic()))
+            if not ended:
+                break
+            running -= set(ended)
+            codes = [processes[sentinel].exitcode for sentinel in ended]
+            if status == 0 and any(codes):
+                status = next(code for code in codes if code)
+                deadline = min(deadline, time.monotonic() + 5.0)  # torchrun ends the others
+        assert not running or status, f"hangs after {timeout_s:g} s:\n{printed('err')}"
+        pids = [process.pid for process in processes.values()]
+        return Ended(status, printed("out"), printed("err"), pids)
+    finally:
+        for process in processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables by which torchrun's ranks find each other."""
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    found |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "none"}
+    return {"OMP_NUM_THREADS": "1", **{name: str(value) for name, value in found.items()}}
+
+
+# -- what tests call -------------------------------------------------------------------------------
+
+
+def under_torchrun(*command: str, timeout_s: float, real: bool = False) -> str:
+    """What two ranks of ``command`` print; AssertionError with their complaints if they fail.
+
+    Args:
+        *command: as for python.
+        timeout_s: limit of the whole run.
+        real: start torchrun itself.
+    """
+    run = _interpreted if real else forked
+    if real and command[0] == "-m":
+        command = ("-m", "--", *command[1:])  # torchrun takes some of flux's options as its own
+    done = run(*command, ranks=2, timeout_s=timeout_s, settings={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def run_script(
-    script: Path, ranks: int = 0, timeout_s: float = 200.0, arguments: Sequence[str] = ()
+    script: Path,
+    ranks: int = 0,
+    timeout_s: float = 200.0,
+    arguments: Sequence[str] = (),
+    real: bool = False,
 ) -> str:
-    """Run ``script``, under torchrun when ``ranks`` is given; returns what it printed.
+    """Run ``script``, as under torchrun when ``ranks`` is given; returns what it printed.
+
+    ``real`` starts interpreters, and torchrun itself.
 
     Raises:
         AssertionError: it failed, took too long, or used what its readers will soon have to change;
             the message holds its output.
     """
-    command = torchrun(ranks) if ranks else [sys.executable]
     # Poisoned, so that memory which nobody wrote cannot pass for a result.
     settings = {"FLUX_POISON": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    run = _interpreted if real else forked
+    done = run(str(script), *arguments, ranks=ranks, timeout_s=timeout_s, settings=settings)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, f"{script.name} exited with {done.returncode}:\n{output}"
+    for complaint in ("leaked", "DeprecationWarning", "FutureWarning"):
+        assert complaint not in output, output
+    return done.stdout
+
+
+def _interpreted(
+    *command: str, ranks: int = 0, timeout_s: float, settings: Mapping[str, str] | None = None
+) -> Ended:
+    """``forked``, by an interpreter of its own, or by torchrun."""
     process = subprocess.Popen(
-        [*command, str(script), *arguments],
+        [*(torchrun(ranks) if ranks else [sys.executable]), *command],
         cwd=ROOT,
-        env={**os.environ, **settings},
+        env={**os.environ, **(settings or {})},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a group of its own: killing only torchrun would leave its ranks
     )
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        output, errors = process.communicate(timeout=timeout_s)
     except BaseException as error:  # a Ctrl-C too
         os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        output, errors = process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise AssertionError(f"{script.name} hangs after {timeout_s:g} s:\n{output}") from None
-    assert process.returncode == 0, f"{script.name} exited with {process.returncode}:\n{output}"
-    for complaint in ("leaked", "DeprecationWarning", "FutureWarning"):
-        assert complaint not in output, output
-    return output
+        message = f"hangs after {timeout_s:g} s:\n{output}{errors}"
+        raise AssertionError(message) from None
+    return Ended(process.returncode, output, errors, [process.pid])

@@ -10,6 +10,7 @@ What several workers need and takes long to build, they build once: ``built_once
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -51,7 +52,11 @@ def built_once(config: pytest.Config, name: str, build: Callable[[Path], Path]) 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist then tells that this worker has its tests
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Write which tests are to run alone: what shares them out hears nothing but their names."""
+    """Write which tests are to run alone: what shares them out hears nothing but their names.
+
+    What is imported by then is left out of garbage collections.
+    """
+    gc.freeze()
     if not hasattr(session.config, "workerinput"):
         return
     alone = [index for index, item in enumerate(session.items) if item.get_closest_marker("alone")]

@@ -28,7 +28,7 @@ from flux.bench.timing import StartLine
 from flux.cli.app import app
 from flux.launch import spawn
 from harness import nothing_left_in_shared_memory, run_ranks
-from scripts import start_interruptible, under_torchrun
+from scripts import forked, start_forked_command, start_interruptible, under_torchrun
 
 FLUX = [sys.executable, "-m", "flux"]
 SHAPE = ["--m", "13", "--n", "10", "--k", "9"]
@@ -160,20 +160,15 @@ def test_knobs_reach_the_op(tmp_path: Path) -> None:
 
 
 def test_json_on_stdout_is_alone_there() -> None:
-    done = subprocess.run(
-        [*FLUX, "bench", "op", *SHAPE, *SHORT, "--json", "-"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = forked("-m", "flux", "bench", "op", *SHAPE, *SHORT, "--json", "-", timeout_s=200)
     assert done.returncode == 0, done.stderr
     check_document(json.loads(done.stdout), "ag_gemm")
 
 
 def test_joins_torchrun(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
-    command = ["-m", "--", "flux", "bench", "op", "--op", "gemm_rs", *SHAPE, *SHORT]
-    printed = under_torchrun(*command, "--json", str(target), timeout_s=100)
+    command = ["-m", "flux", "bench", "op", "--op", "gemm_rs", *SHAPE, *SHORT]
+    printed = under_torchrun(*command, "--json", str(target), timeout_s=100, real=True)
     check_document(json.loads(target.read_text()), "gemm_rs")
     assert printed.count("gemm_rs 13 x 10 x 9") == 1  # one of the ranks speaks
 
@@ -427,18 +422,11 @@ COMMANDS = {
 }
 
 
-def _begun(command: str, folder: Path) -> subprocess.Popen[str]:
+def _arguments(command: str, folder: Path) -> list[str]:
     shapes = folder / "shapes.toml"
     shapes.write_text(SHAPES)
     words = [str(shapes) if word == "SHAPES" else word for word in COMMANDS[command]]
-    return start_interruptible(
-        [sys.executable, "-m", "flux", *command.split(), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd=folder,
-        env={**os.environ, "FLUX_TUNE_CACHE": str(folder), "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+    return ["-m", "flux", *command.split(), *words]
 
 
 def _session(number: int) -> list[int]:
@@ -454,13 +442,14 @@ def _session(number: int) -> list[int]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_listens_beyond_its_host(command: str, tmp_path: Path) -> None:
     seen: set[tuple[str, int]] = set()
-    with _begun(command, tmp_path) as process:
-        while process.poll() is None:
-            for pid in _session(process.pid):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    seen |= _listening(pid)
-            time.sleep(0.05)  # the cores are the command's
-        assert process.returncode == 0, process.communicate()
+    settings = {"FLUX_TUNE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    process = start_forked_command(_arguments(command, tmp_path), tmp_path, settings, tmp_path)
+    while process.is_alive():
+        for pid in _session(process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seen |= _listening(pid)
+        time.sleep(0.05)  # the cores are the command's
+    assert process.exitcode == 0, (tmp_path / "err").read_text()
     assert seen, "found no rank"
     assert all(ipaddress.ip_address(address).is_loopback for address, _ in seen), seen
 
@@ -468,13 +457,14 @@ def test_no_command_listens_beyond_its_host(command: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_command(number: signal.Signals, tmp_path: Path) -> None:
     """Whenever the command is ended: ranks start, meet, wait or run then."""
-    for most in (1, 4):  # processes of the session, beside the command, at the moment
-        with _begun("bench op", tmp_path) as process:
-            while len(_session(process.pid)) <= most and process.poll() is None:
-                time.sleep(0.01)
-            time.sleep(random.random() * 0.5)
-            process.send_signal(number)
-            process.communicate(timeout=20)  # the pipes are closed, too
+    for most in (0, 2):  # processes of the session, beside the command, at the moment
+        process = start_forked_command(_arguments("bench op", tmp_path), tmp_path, cwd=tmp_path)
+        while len(_session(process.pid)) <= most + 1 and process.is_alive():
+            time.sleep(0.01)
+        time.sleep(random.random() * 0.5)
+        os.kill(process.pid, number)
+        process.join(20)
+        assert process.exitcode is not None
         deadline = time.monotonic() + 5
         while (left := _session(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -261,7 +261,7 @@ def test_usage_errors_measure_nothing(
 @pytest.mark.timeout(400)
 def test_beside_torchruns_ranks(shapes: str, tmp_path: Path) -> None:
     target, html = tmp_path / "out.json", tmp_path / "out.html"
-    command = ["-m", "--", "flux", "bench", "suite", "--shapes", shapes, "--ops", "ag_gemm"]
+    command = ["-m", "flux", "bench", "suite", "--shapes", shapes, "--ops", "ag_gemm"]
     command += ["--json", str(target), "--repeats", "2"]
     printed = under_torchrun(*command, "--report", str(html), timeout_s=200)
     document = results.load(target)

@@ -24,10 +24,13 @@ def test_the_list_of_examples_is_complete() -> None:
     assert [path.name for path in EXAMPLES] == sorted(LAST_WORDS)
 
 
-@pytest.mark.parametrize("ranks", [0, 3], ids=["alone", "torchrun"])
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example(example: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("example", "ranks", "real"),
+    [*((path, 3, False) for path in EXAMPLES), (EXAMPLES[0], 2, True), (EXAMPLES[-1], 0, True)],
+    ids=[*(path.stem for path in EXAMPLES), "under torchrun", "alone"],
+)
+def test_example(example: Path, ranks: int, real: bool) -> None:
     with nothing_left_in_shared_memory():
-        output = run_script(example, ranks)
+        output = run_script(example, ranks, real=real)
     lines = output.strip().splitlines()
     assert LAST_WORDS[example.name] in lines[-1], output

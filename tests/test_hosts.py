@@ -35,7 +35,7 @@ from flux.launch.hosts import (
 )
 from flux.launch.spawn import run_ranks
 from reference import Inputs, Problem
-from scripts import start_interruptible
+from scripts import Ended, forked, start_interruptible
 
 MakeHosts = Callable[..., Hosts]
 
@@ -227,19 +227,11 @@ def test_a_host_that_disappears_is_noticed_in_time(make_hosts: MakeHosts) -> Non
 # -- the command -----------------------------------------------------------------------------------
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str) -> Ended:
     """A command that has ended, and left no hosts."""
-    command = [sys.executable, "-m", "flux", "bench", "op", *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as run:
-        try:
-            stdout, stderr = run.communicate(timeout=200)
-        except BaseException:
-            run.kill()
-            raise
-    assert not namespaces(run.pid)
-    return subprocess.CompletedProcess(command, run.returncode, stdout, stderr)
+    done = forked("-m", "flux", "bench", "op", *arguments, timeout_s=200)
+    assert not namespaces(done.pids[0])
+    return done
 
 
 SMALL = ("--m", "256", "--n", "256", "--k", "128", "--repeats", "3", "--warmup", "1")

@@ -354,6 +354,6 @@ def test_bad_input_starts_nothing(
 
 def test_joins_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
-    command = ["-m", "--", "flux", "trace", "op", *SHAPE, "--out", str(out)]
+    command = ["-m", "flux", "trace", "op", *SHAPE, "--out", str(out)]
     assert under_torchrun(*command, timeout_s=150).count("wrote ") == 1
     assert {e.rank for e in read_chrome(out).events} == {0, 1}
