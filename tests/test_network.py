@@ -38,6 +38,7 @@ from flux.transport.network import Network
 from harness import fresh_ranks, held, join_group, nothing_left_in_shared_memory, run_ranks, settled
 from op_cases import Case, check_cases, meshes, random_case
 from reference import Inputs, Problem
+from scripts import start_forked_command
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 PLACEMENTS = ("ab", "aab", "aaab", "aabb", "abab", "abc", "aabbcc", "aaabbc")
@@ -403,28 +404,33 @@ print("done", flush=True)
 def test_a_rank_that_starts_again_joins_the_survivors(hosts: str, tmp_path: Path) -> None:
     world = len(hosts)
 
-    def start(rank: int, how: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", RESTARTING, str(rank), str(tmp_path), hosts, how]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-        )
+    script = tmp_path / "restarting.py"
+    script.write_text(RESTARTING)
+
+    def start(rank: int, how: str) -> tuple[Any, Path]:
+        folder = tmp_path / f"{rank}-{how}"
+        folder.mkdir()
+        command = [str(script), str(rank), str(tmp_path), hosts, how]
+        return start_forked_command(command, folder), folder
 
     with nothing_left_in_shared_memory():
-        processes = [start(rank, "first") for rank in range(world)]
+        ranks = [start(rank, "first") for rank in range(world)]
         try:
-            assert processes[-1].wait(timeout=60) == -signal.SIGKILL
-            processes[-1] = start(world - 1, "again")
-            for rank, process in enumerate(processes):
-                out, err = process.communicate(timeout=60)
-                assert process.returncode == 0, err
-                lines = out.splitlines()
-                assert lines[-1] == "done", out
+            victim, _ = ranks[-1]
+            victim.join(60)
+            assert victim.exitcode == -signal.SIGKILL
+            ranks[-1] = start(world - 1, "again")
+            for rank, (process, folder) in enumerate(ranks):
+                process.join(60)
+                assert process.exitcode == 0, (folder / "err").read_text()
+                lines = (folder / "out").read_text().splitlines()
+                assert lines[-1] == "done", lines
                 if rank < world - 1:
-                    assert float(lines[0].removeprefix("noticed ")) < 1.5 + 2.0, out
+                    assert float(lines[0].removeprefix("noticed ")) < 1.5 + 2.0, lines
         finally:
-            for process in processes:
+            for process, _ in ranks:
                 process.kill()
-                process.wait()
+                process.join()
 
 
 def receives_first(rank: int, world: int, hosts: str) -> None:
