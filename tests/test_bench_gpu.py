@@ -196,12 +196,12 @@ def test_loopback_as_a_person_sees_it(command: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--backend", "cuda", "--nproc", "4"), "4 ranks need a GPU each, and there is 1"),
+        (("--backend", "cuda", "--nproc", "4"), "4 ranks need a GPU each, and torch sees 1"),
         (("--backend", "cuda"), "--transport virtual (all ranks on it: results, no times)"),
         (("--transport", "virtual", "--nproc", "16"), "takes --nproc 1 to 15, got 16"),
         (("--transport", "loopback", "--nproc", "1"), "takes --nproc 2 to 15, got 1"),
         (("--backend", "cuda", "--transport", "shm"), "transports symm_mem, virtual, loopback"),
-        (("--backend", "cuda", "--hosts", "2"), "--hosts makes hosts that have no GPUs"),
+        (("--backend", "cuda", "--hosts", "2"), "--hosts creates hosts without GPUs"),
     ],
 )
 def test_what_one_gpu_cannot_do(command: Any, arguments: tuple[str, ...], text: str) -> None:
@@ -223,9 +223,9 @@ def test_torchrun() -> None:
     config = config_of("ag_gemm", None, world=8)
     assert gpu.reason_unsupported(config, gpus=4, ranks_here=4) is None
     assert gpu.reason_unsupported(replace(config, hosts="2"), gpus=4, ranks_here=4) is None
-    assert "8 ranks need a GPU each, and there are 4" in str(gpu.reason_unsupported(config, 4, 8))
+    assert "8 ranks need a GPU each, and torch sees 4" in str(gpu.reason_unsupported(config, 4, 8))
     virtual = config_of("ag_gemm", "virtual")
-    assert "leave out torchrun" in str(gpu.reason_unsupported(virtual, 4, 2))
+    assert "without torchrun" in str(gpu.reason_unsupported(virtual, 4, 2))
 
 
 def _without_gpus(rank: int, world: int) -> str:

@@ -190,9 +190,9 @@ def _measured(fused: list[float], unfused: list[float], gemm_ms: float) -> dict[
         ([7.0, 7.1, 6.9] * 3, [10.0, 10.1, 9.9] * 3, 6.0, ["30% less time", "40% of", "hid 75%"]),
         ([5.0, 5.1, 4.9] * 3, [10.0, 10.1, 9.9] * 3, 6.0, ["50% less time", "hid all of it"]),
         ([12.0, 12.1, 11.9] * 3, [10.0, 10.1, 9.9] * 3, 6.0, ["20% more time", "hid none"]),
-        ([9.0, 11.0, 10.0] * 3, [10.0, 9.0, 11.0] * 3, 6.0, ["No difference that 9 repeats"]),
+        ([9.0, 11.0, 10.0] * 3, [10.0, 9.0, 11.0] * 3, 6.0, ["9 repeats show no difference"]),
         ([9.5, 9.5, 9.5] * 3, [10.0, 10.1, 9.9] * 3, 9.6, ["4% of", "little to hide"]),
-        ([7.0, 7.1], [10.0, 10.1], 6.0, ["2 repeats are too few to tell"]),
+        ([7.0, 7.1], [10.0, 10.1], 6.0, ["2 repeats are too few to compare"]),
     ],
 )
 def test_a_conclusion_in_plain_words(

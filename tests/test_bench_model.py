@@ -126,9 +126,9 @@ def test_a_wrong_result_has_no_speed(tiny: ModelConfig) -> None:
         ({"dtype": "float16"}, "float32 or bfloat16"),
         ({"link_rate": "1gbit"}, "at least 2 hosts"),
         ({"scale": 0}, "scale must be at least 1"),
-        ({"scale": 5}, "cannot be divided by 5"),
+        ({"scale": 5}, "must be divisible by 5"),
         ({"model": "no-such-model"}, "no file no-such-model"),
-        ({"model": "flux-paper"}, "not the [layer] of a model"),
+        ({"model": "flux-paper"}, "expected the [layer] of a model"),
     ],
     ids=str,
 )

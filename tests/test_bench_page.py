@@ -151,7 +151,7 @@ def test_absent_peers_and_what_failed_are_named() -> None:
     assert (
         "gemm_rs 8192 x 12288 x 49152: failed. RankFailedError: rank 1: killed by SIGKILL" in words
     )
-    assert "gemm_rs 4096 x 12288 x 49152: skipped. the time was over" in words
+    assert "gemm_rs 4096 x 12288 x 49152: skipped. not started: --budget was used up" in words
     assert "peer te_userbuffers: RuntimeError: <none>" in words
     assert "10 of 12" in words
 
@@ -275,7 +275,7 @@ def _broken(change: str) -> Any:
     [
         ("list", "not results of `flux bench suite --json`"),
         ("foreign", "not results of `flux bench suite --json`"),
-        ("version", "version 1 was expected, got 99"),
+        ("version", "version: expected 1, got 99"),
         ("no entries", "entries: expected a list, got None"),
         ("status", "entries[0].status"),
         ("no result", "entries[0].result: expected an object, got None"),
@@ -299,7 +299,7 @@ def test_foreign_and_damaged_documents_are_refused(change: str, words: str, tmp_
 def test_what_is_no_json_is_refused(text: str, tmp_path: Path) -> None:
     target = tmp_path / "results.json"
     target.write_text(text)
-    with pytest.raises(ValueError, match="damaged, or no JSON"):
+    with pytest.raises(ValueError, match="damaged, or not JSON"):
         results.load(target)
 
 

@@ -177,7 +177,7 @@ def test_peers_have_names_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "no Python package"),
+        (None, "not a Python package"),
         ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of"),
         ("", "has no attribute 'PEERS'"),
         ("from flux.bench.peers import PEERS", "need different names, got async_tp, async_tp"),

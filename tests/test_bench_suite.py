@@ -230,11 +230,11 @@ def test_sweeps_halve_the_chunk() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--shapes", "nothing.toml"], "no file nothing.toml; of shapes flux comes with"),
+        (["--shapes", "nothing.toml"], "no file nothing.toml; shapes shipped with flux: "),
         (["--ops", "gemm_ar"], "--ops gemm_ar: the file has ag_gemm, gemm_rs"),
         (["--m", "x"], "--m must be integers >= 1"),
         (["--budget", "soon"], "a duration must look like"),
-        (["--resume"], "--resume goes on with the results in --json FILE"),
+        (["--resume"], "--resume needs the results of the earlier run: pass --json FILE"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--backend", "tpu"], "--backend must be cpu or cuda"),
         (["--backend", "cuda"], "needs a CUDA device"),
@@ -272,7 +272,7 @@ def test_beside_torchruns_ranks(shapes: str, tmp_path: Path) -> None:
     document["entries"][1]["status"] = "failed"  # what rank 0's file says is what all ranks do
     results.save(document, target)
     printed = under_torchrun(*command, "--resume", timeout_s=200)
-    assert "going on: 1 of 2 are measured already" in printed
+    assert "resuming: 1 of 2 are measured already" in printed
     again = results.load(target)
     assert [entry["status"] for entry in again["entries"]] == ["done"] * 2
     assert again["entries"][0] == document["entries"][0]
@@ -438,7 +438,7 @@ def test_the_budget_ends_the_run_between_shapes(
     assert invoke(*options, "--budget", "0.2s").exit_code == 0
     entries = results.load(target)["entries"]
     assert [entry["status"] for entry in entries] == ["done", "skipped", "skipped"]
-    assert "the time was over" in entries[1]["error"]
+    assert "--budget was used up" in entries[1]["error"]
     assert invoke(*options, "--resume").exit_code == 0
     assert [config.problem.m for config in quick] == [5, 64, 6]
 
@@ -461,7 +461,7 @@ def test_going_on_needs_the_same_run(shapes: str, quick: list[BenchConfig], tmp_
     document["peers"]["async_tp"] = None
     target.write_text(json.dumps(document))
     told = " ".join(invoke(*options, "--resume").stderr.split())
-    assert "other peers can take part now (async_tp True, now False)" in told
+    assert "the available peers differ (async_tp True, now False)" in told
     target.write_text("{")
     assert "damaged" in invoke(*options, "--resume").stderr
 
@@ -482,7 +482,7 @@ def test_an_interrupted_suite_leaves_what_it_has(shapes: str, tmp_path: Path) ->
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "the same command with --resume goes on from here" in " ".join(errors.split())
+    assert "run the same command with --resume to continue" in " ".join(errors.split())
     states = [entry["status"] for entry in results.load(target)["entries"]]
     assert states[0] == "done" and "done" not in states[states.index("pending") :]
 
@@ -535,7 +535,7 @@ def test_peers_are_left_out_when_a_rank_dies_and_nobody_knows_why() -> None:
     first, second = run_with((Stub("one"), Stub("two")), fails)
     assert first[0] == second[0] == []
     assert set(first[1].values()) == {"failed: rank 1: killed by SIGSEGV"}
-    assert all("left out after a failure" in reason for reason in second[1].values())
+    assert all("excluded after a failure" in reason for reason in second[1].values())
 
 
 @pytest.mark.parametrize("fault", ["", "raise", "kill"])

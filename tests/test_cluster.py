@@ -88,7 +88,7 @@ def test_bad_files_are_refused_by_file_and_key(
 
 
 def test_a_missing_file_lists_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no file nowhere; of clusters flux comes with .*h200"):
+    with pytest.raises(ValueError, match=r"no file nowhere; clusters shipped with flux: .*h200"):
         load_cluster("nowhere")
 
 

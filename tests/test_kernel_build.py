@@ -203,7 +203,7 @@ def test_one_failure_does_not_stop_the_others(sandbox: Sandbox) -> None:
     assert len(failed) == 1 and len(sandbox.built()) == len(MINIMAL) - 1
     (error,) = (outcome.error for outcome in failed)
     assert error.startswith(f"{bad}: nvcc failed (exit status 2):\n  cute/layout.hpp(42): error:")
-    log = Path(error.rpartition("all of it: ")[2])
+    log = Path(error.rpartition("full log: ")[2])
     assert "In file included" in log.read_text() and "-gencode" in log.read_text()
     assert sandbox.leftovers() == [log.name]
     sandbox.set(fail="")
@@ -222,7 +222,7 @@ def test_a_compiler_that_is_killed_is_said_to_lack_memory(sandbox: Sandbox) -> N
     nvcc = sandbox.root / "cuda/bin/nvcc"
     nvcc.write_text("#!/bin/sh\nkill -9 $$\n")
     (outcome,) = build_set(sandbox, SM90[:1])
-    assert "signal 9, probably for want of memory: try --jobs 1" in outcome.error
+    assert "signal 9, probably out of memory: try --jobs 1" in outcome.error
 
 
 def test_a_directory_that_cannot_be_written_is_a_failure(sandbox: Sandbox) -> None:

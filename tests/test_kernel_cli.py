@@ -40,10 +40,10 @@ def test_compile_says_what_it_did(sandbox: Sandbox) -> None:
     assert len(lines) == len(MINIMAL) + 1
     assert re.fullmatch(r"\[1/5\] .* x1: built, \d+ s", lines[0])
     ending = rf"0 failed: {re.escape(str(sandbox.cache))}"
-    assert re.fullmatch(rf"5 kernels built in \d+ s, 0 kernels there already, {ending}", lines[-1])
+    assert re.fullmatch(rf"5 kernels built in \d+ s, 0 kernels already built, {ending}", lines[-1])
     again = sandbox.compile("--set", "minimal", "--arch", "90a")
     assert re.fullmatch(
-        rf"0 kernels built in \d+ s, 3 kernels there already, {ending}\n", again.stdout
+        rf"0 kernels built in \d+ s, 3 kernels already built, {ending}\n", again.stdout
     )
 
 

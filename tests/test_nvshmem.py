@@ -122,7 +122,7 @@ def _give_back(rank: int, world: int, path: Path) -> None:
         first.leave()
     second.leave()
     second.leave()
-    with pytest.raises(ValueError, match="rank 0 has 1 ops that are not closed"):
+    with pytest.raises(ValueError, match="rank 0 has 1 open ops"):
         nvshmem.shutdown()
     third.memory(1, 10)
     assert job.held_blocks == 2

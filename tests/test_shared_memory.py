@@ -38,7 +38,7 @@ def test_segments_are_looked_at_before_they_are_mapped(descriptor: int) -> None:
     with pytest.raises(OSError, match="has 8192 bytes of 1048576"):
         shm.attach(segment, 1 << 20)
     other = shm.create(8192)
-    with pytest.raises(OSError, match="is another file than was agreed on"):
+    with pytest.raises(OSError, match="is not the file that the rank announced"):
         shm.attach(replace(segment, descriptor=other), 8192)
     os.close(other)
     with pytest.raises(OSError, match=f"No such file or directory: /proc/{os.getpid()}/fd/{other}"):
@@ -145,7 +145,7 @@ def unreachable(rank: int, world: int) -> str:
 
 def test_all_ranks_hear_of_memory_that_cannot_be_opened() -> None:
     for text in run_ranks(3, unreachable):
-        assert re.search(r"AGGemm: rank 1 could not get \d+ .*denied: /proc/1/fd/9", text), text
+        assert re.search(r"AGGemm: rank 1 cannot allocate \d+ .*denied: /proc/1/fd/9", text), text
 
 
 def test_processes_are_watched_by_descriptor() -> None:

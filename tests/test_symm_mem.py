@@ -171,7 +171,7 @@ def _checked_capture(rank: int, world: int, library: Path) -> None:
     p = Problem("gemm_rs", 8, (8,), 8, BF16)
     with p.build(backend="cuda") as op:
         inputs = Inputs(p, 8, world, seed=1)
-        with device.capture() as graph, pytest.raises(ValueError, match="capture without it"):
+        with device.capture() as graph, pytest.raises(ValueError, match="unset FLUX_CHECK"):
             inputs.call(op, rank)
         graph.close()
         got = inputs.call(op, rank)

@@ -159,7 +159,7 @@ def test_an_entry_under_a_foreign_name_is_not_trusted(cache: Cache) -> None:
     cache.store(KEY, winner(64), MACHINE)
     other = replace(KEY, k=2048)
     file_of(cache).rename(file_of(cache, other))
-    with pytest.warns(RuntimeWarning, match="belongs into"):
+    with pytest.warns(RuntimeWarning, match="contains the entry of"):
         assert cache.load(other) is None
 
 

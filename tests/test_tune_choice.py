@@ -194,7 +194,7 @@ def _falls_back(rank: int, world: int) -> list[str]:
 def test_the_nearest_m_is_used_and_said_once() -> None:
     first, second = run_ranks(2, _falls_back)
     assert second == []
-    assert len(first) == 1 and "not tuned for M = 200; that of M = 64" in first[0]
+    assert len(first) == 1 and "not tuned for M = 200; knobs tuned for M = 64" in first[0]
 
 
 def _untuned(rank: int, world: int, name: str) -> None:

@@ -66,7 +66,7 @@ def test_winners_move_from_one_cache_to_another(
     other = Cache(tmp_path / "other")
     other.store(KEY, winner(8, ms=5.0, at="2027"), MACHINE)
     other.store(KEY, winner(64, ms=5.0, at="2020"), MACHINE)
-    assert "took in 3 winners" in run("import", str(file)).stdout
+    assert "imported 3 winners" in run("import", str(file)).stdout
     entry = other.load(KEY)
     assert entry is not None
     assert [(w.m, w.ms) for w in entry.winners] == [(8, 5.0), (64, 1.0)]

@@ -328,7 +328,7 @@ def test_gpus_are_looked_at_by_another_process() -> None:
         (("--transport", "loopback"), "ops run the heuristic's knobs there"),
         (("--backend", "cpu", "--transport", "symm_mem"), "has the transports shm, send_recv"),
         (("--backend", "cuda", "--nproc", "1"), "there is nothing to tune on one GPU"),
-        (("--backend", "cuda", "--nproc", "4"), "4 ranks need a GPU each, and there is 1"),
+        (("--backend", "cuda", "--nproc", "4"), "4 ranks need a GPU each, and torch sees 1"),
         (("--nproc", "4"), "--backend cpu tunes ranks on the CPU"),
         (("--backend", "cuda", "--dtype", "fp32", "--nproc", "2"), "no kernels for float32"),
     ],

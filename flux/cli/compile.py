@@ -75,7 +75,7 @@ def compile_kernels(
     root = (out or cache_root()).expanduser().absolute()
     if runtime:
         if list_only or only is not None or trace:
-            refuse("--runtime builds one library: it goes with none of --list, --only, --trace")
+            refuse("--runtime cannot be combined with --list, --only or --trace")
         _compile_runtime(_archs(arch), root, is_cache=out is None, json_output=json_output)
         return
     configs = _chosen(arch, set_name, only, traced=trace)
@@ -168,7 +168,7 @@ def _compile_runtime(
         document = {"status": status, "path": str(library.path), **library.as_dict()}
         print(json.dumps(document, indent=1))
     else:
-        how = f"built in {library.seconds:.0f} s" if fresh else "there already"
+        how = f"built in {library.seconds:.0f} s" if fresh else "already built"
         print(f"{runtime_library.NAME}: {how}: {library.path}")
 
 
@@ -200,7 +200,7 @@ def _compile(
         with _ends_as_interrupted(), _progress(len(plan.units), silent=json_output) as observer:
             outcomes = driver.build_all(plan.units, root, tools, limit, observer)
     except KeyboardInterrupt:
-        complain("interrupted; what was built so far is kept")
+        complain("interrupted; kernels built so far are kept")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     failed = [outcome for outcome in outcomes if outcome.error]
     if not is_cache and not failed:
@@ -259,7 +259,7 @@ def _report(root: Path, plan: Plan, outcomes: Sequence[Outcome], seconds: float)
         complain(outcome.error)
     ready = [*plan.ready, *found]
     print(
-        f"{_count(built)} built in {seconds:.0f} s, {_count(ready)} there already, "
+        f"{_count(built)} built in {seconds:.0f} s, {_count(ready)} already built, "
         f"{sum(len(outcome.unit.configs) for outcome in failed)} failed: {root}"
     )
 
@@ -336,7 +336,7 @@ def _lines(total: int) -> Observer:
         def ended(self, outcome: Outcome) -> None:
             with self._lock:
                 self._ended += 1
-                how = "failed" if outcome.error else "built" if outcome.fresh else "there already"
+                how = "failed" if outcome.error else "built" if outcome.fresh else "already built"
                 print(
                     f"[{self._ended}/{total}] {outcome.unit.what}: {how}, {outcome.seconds:.0f} s"
                 )

@@ -104,7 +104,7 @@ def suite(
             _show_again(source, targets, quiet=quiet)
         return
     if resume and json_target is None:
-        refuse("--resume goes on with the results in --json FILE: say which")
+        refuse("--resume needs the results of the earlier run: pass --json FILE")
     from flux.bench.suite_ranks import OwnRanks, TorchrunRanks
 
     world = torchrun_or_own(nproc, hosts)
@@ -305,7 +305,7 @@ def _measure(
             ranks.done()
             refuse(str(error))
         if not quiet:
-            print(f"going on: {count} of {len(document['entries'])} are measured already")
+            print(f"resuming: {count} of {len(document['entries'])} are measured already")
 
     def save() -> None:
         if target is not None:
@@ -338,7 +338,7 @@ def _measure(
     for line in failed:
         complain(line)
     if interrupted:
-        again = "" if target is None else "; the same command with --resume goes on from here"
+        again = "" if target is None else "; run the same command with --resume to continue"
         complain(f"interrupted{again}")
         raise typer.Exit(EXIT_INTERRUPTED)
     if failed:

@@ -226,7 +226,7 @@ def _explain(
         believed = described or look(backend, [0], options.threads)[0][0]
     except (RuntimeError, OSError) as error:
         raise ValueError(
-            f"the {backend} device here cannot be looked at: {error}; --cluster describes another"
+            f"cannot query the {backend} device of this machine: {error}; pass --cluster"
         ) from error
     tried = space or _space(space_for(believed))
     documents = []
@@ -289,14 +289,14 @@ def _tune(
         with _journal(cache, searches, here, launcher, options, fresh=fresh) as journal:
             silent = json_output or not launcher.leads
             if journal is not None and journal.resumed and not silent:
-                print("going on with a run that was ended before it was done")
+                print("resuming an unfinished run")
             with observer(Console(), silent=silent) as watching:
                 Tuner(searches, launcher, here, cache, journal, options, watching).run()
     except KeyboardInterrupt:
-        complain("interrupted; the same command goes on from here")
+        complain("interrupted; run the same command again to resume")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except (OSError, Timeout) as error:  # a full disk, or a lock that another process holds
-        complain(f"cannot go on: {error}; the same command goes on from here")
+        complain(f"cannot continue: {error}; run the same command again to resume")
         raise typer.Exit(EXIT_FAILED) from None
     finally:
         if joined is not None:

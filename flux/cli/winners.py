@@ -42,7 +42,7 @@ def show(
     if entries:
         Console(width=max(Console().width, 140)).print(table)
     else:
-        print(f"no winners in {caches[0].directory}, and none came with flux; flux tune finds some")
+        print(f"no winners in {caches[0].directory}, and flux ships none; run flux tune")
     damaged = caches[0].damaged()
     if damaged:
         print(f"{len(damaged)} damaged file(s) were set aside in {caches[0].directory}")
@@ -89,7 +89,7 @@ def import_winners(
     except (OSError, Timeout) as error:
         refuse(f"cannot write to {cache.directory}: {error}")
     count = sum(len(entry.winners) for entry in entries)
-    print(f"took in {count} winners for {len(entries)} ops into {cache.directory}")
+    print(f"imported {count} winners for {len(entries)} ops into {cache.directory}")
 
 
 def clear(
@@ -111,11 +111,11 @@ def clear(
     everything = op is None and fingerprint is None
     if not yes:
         what = "all winners" if everything else f"the winners for {len(chosen)} ops"
-        typer.confirm(f"Forget {what} in {cache.directory}?", abort=True)
+        typer.confirm(f"Delete {what} in {cache.directory}?", abort=True)
     for key in chosen:
         cache.remove(key)
     if everything:
         for path in cache.damaged():
             path.unlink(missing_ok=True)
         shutil.rmtree(cache.root / "runs", ignore_errors=True)
-    print(f"forgot the winners for {len(chosen)} ops")
+    print(f"deleted the winners for {len(chosen)} ops")
