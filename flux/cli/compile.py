@@ -33,37 +33,44 @@ if TYPE_CHECKING:
 
 
 def compile_kernels(
-    arch: Annotated[str, typer.Option(help="Architectures, with commas between.")] = "80,90a",
-    set_name: Annotated[str, typer.Option("--set", help="minimal | default | full")] = "default",
+    arch: Annotated[
+        str, typer.Option(help="Architectures to build for, separated by commas.")
+    ] = "80,90a",
+    set_name: Annotated[
+        str, typer.Option("--set", help="Set of kernels: minimal | default | full.")
+    ] = "default",
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="Compilers at once; by cores and free memory if not given."),
+        typer.Option(min=1, help="Parallel compilations (default: by cores and free memory)."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Instead of the kernel cache.")
+        Path | None, typer.Option(metavar="DIR", help="Write to DIR instead of the kernel cache.")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Only kernels whose name has this in it.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Build only kernels whose name contains TEXT."),
     ] = None,
     list_only: Annotated[
-        bool, typer.Option("--list", help="Show the kernels, and which are built; build nothing.")
+        bool, typer.Option("--list", help="List kernels and whether they are built; build nothing.")
     ] = False,
     runtime: Annotated[
         bool,
         typer.Option(
             "--runtime",
-            help="Build libflux_nvshmem instead of kernels: for ranks on several nodes. Needs the "
-            "nvidia-nvshmem package, too.",
+            help="Build libflux_nvshmem, for ranks on several nodes, instead of kernels. Needs "
+            "the nvidia-nvshmem package too.",
         ),
     ] = False,
     trace: Annotated[
         bool,
         typer.Option(
             "--trace",
-            help="Build kernels that put down what they do, for `flux trace`; beside the others.",
+            help="Build kernels that record time stamps for `flux trace`, next to the others.",
         ),
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
 ) -> None:
     """Build CUDA kernels ahead of time. Needs nvcc and CUTLASS, but no GPU.
 

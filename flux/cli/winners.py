@@ -14,7 +14,9 @@ from flux.cli.terminal import refuse
 
 
 def show(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
 ) -> None:
     """List all winners: those tuned here or imported, then those shipped with flux."""
     from rich import box
@@ -49,7 +51,7 @@ def show(
 
 
 def export(
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write; - is stdout.")],
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; - is stdout.")],
 ) -> None:
     """Write all winners of this cache into one file, for `flux tune import` elsewhere."""
     from flux.choice.cache import Cache, cache_root
@@ -69,7 +71,9 @@ def export(
 
 
 def import_winners(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="What `flux tune export` wrote.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="File that `flux tune export` wrote.")
+    ],
 ) -> None:
     """Add winners of a file to this cache. Of two for the same shape, the newer one stays."""
     from filelock import Timeout
@@ -93,11 +97,12 @@ def import_winners(
 
 
 def clear(
-    op: Annotated[str | None, typer.Option(help="Only of this op.")] = None,
+    op: Annotated[str | None, typer.Option(help="Delete only winners of this op.")] = None,
     fingerprint: Annotated[
-        str | None, typer.Option(help="Only of machines whose fingerprint begins so.")
+        str | None,
+        typer.Option(help="Delete only winners of machines with this fingerprint prefix."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without confirmation.")] = False,
 ) -> None:
     """Delete winners, and interrupted runs. Winners shipped with flux stay."""
     from flux.choice.cache import Cache, cache_root
