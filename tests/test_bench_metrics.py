@@ -17,7 +17,7 @@ from flux.bench import metrics, report
 milliseconds = st.floats(1e-3, 1e5)
 
 
-def test_by_hand() -> None:
+def test_metrics_match_a_hand_computed_example() -> None:
     # 10 ms of GEMM, 6 ms of collective, 17 ms unfused (1 ms lost between them), 12 ms fused.
     got = metrics.evaluate(overall_ms=12, gemm_non_split_ms=10, comm_ms=6, non_overlap_ms=17)
     assert got.ect_ms == 2
@@ -40,7 +40,7 @@ def test_the_papers_readme_example() -> None:
     assert got == pytest.approx(1 - 0.091 / 0.721)
 
 
-def test_unfused_hides_nothing_and_a_slower_method_less_than_nothing() -> None:
+def test_overlap_efficiency_is_zero_for_unfused_and_negative_for_slower_methods() -> None:
     same = metrics.evaluate(17, 10, 6, 17)
     assert (same.overlap_efficiency, same.bounded_efficiency) == (0, 0)
     assert same.speedup_vs_unfused == 1
@@ -135,7 +135,7 @@ def test_max_comes_before_median() -> None:
     assert metrics.median(metrics.slowest_rank(ranks)) == 9
 
 
-def test_refuses_what_has_no_answer() -> None:
+def test_undefined_metrics_raise() -> None:
     with pytest.raises(ValueError, match="same number of repeats"):
         metrics.slowest_rank([[1, 2], [1]])
     with pytest.raises(ValueError, match="no samples"):

@@ -89,7 +89,7 @@ def _ops_of_each_form(rank: int, world: int, config: ModelConfig) -> dict[str, l
     return counts
 
 
-def test_only_ours_use_our_ops(tiny: ModelConfig) -> None:
+def test_only_layers_of_flux_call_ops_of_flux(tiny: ModelConfig) -> None:
     # Four linear layers, each fused forward and backward; in decoding, the two that reduce.
     expected = {"compute": [0, 0, 0], "megatron": [0, 0, 0], "flux": [8, 4, 2]}
     assert run_ranks(2, _ops_of_each_form, tiny) == [expected] * 2
@@ -207,6 +207,6 @@ def test_the_table_and_the_exit_status(tmp_path: Path) -> None:
     ("arguments", "text"),
     [(["--nproc", "1"], "on one rank"), (["--json", "/proc/nowhere/x.json"], "cannot write")],
 )
-def test_what_the_command_refuses(arguments: list[str], text: str) -> None:
+def test_options_that_the_command_refuses(arguments: list[str], text: str) -> None:
     result = CliRunner().invoke(app, ["bench", "model", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and text in result.output

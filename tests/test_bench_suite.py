@@ -259,7 +259,7 @@ def test_usage_errors_measure_nothing(
 
 
 @pytest.mark.timeout(400)
-def test_beside_torchruns_ranks(shapes: str, tmp_path: Path) -> None:
+def test_suite_under_torchrun(shapes: str, tmp_path: Path) -> None:
     target, html = tmp_path / "out.json", tmp_path / "out.html"
     command = ["-m", "--", "flux", "bench", "suite", "--shapes", shapes, "--ops", "ag_gemm"]
     command += ["--json", str(target), "--repeats", "2"]
@@ -279,7 +279,7 @@ def test_beside_torchruns_ranks(shapes: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_dies_beside_torchruns_costs_one_attempt(tmp_path: Path) -> None:
+def test_a_dead_rank_under_torchrun_costs_one_attempt(tmp_path: Path) -> None:
     script = tmp_path / "suite_under_torchrun.py"
     script.write_text(
         f"""
@@ -334,7 +334,7 @@ def test_a_peer_takes_part_where_all_hosts_have_it(monkeypatch: pytest.MonkeyPat
         ([("", {"backend": "cpu"}), ("", {"backend": "cuda"})], "different plans"),
     ],
 )
-def test_all_ranks_refuse_what_one_cannot_do(
+def test_what_one_rank_cannot_do_raises_on_all_ranks(
     everybody: list[Any], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for leads in (True, False):
@@ -347,7 +347,9 @@ def test_all_ranks_refuse_what_one_cannot_do(
 
 
 @pytest.mark.timeout(240)
-def test_hosts_of_our_own(shapes: str, make_hosts: Callable[..., Any], tmp_path: Path) -> None:
+def test_hosts_made_of_network_namespaces(
+    shapes: str, make_hosts: Callable[..., Any], tmp_path: Path
+) -> None:
     make_hosts(2).close()  # skips where there can be none
     target, html = tmp_path / "out.json", tmp_path / "out.html"
     options = ["--shapes", shapes, "--m", "64", "--hosts", "2", "--link-rate", "1gbit"]
@@ -408,9 +410,7 @@ def test_a_shape_that_fails_does_not_end_the_run(
     assert "error" not in results.load(target)["entries"][0]
 
 
-def test_wrong_results_are_told_by_the_exit_status(
-    shapes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_results_set_the_exit_status(shapes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def spawned(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
         made = measurement(config)
         wrong = replace(made.methods[2], metrics=None, complaints=["flux: rank 0: 3 are wrong"])
@@ -443,7 +443,7 @@ def test_the_budget_ends_the_run_between_shapes(
     assert [config.problem.m for config in quick] == [5, 64, 6]
 
 
-def test_going_on_needs_the_same_run(shapes: str, quick: list[BenchConfig], tmp_path: Path) -> None:
+def test_resuming_needs_the_same_run(shapes: str, quick: list[BenchConfig], tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     options = ["--shapes", shapes, "--json", str(target)]
     assert invoke(*options, "--resume").exit_code == 0, "nothing there yet: begins anew"
@@ -467,7 +467,7 @@ def test_going_on_needs_the_same_run(shapes: str, quick: list[BenchConfig], tmp_
 
 
 @pytest.mark.timeout(180)
-def test_an_interrupted_suite_leaves_what_it_has(shapes: str, tmp_path: Path) -> None:
+def test_an_interrupted_suite_keeps_its_results(shapes: str, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     command = [sys.executable, "-m", "flux", "bench", "suite", "--shapes", shapes]
     command += ["--json", str(target), "--m", "64,65,66,67", "--repeats", "60"]
@@ -528,7 +528,7 @@ def test_a_peer_that_raises_is_left_out_of_that_shape() -> None:
     assert second == (["good", "bad"], {"good": None, "bad": None})
 
 
-def test_peers_are_left_out_when_a_rank_dies_and_nobody_knows_why() -> None:
+def test_all_peers_are_excluded_when_a_rank_dies_and_no_peer_is_named() -> None:
     def fails(names: tuple[str, ...]) -> str | None:
         return "rank 1: killed by SIGSEGV" if names else None
 

@@ -472,7 +472,7 @@ def far_too_large(rank: int, world: int) -> tuple[str, float]:
     return str(caught.value), took
 
 
-def test_more_shared_memory_than_there_is() -> None:
+def test_too_much_shared_memory_raises_on_all_ranks() -> None:
     with nothing_left_in_shared_memory(), fresh_ranks(3) as ranks:
         for text, took in ranks.run(far_too_large, timeout=30):
             assert re.search(

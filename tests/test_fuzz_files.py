@@ -69,7 +69,9 @@ NO_FILES: dict[str, Callable[[Path], None]] = {
 @pytest.mark.timeout(60)  # a pipe that is waited for
 @pytest.mark.parametrize("what", NO_FILES)
 @pytest.mark.parametrize("name", ON_DISK)
-def test_what_is_no_file_is_not_waited_for(name: str, what: str, tmp_path: Path) -> None:
+def test_what_is_not_a_regular_file_is_refused_without_waiting(
+    name: str, what: str, tmp_path: Path
+) -> None:
     kind = KINDS[name]
     path = place(kind, tmp_path / "files", b"")
     path.unlink()
@@ -146,7 +148,7 @@ def test_json_is_regular(text: bytes, complaint: str) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_json_may_be_as_deep_and_large_as_is_said() -> None:
+def test_json_is_limited_in_depth_and_size() -> None:
     assert datafile.parse_json(b"[" * 64 + b"]" * 64)
     assert datafile.parse_json(f"[{2**64}, {-(2**64)}]".encode()) == [2**64, -(2**64)]
 
@@ -199,7 +201,7 @@ def _refused(read: Callable[[Path], object], file: Path, text: str) -> str:
     return str(caught.value).removeprefix(f"{file}: ")
 
 
-def test_layers_and_workloads_make_no_size_that_is_too_large(tmp_path: Path) -> None:
+def test_layers_and_workloads_with_too_large_sizes_are_refused(tmp_path: Path) -> None:
     text = KINDS["shapes of a model"].sample.decode()
     assert "hidden = 4096" in text
     large = text.replace("hidden = 4096", "hidden = 4096 # as ever").replace(
@@ -287,7 +289,7 @@ def test_an_export_says_which_entry_is_damaged(tmp_path: Path) -> None:
             kind.read(file)
 
 
-def test_a_cache_that_cannot_be_listed_is_said(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_listed_is_reported(tmp_path: Path) -> None:
     (tmp_path / "v1").symlink_to("v1")
     with pytest.warns(RuntimeWarning, match="cannot be read: Too many levels of symbolic links"):
         assert list(Cache(tmp_path).entries()) == []
@@ -322,7 +324,7 @@ def test_damaged_events_of_a_journal_are_ignored(event: dict[str, Any], tmp_path
     assert found.checked == {"two"}
 
 
-def test_a_whole_last_line_that_is_no_event_is_damage(tmp_path: Path) -> None:
+def test_a_complete_last_line_that_is_not_an_event_is_damage(tmp_path: Path) -> None:
     with Journal(tmp_path, "run", {}) as journal:
         path = journal.path
     whole = path.read_bytes()
@@ -434,7 +436,7 @@ def test_events_of_a_trace_are_checked(key: str, value: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["1.2.3 Gb/sec", "... Gb/sec", "²", "1.2.3", "9" * 400, "-1"])
-def test_numbers_of_the_kernel_that_are_none_count_as_unknown(text: str, tmp_path: Path) -> None:
+def test_bad_numbers_from_the_kernel_count_as_unknown(text: str, tmp_path: Path) -> None:
     cpu = f"cpu MHz : {text.removesuffix(' Gb/sec')}\n"
     for name, content in {"rate": text, "numbers": text, "cpu": cpu}.items():
         (tmp_path / name).mkdir()

@@ -288,7 +288,7 @@ def test_what_is_built_ahead_replaces_no_other_build(sandbox: Sandbox) -> None:
     assert len(found.kernels) == len(SM90) and not found.traced and len(found.stale) == 2
 
 
-def test_manifests_of_before_are_of_no_trace_build(sandbox: Sandbox) -> None:
+def test_manifests_of_older_versions_are_not_trace_builds(sandbox: Sandbox) -> None:
     sandbox.compile("--set", "minimal", "--arch", "90a")
     for path in sandbox.built():
         content = json.loads(path.with_suffix(".json").read_text())

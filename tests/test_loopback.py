@@ -230,7 +230,7 @@ def test_epochs_wrap(device: EmulatedDevice) -> None:
                 inputs.check(out, 0)
 
 
-def test_what_is_provided_stays_for_later_calls(device: EmulatedDevice) -> None:
+def test_provided_data_stays_for_later_calls(device: EmulatedDevice) -> None:
     device.set_delay(300)
     for op in OPS:
         p = problem(op, 9)
@@ -310,7 +310,7 @@ def test_calls_that_were_not_provided_for_are_refused(device: EmulatedDevice) ->
             inputs.check(out, 0)
 
 
-def test_what_is_provided_is_checked(device: EmulatedDevice) -> None:
+def test_provided_data_is_checked(device: EmulatedDevice) -> None:
     gather, scatter, reduce = (problem(op, 16, n=6, k=4) for op in OPS)
     rows, wide = torch.zeros(8, 4, dtype=BF16), torch.zeros(8, 6, dtype=BF16)
     with LoopbackWorld(2, device) as ranks, LoopbackWorld(2, device) as others:

@@ -342,5 +342,5 @@ def _fallbacks(rank: int, world: int) -> None:
             eligible.logger.removeHandler(listener)
 
 
-def test_what_is_not_fused_is_said_once() -> None:
+def test_what_is_not_fused_is_logged_once() -> None:
     run_ranks(2, _fallbacks)

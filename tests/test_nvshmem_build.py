@@ -64,9 +64,7 @@ def test_it_is_built_once(sandbox: Sandbox, tools: RuntimeTools) -> None:
     }
 
 
-def test_what_it_is_made_of_decides_whether_it_is_built(
-    sandbox: Sandbox, tools: RuntimeTools
-) -> None:
+def test_it_is_built_again_when_an_input_changes(sandbox: Sandbox, tools: RuntimeTools) -> None:
     assert make(sandbox, tools)
     newer = toolchain.Tool("3.9.0", tools.nvshmem.path, tools.nvshmem.origin)
     assert make(sandbox, RuntimeTools(tools.tools, newer))

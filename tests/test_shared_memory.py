@@ -31,7 +31,7 @@ def descriptor() -> Iterator[int]:
     os.close(made)
 
 
-def test_segments_are_looked_at_before_they_are_mapped(descriptor: int) -> None:
+def test_segments_are_checked_before_they_are_mapped(descriptor: int) -> None:
     segment = shm.segment_of(descriptor)
     assert os.fstat(descriptor).st_nlink == 0, "it has a name"
     assert shm.attach(segment, 8192).nbytes == 8192
@@ -65,7 +65,7 @@ def in_child(body: Callable[[], str]) -> str:
     return text
 
 
-def test_a_process_that_may_not_be_looked_into() -> None:
+def test_a_process_that_cannot_be_inspected() -> None:
     """As after prctl(PR_SET_DUMPABLE, 0), or of a program with privileges of its own."""
 
     def as_nobody() -> str:
@@ -143,7 +143,7 @@ def unreachable(rank: int, world: int) -> str:
     return text
 
 
-def test_all_ranks_hear_of_memory_that_cannot_be_opened() -> None:
+def test_memory_that_cannot_be_opened_raises_on_all_ranks() -> None:
     for text in run_ranks(3, unreachable):
         assert re.search(r"AGGemm: rank 1 cannot allocate \d+ .*denied: /proc/1/fd/9", text), text
 

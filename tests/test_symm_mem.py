@@ -192,7 +192,7 @@ def _no_kernel(rank: int, world: int, library: Path) -> None:
         flux.GemmRS(max_m=8, n=8, k=8, dtype=BF16, backend="cuda")
 
 
-def test_a_rank_without_a_kernel_is_heard_of_everywhere(library: Path) -> None:
+def test_a_rank_without_a_kernel_raises_on_all_ranks(library: Path) -> None:
     run(2, _no_kernel, library)
 
 

@@ -173,7 +173,7 @@ def test_a_late_rank_is_waited_for(way: str) -> None:
     assert waited(1, 0) < 50e3
 
 
-def test_what_has_no_room_is_counted() -> None:
+def test_events_beyond_the_capacity_are_counted() -> None:
     (trace, _), _ = run_ranks(2, traced, "gemm_rs", KNOBS["push"], "", -1, 3)
     assert trace.dropped > 0
     lanes = {(e.rank, e.lane) for e in trace.events}
