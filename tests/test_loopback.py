@@ -299,7 +299,7 @@ def test_calls_that_were_not_provided_for_are_refused(device: EmulatedDevice) ->
         p = problem(op, 16)
         with LoopbackWorld(2, device) as ranks, p.build(ranks.rank()) as built:
             inputs, other = Inputs(p, 16, 2, seed=1), Inputs(p, 15, 2, seed=1)
-            with pytest.raises(ValueError, match=r"the peers have no data:  .* with M = 16"):
+            with pytest.raises(ValueError, match=r"the peers have no data: .* with M = 16"):
                 inputs.call(built, 0)
             provide(ranks, built, inputs)
             with pytest.raises(ValueError, match="provided for M = 16, got a call with M = 15"):
