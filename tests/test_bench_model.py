@@ -118,7 +118,7 @@ def test_a_wrong_result_has_no_speed(tiny: ModelConfig) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"world": 1}, "on one rank"),
+        ({"world": 1}, "world must be at least 2, got 1"),
         ({"sequence": 0}, "sequence must be at least 1"),
         ({"repeats": 0}, "repeats must be at least 1"),
         ({"sequence": 7}, "not divisible by 2 ranks"),
