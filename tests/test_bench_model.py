@@ -205,7 +205,10 @@ def test_the_table_and_the_exit_status(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [(["--nproc", "1"], "on one rank"), (["--json", "/proc/nowhere/x.json"], "cannot write")],
+    [
+        (["--nproc", "1"], "world must be at least 2"),
+        (["--json", "/proc/nowhere/x.json"], "cannot write"),
+    ],
 )
 def test_options_that_the_command_refuses(arguments: list[str], text: str) -> None:
     result = CliRunner().invoke(app, ["bench", "model", *arguments], env={"COLUMNS": "200"})
