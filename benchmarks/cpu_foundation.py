@@ -50,8 +50,8 @@ HEADER += ["overlap eff", "bounded eff", "medium/unfused", "flux/unfused"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
-    parser.add_argument("--quick", action="store_true", help="15 repeats everywhere")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, help="ops to measure")
+    parser.add_argument("--quick", action="store_true", help="take 15 repeats for every shape")
     options, extra = parser.parse_known_args()
     documents = []
     for op in options.ops:

@@ -52,10 +52,10 @@ def file_name(op: str, m: int, world: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
-    parser.add_argument("--worlds", nargs="+", type=int, default=WORLDS)
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--repeats", type=int, help="instead of a number that depends on M")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, help="ops to measure")
+    parser.add_argument("--worlds", nargs="+", type=int, default=WORLDS, help="numbers of ranks")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows M")
+    parser.add_argument("--repeats", type=int, help="timed repeats (default: depends on M)")
     options, extra = parser.parse_known_args()
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -257,9 +257,9 @@ def tables(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--flat-calls", type=int, default=10_000)
+    parser.add_argument("--calls", type=int, default=2000, help="calls per repeat")
+    parser.add_argument("--repeats", type=int, default=21, help="timed repeats")
+    parser.add_argument("--flat-calls", type=int, default=10_000, help="calls of the memory check")
     options = vars(parser.parse_args())
     found = run_ranks(measure, options, WORLD)
     content = {

@@ -233,7 +233,7 @@ def orders(content: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         device = NullDevice(build(Path(folder)))

@@ -344,11 +344,13 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plain", action="store_true", help="let every plain kernel multiply once")
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--json", type=Path, help="file to write or continue")
+    parser.add_argument(
+        "--plain", action="store_true", help="only run every plain kernel once, and check it"
+    )
+    parser.add_argument("--rounds", type=int, default=21, help="interleaved rounds of timing")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows M")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="data type of inputs")
     options = parser.parse_args()
     device = CudaDevice()
     if options.plain:

@@ -129,10 +129,10 @@ def write(path: Path, shapes: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=Path)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192], help="M")
+    parser.add_argument("json", type=Path, help="file to write or continue")
+    parser.add_argument("--repeats", type=int, default=15, help="timed repeats")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192], help="rows M")
     parser.add_argument(
         "--tiles", type=int, nargs="+", default=[1, 4, 16], help="communication tiles per chunk"
     )

@@ -231,7 +231,7 @@ def comparison_table(document: dict[str, Any], worst: int = 6) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=Path)
+    parser.add_argument("json", type=Path, help="file to write the results to")
     options = parser.parse_args()
     model = nvidia_heuristics.estimator(GPU)
     try:

@@ -84,9 +84,9 @@ def table(documents: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", help="all by default")
-    parser.add_argument("--links", nargs="*", default=LINKS)
-    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--models", nargs="*", help="models to measure (default: all)")
+    parser.add_argument("--links", nargs="*", default=LINKS, help="rates of links between hosts")
+    parser.add_argument("--repeats", type=int, default=11, help="timed repeats")
     options = parser.parse_args()
     wanted = runs(options.models, options.links)
     print(table([run(*case, options.repeats) for case in wanted]))

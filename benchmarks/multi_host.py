@@ -144,12 +144,14 @@ def tables(documents: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
-    parser.add_argument("--layouts", nargs="+", default=["2x1", "2x2"], help="HOSTSxRANKS")
-    parser.add_argument("--rates", nargs="+", default=RATES)
-    parser.add_argument("--shapes", nargs="+", help="MxNxK")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--no-flat", action="store_true", help="skip order=direct on 2x2")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, help="ops to measure")
+    parser.add_argument(
+        "--layouts", nargs="+", default=["2x1", "2x2"], help="hosts x ranks of each"
+    )
+    parser.add_argument("--rates", nargs="+", default=RATES, help="rates of links, such as 1gbit")
+    parser.add_argument("--shapes", nargs="+", help="problems MxNxK")
+    parser.add_argument("--repeats", type=int, default=10, help="timed repeats")
+    parser.add_argument("--no-flat", action="store_true", help="do not measure order=direct on 2x2")
     options = parser.parse_args()
     shapes = [tuple(map(int, s.split("x"))) for s in options.shapes or []] or SHAPES
     documents = {}

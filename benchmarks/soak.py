@@ -656,13 +656,13 @@ def own_shared_memory() -> Iterator[bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes to run")
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks")
+    parser.add_argument("--seed", type=int, default=1, help="seed of calls and faults")
     parser.add_argument(
-        "--noticed", type=float, default=1.0, help="seconds in which survivors have to raise"
+        "--noticed", type=float, default=1.0, help="seconds within which survivors must raise"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:

@@ -86,9 +86,9 @@ def calls(argument: dict[str, Any], rank: int, progress: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--layout", default="2x2", help="HOSTSxRANKS")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--calls", type=int, default=1000, help="number of calls")
+    parser.add_argument("--layout", default="2x2", help="hosts x ranks of each")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the stalls")
     options = vars(parser.parse_args())
     count, ranks = map(int, options["layout"].split("x"))
     places = [index // ranks for index in range(count * ranks)]

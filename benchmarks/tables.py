@@ -190,7 +190,9 @@ def made() -> Iterator[tuple[Path, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a page differs"
+    )
     options = parser.parse_args()
     outdated = [
         (path, text)

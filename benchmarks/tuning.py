@@ -375,12 +375,16 @@ def table(search: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-1])
-    parser.add_argument("--file", default="cpu-small", help="shapes of `search`")
-    parser.add_argument("--shapes", type=int, default=12, help="how many of them")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--longest-s", type=float, default=12.0, help="before a kill")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-1], help="parts to run"
+    )
+    parser.add_argument("--file", default="cpu-small", help="file of shapes for `search`")
+    parser.add_argument("--shapes", type=int, default=12, help="number of its shapes")
+    parser.add_argument("--kills", type=int, default=20, help="number of kill -9")
+    parser.add_argument(
+        "--longest-s", type=float, default=12.0, help="seconds before a kill, at most"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of times and inputs")
     parser.add_argument("--out", default=(ROOT / RESULTS / "tuning.json").as_posix())
     options = parser.parse_args()
     target = Path(options.out)

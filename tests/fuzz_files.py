@@ -549,10 +549,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--cases", type=int, default=10_000, help="of each kind")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", help="only kinds with this in their name")
-    parser.add_argument("--json", type=Path, help="where to write the counts")
+    parser.add_argument("--cases", type=int, default=10_000, help="damaged files of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the damage")
+    parser.add_argument("--kind", help="read only kinds whose name contains this")
+    parser.add_argument("--json", type=Path, help="file to write the counts to")
     options = parser.parse_args()
     counts: dict[str, dict[str, Any]] = {}
     if options.json is not None and options.json.exists():  # keep kinds that are not read now

@@ -113,7 +113,7 @@ class LateRanks(Ranks):
         return [unfused, Late(fused)]
 
 
-def test_a_wrong_rank_has_no_speed(machine: EmulatedDevice) -> None:
+def test_a_wrong_result_of_one_rank_shows_no_time(machine: EmulatedDevice) -> None:
     config = config_of("gemm_rs", "virtual", repeats=3)  # the last inputs differ from the first
     found = measure(config, 0, place=LateRanks(config, 0))
     unfused, fused = found.methods
@@ -136,7 +136,7 @@ def test_peers_that_bring_something_else(
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_what_peers_are_sent_is_looked_at(
+def test_rows_sent_to_peers_are_checked(
     machine: EmulatedDevice, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the last byte of every copy and store to a peer got lost."""
@@ -173,7 +173,7 @@ def command(machine: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
     return invoke
 
 
-def test_virtual_as_a_person_sees_it(command: Any, tmp_path: Path) -> None:
+def test_terminal_output_of_virtual(command: Any, tmp_path: Path) -> None:
     target = tmp_path / "found.json"
     result = command("--transport", "virtual", "--nproc", "3", "--json", str(target))
     assert result.exit_code == 0, result.output
@@ -186,7 +186,7 @@ def test_virtual_as_a_person_sees_it(command: Any, tmp_path: Path) -> None:
     assert all(m["overlap_efficiency"] is None for m in content["methods"].values())
 
 
-def test_loopback_as_a_person_sees_it(command: Any) -> None:
+def test_terminal_output_of_loopback(command: Any) -> None:
     result = command("--backend", "cuda", "--transport", "loopback")
     assert result.exit_code == 0, result.output
     assert "2 ranks, cuda/loopback" in result.output
@@ -196,21 +196,23 @@ def test_loopback_as_a_person_sees_it(command: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--backend", "cuda", "--nproc", "4"), "4 ranks need a GPU each, and there is 1"),
+        (("--backend", "cuda", "--nproc", "4"), "4 ranks need a GPU each, and torch sees 1"),
         (("--backend", "cuda"), "--transport virtual (all ranks on it: results, no times)"),
         (("--transport", "virtual", "--nproc", "16"), "takes --nproc 1 to 15, got 16"),
         (("--transport", "loopback", "--nproc", "1"), "takes --nproc 2 to 15, got 1"),
         (("--backend", "cuda", "--transport", "shm"), "transports symm_mem, virtual, loopback"),
-        (("--backend", "cuda", "--hosts", "2"), "--hosts makes hosts that have no GPUs"),
+        (("--backend", "cuda", "--hosts", "2"), "--hosts creates hosts without GPUs"),
     ],
 )
-def test_what_one_gpu_cannot_do(command: Any, arguments: tuple[str, ...], text: str) -> None:
+def test_options_that_one_gpu_does_not_support(
+    command: Any, arguments: tuple[str, ...], text: str
+) -> None:
     result = command(*arguments)
     assert result.exit_code == 2
     assert text in " ".join(result.stderr.split())
 
 
-def test_no_gpu_is_one_line() -> None:
+def test_a_missing_gpu_is_an_error_of_one_line() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     result = CliRunner().invoke(app, ["bench", "op", "--backend", "cuda"])
@@ -223,9 +225,9 @@ def test_torchrun() -> None:
     config = config_of("ag_gemm", None, world=8)
     assert gpu.reason_unsupported(config, gpus=4, ranks_here=4) is None
     assert gpu.reason_unsupported(replace(config, hosts="2"), gpus=4, ranks_here=4) is None
-    assert "8 ranks need a GPU each, and there are 4" in str(gpu.reason_unsupported(config, 4, 8))
+    assert "8 ranks need a GPU each, and torch sees 4" in str(gpu.reason_unsupported(config, 4, 8))
     virtual = config_of("ag_gemm", "virtual")
-    assert "leave out torchrun" in str(gpu.reason_unsupported(virtual, 4, 2))
+    assert "without torchrun" in str(gpu.reason_unsupported(virtual, 4, 2))
 
 
 def _without_gpus(rank: int, world: int) -> str:
@@ -234,7 +236,7 @@ def _without_gpus(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_hear_of_one_that_has_no_gpu() -> None:
+def test_a_rank_without_gpu_raises_on_all_ranks() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with fresh_ranks(2) as ranks:

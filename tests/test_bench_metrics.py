@@ -17,7 +17,7 @@ from flux.bench import metrics, report
 milliseconds = st.floats(1e-3, 1e5)
 
 
-def test_by_hand() -> None:
+def test_metrics_match_a_hand_computed_example() -> None:
     # 10 ms of GEMM, 6 ms of collective, 17 ms unfused (1 ms lost between them), 12 ms fused.
     got = metrics.evaluate(overall_ms=12, gemm_non_split_ms=10, comm_ms=6, non_overlap_ms=17)
     assert got.ect_ms == 2
@@ -40,7 +40,7 @@ def test_the_papers_readme_example() -> None:
     assert got == pytest.approx(1 - 0.091 / 0.721)
 
 
-def test_unfused_hides_nothing_and_a_slower_method_less_than_nothing() -> None:
+def test_overlap_efficiency_is_zero_for_unfused_and_negative_for_slower_methods() -> None:
     same = metrics.evaluate(17, 10, 6, 17)
     assert (same.overlap_efficiency, same.bounded_efficiency) == (0, 0)
     assert same.speedup_vs_unfused == 1
@@ -135,7 +135,7 @@ def test_max_comes_before_median() -> None:
     assert metrics.median(metrics.slowest_rank(ranks)) == 9
 
 
-def test_refuses_what_has_no_answer() -> None:
+def test_undefined_metrics_raise() -> None:
     with pytest.raises(ValueError, match="same number of repeats"):
         metrics.slowest_rank([[1, 2], [1]])
     with pytest.raises(ValueError, match="no samples"):
@@ -190,9 +190,9 @@ def _measured(fused: list[float], unfused: list[float], gemm_ms: float) -> dict[
         ([7.0, 7.1, 6.9] * 3, [10.0, 10.1, 9.9] * 3, 6.0, ["30% less time", "40% of", "hid 75%"]),
         ([5.0, 5.1, 4.9] * 3, [10.0, 10.1, 9.9] * 3, 6.0, ["50% less time", "hid all of it"]),
         ([12.0, 12.1, 11.9] * 3, [10.0, 10.1, 9.9] * 3, 6.0, ["20% more time", "hid none"]),
-        ([9.0, 11.0, 10.0] * 3, [10.0, 9.0, 11.0] * 3, 6.0, ["No difference that 9 repeats"]),
+        ([9.0, 11.0, 10.0] * 3, [10.0, 9.0, 11.0] * 3, 6.0, ["9 repeats show no difference"]),
         ([9.5, 9.5, 9.5] * 3, [10.0, 10.1, 9.9] * 3, 9.6, ["4% of", "little to hide"]),
-        ([7.0, 7.1], [10.0, 10.1], 6.0, ["2 repeats are too few to tell"]),
+        ([7.0, 7.1], [10.0, 10.1], 6.0, ["2 repeats are too few to compare"]),
     ],
 )
 def test_a_conclusion_in_plain_words(

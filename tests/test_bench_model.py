@@ -89,7 +89,7 @@ def _ops_of_each_form(rank: int, world: int, config: ModelConfig) -> dict[str, l
     return counts
 
 
-def test_only_ours_use_our_ops(tiny: ModelConfig) -> None:
+def test_only_layers_of_flux_call_ops_of_flux(tiny: ModelConfig) -> None:
     # Four linear layers, each fused forward and backward; in decoding, the two that reduce.
     expected = {"compute": [0, 0, 0], "megatron": [0, 0, 0], "flux": [8, 4, 2]}
     assert run_ranks(2, _ops_of_each_form, tiny) == [expected] * 2
@@ -118,7 +118,7 @@ def test_a_wrong_result_has_no_speed(tiny: ModelConfig) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"world": 1}, "on one rank"),
+        ({"world": 1}, "world must be at least 2, got 1"),
         ({"sequence": 0}, "sequence must be at least 1"),
         ({"repeats": 0}, "repeats must be at least 1"),
         ({"sequence": 7}, "not divisible by 2 ranks"),
@@ -126,9 +126,9 @@ def test_a_wrong_result_has_no_speed(tiny: ModelConfig) -> None:
         ({"dtype": "float16"}, "float32 or bfloat16"),
         ({"link_rate": "1gbit"}, "at least 2 hosts"),
         ({"scale": 0}, "scale must be at least 1"),
-        ({"scale": 5}, "cannot be divided by 5"),
+        ({"scale": 5}, "must be divisible by 5"),
         ({"model": "no-such-model"}, "no file no-such-model"),
-        ({"model": "flux-paper"}, "not the [layer] of a model"),
+        ({"model": "flux-paper"}, "expected the [layer] of a model"),
     ],
     ids=str,
 )
@@ -205,8 +205,11 @@ def test_the_table_and_the_exit_status(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [(["--nproc", "1"], "on one rank"), (["--json", "/proc/nowhere/x.json"], "cannot write")],
+    [
+        (["--nproc", "1"], "world must be at least 2"),
+        (["--json", "/proc/nowhere/x.json"], "cannot write"),
+    ],
 )
-def test_what_the_command_refuses(arguments: list[str], text: str) -> None:
+def test_options_that_the_command_refuses(arguments: list[str], text: str) -> None:
     result = CliRunner().invoke(app, ["bench", "model", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and text in result.output

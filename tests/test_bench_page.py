@@ -143,7 +143,7 @@ def test_text_is_escaped_and_nothing_is_fetched() -> None:
     assert '<b>"never"</b>' in words
 
 
-def test_absent_peers_and_what_failed_are_named() -> None:
+def test_absent_peers_and_failures_are_named() -> None:
     words = " ".join("".join(Elements(page.render(document())).text).split())
     for name, reason in suite_data.ABSENT.items():
         assert name in words
@@ -151,12 +151,12 @@ def test_absent_peers_and_what_failed_are_named() -> None:
     assert (
         "gemm_rs 8192 x 12288 x 49152: failed. RankFailedError: rank 1: killed by SIGKILL" in words
     )
-    assert "gemm_rs 4096 x 12288 x 49152: skipped. the time was over" in words
+    assert "gemm_rs 4096 x 12288 x 49152: skipped. not started: --budget was used up" in words
     assert "peer te_userbuffers: RuntimeError: <none>" in words
     assert "10 of 12" in words
 
 
-def test_a_page_of_nothing() -> None:
+def test_a_page_without_results() -> None:
     made = document(timeline=None)
     for entry in made["entries"]:
         entry["status"] = "pending"
@@ -228,7 +228,7 @@ def test_grid_lines_are_round() -> None:
 # -- the document ----------------------------------------------------------------------------------
 
 
-def test_documents_survive_their_file(tmp_path: Path) -> None:
+def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
     made = document()
     target = tmp_path / "folder" / "results.json"
     results.save(made, target)
@@ -275,7 +275,7 @@ def _broken(change: str) -> Any:
     [
         ("list", "not results of `flux bench suite --json`"),
         ("foreign", "not results of `flux bench suite --json`"),
-        ("version", "version 1 was expected, got 99"),
+        ("version", "version: expected 1, got 99"),
         ("no entries", "entries: expected a list, got None"),
         ("status", "entries[0].status"),
         ("no result", "entries[0].result: expected an object, got None"),
@@ -296,10 +296,10 @@ def test_foreign_and_damaged_documents_are_refused(change: str, words: str, tmp_
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, NaN]", "\x00", "[" * 100_000])
-def test_what_is_no_json_is_refused(text: str, tmp_path: Path) -> None:
+def test_invalid_json_is_refused(text: str, tmp_path: Path) -> None:
     target = tmp_path / "results.json"
     target.write_text(text)
-    with pytest.raises(ValueError, match="damaged, or no JSON"):
+    with pytest.raises(ValueError, match="damaged, or not JSON"):
         results.load(target)
 
 

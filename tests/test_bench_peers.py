@@ -115,7 +115,7 @@ def test_another_flux_is_not_byte_flux(byte_flux: Any) -> None:
     assert reason is not None and "is not byte-flux" in reason
 
 
-def test_an_interpreter_without_it(byte_flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_without_byte_flux(byte_flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_flux(package="raise ImportError('libflux_cuda.so is missing')\n")
     reason = byte_flux_adapter.ByteFlux().available()
     assert reason is not None and reason.endswith("ImportError: libflux_cuda.so is missing")
@@ -129,7 +129,7 @@ def test_an_interpreter_without_it(byte_flux: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_everybody_says_why_not_here() -> None:
+def test_each_peer_says_why_it_is_unavailable() -> None:
     reasons = survey(EVERYBODY)
     assert list(reasons) == NAMES
     assert all(reason for reason in reasons.values())
@@ -151,7 +151,7 @@ def test_a_library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "OSError: libcublasMp.so.0: cannot open" in str(peer.available())
 
 
-def test_what_each_cannot_compute() -> None:
+def test_problems_that_each_peer_does_not_support() -> None:
     cuda = {"backend": "cuda"}
     assert set(unsupported(config(**cuda), EVERYBODY).values()) == {None}
     assert set(unsupported(config("gemm_rs", **cuda), EVERYBODY).values()) == {None}
@@ -177,7 +177,7 @@ def test_peers_have_names_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "no Python package"),
+        (None, "not a Python package"),
         ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of"),
         ("", "has no attribute 'PEERS'"),
         ("from flux.bench.peers import PEERS", "need different names, got async_tp, async_tp"),
@@ -203,5 +203,5 @@ def test_a_package_whose_name_is_taken(tmp_path: Path, monkeypatch: pytest.Monke
         load(tmp_path / "peers")
 
 
-def test_without_a_package_there_is_pytorch() -> None:
+def test_pytorch_is_the_peer_without_a_package() -> None:
     assert load(None) == PEERS

@@ -230,11 +230,11 @@ def test_sweeps_halve_the_chunk() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--shapes", "nothing.toml"], "no file nothing.toml; of shapes flux comes with"),
+        (["--shapes", "nothing.toml"], "no file nothing.toml; shapes shipped with flux: "),
         (["--ops", "gemm_ar"], "--ops gemm_ar: the file has ag_gemm, gemm_rs"),
         (["--m", "x"], "--m must be integers >= 1"),
         (["--budget", "soon"], "a duration must look like"),
-        (["--resume"], "--resume goes on with the results in --json FILE"),
+        (["--resume"], "--resume needs the results of the earlier run: pass --json FILE"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--backend", "tpu"], "--backend must be cpu or cuda"),
         (["--backend", "cuda"], "needs a CUDA device"),
@@ -259,7 +259,7 @@ def test_usage_errors_measure_nothing(
 
 
 @pytest.mark.timeout(400)
-def test_beside_torchruns_ranks(shapes: str, tmp_path: Path) -> None:
+def test_suite_under_torchrun(shapes: str, tmp_path: Path) -> None:
     target, html = tmp_path / "out.json", tmp_path / "out.html"
     command = ["-m", "flux", "bench", "suite", "--shapes", shapes, "--ops", "ag_gemm"]
     command += ["--json", str(target), "--repeats", "2"]
@@ -272,14 +272,14 @@ def test_beside_torchruns_ranks(shapes: str, tmp_path: Path) -> None:
     document["entries"][1]["status"] = "failed"  # what rank 0's file says is what all ranks do
     results.save(document, target)
     printed = under_torchrun(*command, "--resume", timeout_s=200)
-    assert "going on: 1 of 2 are measured already" in printed
+    assert "resuming: 1 of 2 are measured already" in printed
     again = results.load(target)
     assert [entry["status"] for entry in again["entries"]] == ["done"] * 2
     assert again["entries"][0] == document["entries"][0]
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_dies_beside_torchruns_costs_one_attempt(tmp_path: Path) -> None:
+def test_a_dead_rank_under_torchrun_costs_one_attempt(tmp_path: Path) -> None:
     script = tmp_path / "suite_under_torchrun.py"
     script.write_text(
         f"""
@@ -334,7 +334,7 @@ def test_a_peer_takes_part_where_all_hosts_have_it(monkeypatch: pytest.MonkeyPat
         ([("", {"backend": "cpu"}), ("", {"backend": "cuda"})], "different plans"),
     ],
 )
-def test_all_ranks_refuse_what_one_cannot_do(
+def test_what_one_rank_cannot_do_raises_on_all_ranks(
     everybody: list[Any], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for leads in (True, False):
@@ -347,7 +347,9 @@ def test_all_ranks_refuse_what_one_cannot_do(
 
 
 @pytest.mark.timeout(240)
-def test_hosts_of_our_own(shapes: str, make_hosts: Callable[..., Any], tmp_path: Path) -> None:
+def test_hosts_made_of_network_namespaces(
+    shapes: str, make_hosts: Callable[..., Any], tmp_path: Path
+) -> None:
     make_hosts(2).close()  # skips where there can be none
     target, html = tmp_path / "out.json", tmp_path / "out.html"
     options = ["--shapes", shapes, "--m", "64", "--hosts", "2", "--link-rate", "1gbit"]
@@ -408,9 +410,7 @@ def test_a_shape_that_fails_does_not_end_the_run(
     assert "error" not in results.load(target)["entries"][0]
 
 
-def test_wrong_results_are_told_by_the_exit_status(
-    shapes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_results_set_the_exit_status(shapes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def spawned(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
         made = measurement(config)
         wrong = replace(made.methods[2], metrics=None, complaints=["flux: rank 0: 3 are wrong"])
@@ -438,12 +438,12 @@ def test_the_budget_ends_the_run_between_shapes(
     assert invoke(*options, "--budget", "0.2s").exit_code == 0
     entries = results.load(target)["entries"]
     assert [entry["status"] for entry in entries] == ["done", "skipped", "skipped"]
-    assert "the time was over" in entries[1]["error"]
+    assert "--budget was used up" in entries[1]["error"]
     assert invoke(*options, "--resume").exit_code == 0
     assert [config.problem.m for config in quick] == [5, 64, 6]
 
 
-def test_going_on_needs_the_same_run(shapes: str, quick: list[BenchConfig], tmp_path: Path) -> None:
+def test_resuming_needs_the_same_run(shapes: str, quick: list[BenchConfig], tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     options = ["--shapes", shapes, "--json", str(target)]
     assert invoke(*options, "--resume").exit_code == 0, "nothing there yet: begins anew"
@@ -461,13 +461,13 @@ def test_going_on_needs_the_same_run(shapes: str, quick: list[BenchConfig], tmp_
     document["peers"]["async_tp"] = None
     target.write_text(json.dumps(document))
     told = " ".join(invoke(*options, "--resume").stderr.split())
-    assert "other peers can take part now (async_tp True, now False)" in told
+    assert "the available peers differ (async_tp True, now False)" in told
     target.write_text("{")
     assert "damaged" in invoke(*options, "--resume").stderr
 
 
 @pytest.mark.timeout(180)
-def test_an_interrupted_suite_leaves_what_it_has(shapes: str, tmp_path: Path) -> None:
+def test_an_interrupted_suite_keeps_its_results(shapes: str, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     command = [sys.executable, "-m", "flux", "bench", "suite", "--shapes", shapes]
     command += ["--json", str(target), "--m", "64,65,66,67", "--repeats", "60"]
@@ -482,7 +482,7 @@ def test_an_interrupted_suite_leaves_what_it_has(shapes: str, tmp_path: Path) ->
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "the same command with --resume goes on from here" in " ".join(errors.split())
+    assert "run the same command with --resume to continue" in " ".join(errors.split())
     states = [entry["status"] for entry in results.load(target)["entries"]]
     assert states[0] == "done" and "done" not in states[states.index("pending") :]
 
@@ -528,14 +528,14 @@ def test_a_peer_that_raises_is_left_out_of_that_shape() -> None:
     assert second == (["good", "bad"], {"good": None, "bad": None})
 
 
-def test_peers_are_left_out_when_a_rank_dies_and_nobody_knows_why() -> None:
+def test_all_peers_are_excluded_when_a_rank_dies_and_no_peer_is_named() -> None:
     def fails(names: tuple[str, ...]) -> str | None:
         return "rank 1: killed by SIGSEGV" if names else None
 
     first, second = run_with((Stub("one"), Stub("two")), fails)
     assert first[0] == second[0] == []
     assert set(first[1].values()) == {"failed: rank 1: killed by SIGSEGV"}
-    assert all("left out after a failure" in reason for reason in second[1].values())
+    assert all("excluded after a failure" in reason for reason in second[1].values())
 
 
 @pytest.mark.parametrize("fault", ["", "raise", "kill"])

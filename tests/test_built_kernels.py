@@ -151,7 +151,7 @@ def clock_reads(sass: str) -> int:
 
 
 @pytest.mark.parametrize("op", ["gemm", "ag_gemm", "gemm_rs"])
-def test_the_clock_is_read_by_waits_alone(registry: Registry, op: str) -> None:
+def test_only_waits_read_the_clock(registry: Registry, op: str) -> None:
     """But in trace builds: where a wait begins, and as it goes on."""
     waits = {"gemm": 0, "ag_gemm": 1, "gemm_rs": 1}
     assert clock_reads(sm90(registry, op)) == 2 * waits[op]

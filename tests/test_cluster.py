@@ -39,7 +39,7 @@ def test_every_cluster_of_the_papers_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_clusters_say_what_the_papers_say(name: str) -> None:
+def test_clusters_have_the_figures_of_the_papers(name: str) -> None:
     devices, kind, gbs, ports, gbits = PAPERS[name]
     found = load_cluster(name)
     assert (found.devices, found.link.kind, 2 * found.link.gbs) == (devices, kind, gbs)
@@ -87,12 +87,12 @@ def test_bad_files_are_refused_by_file_and_key(
         load_cluster(file)
 
 
-def test_a_missing_file_lists_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no file nowhere; of clusters flux comes with .*h200"):
+def test_the_error_about_a_missing_file_lists_existing_ones() -> None:
+    with pytest.raises(ValueError, match=r"no file nowhere; clusters shipped with flux: .*h200"):
         load_cluster("nowhere")
 
 
-def test_a_file_of_ones_own_is_a_path(tmp_path: Path) -> None:
+def test_a_users_file_is_given_by_its_path(tmp_path: Path) -> None:
     own = tmp_path / "h200.toml"
     own.write_text(GOOD, encoding="utf-8")
     assert load_cluster(own).device.name == "NVIDIA H800 SXM5"
@@ -105,7 +105,7 @@ def cluster(**changes: object) -> Cluster:
     return replace(base, **changes)
 
 
-def test_the_fingerprint_forgets_names_and_small_differences() -> None:
+def test_the_fingerprint_ignores_names_and_small_differences() -> None:
     base = cluster()
     for other in (
         cluster(name="another", source="file", hosts=4),
@@ -117,7 +117,7 @@ def test_the_fingerprint_forgets_names_and_small_differences() -> None:
             assert other.fingerprint(shape) == base.fingerprint(shape)
 
 
-def test_the_fingerprint_tells_what_matters() -> None:
+def test_the_fingerprint_depends_on_what_affects_speed() -> None:
     base = cluster()
     prints = {base.fingerprint("1x8"), base.fingerprint("1x4"), base.fingerprint("2x4")}
     prints |= {

@@ -73,13 +73,13 @@ def _silent_peer(rank: int, world: int, op: str, where: str | None) -> list[str]
 @pytest.mark.parametrize(
     "where", [None, "flux.ops.base.choice.choose", "flux.transport.shm.create"]
 )
-def test_a_silent_peer(op: str, where: str | None) -> None:
+def test_a_silent_peer_is_waited_for_no_longer_than_timeout(op: str, where: str | None) -> None:
     with fresh_ranks(2) as ranks:
         first, second = ranks.run(_silent_peer, op, where, timeout=60.0)[0]
     label = OPS[op].__name__
     limit = "(timeout_s, 2 s at least)"
     assert f"{label}: rank 0 waited more than 2 s {limit} for its peers to" in first
-    assert f"{label}: rank 0 gave up on its peers before" in second and "a new one" in second
+    assert f"{label}: rank 0 stopped waiting for its peers earlier" in second
 
 
 def _late_to_connect(rank: int, world: int) -> str:
@@ -216,7 +216,7 @@ def _dies_between(rank: int, world: int) -> float | None:
     return took
 
 
-def test_ranks_that_exchange_nothing_with_a_dead_one_hear_of_it() -> None:
+def test_a_death_is_noticed_by_ranks_that_exchange_nothing_with_the_dead_one() -> None:
     with fresh_ranks(4) as ranks:
         ranks.start(_dies_between)
         told = ranks.collect(timeout=30.0, grace=20.0)
@@ -252,7 +252,7 @@ def _dies_while_others_connect(rank: int, world: int, hosts: int) -> tuple[float
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_connecting_ranks_hear_of_one_that_dies(hosts: int) -> None:
+def test_a_death_while_ranks_connect_is_noticed(hosts: int) -> None:
     """Those on its host see its process, the others read in the store that these gave up."""
     with fresh_ranks(4) as ranks:
         ranks.start(_dies_while_others_connect, hosts)

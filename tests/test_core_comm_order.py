@@ -90,7 +90,7 @@ def test_each_step_is_a_permutation_without_fixed_points(
 
 
 @given(order=orders, mesh=any_mesh, direction=directions)
-def test_what_is_passed_on_had_arrived_at_an_earlier_step(
+def test_a_forwarded_chunk_has_arrived_at_an_earlier_step(
     order: int, mesh: Mesh, direction: int
 ) -> None:
     for rank in range(world_of(mesh)):
@@ -109,7 +109,7 @@ def test_direct_takes_every_chunk_from_its_owner(mesh: Mesh, direction: int) -> 
 
 
 @given(mesh=any_mesh, direction=directions)
-def test_rings_only_talk_to_neighbours(mesh: Mesh, direction: int) -> None:
+def test_rings_exchange_with_neighbours_only(mesh: Mesh, direction: int) -> None:
     world, lanes = world_of(mesh), mesh[2]
     for rank in range(world):
         left = (rank - 1) % world
@@ -197,7 +197,7 @@ PICTURES = [
 
 
 @pytest.mark.parametrize(("order", "mesh", "direction", "hops"), PICTURES)
-def test_the_pictures_in_the_header_are_true(
+def test_the_pictures_in_the_header_match_the_code(
     order: int, mesh: Mesh, direction: int, hops: list[tuple[int, int]]
 ) -> None:
     assert receives(order, mesh, direction, 1) == hops

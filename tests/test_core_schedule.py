@@ -173,7 +173,7 @@ def test_no_signal_is_raised_twice_in_a_call(c: Case) -> None:
 
 
 @given(c=cases(ops=(GEMM_AR,)))
-def test_every_result_tile_reaches_everyone_exactly_once(c: Case) -> None:
+def test_every_result_tile_reaches_every_rank_exactly_once(c: Case) -> None:
     schedules = c.build_all()
     everyone = Counter(
         (owner, dst, tile)

@@ -175,7 +175,7 @@ def test_xor_pairs_ranks(c: Case) -> None:
             assert orders[t.chunk_at(position)].chunk_at(position) == rank
 
 
-def test_the_picture_in_the_header_is_true() -> None:
+def test_the_picture_in_the_header_matches_the_code() -> None:
     """M = 8 tiles, 4 ranks: what rank r visits, for AllGather (direct pull) and ReduceScatter."""
     for rank in range(4):
         t = tile_order(case(AG_GEMM, 8, (1, 1, 4), 1), rank)
@@ -185,7 +185,7 @@ def test_the_picture_in_the_header_is_true() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_straddling_picture_in_the_header_is_true(direction: int) -> None:
+def test_the_straddling_picture_in_the_header_matches_the_code(direction: int) -> None:
     t = tile_order(case(AG_GEMM, 8, (1, 1, 4), 3, direction=direction), 0)
     expected = {PULL: [1, 2, 3], PUSH: [3, 3, 1]}
     assert [t.position_of_tile(tile) for tile in range(3)] == expected[direction]
@@ -200,7 +200,7 @@ def test_the_straddling_picture_in_the_header_is_true(direction: int) -> None:
         (RANK_SHIFT, (2, 1, 2), HIERARCHICAL, [3, 2, 0, 1]),
     ],
 )
-def test_the_owner_pictures_are_true(
+def test_the_owner_pictures_match_the_code(
     swizzle: int, mesh: Mesh, order: int, owners: list[int]
 ) -> None:
     t = tile_order(case(GEMM_RS, 4, mesh, 1, swizzle=swizzle, order=order), 1)

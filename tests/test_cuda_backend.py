@@ -85,7 +85,7 @@ def test_reduced_in_flight(device: EmulatedDevice, op: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_an_activation_without_a_kernel_runs_behind_one(
+def test_an_activation_without_a_fused_kernel_runs_after_the_gemm(
     device: EmulatedDevice, activation: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     """There is one for silu only."""
@@ -94,7 +94,7 @@ def test_an_activation_without_a_kernel_runs_behind_one(
     p = problem("ag_gemm", 20, activation=activation)
     for _ in range(2):
         check(device, 2, [Case(p, Knobs(), (Call(20, 1), Call(7, 2)))])
-    said = [str(w.message) for w in recwarn if "kernel of its own" in str(w.message)]
+    said = [str(w.message) for w in recwarn if "as a separate kernel" in str(w.message)]
     assert len(said) == (activation == "gelu")
 
 
@@ -216,7 +216,7 @@ def test_a_rank_that_does_not_call_is_noticed(
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_giving_up_does_not_spoil_a_slow_peer(device: EmulatedDevice, op: str) -> None:
+def test_a_timeout_does_not_corrupt_a_slow_peer(device: EmulatedDevice, op: str) -> None:
     """Rank 1 is held up behind call 1 until rank 0 has given up waiting for it in call 2. By then
     rank 0 may have written to memory that rank 1 still used: rank 1 has to hear of it."""
     device.set_delay(0)
@@ -333,7 +333,7 @@ def test_repeated_calls_are_recognised(device: EmulatedDevice, op: str) -> None:
             o.close()
 
 
-def test_what_is_remembered_is_not_kept_alive(device: EmulatedDevice) -> None:
+def test_cached_calls_do_not_keep_tensors_alive(device: EmulatedDevice) -> None:
     device.set_delay(0)
     p = problem("gemm_rs", 8)
     with VirtualWorld(2, device) as ranks:
@@ -408,7 +408,7 @@ def test_ranks_must_build_the_same(device: EmulatedDevice) -> None:
         ({"tuning": Knobs(path="unfused")}, "path = unfused needs a process group"),
     ],
 )
-def test_what_a_virtual_rank_cannot_do(
+def test_options_that_virtual_ranks_do_not_support(
     device: EmulatedDevice, options: dict[str, object], message: str
 ) -> None:
     with VirtualWorld(2, device) as ranks, pytest.raises(ValueError, match=message):
@@ -432,7 +432,7 @@ def test_a_kernel_of_another_abi_is_refused(device: EmulatedDevice) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_the_world_says_so() -> None:
+def test_a_world_without_a_device_raises() -> None:
     with pytest.raises(RuntimeError, match="needs a CUDA device"):
         VirtualWorld(2)
 

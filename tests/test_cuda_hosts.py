@@ -272,7 +272,7 @@ def _fails_alone(rank: int, world: int, library: Path, culprit: int) -> list[tup
 
 
 @pytest.mark.parametrize("culprit", [1, 2])
-def test_a_rank_that_fails_alone_is_heard_of_on_all_nodes(library: Path, culprit: int) -> None:
+def test_a_failure_on_one_rank_raises_on_all_nodes(library: Path, culprit: int) -> None:
     """Its own node waits for it in a group of the node, the others in that of all."""
     for rank, heard in enumerate(run(4, _fails_alone, library, culprit)):
         for step, text in heard:
@@ -295,7 +295,7 @@ def _nccl_fails(rank: int, world: int, library: Path) -> None:
     here.close()
 
 
-def test_what_nccl_says_is_raised(library: Path) -> None:
+def test_errors_of_nccl_are_raised(library: Path) -> None:
     run(2, _nccl_fails, library)
 
 
@@ -328,7 +328,7 @@ def _refused(rank: int, world: int, library: Path) -> None:
     here.close()
 
 
-def test_what_several_hosts_cannot_do(library: Path) -> None:
+def test_options_that_several_hosts_do_not_support(library: Path) -> None:
     run(4, _refused, library)
 
 

@@ -269,7 +269,7 @@ class SilentNode(HeapWorld):
 
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
-def test_a_node_whose_sum_does_not_come_is_named(
+def test_a_timeout_names_the_node_whose_sum_is_missing(
     device: EmulatedDevice, by_puts: ByPuts, op: str
 ) -> None:
     device.set_delay(0)
@@ -321,7 +321,7 @@ def test_words_are_renewed(device: EmulatedDevice, by_puts: ByPuts) -> None:
         ({"tuning": Knobs(reduce="in_flight")}, "needs memory that all ranks can address"),
     ],
 )
-def test_what_nodes_cannot_do(
+def test_options_that_nodes_do_not_support(
     device: EmulatedDevice, options: dict[str, object], message: str
 ) -> None:
     with VirtualWorld(4, device, 2) as ranks, pytest.raises(ValueError, match=message):

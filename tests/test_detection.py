@@ -129,7 +129,7 @@ def test_hardware_has_the_fingerprint_of_the_file_that_describes_it(
     assert found.link.kind == described.link.kind
 
 
-def test_nvml_is_closed_again_and_its_errors_are_no_end() -> None:
+def test_nvml_is_closed_and_its_errors_are_not_fatal() -> None:
     driver = FakeNvml(2, 4, 3, switched=False)
     first, _ = Nvml(driver).gpus()
     assert driver.open == 0
@@ -158,7 +158,7 @@ def test_the_slowest_link_counts() -> None:
     assert (found.link.kind, found.link.gbs) == ("pcie", 16)
 
 
-def test_one_device_has_no_links_and_absent_nvml_is_said(tmp_path: Path) -> None:
+def test_one_device_has_no_links_and_absent_nvml_is_reported(tmp_path: Path) -> None:
     system = System(tmp_path)
     assert cuda_cluster(system, None, gpu(*H100), 1).link.kind == "none"
     unknown = cuda_cluster(system, None, gpu(*H100), 4)
@@ -211,7 +211,7 @@ cpu MHz : 2000.000
 """
 
 
-def test_a_cpu_is_its_instructions_and_threads_not_its_name(tmp_path: Path) -> None:
+def test_a_cpu_is_identified_by_instructions_and_threads_not_by_name(tmp_path: Path) -> None:
     system = write(tmp_path / "a", numa(4) | {"proc/cpuinfo": CPUINFO})
     found = cpu_cluster(system, 8, "AVX512")
     assert found.numa_domains == 4

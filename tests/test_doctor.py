@@ -272,7 +272,7 @@ def _places(rank: int, world: int) -> list[Place]:
     return places_of_all()
 
 
-def test_ranks_hear_where_the_others_are() -> None:
+def test_ranks_exchange_their_placement() -> None:
     if torch.cuda.is_available():
         pytest.skip("the ranks have GPUs")
     for places in run_ranks(2, _places):

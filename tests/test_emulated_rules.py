@@ -74,7 +74,7 @@ def test_batches_have_less_than_256_operations(gpu: EmulatedDevice, count: int, 
 # -- bulk stores -----------------------------------------------------------------------------------
 
 
-def test_what_a_box_has_in_front_of_a_slot_lands_in_its_guard(
+def test_rows_of_a_box_before_its_slot_land_in_the_guard(
     gpu: EmulatedDevice, launches: Launches
 ) -> None:
     slots = launches.scatter(6, 12, world=2, guard=3)  # rows 0-2 and 3-5, tiles of 4
@@ -356,7 +356,7 @@ def test_a_kernel_leaves_its_queue_when_its_blocks_are_placed(
 
 @pytest.mark.parametrize("order", ["concurrent", "kernels first"])
 @pytest.mark.parametrize("joined", [False, True])
-def test_graphs_know_no_order_but_their_edges(
+def test_graphs_are_ordered_by_their_edges_only(
     gpu: EmulatedDevice, launches: Launches, stream: int, order: str, joined: bool
 ) -> None:
     """A kernel and a copy that it waits for: fine if there is an edge, or if they run together."""

@@ -193,7 +193,7 @@ def test_groups() -> None:
     run_ranks(3, groups)
 
 
-def test_no_group_at_all() -> None:
+def test_an_uninitialised_process_group_raises() -> None:
     assert not dist.is_initialized()
     for cls in OPS.values():
         with pytest.raises(ValueError, match="not initialised: call init_process_group"):

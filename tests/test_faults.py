@@ -472,11 +472,11 @@ def far_too_large(rank: int, world: int) -> tuple[str, float]:
     return str(caught.value), took
 
 
-def test_more_shared_memory_than_there_is() -> None:
+def test_too_much_shared_memory_raises_on_all_ranks() -> None:
     with nothing_left_in_shared_memory(), fresh_ranks(3) as ranks:
         for text, took in ranks.run(far_too_large, timeout=30):
             assert re.search(
-                r"AGGemm: rank 0 could not get 10995\d+ bytes \(1048576.\d MiB\)", text
+                r"AGGemm: rank 0 cannot allocate 10995\d+ bytes \(1048576.\d MiB\)", text
             )
             assert "No space left on device; enlarge /dev/shm" in text
             assert took < 5
@@ -523,7 +523,7 @@ def test_a_full_shared_memory() -> None:
         pytest.skip("mounting a small /dev/shm needs privileges")
     for texts in results:
         for text in texts:
-            assert re.search(r"GemmRS: rank [01] could not get 8\d{5} bytes \(0.8 MiB\)", text), (
+            assert re.search(r"GemmRS: rank [01] cannot allocate 8\d{5} bytes \(0.8 MiB\)", text), (
                 text
             )
             assert "No space left on device" in text

@@ -134,7 +134,7 @@ def test_files_to_bring_home_are_few_and_there_after_every_step(run: Run) -> Non
     assert "kernels.json" in found.packed() and "trace_a.json" not in found.packed()
 
 
-def test_what_is_too_large_is_named_and_left_out(run: Run) -> None:
+def test_too_large_files_are_named_and_left_out(run: Run) -> None:
     run("environment")
     work = run("environment").work
     (work / "trace_huge.json").write_bytes(os.urandom(16 << 20))
@@ -172,7 +172,7 @@ def test_a_step_that_is_cut_short_is_begun_anew(run: Run) -> None:
     assert again.status == 0 and again.called("gpu_kernels.py") == 2
 
 
-def test_another_machine_goes_on_from_the_packed_results(run: Run) -> None:
+def test_another_machine_resumes_from_the_packed_results(run: Run) -> None:
     first = run("plain", "fp8", "native")
     (first.work / "kernels.json").write_text('{"shapes": []}')
     first = run("virtual")
@@ -239,7 +239,7 @@ def test_shapes_in_the_file_are_not_measured_again(
     assert len(json.loads(target.read_text())["shapes"]) == 4
 
 
-def test_loopback_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_benchmarks_resume_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, asked = tmp_path / "loopback.json", []
 
     def run_shape(problem: Any, *_: object) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def test_a_rank_that_does_not_replay(device: EmulatedDevice, op: str) -> None:
         calls.close()
 
 
-def test_what_a_rank_gives_up_spoils_no_result_in_silence(device: EmulatedDevice) -> None:
+def test_a_timeout_of_a_rank_gives_no_silently_wrong_result(device: EmulatedDevice) -> None:
     """Copies of a graph cannot be kept back: whom they may have reached is told before."""
     device.set_delay(0)
     with VirtualWorld(2, device) as ranks:

@@ -59,7 +59,7 @@ def test_between_nodes_every_row_crosses_once() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_what_is_given_is_kept(op: str) -> None:
+def test_given_knobs_are_kept(op: str) -> None:
     fixed = Knobs(
         tile=(2, 2),
         raster=3,

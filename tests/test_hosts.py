@@ -70,7 +70,7 @@ def test_rates(text: str, rate: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0mbit", "-1gbit", "1gb", "1 gbit/s"])
-def test_rates_that_are_none(text: str) -> None:
+def test_bad_rates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="link rate must look like"):
         parse_rate(text)
 
@@ -98,7 +98,7 @@ def test_a_rate_without_hosts_is_refused() -> None:
         (lambda patch: patch.setattr(sys, "platform", "darwin"), "Linux"),
     ],
 )
-def test_what_is_missing_is_said(
+def test_what_is_missing_is_reported(
     change: Callable[[pytest.MonkeyPatch], None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(monkeypatch)

@@ -203,7 +203,7 @@ def test_one_failure_does_not_stop_the_others(sandbox: Sandbox) -> None:
     assert len(failed) == 1 and len(sandbox.built()) == len(MINIMAL) - 1
     (error,) = (outcome.error for outcome in failed)
     assert error.startswith(f"{bad}: nvcc failed (exit status 2):\n  cute/layout.hpp(42): error:")
-    log = Path(error.rpartition("all of it: ")[2])
+    log = Path(error.rpartition("full log: ")[2])
     assert "In file included" in log.read_text() and "-gencode" in log.read_text()
     assert sandbox.leftovers() == [log.name]
     sandbox.set(fail="")
@@ -222,7 +222,7 @@ def test_a_compiler_that_is_killed_is_said_to_lack_memory(sandbox: Sandbox) -> N
     nvcc = sandbox.root / "cuda/bin/nvcc"
     nvcc.write_text("#!/bin/sh\nkill -9 $$\n")
     (outcome,) = build_set(sandbox, SM90[:1])
-    assert "signal 9, probably for want of memory: try --jobs 1" in outcome.error
+    assert "signal 9, probably out of memory: try --jobs 1" in outcome.error
 
 
 def test_a_directory_that_cannot_be_written_is_a_failure(sandbox: Sandbox) -> None:
@@ -291,7 +291,7 @@ def list_for_a_manifest(library: manifest.Library) -> None:
         (list_for_a_manifest, "bad manifest: TypeError"),
     ],
 )
-def test_what_is_damaged_is_set_aside_and_built_again(
+def test_damaged_libraries_are_set_aside_and_built_again(
     sandbox: Sandbox, damage: Callable[[manifest.Library], None], reason: str
 ) -> None:
     library = build_one(sandbox, SM90[0])
@@ -319,7 +319,7 @@ def test_nothing_is_set_aside_under_a_builder(sandbox: Sandbox) -> None:
     assert manifest.damaged(sandbox.cache) == []
 
 
-def test_what_cannot_be_set_aside_is_ignored(
+def test_a_damaged_library_that_cannot_be_set_aside_is_ignored(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = build_one(sandbox, SM90[0])
@@ -409,7 +409,7 @@ def test_an_interrupt_ends_the_compilers_and_leaves_nothing(
     assert sandbox.built() == [] and sandbox.leftovers() == []
 
 
-def test_being_killed_leaves_nothing_that_counts(sandbox: Sandbox) -> None:
+def test_a_killed_build_leaves_no_valid_library(sandbox: Sandbox) -> None:
     sandbox.set(seconds=5)
     process = sandbox.start("--set", "minimal", "--arch", "90a", "--jobs", "1")
     (pid,) = running(sandbox, process)
@@ -423,7 +423,7 @@ def test_being_killed_leaves_nothing_that_counts(sandbox: Sandbox) -> None:
     assert len(sandbox.built()) == len(SM90) and sandbox.leftovers() == []
 
 
-def test_called_off_children_do_not_start(tmp_path: Path) -> None:
+def test_cancelled_children_do_not_start(tmp_path: Path) -> None:
     children = Children()
     children.kill()
     with pytest.raises(Cancelled):

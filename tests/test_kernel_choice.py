@@ -219,7 +219,7 @@ MANY = GemmProblem(8192, 6144, 12288)
 
 
 @pytest.mark.usefixtures("estimator")
-def test_its_estimates_rank_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_of_the_package_rank_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = built([TALL, *THIN])
     assert choose(kernels, MANY, SMS, (9, 0)) is kernels[0]
     monkeypatch.setenv(KERNEL_CHOICE.name, "nvidia")
@@ -240,7 +240,7 @@ def test_stream_k_is_scaled_by_our_model() -> None:
     assert times[1] < times[0]
 
 
-def test_without_the_package_ours_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_model_ranks_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_heuristics.estimator.cache_clear()
     monkeypatch.setattr(nvidia_heuristics, "MODULE", "no_such_module")
     monkeypatch.setenv(KERNEL_CHOICE.name, "nvidia")

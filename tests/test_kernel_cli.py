@@ -40,10 +40,10 @@ def test_compile_says_what_it_did(sandbox: Sandbox) -> None:
     assert len(lines) == len(MINIMAL) + 1
     assert re.fullmatch(r"\[1/5\] .* x1: built, \d+ s", lines[0])
     ending = rf"0 failed: {re.escape(str(sandbox.cache))}"
-    assert re.fullmatch(rf"5 kernels built in \d+ s, 0 kernels there already, {ending}", lines[-1])
+    assert re.fullmatch(rf"5 kernels built in \d+ s, 0 kernels already built, {ending}", lines[-1])
     again = sandbox.compile("--set", "minimal", "--arch", "90a")
     assert re.fullmatch(
-        rf"0 kernels built in \d+ s, 3 kernels there already, {ending}\n", again.stdout
+        rf"0 kernels built in \d+ s, 3 kernels already built, {ending}\n", again.stdout
     )
 
 
@@ -288,7 +288,7 @@ def test_what_is_built_ahead_replaces_no_other_build(sandbox: Sandbox) -> None:
     assert len(found.kernels) == len(SM90) and not found.traced and len(found.stale) == 2
 
 
-def test_manifests_of_before_are_of_no_trace_build(sandbox: Sandbox) -> None:
+def test_manifests_of_older_versions_are_not_trace_builds(sandbox: Sandbox) -> None:
     sandbox.compile("--set", "minimal", "--arch", "90a")
     for path in sandbox.built():
         content = json.loads(path.with_suffix(".json").read_text())

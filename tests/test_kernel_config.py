@@ -133,7 +133,7 @@ def test_names_say_what_is_not_default() -> None:
     assert HOPPER.cluster_tile == (256, 256)
 
 
-def test_dicts_that_are_no_config_are_refused() -> None:
+def test_dicts_that_are_not_a_config_are_refused() -> None:
     values = HOPPER.as_dict()
     with pytest.raises(ValueError, match="GemmConfig: depth"):
         GemmConfig.from_dict({**values, "depth": 3})

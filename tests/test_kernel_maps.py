@@ -224,7 +224,7 @@ def test_arguments_keep_addresses_and_refuse_too_many_ranks() -> None:
         args.set_flags([16] * (_C.MAX_KERNEL_WORLD + 1))
 
 
-def test_a_library_that_is_none_is_refused() -> None:
+def test_a_file_that_is_not_a_library_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"cannot open /nowhere\.so"):
         _C.Kernel("/nowhere.so", "flux_kernel")
     with pytest.raises(RuntimeError, match="has no kernel flux_kernel"):

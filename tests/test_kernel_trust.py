@@ -111,7 +111,7 @@ def parts(library: Library) -> dict[str, Path]:
 
 @pytest.mark.parametrize("part", ["root", "directory", "library", "manifest"])
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
-def test_what_every_user_can_write_is_not_used(sandbox: Sandbox, part: str, mode: int) -> None:
+def test_world_writable_libraries_are_not_used(sandbox: Sandbox, part: str, mode: int) -> None:
     libraries = build_set(sandbox)
     path = parts(libraries[0])[part]
     path.chmod(mode)
@@ -127,7 +127,7 @@ def test_what_every_user_can_write_is_not_used(sandbox: Sandbox, part: str, mode
 
 @pytest.mark.parametrize("part", ["root", "directory", "library", "manifest"])
 @pytest.mark.usefixtures("stranger")
-def test_what_belongs_to_another_user_is_not_used(
+def test_libraries_of_another_user_are_not_used(
     sandbox: Sandbox, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = build_set(sandbox)[0]
@@ -164,7 +164,7 @@ def test_a_library_with_a_group_that_has_other_members_is_not_used(
     assert "is writable by the group" in (trust.reason_untrusted(library.path) or "")
 
 
-def test_directories_above_count(folder: Path) -> None:
+def test_parent_directories_are_checked(folder: Path) -> None:
     root = folder / "a/b"
     root.mkdir(parents=True, mode=0o755)
     assert trust.reason_untrusted(root) is None
@@ -176,7 +176,7 @@ def test_directories_above_count(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("stranger")
-def test_links_and_their_targets_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_and_their_targets_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "open").mkdir()
     (folder / "open").chmod(0o777)
     (folder / "open/root").mkdir(mode=0o755)
@@ -299,7 +299,7 @@ def test_a_library_of_several_nodes_is_not_used_from_an_open_directory(folder: P
     assert manifest.refused(folder) == [(directory, f"{directory} is writable by every user")]
 
 
-def test_another_file_than_that_of_the_manifest_does_not_run(folder: Path) -> None:
+def test_a_file_that_differs_from_the_manifest_is_not_loaded(folder: Path) -> None:
     library = planted(folder, "first")
     sha256 = manifest.file_hash(library)
     os.replace(planted(folder, "second"), library)
@@ -310,7 +310,7 @@ def test_another_file_than_that_of_the_manifest_does_not_run(folder: Path) -> No
     assert in_environment() is None
 
 
-def test_what_was_hashed_is_what_is_loaded(folder: Path) -> None:
+def test_the_hashed_file_is_the_loaded_one(folder: Path) -> None:
     library, other = planted(folder, "hashed"), planted(folder, "swapped")
     with trust.verified(library, manifest.file_hash(library)) as file:
         os.replace(other, library)  # after the hash, before the load

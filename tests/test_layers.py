@@ -178,7 +178,7 @@ def _disagreement_compared(rank: int, world: int) -> None:
         _disagreement(rank, world)
 
 
-def test_ranks_that_see_different_m_all_hear_of_it() -> None:
+def test_different_m_raises_on_all_ranks() -> None:
     run_ranks(2, _disagreement)
     run_ranks(2, _disagreement_compared)
 

@@ -132,7 +132,7 @@ def gives_back(rank: int, world: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "with", "del", "exception"])
-def test_everything_is_given_back(how: str) -> None:
+def test_closing_releases_everything(how: str) -> None:
     with nothing_left_in_shared_memory():
         run_ranks(3, gives_back, how)
 
@@ -172,7 +172,7 @@ def other_builds(rank: int, world: int) -> None:
     warm_up()
 
 
-def test_ranks_of_different_builds_hear_of_it() -> None:
+def test_ranks_of_different_builds_raise() -> None:
     """They would read beyond the end of each other's memory, and die of SIGBUS."""
     with nothing_left_in_shared_memory():
         run_ranks(2, other_builds)
@@ -328,7 +328,7 @@ def build_and_close(rank: int, world: int) -> int:
     return resident_bytes() - before
 
 
-def test_ops_built_again_and_again_do_not_pile_up() -> None:
+def test_ops_built_repeatedly_do_not_accumulate() -> None:
     for grown in run_ranks(2, build_and_close):
         assert grown < 8 << 20, f"grew by {grown} bytes in 40 ops of 2 MiB"
 
@@ -406,7 +406,7 @@ def destroyed_group(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_a_destroyed_group_is_let_go() -> None:
+def test_a_destroyed_group_is_released() -> None:
     run_ranks(2, destroyed_group)
 
 
@@ -479,7 +479,7 @@ def in_a_cycle(rank: int, world: int) -> None:
     assert held()["segments"] == before["segments"] and held()["threads"] <= before["threads"]
 
 
-def test_an_op_that_the_collector_finds() -> None:
+def test_an_op_that_is_garbage_collected() -> None:
     run_ranks(2, in_a_cycle)
 
 

@@ -230,7 +230,7 @@ def test_epochs_wrap(device: EmulatedDevice) -> None:
                 inputs.check(out, 0)
 
 
-def test_what_is_provided_stays_for_later_calls(device: EmulatedDevice) -> None:
+def test_provided_data_stays_for_later_calls(device: EmulatedDevice) -> None:
     device.set_delay(300)
     for op in OPS:
         p = problem(op, 9)
@@ -299,7 +299,7 @@ def test_calls_that_were_not_provided_for_are_refused(device: EmulatedDevice) ->
         p = problem(op, 16)
         with LoopbackWorld(2, device) as ranks, p.build(ranks.rank()) as built:
             inputs, other = Inputs(p, 16, 2, seed=1), Inputs(p, 15, 2, seed=1)
-            with pytest.raises(ValueError, match=r"the peers have nothing: .* with M = 16"):
+            with pytest.raises(ValueError, match=r"the peers have no data: .* with M = 16"):
                 inputs.call(built, 0)
             provide(ranks, built, inputs)
             with pytest.raises(ValueError, match="provided for M = 16, got a call with M = 15"):
@@ -310,7 +310,7 @@ def test_calls_that_were_not_provided_for_are_refused(device: EmulatedDevice) ->
             inputs.check(out, 0)
 
 
-def test_what_is_provided_is_checked(device: EmulatedDevice) -> None:
+def test_provided_data_is_checked(device: EmulatedDevice) -> None:
     gather, scatter, reduce = (problem(op, 16, n=6, k=4) for op in OPS)
     rows, wide = torch.zeros(8, 4, dtype=BF16), torch.zeros(8, 6, dtype=BF16)
     with LoopbackWorld(2, device) as ranks, LoopbackWorld(2, device) as others:
@@ -353,7 +353,7 @@ def test_the_world_decides_who_executes(device: EmulatedDevice) -> None:
             ),
             ({"backend": "cpu"}, "a rank of a LoopbackWorld, backend must be None or 'cuda'"),
             ({"tuning": Knobs(path="unfused")}, "needs a process group, got a rank of a Loopback"),
-            ({"tuning": Knobs(reduce="in_flight")}, "in_flight needs peers that add"),
+            ({"tuning": Knobs(reduce="in_flight")}, "simulated peers do not add"),
         ):
             with pytest.raises(ValueError, match=message):
                 p.build(ranks.rank(), **options)

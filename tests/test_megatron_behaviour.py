@@ -334,7 +334,7 @@ def _fallbacks(rank: int, world: int) -> None:
             layer = LayerCase("column").make(ours, world)
             layer.config.fp8 = "hybrid"
             mc.check_layer(LayerCase("column"), rank, world, layer)
-            assert "fp8 = hybrid is a recipe that flux lacks" in heard[2]
+            assert "fp8 = hybrid is not supported by flux" in heard[2]
             with mock.patch.object(type(layer), "overlap", True):  # stronger than the configuration
                 mc.check_layer(case, rank, world)
             assert len(heard) == 3
@@ -342,5 +342,5 @@ def _fallbacks(rank: int, world: int) -> None:
             eligible.logger.removeHandler(listener)
 
 
-def test_what_is_not_fused_is_said_once() -> None:
+def test_what_is_not_fused_is_logged_once() -> None:
     run_ranks(2, _fallbacks)

@@ -199,7 +199,7 @@ def refusals(rank: int, world: int, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
-def test_all_ranks_hear_of_a_refusal(hosts: str) -> None:
+def test_a_refusal_raises_on_all_ranks(hosts: str) -> None:
     run_ranks(len(hosts), refusals, hosts)
 
 
@@ -211,7 +211,7 @@ def constructions(rank: int, world: int) -> None:
             GemmRS(max_m=4, n=4, k=4, tuning=Knobs(direction="pull"))
 
 
-def test_what_does_not_work_across_hosts_is_refused() -> None:
+def test_options_that_hosts_do_not_support_are_refused() -> None:
     run_ranks(2, constructions)
 
 
@@ -270,7 +270,7 @@ def open_and_close(rank: int, world: int, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab"])
-def test_nothing_is_left_of_closed_ops(hosts: str) -> None:
+def test_closed_ops_release_everything(hosts: str) -> None:
     run_ranks(len(hosts), open_and_close, hosts)
 
 
@@ -317,7 +317,7 @@ ENDS = [(hosts, how) for hosts in ("ab", "aab", "abb") for how in ("killed", "cl
 
 
 @pytest.mark.parametrize("hosts, how", [*ENDS, ("aabb", "killed")])
-def test_survivors_hear_of_it_in_time(hosts: str, how: str) -> None:
+def test_survivors_raise_in_time(hosts: str, how: str) -> None:
     world = len(hosts)
     with nothing_left_in_shared_memory(), fresh_ranks(world) as ranks:
         ranks.start(ends, hosts, how)

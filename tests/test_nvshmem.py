@@ -122,7 +122,7 @@ def _give_back(rank: int, world: int, path: Path) -> None:
         first.leave()
     second.leave()
     second.leave()
-    with pytest.raises(ValueError, match="rank 0 has 1 ops that are not closed"):
+    with pytest.raises(ValueError, match="rank 0 has 1 open ops"):
         nvshmem.shutdown()
     third.memory(1, 10)
     assert job.held_blocks == 2
@@ -139,7 +139,7 @@ def _give_back(rank: int, world: int, path: Path) -> None:
     nvshmem.shutdown()
 
 
-def test_memory_is_given_back_when_all_ranks_have_let_go(path: Path) -> None:
+def test_memory_is_freed_when_all_ranks_have_released_it(path: Path) -> None:
     with nothing_left_in_shared_memory():
         run(3, _give_back, path)
 
@@ -174,7 +174,7 @@ def _fails(rank: int, world: int, path: Path, function: str, culprit: int) -> No
 @pytest.mark.parametrize(
     ("function", "culprit"), [("prepare", 1), ("unique_id", 0), ("init", 1), ("allocate", 1)]
 )
-def test_a_failure_is_heard_of_everywhere(path: Path, function: str, culprit: int) -> None:
+def test_a_failure_raises_on_all_ranks(path: Path, function: str, culprit: int) -> None:
     run(2, _fails, path, function, culprit)
 
 
@@ -188,7 +188,7 @@ def _hangs(rank: int, world: int, path: Path, function: str) -> None:
 
 
 @pytest.mark.parametrize("function", ["init", "allocate"])
-def test_a_rank_that_hangs_keeps_nobody_waiting(path: Path, function: str) -> None:
+def test_a_rank_that_hangs_raises_on_all_ranks_in_time(path: Path, function: str) -> None:
     run(2, _hangs, path, function)
 
 
@@ -203,7 +203,7 @@ def _dies(rank: int, world: int, path: Path) -> None:
         open_(rank, path)
 
 
-def test_a_rank_that_dies_keeps_nobody_waiting(path: Path) -> None:
+def test_a_rank_that_dies_raises_on_all_ranks_in_time(path: Path) -> None:
     with fresh_ranks(2) as ranks:
         ranks.start(_dies, path)
         first, _ = ranks.collect(60.0, grace=30.0)

@@ -107,7 +107,7 @@ def test_gathered_rows_are_collected(
 
 
 @pytest.mark.parametrize("op", list(STAGES))
-def test_a_call_with_peers_that_are_played_is_one_range(
+def test_a_call_with_simulated_peers_is_one_range(
     device: EmulatedDevice, heard: FakeNvtx, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLUX_NVTX", "1")
@@ -153,7 +153,7 @@ def test_ranges_end_where_a_call_throws(
     ("chosen", "attached", "ranges"),
     [("", "", 0), ("", "tool.so", 2), ("0", "tool.so", 0), ("1", "", 2)],
 )
-def test_who_wants_ranges(
+def test_when_ranges_are_enabled(
     device: EmulatedDevice,
     heard: FakeNvtx,
     monkeypatch: pytest.MonkeyPatch,
@@ -167,7 +167,7 @@ def test_who_wants_ranges(
     assert len(heard.told()) == ranges
 
 
-def test_no_library_is_said_once(
+def test_a_missing_library_warns_once(
     device: EmulatedDevice, heard: FakeNvtx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "libbroken.so"

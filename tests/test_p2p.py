@@ -35,7 +35,7 @@ def host(name: str, bridges: list[list[int]], count: int) -> list[Place]:
         (host("a", [[0, 1], [2, 3]], 4) + host("b", [[0, 1]], 2), ["0", "0", "2", "2", "4", "4"]),
     ],
 )
-def test_who_shares_memory(places: list[Place], nodes: list[str]) -> None:
+def test_which_ranks_share_memory(places: list[Place], nodes: list[str]) -> None:
     assert sharing(places) == nodes
     for transport in (None, "nvshmem"):
         assert who_shares_memory(places, "cuda", transport, None) == nodes

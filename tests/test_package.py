@@ -189,7 +189,7 @@ def _in_signature(text: str) -> list[str]:
     return names
 
 
-def test_the_stub_of_the_native_module_is_true() -> None:
+def test_the_stub_matches_the_native_module() -> None:
     stub = ast.parse((ROOT / "flux" / "_C.pyi").read_text(encoding="utf-8"))
     declared, bound = (
         {

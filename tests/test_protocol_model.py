@@ -81,7 +81,7 @@ def test_drawn_scenarios(device: RecordingDevice, seed: int) -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_each_rule_is_needed_and_missed(device: RecordingDevice, bug: Bug) -> None:
+def test_removing_any_rule_is_found(device: RecordingDevice, bug: Bug) -> None:
     check(device, bug.scenario)
     recording = record(device, bug.scenario)
     for mode in Mode:
@@ -96,7 +96,7 @@ def test_each_rule_is_needed_and_missed(device: RecordingDevice, bug: Bug) -> No
         assert violation.kind in bug.finds, violation
 
 
-def test_a_counterexample_says_who_did_what(device: RecordingDevice) -> None:
+def test_a_counterexample_lists_the_steps_of_each_rank(device: RecordingDevice) -> None:
     bug = next(bug for bug in BUGS if bug.name == "push-entry")
     program = program_of(record(device, bug.scenario))
     bug.edit(program)
@@ -188,9 +188,7 @@ def leave_out(program: Program, wait: Step) -> None:
 
 
 @pytest.mark.parametrize("scenario", SPARE, ids=str)
-def test_every_single_wait_is_missed_if_it_is_left_out(
-    device: RecordingDevice, scenario: Scenario
-) -> None:
+def test_removing_any_wait_is_found(device: RecordingDevice, scenario: Scenario) -> None:
     recording = record(device, scenario)
     spare: dict[str, list[int]] = {}
     for number in range(len(waits_of(program_of(recording), 0))):

@@ -51,7 +51,7 @@ def spoilt(rank: int, world: int, op_name: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_what_is_not_in_use_is_full_of_nan(op: str) -> None:
+def test_idle_memory_is_full_of_nan(op: str) -> None:
     run_ranks(2, spoilt, op)
 
 

@@ -209,8 +209,8 @@ def _refused(rank: int, world: int) -> None:
     group = dist.group.WORLD
     for arguments, options, error, match in (
         ((Model(), {"lm_head": "colwise"}), {}, ValueError, "a plan needs a mesh"),
-        ((Model(),), {}, ValueError, "none of Megatron-core's"),
-        ((nn.Linear(2, 2),), {"mesh": group}, ValueError, "brings no tensor-parallel plan"),
+        ((Model(),), {}, ValueError, "no ColumnParallelLinear or Row"),
+        ((nn.Linear(2, 2),), {"mesh": group}, ValueError, "has no tensor-parallel plan"),
         ((Model(), {"lm_head": "sideways"}), {"mesh": group}, ValueError, "unknown .* 'sideways'"),
         ((Model(), {"lm_head": 3}), {"mesh": group}, TypeError, "ParallelStyle objects"),
         ((Model(),), {"mesh": group, "overlap": True}, ValueError, "overlap is for Megatron"),

@@ -31,14 +31,14 @@ def descriptor() -> Iterator[int]:
     os.close(made)
 
 
-def test_segments_are_looked_at_before_they_are_mapped(descriptor: int) -> None:
+def test_segments_are_checked_before_they_are_mapped(descriptor: int) -> None:
     segment = shm.segment_of(descriptor)
     assert os.fstat(descriptor).st_nlink == 0, "it has a name"
     assert shm.attach(segment, 8192).nbytes == 8192
     with pytest.raises(OSError, match="has 8192 bytes of 1048576"):
         shm.attach(segment, 1 << 20)
     other = shm.create(8192)
-    with pytest.raises(OSError, match="is another file than was agreed on"):
+    with pytest.raises(OSError, match="is not the file that the rank announced"):
         shm.attach(replace(segment, descriptor=other), 8192)
     os.close(other)
     with pytest.raises(OSError, match=f"No such file or directory: /proc/{os.getpid()}/fd/{other}"):
@@ -65,7 +65,7 @@ def in_child(body: Callable[[], str]) -> str:
     return text
 
 
-def test_a_process_that_may_not_be_looked_into() -> None:
+def test_a_process_that_cannot_be_inspected() -> None:
     """As after prctl(PR_SET_DUMPABLE, 0), or of a program with privileges of its own."""
 
     def as_nobody() -> str:
@@ -143,9 +143,9 @@ def unreachable(rank: int, world: int) -> str:
     return text
 
 
-def test_all_ranks_hear_of_memory_that_cannot_be_opened() -> None:
+def test_memory_that_cannot_be_opened_raises_on_all_ranks() -> None:
     for text in run_ranks(3, unreachable):
-        assert re.search(r"AGGemm: rank 1 could not get \d+ .*denied: /proc/1/fd/9", text), text
+        assert re.search(r"AGGemm: rank 1 cannot allocate \d+ .*denied: /proc/1/fd/9", text), text
 
 
 def test_processes_are_watched_by_descriptor() -> None:

@@ -171,7 +171,7 @@ def _checked_capture(rank: int, world: int, library: Path) -> None:
     p = Problem("gemm_rs", 8, (8,), 8, BF16)
     with p.build(backend="cuda") as op:
         inputs = Inputs(p, 8, world, seed=1)
-        with device.capture() as graph, pytest.raises(ValueError, match="capture without it"):
+        with device.capture() as graph, pytest.raises(ValueError, match="unset FLUX_CHECK"):
             inputs.call(op, rank)
         graph.close()
         got = inputs.call(op, rank)
@@ -192,7 +192,7 @@ def _no_kernel(rank: int, world: int, library: Path) -> None:
         flux.GemmRS(max_m=8, n=8, k=8, dtype=BF16, backend="cuda")
 
 
-def test_a_rank_without_a_kernel_is_heard_of_everywhere(library: Path) -> None:
+def test_a_rank_without_a_kernel_raises_on_all_ranks(library: Path) -> None:
     run(2, _no_kernel, library)
 
 

@@ -173,7 +173,7 @@ def test_a_late_rank_is_waited_for(way: str) -> None:
     assert waited(1, 0) < 50e3
 
 
-def test_what_has_no_room_is_counted() -> None:
+def test_events_beyond_the_capacity_are_counted() -> None:
     (trace, _), _ = run_ranks(2, traced, "gemm_rs", KNOBS["push"], "", -1, 3)
     assert trace.dropped > 0
     lanes = {(e.rank, e.lane) for e in trace.events}
@@ -296,7 +296,7 @@ def test_files_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is no trace of flux"):
+    with pytest.raises(ValueError, match="is not a trace of flux"):
         read_chrome(path)
 
 
@@ -336,7 +336,7 @@ def check_sound_by_method(trace: Trace) -> None:
     [
         (["--op", "gemm"], "op must be one of"),
         (["--method", "fast"], "method must be one of"),
-        (["--method", "flux", "--method", "flux"], "each method once"),
+        (["--method", "flux", "--method", "flux"], "each method must be given once"),
         (["--calls", "0"], "calls must be in"),
         (["--capacity", "0"], "capacity must be in"),
         (["--tile", "big"], "tile must look like"),

@@ -114,7 +114,7 @@ def test_the_command_writes_a_trace(
         (["--transport", "loopback", "--op", "gemm_rs"], "no trace build of gemm_rs kernels"),
     ],
 )
-def test_what_is_missing_is_said(
+def test_what_is_missing_is_reported(
     on_emulated_device: None,
     device: EmulatedDevice,
     wrong: list[str],

@@ -102,7 +102,7 @@ def test_each_warp_group_or_the_first_tells(printed: list[list[int]]) -> None:
     assert all(r[6:] == [5, 3, 1] for r in records[:7]), "epoch, launch, and begin before end"
 
 
-def test_what_has_no_room_is_counted_and_nothing_else_is_written(printed: list[list[int]]) -> None:
+def test_records_beyond_the_capacity_are_counted_and_not_written(printed: list[list[int]]) -> None:
     (count, lost), *records = printed
     assert count == 4 + 2 + 2, "the last wait had no place any more"
     assert lost == 1, "a tile of a block that nobody has seen begin"

@@ -59,7 +59,7 @@ def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path / "tune")
 
 
-def test_what_is_stored_is_found_in_full(cache: Cache) -> None:
+def test_stored_winners_are_read_back_in_full(cache: Cache) -> None:
     assert cache.load(KEY) is None
     stored = [winner(64), winner(1000, kernel=KERNEL), winner(8192, knobs=Knobs(path="unfused"))]
     for one in stored:
@@ -102,7 +102,7 @@ def test_every_part_of_the_key_keeps_winners_apart(cache: Cache, change: dict[st
     assert cache.load(replace(KEY, **change)) is None
 
 
-def test_a_newer_winner_takes_the_place_of_an_older_one(cache: Cache) -> None:
+def test_a_newer_winner_replaces_an_older_one(cache: Cache) -> None:
     cache.store(KEY, winner(64, ms=3.0), MACHINE)
     cache.store(KEY, winner(64, ms=2.0), MACHINE)
     entry = cache.load(KEY)
@@ -126,9 +126,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_set_aside_with_a_warning_and_does_not_end_anything(
-    cache: Cache, damage: str
-) -> None:
+def test_damage_is_set_aside_with_a_warning_and_is_not_fatal(cache: Cache, damage: str) -> None:
     cache.store(KEY, winner(64), MACHINE)
     other = replace(KEY, n=77)
     cache.store(other, winner(32), MACHINE)
@@ -159,7 +157,7 @@ def test_an_entry_under_a_foreign_name_is_not_trusted(cache: Cache) -> None:
     cache.store(KEY, winner(64), MACHINE)
     other = replace(KEY, k=2048)
     file_of(cache).rename(file_of(cache, other))
-    with pytest.warns(RuntimeWarning, match="belongs into"):
+    with pytest.warns(RuntimeWarning, match="contains the entry of"):
         assert cache.load(other) is None
 
 
@@ -199,7 +197,7 @@ def test_other_files_in_the_directory_are_left_alone(cache: Cache) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_damage_where_nobody_may_write_is_ignored(cache: Cache) -> None:
+def test_damage_in_a_read_only_directory_is_ignored(cache: Cache) -> None:
     cache.store(KEY, winner(64), MACHINE)
     file_of(cache).write_text("{")
     cache.directory.chmod(0o555)
@@ -233,7 +231,7 @@ def test_the_environment_names_the_place(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert default_caches()[0].root == tmp_path / "here"
 
 
-def test_what_flux_ships_can_be_read() -> None:
+def test_shipped_winners_can_be_read() -> None:
     shipped = default_caches()[1]
     names = [path.name for path in shipped.directory.glob("*.json")]
     assert len(list(shipped.entries())) == len(names)
@@ -255,7 +253,7 @@ def _write(root: str, number: int, go: Any) -> None:
         assert found is not None and any(w.m == 1 + number * ROUNDS + step for w in found.winners)
 
 
-def test_of_eight_processes_that_write_and_read_at_once_none_loses_a_winner(
+def test_eight_concurrent_processes_lose_no_winner(
     tmp_path: Path,
 ) -> None:
     context = multiprocessing.get_context("fork")

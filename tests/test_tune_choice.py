@@ -168,7 +168,7 @@ def _agrees(rank: int, world: int) -> Any:
             os.environ["FLUX_TUNE_CACHE"] = text.removesuffix(f"-rank{rank}")
 
 
-def test_what_rank_0_found_holds_for_all() -> None:
+def test_winners_of_rank_0_hold_on_all_ranks() -> None:
     assert run_ranks(3, _agrees) == [5, 5, 5]
 
 
@@ -191,10 +191,10 @@ def _falls_back(rank: int, world: int) -> list[str]:
     return [str(w.message) for w in said if "not tuned" in str(w.message)]
 
 
-def test_the_nearest_m_is_used_and_said_once() -> None:
+def test_the_nearest_m_is_used_with_one_warning() -> None:
     first, second = run_ranks(2, _falls_back)
     assert second == []
-    assert len(first) == 1 and "not tuned for M = 200; that of M = 64" in first[0]
+    assert len(first) == 1 and "not tuned for M = 200; knobs tuned for M = 64" in first[0]
 
 
 def _untuned(rank: int, world: int, name: str) -> None:
@@ -221,7 +221,7 @@ def _mixed_tuning(rank: int, world: int) -> str:
     return ""
 
 
-def test_ranks_that_tune_differently_are_told() -> None:
+def test_different_tuning_options_on_ranks_raise() -> None:
     for text in run_ranks(2, _mixed_tuning):
         assert "disagree" in text and "tuning" in text
 
@@ -273,7 +273,7 @@ def test_look_up_costs_no_call_more_than_a_few_hundred_nanoseconds() -> None:
         assert tuned < 2000 and tuned - off < 1000, f"{tuned:.0f} ns against {off:.0f} ns"
 
 
-def test_other_threads_are_another_machine() -> None:
+def test_another_number_of_threads_is_another_machine() -> None:
     before = torch.get_num_threads()
     key = key_here("ag_gemm", 2)
     try:
@@ -407,7 +407,7 @@ def test_winners_with_too_many_tiles_are_the_heuristic_s(op: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["home", "number", "nesting"])
-def test_winners_that_cannot_be_read_are_none(
+def test_winners_that_cannot_be_read_are_ignored(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No error of one rank between two exchanges; the op runs with what the model chooses."""

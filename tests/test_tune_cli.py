@@ -66,7 +66,7 @@ def test_winners_move_from_one_cache_to_another(
     other = Cache(tmp_path / "other")
     other.store(KEY, winner(8, ms=5.0, at="2027"), MACHINE)
     other.store(KEY, winner(64, ms=5.0, at="2020"), MACHINE)
-    assert "took in 3 winners" in run("import", str(file)).stdout
+    assert "imported 3 winners" in run("import", str(file)).stdout
     entry = other.load(KEY)
     assert entry is not None
     assert [(w.m, w.ms) for w in entry.winners] == [(8, 5.0), (64, 1.0)]
@@ -129,7 +129,7 @@ def test_clear_asks_and_can_choose(cache: Cache) -> None:
     assert not list(cache.entries()) and not cache.damaged()
 
 
-def test_where_nobody_can_write_nothing_is_measured(
+def test_nothing_is_measured_if_results_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"
@@ -140,7 +140,7 @@ def test_where_nobody_can_write_nothing_is_measured(
 
 
 @pytest.mark.timeout(240)
-def test_a_tuned_shape_is_what_an_op_then_uses(cache: Cache, tmp_path: Path) -> None:
+def test_an_op_uses_the_winner_of_a_tuned_shape(cache: Cache, tmp_path: Path) -> None:
     """From the command to the op, in processes that share nothing but the cache."""
     space = tmp_path / "space.toml"
     space.write_text(

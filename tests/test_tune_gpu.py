@@ -122,9 +122,7 @@ def _as_tuned(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("op", OPS)
-def test_what_is_tuned_is_what_an_op_then_runs(
-    here: None, emulator: Path, tmp_path: Path, op: str
-) -> None:
+def test_an_op_runs_the_tuned_winner(here: None, emulator: Path, tmp_path: Path, op: str) -> None:
     search, cache = tune(tmp_path, tune_gpus.Maker(emulator), op)
     winner = search.winner
     assert winner is not None and search.settled, search.problem_text
@@ -208,7 +206,7 @@ def test_candidates_share_what_memory_is_free(here: None, emulator: Path, tmp_pa
 
 
 @pytest.mark.timeout(300)
-def test_nobody_is_blamed_for_what_the_others_hold(
+def test_no_candidate_is_excluded_for_memory_that_others_hold(
     here: None, emulator: Path, tmp_path: Path
 ) -> None:
     search, _ = tune(tmp_path, tune_gpus.Greedy(emulator))
@@ -258,7 +256,7 @@ def _measured(search: Search) -> str:
     return ""
 
 
-def test_kernels_of_sums_in_flight_are_built_in_both_forms() -> None:
+def test_kernels_that_reduce_in_flight_are_built_in_both_forms() -> None:
     config = tune_gpus.config_of("gemm_rs", 2)
     plain = Candidate("a", Knobs(reduce="local"), config)
     assert kernels.needed(plain) == [config]
@@ -310,7 +308,7 @@ def test_each_rank_has_the_gpu_that_torchrun_says(monkeypatch: pytest.MonkeyPatc
     assert gpu.gpu_of(3) == 1
 
 
-def test_gpus_are_looked_at_by_another_process() -> None:
+def test_gpus_are_queried_by_another_process() -> None:
     if torch.cuda.is_available():
         (sight,) = machine.look("cuda", [0], 1)
         assert sight[0].device.kind == "cuda"
@@ -328,12 +326,12 @@ def test_gpus_are_looked_at_by_another_process() -> None:
         (("--transport", "loopback"), "ops run the heuristic's knobs there"),
         (("--backend", "cpu", "--transport", "symm_mem"), "has the transports shm, send_recv"),
         (("--backend", "cuda", "--nproc", "1"), "there is nothing to tune on one GPU"),
-        (("--backend", "cuda", "--nproc", "4"), "4 ranks need a GPU each, and there is 1"),
+        (("--backend", "cuda", "--nproc", "4"), "4 ranks need a GPU each, and torch sees 1"),
         (("--nproc", "4"), "--backend cpu tunes ranks on the CPU"),
         (("--backend", "cuda", "--dtype", "fp32", "--nproc", "2"), "no kernels for float32"),
     ],
 )
-def test_what_cannot_be_tuned_is_one_line(
+def test_what_cannot_be_tuned_is_an_error_of_one_line(
     arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = 2 if "fp32" in arguments else 1

@@ -248,7 +248,7 @@ def test_sequence_and_batch_can_be_given() -> None:
     assert {op for op, *_ in sizes} == {"ag_gemm", "gemm_rs"}
     decoding = load_shapes("llama3-8b", 1, [32]).sizes
     assert {(op, m) for op, m, _, _ in decoding} == {("gemm_ar", 32)}
-    with pytest.raises(ValueError, match="lists shapes"):
+    with pytest.raises(ValueError, match=r"need a file with a \[layer\]"):
         load_shapes("flux-paper", 1024)
 
 
@@ -279,7 +279,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["tune", *arguments])
 
 
-def test_explain_says_what_would_be_tried_on_hardware_that_is_not_here() -> None:
+def test_explain_lists_candidates_for_other_hardware() -> None:
     result = run(
         "--shapes", "flux-paper", "--nproc", "8", "--cluster", "flux-h800", "--explain", "--json"
     )

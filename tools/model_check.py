@@ -32,25 +32,37 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--op", action="append", choices=OPS, help="called in turn, if several")
-    parser.add_argument("--world", type=int, default=2, help="ranks")
-    parser.add_argument("--nodes", type=int, default=1, help="that the ranks are on")
-    parser.add_argument("--puts", action="store_true", help="nodes reach each other by NVSHMEM")
-    parser.add_argument("--rows", type=numbers, default=(4, 4), help="M of each call: 6,4,6")
-    parser.add_argument("--direction", choices=("push", "pull"), default="push")
-    parser.add_argument("--order", default="direct", help="of communication: direct, ring1d ...")
+    parser.add_argument(
+        "--op", action="append", choices=OPS, help="op to call; several are called in turn"
+    )
+    parser.add_argument("--world", type=int, default=2, help="number of ranks")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes")
+    parser.add_argument("--puts", action="store_true", help="connect nodes by NVSHMEM puts")
+    parser.add_argument(
+        "--rows", type=numbers, default=(4, 4), help="rows M of each call, as 6,4,6"
+    )
+    parser.add_argument("--direction", choices=("push", "pull"), default="push", help="copies")
+    parser.add_argument("--order", default="direct", help="communication order: direct, ring1d ...")
     parser.add_argument("--comm-tile-rows", type=int, help="rows of a communication tile")
-    parser.add_argument("--columns", type=int, help="N of AGGemm")
-    parser.add_argument("--epochs", type=numbers, help="of each call, instead of 1,2,...")
-    parser.add_argument("--streams", type=int, default=1, help="that a rank's calls go round")
-    parser.add_argument("--poison", action="store_true", help="with FLUX_POISON")
+    parser.add_argument("--columns", type=int, help="columns N of AGGemm")
+    parser.add_argument("--epochs", type=numbers, help="epoch of each call, instead of 1,2,...")
+    parser.add_argument(
+        "--streams", type=int, default=1, help="streams that calls of a rank alternate between"
+    )
+    parser.add_argument("--poison", action="store_true", help="set FLUX_POISON")
     parser.add_argument("--gather", action="store_true", help="AGGemm returns the gathered x")
-    parser.add_argument("--fresh-x", action="store_true", help="no call overwrites x of another")
-    parser.add_argument("--blocks", type=int, help="tiles that a kernel runs at once, else all")
-    parser.add_argument("--literal", action="store_true", help="take every step by itself")
-    parser.add_argument("--limit", type=int, default=5_000_000, help="states")
-    parser.add_argument("--bugs", action="store_true")
-    parser.add_argument("--bug", choices=[bug.name for bug in BUGS], metavar="NAME")
+    parser.add_argument("--fresh-x", action="store_true", help="give each call its own x")
+    parser.add_argument(
+        "--blocks", type=int, help="thread blocks of a kernel (default: one per tile)"
+    )
+    parser.add_argument(
+        "--literal", action="store_true", help="explore every step, without reduction"
+    )
+    parser.add_argument("--limit", type=int, default=5_000_000, help="stop after this many states")
+    parser.add_argument("--bugs", action="store_true", help="check every seeded bug")
+    parser.add_argument(
+        "--bug", choices=[bug.name for bug in BUGS], metavar="NAME", help="seed this bug"
+    )
     return parser.parse_args()
 
 

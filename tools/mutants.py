@@ -213,10 +213,12 @@ def show(results: Sequence[Result], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description="Seed faults and see which test finds each.")
-    parser.add_argument("names", nargs="*", help="mutants, without .patch (default: all)")
-    parser.add_argument("--all", action="store_true", help="all tests, when the named ones pass")
+    parser.add_argument("names", nargs="*", help="names of mutants, without .patch (default: all)")
+    parser.add_argument(
+        "--all", action="store_true", help="also run all other tests if the named ones pass"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results as JSON")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to copy")
     given = parser.parse_args(arguments)
     folder = given.root / "tests" / "mutants"
     there = {path.stem: path for path in sorted(folder.glob("*.patch"))}

@@ -6,7 +6,7 @@
 
 namespace flux::host {
 
-// Lets go of the GIL while it lives, as py::gil_scoped_release does. A daemon thread may be inside
+// Releases the GIL while it lives, as py::gil_scoped_release does. A daemon thread may be inside
 // when the interpreter ends: CPython before 3.14 then ends the thread by pthread_exit as it asks for
 // the GIL. That unwinds the stack, and a destructor that is unwound through aborts the program. Here
 // the thread stops for good instead, as in CPython 3.14, and goes with the process.
@@ -30,7 +30,7 @@ class WithoutGil {
 void bind_core(pybind11::module_& m);      // the maps of csrc/core, as flux._C.core
 void bind_schedule(pybind11::module_& m);  // build_schedule and Schedule
 void bind_kernels(pybind11::module_& m);   // CUDA kernels: their arguments and launch
-void bind_cuda_op(pybind11::module_& m);   // CudaOp, and the part of peers that are played
+void bind_cuda_op(pybind11::module_& m);   // CudaOp, and the simulated peers of loopback
 void bind_nvtx(pybind11::module_& m);      // ranges for profilers
 void bind_trace(pybind11::module_& m);     // lanes of a trace
 void bind_streams(pybind11::module_& m);   // what streams of a GPU tell a trace

@@ -1,4 +1,4 @@
-// Binds CudaOp and the part of peers that are played (flux/transport/loopback.py).
+// Binds CudaOp and the simulated peers of loopback (flux/transport/loopback.py).
 #include "cuda_host/cuda_op.h"
 
 #include <pybind11/stl.h>

@@ -108,7 +108,7 @@ void bind_gemm_args(py::module_& m) {
           [](const GemmArgs& a, int op, int tile_m, int tile_n) {
             return tile_map(tile_order(a, static_cast<OpKind>(op), tile_m, tile_n));
           },
-          "What a kernel with tiles of this size is going to visit.")
+          "The tiles that a kernel with tiles of this size visits, in order.")
       .def("comm_tiling", [](const GemmArgs& a) {
         const CommTiling c = comm_tiling(a);
         return py::make_tuple(c.m, c.world, c.rows);

@@ -1,4 +1,4 @@
-// Communication order: in which order the W - 1 remote chunks reach a rank, and through whom.
+// Communication order: the sequence in which the W - 1 remote chunks reach a rank, and from which peers.
 //
 // An order is a pure integer map (rank, step) -> (chunk, peer). Relative to rank r, step s brings
 // the chunk at `offset(s)` from the peer at `via(s)`; both are offsets on a mesh of ranks, so that
@@ -41,7 +41,7 @@ struct Coord {
 };
 
 struct Hop {
-  int chunk;  // whose rows travel
+  int chunk;  // owner of the rows that travel
   int peer;   // the other end of the transfer
 };
 
@@ -134,7 +134,7 @@ FLUX_HD constexpr Coord offset_at(Order order, const Mesh& seen, int step) {
   return Coord{0, 0, step + 1};
 }
 
-// Who hands the chunk at `offset` over: its owner (direct), the neighbour (rings), or the member of
+// The peer that sends the chunk at `offset`: its owner (direct), the neighbour (rings), or the member of
 // the own node or domain that received it first (hierarchical, numa).
 //   hierarchical on 2 x 2:  (1,0) via (1,0)   (0,1) via (0,1)   (1,1) via (0,1)
 FLUX_HD constexpr Coord via_of(Order order, const Coord& offset) {

@@ -8,7 +8,7 @@
 //   tile row     1 (rows 24-47)     2 (rows 48-71)
 //   strip        24-39    40-47     48-63    64-71
 //   own rows     32-39    40-47     48-63    none
-//   word         0        1         2        3: raised by nobody
+//   word         0        1         2        3: never raised
 #pragma once
 
 #include "core/scatter.h"
@@ -38,7 +38,7 @@ FLUX_HD constexpr int strips_of_owner(const ScatterTiling& s, int owner) {
   return (tiles.end - tiles.begin) * strips_per_tile(s.tile_m);
 }
 
-// What is announced by the owner's word `index`. Clipped to the tile and to the owner's rows.
+// The strip that the owner's word `index` announces. Clipped to the tile and to the owner's rows.
 FLUX_HD constexpr Strip strip_of_owner(const ScatterTiling& s, int owner, int index) {
   const int per_tile = strips_per_tile(s.tile_m);
   const int tile_row = tiles_of_owner(s, owner).begin + index / per_tile;

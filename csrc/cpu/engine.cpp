@@ -9,7 +9,7 @@ namespace {
 
 // Copies are cut so that an abort is noticed in between.
 constexpr std::size_t kCopyPiece = std::size_t{1} << 20;
-// The worker shares its core with a GEMM: spinning for long would take from what it hides behind.
+// The worker shares its core with a GEMM: a long spin would slow the GEMM down.
 constexpr std::chrono::microseconds kWorkerSpin{2};
 // Calls after which all own signals are renewed; far less than the 2^31 that make old ones look
 // new.
@@ -19,7 +19,7 @@ constexpr std::uint32_t kRenewal = std::uint32_t{1} << 30;
 
 Engine::Engine(int rank, Symmetric symmetric)
     : rank_(rank), pid_(getpid()), symmetric_(std::move(symmetric)), local_(new SignalPad()) {
-  symmetric_.remote.resize(symmetric_.pads.size());  // on one host nobody is remote
+  symmetric_.remote.resize(symmetric_.pads.size());  // on one host no rank is remote
 }
 
 Engine::~Engine() {
@@ -48,7 +48,7 @@ void Engine::close(PadState state, int culprit) {
 }
 
 Failure Engine::fate(int peer) {
-  // The process comes first: once it has ended, its pad says what it will ever say.
+  // Look at the process first: after its end the state in its pad is final.
   const bool ended = symmetric_.processes != nullptr && symmetric_.processes->ended(peer);
   switch (static_cast<PadState>(pad(peer).state.load(std::memory_order_seq_cst))) {
     case PadState::kFailed:
@@ -62,10 +62,10 @@ Failure Engine::fate(int peer) {
 }
 
 // A signal that only large M use may go unraised for 2^31 calls, and would then seem to be of the
-// future (core/signal.h). So now and then all own signals are set to the call before this one. That
-// is safe here: before we enter, nobody raises a signal of this call in our pad; and a peer that
-// still waits there for one of the call before, which we have finished, waits for what has been
-// raised.
+// future (core/signal.h). So every kRenewal calls all own signals are set to the previous call. That
+// is safe here: before this rank enters, no peer raises a signal of this call in its pad; and a peer
+// may still wait there for a signal of the previous call only, which this rank has finished, so that
+// signal is raised already.
 void Engine::next_epoch() {
   ++epoch_;
   if (epoch_ % kRenewal != 0) return;
@@ -302,8 +302,8 @@ bool Engine::run(const Action& action, const Limit& limit) {
 // buffer.
 bool Engine::gather(const Transfer& t, const Limit& limit) {
   const bool from_shard = t.src == rank_ && t.chunk == rank_;
-  // A tile that is passed on was raised in the own pad by whoever handed it to us, not by its
-  // owner, who may long have finished and left.
+  // The signal of a forwarded tile was raised in the own pad by the rank that sent it, not by its
+  // owner, which may have finished and closed the op.
   const int raiser = t.src == rank_ ? schedule_->supplier[t.chunk] : t.src;
   if (!from_shard && !await_signal(t.src, raiser, t, t.signal, limit)) return false;
   const std::int64_t began = lane() == nullptr ? 0 : Lane::now();

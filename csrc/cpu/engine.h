@@ -30,16 +30,16 @@ namespace flux::host {
 struct Symmetric {
   std::vector<SignalPad*> pads;  // by rank
   std::vector<char*> data;       // by rank, behind the pad
-  // Ranks on other hosts. Their pads and data are stand-ins in private memory: what is written and
-  // raised there is what has yet to travel, and the network (flux/transport/network.py) does the
-  // same for their writes to this rank's own memory and pad.
+  // Ranks on other hosts. Their pads and data are stand-ins in private memory. The network
+  // (flux/transport/network.py) sends what is written and raised there, and writes and raises what
+  // they send in this rank's own memory and pad.
   std::vector<bool> remote;
   std::size_t row_bytes = 0;      // bytes of a row that travels: K (AllGather) or N elements
   std::size_t slot_bytes = 0;     // ReduceScatter: distance of two partial blocks
   std::size_t result_offset = 0;  // GemmAR: where the reduced result begins
   DType dtype = DType::kF32;
   int signals = 0;                       // in each pad
-  std::shared_ptr<Processes> processes;  // of ranks that share memory; null: nobody is watched
+  std::shared_ptr<Processes> processes;  // of ranks that share memory; null: none is watched
 };
 
 // Memory of one call that is private to this rank. Rows are dense but for x.
@@ -62,7 +62,7 @@ enum class Failure : int {
   kPeerDied = 6  // its process ended while its pad was open
 };
 
-// What a wait was for when it failed; -1 where a field does not apply.
+// The wait that failed; -1 where a field does not apply.
 struct FailureReport {
   Failure kind = Failure::kNone;
   int peer = -1;
@@ -106,18 +106,18 @@ class Engine {
   bool wait_visit(int visit, const Limit& limit);
   bool finish(const Limit& limit);
 
-  // After a failure: returns once the worker has let go of this call's memory.
+  // After a failure: returns once the worker no longer uses this call's memory.
   void settle();
 
   // A GEMM tile of a ReduceScatter is complete: its rows may leave.
   void visit_done(int visit);
 
-  // What has become of a peer: kNone while it is there, else kPeerFailed, kPeerClosed or kPeerDied. From
-  // any thread, without waiting.
+  // State of a peer: kNone while it is open, else kPeerFailed, kPeerClosed or kPeerDied. From any thread,
+  // without waiting.
   Failure fate(int peer);
 
-  // For the network, on threads of its own. A tile that is to leave is ready when its signal stands
-  // in the stand-in's pad; one that has arrived is announced in the own pad. What a peer said of its
+  // For the network, on its own threads. A tile is ready to send when its signal is raised in the
+  // stand-in's pad; a tile that has arrived is announced in the own pad. A peer's entry or refusal of a
   // call is published in its stand-in, as the peer would have published it on this host.
   bool await_parcel(int peer, int signal, std::uint32_t epoch);
   bool await_agreement(std::uint32_t epoch);
@@ -129,8 +129,8 @@ class Engine {
   // Marks the own pad, stops the worker and stops watching the peers' processes; idempotent. Memory may
   // be unmapped afterwards.
   void close(PadState state, int culprit);
-  // Lets the call that is going on fail: its waits return, in whatever thread, and it gives up. From any
-  // thread, or from a signal handler of the one that calls.
+  // Makes the current call fail: its waits return, in any thread, and it gives up. From any thread, or
+  // from a signal handler of the calling thread.
   void end_call();
 
   // Random pauses of up to `longest` around every move and every raise, for race tests.
@@ -178,7 +178,7 @@ class Engine {
   void pause();
   void worker_main(std::uint32_t done);
   static void become_worker();
-  // Where this thread records; null while nobody traces, which is all that a call then finds out.
+  // Lane of this thread; null without a trace, and then a call costs this one check.
   Lane* lane() const { return lanes_.caller == nullptr ? nullptr : lane_of_this_thread(); }
   Lane* lane_of_this_thread() const;
   void record(Work work, std::int64_t began, const Transfer& t, int peer, int at,
@@ -214,7 +214,7 @@ class Engine {
   std::atomic<std::uint32_t> submitted_{0};  // epoch handed to the worker
   std::atomic<std::uint32_t> finished_{0};   // epoch the worker is done with, for better or worse
   std::atomic<bool> stop_{false};
-  std::atomic<bool> claimed_{false};  // somebody is writing failure_
+  std::atomic<bool> claimed_{false};  // a thread is writing failure_
   std::atomic<bool> failed_{false};   // failure_ is complete
   FailureReport failure_;
   std::mutex closing_;

@@ -1,4 +1,4 @@
-// What the threads that serve peers on other hosts ask of the engine (flux/transport/network.py).
+// The engine's interface for the threads that serve peers on other hosts (flux/transport/network.py).
 #include "cpu/engine.h"
 
 namespace flux::host {

@@ -131,7 +131,7 @@ bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
 }
 
 // One tile of a GemmAR result: pushed into a peer's buffer, or pulled straight into the output. A
-// tile that is passed on lies in the own buffer, where whoever handed it to us has put it.
+// forwarded tile lies in the own buffer, where the rank that sent it has put it.
 bool Engine::move_result(const Transfer& t, const Limit& limit) {
   const std::size_t row_bytes = symmetric_.row_bytes;
   if (t.src == rank_) {

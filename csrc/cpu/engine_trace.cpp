@@ -1,4 +1,4 @@
-// What the engine tells a trace (lane.h). Nothing here runs while nobody traces.
+// Trace records of the engine (lane.h). Nothing here runs without a trace.
 #include "cpu/engine.h"
 
 namespace flux::host {

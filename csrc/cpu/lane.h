@@ -1,8 +1,8 @@
-// What one thread of an op did when, for a trace (flux/trace).
+// Events of one thread of an op with their times, for a trace (flux/trace).
 //
-// A lane belongs to the one thread that records in it. All its memory is there from the start, so a
-// call that is traced neither allocates nor locks; what does not fit is counted. It is read between
-// calls, by whoever has learnt that the thread is through with the call, which orders the two.
+// A lane belongs to the one thread that records in it. Its memory is allocated beforehand, so a traced
+// call neither allocates nor locks; events that do not fit are counted. It is read between calls, by a
+// thread that has seen the end of the call in the recording thread, which orders the two.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ enum class Work : int {
   kEntry = 12,    // waits for a peer's entry
   kResult = 13,   // waits for all ranks' rows of the result
   kCollect = 14,  // copies rows from symmetric memory to where the caller wants them
-  kSlab = 15      // a played peer's partials; `range`: the flags that follow
+  kSlab = 15      // a simulated peer's partials; `range`: the flags that follow
 };
 
 struct Record {
@@ -99,7 +99,7 @@ class Lane {
   std::size_t dropped_ = 0;
 };
 
-// The lanes of an engine's two threads; null while nobody traces.
+// The lanes of an engine's two threads; null without a trace.
 struct Lanes {
   Lane* caller = nullptr;
   Lane* worker = nullptr;

@@ -20,7 +20,7 @@ class Processes {
 
   // Whether the rank's process is watched and has ended. A stopped process has not.
   bool ended(int rank);
-  // Gives the descriptors back; nobody is watched any more. From any thread, idempotent.
+  // Closes the descriptors; no process is watched any more. From any thread, idempotent.
   void close();
   const std::vector<pid_t>& pids() const { return pids_; }
 

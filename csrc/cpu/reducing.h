@@ -1,4 +1,4 @@
-// The plan of a ReduceScatter that flux::host::Schedule unrolls: who adds up what, and where.
+// The plan of a ReduceScatter that flux::host::Schedule unrolls: which rank sums which rows, and where.
 #pragma once
 
 #include <algorithm>

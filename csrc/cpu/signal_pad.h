@@ -1,5 +1,5 @@
-// The signal pad: one block of shared memory per rank through which ranks tell each other that data
-// is there, that a call has begun, and that an op has failed or was closed.
+// The signal pad: one block of shared memory per rank. Through it ranks announce that data is ready,
+// that a call has begun, and that an op has failed or was closed.
 //
 // Memory ordering
 //   raise: data written by this thread  --(store release)-->  signal
@@ -14,8 +14,8 @@
 // Reuse (write after read)
 //   Signals carry the epoch of the call and are never cleared (core/signal.h). A rank *enters*
 //   epoch e by storing (e, digest) in `entries`. It does so only after it has finished call e-1,
-//   that is after its last read of its own and of its peers' buffers for e-1. Nobody writes to any
-//   rank's buffer in epoch e before it has seen every rank enter e. Hence no write of epoch e can
+//   that is after its last read of its own and of its peers' buffers for e-1. A rank writes to no
+//   buffer of another in epoch e before it has seen every rank enter e. Hence no write of epoch e can
 //   overtake a read of e-1, with a single buffer per op. The digest lets the same load reveal that
 //   ranks disagree about the call, before a byte has moved.
 #pragma once
@@ -33,8 +33,8 @@ using Clock = std::chrono::steady_clock;
 
 enum class PadState : std::uint32_t { kOpen = 0, kClosed = 1, kFailed = 2 };
 
-// Of what ranks write into each other's memory: pads, data, and what words mean. Raised with every change;
-// ranks with different numbers build no op together.
+// Version of the layout of shared memory: pads, data, and the meaning of words. Raised with every change;
+// ranks with different numbers cannot build an op together.
 constexpr int kLayoutNumber = 1;
 
 constexpr int kEntryHistory = 64;  // calls a refusing rank may run ahead of the slowest reader
@@ -42,7 +42,7 @@ constexpr int kRefusalWords = 32;  // 256 bytes of explanation
 constexpr std::uint32_t kRefused = 0xffffffffu;  // digest of a call whose input a rank refused
 
 struct alignas(64) SignalPad {
-  // Written by whoever raises a signal of this pad, read by whoever sleeps on it.
+  // Written by threads that raise a signal of this pad, read by threads that sleep on it.
   Word wake;
   Word waiters;
   // Written by the owner only.

@@ -33,7 +33,7 @@ typedef struct FluxOrder {
   const int32_t* sequence; /* (host) W chunks in visiting order, or null: by order and mesh */
 } FluxOrder;
 
-/* What kernels of a trace build put down of their own work (flux/trace/gpu.py reads it; cuda/trace.cuh
+/* Events that kernels of a trace build record (flux/trace/gpu.py reads them; cuda/trace.cuh
  * writes). Times are of %globaltimer. */
 typedef struct FluxTraceRecord {
   uint64_t begin_ns;
@@ -50,12 +50,12 @@ typedef struct FluxTraceRecord {
 enum {
   FLUX_TRACE_TILE = 1, /* a GEMM tile, from its first multiplication to the end of its epilogue */
   FLUX_TRACE_PART = 2, /* stream-K: a part of a tile that another block finishes */
-  FLUX_TRACE_WAIT = 3, /* for what was not there at the first look */
+  FLUX_TRACE_WAIT = 3, /* a wait, if the first check failed */
   FLUX_TRACE_RELEASE = 4, /* stores of a tile awaited, and its flags raised at their owners */
   FLUX_TRACE_SUM = 5,     /* partials added up */
   FLUX_TRACE_UNITS = 4
 };
-/* In device memory, all of it there before the call. What has no room is counted and left out. */
+/* In device memory, allocated before the call. Records beyond the capacity are counted and dropped. */
 typedef struct FluxTrace {
   uint32_t count; /* of records, those without room included */
   uint32_t capacity;
@@ -75,10 +75,10 @@ typedef struct FluxSync {
   uint64_t* report; /* the same words in memory of the host, which the kernel that finds a failure
                             also writes, its code last; or null */
   const uint32_t* count; /* entries hold the number that stands here, or (null) the epoch */
-  FluxTrace* trace; /* trace builds: where to put down what happens, or null; others ignore it */
+  FluxTrace* trace;      /* trace builds: buffer of records, or null; others ignore it */
 } FluxSync;
 
-/* What a failed wait leaves in FluxSync.status. The first one to fail writes; later waits of the
+/* Words of FluxSync.status after a failed wait. The first one to fail writes; later waits of the
  * same call see word 0 and do not wait any more. */
 enum {
   FLUX_STATUS_CODE = 0,     /* FLUX_WAIT_* */
@@ -116,7 +116,7 @@ typedef struct FluxGemmArgs {
   const uint32_t* signals;
   /* ReduceScatter: by owner, where this rank's partial of the owner's rows goes ([rows, n], rows ld
    * apart), the flags this rank raises there, and the entries of this rank's pad, by owner. With
-   * reduce in flight, `slots` is the owner's zeroed result. Null flags: nobody is told.
+   * reduce in flight, `slots` is the owner's zeroed result. Null flags: none is raised.
    * guard_rows: rows in front of every slot, ld apart, that the kernel may fill with anything
    * (core/scatter.h). sm_90a: a kernel whose boxes are higher refuses. */
   void* slots[FLUX_MAX_WORLD];
@@ -148,7 +148,7 @@ typedef struct FluxReduceArgs {
   int32_t slot_count;         /* 1 when memory has added up what arrived (reduce in flight) */
   int64_t out_ld;
   /* NVLink SHARP: the same memory of all ranks at one address (its multicast object), where the switch
-   * adds up what is loaded, and gives everybody what is stored. Own row 0 of the partials, in place of
+   * sums values on a load, and stores to all ranks on a store. Own row 0 of the partials, in place of
    * slots, or null; own row 0 of the results, in place of outs, or null. Rows are 16-byte aligned. */
   const void* switch_in;
   void* switch_out;
@@ -162,9 +162,9 @@ typedef struct FluxReduceArgs {
                     start as soon as all blocks of that have, on multiprocessors that it leaves free */
 } FluxReduceArgs;
 
-/* Where the ranks of a captured call meet: a kernel of one block, which in this order numbers the
- * call, resets words of this rank, tells all ranks, and awaits them. A rank that gives up says so in
- * the status of every peer, since copies that follow in the graph cannot be kept from being made. */
+/* The barrier of the ranks of a captured call: a kernel of one block, which in this order numbers the
+ * call, resets words of this rank, tells all ranks, and awaits them. A rank that gives up writes that to
+ * the status of every peer, since the copies that follow in the graph cannot be prevented. */
 typedef struct FluxMeetArgs {
   int32_t world, rank;
   uint32_t advance; /* 1: a call begins; 0: it is the same one still */
@@ -172,7 +172,7 @@ typedef struct FluxMeetArgs {
   uint32_t* count;                    /* of this rank's captured calls */
   uint32_t* reset;                    /* words that are set to 0 */
   uint32_t* raised[FLUX_MAX_WORLD];   /* by rank: this rank's word there, set to the count */
-  const uint32_t* awaited;            /* by rank: words of the own pad; null: nobody is awaited */
+  const uint32_t* awaited;            /* by rank: words of the own pad; null: no wait */
   uint64_t* statuses[FLUX_MAX_WORLD]; /* by rank */
   FluxSync sync;                      /* epoch and count are not looked at */
 } FluxMeetArgs;

@@ -1,5 +1,5 @@
-// NVLink SHARP: a multicast address stands for the same memory of all ranks; the switch adds up what is
-// loaded from it, in fp32, and gives everybody what is stored to it. Hopper and newer; on older devices
+// NVLink SHARP: a multicast address stands for the same memory of all ranks. On a load the switch returns
+// the sum over all ranks, in fp32; a store writes to all ranks. Hopper and newer; on older devices
 // the host never passes such an address.
 #pragma once
 

@@ -1,8 +1,8 @@
 // Signals between the GPUs of a group, as a thread sees them: acquire, release, and waits that end.
 //
-// Memory ordering. Whoever moves a tile (copy engine, or the epilogue of a peer) writes its data and
+// Memory ordering. The mover of a tile (copy engine, or the epilogue of a peer) writes its data and
 // then its signal; a stream memory operation and st.release.sys both order the two. A waiter reads
-// the signal with ld.acquire.sys, so what the signal announces is visible to its later reads. TMA
+// the signal with ld.acquire.sys, so the announced data is visible to its later reads. TMA
 // reads through another proxy: after the acquire, and before the first TMA instruction that touches
 // the data, the thread that issues it (or one ordered before it by a barrier) executes
 // fence.proxy.async.global. In the other direction, bulk stores are complete only after
@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_release_sys(std::uint32_t* word, std::uint
 }
 
 // Writes the words of a failure for the host, its code last: a host that sees the code sees the rest.
-// Plain stores, no atomics: the host's memory is behind PCIe, and nobody contends for it.
+// Plain stores, no atomics: the host's memory is behind PCIe, and has no contention.
 __device__ inline void write_report(std::uint64_t* report, std::uint64_t code, std::uint64_t tile,
                                     std::uint64_t signal, std::uint64_t expected,
                                     std::uint64_t observed) {
@@ -66,12 +66,12 @@ __device__ inline void record_failure(const FluxSync& sync, int code, int tile, 
                static_cast<std::uint64_t>(signal), sync.epoch, observed);
 }
 
-// What a kernel does when it ends: tells the host that a peer has given up, which the peer wrote to the
-// own status only. One thread of each block calls it; a load from L2 when all is well.
+// Called at the end of a kernel: reports to the host that a peer has given up, which the peer wrote to
+// the own status only. One thread of each block calls it; without a failure it is one load from L2.
 //
-// It cannot miss what matters. A peer writes FLUX_ABANDONED here, then raises the words that its own
-// streams wait for (csrc/cuda_host/cuda_op.cpp, let_go), and those go on to raise signals or flags here
-// in front of data that is not there. So the status is written before any such signal. A thread that
+// It misses no failure that affects the data. A peer writes FLUX_ABANDONED here, then raises the words
+// that its own streams wait for (csrc/cuda_host/cuda_op.cpp, let_go). Those streams then raise signals or
+// flags here without the data. So the status is written before any such signal. A thread that
 // acquired the signal, or one behind it at a barrier, loads the status later than that: it sees it.
 // Failures of the own waits are reported where they are found (record_failure).
 __device__ __forceinline__ void report_failure(const FluxSync& sync) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void report_failure(const FluxSync& sync) {
 
 // Spins until `word`, which is reported as `signal`, has reached the epoch. Gives up, with false, when
 // the time is over, or when another wait has: the kernel then ends. Its own result is wrong and the
-// host throws it away; what it would have told or given to a peer it keeps to itself. Inlined: a
+// host discards it; it neither stores to peers nor raises their signals any more. Inlined: a
 // producer warp has 40 registers, and a call would make it spill those it keeps across.
 template <class Word>
 __device__ __forceinline__ bool await_epoch(const Word* word, int signal, const FluxSync& sync,

@@ -1,10 +1,11 @@
-// What a kernel tells a trace (flux/trace) of its own work. Only a trace build does: one with FLUX_TRACE
+// Trace records of a kernel (flux/trace). Only a trace build writes them: one with FLUX_TRACE
 // defined (`flux compile --trace`). In any other, everything here is empty, and kernels are the machine
 // code that they would be without it.
 //
-// Nobody waits: memory is there before the call, a place in it comes from one atomic addition, and what
-// finds none is only counted. Stamps are of %globaltimer, which all multiprocessors share; it ticks every
-// 32 ns on some GPUs and every microsecond on others. Records are read when the stream is done.
+// Recording never waits: memory is allocated before the call, one atomic addition reserves a place in it,
+// and records without a place are only counted. Stamps are of %globaltimer, which all multiprocessors
+// share; it ticks every 32 ns on some GPUs and every microsecond on others. Records are read when the
+// stream is done.
 #pragma once
 
 #include <cstdint>
@@ -60,9 +61,9 @@ __device__ __forceinline__ void tell(const FluxSync& sync, std::uint64_t begin, 
                            what.signal, sm,  unit_number(), sync.epoch, sync.launch};
 }
 
-// The begin of a tile, where who ends it has no register of his that whoever began it knows: kept in
-// memory, by warp group. Shared memory will not do, since kernels want their dynamic part to begin at
-// its very beginning. The same thread ends it.
+// The start time of a tile, kept in global memory by warp group: the code that begins a tile and the code
+// that ends it share no register. Not in shared memory, since kernels want their dynamic part to begin at
+// its start. The same thread ends the tile.
 __device__ __forceinline__ void begin_tile(const FluxSync& sync) {
   FluxTrace* trace = sync.trace;
   if (trace == nullptr || threadIdx.x % kWarpGroup != 0) return;

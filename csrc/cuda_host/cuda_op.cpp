@@ -114,7 +114,7 @@ std::vector<int> CudaOp::entries() const {
   return words;
 }
 
-// Puts what follows on `later` behind what is on `earlier`.
+// Orders later work on `later` after the work that is on `earlier` now.
 void CudaOp::join(Stream later, Stream earlier) {
   driver_->record(joined_, earlier);
   driver_->await_event(later, joined_);
@@ -172,8 +172,8 @@ void CudaOp::fill_with_nan(Stream stream) {
   }
 }
 
-// A peer that gives up says so in this rank's status, and lets its streams go after that; so whoever reads
-// the status behind all that the call has read hears of what they may have spoilt. Kernels do that when
+// A peer that gives up writes that to this rank's status before it releases its streams. So a read of the
+// status after all reads of the call finds every failure that may have corrupted them. Kernels do that when
 // they end (cuda/sync.cuh); where a copy comes behind the last of them, the status is copied once more.
 void CudaOp::end(Stream stream, bool told_by_kernel) {
   if (traced()) streams_->end(whole_call_, stream, told(Work::kCall, epoch_));

@@ -13,12 +13,12 @@
 // Between nodes there is a third stream: cuda_op_nodes.cpp, and docs/protocol.md for the pictures.
 //
 // The host waits for nothing, allocates no device memory and sets none: signals, flags and entries
-// hold the number of the call (epoch). Who may write to which buffer when: gather_tiles.h (gathered
-// rows), cuda/gemm/sm90/scatter_store.cuh (partials). An entry is raised by a stream operation behind
-// all that the stream did before, so it says that the rank's buffers are no longer read.
+// hold the number of the call (epoch). Which rank may write to which buffer when: gather_tiles.h (gathered
+// rows), cuda/gemm/sm90/scatter_store.cuh (partials). An entry is raised by a stream operation after all
+// earlier work of the stream, so it means that the rank's buffers are no longer read.
 //
 // A call on a stream that is being captured into a CUDA graph becomes part of the graph, with words of
-// its own (cuda_op_captured.cpp): what the graph holds cannot know how often it will be replayed.
+// its own (cuda_op_captured.cpp): a graph's constants cannot depend on the number of its replays.
 #pragma once
 
 #include <map>
@@ -35,16 +35,16 @@
 
 namespace flux::host {
 
-// Symmetric memory of one op, as this rank addresses it, and what every launch is told.
+// Symmetric memory of one op, as this rank addresses it, and the arguments common to all launches.
 //
-// Pad: W entries (word o: of whoever holds rows of o for this node, see cuda_op_nodes.cpp), W words
+// Pad: W entries (word o: of the rank that holds rows of o for this node, cuda_op_nodes.cpp), W words
 // "my result is everywhere" (GemmAR), the status (FLUX_STATUS_WORDS of 64 bits), then signals or flags, and
 // offers (pulls); then the words of captured calls: their count, W entries, W of the result, signals or
 // flags, offers. Peers write to the status only to say that they have given up.
 // Data: gathered rows, then their scales if they have some; or slots of partials, one per source or
 // (reduced in flight) one that all add to, each behind its guard (core/scatter.h), then (GemmAR) the result. Where the NVLink switch adds up,
 // there is a slot per owner, with this rank's partials of its rows, which the owner reads. (At any M the
-// same owner, so that nobody but the owner of a tile has to be awaited before it is written.) Between
+// same owner, so that only the owner of a tile has to be awaited before the tile is written.) Between
 // nodes, slots: W, of each node's rows the partials of this node's ranks; then an inbox for the sum of
 // each other node. Behind all that, where the device itself puts sums (Relay), what it puts: the sum for
 // a rank of each other node.
@@ -129,7 +129,7 @@ class CudaOp {
   // Gives streams and events back, when nothing is on them. Idempotent.
   void close();
 
-  // Tells the peers that this rank makes no more calls and may not have done its part of the last
+  // Tells the peers that this rank makes no more calls and has perhaps not done its part of the last
   // ones: a wait that was given up must not end as a wrong result elsewhere. Then raises every word
   // that a stream of this rank may wait for. Blocks until that is done.
   void let_go();
@@ -187,7 +187,7 @@ class CudaOp {
   int holder(int owner) const { return neighbours().begin + owner % lanes(); }
   int twin(int node) const { return node * lanes() + setup_.rank % lanes(); }
   int region_of(int owner) const { return owner / lanes() * (setup_.signals / setup_.nodes); }
-  // `told`: the kernel that ends the call reports failures by itself.
+  // `told`: the kernel that ends the call reports failures itself.
   void end(Stream stream, bool told);
   void fill_with_nan(Stream stream);
   void renew_signals(Stream stream);

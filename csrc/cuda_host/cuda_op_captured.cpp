@@ -1,4 +1,4 @@
-// Calls that are captured into a CUDA graph: the protocol without a number that the host knows.
+// Calls that are captured into a CUDA graph: the protocol without a call number on the host.
 //
 // A graph holds values, and every replay uses them again. So the number of a captured call lies in
 // device memory, where the kernel `meet` counts; entries and the words of GemmAR, which the same kernel

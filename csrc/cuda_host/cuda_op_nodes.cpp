@@ -1,4 +1,4 @@
-// What a call does about ranks of other nodes (docs/protocol.md, "Several nodes").
+// The part of a call that serves ranks of other nodes (docs/protocol.md, "Several nodes").
 //
 // ReduceScatter: the ranks of a node add up what they have for a rank of another node, and the owner's
 // twin among them sends it, while the GEMM goes on with the tiles of the next (Flux paper, 4.2:
@@ -110,7 +110,7 @@ void CudaOp::sum_of_node(const Schedule& schedule, int owner, Range rows, int n)
   kernels_.at(0)->reduce(args, network_stream_);
 }
 
-// What the owner adds up, in the order of the nodes: its own node's partials, others' sums.
+// The owner's summands, in the order of the nodes: its own node's partials, other nodes' sums.
 void CudaOp::reduce_nodes(FluxReduceArgs* args) const {
   args->slot_count = 0;
   const auto add = [&](std::int64_t at) {

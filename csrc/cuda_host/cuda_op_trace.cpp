@@ -1,4 +1,4 @@
-// What a CudaOp tells a trace (stream_trace.h, cuda/trace.cuh). Nothing here runs while nobody traces.
+// Trace records of a CudaOp (stream_trace.h, cuda/trace.cuh). Nothing here runs without a trace.
 #include <stdexcept>
 
 #include "cuda_host/cuda_op.h"

@@ -4,7 +4,7 @@
 // A memory operation on a stream is ordered after all earlier work of the stream, and writes of that
 // work are visible to the system before it (the driver's default, without
 // CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER). So "copy, then signal" on one stream is what
-// cuda/sync.cuh asks of whoever raises a signal.
+// cuda/sync.cuh requires of a raise.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ class Driver {
   void synchronize(Stream stream);
   // Whether all work of the stream is done.
   bool ready(Stream stream);
-  // Work put on `later` from now on runs after what is on `earlier` now.
+  // Later work on `later` runs after the work that is on `earlier` now.
   void order_after(Stream later, Stream earlier);
   // The same in two steps, with an event that is kept.
   Event create_event();

@@ -1,7 +1,7 @@
 // AllGather between nodes (Flux paper, 4.3): one exchange for each step of the communication order and
 // each communication tile, so that both ends come to it in the same place, and signals when it is done.
 //
-// Who forwards rows between nodes (ring orders) waits for their signal: they came in an earlier step.
+// A rank that forwards rows between nodes (ring orders) waits for their signal, of an earlier step.
 #include "cuda_host/gather_tiles.h"
 
 namespace flux::host {
@@ -71,7 +71,7 @@ class NetworkGather {
     driver_.memory_ops(call_.stream, ops);
   }
 
-  // What a trace is told of a tile that is sent, received, or awaited here.
+  // Trace record of a tile that is sent, received, or awaited here.
   Record about(Work work, int peer, const Hop& hop, int tile) const {
     const Range rows = comm_tile_rows(comm_, hop.chunk, tile);
     std::int64_t bytes = 0;

@@ -136,7 +136,7 @@ void Gather::copy(Stream stream, int to, Range rows, int from, What&& what) {
   });
 }
 
-// What a trace is told of a copy, with `peer`, after which a signal at rank `at` is raised.
+// Trace record of a copy, with `peer`, after which a signal at rank `at` is raised.
 Record Gather::copied(int chunk, int tile, Range rows, int peer, int at, int signal) const {
   std::int64_t bytes = 0;
   for (const GatherPart& part : call_.parts) bytes += (rows.end - rows.begin) * part.row_bytes;

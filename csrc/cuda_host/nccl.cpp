@@ -157,7 +157,7 @@ void NcclRemote::check(int result, const char* what) {
   throw std::runtime_error(text);
 }
 
-// Waits on the host until the communicator has done what it was last asked for.
+// Waits on the host until the communicator has completed its last operation.
 void NcclRemote::settle(const char* what, std::uint64_t limit_ns) {
   const auto limit = std::chrono::steady_clock::now() + std::chrono::nanoseconds(limit_ns);
   for (int turn = 0;; ++turn) {

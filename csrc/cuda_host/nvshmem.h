@@ -2,7 +2,7 @@
 //
 // As DirectRemote, but that a place at a peer is named by the same place here, that words have 64 bits
 // (the epoch is the lower half, which is what a stream waits for), and that data and its word go in
-// one put: whoever sees the word sees the data.
+// one put: a reader that sees the word sees the data.
 #pragma once
 
 #include "cuda_host/remote.h"

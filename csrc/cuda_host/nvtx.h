@@ -17,7 +17,7 @@ struct Nvtx {
   int (*pop)();
 };
 
-// What ranges go to; null: nowhere. What it points to stays until the process ends.
+// Functions that ranges call; null: none. The object stays until the process ends.
 inline std::atomic<const Nvtx*> nvtx{nullptr};
 
 // Lets ranges go to this library, or nowhere if its name is empty. One thread at a time.

@@ -63,21 +63,21 @@ class Remote {
 
   // From here on in the stream, exchanges of call `epoch` may write to this rank's data.
   virtual void open(Stream stream, std::uint32_t epoch) = 0;
-  // Throws PeerLost when the host hears that a peer is gone.
+  // Throws PeerLost when the host finds out that a peer is gone.
   virtual void exchange(Stream stream, const std::vector<Move>& moves, std::uint32_t epoch) = 0;
   // Once in 2^30 calls, ahead of `open`: no word may be older than that.
   virtual void renew(Stream stream, std::uint32_t epoch) = 0;
   // This rank makes no more calls: tells the peers as far as it can, then lets every exchange of this
   // rank end, done or not. Blocks until that is so.
   virtual void give_up(Stream stream, std::uint32_t epoch) = 0;
-  // Gives back what it holds, when no exchange is under way. Idempotent.
+  // Releases its resources; no exchange may be in progress. Idempotent.
   virtual void close() = 0;
 };
 
 // Words of a rank's mail (one-sided transports): one per rank, that it has opened a call, then boxes.
 inline int mail_words(int world, int boxes) { return world + boxes; }
 
-// Peers that can be addressed after all: virtual ranks on one GPU that play several nodes.
+// Peers that can be addressed directly: virtual ranks on one GPU that simulate several nodes.
 struct DirectPeers {
   int rank;
   std::vector<int> others;      // ranks of other nodes

@@ -70,13 +70,13 @@ class StreamTrace {
   ClockTie tie_;
 };
 
-// What is known when it is put on a stream: all of a record but its times.
+// The part of a record that is known at submission: all but its times.
 inline Record told(Work work, std::uint32_t call, int peer = -1, int chunk = -1, int tile = -1,
                    Range rows = {0, 0}, int at = -1, int signal = -1, std::int64_t bytes = 0) {
   return {0, 0, call, work, peer, chunk, tile, rows, at, signal, bytes};
 }
 
-// Puts `body` on a stream, with stamps if somebody traces. Only then `what` is called, for the record of
+// Puts `body` on a stream, with stamps during a trace. Only then `what` is called, for the record of
 // it, or for several.
 template <class What, class Body>
 void stamped(StreamTrace* trace, Stream stream, What&& what, Body&& body) {

@@ -1,4 +1,4 @@
-// Routes between hosts: which ranks share a host, and through whom rows enter and leave it.
+// Routes between hosts: which ranks share a host, and through which rank rows enter and leave it.
 //
 // csrc/core maps regular meshes, where every node has as many ranks; hosts need not be alike (3 ranks
 // + 1 rank, or ranks dealt out in turn). What the routes below say of a mesh is what

@@ -125,7 +125,7 @@ std::vector<Hop> arrivals(const ScheduleSpec& s, int rank) {
 
 struct Departure {
   int step;
-  Hop hop;  // the chunk, and whom it goes to
+  Hop hop;  // the chunk, and the rank it goes to
 };
 
 // What `rank` sends, in order: the arrivals of everybody else, seen from the other end.
@@ -234,7 +234,7 @@ int result_signal(const Reducing& plan, const CommTiling& c, int owner, int tile
   return plan.room().regions * signal_count(c) + signal_index(c, owner, tile);
 }
 
-// What this rank adds up: for others, in the order in which it computes its own part; then its own
+// The sums of this rank: for others, in the order in which it computes its own part; then its own
 // rows.
 void build_reductions(Schedule* s, const Reducing& plan) {
   const TileOrder& t = s->spec.tiles;

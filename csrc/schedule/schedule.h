@@ -47,7 +47,7 @@ struct Home {
 // One contribution to a reduction. `block` is in the own memory (push) or the source's (pull); -1 is
 // the own partial, wherever the GEMM left it.
 struct Share {
-  int source;  // who raises `signal` in the own pad
+  int source;  // the rank that raises `signal` in the own pad
   int signal;
   int block;
 };
@@ -84,7 +84,7 @@ struct Visit {
   Range completes;  // ReduceScatter: transfers (indices) whose last part this tile computes
 };
 
-// What the communication side of a rank does, in this order.
+// Work of the communication side of a rank, in this order.
 enum class ActionKind : int {
   kGather = 0,   // AllGather: move transfers[index]
   kSend = 1,     // ReduceScatter, staged: move transfers[index]
@@ -111,7 +111,7 @@ struct Schedule {
   bool publishes_own = false;  // AllGather: own rows are copied into the own gathered buffer
 };
 
-// What a ReduceScatter needs of every rank's symmetric memory, whatever M.
+// Symmetric memory that a ReduceScatter needs of every rank, for any M.
 struct Room {
   int blocks;   // of partials, of one chunk each
   int regions;  // groups of W signals for partials in the pad

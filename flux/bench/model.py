@@ -35,7 +35,7 @@ def scaled(layer: Layer, scale: int, world: int) -> Layer:
     for name in ("hidden", "intermediate"):
         size = getattr(layer, name)
         if size % (scale * world):
-            raise ValueError(f"{name} = {size} cannot be divided by {scale} and {world} ranks")
+            raise ValueError(f"{name} = {size} must be divisible by {scale} x {world} ranks")
     heads = max(1, layer.heads // (scale * world))  # per rank
     most = max(1, heads * layer.kv_heads // layer.heads)
     kv_heads = max(count for count in range(1, most + 1) if heads % count == 0)
@@ -96,7 +96,7 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.world < 2:
-            raise ValueError("there is nothing to communicate on one rank: 2 at least")
+            raise ValueError(f"world must be at least 2, got {self.world}")
         unknown = [phase for phase in self.phases if phase not in PHASES]
         if unknown or not self.phases:
             raise ValueError(f"phases must be some of {', '.join(PHASES)}, got {self.phases}")

@@ -174,7 +174,7 @@ def largest_error(got: LayerCall, right: LayerCall) -> float:
         ValueError: the two calls have different results.
     """
     if got.results.keys() != right.results.keys():
-        raise ValueError(f"results are {list(got.results)}, not {list(right.results)}")
+        raise ValueError(f"expected results {list(right.results)}, got {list(got.results)}")
     worst = 0.0
     for name, value in right.results.items():
         error = (got.results[name].double() - value.double()).abs().max()

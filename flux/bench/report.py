@@ -190,9 +190,11 @@ def conclusion(content: dict[str, Any]) -> str:
     time = float(fused["overall_ms"]) / float(unfused["overall_ms"])
     sure = f"{least:.2f} to {most:.2f} with {CONFIDENCE:.0%} confidence"
     if interval is None:
-        text = f"flux took {time:.2f} of the unfused time; {len(ours)} repeats are too few to tell"
+        text = (
+            f"flux took {time:.2f} of the unfused time; {len(ours)} repeats are too few to compare"
+        )
     elif least <= 1.0 <= most:
-        text = f"No difference that {len(ours)} repeats can tell: {time:.2f} of the time, {sure}"
+        text = f"{len(ours)} repeats show no difference: {time:.2f} of the time, {sure}"
     else:
         change = f"{abs(1 - time):.0%} {'less' if time < 1 else 'more'}"
         text = f"flux took {change} time than the unfused path ({time:.2f} of it, {sure})"
@@ -237,7 +239,7 @@ def _footer(content: dict[str, Any]) -> Text:
     if content["transport"] == "loopback":
         return text.append(f"{repeats}; ±: {CONFIDENCE:.0%} of resamples\n{_LOOPBACK}")
     skew = content["start_skew_ms"]
-    start = "behind a collective" if skew is None else f"within {skew:.3f} ms"
+    start = "after a collective" if skew is None else f"within {skew:.3f} ms"
     return text.append(
         f"{repeats}, slowest rank of each; ranks start {start}; ±: {CONFIDENCE:.0%} of resamples"
     )

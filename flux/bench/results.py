@@ -108,7 +108,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is damaged, or no JSON: {error}") from error
+        raise ValueError(f"{path} is damaged, or not JSON: {error}") from error
     try:
         check(document)
     except ValueError as error:
@@ -120,9 +120,9 @@ def load(path: Path) -> dict[str, Any]:
 def check(document: Any) -> None:
     """Raise ValueError if this is not a document of `flux bench suite`; name what is wrong."""
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"not results of `flux bench suite --json`: no format {FORMAT!r}")
+        raise ValueError(f"not results of `flux bench suite --json`: format is not {FORMAT!r}")
     if document.get("version") != VERSION:
-        raise ValueError(f"version {VERSION} was expected, got {shown(document.get('version'))}")
+        raise ValueError(f"version: expected {VERSION}, got {shown(document.get('version'))}")
     _fields(document, _TOP, "")
     _fields(document["settings"], {"world": int, "dtype": str}, "settings.")
     _texts_or_null(document["peers"], "peers.")
@@ -193,7 +193,7 @@ def _is_figure(value: Any) -> bool:
 def _texts_or_null(table: Mapping[str, Any], where: str) -> None:
     for name, value in table.items():
         good = value is None or isinstance(value, str)
-        _expect(good, f"{where}{name}", "a text or null", value)
+        _expect(good, f"{where}{name}", "a string or null", value)
 
 
 def _fields(table: Mapping[str, Any], expected: Mapping[str, type], where: str) -> None:

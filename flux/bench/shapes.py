@@ -105,7 +105,7 @@ def load_shapes(
             for op, n, k in layer.gemms(decodes=length == 1):
                 sizes.append((op, batch * length, n, k))
     elif sequence is not None or batches is not None:
-        raise ValueError(f"{file}: lists shapes, of which none is made of a sequence and a batch")
+        raise ValueError(f"{file}: sequence and batch need a file with a [layer], not with shapes")
     for table in top.tables("shape"):
         op, n, k = table.text("op", choices=OPS), table.integer("n"), table.integer("k")
         sizes += [(op, m, n, k) for m in table.integers("m")]
@@ -114,11 +114,11 @@ def load_shapes(
     for op, m, n, k in sizes:
         if max(m, n, k) > MOST_SIZE:
             raise ValueError(
-                f"{file}: {op}: the layer and its workloads make (m, n, k) = {(m, n, k)}, at most "
-                f"{MOST_SIZE} is possible"
+                f"{file}: {op}: the layer and its workloads make (m, n, k) = {(m, n, k)}, each "
+                f"must be at most {MOST_SIZE}"
             )
     if not sizes:
-        raise ValueError(f"{file}: neither a [layer] nor a [[shape]]: nothing to tune")
+        raise ValueError(f"{file}: expected a [layer] or a [[shape]]: nothing to tune")
     return Shapes(file, model, dtype, worlds, tuple(dict.fromkeys(sizes)))
 
 
@@ -131,7 +131,7 @@ def layer_of(name: str | Path) -> Layer:
     file = find("shapes", name)
     top = Table.load(file)
     if "layer" not in top:
-        raise ValueError(f"{file}: lists shapes, not the [layer] of a model")
+        raise ValueError(f"{file}: expected the [layer] of a model, got a list of shapes")
     return _layer(top.table("layer"))
 
 

@@ -96,7 +96,7 @@ def sweeps_of(
         if m is None or problem.m == m:
             chosen[problem.op] = problem  # the last one of each op stays
     if problems and not chosen:
-        raise ValueError(f"no shape has M = {m}, which the sweeps are to be made at")
+        raise ValueError(f"no shape has M = {m}, the M of the sweeps")
     knobs = ("comm_tile_rows", "direction") if pulls else ("comm_tile_rows",)
     return [Sweep(knob, problem) for problem in chosen.values() for knob in knobs]
 
@@ -153,8 +153,8 @@ def resume(document: dict[str, Any], earlier: dict[str, Any]) -> int:
         if ours != theirs:
             differs = _difference(ours, theirs) if isinstance(ours, dict) else f"{theirs!r}"
             raise ValueError(
-                f"cannot go on with an earlier run: its {name} differ ({differs}); start it with "
-                "the same arguments, or leave out --resume to begin anew"
+                f"cannot resume the earlier run: its {name} differ ({differs}); use the same "
+                "arguments, or omit --resume to start over"
             )
     parts = [
         {name: reason is None for name, reason in one["peers"].items()}
@@ -162,8 +162,8 @@ def resume(document: dict[str, Any], earlier: dict[str, Any]) -> int:
     ]
     if parts[0] != parts[1]:
         raise ValueError(
-            "cannot go on with an earlier run: other peers can take part now "
-            f"({_difference(*parts)}); leave out --resume to begin anew"
+            "cannot resume the earlier run: the available peers differ "
+            f"({_difference(*parts)}); omit --resume to start over"
         )
     there = {entry_key(entry): entry for entry in earlier["entries"] if entry["status"] == DONE}
     document["entries"] = [there.get(entry_key(entry), entry) for entry in document["entries"]]
@@ -234,7 +234,7 @@ class Suite:
                 continue
             entry.pop("error", None)
             if self._deadline is not None and time.monotonic() >= self._deadline:
-                entry["status"], entry["error"] = SKIPPED, "the time was over (--budget)"
+                entry["status"], entry["error"] = SKIPPED, "not started: --budget was used up"
                 continue
             self._watcher.started(entry, number, len(entries))
             self._measure(entry)
@@ -287,7 +287,7 @@ class Suite:
         here: Mapping[str, str | None] = self._document["peers"]
         able = unsupported(config, self._peers)
         return {
-            name: here.get(name, "not looked for") or self._broken.get(name) or able[name]
+            name: here.get(name, "not detected") or self._broken.get(name) or able[name]
             for name in able
         }
 
@@ -302,7 +302,7 @@ class Suite:
             entry["peers"][name] = f"failed: {line}"
             if not blamed:  # a rank died or hung, and no peer could be identified
                 self._broken[name] = (
-                    f"left out after a failure with peers at {label(entry)}: {line}"
+                    f"excluded after a failure with peers at {label(entry)}: {line}"
                 )
             self._watcher.remark(f"{label(entry)}: without {name}, which {entry['peers'][name]}")
 

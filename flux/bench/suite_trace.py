@@ -27,7 +27,7 @@ def reason_unsupported(config: BenchConfig) -> str | None:
     """Return why no timeline can be recorded with this configuration; None if it can."""
     if config.backend == "cuda":
         return "only the CPU backend is traced"
-    return "one rank waits for nobody" if config.problem.world == 1 else None
+    return "a single rank does not communicate" if config.problem.world == 1 else None
 
 
 def put(document: dict[str, Any], config: BenchConfig, trace: Trace) -> None:
@@ -35,5 +35,5 @@ def put(document: dict[str, Any], config: BenchConfig, trace: Trace) -> None:
     problem = config.problem
     title = f"{problem.op} {problem.m} x {problem.n} x {problem.k}, {problem.world} ranks"
     if trace.dropped:
-        title += f"; {trace.dropped} events had no room and are missing"
+        title += f"; {trace.dropped} events were dropped: the buffer was full"
     document["timeline"] = timeline_of(trace.events, title)

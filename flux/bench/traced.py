@@ -43,7 +43,7 @@ class Wanted:
             if method not in METHODS:
                 raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         if len(set(self.methods)) != len(self.methods):
-            raise ValueError(f"each method once, got {', '.join(self.methods)}")
+            raise ValueError(f"each method must be given once, got {', '.join(self.methods)}")
         if not 1 <= self.calls <= 1000:
             raise ValueError(f"calls must be in [1, 1000], got {self.calls}")
         if not 1 <= self.capacity <= 1_000_000:
@@ -79,11 +79,11 @@ def reason_unsupported(config: BenchConfig, wanted: Wanted) -> str | None:
     if config.backend != "cuda":
         return None
     if config.transport in ONE_GPU and "unfused" in wanted.methods:
-        return f"--transport {config.transport} has no library collective: leave out unfused"
+        return f"--transport {config.transport} has no library collective: omit the method unfused"
     built = Registry.load().traced.values()
     op = config.problem.kind.kernel
     if wanted.methods != ("unfused",) and not any(kernel.config.op == op for kernel in built):
-        return f"no trace build of {op} kernels is there: flux compile --trace makes some"
+        return f"no trace build of {op} kernels was found: run `flux compile --trace`"
     return None
 
 

@@ -181,7 +181,7 @@ def read(path: Path) -> Entry:
         raise DamagedEntryError(str(error)) from error
     entry = Entry.from_dict(content)
     if path.name != f"{entry.key.name}.json":
-        raise DamagedEntryError(f"holds what belongs into {entry.key.name}.json")
+        raise DamagedEntryError(f"contains the entry of {entry.key.name}.json")
     return entry
 
 
@@ -197,7 +197,7 @@ def read_export(path: Path) -> list[Entry]:
     except ValueError as error:
         raise DamagedEntryError(str(error)) from error
     if not isinstance(content, dict) or content.get("flux_winners") != 1:
-        raise DamagedEntryError("not written by `flux tune export`, or by a newer one")
+        raise DamagedEntryError("not a file of `flux tune export`, or from a newer flux")
     listed = content.get("entries")
     if not isinstance(listed, list):
         raise DamagedEntryError("entries: expected a list")

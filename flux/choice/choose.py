@@ -129,8 +129,8 @@ class Tuned:
     def _say_once(self, m: int, winner: Winner) -> None:
         text = (
             f"{self.spec.label}(n={sum(self.spec.n)}, k={self.spec.k}): not tuned for M = {m}; "
-            f"that of M = {winner.m} is used for it and others (`flux tune --op "
-            f"{self.spec.op.name} --m {m} ...` finds better)"
+            f"knobs tuned for M = {winner.m} are used (`flux tune --op {self.spec.op.name} "
+            f"--m {m} ...` finds better ones)"
         )
         if self.entry.key.name not in _said:
             _said.add(self.entry.key.name)

@@ -80,7 +80,7 @@ class Key:
         """Return the key of these fields; raise ValueError if they are not those of a key."""
         known = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping) or set(values) != known:
-            raise ValueError(f"not the fields of a key: {values!r}")
+            raise ValueError(f"expected the fields of a key, got {values!r}")
         return cls(**values)
 
 

@@ -163,13 +163,13 @@ class Entry:
             DamagedEntryError: the content is not an entry, or its checksum is wrong.
         """
         if not isinstance(content, Mapping) or "sha256" not in content:
-            raise DamagedEntryError("not an entry of winners")
+            raise DamagedEntryError("expected an entry of winners")
         rest = {name: value for name, value in content.items() if name != "sha256"}
         if rest.get("format") != FORMAT:
             raise DamagedEntryError(f"format {shown(rest.get('format'))}, expected {FORMAT}")
         try:
             if checksum(rest) != content["sha256"]:
-                raise DamagedEntryError("the checksum does not fit the contents")
+                raise DamagedEntryError("the checksum does not match the contents")
             machine, listed = rest["machine"], rest["winners"]
             if not isinstance(machine, Mapping) or not isinstance(listed, list):
                 raise TypeError("machine must be an object, and winners a list")

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="flux",
-    help="GEMMs of tensor parallelism, with their communication overlapped.",
+    help="Tensor-parallel GEMMs with overlapped communication.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-bench = typer.Typer(help="Measure fused ops against the unfused path.", no_args_is_help=True)
+bench = typer.Typer(help="Compare fused ops with the unfused path.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -53,7 +53,9 @@ def _root(
 
 @app.command()
 def doctor(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
 ) -> None:
     """Show what was detected, what will be used, and why other parts are not.
 

@@ -33,37 +33,44 @@ if TYPE_CHECKING:
 
 
 def compile_kernels(
-    arch: Annotated[str, typer.Option(help="Architectures, with commas between.")] = "80,90a",
-    set_name: Annotated[str, typer.Option("--set", help="minimal | default | full")] = "default",
+    arch: Annotated[
+        str, typer.Option(help="Architectures to build for, separated by commas.")
+    ] = "80,90a",
+    set_name: Annotated[
+        str, typer.Option("--set", help="Set of kernels: minimal | default | full.")
+    ] = "default",
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="Compilers at once; by cores and free memory if not given."),
+        typer.Option(min=1, help="Parallel compilations (default: by cores and free memory)."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Instead of the kernel cache.")
+        Path | None, typer.Option(metavar="DIR", help="Write to DIR instead of the kernel cache.")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Only kernels whose name has this in it.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Build only kernels whose name contains TEXT."),
     ] = None,
     list_only: Annotated[
-        bool, typer.Option("--list", help="Show the kernels, and which are built; build nothing.")
+        bool, typer.Option("--list", help="List kernels and whether they are built; build nothing.")
     ] = False,
     runtime: Annotated[
         bool,
         typer.Option(
             "--runtime",
-            help="Build libflux_nvshmem instead of kernels: for ranks on several nodes. Needs the "
-            "nvidia-nvshmem package, too.",
+            help="Build libflux_nvshmem, for ranks on several nodes, instead of kernels. Needs "
+            "the nvidia-nvshmem package too.",
         ),
     ] = False,
     trace: Annotated[
         bool,
         typer.Option(
             "--trace",
-            help="Build kernels that put down what they do, for `flux trace`; beside the others.",
+            help="Build kernels that record time stamps for `flux trace`, next to the others.",
         ),
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
 ) -> None:
     """Build CUDA kernels ahead of time. Needs nvcc and CUTLASS, but no GPU.
 
@@ -75,7 +82,7 @@ def compile_kernels(
     root = (out or cache_root()).expanduser().absolute()
     if runtime:
         if list_only or only is not None or trace:
-            refuse("--runtime builds one library: it goes with none of --list, --only, --trace")
+            refuse("--runtime cannot be combined with --list, --only or --trace")
         _compile_runtime(_archs(arch), root, is_cache=out is None, json_output=json_output)
         return
     configs = _chosen(arch, set_name, only, traced=trace)
@@ -168,7 +175,7 @@ def _compile_runtime(
         document = {"status": status, "path": str(library.path), **library.as_dict()}
         print(json.dumps(document, indent=1))
     else:
-        how = f"built in {library.seconds:.0f} s" if fresh else "there already"
+        how = f"built in {library.seconds:.0f} s" if fresh else "already built"
         print(f"{runtime_library.NAME}: {how}: {library.path}")
 
 
@@ -200,7 +207,7 @@ def _compile(
         with _ends_as_interrupted(), _progress(len(plan.units), silent=json_output) as observer:
             outcomes = driver.build_all(plan.units, root, tools, limit, observer)
     except KeyboardInterrupt:
-        complain("interrupted; what was built so far is kept")
+        complain("interrupted; kernels built so far are kept")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     failed = [outcome for outcome in outcomes if outcome.error]
     if not is_cache and not failed:
@@ -259,7 +266,7 @@ def _report(root: Path, plan: Plan, outcomes: Sequence[Outcome], seconds: float)
         complain(outcome.error)
     ready = [*plan.ready, *found]
     print(
-        f"{_count(built)} built in {seconds:.0f} s, {_count(ready)} there already, "
+        f"{_count(built)} built in {seconds:.0f} s, {_count(ready)} already built, "
         f"{sum(len(outcome.unit.configs) for outcome in failed)} failed: {root}"
     )
 
@@ -336,7 +343,7 @@ def _lines(total: int) -> Observer:
         def ended(self, outcome: Outcome) -> None:
             with self._lock:
                 self._ended += 1
-                how = "failed" if outcome.error else "built" if outcome.fresh else "there already"
+                how = "failed" if outcome.error else "built" if outcome.fresh else "already built"
                 print(
                     f"[{self._ended}/{total}] {outcome.unit.what}: {how}, {outcome.seconds:.0f} s"
                 )

@@ -300,14 +300,14 @@ def _kernels() -> list[Item]:
     if counts:
         items.append(Item("libraries", str(len(built.libraries)), note=_roots_of(built)))
     else:
-        items.append(Item("libraries", "none", ABSENT, "flux compile builds them"))
+        items.append(Item("libraries", "none", ABSENT, "run flux compile"))
     for (op, arch), count in sorted(counts.items()):
         items.append(Item(f"{op} sm_{arch}", f"{count} config{'s' if count > 1 else ''}"))
     if built.traced:
         note = "for flux trace"
         items.append(Item("trace builds", f"{len(built.traced)} configs", note=note))
     if built.stale:
-        note = "made from other sources, not used; flux compile makes new ones"
+        note = "built from other sources, not used; run flux compile"
         items.append(Item("stale libraries", str(len(built.stale)), WARNING, note))
     if built.damaged:
         note = "set aside, not used; can be deleted: " + ", ".join(map(str, built.damaged))
@@ -322,13 +322,17 @@ def _tuning() -> list[Item]:
     own, *shipped = default_caches()
     entries = list(own.entries())
     winners = sum(len(entry.winners) for entry in entries)
-    note = f"for {len(entries)} ops" if winners else "flux tune finds some; the cost model chooses"
+    note = (
+        f"for {len(entries)} ops"
+        if winners
+        else "the cost model chooses knobs; run flux tune for faster ones"
+    )
     items = [
         Item("cache", str(own.root), note="FLUX_TUNE_CACHE names another"),
         Item("winners", str(winners), OK if winners else ABSENT, note),
     ]
     came = sum(len(entry.winners) for cache in shipped for entry in cache.entries())
-    items.append(Item("winners that flux came with", str(came), OK if came else ABSENT))
+    items.append(Item("winners shipped with flux", str(came), OK if came else ABSENT))
     if own.damaged():
         note = "set aside, not used; can be deleted: " + ", ".join(map(str, own.damaged()))
         items.append(Item("damaged files", str(len(own.damaged())), WARNING, note))
@@ -362,7 +366,7 @@ def _choices() -> list[Item]:
     if not torch.cuda.is_available():
         return [*cpu, Item("not backend cuda", "not used", ABSENT, _why_no_devices(_driver()))]
     built = bool(Registry.load().kernels)
-    note = "" if built else "no kernels are built: flux compile"
+    note = "" if built else "no kernels are built; run flux compile"
     groups = Item("of groups with a CUDA backend", "cuda", OK if built else WARNING, note)
     return [*cpu, groups, *gpu_pairs(torch.cuda.device_count(), torch.cuda.can_device_access_peer)]
 

@@ -42,26 +42,28 @@ def _measure(config: ModelConfig, joining: bool, progress: Progress) -> list[Pha
 
 def bench_model(
     model: Annotated[
-        str, typer.Option(help="A model of tuning/shapes, or a file like those.")
+        str, typer.Option(help="Name of a model in tuning/shapes, or a file in that format.")
     ] = "gpt3-175b",
-    scale: Annotated[int, typer.Option(help="What the model's sizes are divided by.")] = 16,
+    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 16,
     phases: Annotated[
-        str, typer.Option(help="Some of train,prefill,decode.")
+        str, typer.Option(help="Phases to measure, separated by commas.")
     ] = "train,prefill,decode",
-    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
-    batch: Annotated[int, typer.Option(help="Sequences in training and prefill.")] = 1,
-    decode_batch: Annotated[int, typer.Option(help="Sequences in decoding.")] = 8,
-    dtype: Annotated[str, typer.Option(help="float32 | bfloat16")] = "float32",
+    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences per batch in training and prefill.")] = 1,
+    decode_batch: Annotated[int, typer.Option(help="Sequences per batch in decoding.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Data type: float32 | bfloat16.")] = "float32",
     sequence_parallel: Annotated[
-        bool, typer.Option(help="In training and prefill; decoding has none.")
+        bool, typer.Option(help="Use sequence parallelism in training and prefill.")
     ] = True,
     nproc: options.Nproc = None,
     hosts: options.Hosts = "1",
     link_rate: options.LinkRate = None,
-    repeats: Annotated[int, typer.Option(help="Timed repeats; 8 times as many of decoding.")] = 15,
+    repeats: Annotated[
+        int, typer.Option(help="Timed repeats; decoding takes 8 times as many.")
+    ] = 15,
     warmup: options.Warmup = 3,
     threads: options.Threads = 1,
-    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights and inputs.")] = 0,
     timeout: options.Timeout = 60.0,
     json_target: options.JsonTarget = None,
     quiet: options.QuietTable = False,

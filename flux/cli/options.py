@@ -14,44 +14,68 @@ from flux.cli.terminal import refuse
 if TYPE_CHECKING:
     from flux.bench.problem import BenchConfig
 
-Op = Annotated[str, typer.Option(help="ag_gemm | gemm_rs | gemm_ar")]
-M = Annotated[int, typer.Option("--m", help="Rows of the global problem.")]
-N = Annotated[int, typer.Option("--n", help="Columns; ag_gemm divides them by rank.")]
-K = Annotated[int, typer.Option("--k", help="Depth; the others divide it by rank.")]
+Op = Annotated[str, typer.Option(help="Op: ag_gemm | gemm_rs | gemm_ar.")]
+M = Annotated[int, typer.Option("--m", help="Rows M of the global problem.")]
+N = Annotated[
+    int, typer.Option("--n", help="Columns N of the global problem; ag_gemm splits N over ranks.")
+]
+K = Annotated[
+    int,
+    typer.Option(
+        "--k", help="Depth K of the global problem; gemm_rs and gemm_ar split K over ranks."
+    ),
+]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float32 | bfloat16 | float16 | float64; on GPUs bfloat16 if not given."),
+    typer.Option(
+        help="float32 | bfloat16 | float16 | float64. Default: float32 on CPUs, bfloat16 on GPUs."
+    ),
 ]
 Nproc = Annotated[
-    int | None, typer.Option(help="Ranks to start; 2 if not given. Under torchrun: its.")
+    int | None, typer.Option(help="Number of ranks to start (default: 2, or torchrun's).")
 ]
 Hosts = Annotated[
-    str, typer.Option(help="Hosts to make and spread the ranks over: 2, or 3+1. Needs root.")
+    str,
+    typer.Option(
+        help="Hosts to create (network namespaces): 2, or ranks on each: 3+1. Needs root."
+    ),
 ]
 LinkRate = Annotated[
-    str | None, typer.Option(help="Speed of every host's link, as 500mbit or 1gbit.")
+    str | None, typer.Option(help="Speed of the link of each host, such as 500mbit or 1gbit.")
 ]
-Backend = Annotated[str | None, typer.Option(help="cpu | cuda; cpu if not given.")]
+Backend = Annotated[str | None, typer.Option(help="Backend: cpu | cuda (default: cpu).")]
 Transport = Annotated[
     str | None,
-    typer.Option(help="cpu: shm | send_recv. cuda: symm_mem, or on one GPU virtual | loopback."),
+    typer.Option(
+        help="On cpu: shm | send_recv. On cuda: symm_mem, or on one GPU virtual | loopback."
+    ),
 ]
 Repeats = Annotated[int, typer.Option(help="Timed repeats of every method.")]
-Warmup = Annotated[int, typer.Option(help="Repeats that are not counted.")]
+Warmup = Annotated[int, typer.Option(help="Untimed repeats before the timed ones.")]
 Threads = Annotated[int, typer.Option(help="GEMM threads of each rank.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random inputs.")]
-Timeout = Annotated[float, typer.Option(help="Seconds to wait for a peer.")]
-PathKnob = Annotated[str | None, typer.Option("--path", help="Knob: fused | medium | unfused")]
-Order = Annotated[str | None, typer.Option(help="Knob: direct | ring1d | ring2d | ...")]
-Direction = Annotated[str | None, typer.Option(help="Knob: push | pull")]
-CommTileRows = Annotated[int | None, typer.Option(help="Knob: rows moved at once.")]
-Tile = Annotated[str | None, typer.Option(help="Knob: GEMM tile, ROWSxCOLUMNS.")]
-Store = Annotated[str | None, typer.Option(help="Knob: direct | staged")]
-Swizzle = Annotated[str | None, typer.Option(help="Knob: none | rank_shift | xor")]
-JsonTarget = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write JSON there; - is stdout.")
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for a peer before failing.")]
+PathKnob = Annotated[
+    str | None, typer.Option("--path", help="Knob path: fused | medium | unfused.")
 ]
-QuietTable = Annotated[bool, typer.Option("--quiet", help="No table, no progress bar.")]
+Order = Annotated[
+    str | None, typer.Option(help="Knob order, of communication: direct | ring1d | ring2d | ...")
+]
+Direction = Annotated[str | None, typer.Option(help="Knob direction, of copies: push | pull.")]
+CommTileRows = Annotated[
+    int | None, typer.Option(help="Knob comm_tile_rows: rows of a communication tile.")
+]
+Tile = Annotated[str | None, typer.Option(help="Knob tile: size of a GEMM tile, ROWSxCOLUMNS.")]
+Store = Annotated[str | None, typer.Option(help="Knob store, of GEMM results: direct | staged.")]
+Swizzle = Annotated[
+    str | None,
+    typer.Option(help="Knob swizzle, of the GEMM's tile order: none | rank_shift | xor."),
+]
+JsonTarget = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write results as JSON to FILE; - is stdout."),
+]
+QuietTable = Annotated[bool, typer.Option("--quiet", help="Print no table and no progress bar.")]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def torchrun_or_own(nproc: int | None, hosts: str) -> int | None:
     if world is not None and nproc not in (None, world):
         refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
     if world is not None and hosts != "1":
-        refuse("--hosts makes hosts of its own; under torchrun the ranks are where it started them")
+        refuse("--hosts cannot be used under torchrun, which has placed the ranks already")
     return world
 
 

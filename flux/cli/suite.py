@@ -30,62 +30,74 @@ def suite(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="A file of shapes, or one of tuning/shapes by name; if not given flux-paper on "
-            "GPUs and flux-paper-cpu, scaled down, on the CPU.",
+            help="File of shapes, or a name in tuning/shapes. Default: flux-paper on GPUs, "
+            "flux-paper-cpu (scaled down) on CPUs.",
         ),
     ] = None,
     ops: Annotated[
-        str | None, typer.Option(help="Only these ops of the file, with commas between.")
+        str | None, typer.Option(help="Measure only these ops of the file, separated by commas.")
     ] = None,
     m: Annotated[
-        str | None, typer.Option("--m", help="These rows in place of the file's, with commas.")
+        str | None, typer.Option("--m", help="Rows M instead of the file's, separated by commas.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="In place of the file's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Data type instead of the file's.")] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to start; the file's first if not given.")
+        int | None,
+        typer.Option(min=1, help="Number of ranks to start (default: the file's first)."),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="cpu | cuda; cuda if not given and there is a GPU per rank.")
+        str | None, typer.Option(help="Backend: cpu | cuda (default: cuda if each rank has a GPU).")
     ] = None,
-    transport: Annotated[str | None, typer.Option(help="As of flux bench op.")] = None,
+    transport: Annotated[str | None, typer.Option(help="Transport, as in flux bench op.")] = None,
     hosts: options.Hosts = "1",
     link_rate: options.LinkRate = None,
     sweeps: Annotated[
         bool,
-        typer.Option("--sweeps", help="Also the communication tile's size, and push and pull."),
+        typer.Option("--sweeps", help="Also sweep the communication tile size, and push and pull."),
     ] = False,
     sweep_m: Annotated[
-        int | None, typer.Option(help="Rows of the sweeps; the largest of each op if not given.")
+        int | None, typer.Option(help="Rows M of the sweeps (default: the largest of each op).")
     ] = None,
     repeats: options.Repeats = 15,
     warmup: options.Warmup = 3,
     threads: options.Threads = 1,
     seed: options.Seed = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for a rank before failing.")
+    ] = 60.0,
     budget: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Begin no shape after 90s, 10m, 2h.")
+        str | None,
+        typer.Option(metavar="TIME", help="Start no new shape after TIME, such as 90s, 10m or 2h."),
     ] = None,
     json_target: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Results, replaced after each shape."),
+        typer.Option(
+            "--json", metavar="FILE", help="Write results as JSON; rewritten after each shape."
+        ),
     ] = None,
     csv_target: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="The figures as a table.")
+        Path | None, typer.Option("--csv", metavar="FILE", help="Write the results as a CSV table.")
     ] = None,
     report_target: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="One HTML page with figures.")
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write one HTML page with charts."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what --json FILE already has.")
+        bool, typer.Option("--resume", help="Continue the earlier run in --json FILE.")
     ] = False,
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show that JSON.")
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Measure nothing; show the results in FILE."),
     ] = None,
     peers: Annotated[
         Path | None,
-        typer.Option("--peers", metavar="DIR", help="A package with adapters for other libraries."),
+        typer.Option(
+            "--peers", metavar="DIR", help="Python package with adapters for other libraries."
+        ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No tables, no progress.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print no tables and no progress.")
+    ] = False,
 ) -> None:
     """Time a file of shapes: unfused, medium, flux and every installed peer.
 
@@ -104,7 +116,7 @@ def suite(
             _show_again(source, targets, quiet=quiet)
         return
     if resume and json_target is None:
-        refuse("--resume goes on with the results in --json FILE: say which")
+        refuse("--resume needs the results of the earlier run: pass --json FILE")
     from flux.bench.suite_ranks import OwnRanks, TorchrunRanks
 
     world = torchrun_or_own(nproc, hosts)
@@ -305,7 +317,7 @@ def _measure(
             ranks.done()
             refuse(str(error))
         if not quiet:
-            print(f"going on: {count} of {len(document['entries'])} are measured already")
+            print(f"resuming: {count} of {len(document['entries'])} are measured already")
 
     def save() -> None:
         if target is not None:
@@ -338,7 +350,7 @@ def _measure(
     for line in failed:
         complain(line)
     if interrupted:
-        again = "" if target is None else "; the same command with --resume goes on from here"
+        again = "" if target is None else "; run the same command with --resume to continue"
         complain(f"interrupted{again}")
         raise typer.Exit(EXIT_INTERRUPTED)
     if failed:

@@ -14,7 +14,7 @@ from flux.cli.terminal import refuse
 if TYPE_CHECKING:
     from flux.trace.record import Trace
 
-trace = typer.Typer(help="Record what every rank does when.", no_args_is_help=True)
+trace = typer.Typer(help="Record a timeline of all ranks.", no_args_is_help=True)
 
 
 @trace.callback()
@@ -36,11 +36,15 @@ def trace_op(
     transport: options.Transport = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="flux | medium | unfused; again for several. flux if not given."),
+        typer.Option(
+            help="Method: flux | medium | unfused (default: flux). May be given several times."
+        ),
     ] = None,
-    calls: Annotated[int, typer.Option(help="Calls to trace, one right after the other.")] = 1,
-    warmup: Annotated[int, typer.Option(help="Calls before those.")] = 3,
-    capacity: Annotated[int, typer.Option(help="Events that each thread has room for.")] = 4096,
+    calls: Annotated[int, typer.Option(help="Number of calls to trace, back to back.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Number of calls before the traced ones.")] = 3,
+    capacity: Annotated[
+        int, typer.Option(help="Events that the buffer of each thread holds.")
+    ] = 4096,
     threads: options.Threads = 1,
     seed: options.Seed = 0,
     timeout: options.Timeout = 60.0,
@@ -52,9 +56,12 @@ def trace_op(
     store: options.Store = None,
     swizzle: options.Swizzle = None,
     out: Annotated[
-        str, typer.Option(metavar="FILE", help="Chrome trace, for ui.perfetto.dev.")
+        str,
+        typer.Option(metavar="FILE", help="Write the Chrome trace to FILE, for ui.perfetto.dev."),
     ] = "trace.json",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No summary, no progress bar.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print no summary and no progress bar.")
+    ] = False,
 ) -> None:
     """Run one op with time stamps of every tile, and write a trace that browsers show.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flux.tune.tuner import Options, Search
 
 tune = typer.Typer(
-    help="Find the fastest knobs for shapes on this machine; look at winners and share them.",
+    help="Find the fastest knobs for shapes on this machine; list and share winners.",
     invoke_without_command=True,
 )
 
@@ -61,57 +61,74 @@ def tune_shapes(
     context: typer.Context,
     shapes: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Shapes: a file, or one of tuning/shapes by name."),
+        typer.Option(metavar="FILE", help="File of shapes, or the name of one in tuning/shapes."),
     ] = None,
     op: Annotated[
-        str | None, typer.Option(help="Instead of a file: ag_gemm | gemm_rs | gemm_ar")
+        str | None, typer.Option(help="Op to tune instead of a file: ag_gemm | gemm_rs | gemm_ar.")
     ] = None,
-    m: Annotated[str, typer.Option("--m", help="Rows, with commas between several.")] = "2048",
-    n: Annotated[int, typer.Option("--n", help="Columns of the global problem.")] = 4096,
-    k: Annotated[int, typer.Option("--k", help="Depth of the global problem.")] = 2048,
+    m: Annotated[
+        str, typer.Option("--m", help="Rows M of the global problem; several with commas.")
+    ] = "2048",
+    n: Annotated[int, typer.Option("--n", help="Columns N of the global problem.")] = 4096,
+    k: Annotated[int, typer.Option("--k", help="Depth K of the global problem.")] = 2048,
     sequence: Annotated[
-        int | None, typer.Option(help="Of a model, instead of its workloads'; 1 decodes.")
+        int | None, typer.Option(help="Tokens per sequence, instead of the model's; 1 is decoding.")
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(help="Of a model, instead of its workloads'; with commas.")
+        str | None,
+        typer.Option(help="Sequences per batch, instead of the model's; several with commas."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Instead of the file's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Data type instead of the file's.")] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(help="Ranks to start: the degree of tensor parallelism. Under torchrun: its."),
+        typer.Option(
+            help="Number of ranks to start, the tensor-parallel size (default: the file's, or 2)."
+        ),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="TIME", help="For everything: 90s, 10m, 2h.")
+        str | None,
+        typer.Option(metavar="TIME", help="Time limit of the whole run, such as 90s, 10m or 2h."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="GEMM threads of each rank.")] = 1,
     candidate_timeout: Annotated[
-        float, typer.Option(help="Seconds that a call of a candidate may take.")
+        float, typer.Option(help="Seconds that one call of a candidate may take.")
     ] = 20.0,
     backend: Annotated[
         str | None,
         typer.Option(
-            help="cpu | cuda; that of --space if not given, else cuda where there is one."
+            help="Backend: cpu | cuda (default: that of --space, else cuda if torch sees a GPU)."
         ),
     ] = None,
     transport: Annotated[
         str | None,
-        typer.Option(help="cpu: shm | send_recv. cuda: symm_mem | send_recv | nvshmem."),
+        typer.Option(help="On cpu: shm | send_recv. On cuda: symm_mem | send_recv | nvshmem."),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="For the cost model, instead of what is detected."),
+        typer.Option(
+            metavar="FILE",
+            help="Cluster file for the cost model, instead of the detected hardware.",
+        ),
     ] = None,
     space: Annotated[
-        str | None, typer.Option(metavar="FILE", help="What to try, instead of flux's own.")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="File with the search space, instead of the shipped one."
+        ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show candidates, and what is pruned; run nothing.")
+        bool,
+        typer.Option(
+            "--explain", help="List candidates and pruned ones with reasons; run nothing."
+        ),
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin anew, where an earlier run was ended.")
+        bool, typer.Option("--fresh", help="Discard an interrupted run and start over.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
 ) -> None:
     """Measure candidates for each shape, and store the winners.
 
@@ -226,7 +243,7 @@ def _explain(
         believed = described or look(backend, [0], options.threads)[0][0]
     except (RuntimeError, OSError) as error:
         raise ValueError(
-            f"the {backend} device here cannot be looked at: {error}; --cluster describes another"
+            f"cannot query the {backend} device of this machine: {error}; pass --cluster"
         ) from error
     tried = space or _space(space_for(believed))
     documents = []
@@ -289,14 +306,14 @@ def _tune(
         with _journal(cache, searches, here, launcher, options, fresh=fresh) as journal:
             silent = json_output or not launcher.leads
             if journal is not None and journal.resumed and not silent:
-                print("going on with a run that was ended before it was done")
+                print("resuming an unfinished run")
             with observer(Console(), silent=silent) as watching:
                 Tuner(searches, launcher, here, cache, journal, options, watching).run()
     except KeyboardInterrupt:
-        complain("interrupted; the same command goes on from here")
+        complain("interrupted; run the same command again to resume")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except (OSError, Timeout) as error:  # a full disk, or a lock that another process holds
-        complain(f"cannot go on: {error}; the same command goes on from here")
+        complain(f"cannot continue: {error}; run the same command again to resume")
         raise typer.Exit(EXIT_FAILED) from None
     finally:
         if joined is not None:

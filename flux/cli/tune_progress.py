@@ -56,7 +56,7 @@ def _lines() -> Observer:
                 print(f"{search.label}: excluded {event['name']}: {event['reason']}", flush=True)
 
         def ended(self, search: Search) -> None:
-            how = "" if search.settled else " (not settled: the time was over)"
+            how = "" if search.settled else " (not settled: the budget was used up)"
             print(f"{search.label}: {best_so_far(search)}{how}", flush=True)
 
     return Lines()

@@ -14,7 +14,9 @@ from flux.cli.terminal import refuse
 
 
 def show(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
 ) -> None:
     """List all winners: those tuned here or imported, then those shipped with flux."""
     from rich import box
@@ -42,14 +44,14 @@ def show(
     if entries:
         Console(width=max(Console().width, 140)).print(table)
     else:
-        print(f"no winners in {caches[0].directory}, and none came with flux; flux tune finds some")
+        print(f"no winners in {caches[0].directory}, and flux ships none; run flux tune")
     damaged = caches[0].damaged()
     if damaged:
         print(f"{len(damaged)} damaged file(s) were set aside in {caches[0].directory}")
 
 
 def export(
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write; - is stdout.")],
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; - is stdout.")],
 ) -> None:
     """Write all winners of this cache into one file, for `flux tune import` elsewhere."""
     from flux.choice.cache import Cache, cache_root
@@ -69,7 +71,9 @@ def export(
 
 
 def import_winners(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="What `flux tune export` wrote.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="File that `flux tune export` wrote.")
+    ],
 ) -> None:
     """Add winners of a file to this cache. Of two for the same shape, the newer one stays."""
     from filelock import Timeout
@@ -89,15 +93,16 @@ def import_winners(
     except (OSError, Timeout) as error:
         refuse(f"cannot write to {cache.directory}: {error}")
     count = sum(len(entry.winners) for entry in entries)
-    print(f"took in {count} winners for {len(entries)} ops into {cache.directory}")
+    print(f"imported {count} winners for {len(entries)} ops into {cache.directory}")
 
 
 def clear(
-    op: Annotated[str | None, typer.Option(help="Only of this op.")] = None,
+    op: Annotated[str | None, typer.Option(help="Delete only winners of this op.")] = None,
     fingerprint: Annotated[
-        str | None, typer.Option(help="Only of machines whose fingerprint begins so.")
+        str | None,
+        typer.Option(help="Delete only winners of machines with this fingerprint prefix."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without confirmation.")] = False,
 ) -> None:
     """Delete winners, and interrupted runs. Winners shipped with flux stay."""
     from flux.choice.cache import Cache, cache_root
@@ -111,11 +116,11 @@ def clear(
     everything = op is None and fingerprint is None
     if not yes:
         what = "all winners" if everything else f"the winners for {len(chosen)} ops"
-        typer.confirm(f"Forget {what} in {cache.directory}?", abort=True)
+        typer.confirm(f"Delete {what} in {cache.directory}?", abort=True)
     for key in chosen:
         cache.remove(key)
     if everything:
         for path in cache.damaged():
             path.unlink(missing_ok=True)
         shutil.rmtree(cache.root / "runs", ignore_errors=True)
-    print(f"forgot the winners for {len(chosen)} ops")
+    print(f"deleted the winners for {len(chosen)} ops")

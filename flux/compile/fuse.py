@@ -77,7 +77,7 @@ def fuse(graph: fx.Graph) -> int:
 def _wait_of(collective: fx.Node) -> fx.Node:
     waits = [user for user in collective.users if user.target is c10d.wait_tensor.default]
     if len(waits) != 1:
-        raise Leave("nobody waits for it, or several do")
+        raise Leave("its result must have exactly one wait")
     if any(user is not waits[0] and user.op != "output" for user in collective.users):
         raise Leave("its result is read without waiting")
     return waits[0]
@@ -86,7 +86,7 @@ def _wait_of(collective: fx.Node) -> fx.Node:
 def _writer(before: fx.Node) -> Writer:
     mode = getattr(value(before), "fake_mode", None)
     if not isinstance(mode, FakeTensorMode):
-        raise Leave("the graph does not say which shapes its tensors have")
+        raise Leave("the graph has no shapes for its tensors")
     return Writer(before, mode)
 
 
@@ -148,9 +148,11 @@ def _readers(wait: fx.Node) -> tuple[fx.Node, int, list[fx.Node]]:
         if not products:
             continue
         if dim == value(whole).dim() - 1:
-            reason = "what is gathered is the depth of the product: all of it is needed at once"
+            reason = (
+                "the gathered dimension is the depth K of the product: all of it is needed at once"
+            )
         elif whole is not wait and not _only_for(wait, whole):
-            reason = "it is read both as it came and put together along another dimension"
+            reason = "it is read both as gathered and concatenated along another dimension"
         elif len(products) > len(best[2]):
             best = (whole, dim, products)
     if not best[2]:

@@ -67,7 +67,7 @@ def note_left(collective: str, reason: str) -> None:
     _report.left[text] += 1
     if text not in _said:
         _said.add(text)
-        logger.info("left alone: %s", text)
+        logger.info("not fused: %s", text)
 
 
 def note_graph(fused: int, found: int) -> None:

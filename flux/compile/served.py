@@ -34,7 +34,7 @@ def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str 
     if any(t.dtype != first.dtype for t in tensors):
         return "operands are of different dtypes"
     if first.dtype not in DTYPES or first.dtype == FP8:
-        return f"there is no form for {first.dtype}"
+        return f"flux has no ops for {first.dtype}"
     if device not in ("cpu", "cuda") or any(t.device.type != device for t in tensors):
         return f"operands are on {', '.join(sorted({t.device.type for t in tensors}))}"
     if any(isinstance(s, int) and s == 0 for t in tensors for s in t.shape):
@@ -54,5 +54,5 @@ def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str 
 
 def _why_not_gpus(group: dist.ProcessGroup) -> str | None:
     if not _hosts:
-        return "where GPUs are is found out by enable(), which came before init_process_group"
+        return "enable() was called before init_process_group, so the hosts of ranks are unknown"
     return why_not_gpus([_hosts[rank] for rank in dist.get_process_group_ranks(group)])

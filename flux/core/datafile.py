@@ -114,7 +114,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the key {shown(twice)} stands twice in one object")
+        raise ValueError(f"duplicate key {shown(twice)}")
     return found
 
 
@@ -159,8 +159,8 @@ def data_root() -> Path:
         if (candidate / "clusters").is_dir() and (candidate / "spaces").is_dir():
             return candidate
     raise FileNotFoundError(
-        "flux's data (tuning/) were found neither beside the package nor in it: install "
-        "flux-overlap again"
+        "flux's data directory tuning/ was found neither beside the package nor in it: reinstall "
+        "flux-overlap"
     )
 
 
@@ -182,7 +182,7 @@ def find(kind: str, name: str | Path) -> Path:
     except OSError as error:  # a name that is too long, or a directory without search permission
         raise ValueError(f"{one_line(str(name))}: {error.strerror}") from error
     names = ", ".join(sorted(file.stem for file in (data_root() / kind).glob("*.toml")))
-    raise ValueError(f"no file {one_line(str(name))}; of {kind} flux comes with {names}")
+    raise ValueError(f"no file {one_line(str(name))}; {kind} shipped with flux: {names}")
 
 
 def _parse_toml(data: bytes) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class Table:
         """Return a string of printable characters, one of ``choices`` if given."""
         value = self._take(key, default)
         if not isinstance(value, str):
-            self.fail(key, f"expected a text, got {shown(value)}")
+            self.fail(key, f"expected a string, got {shown(value)}")
         if choices is not None and value not in choices:
             self.fail(key, f"expected one of {', '.join(choices)}, got {shown(value)}")
         if not value.isprintable() or len(value) > _MOST_TEXT:  # terminals show it

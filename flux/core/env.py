@@ -112,7 +112,7 @@ WINDOW_MB = Variable(
     "FLUX_WINDOW_MB",
     _positive,
     32.0,
-    "megabytes that may be under way to, and from, each peer on another host",
+    "megabytes in flight to, and from, each peer on another host",
 )
 WORKSPACE_CACHE = Variable(
     "FLUX_WORKSPACE_CACHE",

@@ -87,7 +87,7 @@ class Layout:
         if signals > MAX_FLAGS:
             raise ValueError(
                 f"{spec.label}: tiles of {tile[0]} x {tile[1]} cut [{spec.max_m}, {spec.n[0]}] "
-                f"into so many that {signals} flags are needed, at most {MAX_FLAGS} are possible"
+                f"and need {signals} flags, at most {MAX_FLAGS} are possible: take larger ones"
             )
         return Layout(signals, count, slot, size, sums, end, row, 0, guard, boxes, strips)
 

@@ -119,8 +119,8 @@ def find_tools() -> Tools:
         raise MissingToolError("CUTLASS was not found: pip install nvidia-cutlass==4.2.0.0")
     if csrc is None:
         raise MissingToolError(
-            "flux's CUDA headers were not found, neither beside the package nor in it: "
-            "install flux-overlap again"
+            "flux's CUDA headers were found neither beside the package nor in it: "
+            "reinstall flux-overlap"
         )
     ccache = shutil.which("ccache") if env.CCACHE.get() else None
     return Tools(nvcc, cutlass, csrc, ccache)
@@ -339,9 +339,9 @@ def _failure(
     write_whole(log, f"{' '.join(command)}\n{output}")
     how = f"exit status {status}" if status > 0 else f"signal {-status}"
     if re.search(r"\bKilled\b|out of memory", output) or status == -9:
-        how += ", probably for want of memory: try --jobs 1"
+        how += ", probably out of memory: try --jobs 1"
     excerpt = "\n".join(f"  {line}" for line in first_errors(output))
-    return CompileError(f"{what}: nvcc failed ({how}):\n{excerpt}\n  all of it: {log}")
+    return CompileError(f"{what}: nvcc failed ({how}):\n{excerpt}\n  full log: {log}")
 
 
 def _names(unit: Unit) -> str:

@@ -166,7 +166,7 @@ class GemmConfig:
         known = {field.name for field in fields(cls)}
         if set(values) != known:
             wrong = sorted(set(values) ^ known)
-            raise ValueError(f"not the fields of a GemmConfig: {', '.join(wrong)}")
+            raise ValueError(f"unknown or missing fields of a GemmConfig: {', '.join(wrong)}")
         arguments: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()

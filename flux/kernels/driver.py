@@ -134,7 +134,7 @@ def _build_one(
     except (CompileError, DamagedLibraryError, UntrustedError) as failure:
         error = str(failure)
     except Cancelled:
-        error = "called off"
+        error = "cancelled"
     except OSError as failure:
         error = f"{', '.join(config.name for config in unit.configs)}: {failure}"
     outcome = Outcome(unit, library, fresh, error, time.monotonic() - begin)

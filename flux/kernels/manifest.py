@@ -185,7 +185,7 @@ def _parse(name: str, content: Mapping[str, Any], directory: Path) -> Library:
     if not library.kernels:
         raise ValueError("no kernels")
     if set(library.usage) != set(library.kernels):
-        raise ValueError("ptxas: expected what it said of each kernel")
+        raise ValueError("ptxas: expected one report per kernel")
     return library
 
 
@@ -206,7 +206,7 @@ def texts_of(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return a list of strings from a manifest; raise ValueError if the field is anything else."""
     values = field_of(content, name, list)
     if not all(isinstance(value, str) for value in values):
-        raise ValueError(f"{name}: expected texts, got {shown(values)}")
+        raise ValueError(f"{name}: expected strings, got {shown(values)}")
     return tuple(values)
 
 

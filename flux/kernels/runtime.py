@@ -216,7 +216,7 @@ def usable(roots: Sequence[Path]) -> RuntimeLibrary:
     built = " or ".join(sorted({f"{one.package} {one.nvshmem}" for one in libraries}))
     found = toolchain.nvshmem()
     have = "none" if found is None else f"{found.origin.split()[-1]} {found.version}"
-    raise MissingToolError(f"{NAME}.so is built for {built}, but installed is {have}: {how}")
+    raise MissingToolError(f"{NAME}.so is built for {built}, but {have} is installed: {how}")
 
 
 def find_tools() -> RuntimeTools:
@@ -234,7 +234,7 @@ def find_tools() -> RuntimeTools:
     if nvshmem.problem:
         raise MissingToolError(f"NVSHMEM cannot be used: {nvshmem.describe()}")
     if not (tools.csrc / SOURCE).is_file():
-        raise MissingToolError(f"{tools.csrc / SOURCE} is missing: install flux-overlap again")
+        raise MissingToolError(f"{tools.csrc / SOURCE} is missing: reinstall flux-overlap")
     return RuntimeTools(tools, nvshmem)
 
 

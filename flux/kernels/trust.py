@@ -22,7 +22,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ACL = "system.posix_acl_access"
 _MOST_LINKS = 40  # as in the kernel
-_REMEDY = "make it yours alone (chown, chmod go-w), or name another directory in FLUX_KERNEL_CACHE"
+_REMEDY = "make yourself its owner and only writer (chown, chmod go-w), or set FLUX_KERNEL_CACHE"
 
 # Numbers of loads in this process, because a name must never be used for a second file.
 _loads = itertools.count()
@@ -283,7 +283,7 @@ def opened(path: Path) -> Iterator[OpenFile]:
         trusted = _trusted(path.absolute().is_relative_to(_PACKAGE))
         reason = _reason(status, path, trusted, on_the_way=False)
         if reason is None and not stat.S_ISREG(status.st_mode):
-            reason = "it is no regular file"
+            reason = "it is not a regular file"
         if reason is not None:
             raise UntrustedError(path, reason)
         yield OpenFile(path, descriptor)

@@ -153,11 +153,11 @@ class RowwiseLinear(StyledLinear):
         dim = _dim(wanted, x)
         reason = self.reason_unsupported(x)
         if dim is None and wanted != REPLICATE:
-            reason = f"the output is to be {wanted}"
+            reason = f"the style wants the output {wanted}"
         elif dim == x.dim() - 1:
-            reason = "features of the output are to be sharded"
+            reason = "the style shards features of the output"
         elif dim is not None and x.shape[dim] % self.mesh.size():
-            reason = "rows of the output would be sharded unevenly"
+            reason = "the style shards rows of the output unevenly"
         if reason is not None:
             return self.torchs_own(x, reason)
         features = Shard(x.dim() - 1)

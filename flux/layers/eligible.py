@@ -31,7 +31,7 @@ def reason_unsupported(group_name: str, x: torch.Tensor, weight: torch.Tensor) -
     if type(weight) not in (torch.Tensor, torch.nn.Parameter):
         return f"the weight is a {type(weight).__name__}"
     if x.dtype not in DTYPES or x.dtype == FP8:
-        return f"there is no form for {x.dtype}"
+        return f"flux has no ops for {x.dtype}"
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(device):
         return f"the input is {x.dtype} and the weight {weight.dtype}"
     if x.numel() == 0:

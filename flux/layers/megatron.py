@@ -87,7 +87,7 @@ class _Fused:
             return "tp_comm_overlap is off in the configuration"
         for recipe in ("fp8", "fp4"):
             if getattr(config, recipe, None):
-                return f"{recipe} = {getattr(config, recipe)} is a recipe that flux lacks"
+                return f"{recipe} = {getattr(config, recipe)} is not supported by flux"
         if getattr(config, "batch_invariant_mode", False):
             return "batch_invariant_mode fixes how a product is computed"
         offloading = getattr(config, "_cpu_offloading_context", None)

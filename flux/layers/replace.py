@@ -57,7 +57,7 @@ def replace_linears(
     if overlap is not None:
         raise ValueError("overlap is for Megatron-core models, which have no plan")
     if own_plan is None:
-        raise ValueError("the model brings no tensor-parallel plan (tp_plan): pass one")
+        raise ValueError("the model has no tensor-parallel plan (tp_plan): pass plan")
     if len(chunks) != 1:
         raise ValueError(f"a plan is for one module, got {len(chunks)}")
     _apply_plan(chunks[0], own_plan, mesh)
@@ -80,8 +80,8 @@ def _replace_megatrons(chunks: Sequence[nn.Module], overlap: bool | None) -> Non
         count = sum(swap(chunk, overlap) for chunk in chunks)
     if count == 0:
         raise ValueError(
-            "the model has none of Megatron-core's ColumnParallelLinear and RowParallelLinear; "
-            "other models need a mesh, and a plan if they bring none"
+            "the model has no ColumnParallelLinear or RowParallelLinear of Megatron-core; for "
+            "other models pass mesh, and plan if the model has no tp_plan"
         )
 
 

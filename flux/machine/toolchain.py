@@ -111,8 +111,8 @@ def _lacking(path: str, headers: bool) -> str:
     libraries = (NVSHMEM_DEVICE_LIBRARY, NVSHMEM_HOST_LIBRARY)
     missing = [name for name in libraries if not Path(path, "lib", name).is_file()]
     if not headers:
-        return "comes without headers"
-    return f"comes without {' and '.join(missing)}" if missing else ""
+        return "has no headers"
+    return f"has no {' and no '.join(missing)}" if missing else ""
 
 
 def nvtx_libraries() -> list[str]:

@@ -61,7 +61,7 @@ def op_of(handle: int) -> TensorParallelOp:
     """
     op = _REGISTRY.get(handle)
     if op is None:
-        raise RuntimeError(f"no live flux op has handle {handle}: it is gone")
+        raise RuntimeError(f"the flux op with handle {handle} no longer exists")
     return op
 
 
@@ -379,7 +379,7 @@ class TensorParallelOp:
         if self._backend is not None and self._backend.capturing():
             raise ValueError(
                 f"{self.spec.label}: FLUX_CHECK compares calls by a collective of the host, which "
-                "a CUDA graph cannot hold: capture without it"
+                "a CUDA graph cannot contain: unset FLUX_CHECK"
             )
 
     def _compare(self, comparison: Comparison, call: Call) -> None:

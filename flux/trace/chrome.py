@@ -153,5 +153,5 @@ def read_chrome(path: str | Path) -> Trace:
         if not isinstance(metadata, dict):
             raise TypeError(f"otherData: expected an object, got {shown(metadata)}")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no trace of flux: {one_line(repr(error))}") from error
+        raise ValueError(f"{path} is not a trace of flux: {one_line(repr(error))}") from error
     return Trace(events, metadata)

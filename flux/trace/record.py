@@ -171,7 +171,7 @@ def _why_not(op: TensorParallelOp) -> str | None:
     if op.closed:
         return f"{op!r} cannot be traced: it is closed"
     if backend is None and op._checker.device.type != "cpu":
-        return f"{label}: one rank on a GPU waits for nobody; look at it with a profiler"
+        return f"{label}: a single rank on a GPU does not communicate; use a profiler"
     if backend is None:
         return None
     fused = any(knobs.path != "unfused" for knobs in op._choice.variants())

@@ -89,7 +89,7 @@ def show(events: list[Event], metadata: Mapping[str, Any], console: Console) -> 
     for method, about in metadata["methods"].items():
         lost = sum(sum(lanes.values()) for lanes in about["dropped"].values())
         if lost:
-            console.print(f"[bold red]{method}: {lost} events had no room; use --capacity[/]")
+            console.print(f"[bold red]{method}: {lost} events were dropped; raise --capacity[/]")
         uncertain = max(about["clock_uncertainty_us"])
         if uncertain > 0:
             console.print(f"{method}: clocks of ranks aligned to +-{uncertain:.1f} us")

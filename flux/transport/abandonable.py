@@ -60,7 +60,7 @@ class Abandonable(Generic[T]):
         this = threading.current_thread()
         with _membership:
             if _ended:  # this thread would not be stopped any more
-                self._error = RuntimeError("the program ends")
+                self._error = RuntimeError("the program is exiting")
                 return
             _inside.add(this)
         try:

@@ -257,8 +257,8 @@ class Exchange(OfGroup):
         if self.group in _lost:
             self._ended = True
             raise PeerTimeoutError(
-                f"{self.label}: {self._name} gave up on its peers before, and its part of a "
-                "collective is left in the process group: use a new one"
+                f"{self.label}: {self._name} stopped waiting for its peers earlier and left a "
+                "collective unfinished in the process group: use a new group"
             )
         limit = None if self._limit_s is None else self._limit_s + extra_s
         call = self._start(value)
@@ -294,14 +294,14 @@ class Exchange(OfGroup):
             lost = None if peers is None else peers.lost()
             if lost is not None and not call.wait(LOOK_S):
                 self._give_up()  # other ranks may see only that this rank does not arrive
-                raise type(lost)(f"{self.label}: {self._name} cannot go on: {lost}")
+                raise type(lost)(f"{self.label}: {self._name} cannot continue: {lost}")
 
     def _give_up(self) -> None:
         """Stop using the group, and post that for the ranks that still wait in it."""
         self._ended = True
         _lost.add(self.group)
         if self.group in _peers:
-            _peers[self.group].post(f"{self._name} lost a peer, or gave up on it")
+            _peers[self.group].post(f"{self._name} lost a peer, or stopped waiting for it")
 
     def agree(self, label: str, problem: Exception | None, spec: Mapping[str, object]) -> None:
         """Check that all ranks build the same thing. Collective.

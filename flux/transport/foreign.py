@@ -48,7 +48,7 @@ def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
     place = libc.malloc(ctypes.sizeof(_Tensor))
     if not place:
-        raise MemoryError("no memory for the description of a tensor")
+        raise MemoryError("cannot allocate the description of a tensor")
     described = _Tensor.from_address(place)
     described.data = address
     described.device_type = _CUDA if device.type == "cuda" else _CPU

@@ -114,9 +114,9 @@ class LoopbackWorld(OneGpuWorld):
         The simulated peers neither add nor quantise.
         """
         if knobs.reduce == "in_flight":
-            return "reduce = in_flight needs peers that add"
+            return "reduce = in_flight is not possible: simulated peers do not add"
         if spec.op.gathers and spec.scaling == "row":
-            return "scaling = row needs peers with scales of their own"
+            return "scaling = row is not possible: simulated peers have no scales"
         return super().reason_unsupported(spec, knobs)
 
     def rank(self) -> OneGpuRank:
@@ -259,7 +259,7 @@ class LoopbackPeers(Peers):
         gathers, reduces_all = self.spec.op.gathers, self.spec.op.all_reduces
         if (results is not None) != reduces_all:
             given = "none" if results is None else "some"
-            raise ValueError(f"{label}: results are for GemmAR, and needed there, got {given}")
+            raise ValueError(f"{label}: results are for GemmAR, and required there, got {given}")
         count = _C.core.row_count
         own = [count(m, self.world, peer) for peer in range(1, self.world)]
         parts = own if gathers else [count(m, self.world, REAL)] * len(own)
@@ -305,7 +305,7 @@ class LoopbackPeers(Peers):
         """Raise if the peers have no data for a call of ``m`` rows."""
         if self._provided is None:
             raise ValueError(
-                f"{self.spec.label}: the peers have nothing: call LoopbackWorld.provide before the "
+                f"{self.spec.label}: the peers have no data: call LoopbackWorld.provide before the "
                 f"op, with M = {m}"
             )
         if self._provided.m != m:

@@ -367,7 +367,7 @@ class _Link:
                 if not thread.is_alive() and not job.done.is_set():
                     return self.problem or f"rank {self.peer} has closed the op"
                 if time.monotonic() - self._progress > timeout_s:
-                    return f"rank {self.peer} took or delivered nothing for {timeout_s:g} s"
+                    return f"rank {self.peer} received or delivered nothing for {timeout_s:g} s"
         return None
 
     def forget(self) -> None:

@@ -351,7 +351,7 @@ def shutdown(group: dist.ProcessGroup | str | None = None) -> None:
     job.reclaim(exchange)
     for rank, held in enumerate(exchange.all_gather(job.held_blocks)):
         if held:
-            raise ValueError(f"{exchange.label}: rank {rank} has {held} ops that are not closed")
+            raise ValueError(f"{exchange.label}: rank {rank} has {held} open ops: close them first")
 
     def finalize() -> bool:
         job.library.finalize()

@@ -124,7 +124,7 @@ def attach(segment: Segment, nbytes: int) -> _C.SharedMapping:
         found = os.fstat(descriptor)
         problem = None
         if (found.st_dev, found.st_ino) != (segment.device, segment.inode):
-            problem = errno.ESTALE, f"{path} is another file than was agreed on"
+            problem = errno.ESTALE, f"{path} is not the file that the rank announced"
         elif found.st_uid != os.geteuid():
             problem = errno.EPERM, f"{path} belongs to user {found.st_uid}"
         elif not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
@@ -229,4 +229,4 @@ def _explain(problem: OSError, nbytes: int) -> tuple[int, str]:
     if problem.errno in (errno.ENOSPC, errno.ENOMEM):
         hint = "; enlarge /dev/shm (docker: --shm-size) or lower max_m"
     size = f"{nbytes} bytes ({nbytes / 2**20:.1f} MiB)"
-    return problem.errno or errno.EIO, f"could not get {size} of shared memory: {why}{hint}"
+    return problem.errno or errno.EIO, f"cannot allocate {size} of shared memory: {why}{hint}"

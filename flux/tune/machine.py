@@ -67,7 +67,7 @@ def resolve_backend(given: str | None, transport: str | None, of_space: str | No
     if transport in ONE_GPU:
         raise ValueError(
             f"--transport {transport} puts all ranks on one GPU, for which there are no winners: "
-            "ops run the heuristic's knobs there. Tune with a GPU for each rank, without it"
+            "ops run the heuristic's knobs there. Omit it, and tune with a GPU for each rank"
         )
     can = [name for name, transports in TRANSPORTS.items() if transport in (None, *transports)]
     backend = given or of_space
@@ -77,7 +77,7 @@ def resolve_backend(given: str | None, transport: str | None, of_space: str | No
         known = ", ".join(TRANSPORTS[backend])
         raise ValueError(f"--backend {backend} has the transports {known}, got {transport!r}")
     if of_space is not None and of_space != backend:
-        raise ValueError(f"the space is for backend {of_space}, and {backend} is to be tuned")
+        raise ValueError(f"the space is for backend {of_space}, got {backend}")
     return backend
 
 
@@ -90,7 +90,7 @@ def why_not_gpus(world: int, gpus: int, ranks_here: int | None) -> str | None:
         ranks_here: the same.
     """
     if world == 1:
-        return "one rank sends nothing to anybody: there is nothing to tune on one GPU"
+        return "a single rank does not communicate: there is nothing to tune on one GPU"
     problem = gpu.too_few(world, gpus, ranks_here)
     return problem and f"{problem}; --backend cpu tunes ranks on the CPU"
 
@@ -109,11 +109,11 @@ def survey(launcher: Launcher, backend: str, transport: str | None, threads: int
         try:
             seen = look(backend, [gpu.gpu_of(rank) for rank in launcher.ranks], threads)
         except (RuntimeError, OSError) as error:
-            problem = f"its {backend} devices cannot be looked at: {error}"
+            problem = f"cannot query its {backend} devices: {error}"
     everybody = launcher.gather((backend, problem, seen))
     backends = sorted({of for of, _, _ in everybody})
     if len(backends) > 1:
-        raise ValueError(f"ranks would tune {' and '.join(backends)}: say which with --backend")
+        raise ValueError(f"ranks chose {' and '.join(backends)}: pass --backend")
     for rank, (_, text, _) in enumerate(everybody):
         if text is not None:
             raise ValueError(text if len(everybody) == 1 else f"rank {rank}: {text}")
@@ -144,7 +144,7 @@ def look(backend: str, gpus: Sequence[int], threads: int) -> list[Sight]:
             raise RuntimeError(f"the driver did not answer for {LOOKING_S:g} s")
         found: list[Sight] | str = ours.recv()
     except EOFError:
-        raise RuntimeError("the process that looked at them died") from None
+        raise RuntimeError("the process that queried them died") from None
     finally:
         process.kill()
         process.join()

@@ -149,7 +149,7 @@ class Search:
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ValueError(one_line(f"{type(error).__name__}: {error}")) from error
         if not good:
-            raise ValueError(f"not an event of a search: {shown(event)}")
+            raise ValueError(f"expected an event of a search, got {shown(event)}")
 
 
 def _is_time_pair(value: object) -> bool:

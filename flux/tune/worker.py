@@ -127,10 +127,10 @@ def _other_kernel(method: Fused, candidate: Candidate) -> str | None:
     if candidate.knobs.path == "unfused":
         return None  # runs the library's kernel
     if candidate.kernel is None:
-        return "no kernel of the space does this shape"
+        return "no kernel of the space supports this shape"
     for config in method.op._backend.configs:
         if not is_variant(config, candidate.kernel):
-            return f"its kernel cannot run, and {config.name} would in its place"
+            return f"its kernel cannot run, and {config.name} would run instead"
     return None
 
 

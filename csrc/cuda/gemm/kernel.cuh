@@ -1,4 +1,4 @@
-// What the kernels of all architectures share: template parameters, and the table of functions by
+// Parts that kernels of all architectures share: template parameters, and the table of functions by
 // which a library offers a kernel.
 #pragma once
 

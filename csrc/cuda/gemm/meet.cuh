@@ -1,8 +1,8 @@
 // Where the ranks of a captured call meet (docs/protocol.md, captured calls): one block, launched on the
 // caller's stream when the kernels of earlier calls have ended, so it finds a multiprocessor free.
 //
-// Memory ordering. The block's resets come before its raises: a barrier and a fence lie between. What a
-// peer wrote before it came here is visible to what follows on this stream: the acquire that saw its
+// Memory ordering. The block's resets come before its raises: a barrier and a fence lie between. Writes of
+// a peer before its own `meet` are visible to later work of this stream: the acquire that saw the peer's
 // word is before the end of the kernel.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace flux {
 
 constexpr int kMeetThreads = 256;
 
-// Plain stores, no atomics: a peer behind PCIe offers none. What it hears of last is the code.
+// Plain stores, no atomics: a peer behind PCIe supports none. The code is stored last.
 __device__ inline void tell_given_up(FluxMeetArgs const& args, int peer, std::uint32_t number) {
   auto* status = reinterpret_cast<volatile std::uint64_t*>(args.statuses[peer]);
   status[FLUX_STATUS_SIGNAL] = static_cast<std::uint64_t>(args.rank);

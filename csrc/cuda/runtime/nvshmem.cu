@@ -173,7 +173,7 @@ int init(int rank, int world, const void* id, int device) {
     return fail(status, "NVSHMEM cannot be initialized: status %d; NVSHMEM_DEBUG=INFO says more",
                 status);
   }
-  // Somebody else in this process may have initialized it before, with other ranks.
+  // Other code in this process may have initialized it before, with other ranks.
   if (nvshmem_my_pe() != rank || nvshmem_n_pes() != world) {
     const int pe = nvshmem_my_pe(), pes = nvshmem_n_pes();
     nvshmem_finalize();

@@ -1,8 +1,8 @@
 /* The C ABI of libflux_nvshmem.so: memory of ranks on other nodes, through NVSHMEM.
  *
  * The library exports one FluxNvshmem under the name FLUX_NVSHMEM_SYMBOL. It is loaded with dlopen
- * (flux/transport/nvshmem_library.py), behind libnvshmem_host.so.3, which it needs; whoever calls
- * it from C++ takes the address of the table. Plain C, as abi.h: neither NVSHMEM's nor CUDA's headers.
+ * (flux/transport/nvshmem_library.py), after libnvshmem_host.so.3, which it needs; a caller
+ * from C++ takes the address of the table. Plain C, as abi.h: neither NVSHMEM's nor CUDA's headers.
  *
  * Symmetric memory: what allocate() returns lies at the same place of every rank's heap. An address
  * of it names the same place at every rank, so "at rank r" below takes this rank's own address.
@@ -12,10 +12,10 @@
  * (cuda_host/driver.h) sees the epoch; kernels read the word (await_word of cuda/sync.cuh). Words that are
  * seldom raised age as signals do, and are renewed by the rank whose they are (cuda_host/cuda_op.cpp).
  *
- * What a word orders: whoever has seen its value on the device that it lies on also sees, there, what
- * was put before it with the same call. prepare() refuses devices on which a NIC's writes could overtake
+ * Ordering by a word: a reader on the word's device that has seen its value also sees, there, the data
+ * that the same call put before it. prepare() refuses devices on which a NIC's writes could overtake
  * one another (cudaDevAttrGPUDirectRDMAWritesOrdering). Peers of that device must not read the data
- * on the strength of the word: they are told by a signal of their own, behind a wait for the word.
+ * after seeing the word alone: they wait for a signal of their own, raised after a wait for the word.
  *
  * Functions return FLUX_OK, or what abi.h says, or NVSHMEM's status; message() then says more. None
  * of them waits for the host of another rank except those marked (collective), which all ranks call in
@@ -65,7 +65,7 @@ typedef struct FluxRelayArgs {
   void* to[FLUX_MAX_WORLD];
   uint64_t* words[FLUX_MAX_WORLD];
   /* This rank's words, by rank: the epoch of the call that the rank has begun. Nothing is put to an
-   * owner before. Null: nobody has to be waited for. */
+   * owner before. Null: no wait. */
   const uint64_t* entries;
   FluxSync sync; /* .status: of this rank's pad */
 } FluxRelayArgs;
@@ -112,7 +112,7 @@ typedef struct FluxNvshmem {
   void* (*peer_pointer)(const void* address, int pe);
 
   /* On `stream`, behind all that was put on it: `bytes` from own memory to `to` at rank `pe`, then
-   * `value` to `word` there. Whoever sees the word at `pe` sees the data. What follows on the stream
+   * `value` to `word` there. A reader that sees the word at `pe` sees the data. What follows on the stream
    * may overwrite `from`, whether or not the data has arrived. Puts to one rank may overtake
    * each other, but no word its own put. May take a multiprocessor while it lasts: a kernel that holds
    * all of them, and waits for what is put, waits in vain. `to` and `word` are symmetric; so should `from` be: NVSHMEM

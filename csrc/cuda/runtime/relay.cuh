@@ -22,12 +22,12 @@
 //      arrive in order is a property of the owner's device: see nvshmem_abi.h.
 // Nothing is put, no word raised, unless all flags of the strip and the owner's entry have come.
 //
-// Who may overwrite what:
+// Which writer may overwrite which memory, and when:
 //   slot at the relay    its source, after the relay rank's entry of the next call, which comes behind
 //                        the relay on its stream (the caller joins the two).
 //   staging              the relay, after the owner's entry of the next call. That entry comes behind the
 //                        owner's sum, which has seen the words of all strips: the puts have arrived, and
-//                        have read what they were to send. So nobody waits for puts to complete.
+//                        have read their source. So no wait for the completion of puts is needed.
 //   slot at the owner    the relay, after the same entry.
 //   words                only ever raised, by one relay each; they hold the epoch.
 #pragma once
@@ -40,7 +40,7 @@
 
 namespace flux {
 
-// Whether all that a strip of `tile_row` is made of has come, as far as this thread has waited for it.
+// Whether all partials of a strip of `tile_row` have arrived, as far as this thread has waited for them.
 __device__ __forceinline__ bool strip_came(FluxRelayArgs const& args, ScatterTiling const& s,
                                            int place, int tile_row) {
   const int owner = args.owners[place];

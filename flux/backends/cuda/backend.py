@@ -58,9 +58,9 @@ GRACE_S = 0.3
 ABANDONED = 4  # the codes of csrc/cuda/abi.h
 _WAITS = {
     1: "rows of x (AllGather signal {signal})",
-    2: "the entry of rank {signal}, whose memory was to be written",
+    2: "the entry of rank {signal}, before writing to its memory",
     3: "partials of a peer (flag {signal})",
-    5: "rank {signal} to come to the same call of a captured graph",
+    5: "rank {signal} to reach the same call of a captured graph",
     6: "the sum of node {node}",
 }
 
@@ -519,10 +519,10 @@ class CudaBackend:
             what = _WAITS[code].format(signal=signal, node=other)
             raise PeerTimeoutError(
                 f"{who} waited more than {self.timeout_s:g} s for {what}, tile {tile}, "
-                f"call {expected}: the word was at {observed}"
+                f"call {expected}: the signal word had {observed}"
             )
         if not done and self._ending:
-            raise RuntimeError(f"{who}: closed while call {self.native.epoch} was waited for")
+            raise RuntimeError(f"{who}: closed while waiting for call {self.native.epoch}")
         if not done:
             raise PeerTimeoutError(
                 f"{who}: call {self.native.epoch} was not done after {self.timeout_s:g} s: a "
@@ -590,8 +590,8 @@ class CudaBackend:
             return f"{self.spec.label}: calls that are traced cannot be captured into a CUDA graph"
         if fused and not all(kernel.traces for kernel in self.kernels):
             return (
-                f"{self.spec.label}: its kernels are of no trace build: build some with `flux "
-                "compile --trace`, and the op with FLUX_TRACE=1"
+                f"{self.spec.label}: its kernels are not from a trace build: run `flux "
+                "compile --trace`, then create the op with FLUX_TRACE=1"
             )
         return None
 

@@ -55,7 +55,7 @@ def _library() -> str:
         else:
             return path
     warnings.warn(
-        "flux: no NVTX ranges, as no NVTX library was found; the package nvidia-nvtx has one "
+        "flux: NVTX ranges are off, because no NVTX library was found: pip install nvidia-nvtx "
         f"({'; '.join(problems)})",
         RuntimeWarning,
         stacklevel=2,

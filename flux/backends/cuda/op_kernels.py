@@ -110,8 +110,8 @@ def op_kernel(
                 if is_variant(candidate.config, preferred):
                     return candidate
             _warn_once(
-                f"{spec.label}: the tuned kernel {preferred.name} is not built, or cannot do "
-                f"{alternatives[0]}: another one runs ({builders} it)"
+                f"{spec.label}: the tuned kernel {preferred.name} is not built, or does not "
+                f"support {alternatives[0]}: another kernel runs ({builders} it)"
             )
         return choose(suited, alternatives[0], sm_count, device.capability)
 
@@ -120,12 +120,12 @@ def op_kernel(
         return OpKernel(found, activate_after=False)
     if spec.activation != "none" and (found := best("none")) is not None:
         _warn_once(
-            f"{spec.label}: no kernel with {spec.activation} is built for this {dtype} problem: "
-            f"it runs as a kernel of its own behind {found.symbol}"
+            f"{spec.label}: no built kernel fuses {spec.activation} for this {dtype} problem: "
+            f"{spec.activation} runs as a separate kernel after {found.symbol}"
         )
         return OpKernel(found, activate_after=True)
     options = ", ".join(f"{name} = {value}" for name, value in wanted.items())
     raise ValueError(
-        f"{spec.label}: no built kernel does {alternatives[0]} in {dtype} ({options}) on compute "
-        f"capability {device.capability}: build some with `{build}`"
+        f"{spec.label}: no built kernel supports {alternatives[0]} in {dtype} ({options}) on "
+        f"compute capability {device.capability}: run `{build}`"
     )

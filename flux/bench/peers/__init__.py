@@ -35,7 +35,7 @@ def load(package: Path | None) -> tuple[Peer, ...]:
     if package is None:
         return PEERS
     if not (package / "__init__.py").is_file():
-        raise ValueError(f"--peers {package}: no Python package (a directory with __init__.py)")
+        raise ValueError(f"--peers {package}: not a Python package (a directory with __init__.py)")
     folder = package.resolve()
     if str(folder.parent) not in sys.path:
         sys.path.insert(0, str(folder.parent))
@@ -46,7 +46,9 @@ def load(package: Path | None) -> tuple[Peer, ...]:
     except Exception as error:
         raise ValueError(f"--peers {package}: {type(error).__name__}: {error}") from error
     if Path(str(module.__file__)).parent != folder:
-        raise ValueError(f"--peers {package}: another package has this name: {module.__file__}")
+        raise ValueError(
+            f"--peers {package}: the name is taken by another package: {module.__file__}"
+        )
     if len(set(names)) != len(names):
         raise ValueError(f"--peers {package}: peers need different names, got {', '.join(names)}")
     return found
@@ -60,7 +62,7 @@ def survey(peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
 def unsupported(config: BenchConfig, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
     """Return why each peer cannot compute this problem, by name; None: it can."""
     if len(set(config.host_of)) > 1:  # all peers need GPUs that can reach each other's memory
-        return {peer.name: "is measured on one host only" for peer in peers}
+        return {peer.name: "runs on one host only" for peer in peers}
     return {peer.name: peer.supports(config) for peer in peers}
 
 

@@ -40,7 +40,7 @@ def too_few(world: int, gpus: int, ranks_here: int | None) -> str | None:
     needed = world if ranks_here is None else ranks_here
     if needed <= gpus:
         return None
-    return f"{needed} ranks need a GPU each, and there {'is' if gpus == 1 else 'are'} {gpus}"
+    return f"{needed} ranks need a GPU each, and torch sees {gpus}"
 
 
 def reason_unsupported(config: BenchConfig, gpus: int, ranks_here: int | None) -> str | None:
@@ -55,11 +55,13 @@ def reason_unsupported(config: BenchConfig, gpus: int, ranks_here: int | None) -
     if transport not in (None, *TRANSPORTS):
         return f"--backend cuda has the transports {', '.join(TRANSPORTS)}, got {transport!r}"
     if config.hosts != "1" and ranks_here is None:
-        return "--hosts makes hosts that have no GPUs; leave it out with --backend cuda"
+        return "--hosts creates hosts without GPUs: omit it with --backend cuda"
     if transport in ONE_GPU and gpus:
         least = 1 if transport == "virtual" else 2
         if ranks_here is not None:
-            return f"--transport {transport} runs all ranks in one process: leave out torchrun"
+            return (
+                f"--transport {transport} runs all ranks in one process: start it without torchrun"
+            )
         if not least <= world <= most_ranks():
             return f"--transport {transport} takes --nproc {least} to {most_ranks()}, got {world}"
         return None

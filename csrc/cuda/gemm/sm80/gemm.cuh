@@ -15,8 +15,8 @@
 
 namespace flux::sm80 {
 
-// What a block must know beyond CUTLASS's own parameters: which tile a slot is, what must be there
-// before it is read, and where a scattering epilogue stores.
+// Parameters of a block beyond CUTLASS's own: the tile of a slot, the signals to wait for before it is
+// read, and the destinations of a scattering epilogue.
 struct BlockParams {
   TileMap map{};
   const std::uint32_t* signals = nullptr;

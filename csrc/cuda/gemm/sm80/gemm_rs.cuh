@@ -8,7 +8,7 @@
 namespace flux::sm80 {
 
 // CUTLASS's auxiliary store, with the destination chosen row by row. Ordering: a block writes to an
-// owner after the owner's entry of this call was seen, so that nobody reads the slot any more; every
+// owner after the owner's entry of this call was seen, so the slot is no longer read; every
 // thread makes its stores visible to the system before the barrier after which the flags are
 // released (cuda/sync.cuh).
 template <class Base, class Element>
@@ -97,7 +97,7 @@ struct Scattered {
 template <class C>
 struct GemmRS : Offered<C, Scattered<C>, OpKind::kGemmRS> {
   using Launch = Launcher<C, Scattered<C>, OpKind::kGemmRS>;
-  // Its blocks say nothing of when the reduction may start, since devices before sm_90 know no such thing.
+  // Its blocks do not release the reduction early: devices before sm_90 have no programmatic launch.
   static constexpr int (*kReduce)(FluxReduceArgs const*,
                                   void*) = &reduce_partials<typename C::Output, false>;
   static int prepare(int device) {

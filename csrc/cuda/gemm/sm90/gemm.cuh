@@ -317,7 +317,7 @@ struct Offered {
   }
 };
 
-// The plain GEMM: CUTLASS as it is. The yardstick of the fused kernels, and what they fall back to.
+// The plain GEMM: unchanged CUTLASS. The reference for the fused kernels' speed, and their fallback.
 template <class C>
 struct GemmParts {
   using Visitor = visit::Activated<C>;
