@@ -18,7 +18,7 @@ import torch.distributed as dist
 import megatron_cases as mc
 from flux.bench.megatron_cpu import data_parallel, gpt, step
 
-ALL = os.environ.get("FLUX_TEST_ALL") == "1"
+ALL = STRESS > 1
 VOCAB, SEQUENCE, BATCH = 64, 16, 2
 STEPS = 30 if ALL else 10
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flux import Knobs
-from harness import run_ranks
+from harness import STRESS, run_ranks
 from op_cases import same_bits
 from reference import Inputs, Problem
 
@@ -77,7 +77,7 @@ def delayed(rank: int, world: int, op_name: str, calls: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_delayed_tiles_are_waited_for(world: int, op: str) -> None:
-    run_ranks(world, delayed, op, 12, timeout=200)
+    run_ranks(world, delayed, op, len(SIZES) * STRESS, timeout=200.0 * STRESS)
 
 
 def back_to_back(rank: int, world: int, op_name: str, way: dict[str, Any], calls: int) -> None:
@@ -102,19 +102,19 @@ def back_to_back(rank: int, world: int, op_name: str, way: dict[str, Any], calls
 @pytest.mark.parametrize(
     ("world", "calls", "way"),
     [
-        (2, 3000, {}),
-        (2, 3000, {"copy_streams": 1, "comm_tile_rows": 3}),
-        (3, 2000, {"direction": "pull", "comm_tile_rows": 2}),
-        (3, 2000, {"direction": "push", "store": "staged", "tile": (5, 7), "copy_streams": 1}),
-        (2, 500, {"path": "medium"}),
-        (8, 100, {}),
+        (2, 800, {}),
+        (2, 800, {"copy_streams": 1, "comm_tile_rows": 3}),
+        (3, 500, {"direction": "pull", "comm_tile_rows": 2}),
+        (3, 500, {"direction": "push", "store": "staged", "tile": (5, 7), "copy_streams": 1}),
+        (2, 200, {"path": "medium"}),
+        (8, 50, {}),
     ],
     ids=["inline", "threaded", "pull", "push", "medium", "world8"],
 )
 def test_thousands_of_calls_give_the_same_bits(
     op: str, world: int, calls: int, way: dict[str, Any]
 ) -> None:
-    run_ranks(world, back_to_back, op, way, calls, timeout=200)
+    run_ranks(world, back_to_back, op, way, calls * STRESS, timeout=200.0 * STRESS)
 
 
 def bits_of_every_way(rank: int, world: int, op_name: str, dtype: torch.dtype) -> None:
