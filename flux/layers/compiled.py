@@ -1,4 +1,4 @@
-"""The layers as ops of torch.library, which torch.compile can put into graphs.
+"""The layers' products: in a graph of torch.compile as ops of torch.library, else directly.
 
 A graph can hold tensors, numbers and names, but no pools. So these ops take the name of the group
 and find its pool at run time, as functional collectives find their group. The whole backward of a
@@ -16,13 +16,13 @@ compiler. The ops behind a graph stay until ``close_pools()``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from flux.backends.unfused import all_gather
+from flux.layers import autograd
 from flux.layers.autograd import (
     LinearConfig,
     as_rows,
@@ -37,12 +37,12 @@ from flux.layers.autograd import (
 )
 from flux.layers.wgrad import Grad
 from flux.ops.library import define
-from flux.ops.pool import pool_of
+from flux.ops.pool import User, pool_of
 from flux.transport.exchange import resolve_group
 
 
 class Named(NamedTuple):
-    """``LinearConfig`` in a form that a graph can hold."""
+    """``LinearConfig`` in a form that a graph can hold, with the name of the group."""
 
     group_name: str
     sequence_parallel: bool
@@ -50,28 +50,37 @@ class Named(NamedTuple):
     fuse_ag: bool = True
     fuse_rs: bool = True
 
+    def config(self, user: User | None = None) -> LinearConfig:
+        """Return the configuration of a layer with this user of ops; None: of one in a graph."""
+        pool = pool_of(self.group_name)
+        return LinearConfig(pool, pool.graphs if user is None else user, *self[1:])
+
 
 def column_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: Named
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Named,
+    user: User | None = None,
 ) -> torch.Tensor:
-    """Apply ``flux.layers.autograd.column_linear`` in a graph."""
+    """Apply ``flux.layers.autograd.column_linear``; ``user``: the layer, outside of graphs."""
+    if not torch.compiler.is_compiling():
+        return autograd.column_linear(x, weight, bias, how.config(user))
     dtype = compute_dtype(x)
     own_bias = bias if bias is not None and bias.dtype == dtype else None
     y: torch.Tensor = torch.ops.flux.column_linear(x.to(dtype), weight.to(dtype), own_bias, *how)
     return y if bias is None or own_bias is not None else y + bias
 
 
-def row_linear(x: torch.Tensor, weight: torch.Tensor, how: Named) -> torch.Tensor:
-    """Apply ``flux.layers.autograd.row_linear`` in a graph."""
+def row_linear(
+    x: torch.Tensor, weight: torch.Tensor, how: Named, user: User | None = None
+) -> torch.Tensor:
+    """Apply ``flux.layers.autograd.row_linear``; ``user``: the layer, outside of graphs."""
+    if not torch.compiler.is_compiling():
+        return autograd.row_linear(x, weight, how.config(user))
     dtype = compute_dtype(x)
     z: torch.Tensor = torch.ops.flux.row_linear(x.to(dtype), weight.to(dtype), *how)
     return z
-
-
-def _parallel(how: Sequence[Any]) -> LinearConfig:
-    name, *switches = how
-    pool = pool_of(name)
-    return LinearConfig(pool, pool.graphs, *switches)
 
 
 def _scaled(rows: Any, group_name: str, up: bool, does: bool) -> Any:
@@ -119,13 +128,13 @@ def _column(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
 ) -> torch.Tensor:
     with autocast_off(x):
-        return column_product(x, weight, bias, _parallel(how))
+        return column_product(x, weight, bias, Named(*how).config())
 
 
 def _column_grad(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *how: Any
 ) -> list[torch.Tensor]:
-    parallel = _parallel(how)
+    parallel = Named(*how).config()
     deliver = partial(parallel.wgrad.deliver, weight, None) if need_w else None
     with autocast_off(x):
         wait = begin_gather(parallel, x, weight) if need_w else None
@@ -150,13 +159,13 @@ def _backward_column(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
 
 def _row(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tensor:
     with autocast_off(x):
-        return row_product(x, weight, _parallel(how))
+        return row_product(x, weight, Named(*how).config())
 
 
 def _row_grad(
     dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, need_x: bool, need_w: bool, *how: Any
 ) -> list[torch.Tensor]:
-    parallel, all_x = _parallel(how), as_rows(x) if need_w else None
+    parallel, all_x = Named(*how).config(), as_rows(x) if need_w else None
     deliver = partial(parallel.wgrad.deliver, weight, None)
     with autocast_off(dz):
         dx, dw = row_grads(as_rows(dz), all_x, weight, parallel, need_x, deliver)
