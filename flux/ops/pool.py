@@ -36,7 +36,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,12 @@ from flux.core.env import LAYER_TIMEOUT_S, WORKSPACE_CACHE
 from flux.core.knobs import Knobs
 from flux.ops.base import TensorParallelOp
 from flux.ops.control import ControlPad
-from flux.ops.early_gather import EarlyGather
 from flux.ops.executor import places_of, why_not_gpus
 from flux.transport.exchange import Exchange, OfGroup, resolve_group
 from flux.transport.placement import sharing
+
+if TYPE_CHECKING:
+    from flux.ops.early_gather import EarlyGather
 
 TIMEOUT_S = 60.0
 """Seconds that a functional call waits for a peer."""
