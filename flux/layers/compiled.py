@@ -2,8 +2,8 @@
 
 A graph can hold tensors, numbers and names, but no pools. So these ops take the name of the group
 and find its pool at run time, as functional collectives find their group. The whole backward of a
-layer is one op, ``column_linear_grad``. If the compiler saw a gather, two products and a reduction,
-it could reorder them so that no communication is hidden.
+layer is one op, which computes the formulas of flux/layers/autograd.py. If the compiler saw a
+gather, two products and a reduction, it could reorder them so that no communication is hidden.
 
     column_linear      y             backward: column_linear_grad -> dx, dw
     row_linear         z             backward: row_linear_grad -> dx, dw

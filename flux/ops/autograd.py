@@ -12,6 +12,8 @@ GemmAR's dz is taken to be equal on all ranks, as it is when every rank goes on 
 A bias is added once per result row, so its gradient on a rank covers the rows that rank returned.
 
 Whatever communicates is an op of its own with a fake kernel, so that a backward can be traced.
+The layers have formulas of their own (flux/layers/autograd.py): they multiply while rows travel,
+and deliver weight gradients into Megatron's buffers.
 """
 
 from __future__ import annotations
