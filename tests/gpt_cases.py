@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import megatron_cases as mc
 from flux.bench.megatron_cpu import data_parallel, gpt, step
+from harness import STRESS
 
 ALL = STRESS > 1
 VOCAB, SEQUENCE, BATCH = 64, 16, 2

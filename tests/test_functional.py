@@ -13,7 +13,7 @@ from torch.distributed._symmetric_memory import (
 )
 
 import flux
-from flux.ops.workspace import workspace_of
+from flux.ops.pool import pool_of
 from harness import held, run_ranks
 
 
@@ -125,12 +125,12 @@ def test_refused_on_every_rank_and_nothing_lost() -> None:
 
 def _bounded(rank: int, world: int) -> None:
     name = dist.group.WORLD.group_name
-    work = workspace_of(name)
+    pool = pool_of(name)
     before = None
-    for n in range(1, 3 * work.limit):
+    for n in range(1, 3 * pool.recent_limit):
         flux.ops.fused_all_gather_matmul(torch.ones(2, 3), [torch.ones(3, n)], 0, name)
-        assert len(work.ops) <= work.limit
-        if n == 2 * work.limit:
+        assert len(pool.recent_ops) <= pool.recent_limit
+        if n == 2 * pool.recent_limit:
             before = held()
     assert held() == before
     for rows in (1, 2, 70, 3):  # growing M rebuilds the op, shrinking does not
@@ -138,9 +138,37 @@ def _bounded(rank: int, world: int) -> None:
         _, [y] = flux.ops.fused_all_gather_matmul(a, [torch.ones(3, 2)], 0, name)
         assert torch.equal(y, torch.full((rows * world, 2), 3.0 * rows))
     flux.ops.clear_workspaces()
-    assert not work.ops
+    assert not pool.recent_ops
     flux.ops.fused_all_gather_matmul(torch.ones(2, 3), [torch.ones(3, 2)], 0, name)
 
 
 def test_workspaces_are_cached_and_bounded() -> None:
     run_ranks(2, _bounded)
+
+
+def _beside_layers(rank: int, world: int) -> None:
+    """Between calls of a layer, the first functional call of a group is refused on one rank."""
+    flux.layers.close_pools()
+    name, x = dist.group.WORLD.group_name, torch.ones(2, 3)
+    layer = flux.layers.ColumnParallelLinear(3, 2 * world, sequence_parallel=True)
+    layer(x)
+    with pytest.raises(ValueError, match=r"rank 1 refused|gather_dim must be"):
+        flux.ops.fused_all_gather_matmul(x, [torch.ones(3, 2)], 5 * rank, name)
+    pool = pool_of(name)
+    assert len(pool.ops) == 1 and not pool.recent_ops
+    layer(torch.ones(9, 3))  # grows
+    _, [y] = flux.ops.fused_all_gather_matmul(x, [torch.ones(3, 2)], 0, name)
+    assert torch.equal(y, torch.full((2 * world, 2), 3.0))
+    flux.ops.clear_workspaces()
+    assert len(pool.ops) == 1 and not pool.recent_ops
+    flux.ops.fused_all_gather_matmul(x, [torch.ones(3, 2)], 0, name)
+    (kept,), (recent,) = pool.ops, pool.recent_ops.values()
+    flux.layers.close_pools()
+    assert kept.closed and recent.closed and pool_of(name) is not pool
+    layer(x)
+    flux.ops.fused_all_gather_matmul(x, [torch.ones(3, 2)], 0, name)
+    flux.layers.close_pools()
+
+
+def test_functional_calls_and_layers_of_one_group() -> None:
+    run_ranks(2, _beside_layers)

@@ -94,7 +94,7 @@ def _compiled(rank: int, world: int) -> None:
 
         compiled = torch.compile(block, fullgraph=True, dynamic=True)
         # M = 1 leaves rank 1 without rows: whatever its compiler would make of empty results, the
-        # ranks must meet in the same calls (keep_in_order).
+        # ranks must meet in the same calls (ordered ops).
         for m in (8, 13, 1):
             x = torch.randn(up.own_rows(m), k, **kw)
             for got, want in zip(compiled(x, m), block(x, m), strict=True):

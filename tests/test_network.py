@@ -33,7 +33,7 @@ import flux
 from flux import AGGemm, GemmRS, Knobs, PeerTimeoutError, Topology
 from flux.core.env import HOST
 from flux.core.recorder import Work
-from flux.ops.workspace import clear_workspaces
+from flux.ops.pool import clear_workspaces
 from flux.transport.network import Network
 from harness import fresh_ranks, held, join_group, nothing_left_in_shared_memory, run_ranks, settled
 from op_cases import Case, check_cases, meshes, random_case

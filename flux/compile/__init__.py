@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from flux.compile import ops as ops
 from flux.compile.reporting import Report, clear_report, report
 
 __all__ = ["Report", "clear_report", "disable", "enable", "enabled", "report"]

@@ -41,6 +41,7 @@ from flux.compile.graph import (
     view_with,
 )
 from flux.compile.served import reason_unsupported
+from flux.ops import functional as functional  # defines the ops
 
 GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 _KINDS = {

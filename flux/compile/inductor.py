@@ -10,8 +10,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from flux.compile.fuse import fuse
+from flux.ops import functional
 
-_SOURCES = tuple(sorted(str(path) for path in Path(__file__).parent.glob("*.py")))
+_SOURCES = (
+    *sorted(str(path) for path in Path(__file__).parent.glob("*.py")),
+    str(functional.__file__),  # shapes and strides of the ops in the graph
+)
 
 
 class FusePass(CustomGraphPass):

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from flux.core.spec import DTYPES, FP8
 from flux.machine.host import host_identity
-from flux.ops import torch_internals
-from flux.ops.executor import why_not_gpus
+from flux.ops import executor, torch_internals
 from flux.transport.exchange import resolve_group
 
 _hosts: list[str] = []  # of all ranks, by global rank; known if there are GPUs
@@ -33,10 +31,9 @@ def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str 
     device = first.device.type
     if any(t.dtype != first.dtype for t in tensors):
         return "operands are of different dtypes"
-    if first.dtype not in DTYPES or first.dtype == FP8:
-        return f"flux has no ops for {first.dtype}"
-    if device not in ("cpu", "cuda") or any(t.device.type != device for t in tensors):
-        return f"operands are on {', '.join(sorted({t.device.type for t in tensors}))}"
+    reason = executor.reason_unsupported(tensors)
+    if reason is not None:
+        return reason
     if any(isinstance(s, int) and s == 0 for t in tensors for s in t.shape):
         return "an operand is empty"
     if any(torch_internals.decided_when_run(s) for t in tensors for s in t.shape):
@@ -47,12 +44,11 @@ def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str 
         return str(error)
     if group.size() == 1:
         return "the group has one rank"
-    if not torch_internals.serves(group, device):
-        return f"the process group has no backend for {device}"
-    return _why_not_gpus(group) if device == "cuda" else None
+    reason = executor.group_unsupported(group, device)
+    return _why_not_gpus(group) if reason is None and device == "cuda" else reason
 
 
 def _why_not_gpus(group: dist.ProcessGroup) -> str | None:
     if not _hosts:
         return "enable() was called before init_process_group, so the hosts of ranks are unknown"
-    return why_not_gpus([_hosts[rank] for rank in dist.get_process_group_ranks(group)])
+    return executor.why_not_gpus([_hosts[rank] for rank in dist.get_process_group_ranks(group)])

@@ -161,7 +161,8 @@ def fresh(result: torch.Tensor, *shape: int) -> torch.Tensor:
     return out
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., K] as [M, K]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -235,19 +236,15 @@ class _Column(torch.autograd.Function):
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         deferred = need_w and how.wgrad.defer(dy)
         dtype = ctx.dtype
-        rows = _rows(dy).to(dtype)
-
-        def deliver(full: torch.Tensor | None) -> Grad:
-            operands = (None, None) if full is None else (rows, full)
-            return how.wgrad.deliver(ctx.parameter, ctx.main_grad, *operands)
-
+        rows = as_rows(dy).to(dtype)
+        deliver = partial(how.wgrad.deliver, ctx.parameter, ctx.main_grad) if need_w else None
         weight = weight.to(dtype)
         if wait is None and need_w and not deferred:
             wait = begin_gather(how, x, weight)
-        dx, dw = column_grads(rows, wait, weight, how, need_x, deliver if need_w else None)
+        dx, dw = column_grads(rows, wait, weight, how, need_x, deliver)
         if dx is not None:
             dx = dx.view(ctx.shape).to(ctx.input_dtype)
-        db = _rows(dy).sum(0).to(ctx.bias_dtype) if need_b else None
+        db = as_rows(dy).sum(0).to(ctx.bias_dtype) if need_b else None
         return dx, dw, db, None, None
 
 
@@ -255,7 +252,7 @@ def column_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: LinearConfig
 ) -> torch.Tensor:
     """Return the forward result of a column layer, on operands of one dtype."""
-    world, rows = how.pool.world, _rows(x)
+    world, rows = how.pool.world, as_rows(x)
     if not how.sequence_parallel:
         return fresh(linear(rows, weight, bias), *x.shape[:-1], weight.shape[0])
     m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], x.dtype)
@@ -269,7 +266,7 @@ def column_grads(
     weight: torch.Tensor,
     how: LinearConfig,
     need_x: bool,
-    deliver: Callable[[torch.Tensor | None], Grad] | None,
+    deliver: Callable[[torch.Tensor, Grad], Grad] | None,
 ) -> tuple[Grad, Grad]:
     """Return the gradients of a column layer's input, [rows, K], and of its weight.
 
@@ -280,14 +277,14 @@ def column_grads(
         weight: of the layer.
         how: the group, and what is fused.
         need_x: whether the input needs a gradient.
-        deliver: makes the weight gradient of all rows of x [M, K] (None: it is deferred); None if
-            the weight needs no gradient.
+        deliver: makes the weight gradient of dy and all rows of x, [M, K] (None: it is deferred);
+            None if the weight needs no gradient.
     """
     dw: list[Grad] = [None]
 
     def weight_grad() -> None:
         if deliver is not None:
-            dw[0] = deliver(None if wait_for_x is None else wait_for_x())
+            dw[0] = deliver(dy, None if wait_for_x is None else wait_for_x())
 
     dx: Grad = None
     if need_x:
@@ -301,7 +298,7 @@ def begin_gather(
     how: LinearConfig, x: torch.Tensor, weight: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     """Begin to gather all rows of a column layer's input; return a function that waits for them."""
-    rows, world = _rows(x), how.pool.world
+    rows, world = as_rows(x), how.pool.world
     if not how.sequence_parallel:
         return lambda: rows
     m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], x.dtype)
@@ -354,8 +351,8 @@ class _Row(torch.autograd.Function):
         how: LinearConfig = ctx.how
         x, weight = ctx.saved_tensors
         need_x, need_w = ctx.needs_input_grad[:2]
-        w, rows = weight.to(ctx.dtype), _rows(dz).to(ctx.dtype)
-        x = _rows(x) if need_w else None
+        w, rows = weight.to(ctx.dtype), as_rows(dz).to(ctx.dtype)
+        x = as_rows(x) if need_w else None
         deliver = partial(how.wgrad.deliver, ctx.parameter, ctx.main_grad)
         before: EarlyGather | None = ctx.before
         idle = nothing if before is None else before.begin
@@ -366,7 +363,7 @@ class _Row(torch.autograd.Function):
 
 def row_product(x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> torch.Tensor:
     """Return the forward result of a row layer, on operands of one dtype."""
-    pool, rows = how.pool, _rows(x)
+    pool, rows = how.pool, as_rows(x)
     kind = GemmRS if how.sequence_parallel else GemmAR
     sizes = (weight.shape[0], weight.shape[1] * pool.world, x.dtype)
     op = pool.op(kind, how.user, rows.shape[0], *sizes, fused=how.fuse_rs)

@@ -28,7 +28,6 @@ from torch.distributed.tensor import distribute_module as _distribute_module
 from torch.distributed.tensor import parallel as torch_styles
 
 from flux.layers import compiled
-from flux.layers.autograd import LinearConfig, column_linear, row_linear
 from flux.layers.eligible import reason_unsupported, say_once
 from flux.layers.linear import sum_grad
 from flux.ops.pool import User, pool_of
@@ -55,22 +54,15 @@ class StyledLinear(nn.Linear):
         """Return a column-parallel product, with its bias."""
         weight, bias = self.local("weight"), self.local("bias")
         assert weight is not None
-        if torch.compiler.is_compiling():
-            named = compiled.Named(self.group_name, sequence_parallel, reduce_dx)
-            return compiled.column_linear(x, weight, bias, named)
-        how = LinearConfig(pool_of(self.group_name), self.user, sequence_parallel, reduce_dx)
-        return column_linear(x, weight, bias, how)
+        named = compiled.Named(self.group_name, sequence_parallel, reduce_dx)
+        return compiled.column_linear(x, weight, bias, named, self.user)
 
     def row(self, x: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
         """Return a row-parallel product, without its bias."""
         weight = self.local("weight")
         assert weight is not None
-        if torch.compiler.is_compiling():
-            return compiled.row_linear(
-                x, weight, compiled.Named(self.group_name, sequence_parallel)
-            )
-        how = LinearConfig(pool_of(self.group_name), self.user, sequence_parallel)
-        return row_linear(x, weight, how)
+        named = compiled.Named(self.group_name, sequence_parallel)
+        return compiled.row_linear(x, weight, named, self.user)
 
     def reason_unsupported(self, x: torch.Tensor) -> str | None:
         """Return why a call is not fused, or None."""

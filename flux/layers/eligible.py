@@ -6,8 +6,7 @@ import logging
 
 import torch
 
-from flux.core.spec import DTYPES, FP8
-from flux.ops import torch_internals
+from flux.ops import executor, torch_internals
 from flux.ops.pool import pool_of
 
 logger = logging.getLogger("flux.layers")
@@ -30,15 +29,11 @@ def reason_unsupported(group_name: str, x: torch.Tensor, weight: torch.Tensor) -
     device = x.device.type
     if type(weight) not in (torch.Tensor, torch.nn.Parameter):
         return f"the weight is a {type(weight).__name__}"
-    if x.dtype not in DTYPES or x.dtype == FP8:
-        return f"flux has no ops for {x.dtype}"
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(device):
         return f"the input is {x.dtype} and the weight {weight.dtype}"
     if x.numel() == 0:
         return "the input is empty"
-    if device not in ("cpu", "cuda") or weight.device != x.device:
-        return f"the input is on {x.device}, the weight on {weight.device}"
-    reason = _group_cannot(group_name, device)
+    reason = executor.reason_unsupported((x, weight)) or _group_cannot(group_name, device)
     if reason is not None or device == "cpu" or torch.compiler.is_compiling():
         return reason
     return "a CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else None
@@ -47,6 +42,6 @@ def reason_unsupported(group_name: str, x: torch.Tensor, weight: torch.Tensor) -
 @torch_internals.constant_in_graphs
 def _group_cannot(group_name: str, device: str) -> str | None:
     pool = pool_of(group_name)
-    if not torch_internals.serves(pool.group, device):
-        return f"the process group has no backend for {device}"
-    return pool.why_not_gpus if device == "cuda" else None
+    why_not_gpus = pool.why_not_gpus  # collective, so on any device
+    reason = executor.group_unsupported(pool.group, device)
+    return why_not_gpus if reason is None and device == "cuda" else reason

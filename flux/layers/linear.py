@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import Self
 
 from flux.layers import compiled
-from flux.layers.autograd import LinearConfig, column_linear, once, row_linear
+from flux.layers.autograd import once
 from flux.ops.pool import User, pool_of
 from flux.transport.exchange import resolve_group
 
@@ -82,18 +82,9 @@ class ParallelLinear(nn.Module):
         return layer.train(whole.training)
 
     def _named(self) -> compiled.Named:
-        """Return the layer's communication settings, for a graph."""
+        """Return the layer's communication settings."""
         fused = self.fused
         return compiled.Named(self.group_name, self.sequence_parallel, fuse_ag=fused, fuse_rs=fused)
-
-    def _how(self) -> LinearConfig:
-        return LinearConfig(
-            pool_of(self.group),
-            self._user,
-            self.sequence_parallel,
-            fuse_ag=self.fused,
-            fuse_rs=self.fused,
-        )
 
     def close(self) -> None:
         """Free the ops that no other layer needs. Call it on every rank; the layer stays usable."""
@@ -149,14 +140,9 @@ class ColumnParallelLinear(ParallelLinear):
 
         Collective.
         """
-        if torch.compiler.is_compiling():
-            y = compiled.column_linear(x, self.weight, self.bias, self._named())
-            gathers = self.gather_output and self.world > 1
-            return torch.ops.flux.gather_features(y, self.group_name) if gathers else y
-        y = column_linear(x, self.weight, self.bias, self._how())
+        y = compiled.column_linear(x, self.weight, self.bias, self._named(), self._user)
         if self.gather_output and self.world > 1:
-            gathered: torch.Tensor = cast(Any, _GatherFeatures).apply(y, self.group_name)
-            return gathered
+            y = torch.ops.flux.gather_features(y, self.group_name)
         return y
 
 
@@ -202,54 +188,15 @@ class RowParallelLinear(ParallelLinear):
 
         Collective.
         """
-        cut = not self.input_is_parallel and self.world > 1
-        if torch.compiler.is_compiling():
-            x = torch.ops.flux.cut_features(x, self.group_name) if cut else x
-            z = compiled.row_linear(x, self.weight, self._named())
-        else:
-            x = cast(Any, _CutFeatures).apply(x, self.group_name) if cut else x
-            z = row_linear(x, self.weight, self._how())
+        if not self.input_is_parallel and self.world > 1:
+            x = torch.ops.flux.cut_features(x, self.group_name)
+        z = compiled.row_linear(x, self.weight, self._named(), self._user)
         if self.bias is None:
             return z
         bias: torch.Tensor = self.bias
         if self.sequence_parallel and self.world > 1:
             bias = sum_grad(bias, self.group_name)
         return z + bias
-
-
-class _GatherFeatures(torch.autograd.Function):
-    """Gathers all features on every rank.
-
-    Their gradient is equal on all ranks: each takes its part.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
-        """Gather the features."""
-        ctx.group_name = group_name
-        return compiled._gather_features(x, group_name)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        """Take this rank's part of the gradient."""
-        return compiled._cut_features(dy, ctx.group_name), None
-
-
-class _CutFeatures(torch.autograd.Function):
-    """Takes this rank's features of an input that every rank has."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
-        """Take this rank's features."""
-        ctx.group_name = group_name
-        return compiled._cut_features(x, group_name)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        """Gather the gradient's features."""
-        return compiled._gather_features(dy, ctx.group_name), None
 
 
 def sum_grad(parameter: torch.Tensor, group_name: str) -> torch.Tensor:

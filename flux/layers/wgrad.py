@@ -52,20 +52,20 @@ class WeightGrad:
         return not self.accumulate and dtype in (torch.float32, torch.float64)
 
     def deliver(
-        self, weight: Any, main_grad: Grad, dy: torch.Tensor | None, x: torch.Tensor | None
+        self, weight: Any, main_grad: Grad, dy: torch.Tensor, x: torch.Tensor | None
     ) -> Grad:
         """Return the gradient for ``weight``, after adding its part to ``main_grad``.
 
         Args:
             weight: the parameter, whose attributes Megatron reads and writes.
             main_grad: its buffer, as it was in forward.
-            dy: [M, N]; None if the gradient is deferred.
+            dy: [M, N].
             x: [M, K]; None if the gradient is deferred.
         """
         if not self.accumulate:
-            return None if dy is None or x is None else (dy.t() @ x).to(weight.dtype)
+            return None if x is None else (dy.t() @ x).to(weight.dtype)
         weight.main_grad = main_grad
-        if dy is not None and x is not None:
+        if x is not None:
             if main_grad is None and not hasattr(weight, "__fsdp_param__"):
                 raise RuntimeError("gradient_accumulation_fusion: the weight has no main_grad")
             if hasattr(weight, "__fsdp_param__"):  # Megatron-FSDP makes the buffer on request

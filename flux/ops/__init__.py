@@ -5,7 +5,7 @@ from flux.ops.ag_gemm import AGGemm
 from flux.ops.functional import fused_all_gather_matmul, fused_matmul_reduce_scatter
 from flux.ops.gemm_ar import GemmAR
 from flux.ops.gemm_rs import GemmRS
-from flux.ops.workspace import clear_workspaces
+from flux.ops.pool import clear_workspaces
 
 __all__ = [
     "AGGemm",

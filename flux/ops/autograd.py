@@ -12,37 +12,38 @@ GemmAR's dz is taken to be equal on all ranks, as it is when every rank goes on 
 A bias is added once per result row, so its gradient on a rank covers the rows that rank returned.
 
 Whatever communicates is an op of its own with a fake kernel, so that a backward can be traced.
+The layers have formulas of their own (flux/layers/autograd.py): they multiply while rows travel,
+and deliver weight gradients into Megatron's buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from flux.ops.ag_gemm import AGGemm
 from flux.ops.base import TensorParallelOp, op_of
-from flux.ops.library import LIBRARY, keep_in_order, register_fake
-from flux.ops.workspace import Workspace, workspace_of
+from flux.ops.gemm_rs import GemmRS
+from flux.ops.library import define, differentiate
+from flux.ops.pool import pool_of
 
 Grad = torch.Tensor | None
-
-for _schema in (
-    "scatter_grad(Tensor[] dys, Tensor[] weights, Tensor? d_gathered, int handle) -> Tensor",
-    "gather_grad(Tensor dz, Tensor weight, SymInt m, bool need_full, int handle) -> Tensor[]",
-    "gather_rows(Tensor x, SymInt m, int handle) -> Tensor",
-):
-    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
 
-def _meet(op: TensorParallelOp, m: int, dtype: torch.dtype) -> Workspace:
+def _mirror(
+    op: TensorParallelOp, kind: type[O], m: int, n: int | tuple[int, ...], k: int, dz: torch.Tensor
+) -> O:
+    """Return an op for the backward of ``op`` with ``m`` rows, on weights [K, N]. Collective."""
     spec, group = op.spec, op._unfused.group
     if group is None:
         raise RuntimeError(f"{spec.label}: the backward needs a process group, not a virtual rank")
-    work = workspace_of(group)
-    what = f"the backward of {spec.label}(m {m}, n {spec.n}, k {spec.k}, {dtype})"
-    work.agree(what, op.timeout_s)
-    return work
+    pool = pool_of(group)
+    what = f"the backward of {spec.label}(m {m}, n {spec.n}, k {spec.k}, {dz.dtype})"
+    pool.agree(lambda: what, op.timeout_s)
+    return pool.recent(kind, m, n, k, dz.dtype, timeout_s=op.timeout_s, transpose_weight=True)
 
 
 def _as_nk(op: TensorParallelOp, weight: torch.Tensor) -> torch.Tensor:
@@ -69,11 +70,9 @@ def _scatter_grad(
     if d_gathered is not None:
         return op._unfused.scatter_rows(torch.addmm(d_gathered, dy, weight))
     m, n = dy.shape[0], sum(op.spec.n)
-    gemm = _meet(op, m, dy.dtype).gemm_rs(m, op.spec.k, n, dy.dtype, "sum", op.timeout_s)
-    return gemm(dy, weight)
+    return _mirror(op, GemmRS, m, op.spec.k, n, dy)(dy, weight)
 
 
-@register_fake("scatter_grad")
 def _scatter_grad_fake(
     dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], d_gathered: Grad, handle: int
 ) -> torch.Tensor:
@@ -86,12 +85,11 @@ def _gather_grad(
 ) -> list[torch.Tensor]:
     """gather(dz) [M, N] @ W -> [M, K/W], and the gathered dz if it is needed."""
     op = op_of(handle)
-    gemm = _meet(op, m, dz.dtype).ag_gemm(m, (op.spec.k,), op.spec.n[0], dz.dtype, op.timeout_s)
+    gemm = _mirror(op, AGGemm, m, (op.spec.k,), op.spec.n[0], dz)
     result = gemm(dz, _as_nk(op, weight), m=m, return_gathered=need_full)
     return list(result) if need_full else [result]
 
 
-@register_fake("gather_grad")
 def _gather_grad_fake(
     dz: torch.Tensor, weight: torch.Tensor, m: int, need_full: bool, handle: int
 ) -> list[torch.Tensor]:
@@ -107,15 +105,24 @@ def _gather_rows(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
     return full.clone() if op.world == 1 else full
 
 
-@register_fake("gather_rows")
 def _gather_rows_fake(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
     return x.new_empty(m, x.shape[1])
 
 
-LIBRARY.impl("scatter_grad", _scatter_grad, "CompositeExplicitAutograd")
-LIBRARY.impl("gather_grad", _gather_grad, "CompositeExplicitAutograd")
-LIBRARY.impl("gather_rows", _gather_rows, "CompositeExplicitAutograd")
-keep_in_order("scatter_grad", "gather_grad", "gather_rows")
+for _schema, _kernel, _fake in (
+    (
+        "scatter_grad(Tensor[] dys, Tensor[] weights, Tensor? d_gathered, int handle) -> Tensor",
+        _scatter_grad,
+        _scatter_grad_fake,
+    ),
+    (
+        "gather_grad(Tensor dz, Tensor weight, SymInt m, bool need_full, int handle) -> Tensor[]",
+        _gather_grad,
+        _gather_grad_fake,
+    ),
+    ("gather_rows(Tensor x, SymInt m, int handle) -> Tensor", _gather_rows, _gather_rows_fake),
+):
+    define(_schema, _kernel, _fake, ordered=True)
 
 
 # -- formulas ------------------------------------------------------------------------------------
@@ -190,9 +197,6 @@ def _backward_gemm_ar(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
     return dx, (_weight_grad(op, dz, x) if need_w else None), dbs, None, []
 
 
-for _name, _backward, _setup in (
-    ("ag_gemm", _backward_ag_gemm, _setup_ag_gemm),
-    ("gemm_rs", _backward_gemm_rs, _setup_gemm),
-    ("gemm_ar", _backward_gemm_ar, _setup_gemm),
-):
-    torch.library.register_autograd(f"flux::{_name}", _backward, setup_context=_setup, lib=LIBRARY)
+differentiate("ag_gemm", _setup_ag_gemm, _backward_ag_gemm)
+differentiate("gemm_rs", _setup_gemm, _backward_gemm_rs)
+differentiate("gemm_ar", _setup_gemm, _backward_gemm_ar)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flux.core.knobs import Knobs
-from flux.core.spec import OpSpec
+from flux.core.spec import DTYPES, FP8, OpSpec
 from flux.core.topology import Topology
 from flux.kernels.legality import MAX_WORLD
 from flux.ops import torch_internals
@@ -217,6 +217,25 @@ def check_executor(
     if reason is not None:
         raise ValueError(f"{label}: {reason}, got {where}")
     return backend
+
+
+def reason_unsupported(tensors: Sequence[torch.Tensor]) -> str | None:
+    """Return why layers and graphs have no fused form for these operands, or None.
+
+    The first operand has the dtype of the product. torch.compile can trace it.
+    """
+    dtype, device = tensors[0].dtype, tensors[0].device
+    if dtype not in DTYPES or dtype == FP8:
+        return f"flux has no ops for {dtype}"
+    if device.type not in TRANSPORTS or any(t.device != device for t in tensors):
+        return f"operands are on {', '.join(str(t.device) for t in tensors)}"
+    return None
+
+
+def group_unsupported(group: dist.ProcessGroup, device: str) -> str | None:
+    """Return why a group has no ops for devices of this type, or None, without communication."""
+    served = torch_internals.serves(group, device)
+    return None if served else f"the process group has no backend for {device}"
 
 
 def why_not_gpus(sharing: Sequence[str]) -> str | None:

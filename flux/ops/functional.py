@@ -1,31 +1,28 @@
-"""Functional forms, signature-compatible with PyTorch's async-TP ops (torch.ops.symm_mem).
+"""Products with a collective, without an op object: functional forms, and ops of compiled graphs.
 
-Registered as ``torch.ops.flux.fused_all_gather_matmul`` and
-``torch.ops.flux.fused_matmul_reduce_scatter``, with fake kernels. Any gather or scatter dimension
-other than the first is moved to the front, where ranks own whole rows; callers whose tensors are
-contiguous that way pay no copy.
+The functional forms have the signatures of PyTorch's async-TP ops (torch.ops.symm_mem). Their ranks
+compare arguments first (flux/ops/pool.py). The ops named ``graph_*`` are for flux.compile. They
+compare nothing, because the ranks of a group run the same graph, and their workspaces stay until
+``flux.layers.close_pools()``: a graph has more shapes than a small cache holds.
+
+Any gather or scatter dimension other than the first is moved to the front, where ranks own whole
+rows; callers whose tensors are contiguous that way pay no copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from flux.ops.library import LIBRARY, keep_in_order, register_fake
-from flux.ops.workspace import Workspace, workspace_of
+from flux.ops.ag_gemm import AGGemm
+from flux.ops.base import TensorParallelOp
+from flux.ops.gemm_ar import GemmAR
+from flux.ops.gemm_rs import GemmRS
+from flux.ops.library import define, spread
+from flux.ops.pool import OpPool, pool_of
 from flux.transport.exchange import resolve_group
-
-LIBRARY.define(
-    "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "
-    "bool return_A = True) -> (Tensor?, Tensor[])",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-LIBRARY.define(
-    "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, "
-    "str group_name) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def fused_all_gather_matmul(
@@ -80,6 +77,9 @@ def fused_matmul_reduce_scatter(
     return out
 
 
+# -- kernels ---------------------------------------------------------------------------------------
+
+
 def _all_gather_matmul(
     A: torch.Tensor,
     Bs: Sequence[torch.Tensor],
@@ -87,105 +87,153 @@ def _all_gather_matmul(
     group_name: str,
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    work = workspace_of(group_name)
-    dim = _checked(work, lambda: _check_gather(A, Bs, gather_dim, work.world))
-    ns = tuple(B.shape[1] for B in Bs)
-    work.agree(f"fused_all_gather_matmul(A {tuple(A.shape)} {A.dtype}, N {ns}, gather_dim {dim})")
+    pool = pool_of(group_name)
+
+    def checked() -> str:
+        dim, ns = _check_gather(A, Bs, gather_dim, pool.world), [B.shape[1] for B in Bs]
+        return f"fused_all_gather_matmul(A {tuple(A.shape)} {A.dtype}, N {ns}, gather_dim {dim})"
+
+    pool.agree(checked)
+    dim = gather_dim % A.dim()
     if dim == A.dim() - 1:
-        full = _gather_last(work, A)
+        full = _gather_last(pool, A)
         return (full if return_A else None), [torch.matmul(full, B) for B in Bs]
-
-    def product(rows: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        m = rows.shape[0] * work.world
-        op = work.ag_gemm(m, tuple(n * work.world for n in ns), rows.shape[1], A.dtype)
-        result = op(rows, list(Bs), return_gathered=return_A)
-        return result if return_A else (result, None)
-
-    outs, gathered = around_gather(A, dim, work.world, product)
+    outs, gathered = _multiply_gathered(pool, False, A, Bs, None, dim, return_A)
     return gathered, outs
 
 
-def around_gather(
+def _graph_all_gather_matmul(
     A: torch.Tensor,
-    dim: int,
-    world: int,
-    product: Callable[[torch.Tensor], tuple[list[torch.Tensor], torch.Tensor | None]],
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Apply ``product``, which takes rows [rows, K], to an A gathered along any dim but the last.
-
-    ``product`` returns what has all rows, [W * rows, ...] each: results, and A if it is wanted.
-    """
-    x = A.movedim(dim, 0)
-    outs, gathered = product(x.flatten(0, -2))
-    lead = (world * x.shape[0], *x.shape[1:-1])
-
-    def restore(t: torch.Tensor) -> torch.Tensor:
-        return t.view(*lead, t.shape[-1]).movedim(0, dim)
-
-    full = None if gathered is None else restore(gathered)
-    if full is not None and world == 1:  # PyTorch's is A as it is then
-        full = full.contiguous()
-    return [restore(y) for y in outs], full
-
-
-def _gather_last(work: Workspace, A: torch.Tensor) -> torch.Tensor:
-    """Gather along the last dimension: ranks' shards side by side."""
-    if work.world == 1:
-        # An output must not alias the input.
-        return A.clone(memory_format=torch.contiguous_format)
-    rows = A.reshape(-1, A.shape[-1])
-    m = rows.shape[0] * work.world
-    full = work.ag_gemm(m, (work.world,), rows.shape[1], A.dtype)._unfused.gather_rows(rows, m)
-    return full.view(work.world, *A.shape).movedim(0, -2).flatten(-2)
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    has_bias: Sequence[bool],
+    gather_dim: int,
+    group_name: str,
+    return_A: bool,
+) -> list[torch.Tensor]:
+    pool, bias = pool_of(group_name), spread(biases, has_bias)
+    outs, gathered = _multiply_gathered(pool, True, A, Bs, bias, gather_dim, return_A)
+    return outs if gathered is None else [*outs, gathered]
 
 
 def _matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
-    work = workspace_of(group_name)
-    dim = _checked(work, lambda: _check_scatter(A, B, reduce_op, scatter_dim, work.world))
-    work.agree(
-        f"fused_matmul_reduce_scatter(A {tuple(A.shape)} {A.dtype}, B {tuple(B.shape)}, "
-        f"{reduce_op}, scatter_dim {dim})"
-    )
+    pool = pool_of(group_name)
 
-    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        k, n = weight.shape
-        op = work.gemm_rs(rows.shape[0], n, k * work.world, A.dtype, reduce_op)
-        return op(rows, weight)
+    def checked() -> str:
+        dim = _check_scatter(A, B, reduce_op, scatter_dim, pool.world)
+        return (
+            f"fused_matmul_reduce_scatter(A {tuple(A.shape)} {A.dtype}, B {tuple(B.shape)}, "
+            f"{reduce_op}, scatter_dim {dim})"
+        )
 
-    return around_scatter(A, B, dim, work.world, product)
+    pool.agree(checked)
+    return _multiply_scattered(pool, False, A, B, reduce_op, scatter_dim % A.dim())
 
 
-def around_scatter(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    dim: int,
-    world: int,
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+def _graph_matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
-    """Apply ``product``, which takes rows [M, K] and [K, N], to an A of any rank and ``dim``.
+    return _multiply_scattered(pool_of(group_name), True, A, B, reduce_op, scatter_dim)
 
-    ``product`` returns this rank's rows of the result, [M / W, N]. The result has no gaps, and its
-    dimensions are in order, as that of the library's collective.
+
+def _graph_matmul_all_reduce(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str
+) -> torch.Tensor:
+    op, weights = _op_for(pool_of(group_name), True, GemmAR, A, [B], reduce=reduce_op)
+    out: torch.Tensor = op(A, *weights)
+    return out
+
+
+def _op_for(
+    pool: OpPool,
+    in_graph: bool,
+    kind: type[TensorParallelOp],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    **options: Any,
+) -> tuple[Any, list[torch.Tensor]]:
+    """Return an op for x [rows, K] @ weights [K, N_i], and the weights as it takes them.
+
+    In a graph, strides are the same on all ranks, and an op is built for them: nothing is copied.
+    Elsewhere they may differ: ranks have compared shapes alone.
     """
+    (rows, depth), world = x.shape, pool.world
+    n: int | tuple[int, ...]
+    m, n, k = rows, weights[0].shape[1], depth * world
+    if kind.kind.gathers:
+        m, n, k = rows * world, tuple(B.shape[1] * world for B in weights), depth
+    sizes = m, n, k, x.dtype
+    if not in_graph:
+        return pool.recent(kind, *sizes, transpose_weight=True, **options), list(weights)
+    turned = all(B.stride(0) == 1 for B in weights)
+    op = pool.op(kind, pool.graphs, *sizes, transpose_weight=not turned, **options)
+    return op, [B.t() for B in weights] if turned else list(weights)
+
+
+def _multiply_gathered(
+    pool: OpPool,
+    in_graph: bool,
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: list[torch.Tensor | None] | None,
+    dim: int,
+    return_A: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Return products of an A gathered along any dimension but the last, and A if it is wanted."""
+    x = A.movedim(dim, 0)
+    rows = x.flatten(0, -2)
+    op, weights = _op_for(pool, in_graph, AGGemm, rows, Bs)
+    result = op(rows, weights, biases, return_gathered=return_A)
+    outs, gathered = result if return_A else (result, None)
+    lead = (pool.world * x.shape[0], *x.shape[1:-1])
+
+    def restore(t: torch.Tensor) -> torch.Tensor:
+        return t.view(*lead, t.shape[-1]).movedim(0, dim)
+
+    full = None if gathered is None else restore(gathered)
+    if full is not None and pool.world == 1:  # PyTorch's is A as it is then
+        full = full.contiguous()
+    return [restore(y) for y in outs], full
+
+
+def _multiply_scattered(
+    pool: OpPool, in_graph: bool, A: torch.Tensor, B: torch.Tensor, reduce: str, dim: int
+) -> torch.Tensor:
+    """Return a product that is reduced and scattered along any dimension.
+
+    The result has no gaps, and its dimensions are in order, as that of the library's collective.
+    """
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> Any:
+        op, weights = _op_for(pool, in_graph, GemmRS, rows, [weight], reduce=reduce)
+        return op(rows, *weights)
+
     if dim == A.dim() - 1:
         # Scattering columns is scattering the rows of the transposed product, (A @ B)^T = B^T A^T.
         flat = A.reshape(-1, A.shape[-1])
-        columns = product(B.t(), flat.t()).t().contiguous()
-        return columns.view(*A.shape[:-1], B.shape[1] // world)
+        columns: torch.Tensor = product(B.t(), flat.t()).t().contiguous()
+        return columns.view(*A.shape[:-1], B.shape[1] // pool.world)
     x = A.movedim(dim, 0)
-    lead = (x.shape[0] // world, *x.shape[1:-1])
-    y = product(x.flatten(0, -2), B).view(*lead, B.shape[1]).movedim(0, dim)
+    lead = (x.shape[0] // pool.world, *x.shape[1:-1])
+    y: torch.Tensor = product(x.flatten(0, -2), B).view(*lead, B.shape[1]).movedim(0, dim)
     return y.contiguous().view(y.shape)  # the view has the usual strides for dimensions of 1, too
 
 
-def _checked(work: Workspace, check: Callable[[], int]) -> int:
-    try:
-        return check()
-    except (TypeError, ValueError) as error:
-        work.refuse(str(error))
-        raise
+def _gather_last(pool: OpPool, A: torch.Tensor) -> torch.Tensor:
+    """Gather along the last dimension: ranks' shards side by side."""
+    if pool.world == 1:
+        # An output must not alias the input.
+        return A.clone(memory_format=torch.contiguous_format)
+    rows = A.reshape(-1, A.shape[-1])
+    m, n = rows.shape[0] * pool.world, (pool.world,)
+    op = pool.recent(AGGemm, m, n, rows.shape[1], A.dtype, transpose_weight=True)
+    full = op._unfused.gather_rows(rows, m)
+    return full.view(pool.world, *A.shape).movedim(0, -2).flatten(-2)
+
+
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _normal_dim(name: str, dim: int, ndim: int) -> int:
@@ -230,19 +278,16 @@ def _check_scatter(A: torch.Tensor, B: torch.Tensor, reduce_op: str, dim: int, w
     return dim
 
 
-LIBRARY.impl("fused_all_gather_matmul", _all_gather_matmul, "CompositeExplicitAutograd")
-LIBRARY.impl("fused_matmul_reduce_scatter", _matmul_reduce_scatter, "CompositeExplicitAutograd")
+# -- fake kernels and registration -----------------------------------------------------------------
 
 
-@register_fake("fused_all_gather_matmul")
-def all_gather_matmul_fake(
+def _all_gather_matmul_fake(
     A: torch.Tensor,
     Bs: Sequence[torch.Tensor],
     gather_dim: int,
     group_name: str,
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Return empty tensors with shapes and strides of ``fused_all_gather_matmul``'s results."""
     world = resolve_group(group_name).size()
     dim = _normal_dim("gather_dim", gather_dim, A.dim())
     lead = list(A.shape[:-1])
@@ -258,11 +303,22 @@ def all_gather_matmul_fake(
     return A.new_empty(*moved, A.shape[-1]).movedim(0, dim), outs
 
 
-@register_fake("fused_matmul_reduce_scatter")
-def matmul_reduce_scatter_fake(
+def _graph_all_gather_matmul_fake(
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    has_bias: Sequence[bool],
+    gather_dim: int,
+    group_name: str,
+    return_A: bool,
+) -> list[torch.Tensor]:
+    gathered, outs = _all_gather_matmul_fake(A, Bs, gather_dim, group_name, return_A)
+    return outs if gathered is None else [*outs, gathered]
+
+
+def _matmul_reduce_scatter_fake(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
-    """Return an empty tensor with shape and strides of ``fused_matmul_reduce_scatter``."""
     world = resolve_group(group_name).size()
     dim = _normal_dim("scatter_dim", scatter_dim, A.dim())
     lead = list(A.shape[:-1])
@@ -272,4 +328,39 @@ def matmul_reduce_scatter_fake(
     return A.new_empty(*lead, B.shape[1])
 
 
-keep_in_order("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+def _matmul_all_reduce_fake(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str
+) -> torch.Tensor:
+    return A.new_empty(A.shape[0], B.shape[1])
+
+
+define(
+    "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "
+    "bool return_A = True) -> (Tensor?, Tensor[])",
+    _all_gather_matmul,
+    _all_gather_matmul_fake,
+    ordered=True,
+)
+define(
+    "graph_all_gather_matmul(Tensor A, Tensor[] Bs, Tensor[] biases, bool[] has_bias, "
+    "int gather_dim, str group_name, bool return_A) -> Tensor[]",
+    _graph_all_gather_matmul,
+    _graph_all_gather_matmul_fake,
+)
+_SCATTER = "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor"
+define(
+    "fused_matmul_reduce_scatter" + _SCATTER,
+    _matmul_reduce_scatter,
+    _matmul_reduce_scatter_fake,
+    ordered=True,
+)
+define(
+    "graph_matmul_reduce_scatter" + _SCATTER,
+    _graph_matmul_reduce_scatter,
+    _matmul_reduce_scatter_fake,
+)
+define(
+    "graph_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor",
+    _graph_matmul_all_reduce,
+    _matmul_all_reduce_fake,
+)

@@ -8,7 +8,7 @@ checks, with its own message, and on all ranks alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
@@ -27,13 +27,49 @@ REDUCING_SCHEMA = (
 )
 """Of ops that sum partial results."""
 
-F = TypeVar("F", bound=Callable[..., object])
+
+def define(
+    schema: str,
+    kernel: Callable[..., object],
+    fake: Callable[..., object],
+    *,
+    ordered: bool = False,
+    setup: Callable[..., None] | None = None,
+    backward: Callable[..., tuple[Any, ...]] | None = None,
+) -> None:
+    """Define ``torch.ops.flux.NAME``.
+
+    Args:
+        schema: NAME, arguments and results.
+        kernel: computes it, on any device, without autograd.
+        fake: returns empty tensors with the shapes and strides of the results.
+        ordered: torch.compile may neither drop calls nor merge or reorder them. They meet other
+            ranks: a compiler that removes one whose result nobody reads, or that swaps two because
+            this rank's shapes make it look better, leaves the other ranks waiting in another place.
+        setup: as for ``differentiate``.
+        backward: as for ``differentiate``; None: there is none here.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flux::{name}", fake, lib=LIBRARY)
+    if ordered:
+        torch_internals.register_ordered(getattr(torch.ops.flux, name).default)
+    if backward is not None and setup is not None:
+        differentiate(name, setup, backward)
 
 
-def register_fake(name: str) -> Callable[[F], F]:
-    """Register a fake kernel for an op of this library, as torch.library.register_fake does."""
-    decorate = torch.library.register_fake(f"flux::{name}", lib=LIBRARY)
-    return cast(Callable[[F], F], decorate)
+def differentiate(
+    name: str, setup: Callable[..., None], backward: Callable[..., tuple[Any, ...]]
+) -> None:
+    """Give an op a backward.
+
+    Args:
+        name: of the op, as in its schema.
+        setup: saves what the backward needs: (ctx, inputs, output).
+        backward: returns a gradient or None for each input: (ctx, gradients of the outputs).
+    """
+    torch.library.register_autograd(f"flux::{name}", backward, setup_context=setup, lib=LIBRARY)
 
 
 def spread(biases: Sequence[torch.Tensor], has_bias: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -96,21 +132,8 @@ def _reduce_fake(
     return x.new_empty(rows, weight.shape[side], dtype=op.spec.out_dtype)
 
 
-def keep_in_order(*names: str) -> None:
-    """Tell torch.compile that these ops may be neither dropped, nor merged, nor reordered.
-
-    They meet other ranks. A compiler that removes one whose result nobody reads, or that swaps two
-    because this rank's shapes make it look better, leaves the other ranks waiting in another place.
-    """
-    for name in names:
-        torch_internals.register_ordered(getattr(torch.ops.flux, name).default)
-
-
 for _op in Op:
-    LIBRARY.define(
-        _op.name + (GATHERING_SCHEMA if _op.gathers else REDUCING_SCHEMA),
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    LIBRARY.impl(_op.name, _gather if _op.gathers else _reduce, "CompositeExplicitAutograd")
-    register_fake(_op.name)(_gather_fake if _op.gathers else _reduce_fake)
-    keep_in_order(_op.name)
+    if _op.gathers:
+        define(_op.name + GATHERING_SCHEMA, _gather, _gather_fake, ordered=True)
+    else:
+        define(_op.name + REDUCING_SCHEMA, _reduce, _reduce_fake, ordered=True)

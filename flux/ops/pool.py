@@ -1,39 +1,59 @@
-"""The ops that layers share: one per shape and process group, grown as M grows, freed when unused.
+"""The ops of a process group that calls without an op of their own share.
 
-A model has many layers of few shapes, and runs one of them at a time, so layers of one shape share
-an op and its symmetric memory. M is known at the first call only, and may grow later: the op is
-then replaced by a larger one.
+Layers and compiled graphs (``OpPool.op``): a model has many layers of few shapes and runs one of
+them at a time, so layers of one shape share an op and its symmetric memory. M is known at the first
+call only and may grow later: the op is then replaced by a larger one. An op lives as long as one of
+its users.
 
-Building an op is collective, so all ranks must come to the same decision at the same call:
+Functional calls and backward passes of ops (``OpPool.recent``): they share the few ops that the
+last calls needed. The op that was used least recently is closed first.
 
-* What a pool holds depends on calls alone, which are the same on all ranks of a group. When a layer
-  is garbage-collected depends on the rank. Such a layer is therefore only *noted*, and its ops go
+Building an op is collective, so all ranks must decide alike at the same call. All calls in a group,
+of either sort, are made in the same order on all ranks. What a pool holds depends on these calls
+alone, and the two sorts keep their ops apart.
+
+* When a layer is garbage-collected depends on the rank. Such a layer is only *noted*. Its ops go
   when the ranks next meet to build one and find that it is gone everywhere. ``close()`` of a layer
   is a call like any other and takes effect at once.
-* A rank that must grow an op meets its peers on the old one first, with M. A rank that sees another
-  M calls that op instead, and both hear that they disagree (ValueError) before anything is built.
+* A rank that must grow an op of layers meets its peers on the old one first, with M. A rank that
+  sees another M calls that op instead, and both raise ValueError before anything is built.
+* A functional call may have other arguments on each rank, so the ranks compare it on a control pad
+  (flux/ops/control.py) before any of them looks for an op. In the first such call they make the
+  pad. Its existence depends on earlier functional calls alone, not on layers; and a call makes the
+  pad before it checks its arguments, so a rank that refuses them comes to make it, too. That rank
+  then raises in place of comparing, and its peers hear of it there. After a comparison all ranks
+  ask for the same op, and find it or build it alike.
+
+No comparison covers a rank that calls a layer while another makes a functional call: as with two
+ops called in different orders, their waits end by timeouts.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from flux.core.env import LAYER_TIMEOUT_S
+from flux.core.env import LAYER_TIMEOUT_S, WORKSPACE_CACHE
 from flux.core.knobs import Knobs
 from flux.ops.base import TensorParallelOp
-from flux.ops.early_gather import EarlyGather
+from flux.ops.control import ControlPad
 from flux.ops.executor import places_of, why_not_gpus
-from flux.transport.exchange import Exchange, OfGroup, kept_for
+from flux.transport.exchange import Exchange, OfGroup, resolve_group
 from flux.transport.placement import sharing
 
+if TYPE_CHECKING:
+    from flux.ops.early_gather import EarlyGather
+
+TIMEOUT_S = 60.0
+"""Seconds that a functional call waits for a peer."""
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
 
 _pools: dict[str, OpPool] = {}
@@ -56,14 +76,13 @@ class _Entry:
 
 
 class OpPool(OfGroup):
-    """The ops of one process group. Get it with ``pool_of``; construction is collective."""
+    """The ops of one process group. Get it with ``pool_of``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.timeout_s = LAYER_TIMEOUT_S.get()
-        self.exchange = Exchange(group, "flux.layers", self.timeout_s)
-        self.rank, self.world = self.exchange.rank, self.exchange.world
-        self.why_not_gpus = why_not_gpus(sharing(places_of(self.exchange, None)))
+        self._exchange = Exchange(group)
+        self.rank, self.world = self._exchange.rank, self._exchange.world
         self._entries: dict[tuple[object, ...], _Entry] = {}
         self._numbers: weakref.WeakKeyDictionary[User, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()
@@ -72,8 +91,32 @@ class OpPool(OfGroup):
         # group by name; with a user per layer, each layer would be compiled for itself.
         self.graphs = User()
         self.early_gather: EarlyGather | None = None  # of the last column layer, for the next row's
+        self.recent_limit = WORKSPACE_CACHE.get()
+        self.recent_ops: OrderedDict[tuple[object, ...], TensorParallelOp] = OrderedDict()
+        self._control: ControlPad | None = None
 
-    # -- ops ---------------------------------------------------------------------------------------
+    @cached_property
+    def why_not_gpus(self) -> str | None:
+        """Why ops do not serve the GPUs of the ranks, or None. Collective at the first use."""
+        return why_not_gpus(sharing(places_of(self._exchange_within(self.timeout_s), None)))
+
+    def _exchange_within(self, timeout_s: float) -> Exchange:
+        self._exchange.timeout_s = timeout_s
+        return self._exchange
+
+    def _build(
+        self,
+        kind: type[O],
+        max_m: int,
+        n: int | tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> O:
+        build = cast(Callable[..., O], kind)
+        return build(self.group, max_m=max_m, n=n, k=k, dtype=dtype, **options)
+
+    # -- ops of layers and graphs ------------------------------------------------------------------
 
     def op(
         self,
@@ -101,12 +144,12 @@ class OpPool(OfGroup):
                 max_m = max(m, 2 * entry.op.spec.max_m)  # doubling: growing M rebuilds seldom
                 entry.op.close()
             self._drop_unused()
-            op = cast(Callable[..., O], kind)(
-                self.group,
-                max_m=max_m,
-                n=n,
-                k=k,
-                dtype=dtype,
+            op = self._build(
+                kind,
+                max_m,
+                n,
+                k,
+                dtype,
                 transpose_weight=transpose_weight,
                 tuning="cache" if fused else Knobs(path="unfused"),
                 timeout_s=self.timeout_s,
@@ -125,19 +168,18 @@ class OpPool(OfGroup):
 
     @property
     def ops(self) -> list[TensorParallelOp]:
-        """The live ops, in the order in which they were first needed."""
+        """The live ops of layers and graphs, in the order in which they were first needed."""
         return [entry.op for entry in self._entries.values() if not entry.op.closed]
 
     @property
     def workspace_bytes(self) -> int:
-        """Symmetric memory that the pool holds on this rank, in bytes."""
+        """Symmetric memory that ``ops`` hold on this rank, in bytes."""
         return sum(op.workspace_bytes for op in self.ops)
-
-    # -- end ---------------------------------------------------------------------------------------
 
     def _drop_unused(self) -> None:
         """Free ops whose users are garbage on every rank. Collective."""
-        gone = set.intersection(*self.exchange.all_gather(set(self._gone)))
+        exchange = self._exchange_within(self.timeout_s)
+        gone = set.intersection(*exchange.all_gather(set(self._gone)))
         self._gone -= gone
         for number in gone:
             self._release(number)
@@ -156,11 +198,85 @@ class OpPool(OfGroup):
         if number is not None:
             self._release(number)
 
+    # -- ops of functional calls and backward passes -----------------------------------------------
+
+    def agree(self, describe: Callable[[], str], timeout_s: float = TIMEOUT_S) -> None:
+        """Compare a functional call with those of the peers. Collective.
+
+        Args:
+            describe: checks the arguments; returns the call, with all that must be equal on all
+                ranks.
+            timeout_s: how long to wait for a peer, in seconds.
+
+        Raises:
+            ValueError: on all ranks, if they differ, or if ``describe`` raises that on one.
+            TypeError: the same, on a rank whose ``describe`` raises it.
+            PeerTimeoutError: a peer did not come.
+            OSError: on all ranks, if there is not enough shared memory.
+        """
+        if self._control is None and self.world > 1:
+            self._control = ControlPad(self._exchange_within(timeout_s), timeout_s)
+        control = self._control
+        try:
+            what = describe()
+        except (TypeError, ValueError) as error:
+            if control is not None:
+                control.refuse(str(error))
+            raise
+        if control is None:
+            return
+        try:
+            control.compare(what, timeout_s)
+        except ValueError:
+            raise
+        except BaseException:
+            self.close_recent()
+            raise
+
+    def recent(
+        self,
+        kind: type[O],
+        m: int,
+        n: int | tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        **options: object,
+    ) -> O:
+        """Return an op for ``m`` rows, after ``agree``. Collective if it has to be built.
+
+        It stays open until FLUX_WORKSPACE_CACHE others have been used since.
+        """
+        key = (kind, n, k, dtype, timeout_s, *options.values())
+        op = self.recent_ops.pop(key, None)
+        if op is not None and (op.closed or op.spec.max_m < m):
+            op.close()
+            op = None
+        while op is None and len(self.recent_ops) >= self.recent_limit:
+            self.recent_ops.popitem(last=False)[1].close()
+        if op is None:
+            max_m = 1 << (m - 1).bit_length()  # doubling: growing M rebuilds seldom
+            op = self._build(kind, max_m, n, k, dtype, timeout_s=timeout_s, **options)
+        self.recent_ops[key] = op
+        return cast(O, op)
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def close_recent(self) -> None:
+        """Free the ops and the control pad of functional calls. Call it on every rank alike."""
+        while self.recent_ops:
+            self.recent_ops.popitem()[1].close()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
     def close(self) -> None:
         """Free all ops. Call it on every rank alike. A later call builds its op again."""
         for entry in self._entries.values():
             entry.op.close()
         self._entries.clear()
+        self.close_recent()
         if _pools.get(self.group_name) is self:
             del _pools[self.group_name]
 
@@ -182,11 +298,30 @@ def _meet_to_grow(op: TensorParallelOp, m: int) -> None:
 
 
 def pool_of(group: dist.ProcessGroup | str | None) -> OpPool:
-    """Return the pool of a group. The first use makes it, and is collective."""
-    return kept_for(group, _pools, OpPool)
+    """Return the pool of a process group, given as itself, by name, or None for the default."""
+    group = resolve_group(group)
+    pool = _pools.get(group.group_name)
+    if pool is not None and pool._group() is not group:  # the name of a destroyed group, reused
+        pool.close()
+        pool = None
+    if pool is None:
+        pool = _pools[group.group_name] = OpPool(group)
+    return pool
 
 
 def close_pools() -> None:
-    """Free the symmetric memory of all layers, on this rank. Call it on every rank."""
+    """Free the symmetric memory of layers, compiled graphs and functional calls, on this rank.
+
+    Call it on every rank. Later calls build their ops again.
+    """
     for pool in list(_pools.values()):
         pool.close()
+
+
+def clear_workspaces() -> None:
+    """Free the symmetric memory of functional calls and backward passes of ops, on this rank.
+
+    Call it on every rank. Layers and compiled graphs keep theirs: ``flux.layers.close_pools``.
+    """
+    for pool in list(_pools.values()):
+        pool.close_recent()

@@ -16,7 +16,7 @@ except ImportError:  # torch < 2.10
 
 
 def register_ordered(op: Any) -> None:
-    """Mark an operator overload as ordered: see ``flux.ops.library.keep_in_order``."""
+    """Mark an operator overload as ordered: see ``flux.ops.library.define``."""
     _effects._register_effectful_op(op, EffectType.ORDERED)
 
 

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -81,39 +81,6 @@ class OfGroup:
         if group is None:
             raise RuntimeError(f"the process group {self.group_name!r} has been destroyed")
         return group
-
-
-class _Kept(Protocol):
-    """An object that is cached for a group, and can be closed."""
-
-    _group: weakref.ref[dist.ProcessGroup]
-
-    def close(self) -> None: ...
-
-
-G = TypeVar("G", bound=_Kept)
-
-
-def kept_for(
-    group: dist.ProcessGroup | str | None,
-    kept: dict[str, G],
-    make: Callable[[dist.ProcessGroup], G],
-) -> G:
-    """Return the object cached for a group; make it at the first use, collectively.
-
-    Args:
-        group: a process group, its name, or None for the default group.
-        kept: the cache, by group name.
-        make: makes the object for a group.
-    """
-    group = resolve_group(group)
-    found = kept.get(group.group_name)
-    if found is not None and found._group() is not group:  # the name of a destroyed group, reused
-        found.close()
-        found = None
-    if found is None:
-        found = kept[group.group_name] = make(group)
-    return found
 
 
 LEAST_S = 2.0
