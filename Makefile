@@ -3,7 +3,9 @@
 #   PYTHON=python3.12        interpreter that .venv is made with (3.10 to 3.13)
 #   TORCH=torch==2.9.1       which torch .venv gets; a change of either makes .venv anew
 #   ARGS="-k ragged -x"      further arguments for pytest, flux bench op or tools/mutants.py
-#   WORKERS=4                how many tests run side by side; 0, the default: one after another
+#   WORKERS=4                how many tests run side by side (0: one after another); by default one
+#                            more than there are cores, 8 at most, as tests wait much of their time
+#   STRESS=10                how many times more calls and cases `make stress` runs
 #   CMAKE_ARGS=...           further arguments for CMake
 #   SET=default ARCHS=90a    which CUDA kernels `make kernels` builds, for which architectures
 #   NVSHMEM=0                not libflux_nvshmem, which ranks on several nodes need
@@ -32,7 +34,10 @@ CORE_TESTS = $(sort $(wildcard tests/test_core_*.py)) $(addprefix tests/test_,$(
   schedule ag_gemm gemm_rs gemm_ar functional library errors gradcheck compile layers symm_mem \
   package doctor))
 
-WORKERS := 0
+WORKERS := $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
+STRESS := 10
+STRESS_TESTS = $(addprefix tests/test_,$(addsuffix .py,races every_op endings megatron_gpt \
+  network cuda_backend cuda_nodes fuzz_files))
 SET := minimal
 ARCHS := 80,90a
 NVSHMEM := 1
@@ -46,7 +51,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-core mutants lint format tsan check-device kernels clean distclean FORCE
+.PHONY: help bench test test-core stress mutants lint format tsan check-device kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +64,9 @@ test: $(STAMPS)/native-werror ## run the tests
 
 test-core: $(STAMPS)/native-werror ## run the core tests, which CI does with the oldest and the newest torch
 	@$(BIN)/pytest -n $(WORKERS) $(CORE_TESTS) $(ARGS)
+
+stress: $(STAMPS)/native-werror ## run the longest tests with more calls and cases; make test runs a part
+	@FLUX_TEST_STRESS=$(STRESS) $(BIN)/pytest -n $(WORKERS) --timeout 3000 $(STRESS_TESTS) $(ARGS)
 
 mutants: $(STAMPS)/native-werror ## seed faults one by one, and say which test finds each
 	@$(BIN)/python tools/mutants.py $(ARGS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -18,6 +18,7 @@ from flux import Knobs, PeerTimeoutError
 from flux.backends.cuda import op_kernels
 from flux.transport import device as device_module
 from flux.transport.virtual import VirtualWorld
+from harness import STRESS
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
 from reference import Inputs, Problem, lay_out
@@ -44,7 +45,8 @@ def check(device: EmulatedDevice, world: int, cases: Sequence[Case]) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
-    check(device, world, random_cases(10 + OPS.index(op), op, world, {2: 30, 8: 6}.get(world, 15)))
+    count = {2: 20, 8: 4}.get(world, 10) * STRESS
+    check(device, world, random_cases(10 + OPS.index(op), op, world, count))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -18,6 +18,7 @@ from fake_nvshmem import puts_of
 from flux import _C, Knobs, PeerTimeoutError, Topology
 from flux.transport.base import Memory
 from flux.transport.virtual import VirtualWorld
+from harness import STRESS
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
@@ -75,7 +76,7 @@ def cases(seed: int, op: str, nodes: int, lanes: int, count: int) -> list[Case]:
 @pytest.mark.parametrize(("nodes", "lanes"), MESHES)
 def test_random_cases(device: EmulatedDevice, op: str, nodes: int, lanes: int) -> None:
     world = nodes * lanes
-    given = cases(50 + OPS.index(op), op, nodes, lanes, 8 if world <= 4 else 24 // world)
+    given = cases(50 + OPS.index(op), op, nodes, lanes, (6 if world <= 4 else 16 // world) * STRESS)
     calls = 0
     for case in given:
         device.set_delay(int(case.delay_s * 1e7))

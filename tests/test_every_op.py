@@ -19,7 +19,10 @@ each_op = pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_random_cases(op: str, world: int) -> None:
     cases = random_cases(OPS.index(op) + 1, op, world, COUNT[world] * STRESS)
-    assert run_ranks(world, check_cases, cases, timeout=120.0 * STRESS) == [sum(len(c.calls) for c in cases)] * world
+    assert (
+        run_ranks(world, check_cases, cases, timeout=120.0 * STRESS)
+        == [sum(len(c.calls) for c in cases)] * world
+    )
 
 
 @each_op

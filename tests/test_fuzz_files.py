@@ -29,9 +29,10 @@ from flux.machine.detection import System
 from flux.tune.journal import Journal
 from flux.tune.space import load_space
 from fuzz_files import KEY, Kind, fuzz, kinds, outcome, place
+from harness import STRESS
 from mutate import parsed
 
-CASES = int(os.environ.get("FLUX_FUZZ_CASES", "100"))
+CASES = 100 * STRESS
 KINDS = {kind.name: kind for kind in kinds()}
 ON_DISK = [name for name, kind in KINDS.items() if kind.form != "text"]
 DEEP = b"[" * 100_000 + b"]" * 100_000

@@ -35,7 +35,15 @@ from flux.core.env import HOST
 from flux.core.recorder import Work
 from flux.ops.pool import clear_workspaces
 from flux.transport.network import Network
-from harness import fresh_ranks, held, join_group, nothing_left_in_shared_memory, run_ranks, settled
+from harness import (
+    STRESS,
+    fresh_ranks,
+    held,
+    join_group,
+    nothing_left_in_shared_memory,
+    run_ranks,
+    settled,
+)
 from op_cases import Case, check_cases, meshes, random_case
 from reference import Inputs, Problem
 from scripts import start_forked_command
@@ -66,7 +74,7 @@ def networked(case: Case, rng: random.Random) -> Case:
 @pytest.mark.parametrize("hosts", PLACEMENTS)
 def test_random_cases(op: str, hosts: str) -> None:
     rng = random.Random(f"{op} {hosts}")
-    cases = [networked(random_case(rng, op, len(hosts)), rng) for _ in range(6)]
+    cases = [networked(random_case(rng, op, len(hosts)), rng) for _ in range(4 * STRESS)]
     run_ranks(len(hosts), check_on_hosts, hosts, cases)
 
 
