@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux.kernels.config import ITEMSIZE, SCHEDULES, TMA_BYTES, GemmConfig
+from flux.core.problem import Problem
+from flux.kernels.config import SCHEDULES, TMA_BYTES, GemmConfig
 
 MAX_WORLD = 32
 """FLUX_MAX_WORLD of csrc/cuda/abi.h: ranks whose memory one kernel can address."""
@@ -53,6 +54,8 @@ _VECTOR_BYTES = 16  # one copy of a thread to shared memory on 80
 class GemmProblem:
     """The GEMM of one rank's kernel.
 
+    It has local sizes; ``flux.core.problem.Problem`` has those of the whole op.
+
     Attributes:
         m: rows, of all ranks.
         n: columns: of this rank for ag_gemm, of all for gemm_rs.
@@ -73,6 +76,12 @@ class GemmProblem:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value < 2**31:
                 raise ValueError(f"{name} must be an integer in [1, 2**31), got {value!r}")
+
+    @classmethod
+    def of(cls, problem: Problem) -> GemmProblem:
+        """Return the largest GEMM that a rank runs for an op."""
+        n, k = problem.local
+        return cls(problem.m, n, k, problem.world)
 
 
 def is_legal(config: GemmConfig, problem: GemmProblem) -> bool:
@@ -153,7 +162,7 @@ def shared_bytes(config: GemmConfig) -> int:
     columns = _SM90_SCATTER_COLUMNS if scatters else _SM90_EPILOGUE_COLUMNS
     buffers = min(_SM90_EPILOGUE_STAGES, max(m // rows * (n // columns), 1))
     epilogue = buffers * rows * columns * config.output_itemsize
-    bias = 0 if config.op == "gemm_rs" else 2 * n * ITEMSIZE["bf16"]
+    bias = 0 if config.op == "gemm_rs" else 2 * n * config.output_itemsize
     vectors = bias + (4 * (m + n) if config.scaling == "row" else 0)
     stages = max(config.stages, 2)
     return stages * (stage + _SM90_BARRIER_BYTES) + epilogue + vectors + _SM90_SCHEDULER_BYTES
@@ -257,7 +266,7 @@ def _stores_evenly(columns: int, warps: int, elements: int) -> bool:
     if warps not in (1, 2, 4):  # 8 would store whole rows of 32 threads, and no tile here has those
         return False
     rows, width = 8 // warps, columns // elements
-    preferred = 256 // (elements * ITEMSIZE["bf16"])
+    preferred = 128 // elements  # of 2 bytes each
     if _WARP_THREADS // preferred > rows:
         access_rows, access_width = rows, _WARP_THREADS // rows
     else:

@@ -115,7 +115,7 @@ class LoopbackWorld(OneGpuWorld):
         """
         if knobs.reduce == "in_flight":
             return "reduce = in_flight needs peers that add"
-        if spec.op.gathers and spec.scaling == "row":
+        if spec.scales_travel:
             return "scaling = row needs peers with scales of their own"
         return super().reason_unsupported(spec, knobs)
 

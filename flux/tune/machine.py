@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from flux.bench.config import ONE_GPU
 from flux.bench.places import gpu
-from flux.bench.problem import ONE_GPU
 from flux.choice.choose import group_parts
 from flux.launch.spawn import end_with_parent, forkserver
 from flux.launch.supervisors import Launcher

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Method
 from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
-from flux.bench.problem import BenchConfig
 from flux.bench.reference import Inputs
 
 
@@ -45,7 +45,7 @@ class AsyncTp:
 
     def supports(self, config: BenchConfig) -> str | None:
         """Return why the ops do not support this problem; None if they do."""
-        if config.problem.kind.all_reduces:
+        if config.problem.op.all_reduces:
             return "has no GEMM with AllReduce"
         return unlike_gpu_ranks(config) or uneven(config, "m", "n" if _gathers(config) else "k")
 
@@ -55,7 +55,7 @@ class AsyncTp:
 
 
 def _gathers(config: BenchConfig) -> bool:
-    return config.problem.gathers
+    return config.problem.op.gathers
 
 
 class _AsyncTpMethod(PeerMethod):

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.methods import Method
-from flux.bench.problem import ONE_GPU, BenchConfig
 
 
 class Peer(Protocol):

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.methods import Method
 from flux.bench.places.base import Call, Timing
 from flux.bench.places.cpu import CpuRanks
-from flux.bench.problem import ONE_GPU, BenchConfig
 from flux.bench.reference import Inputs, Verdict, make_inputs
 from flux.transport.device import CudaDevice, Device
 from flux.transport.one_gpu import most_ranks

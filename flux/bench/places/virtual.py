@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import torch
 
 import flux
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Fused, Method, whole_gemms
 from flux.bench.places import gpu
 from flux.bench.places.base import Call, Timing
 from flux.bench.places.gpu import Machine
-from flux.bench.problem import BenchConfig, Problem
 from flux.bench.reference import Inputs, Reference, Verdict, judge, make_inputs, reference_of_all
+from flux.core.problem import Problem
 from flux.transport.virtual import VirtualWorld
 
 T = TypeVar("T")
@@ -79,13 +80,13 @@ class Unfused:
 
     def _compute(self, inputs: Sequence[Inputs]) -> Sequence[torch.Tensor]:
         problem = self._problem
-        if problem.gathers:
+        if problem.op.gathers:
             x = torch.cat([own.x for own in inputs])
             return [torch.mm(x, own.weight.t()) for own in inputs]
         total = torch.mm(inputs[0].x, inputs[0].weight.t())
         for own in inputs[1:]:
             total += torch.mm(own.x, own.weight.t())
-        if problem.kind.all_reduces:
+        if problem.op.all_reduces:
             return [total] * problem.world
         return [total[slice(*problem.rows(rank))] for rank in range(problem.world)]
 
@@ -168,7 +169,7 @@ class Ranks:
     def collective(self, inputs: list[Inputs]) -> Call:
         """Return the communication alone, by torch on one GPU."""
         problem = self.problem
-        if problem.gathers:
+        if problem.op.gathers:
             return lambda: torch.cat([own.x for own in inputs])
         partials = [inputs[0].x.new_zeros(problem.m, problem.n) for _ in inputs]
         return lambda: torch.stack(partials).sum(0)
