@@ -45,7 +45,7 @@ from flux.core.wholefile import write_whole
 from flux.kernels import manifest, runtime
 from flux.kernels.config import GemmConfig
 from flux.kernels.generator import symbol
-from flux.kernels.legality import why_illegal
+from flux.kernels.legality import reason_illegal
 from flux.kernels.manifest import DamagedLibraryError, Library
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import Registry
@@ -271,7 +271,7 @@ def _check_library(library: Library) -> None:
     texts = (library.arch, library.nvcc, library.cutlass, library.sources, library.key)
     assert all(isinstance(text, str) for text in (*texts, *library.flags, *library.warnings))
     for name, config in library.kernels.items():
-        assert why_illegal(config) is None and name == symbol(config, library.traced)
+        assert reason_illegal(config) is None and name == symbol(config, library.traced)
         used = library.usage[name]
         assert all(type(count) is int and count >= 0 for count in used.as_dict().values())
 

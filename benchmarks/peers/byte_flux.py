@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Method, OwnTime
-from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
+from flux.bench.methods import LibraryMethod, Method, OwnTime
+from flux.bench.peers.base import no_gpu, reason_ranks
 from flux.bench.reference import Inputs
 from flux.core import env
 from flux.core.problem import Problem
@@ -88,7 +88,7 @@ class ByteFlux:
             return f"computes {' and '.join(_DTYPES)}, not {problem.dtype}"
         if config.hosts != "1":
             return "is started on one host only"
-        return unlike_gpu_ranks(config) or uneven(config, "m", "n" if problem.op.gathers else "k")
+        return reason_ranks(config)
 
     def make(self, config: BenchConfig, rank: int) -> Method:
         """Return the method."""
@@ -114,7 +114,7 @@ def _probe(python: str) -> str | None:
     return f"{python} has no usable byte-flux: {last}"
 
 
-class WorkerMethod(PeerMethod):
+class WorkerMethod(LibraryMethod):
     """One worker's op. Collective; `device` is ``cuda`` except in tests."""
 
     name = ByteFlux.name

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Method
-from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
+from flux.bench.methods import LibraryMethod, Method
+from flux.bench.peers.base import no_gpu, reason_ranks
 from flux.bench.reference import Inputs
 
 _PACKAGE = "nvmath"
@@ -51,17 +51,14 @@ class CublasMp:
 
     def supports(self, config: BenchConfig) -> str | None:
         """Return why the library does not support this problem; None if it does."""
-        # Two extents must divide evenly: the rows of the shard or of the result, and K or N.
-        return unlike_gpu_ranks(config) or uneven(
-            config, "m", "n" if config.problem.op.gathers else "k"
-        )
+        return reason_ranks(config)
 
     def make(self, config: BenchConfig, rank: int) -> Method:
         """Return the method."""
         return _MatmulMethod(config)
 
 
-class _MatmulMethod(PeerMethod):
+class _MatmulMethod(LibraryMethod):
     """A Matmul planned for the tensors of the latest call; planned again for other tensors."""
 
     name = CublasMp.name

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Method
-from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
+from flux.bench.methods import LibraryMethod, Method
+from flux.bench.peers.base import no_gpu, reason_ranks
 from flux.bench.reference import Inputs
 
 _PACKAGE = "transformer_engine"
@@ -61,14 +61,14 @@ class TransformerEngine:
             return "has no GEMM with AllReduce of its own"
         if problem.dtype not in _DTYPES:
             return f"is measured with {' and '.join(_DTYPES)}, not {problem.dtype}"
-        return unlike_gpu_ranks(config) or uneven(config, "m", "n" if problem.op.gathers else "k")
+        return reason_ranks(config)
 
     def make(self, config: BenchConfig, rank: int) -> Method:
         """Return the method."""
         return _UserbuffersMethod(config)
 
 
-class _UserbuffersMethod(PeerMethod):
+class _UserbuffersMethod(LibraryMethod):
     """One layer; each call sets its weight."""
 
     name = TransformerEngine.name

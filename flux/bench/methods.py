@@ -64,7 +64,21 @@ class OpMethod(Method, Protocol):
         """The ops of this process, by rank."""
 
 
-class Unfused:
+class LibraryMethod:
+    """The common part of methods that call libraries: no wait, no separate transport."""
+
+    def comm_only(self, inputs: Any) -> Callable[[], object] | None:
+        """Return None: there is no transport without the GEMM."""
+        return None
+
+    def wait(self) -> None:
+        """Return at once: torch orders the work on its streams."""
+
+    def close(self) -> None:
+        """Do nothing: no state is kept between calls."""
+
+
+class Unfused(LibraryMethod):
     """A torch.distributed collective before or after one torch.mm: the path without flux.
 
     The library collectives need equal shards: with a ragged M, chunks are padded to ceil(M/W) rows.
@@ -104,16 +118,6 @@ class Unfused:
     def knobs(self) -> dict[str, Any]:
         """Return the names of collective and GEMM."""
         return {"path": "unfused", "collective": self._problem.op.collective, "gemm": "torch.mm"}
-
-    def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
-        """Return None: the library's time is used."""
-        return None
-
-    def wait(self) -> None:
-        """Return at once: torch orders its own work."""
-
-    def close(self) -> None:
-        """Do nothing: no state is kept between calls."""
 
 
 class Fused:

@@ -271,10 +271,10 @@ class Suite:
             variants = Sweep(entry["kind"], config.problem).variants()
             return self._one(config, partial(sweep_methods, variants=variants))
         if config.transport in ONE_GPU:  # has methods of its own
-            entry["peers"] = self._why_not(config)
+            entry["peers"] = self._reasons(config)
             return self._one(config, None)
         while True:
-            entry["peers"] = reasons = self._why_not(config) | entry["peers"]
+            entry["peers"] = reasons = self._reasons(config) | entry["peers"]
             names = tuple(name for name, reason in reasons.items() if reason is None)
             # Its parts must be picklable: ranks import the function by name.
             factory = partial(peers_and_flux, names=names, peers=tuple(self._peers))
@@ -285,7 +285,7 @@ class Suite:
                     raise
                 self._leave_out(entry, names, str(error))
 
-    def _why_not(self, config: BenchConfig) -> dict[str, str | None]:
+    def _reasons(self, config: BenchConfig) -> dict[str, str | None]:
         here: Mapping[str, str | None] = self._document["peers"]
         able = unsupported(config, self._peers)
         return {

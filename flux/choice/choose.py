@@ -248,7 +248,7 @@ def usable(entry: Entry, topology: Topology, kind: str) -> Entry | None:
     """Return the winners that this group can run; warn about each of the others."""
     kept = []
     for winner in entry.winners:
-        reason = _why_not(winner, topology, kind)
+        reason = _reason_unusable(winner, topology, kind)
         if reason is None:
             kept.append(winner)
         else:
@@ -260,7 +260,7 @@ def usable(entry: Entry, topology: Topology, kind: str) -> Entry | None:
     return replace(entry, winners=tuple(kept)) if kept else None
 
 
-def _why_not(winner: Winner, topology: Topology, kind: str) -> str | None:
+def _reason_unusable(winner: Winner, topology: Topology, kind: str) -> str | None:
     try:
         check_legal(winner.knobs, topology)
     except ValueError as error:

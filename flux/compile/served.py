@@ -10,7 +10,7 @@ import torch.distributed as dist
 from flux.core.spec import DTYPES, FP8
 from flux.machine.host import host_identity
 from flux.ops import torch_internals
-from flux.ops.executor import why_not_gpus
+from flux.ops.executor import reason_gpus_unsupported
 from flux.transport.exchange import resolve_group
 
 _hosts: list[str] = []  # of all ranks, by global rank; known if there are GPUs
@@ -55,4 +55,4 @@ def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str 
 def _why_not_gpus(group: dist.ProcessGroup) -> str | None:
     if not _hosts:
         return "where GPUs are is found out by enable(), which came before init_process_group"
-    return why_not_gpus([_hosts[rank] for rank in dist.get_process_group_ranks(group)])
+    return reason_gpus_unsupported([_hosts[rank] for rank in dist.get_process_group_ranks(group)])

@@ -91,7 +91,7 @@ def is_legal(config: GemmConfig, problem: GemmProblem) -> bool:
 
 def reason_unsupported(config: GemmConfig, problem: GemmProblem) -> str | None:
     """Return why ``config`` cannot solve ``problem``; None if it can."""
-    reason = why_illegal(config)
+    reason = reason_illegal(config)
     if reason is not None:
         return reason
     if config.op == "gemm_rs" and problem.world > MAX_WORLD:
@@ -115,7 +115,7 @@ def reason_unsupported(config: GemmConfig, problem: GemmProblem) -> str | None:
     return None
 
 
-def why_not_on(config: GemmConfig, capability: tuple[int, int]) -> str | None:
+def reason_wrong_gpu(config: GemmConfig, capability: tuple[int, int]) -> str | None:
     """Return why the kernel does not run on GPUs of this compute capability; None if it does."""
     major, minor = capability
     if config.arch == "90a":
@@ -136,16 +136,16 @@ def why_not_on(config: GemmConfig, capability: tuple[int, int]) -> str | None:
 
 def runs_on(config: GemmConfig, capability: tuple[int, int]) -> bool:
     """Return whether the kernel runs on GPUs of this compute capability."""
-    return why_not_on(config, capability) is None
+    return reason_wrong_gpu(config, capability) is None
 
 
-def why_illegal(config: GemmConfig) -> str | None:
+def reason_illegal(config: GemmConfig) -> str | None:
     """Return why there is no such kernel for any problem; None if there can be."""
     if config.schedule not in SCHEDULES[config.arch]:
         offered = ", ".join(SCHEDULES[config.arch])
         return f"sm_{config.arch} has the schedules {offered}, not {config.schedule}"
-    by_arch = _why_illegal_sm90 if config.arch == "90a" else _why_illegal_sm80
-    return _why_illegal_data(config) or by_arch(config)
+    by_arch = _reason_illegal_sm90 if config.arch == "90a" else _reason_illegal_sm80
+    return _reason_illegal_data(config) or by_arch(config)
 
 
 def shared_bytes(config: GemmConfig) -> int:
@@ -168,7 +168,7 @@ def shared_bytes(config: GemmConfig) -> int:
     return stages * (stage + _SM90_BARRIER_BYTES) + epilogue + vectors + _SM90_SCHEDULER_BYTES
 
 
-def _why_illegal_data(config: GemmConfig) -> str | None:
+def _reason_illegal_data(config: GemmConfig) -> str | None:
     """Check the fields about data, for all architectures."""
     if config.dtype == "e4m3":
         if config.arch != "90a":
@@ -188,7 +188,7 @@ def _why_illegal_data(config: GemmConfig) -> str | None:
     return None
 
 
-def _why_illegal_sm90(config: GemmConfig) -> str | None:
+def _reason_illegal_sm90(config: GemmConfig) -> str | None:
     m, n, k = config.tile
     if config.warps is not None:
         return f"the schedule implies the warps of sm_90a: warps must be None, got {config.warps}"
@@ -218,7 +218,7 @@ def _why_illegal_sm90(config: GemmConfig) -> str | None:
     return _too_much_shared(config, (9, 0))
 
 
-def _why_illegal_sm80(config: GemmConfig) -> str | None:
+def _reason_illegal_sm80(config: GemmConfig) -> str | None:
     m, n, k = config.tile
     if config.warps is None:
         return "sm_80 needs warps (m, n), got None"

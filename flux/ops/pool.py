@@ -30,7 +30,7 @@ from flux.core.env import LAYER_TIMEOUT_S
 from flux.core.knobs import Knobs
 from flux.ops.base import TensorParallelOp
 from flux.ops.early_gather import EarlyGather
-from flux.ops.executor import places_of, why_not_gpus
+from flux.ops.executor import places_of, reason_gpus_unsupported
 from flux.transport.exchange import Exchange, OfGroup, kept_for
 from flux.transport.placement import sharing
 
@@ -63,7 +63,7 @@ class OpPool(OfGroup):
         self.timeout_s = LAYER_TIMEOUT_S.get()
         self.exchange = Exchange(group, "flux.layers", self.timeout_s)
         self.rank, self.world = self.exchange.rank, self.exchange.world
-        self.why_not_gpus = why_not_gpus(sharing(places_of(self.exchange, None)))
+        self.why_not_gpus = reason_gpus_unsupported(sharing(places_of(self.exchange, None)))
         self._entries: dict[tuple[object, ...], _Entry] = {}
         self._numbers: weakref.WeakKeyDictionary[User, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()

@@ -27,7 +27,7 @@ _ON_ONE = (
 )
 
 
-def too_few(world: int, gpus: int, ranks_here: int | None) -> str | None:
+def reason_too_few_gpus(world: int, gpus: int, ranks_here: int | None) -> str | None:
     """Return an error if some rank of this host has no GPU, None if each has one.
 
     Args:
@@ -63,7 +63,7 @@ def reason_unsupported(config: BenchConfig, gpus: int, ranks_here: int | None) -
         if not least <= world <= most_ranks():
             return f"--transport {transport} takes --nproc {least} to {most_ranks()}, got {world}"
         return None
-    problem = too_few(world, gpus, ranks_here)
+    problem = reason_too_few_gpus(world, gpus, ranks_here)
     return f"{problem}: lower --nproc, or {_ON_ONE}" if problem and gpus else problem
 
 

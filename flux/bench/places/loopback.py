@@ -17,7 +17,7 @@ import torch
 import flux
 from flux import _C
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Fused, Method, whole_gemms
+from flux.bench.methods import Fused, LibraryMethod, Method, whole_gemms
 from flux.bench.places import gpu
 from flux.bench.places.base import Call, Timing
 from flux.bench.places.gpu import Machine
@@ -84,7 +84,7 @@ class Link:
             self._device.driver.destroy_stream(stream)
 
 
-class Unfused:
+class Unfused(LibraryMethod):
     """Whole chunks over the link before or after one torch.mm, in persistent buffers."""
 
     name = "unfused"
@@ -169,16 +169,6 @@ class Unfused:
     def knobs(self) -> dict[str, Any]:
         """Return the description of collective and GEMM."""
         return {"path": "unfused", "collective": "copies, whole chunks", "gemm": "torch.mm"}
-
-    def comm_only(self, inputs: Any) -> Call | None:
-        """Return None: the place's collective is used."""
-        return None
-
-    def wait(self) -> None:
-        """Return at once: there are no real peers to wait for."""
-
-    def close(self) -> None:
-        """Do nothing: the place owns the link."""
 
 
 class RealRank:

@@ -13,7 +13,7 @@ import torch
 
 import flux
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Fused, Method, whole_gemms
+from flux.bench.methods import Fused, LibraryMethod, Method, whole_gemms
 from flux.bench.places import gpu
 from flux.bench.places.base import Call, Timing
 from flux.bench.places.gpu import Machine
@@ -64,7 +64,7 @@ class OfAllRanks:
             method.close()
 
 
-class Unfused:
+class Unfused(LibraryMethod):
     """The collective's result, and the GEMMs of all ranks, by torch."""
 
     name = "unfused"
@@ -93,16 +93,6 @@ class Unfused:
     def knobs(self) -> dict[str, Any]:
         """Return the description of collective and GEMM."""
         return {"path": "unfused", "collective": "torch on one GPU", "gemm": "torch.mm"}
-
-    def comm_only(self, inputs: Any) -> Call | None:
-        """Return None: the place's collective is used."""
-        return None
-
-    def wait(self) -> None:
-        """Return at once: torch orders its own work."""
-
-    def close(self) -> None:
-        """Do nothing: no state is kept between calls."""
 
 
 class Ranks:
