@@ -15,13 +15,15 @@ import kernel_choice
 import layers
 import multi_host
 import reliability
-from common import LABELS, LINK_NAMES, RESULTS, load, ratio, ratio_interval, unfused_interval
+from common import LINK_NAMES, RESULTS, load, ratio, ratio_interval, unfused_interval
 from drawing import Bar, Group, Line, Series, bars, lines
+
+from flux.core.knobs import Op
 
 OVER_UNFUSED = "time over the unfused path's; below 1 is faster"
 INTERVAL = "90% interval"
 FLUX, RING = Series("flux", 2), Series("one chunk per rank, round a ring", 0)
-OPS = tuple(Series(name, colour) for name, colour in zip(LABELS.values(), (2, 1, 4), strict=True))
+OPS = tuple(Series(op.label, colour) for op, colour in zip(Op, (2, 1, 4), strict=True))
 
 
 def method_bar(document: dict[str, Any], method: str, *, with_gemm: bool = False) -> Bar:
@@ -42,7 +44,7 @@ def hosts() -> str:
             name = multi_host.name_of(op, (m, n, k), "2x1", link)
             found = load(multi_host.RESULTS / f"{name}.json")
             both = tuple(method_bar(found, one, with_gemm=True) for one in ("flux", "medium"))
-            groups.append(Group(LINK_NAMES[link], both, LABELS[op]))
+            groups.append(Group(LINK_NAMES[link], both, Op[op].label))
     return bars(
         "Between two hosts: slower link, larger gain",
         f"M x N x K = {m} x {n} x {k}, one rank per host",
@@ -66,7 +68,7 @@ def hosts_shapes() -> str:
                     multi_host.name_of(op, shape, layout, "1gbit") + ".json"
                 )
                 both.append(_bar_of(path))
-            groups.append(Group(" x ".join(map(str, shape)), tuple(both), LABELS[op]))
+            groups.append(Group(" x ".join(map(str, shape)), tuple(both), Op[op].label))
     return bars(
         "All shapes between two hosts, 1 Gbit/s",
         "M x N x K, float32; – was not measured",
@@ -134,7 +136,7 @@ def one_host() -> str:
     """Return flux over unfused by M, for the three ops."""
     groups = []
     for m, n, k in [*cpu_foundation.LARGE, *reversed(cpu_foundation.SMALL)]:
-        found = [load(RESULTS / f"{op}_{m}x{n}x{k}_float32_w2.json") for op in LABELS]
+        found = [load(RESULTS / f"{op}_{m}x{n}x{k}_float32_w2.json") for op in Op.__members__]
         made = tuple(method_bar(document, "flux") for document in found)
         groups.append(Group(f"M = {m}", made, f"N x K = {n} x {k}"))
     return bars(
@@ -169,7 +171,7 @@ def growth() -> str:
                 ("flux", 1, True),
             )
         ]
-        panels.append((LABELS[op], drawn))
+        panels.append((Op[op].label, drawn))
     return lines(
         "Time against M, one rank and two",
         f"N x K = {cpu_growth.N} x {cpu_growth.K}, float32, two cores",
@@ -196,10 +198,10 @@ OVERHEAD = {
 def overhead() -> str:
     """Return the parts of a small call's time."""
     costs = load(RESULTS / "overhead.json")["call_cost_us"]
-    groups = [
-        Group(LABELS[op], tuple(Bar(sum(parts[key] for key in keys)) for keys in OVERHEAD.values()))
-        for op, parts in costs.items()
-    ]
+    groups = []
+    for op, parts in costs.items():
+        sums = tuple(Bar(sum(parts[key] for key in keys)) for keys in OVERHEAD.values())
+        groups.append(Group(Op[op].label, sums))
     return bars(
         "What one call costs besides its multiply",
         "M = 1, N = K = 64, two ranks of one host",
@@ -241,7 +243,7 @@ def cuda_host() -> str:
     )
     groups = [
         Group(
-            LABELS[one["op"]],
+            Op[one["op"]].label,
             (Bar(one["driver_calls"]), Bar(old["driver_calls"])),
             f"M = {one['m']}",
         )

@@ -14,7 +14,6 @@ from flux.bench.metrics import CONFIDENCE, bootstrap, median
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks", "results", "cpu")
 """Relative to the root, where the commands run: they are part of the files."""
-LABELS = {"ag_gemm": "AGGemm", "gemm_rs": "GemmRS", "gemm_ar": "GemmAR"}
 LINK_NAMES = {
     "none": "one host",
     "500mbit": "500 Mbit/s",

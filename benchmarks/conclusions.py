@@ -13,7 +13,9 @@ import cpu_foundation
 import layers
 import multi_host
 import reliability
-from common import LABELS, RESULTS, load, ratio
+from common import RESULTS, load, ratio
+
+from flux.core.knobs import OPS
 
 
 def between_hosts(op: str, link: str) -> float:
@@ -56,7 +58,7 @@ def one_host() -> str:
     """Return the span of ratios for few rows and for many."""
 
     def span(shapes: list[tuple[int, int, int]]) -> str:
-        files = [f"{op}_{m}x{n}x{k}_float32_w2.json" for op in LABELS for m, n, k in shapes]
+        files = [f"{op}_{m}x{n}x{k}_float32_w2.json" for op in OPS for m, n, k in shapes]
         found = [ratio(load(RESULTS / file), "flux") for file in files]
         return f"{min(found):.2f} to {max(found):.2f}"
 

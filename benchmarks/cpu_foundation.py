@@ -22,10 +22,11 @@ from common import (
     sizes,
 )
 
+from flux.core.knobs import OPS
+
 WORLD = 2
 LARGE = [(2048, 4096, 2048), (4096, 4096, 1024), (1024, 4096, 1024)]
 SMALL = [(m, 4096, 1024) for m in (1, 16, 64, 256)]
-OPS = ["ag_gemm", "gemm_rs", "gemm_ar"]
 
 
 def row(document: dict[str, Any]) -> list[str]:

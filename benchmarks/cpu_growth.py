@@ -13,20 +13,20 @@ from typing import Any
 
 from common import RESULTS, bench_op, conditions, markdown, milliseconds, repeats_for
 
+from flux.core.knobs import OPS, Op
+from flux.core.problem import Problem
+
 N, K = 4096, 1024
-OPS = ["ag_gemm", "gemm_rs", "gemm_ar"]
 ROWS = [1, 8, 64, 256, 1024, 2048, 4096, 8192]
 WORLDS = [1, 2, 4, 8]
-ITEM = 4
 FEW_BYTES = 256 << 10
 
 
 def bytes_received(op: str, m: int, world: int) -> int:
     """Bytes that each rank gets from its peers in one call."""
-    chunk = -(-m // world)
-    if op == "ag_gemm":
-        return (world - 1) * chunk * K * ITEM
-    return (world - 1) * chunk * N * ITEM * (2 if op == "gemm_ar" else 1)
+    problem = Problem(Op[op], m, N, K, "float32", world)
+    times = 2 if problem.op.all_reduces else 1
+    return times * (world - 1) * problem.chunk * problem.row_bytes
 
 
 def limit(document: dict[str, Any], cores: int) -> str:

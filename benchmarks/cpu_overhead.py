@@ -29,6 +29,9 @@ from common import RESULTS, ROOT, markdown, milliseconds
 import flux
 from flux.bench.metrics import median, slowest_rank
 from flux.bench.timing import StartLine, quiet_collector, timed
+from flux.core.integers import ceil_div
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.launch.spawn import run_ranks
 from flux.machine import host
 
@@ -39,12 +42,9 @@ OPS: dict[str, Any] = {"ag_gemm": flux.AGGemm, "gemm_rs": flux.GemmRS, "gemm_ar"
 
 
 def inputs(op: str, m: int, n: int, k: int, rank: int, world: int) -> tuple[torch.Tensor, ...]:
-    """This rank's x and weight; n and k are multiples of the world here."""
-    if op != "ag_gemm":
-        return torch.randn(m, k // world), torch.randn(n, k // world)
-    chunk = -(-m // world)
-    own = max(0, min(m, (rank + 1) * chunk) - rank * chunk)
-    return torch.randn(own, k), torch.randn(n // world, k)
+    """This rank's x and weight."""
+    problem = Problem(Op[op], m, n, k, "float32", world)
+    return torch.randn(problem.x_shape(rank)), torch.randn(problem.weight_shape(rank))
 
 
 class TimedEngine:
@@ -207,7 +207,7 @@ def workspace(name: str) -> dict[str, int]:
     m, n, k = LARGE
     with OPS[name](max_m=m, n=n, k=k) as op:
         item = op.spec.itemsize
-        chunk = -(-m // WORLD)
+        chunk = ceil_div(m, WORLD)
         needed = {
             "ag_gemm": m * k,  # the gathered input
             "gemm_rs": (WORLD - 1) * chunk * n,  # a block of partials from every peer

@@ -29,7 +29,9 @@ import torch
 
 from flux import _C, Knobs
 from flux.bench.metrics import CONFIDENCE, bootstrap
+from flux.core.dtypes import BY_SHORT
 from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.core.integers import ceil_div
 from flux.core.knobs import Op
 from flux.core.wholefile import write_whole
 from flux.kernels import loading
@@ -45,7 +47,7 @@ WORLD = 8
 COPIES = 3  # sets of inputs
 EPOCH = 7
 OUT = torch.bfloat16
-DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+DTYPES = ("bf16", "e4m3")
 BASELINE = {"bf16": "torch.mm", "e4m3": "torch._scaled_mm"}
 TOLERANCE = {"bf16": 1e-2, "e4m3": 3e-2}  # tensor cores keep some 14 bits of sums of float8
 GUARD_ROWS: int = _C.core.guard_rows
@@ -66,7 +68,7 @@ class Shape:
         # One factor for all, or (scaling = row) one each: kernels read what they need.
         self.scale_x, self.scale_w = (torch.full((s,), 0.5, device="cuda") for s in (m, n))
         self.out = torch.empty(m, n, device="cuda", dtype=OUT)
-        self.chunk = -(-m // WORLD)
+        self.chunk = ceil_div(m, WORLD)
         # Kernels may write to the guard in front of a slot (csrc/core/scatter.h).
         self.guarded = torch.empty(WORLD, GUARD_ROWS + self.chunk, n, device="cuda", dtype=OUT)
         self.slots = self.guarded[:, GUARD_ROWS:]
@@ -78,7 +80,7 @@ class Shape:
 
     def _normal(self, rows: int) -> torch.Tensor:
         values = torch.randn(rows, self.k, device="cuda", dtype=torch.bfloat16)
-        return values.to(DTYPES[self.dtype])
+        return values.to(BY_SHORT[self.dtype].torch)
 
     def baseline(self, index: int) -> None:
         x, w = self.x[index], self.w[index].t()
@@ -350,7 +352,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=21, help="interleaved rounds of timing")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows M")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="data type of inputs")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="data type of inputs")
     options = parser.parse_args()
     device = CudaDevice()
     if options.plain:

@@ -20,10 +20,12 @@ from common import markdown, milliseconds, percent
 
 from flux import Knobs, PeerTimeoutError
 from flux.bench import report
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Method
 from flux.bench.op import measure
 from flux.bench.places.loopback import RealRank
-from flux.bench.problem import BenchConfig, Problem
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.core.wholefile import write_whole
 
 NARROW, WIDE = 12288, 49152  # the paper's GPT-3 shapes: AllGather N = WIDE, ReduceScatter K = WIDE
@@ -35,7 +37,7 @@ def variants(problem: Problem, tiles: Sequence[int]) -> dict[str, Knobs]:
     """What is swept: rows of a communication tile, and for AllGather who moves them; and what the
     heuristic makes of it."""
     found = {"flux": Knobs()}
-    for direction in ("push", "pull") if problem.gathers else (None,):
+    for direction in ("push", "pull") if problem.op.gathers else (None,):
         for count in tiles:
             rows = max(1, problem.chunk // count)
             name = " ".join(filter(None, ["flux", direction, f"{rows} rows"]))
@@ -73,7 +75,7 @@ def run_shape(problem: Problem, tiles: Sequence[int], repeats: int) -> dict[str,
         place = Sweep(config, variants(problem, tiles))
         found = measure(config, 0, place=place)
     except PeerTimeoutError as error:  # the other shapes still count
-        return {"op": problem.op, "m": problem.m, "n": problem.n, "k": problem.k,
+        return {"op": problem.op.name, "m": problem.m, "n": problem.n, "k": problem.k,
                 "world": problem.world, "methods": {}, "complaints": [str(error)]}  # fmt: skip
     return {**report.document(config, found), "complaints": found.complaints}
 
@@ -105,10 +107,10 @@ def table(found: dict[str, Any]) -> str:
 def problems(worlds: Sequence[int], rows: Sequence[int]) -> list[Problem]:
     """The largest first: a run that is cut short leaves what matters most."""
     return [
-        Problem(op, m, *((WIDE, NARROW) if op == "ag_gemm" else (NARROW, WIDE)), "bfloat16", world)
+        Problem(op, m, *((WIDE, NARROW) if op.gathers else (NARROW, WIDE)), "bfloat16", world)
         for m in sorted(rows, reverse=True)
         for world in sorted(worlds, reverse=True)
-        for op in ("ag_gemm", "gemm_rs")
+        for op in (Op.ag_gemm, Op.gemm_rs)
     ]
 
 
@@ -140,7 +142,7 @@ def main() -> None:
     shapes = resumed(options.json)
     done = {(s["op"], s["m"], s["world"]) for s in shapes}
     for problem in problems(options.worlds, options.rows):
-        if (problem.op, problem.m, problem.world) in done:
+        if (problem.op.name, problem.m, problem.world) in done:
             continue
         shapes.append(run_shape(problem, options.tiles, options.repeats))
         write(options.json, shapes)

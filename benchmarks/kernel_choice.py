@@ -21,10 +21,11 @@ from typing import Any
 from common import markdown, sizes, unbroken
 
 from flux.bench.shapes import load_shapes
-from flux.choice.cost import Shape
+from flux.choice.cost import resolved
 from flux.core.datafile import data_root
-from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.core.dtypes import DTYPES
 from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
 from flux.kernels import choice, cost, nvidia_heuristics
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
@@ -35,41 +36,34 @@ SMS = 132
 GPU = "H200_SXM"
 MHZ = 1755  # boost clock of an H100 SXM's data sheet: cycles to us, for people
 PAPER = "flux-paper"
-DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 LIMITS = {"multiply": "multiplying", "L2": "loads from L2", "memory": "memory"}
 
 
-def shapes() -> list[Shape]:
+def shapes() -> list[Problem]:
     """Return every shape that lists 8 ranks, the paper's first, each once."""
     names = sorted(path.stem for path in (data_root() / "shapes").glob("*.toml"))
     names.sort(key=lambda name: name != PAPER)
-    found: dict[tuple[object, ...], Shape] = {}
+    found: dict[tuple[object, ...], Problem] = {}
     for name in names:
         listed = load_shapes(name)
-        if listed.dtype not in DTYPES or WORLD not in listed.tensor_parallel:
+        if not DTYPES[listed.dtype].in_kernels or WORLD not in listed.tensor_parallel:
             continue
         for op, m, n, k in listed.sizes:
             # AllReduce runs ReduceScatter's kernel.
             kernel_op = Op.ag_gemm if op == "ag_gemm" else Op.gemm_rs
-            shape = Shape(kernel_op, m, n, k, listed.dtype, 2, WORLD)
+            shape = Problem(kernel_op, m, n, k, listed.dtype, WORLD)
             found.setdefault((kernel_op, m, n, k), shape)
     return list(found.values())
 
 
-def problem_of(shape: Shape) -> GemmProblem:
-    """Return the GEMM of one rank."""
-    n, k = shape.local
-    return GemmProblem(shape.m, n, k, WORLD)
-
-
-def candidates(shape: Shape) -> list[GemmConfig]:
+def candidates(shape: Problem) -> list[GemmConfig]:
     """Return the kernels of the default set that can do it."""
     return [
         config
         for config in config_set("default", ["90a"])
-        if (config.op, config.dtype) == (shape.op.name, DTYPES[shape.dtype])
+        if (config.op, config.dtype) == (shape.op.name, DTYPES[shape.dtype].short)
         and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
-        and is_legal(config, problem_of(shape))
+        and is_legal(config, GemmProblem.of(shape))
     ]
 
 
@@ -95,23 +89,15 @@ def reason(ranked: Sequence[tuple[float, GemmConfig]], problem: GemmProblem) -> 
     return text
 
 
-def entry(shape: Shape, model: nvidia_heuristics.Estimator | None) -> dict[str, Any]:
+def entry(shape: Problem, model: nvidia_heuristics.Estimator | None) -> dict[str, Any]:
     """Return both choices for one shape, and the knobs that go with ours."""
-    problem, configs = problem_of(shape), candidates(shape)
+    problem, configs = GemmProblem.of(shape), candidates(shape)
     costs = [cost.cost(c, problem, SMS) for c in configs]
     best = configs[choice.best_of(configs, costs)]
     ranked = sorted(
         zip(costs, configs, strict=True), key=lambda one: (one[1] != best, one[0], one[1].name)
     )
-    knobs = resolve_cuda(
-        shape.op,
-        shape.m,
-        *shape.local,
-        WORLD,
-        shape.itemsize,
-        Knobs(),
-        ClusterTile.of([best]),
-    )
+    knobs = resolved(shape, Knobs(), best)
     work = cost.divide(best, problem, SMS)
     found: dict[str, Any] = {
         "op": shape.op.name,

@@ -22,8 +22,9 @@ from common import ROOT
 from multi_host import RESULTS
 
 import flux
-from flux.bench.problem import Problem
 from flux.bench.reference import judge, make_inputs, make_reference
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.launch.hosts import Hosts, set_link
 from flux.launch.spawn import run_ranks
 from flux.machine import host
@@ -61,9 +62,9 @@ def calls(argument: dict[str, Any], rank: int, progress: Any) -> dict[str, Any]:
         saboteur.start()
     for index in range(argument["calls"]):
         name = draw.choice(list(OPS))
-        problem = Problem(name, draw.randint(1, MAX_M), N, K, "float32", world)
+        problem = Problem(Op[name], draw.randint(1, MAX_M), N, K, "float32", world)
         inputs = make_inputs(problem, rank, seed=index)
-        options = {"m": problem.m} if problem.gathers else {}
+        options = {"m": problem.m} if problem.op.gathers else {}
         result = ops[name](inputs.x, inputs.weight, **options)
         verdict = judge(problem, rank, result, make_reference(problem, rank, inputs))
         if not verdict.ok:

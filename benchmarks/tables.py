@@ -28,7 +28,6 @@ import layers
 import multi_host
 import reliability
 from common import (
-    LABELS,
     LINK_NAMES,
     RESULTS,
     ROOT,
@@ -42,6 +41,7 @@ from common import (
 )
 
 import tuning
+from flux.core.knobs import Op
 
 HEURISTICS = RESULTS.parent / "heuristics" / "kernel_choice.json"
 FRONT = "{op}_4096x8192x2048_2x1_{link}.json"
@@ -51,15 +51,15 @@ FOLDER = ROOT / "docs" / "results"
 def foundation() -> str:
     """Time over the unfused path, medium's in brackets, and overlap efficiency."""
     header = ["M, N, K"]
-    for label in LABELS.values():
-        header += [label, "overlap"]
+    for op in Op:
+        header += [op.label, "overlap"]
     rows = []
     shapes = [*cpu_foundation.LARGE, *reversed(cpu_foundation.SMALL)]
     documents: list[dict[str, Any]] = []
     for m, n, k in shapes:
         line = [unbroken(f"{m}, {n}, {k}")]
-        for op in LABELS:
-            documents.append(load(RESULTS / f"{op}_{m}x{n}x{k}_float32_w2.json"))
+        for op in Op:
+            documents.append(load(RESULTS / f"{op.name}_{m}x{n}x{k}_float32_w2.json"))
             fused = documents[-1]["methods"]["flux"]
             shares = (
                 f"**{ratio(documents[-1], 'flux'):.2f}** ({ratio(documents[-1], 'medium'):.2f})"
@@ -78,7 +78,7 @@ def front() -> str:
             document = load(multi_host.RESULTS / FRONT.format(op=op, link=link))
             fused, medium = (f"{ratio(document, name):.2f}" for name in ("flux", "medium"))
             overlap = efficiency(document["methods"]["flux"])
-            rows.append([unbroken(LINK_NAMES[link]), LABELS[op], f"**{fused}**", medium, overlap])
+            rows.append([unbroken(LINK_NAMES[link]), Op[op].label, f"**{fused}**", medium, overlap])
     return markdown(header, rows)
 
 

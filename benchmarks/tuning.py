@@ -38,13 +38,13 @@ from typing import Any
 from common import RESULTS, ROOT, markdown, milliseconds, sizes
 
 from flux.bench.metrics import bootstrap
-from flux.bench.problem import Problem
 from flux.bench.shapes import load_shapes
 from flux.choice.cache import Cache
 from flux.choice.choose import key_of
 from flux.choice.keys import Key
 from flux.choice.winners import Winner
-from flux.core.knobs import Knobs
+from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
 from flux.launch.spawn import run_ranks
 from flux.launch.supervisors import Spawned
 from flux.machine import host
@@ -77,7 +77,7 @@ def only(search: Search, names: Sequence[str], rounds: int) -> Search:
     """A search among a few of the candidates, with the same number of rounds for each."""
     kept = tuple(one for one in search.candidates if one.name in names)
     halving = Halving(tuple(one.name for one in kept), tuple(names), (rounds,))
-    return Search(search.problem, search.shape, kept, [], halving)
+    return Search(search.problem, kept, [], halving)
 
 
 def compare(problem: Problem) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def compare(problem: Problem) -> dict[str, Any]:
     ms = {name: median_ms(taken) for name, taken in final.samples.items()}
     return {
         "at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "op": problem.op,
+        "op": problem.op.name,
         "m": problem.m,
         "n": problem.n,
         "k": problem.k,
@@ -139,8 +139,8 @@ def search_part(options: argparse.Namespace) -> dict[str, Any]:
         documents.append(compare(problem))
         last = documents[-1]
         print(
-            f"{problem.op} {problem.m}: tuned/best {last['tuned_over_best']:.3f}, tuned/unfused "
-            f"{last['tuned_over_unfused']:.3f}, {last['time_share']:.0%} of the time "
+            f"{problem.op.name} {problem.m}: tuned/best {last['tuned_over_best']:.3f}, "
+            f"tuned/unfused {last['tuned_over_unfused']:.3f}, {last['time_share']:.0%} of the time "
             f"({last['tuned']['seconds']:.0f} of {last['exhaustive']['seconds']:.0f} s)",
             file=sys.stderr,
             flush=True,
@@ -276,7 +276,7 @@ def _look_up(argument: Any, rank: int, progress: Any) -> dict[str, float]:
 
     shape = world_shape(["here"] * WORLD)
     parts = detect("cpu").parts(shape)
-    problem = Problem("ag_gemm", 64, 256, 256, "float32", WORLD)
+    problem = Problem(Op.ag_gemm, 64, 256, 256, "float32", WORLD)
     if rank == 0:
         winner = Winner(64, Knobs(comm_tile_rows=8), 1.0)
         Cache(Path(argument)).store(key_of(spec_of(problem), shape, parts, "cpu"), winner, parts)
@@ -319,10 +319,12 @@ def ship_part(options: argparse.Namespace) -> dict[str, Any]:
         for entry in Cache(results, read_only=True).entries():
             cache.merge(entry)
         for document in search["shapes"]:
-            problem = Problem(*(document[name] for name in ("op", "m", "n", "k", "dtype")), WORLD)
+            problem = Problem(
+                Op[document["op"]], *(document[name] for name in ("m", "n", "k", "dtype")), WORLD
+            )
             winner = _fastest(problem, document)
             cache.store(key_of(spec_of(problem), shape, parts, "cpu"), winner, parts)
-            shipped[f"{problem.op} {problem.m}"] = str(winner.knobs)
+            shipped[f"{problem.op.name} {problem.m}"] = str(winner.knobs)
         for path in cache.directory.glob("*.json"):
             shutil.copy(path, results)
     return shipped

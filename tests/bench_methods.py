@@ -8,8 +8,8 @@ import time
 
 import torch
 
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Method, Unfused, default_methods
-from flux.bench.problem import BenchConfig
 from flux.bench.reference import Inputs
 
 

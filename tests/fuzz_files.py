@@ -31,21 +31,21 @@ from rich.console import Console
 
 import suite_data
 from flux.bench import page, results
-from flux.bench.problem import OPS, Problem
 from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes
 from flux.choice.cache import Cache, read, read_export
-from flux.choice.cost import Shape, predict
+from flux.choice.cost import predict, resolved
 from flux.choice.keys import Key
 from flux.choice.winners import DamagedEntryError, Entry, Winner, checksum, fit
 from flux.cli import suite_view
 from flux.core.datafile import data_root
-from flux.core.knobs import Knobs, Op
+from flux.core.knobs import OPS, Knobs, Op
+from flux.core.problem import Problem
 from flux.core.schedule import make_schedule
 from flux.core.wholefile import write_whole
 from flux.kernels import manifest, runtime
 from flux.kernels.config import GemmConfig
 from flux.kernels.generator import symbol
-from flux.kernels.legality import why_illegal
+from flux.kernels.legality import reason_illegal
 from flux.kernels.manifest import DamagedLibraryError, Library
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import Registry
@@ -78,7 +78,7 @@ KNOBS = Knobs(
     reduce="local",
     copy_streams=1,
 )
-SHAPE = Shape(Op.ag_gemm, 64, 256, 128, "bfloat16", 2, 2, 1)
+SHAPE = Problem(Op.ag_gemm, 64, 256, 128, "bfloat16", 2, 1)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _load(path: Path) -> Entry | None:
 
 # -- the journal -----------------------------------------------------------------------------------
 
-_PROBLEM = Problem("ag_gemm", 64, 256, 128, "float32", 2)
+_PROBLEM = Problem(Op.ag_gemm, 64, 256, 128, "float32", 2)
 
 
 def _search() -> Search:
@@ -271,7 +271,7 @@ def _check_library(library: Library) -> None:
     texts = (library.arch, library.nvcc, library.cutlass, library.sources, library.key)
     assert all(isinstance(text, str) for text in (*texts, *library.flags, *library.warnings))
     for name, config in library.kernels.items():
-        assert why_illegal(config) is None and name == symbol(config, library.traced)
+        assert reason_illegal(config) is None and name == symbol(config, library.traced)
         used = library.usage[name]
         assert all(type(count) is int and count >= 0 for count in used.as_dict().values())
 
@@ -321,8 +321,8 @@ def _check_cluster(cluster: Cluster) -> None:
     assert (cluster.name + device.name + device.arch).isprintable()
     for shape in ("1x1", "1x8", "2x4"):
         assert len(cluster.fingerprint(shape)) == 16
-    resolved = SHAPE.resolved(Knobs(), None)
-    assert math.isfinite(predict(SHAPE, cluster, resolved, None).total)
+    knobs = resolved(SHAPE, Knobs())
+    assert math.isfinite(predict(SHAPE, cluster, knobs, None).total)
 
 
 def _check_shapes(shapes: Shapes) -> None:

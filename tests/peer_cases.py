@@ -19,10 +19,10 @@ from peers.byte_flux import ByteFlux, WorkerMethod
 from peers.cublasmp import CublasMp
 from peers.transformer_engine import TransformerEngine
 
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Method, Unfused
 from flux.bench.peers.async_tp import AsyncTp
 from flux.bench.peers.base import Guarded
-from flux.bench.problem import BenchConfig
 
 calls: list[Any] = []
 

@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 import bench_gpus
 from emulated import EmulatedDevice
 from flux.bench import launch
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Method
 from flux.bench.op import Measurement, measure
 from flux.bench.places import gpu
 from flux.bench.places.virtual import Ranks
-from flux.bench.problem import BenchConfig, Problem
 from flux.cli.app import app
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.transport.loopback import LoopbackPeers
 from harness import fresh_ranks
 from matrix import OPS
@@ -44,7 +46,7 @@ def machine(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Emulated
 
 
 def config_of(op: str, transport: str | None, world: int = 2, **options: Any) -> BenchConfig:
-    problem = Problem(op, 13, 16, 24, "bfloat16", world)
+    problem = Problem(Op[op], 13, 16, 24, "bfloat16", world)
     options = {"repeats": 2, "warmup": 1, **options}
     return BenchConfig(problem, backend="cuda", transport=transport, **options)
 

@@ -23,9 +23,11 @@ from typer.testing import CliRunner
 
 import bench_methods
 from flux.bench import launch
-from flux.bench.problem import BenchConfig, Problem
+from flux.bench.config import BenchConfig
 from flux.bench.timing import StartLine
 from flux.cli.app import app
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.launch import spawn
 from harness import nothing_left_in_shared_memory, run_ranks
 from scripts import forked, start_forked_command, start_interruptible, under_torchrun
@@ -241,7 +243,7 @@ def test_a_ranks_error_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_a_stuck_rank_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "STALL_S", 1.0)
-    config = BenchConfig(Problem("ag_gemm", 13, 10, 9, "float32", 2), timeout_s=2.0)
+    config = BenchConfig(Problem(Op.ag_gemm, 13, 10, 9, "float32", 2), timeout_s=2.0)
     with pytest.raises(spawn.RankFailedError, match=r"ranks \[0, 1\] reported nothing for 5 s"):
         launch.spawned(config, lambda *step: None, bench_methods.stuck)
 
@@ -316,7 +318,7 @@ def test_usage_errors_start_nothing(
 
 
 def test_progress_counts_up_to_the_end() -> None:
-    config = BenchConfig(Problem("gemm_rs", 5, 4, 6, "float32", 2), repeats=4, warmup=2)
+    config = BenchConfig(Problem(Op.gemm_rs, 5, 4, 6, "float32", 2), repeats=4, warmup=2)
     steps: list[tuple[str, int, int]] = []
     measurement = launch.spawned(config, lambda *step: steps.append(step))
     assert [done for _, done, _ in steps] == list(range(8))

@@ -17,10 +17,12 @@ from peers import byte_flux as byte_flux_adapter
 import fake_byte_flux
 import peer_cases
 from flux.bench import launch
+from flux.bench.config import BenchConfig
 from flux.bench.op import Measurement
 from flux.bench.peers import PEERS, load, survey, unsupported
-from flux.bench.problem import BenchConfig, Problem
 from flux.core import env
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.launch.spawn import RankFailedError
 from harness import nothing_left_in_shared_memory
 from scripts import ROOT
@@ -31,7 +33,7 @@ EVERYBODY = load(ROOT / "benchmarks" / "peers")
 
 def config(op: str = "ag_gemm", dtype: str = "bfloat16", **changes: Any) -> BenchConfig:
     sizes = {name: changes.pop(name, size) for name, size in (("m", 12), ("n", 8), ("k", 16))}
-    problem = Problem(op=op, dtype=dtype, world=2, **sizes)
+    problem = Problem(op=Op[op], dtype=dtype, world=2, **sizes)
     return BenchConfig(problem=problem, repeats=3, warmup=1, **changes)
 
 

@@ -7,14 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flux.bench.config import MEASURED_DTYPES
 from flux.bench.methods import Unfused
-from flux.bench.problem import DTYPES, OPS, Problem
 from flux.bench.reference import Reference, growth, judge, make_inputs, make_reference
+from flux.core.knobs import OPS, Op
+from flux.core.problem import Problem
 from harness import run_ranks
 
 
 def alone(op: str, dtype: str, m: int = 40, n: int = 24, k: int = 512) -> tuple[Problem, Reference]:
-    problem = Problem(op, m, n, k, dtype, world=1)
+    problem = Problem(Op[op], m, n, k, dtype, world=1)
     inputs = make_inputs(problem, 0, seed=7)
     return problem, make_reference(problem, 0, inputs)
 
@@ -24,7 +26,7 @@ def right(problem: Problem) -> torch.Tensor:
     return torch.mm(inputs.x, inputs.weight.t())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_accepts_the_right_result(op: str, dtype: str) -> None:
     problem, reference = alone(op, dtype)
@@ -33,7 +35,7 @@ def test_accepts_the_right_result(op: str, dtype: str) -> None:
     assert 0 <= verdict.max_abs_err < float(reference.bound.max())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 def test_accepts_any_order_of_summation(dtype: str) -> None:
     problem, reference = alone("gemm_rs", dtype)
     inputs = make_inputs(problem, 0, seed=7)
@@ -45,7 +47,7 @@ def test_accepts_any_order_of_summation(dtype: str) -> None:
     assert judge(problem, 0, backwards.to(problem.torch_dtype), reference).ok
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 def test_notices_one_missing_product_in_every_row(dtype: str) -> None:
     problem, reference = alone("ag_gemm", dtype)
     inputs = make_inputs(problem, 0, seed=7)
@@ -56,7 +58,7 @@ def test_notices_one_missing_product_in_every_row(dtype: str) -> None:
     assert verdict.max_abs_err > 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 def test_notices_swapped_rows(dtype: str) -> None:
     problem, reference = alone("gemm_ar", dtype)
     swapped = right(problem)
@@ -110,7 +112,7 @@ def test_growth_is_the_smaller_bound() -> None:
     st.integers(1, 9),
 )  # fmt: skip
 def test_shares_cover_the_problem_once(op: str, m: int, n: int, k: int, world: int) -> None:
-    problem = Problem(op, m, n, k, "float32", world)
+    problem = Problem(Op[op], m, n, k, "float32", world)
     ranks = range(world)
     assert sum(end - begin for begin, end in map(problem.rows, ranks)) == m
     x = [problem.x_shape(rank) for rank in ranks]
@@ -131,7 +133,7 @@ def test_shares_cover_the_problem_once(op: str, m: int, n: int, k: int, world: i
 def _library_path(
     rank: int, world: int, op: str, dtype: str, shape: tuple[int, int, int]
 ) -> tuple[bool, str, list[float]]:
-    problem = Problem(op, *shape, dtype, world)
+    problem = Problem(Op[op], *shape, dtype, world)
     inputs = make_inputs(problem, rank, seed=3)
     reference = make_reference(problem, rank, inputs)
     verdict = judge(problem, rank, Unfused(problem, rank)(inputs), reference)
@@ -143,7 +145,7 @@ def _library_path(
 def test_library_path_passes_on_ragged_shapes(
     op: str, world: int, shape: tuple[int, int, int]
 ) -> None:
-    for dtype in DTYPES:
+    for dtype in MEASURED_DTYPES:
         verdicts = run_ranks(world, _library_path, op, dtype, shape)
         assert all(ok for ok, _, _ in verdicts), verdicts
         if op == "gemm_ar":

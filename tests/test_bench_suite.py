@@ -24,12 +24,14 @@ from typer.testing import CliRunner
 import suite_data
 from browser import open_page
 from flux.bench import launch, page, results, suite, suite_ranks, suite_trace
+from flux.bench.config import BenchConfig
 from flux.bench.metrics import Metrics
 from flux.bench.op import Measurement, MethodResult
-from flux.bench.problem import BenchConfig, Problem
 from flux.cli import suite as suite_cli
 from flux.cli.app import app
 from flux.core.events import Kind
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.launch.progress import Progress
 from flux.launch.spawn import RankFailedError
 from peer_cases import Stub
@@ -169,7 +171,7 @@ def test_a_suite_of_this_machine_in_a_browser(
 def test_the_papers_shapes_scaled_down_are_the_default_here(quick: list[BenchConfig]) -> None:
     assert invoke().exit_code == 0
     assert len(quick) == 12
-    assert {(c.problem.op, c.problem.n, c.problem.k) for c in quick} == {
+    assert {(c.problem.op.name, c.problem.n, c.problem.k) for c in quick} == {
         ("ag_gemm", 3072, 768),
         ("gemm_rs", 768, 3072),
     }
@@ -194,7 +196,7 @@ def test_the_paper_is_the_default_on_gpus(
     assert invoke("--quiet").exit_code == 0
     assert {c.problem.world for c in quick} == {8}
     assert {c.backend for c in quick} == {"cuda"}
-    sizes = [(c.problem.op, c.problem.m, c.problem.n, c.problem.k) for c in quick]
+    sizes = [(c.problem.op.name, c.problem.m, c.problem.n, c.problem.k) for c in quick]
     assert sizes[0] == ("ag_gemm", 64, 49152, 12288)
     assert sizes[-1] == ("gemm_rs", 8192, 12288, 49152)
 
@@ -202,7 +204,7 @@ def test_the_paper_is_the_default_on_gpus(
 def test_ops_rows_and_options(shapes: str, quick: list[BenchConfig]) -> None:
     options = ["--ops", "gemm_rs", "--m", "3,4", "--nproc", "3", "--dtype", "fp64", "--seed", "7"]
     assert invoke("--shapes", shapes, *options, "--repeats", "2", "--timeout", "9").exit_code == 0
-    assert [(c.problem.op, c.problem.m, c.problem.world) for c in quick] == [
+    assert [(c.problem.op.name, c.problem.m, c.problem.world) for c in quick] == [
         ("gemm_rs", 3, 3),
         ("gemm_rs", 4, 3),
     ]
@@ -213,14 +215,14 @@ def test_ops_rows_and_options(shapes: str, quick: list[BenchConfig]) -> None:
 
 def test_sweeps_halve_the_chunk() -> None:
     problems = [
-        Problem(op, m, 8, 8, "float32", 4) for op in ("ag_gemm", "gemm_rs") for m in (64, 9)
+        Problem(op, m, 8, 8, "float32", 4) for op in (Op.ag_gemm, Op.gemm_rs) for m in (64, 9)
     ]
     sweeps = suite.sweeps_of(problems)
-    assert [(one.problem.op, one.problem.m, one.knob) for one in sweeps] == [
+    assert [(one.problem.op.name, one.problem.m, one.knob) for one in sweeps] == [
         (op, 64, knob) for op in ("ag_gemm", "gemm_rs") for knob in ("comm_tile_rows", "direction")
     ]
     assert list(sweeps[0].variants()) == ["16"]
-    large = suite.Sweep("comm_tile_rows", Problem("ag_gemm", 8192, 8, 8, "float32", 8))
+    large = suite.Sweep("comm_tile_rows", Problem(Op.ag_gemm, 8192, 8, 8, "float32", 8))
     assert list(large.variants()) == ["1024", "512", "256", "128", "64", "32"]
     assert {one.problem.m for one in suite.sweeps_of(problems, 9)} == {9}
     with pytest.raises(ValueError, match="no shape has M = 10"):
@@ -288,13 +290,15 @@ sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(ROOT / "benchmarks")!r}]
 import json
 from dataclasses import replace
 from flux.bench import suite
-from flux.bench.problem import BenchConfig, Problem
+from flux.bench.config import BenchConfig
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.bench.suite_ranks import TorchrunRanks
 from peer_cases import Stub
 
 if __name__ == "__main__":
     ranks = TorchrunRanks()
-    base = BenchConfig(Problem("gemm_rs", 4, 4, 4, "float32", 2), repeats=2, warmup=0)
+    base = BenchConfig(Problem(Op.gemm_rs, 4, 4, 4, "float32", 2), repeats=2, warmup=0)
     peers = (Stub("fine"), Stub("faulty", "kill"), Stub("raises", "raise"))
     document = suite.new_document([base], [], {{}}, {{peer.name: None for peer in peers}}, [])
     if ranks.leads:
@@ -497,7 +501,7 @@ def _done(target: Path) -> bool:
 
 def run_with(peers: tuple[Stub, ...], fails: Callable[[tuple[str, ...]], str | None]) -> Any:
     """A document of two shapes, measured without ranks; ``fails`` sees which peers take part."""
-    base = BenchConfig(Problem("ag_gemm", 4, 4, 4, "float32", 2))
+    base = BenchConfig(Problem(Op.ag_gemm, 4, 4, 4, "float32", 2))
     configs = [replace(base, problem=replace(base.problem, m=m)) for m in (4, 6)]
     there = {peer.name: peer.available() for peer in peers}
     document = suite.new_document(configs, [], {"world": 2, "dtype": "float32"}, there, [])
@@ -540,7 +544,7 @@ def test_all_peers_are_excluded_when_a_rank_dies_and_no_peer_is_named() -> None:
 
 @pytest.mark.parametrize("fault", ["", "raise", "kill"])
 def test_peers_on_real_ranks(fault: str) -> None:
-    base = BenchConfig(Problem("gemm_rs", 4, 4, 4, "float32", 2), repeats=2, warmup=0)
+    base = BenchConfig(Problem(Op.gemm_rs, 4, 4, 4, "float32", 2), repeats=2, warmup=0)
     odd = replace(base, problem=replace(base.problem, m=5))
     peers = (Stub("fine"), Stub("faulty", fault))
     document = suite.new_document(

@@ -404,7 +404,7 @@ def test_ranks_must_build_the_same(device: EmulatedDevice) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": torch.float32}, "needs bfloat16, float16 or float8_e4m3fn"),
+        ({"dtype": torch.float32}, "needs one of bfloat16, float16, float8_e4m3fn"),
         ({"backend": "cpu"}, "backend must be None or 'cuda'"),
         ({"transport": "shm"}, "transport must be None or 'virtual'"),
         ({"tuning": Knobs(path="unfused")}, "path = unfused needs a process group"),

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from flux.bench import metrics, report
+from flux.bench.config import BenchConfig
 from flux.bench.op import Measurement, MethodResult
-from flux.bench.problem import BenchConfig, Problem
 from flux.core import env
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from scripts import ROOT, run_script
 
 README = ROOT / "README.md"
@@ -149,7 +151,7 @@ def test_worked_examples_of_the_metrics_are_right() -> None:
 
 
 def test_json_keys_of_the_benchmark_are_all_described() -> None:
-    config = BenchConfig(Problem("ag_gemm", 4, 4, 4, "float32", 2))
+    config = BenchConfig(Problem(Op.ag_gemm, 4, 4, 4, "float32", 2))
     figures = metrics.evaluate(2.0, 1.0, 1.0, 2.0)
     method = MethodResult("flux", figures, 0.0, [2.0], {}, ["wrong somewhere"])
     content = report.document(config, Measurement([method], {}, {}, 0.0), [])

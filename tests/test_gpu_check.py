@@ -244,7 +244,7 @@ def test_loopback_benchmarks_resume_too(tmp_path: Path, monkeypatch: pytest.Monk
 
     def run_shape(problem: Any, *_: object) -> dict[str, Any]:
         asked.append(problem)
-        found = {"op": problem.op, "m": problem.m, "world": problem.world}
+        found = {"op": problem.op.name, "m": problem.m, "world": problem.world}
         return {**found, "methods": {}, "complaints": []}
 
     monkeypatch.setattr(gpu_loopback, "run_shape", run_shape)

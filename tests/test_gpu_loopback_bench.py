@@ -9,7 +9,8 @@ import pytest
 
 import bench_gpus
 from emulated import EmulatedDevice
-from flux.bench.problem import Problem
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.transport.loopback import LoopbackPeers
 
 
@@ -19,7 +20,7 @@ def _machine(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(op: str) -> dict[str, Any]:
-    return gpu_loopback.run_shape(Problem(op, 16, 16, 24, "bfloat16", 2), [1, 4], repeats=5)
+    return gpu_loopback.run_shape(Problem(Op[op], 16, 16, 24, "bfloat16", 2), [1, 4], repeats=5)
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from flux import PeerTimeoutError
-from flux.bench.problem import BenchConfig
-from flux.bench.problem import Problem as BenchProblem
+from flux.bench.config import BenchConfig
+from flux.core.knobs import Op
+from flux.core.problem import Problem as BenchProblem
 from flux.launch import hosts as hosts_module
 from flux.launch.hosts import (
     Hosts,
@@ -87,7 +88,7 @@ def test_ranks_are_spread_over_hosts() -> None:
 
 def test_a_rate_without_hosts_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 hosts"):
-        BenchConfig(BenchProblem("ag_gemm", 8, 8, 8, "float32", 2), link_rate="1gbit")
+        BenchConfig(BenchProblem(Op.ag_gemm, 8, 8, 8, "float32", 2), link_rate="1gbit")
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from flux.kernels import (
     GemmConfig,
     GemmProblem,
     is_legal,
+    reason_illegal,
     reason_unsupported,
+    reason_wrong_gpu,
     runs_on,
-    why_illegal,
-    why_not_on,
 )
 from flux.kernels.config import ARCHS, OPS
 from flux.kernels.generator import (
@@ -57,7 +57,7 @@ def test_sets_grow_and_hold_only_legal_configs(full: list[GemmConfig]) -> None:
     assert len(default) <= 46
     for configs in (minimal, default, full):
         assert len(set(configs)) == len(configs)
-        assert [why_illegal(config) for config in configs] == [None] * len(configs)
+        assert [reason_illegal(config) for config in configs] == [None] * len(configs)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -106,8 +106,8 @@ def test_a_scattering_tile_needs_a_wider_store_buffer() -> None:
     plain, scattering = replace(HOPPER, op="gemm"), replace(HOPPER, op="gemm_rs")
     wider = 2 * 128 * (64 - 32) * 2
     assert 0 <= shared_bytes(plain) + wider - shared_bytes(scattering) <= 1024  # a bias less
-    assert why_illegal(replace(scattering, stages=4)) is None
-    assert why_illegal(replace(scattering, stages=5)) is not None
+    assert reason_illegal(replace(scattering, stages=4)) is None
+    assert reason_illegal(replace(scattering, stages=5)) is not None
 
 
 def test_unknown_sets_and_architectures_are_refused() -> None:
@@ -181,7 +181,7 @@ def test_impossible_values_are_refused(changes: dict[str, object], reason: str) 
     ],
 )
 def test_tiles_of_hopper(tile: tuple[int, int, int], schedule: str, fits: bool) -> None:
-    assert (why_illegal(replace(HOPPER, tile=tile, schedule=schedule)) is None) is fits
+    assert (reason_illegal(replace(HOPPER, tile=tile, schedule=schedule)) is None) is fits
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_tiles_of_hopper(tile: tuple[int, int, int], schedule: str, fits: bool) 
 def test_tiles_of_ampere(
     tile: tuple[int, int, int], warps: tuple[int, int], stages: int, fits: bool
 ) -> None:
-    assert (why_illegal(replace(AMPERE, tile=tile, warps=warps, stages=stages)) is None) is fits
+    assert (reason_illegal(replace(AMPERE, tile=tile, warps=warps, stages=stages)) is None) is fits
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_tiles_of_ampere(
     ],
 )
 def test_illegal_configs_say_why(config: GemmConfig, reason: str) -> None:
-    said = why_illegal(config)
+    said = reason_illegal(config)
     assert said is not None and reason in said
     assert reason_unsupported(config, BIG) == said and not is_legal(config, BIG)
 
@@ -281,14 +281,14 @@ def test_problems_are_checked() -> None:
 def test_where_kernels_run() -> None:
     assert runs_on(HOPPER, (9, 0))
     assert (
-        why_not_on(HOPPER, (10, 0))
+        reason_wrong_gpu(HOPPER, (10, 0))
         == "sm_90a code runs on compute capability 9.0 only, not on 10.0"
     )
     assert runs_on(AMPERE, (8, 0)) and runs_on(AMPERE, (9, 0)) and runs_on(AMPERE, (12, 0))
-    assert "8.0 or newer" in (why_not_on(AMPERE, (7, 5)) or "")
+    assert "8.0 or newer" in (reason_wrong_gpu(AMPERE, (7, 5)) or "")
     deep = replace(AMPERE, stages=5, tile=(128, 256, 32), warps=(2, 4))
     assert runs_on(deep, (8, 0)) and runs_on(deep, (9, 0))
-    assert "has 101376" in (why_not_on(deep, (8, 9)) or "")  # 99 KiB
+    assert "has 101376" in (reason_wrong_gpu(deep, (8, 9)) or "")  # 99 KiB
 
 
 def test_the_world_limit_is_that_of_the_abi() -> None:
@@ -416,11 +416,11 @@ def test_what_is_legal_stays_legal_with_less(config: GemmConfig, cluster: int) -
     """Fewer stages, and smaller clusters, need less of everything."""
     if config.arch == "90a":
         for smaller in (1, 2):
-            assert why_illegal(replace(config, cluster=(min(smaller, cluster), 1))) is None
-        assert why_illegal(replace(config, stages=2)) is None
+            assert reason_illegal(replace(config, cluster=(min(smaller, cluster), 1))) is None
+        assert reason_illegal(replace(config, stages=2)) is None
     else:
         for stages in range(2, config.stages):
-            assert why_illegal(replace(config, stages=stages)) is None
+            assert reason_illegal(replace(config, stages=stages)) is None
 
 
 @given(st.one_of(configs, legal_configs), st.integers(1, 10**4), st.integers(1, 10**4))
@@ -428,7 +428,7 @@ def test_more_alignment_never_hurts(config: GemmConfig, n: int, k: int) -> None:
     problem = GemmProblem(64, n, k, 2, aligned_bytes=4)
     if is_legal(config, problem):
         assert is_legal(config, GemmProblem(64, 16 * n, 16 * k, 2, aligned_bytes=16))
-        assert why_illegal(config) is None
+        assert reason_illegal(config) is None
 
 
 def test_nothing_here_needs_torch() -> None:

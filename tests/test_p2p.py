@@ -8,7 +8,7 @@ from flux.compile import served
 from flux.core.topology import Topology
 from flux.layers import eligible
 from flux.ops import torch_internals
-from flux.ops.executor import who_shares_memory, why_not_gpus
+from flux.ops.executor import reason_gpus_unsupported, who_shares_memory
 from flux.transport.placement import Place, reach, sharing
 
 
@@ -79,7 +79,7 @@ def test_layers_and_graphs_fuse_on_gpus_where_ops_serve_them(
 ) -> None:
     class Pool:
         group = None
-        why_not_gpus = why_not_gpus(nodes)
+        why_not_gpus = reason_gpus_unsupported(nodes)
 
     monkeypatch.setattr(eligible, "pool_of", lambda name: Pool)
     monkeypatch.setattr(torch_internals, "serves", lambda group, device: True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fake_nvshmem import Device, Native, RelayArgs, SumArgs, Sync
 from flux import _C
-from flux.core.heuristic import ceil_div
+from flux.core.integers import ceil_div
 from flux.transport import nvshmem
 from flux.transport.exchange import Exchange
 from flux.transport.nvshmem_library import NvshmemLibrary

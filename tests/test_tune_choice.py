@@ -21,6 +21,7 @@ from flux.choice.cache import Cache, cache_root
 from flux.choice.choose import key_of
 from flux.choice.winners import Entry, Winner
 from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.machine.cluster import load_cluster, world_shape
@@ -202,7 +203,7 @@ def _untuned(rank: int, world: int, name: str) -> None:
         spec, topology = spec_of(name), Topology.flat(world)
         model = choice.modelled(spec, topology, detect("cpu"))
         for m in (1, 7, 64, MAX_M):
-            chosen = cost.choose(replace(model.shape, m=m), detect("cpu"))
+            chosen = cost.choose(replace(model.problem, m=m), detect("cpu"))
             assert op.schedule(m).knobs == op._make_schedule(m, chosen).knobs
             assert off.schedule(m).knobs == off._make_schedule(m, Knobs()).knobs
         check_calls(op, name, rank, world, [1, 7, MAX_M])
@@ -311,8 +312,8 @@ def test_a_winner_found_elsewhere_is_checked_before_it_is_used() -> None:
 # -- the model -------------------------------------------------------------------------------------
 
 
-def shape(op: str, m: int, n: int, k: int, world: int = 8, nodes: int = 1) -> cost.Shape:
-    return cost.Shape(Op[op], m, n, k, "bfloat16", 2, world, nodes)
+def shape(op: str, m: int, n: int, k: int, world: int = 8, nodes: int = 1) -> Problem:
+    return Problem(Op[op], m, n, k, "bfloat16", world, nodes)
 
 
 def test_the_model_has_the_papers_gemm_times_within_a_third() -> None:
@@ -381,7 +382,7 @@ def test_what_was_measured_on_a_cpu_is_what_its_model_chooses() -> None:
     assert len(files) > 15
     for path in files:
         run = json.loads(path.read_text())
-        problem = cost.Shape(Op[run["op"]], run["m"], run["n"], run["k"], "float32", 4, 2)
+        problem = Problem(Op[run["op"]], run["m"], run["n"], run["k"], "float32", 2)
         measured = {name: method["overall_ms"] for name, method in run["methods"].items()}
         chosen = cost.choose(problem, cpu).path
         took = measured["flux" if chosen == "fused" else chosen]

@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from flux.choice.cache import Cache
-from flux.choice.cost import Shape
 from flux.choice.keys import Key
 from flux.choice.winners import Entry, Winner
 from flux.cli.app import app
 from flux.core.datafile import data_root
 from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
 from flux.core.topology import Topology
 from flux.kernels import build
 from flux.machine.cluster import load_cluster
@@ -179,7 +179,7 @@ def test_kernels_of_candidates_are_built_and_failures_are_named(
     sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "find_tools", sandbox.tools)
-    problem = Shape(Op.ag_gemm, 4096, 49152, 12288, "bfloat16", 2, 8)
+    problem = Problem(Op.ag_gemm, 4096, 49152, 12288, "bfloat16", 8)
     kept, _ = candidates(load_space("sm90a"), problem, Topology.flat(8), load_cluster("flux-h800"))
     configs = [one.kernel for one in kept if one.kernel is not None]
     names = sorted({config.name for config in configs})
@@ -202,7 +202,7 @@ def test_without_a_compiler_every_kernel_has_its_reason(
 
     monkeypatch.setattr(build, "find_tools", nothing)
     monkeypatch.setattr(kernels, "package_root", lambda: tmp_path / "none")
-    problem = Shape(Op.ag_gemm, 4096, 49152, 12288, "bfloat16", 2, 8)
+    problem = Problem(Op.ag_gemm, 4096, 49152, 12288, "bfloat16", 8)
     kept, _ = candidates(load_space("sm90a"), problem, Topology.flat(8), load_cluster("flux-h800"))
     configs = [one.kernel for one in kept if one.kernel is not None]
     failed = kernels.build_kernels(configs, tmp_path)

@@ -14,14 +14,14 @@ import torch
 from typer.testing import CliRunner
 
 import tune_gpus
-from flux.bench import problem as bench_problem
 from flux.bench.places import gpu
 from flux.choice import choose as choice
 from flux.choice import keys
 from flux.choice.cache import Cache
 from flux.choice.winners import Winner
 from flux.cli.app import app
-from flux.core.knobs import Knobs
+from flux.core import problem as core_problem
+from flux.core.knobs import Knobs, Op
 from flux.launch.supervisors import Launcher, Spawned
 from flux.machine.cluster import load_cluster
 from flux.machine.detection import detect
@@ -74,7 +74,7 @@ def start(
     launcher = launcher or Spawned(2)
     found = machine.survey(launcher, "cuda", None, 1)
     chosen = Options(**{"rounds": (2, 3), "candidate_timeout_s": 10, "make": make, **options})
-    problem = bench_problem.Problem(op, M, N, K, "bfloat16", 2)
+    problem = core_problem.Problem(Op[op], M, N, K, "bfloat16", 2)
     search = make_search(problem, load_space(file), found.cluster, found.sharing, chosen)
     cache = Cache(folder / "cache")
     what = describe([search], found, chosen)

@@ -11,12 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from flux.bench.shapes import Layer, load_shapes
-from flux.choice.cost import Shape, gemm_ms, predict, raster_ms, traffic_ms
+from flux.choice.cost import gemm_ms, predict, raster_ms, traffic_ms
 from flux.choice.winners import fit
 from flux.cli.app import app
 from flux.cli.tune import parse_duration
 from flux.core.datafile import data_root
 from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
 from flux.core.schedule import make_schedule
 from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
@@ -36,8 +37,8 @@ SPACES = sorted(path.stem for path in (data_root() / "spaces").glob("*.toml"))
 MODELS = sorted(path.stem for path in (data_root() / "shapes").glob("*.toml"))
 
 
-def shape(op: str = "ag_gemm", m: int = 2048, world: int = 2, nodes: int = 1) -> Shape:
-    return Shape(Op[op], m, 4096, 1024, "float32", 4, world, nodes)
+def shape(op: str = "ag_gemm", m: int = 2048, world: int = 2, nodes: int = 1) -> Problem:
+    return Problem(Op[op], m, 4096, 1024, "float32", world, nodes)
 
 
 @pytest.mark.parametrize("name", SPACES)
@@ -80,7 +81,7 @@ def test_pruned_combinations_have_the_reason_that_they_are_refused_for() -> None
 
 def test_the_model_prunes_what_it_expects_to_be_slow() -> None:
     cluster = load_cluster("flux-h800")
-    problem = Shape(Op.ag_gemm, 64, 49152, 12288, "bfloat16", 2, 8)
+    problem = Problem(Op.ag_gemm, 64, 49152, 12288, "bfloat16", 8)
     kept, pruned = candidates(load_space("sm90a"), problem, Topology.flat(8), cluster)
     limit = 1.6 * min(one.predicted_ms for one in kept)
     assert all(one.predicted_ms <= limit for one in kept if one.name not in ALWAYS)
@@ -95,7 +96,7 @@ def test_the_model_prunes_what_it_expects_to_be_slow() -> None:
 def test_kernels_of_candidates_are_legal(cluster: str, space: str, n: int, k: int, op: str) -> None:
     described = load_cluster(cluster)
     assert space_for(described) == space
-    problem = Shape(Op[op], 4096, n, k, "bfloat16", 2, 8)
+    problem = Problem(Op[op], 4096, n, k, "bfloat16", 8)
     kept, pruned = candidates(load_space(space), problem, Topology.flat(8), described)
     local_n, local_k = problem.local
     kernels = {one.kernel for one in kept if one.kernel is not None}
@@ -107,8 +108,8 @@ def test_kernels_of_candidates_are_legal(cluster: str, space: str, n: int, k: in
 
 @pytest.mark.parametrize("op", list(Op.__members__))
 def test_raster_is_tried_on_gpus_and_names_tell_candidates_apart(op: str) -> None:
-    problem = Shape(Op[op], 8192, *((49152, 12288) if op == "ag_gemm" else (12288, 49152)),
-                    "bfloat16", 2, 8)  # fmt: skip
+    problem = Problem(Op[op], 8192, *((49152, 12288) if op == "ag_gemm" else (12288, 49152)),
+                    "bfloat16", 8)  # fmt: skip
     kept, _ = candidates(load_space("sm90a"), problem, Topology.flat(8), load_cluster("flux-h800"))
     assert {one.knobs.raster for one in kept if one.name not in ALWAYS} >= {4, 8}
     assert len({one.name for one in kept}) == len(kept)
@@ -118,7 +119,7 @@ def test_raster_is_tried_on_gpus_and_names_tell_candidates_apart(op: str) -> Non
 
 
 def test_new_tiles_and_clusters_are_in_the_space() -> None:
-    found, _ = kernels(load_space("sm90a"), Shape(Op.ag_gemm, 8192, 49152, 12288, "bfloat16", 2, 8))
+    found, _ = kernels(load_space("sm90a"), Problem(Op.ag_gemm, 8192, 49152, 12288, "bfloat16", 8))
     shapes = {(config.tile[:2], config.schedule) for config in found}
     assert {((64, 256), "pingpong"), ((128, 192), "cooperative"), ((256, 192), "cooperative")} <= (
         shapes
@@ -132,7 +133,7 @@ TALL = GemmConfig("gemm_rs", "90a", "bf16", (128, 256, 64), "cooperative", clust
 def test_low_bands_read_b_in_every_wave() -> None:
     """N = K = 12288: 302 MB of B, which a wave of 132 tiles of 128 x 256 reads nearly all of."""
     cluster = load_cluster("h200")
-    problem = Shape(Op.gemm_rs, 8192, 12288, 12288, "bfloat16", 2, 1)
+    problem = Problem(Op.gemm_rs, 8192, 12288, 12288, "bfloat16", 1)
     waves = 64 * 48 / 132
     moved = {
         raster: traffic_ms(problem, cluster, TALL, raster) * cluster.device.memory_gbs * 1e6
@@ -149,7 +150,7 @@ def test_low_bands_read_b_in_every_wave() -> None:
 @pytest.mark.parametrize("op", [Op.ag_gemm, Op.gemm_rs])
 def test_bands_of_several_chunks_cost_overlap(op: Op) -> None:
     cluster = load_cluster("flux-h800")
-    problem = Shape(op, 4096, 12288, 12288, "bfloat16", 2, 8)
+    problem = Problem(op, 4096, 12288, 12288, "bfloat16", 8)
     kernel = replace(TALL, op=op.name)
     exposed = [
         predict(problem, cluster, Knobs(raster=raster), kernel).exposed_ms

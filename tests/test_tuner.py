@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tune_makers
-from flux.bench.problem import Problem
 from flux.choice.cache import Cache
 from flux.core.datafile import data_root
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.launch.supervisors import Spawned
 from flux.machine.detection import detect
 from flux.tune.halving import Halving, score
@@ -194,7 +195,7 @@ def tune(
     options = replace(options or Options(rounds=(2, 3, 4), candidate_timeout_s=10), make=make)
     launcher = Spawned(2)
     here = survey(launcher, "cpu", None, 1)
-    problem = Problem("ag_gemm", m, 16, 16, "float32", 2)
+    problem = Problem(Op.ag_gemm, m, 16, 16, "float32", 2)
     search = make_search(problem, load_space(file), here.cluster, here.sharing, options)
     cache = Cache(folder / "cache")
     what = describe([search], here, options)
@@ -384,7 +385,8 @@ import sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}]
 import json, tune_makers
 from pathlib import Path
-from flux.bench.problem import Problem
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.choice.cache import Cache
 from flux.tune.journal import Journal
 from flux.launch.supervisors import Joined
@@ -397,7 +399,7 @@ if __name__ == "__main__":
     launcher = Joined()
     options = Options(rounds=(2, 3), candidate_timeout_s=10, make=tune_makers.faulty)
     here = survey(launcher, "cpu", None, 1)
-    problem = Problem("ag_gemm", 32, 16, 16, "float32", 2)
+    problem = Problem(Op.ag_gemm, 32, 16, 16, "float32", 2)
     space = load_space(folder / "space.toml")
     search = make_search(problem, space, here.cluster, here.sharing, options)
     journal = Journal(folder / "runs", "run", {{}}) if launcher.leads else None

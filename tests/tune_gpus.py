@@ -15,9 +15,9 @@ import torch
 
 import bench_gpus
 from emulated import EmulatedDevice, EmulatedRegistry
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Method
 from flux.bench.places import gpu
-from flux.bench.problem import BenchConfig
 from flux.kernels.config import GemmConfig
 from flux.kernels.registry import BuiltKernel
 from flux.machine.cluster import load_cluster

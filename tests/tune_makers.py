@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Method, Unfused
-from flux.bench.problem import BenchConfig
 from flux.bench.reference import Inputs
 from flux.tune.space import Candidate
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flux import Knobs, Topology
-from flux.backends.cuda.op_kernels import DTYPES
+from flux.core.spec import DTYPES
 from flux.kernels.legality import GemmProblem
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
@@ -131,7 +131,7 @@ def _is_built(device: Device, p: Problem, world: int, reduce: str) -> bool:
         sizes = (n // world, p.k) if p.gathers else (n, p.k // world)
         found = device.registry.candidates(
             op,
-            DTYPES.get(p.dtype, ""),
+            DTYPES[p.dtype].short,
             device.capability,
             GemmProblem(p.max_m, max(sizes[0], 1), max(sizes[1], 1), world),
             weight="kn" if p.transpose_weight else "nk",

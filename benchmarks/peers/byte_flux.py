@@ -30,11 +30,12 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from flux.bench.methods import Method, OwnTime
-from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
-from flux.bench.problem import BenchConfig, Problem
+from flux.bench.config import BenchConfig
+from flux.bench.methods import LibraryMethod, Method, OwnTime
+from flux.bench.peers.base import no_gpu, reason_ranks
 from flux.bench.reference import Inputs
 from flux.core import env
+from flux.core.problem import Problem
 
 WORKER = Path(__file__).with_name("byte_flux_worker.py")
 _PROBE_S = 120.0
@@ -81,13 +82,13 @@ class ByteFlux:
     def supports(self, config: BenchConfig) -> str | None:
         """Return why byte-flux does not support this problem; None if it does."""
         problem = config.problem
-        if problem.kind.all_reduces:
+        if problem.op.all_reduces:
             return "has no dense GEMM with AllReduce"
         if problem.dtype not in _DTYPES:
             return f"computes {' and '.join(_DTYPES)}, not {problem.dtype}"
         if config.hosts != "1":
             return "is started on one host only"
-        return unlike_gpu_ranks(config) or uneven(config, "m", "n" if problem.gathers else "k")
+        return reason_ranks(config)
 
     def make(self, config: BenchConfig, rank: int) -> Method:
         """Return the method."""
@@ -113,7 +114,7 @@ def _probe(python: str) -> str | None:
     return f"{python} has no usable byte-flux: {last}"
 
 
-class WorkerMethod(PeerMethod):
+class WorkerMethod(LibraryMethod):
     """One worker's op. Collective; `device` is ``cuda`` except in tests."""
 
     name = ByteFlux.name
@@ -157,12 +158,7 @@ class WorkerMethod(PeerMethod):
             "result": problem.result_shape(self._rank),
         }
         return {
-            "op": problem.op,
-            "m": problem.m,
-            "n": problem.n,
-            "k": problem.k,
-            "dtype": problem.dtype,
-            "world": problem.world,
+            **problem.as_dict(),
             "rank": self._rank,
             "device": device,
             "gpu": torch.cuda.current_device() if device == "cuda" else 0,

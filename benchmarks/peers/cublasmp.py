@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from flux.bench.methods import Method
-from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
-from flux.bench.problem import BenchConfig
+from flux.bench.config import BenchConfig
+from flux.bench.methods import LibraryMethod, Method
+from flux.bench.peers.base import no_gpu, reason_ranks
 from flux.bench.reference import Inputs
 
 _PACKAGE = "nvmath"
@@ -51,17 +51,14 @@ class CublasMp:
 
     def supports(self, config: BenchConfig) -> str | None:
         """Return why the library does not support this problem; None if it does."""
-        # Two extents must divide evenly: the rows of the shard or of the result, and K or N.
-        return unlike_gpu_ranks(config) or uneven(
-            config, "m", "n" if config.problem.gathers else "k"
-        )
+        return reason_ranks(config)
 
     def make(self, config: BenchConfig, rank: int) -> Method:
         """Return the method."""
         return _MatmulMethod(config)
 
 
-class _MatmulMethod(PeerMethod):
+class _MatmulMethod(LibraryMethod):
     """A Matmul planned for the tensors of the latest call; planned again for other tensors."""
 
     name = CublasMp.name
@@ -92,7 +89,7 @@ class _MatmulMethod(PeerMethod):
         layouts = importlib.import_module("nvmath.distributed.distribution")
         rows = layouts.BlockNonCyclic(layouts.ProcessGrid(shape=(self._world, 1)))
         columns = layouts.BlockNonCyclic(layouts.ProcessGrid(shape=(1, self._world)))
-        gathers = self._op == "ag_gemm"
+        gathers = self._op.gathers
         operand, result = (columns, rows) if gathers else (rows, columns)
         qualifiers = numpy.zeros((3,), dtype=self._advanced.matrix_qualifiers_dtype)
         qualifiers[0]["is_transpose"] = True
@@ -102,7 +99,7 @@ class _MatmulMethod(PeerMethod):
             distributions=[operand, operand, result],
             qualifiers=qualifiers,
         )
-        reduces = self._op == "gemm_ar"
+        reduces = self._op.all_reduces
         self._matmul.plan(epilog=self._advanced.MatmulEpilog.ALLREDUCE if reduces else None)
         self._of = (inputs.x, inputs.weight)
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux.bench.methods import Method
-from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
-from flux.bench.problem import BenchConfig
+from flux.bench.config import BenchConfig
+from flux.bench.methods import LibraryMethod, Method
+from flux.bench.peers.base import no_gpu, reason_ranks
 from flux.bench.reference import Inputs
 
 _PACKAGE = "transformer_engine"
@@ -57,18 +57,18 @@ class TransformerEngine:
     def supports(self, config: BenchConfig) -> str | None:
         """Return why TransformerEngine does not support this problem; None if it does."""
         problem = config.problem
-        if problem.kind.all_reduces:
+        if problem.op.all_reduces:
             return "has no GEMM with AllReduce of its own"
         if problem.dtype not in _DTYPES:
             return f"is measured with {' and '.join(_DTYPES)}, not {problem.dtype}"
-        return unlike_gpu_ranks(config) or uneven(config, "m", "n" if problem.gathers else "k")
+        return reason_ranks(config)
 
     def make(self, config: BenchConfig, rank: int) -> Method:
         """Return the method."""
         return _UserbuffersMethod(config)
 
 
-class _UserbuffersMethod(PeerMethod):
+class _UserbuffersMethod(LibraryMethod):
     """One layer; each call sets its weight."""
 
     name = TransformerEngine.name
@@ -79,7 +79,7 @@ class _UserbuffersMethod(PeerMethod):
         if not self._multicast():
             # Uses CUDA IPC instead, as its error message suggests.
             os.environ.setdefault("UB_SKIPMC", "1")
-        columns = problem.k if problem.gathers else problem.n
+        columns = problem.k if problem.op.gathers else problem.n
         options: dict[str, Any] = {"dtype": problem.torch_dtype, "bootstrap_backend": "gloo"}
         modes = getattr(te, "UserBufferQuantizationMode", None)
         if modes is not None:  # older versions have only this mode
@@ -94,10 +94,10 @@ class _UserbuffersMethod(PeerMethod):
                 tp_size=problem.world,
                 bias=False,
                 params_dtype=problem.torch_dtype,
-                parallel_mode="column" if problem.gathers else "row",
-                ub_overlap_ag=problem.gathers,
-                ub_overlap_rs=not problem.gathers,
-                ub_name="fc1" if problem.gathers else "fc2",
+                parallel_mode="column" if problem.op.gathers else "row",
+                ub_overlap_ag=problem.op.gathers,
+                ub_overlap_rs=not problem.op.gathers,
+                ub_name="fc1" if problem.op.gathers else "fc2",
             )
         except BaseException:
             te.destroy_ub()

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from flux.bench.config import ONE_GPU, BenchConfig, Run
 from flux.bench.methods import Factory
 from flux.bench.model import ModelConfig
 from flux.bench.op import Measurement, measure
 from flux.bench.places.gpu import problem_here
-from flux.bench.problem import ONE_GPU, BenchConfig, Run
 from flux.launch.hosts import Hosts
 from flux.launch.progress import Progress, silent
 from flux.launch.spawn import Entry, run_ranks

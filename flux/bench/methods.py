@@ -17,9 +17,10 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from flux.backends.unfused import all_gather, reduce_scatter
-from flux.bench.problem import BenchConfig, Problem
+from flux.bench.config import BenchConfig
 from flux.bench.reference import Inputs
 from flux.core.env import POISON
+from flux.core.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,21 @@ class OpMethod(Method, Protocol):
         """The ops of this process, by rank."""
 
 
-class Unfused:
+class LibraryMethod:
+    """The common part of methods that call libraries: no wait, no separate transport."""
+
+    def comm_only(self, inputs: Any) -> Callable[[], object] | None:
+        """Return None: there is no transport without the GEMM."""
+        return None
+
+    def wait(self) -> None:
+        """Return at once: torch orders the work on its streams."""
+
+    def close(self) -> None:
+        """Do nothing: no state is kept between calls."""
+
+
+class Unfused(LibraryMethod):
     """A torch.distributed collective before or after one torch.mm: the path without flux.
 
     The library collectives need equal shards: with a ragged M, chunks are padded to ceil(M/W) rows.
@@ -80,13 +95,13 @@ class Unfused:
     def __call__(self, inputs: Inputs) -> torch.Tensor:
         """Compute the op by library calls."""
         problem, x, weight = self._problem, inputs.x, inputs.weight
-        if problem.gathers:
+        if problem.op.gathers:
             if self._own < problem.chunk:
                 x = torch.cat([x, x.new_zeros(problem.chunk - self._own, problem.k)])
             gathered = x.new_empty(self._padded, problem.k)
             all_gather(gathered, x)
             return torch.mm(gathered[: problem.m], weight.t())
-        if problem.kind.all_reduces:
+        if problem.op.all_reduces:
             result = torch.mm(x, weight.t())
             dist.all_reduce(result)
             return result
@@ -102,17 +117,7 @@ class Unfused:
 
     def knobs(self) -> dict[str, Any]:
         """Return the names of collective and GEMM."""
-        return {"path": "unfused", "collective": self._problem.kind.collective, "gemm": "torch.mm"}
-
-    def comm_only(self, inputs: Inputs) -> Callable[[], object] | None:
-        """Return None: the library's time is used."""
-        return None
-
-    def wait(self) -> None:
-        """Return at once: torch orders its own work."""
-
-    def close(self) -> None:
-        """Do nothing: no state is kept between calls."""
+        return {"path": "unfused", "collective": self._problem.op.collective, "gemm": "torch.mm"}
 
 
 class Fused:
@@ -128,9 +133,9 @@ class Fused:
         self._m = problem.m
         # For AllGather the global M cannot be derived from a shard. GemmRS and GemmAR see all M
         # rows.
-        self._call_options = {"m": problem.m} if problem.gathers else {}
+        self._call_options = {"m": problem.m} if problem.op.gathers else {}
         options: dict[str, Any] = {} if tuning is None else {"tuning": tuning}
-        self.op: Any = getattr(flux, problem.kind.label)(
+        self.op: Any = getattr(flux, problem.op.label)(
             group,
             max_m=problem.m,
             n=problem.n,
@@ -232,7 +237,7 @@ def whole_gemms(problem: Problem, inputs: Inputs) -> dict[str, Callable[[], obje
     """Return ways to run the whole local GEMM on data in place; the fastest one counts."""
     weight = inputs.weight
     x = inputs.x
-    if problem.gathers:
+    if problem.op.gathers:
         x = torch.randn(problem.m, problem.k, device=weight.device).to(weight.dtype)
     out = x.new_empty(problem.m, weight.shape[0])
     transposed = weight.t()
@@ -252,10 +257,10 @@ def library_collective(problem: Problem, device: torch.device) -> Callable[[], o
         # pages of fresh zeros map to one shared page, which reads far too fast.
         return torch.ones(rows, columns, dtype=dtype, device=device).zero_()
 
-    if problem.gathers:
+    if problem.op.gathers:
         own, gathered = touched(problem.chunk, problem.k), touched(padded, problem.k)
         return lambda: all_gather(gathered, own)
-    if problem.kind.scatters:
+    if problem.op.scatters:
         own, partial = touched(problem.chunk, problem.n), touched(padded, problem.n)
         return lambda: reduce_scatter(own, partial)
     result = touched(problem.m, problem.n)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flux.bench.problem import DTYPES, check_run, dtype_name
+from flux.bench.config import check_run, dtype_name
 from flux.bench.shapes import Layer, layer_of
+from flux.core.dtypes import DTYPES
 from flux.launch.hosts import parse_hosts
 
 PHASES = ("train", "prefill", "decode")
@@ -123,7 +124,7 @@ class ModelConfig:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch's."""
-        return DTYPES[dtype_name(self.dtype)]
+        return DTYPES[dtype_name(self.dtype)].torch
 
     def repeats_of(self, phase: str) -> int:
         """Return the number of repeats of a phase."""

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from flux.bench import metrics
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Factory, Method, OwnTime, poisoned_methods
 from flux.bench.places import open_place
 from flux.bench.places.base import Place, Timing
-from flux.bench.problem import BenchConfig, Problem
 from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
+from flux.core.problem import Problem
 from flux.launch.progress import Progress, silent
 
 _GEMM, _COMM, _METHOD = "gemm/", "comm/", "method/"

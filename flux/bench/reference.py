@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from flux.bench.problem import Problem
+from flux.core.problem import Problem
 
 _PART = 1 << 16  # elements that are compared at once, on the CPU
 _CONFIDENCE = 10.0
@@ -83,7 +83,7 @@ def error_bound(problem: Problem, magnitude: torch.Tensor, carried: torch.Tensor
     bound = magnitude * (growth(problem.k) * accumulator.eps / 2)
     if low_precision:
         kept = torch.finfo(dtype)
-        roundings = 1 if problem.gathers else problem.world + 1
+        roundings = 1 if problem.op.gathers else problem.world + 1
         bound += carried * (roundings * kept.eps / 2) + roundings * kept.smallest_normal
     if dtype == torch.float64:
         bound *= 2  # the reference has rounding errors of the same size
@@ -117,7 +117,7 @@ def make_reference(
     rather than computing the same M rows W times.
     """
     begin, end = problem.rows(rank)
-    rows = problem.m if problem.gathers else end - begin
+    rows = problem.m if problem.op.gathers else end - begin
     expected, magnitude, carried = zeros_for(rows, inputs.weight)
 
     def from_owner(mine: torch.Tensor, shape: tuple[int, int], owner: int) -> torch.Tensor:
@@ -128,7 +128,7 @@ def make_reference(
 
     for owner in range(problem.world):
         x = from_owner(inputs.x, problem.x_shape(owner), owner)
-        if problem.gathers:
+        if problem.op.gathers:
             first, last = problem.rows(owner)
             part = (expected[first:last], magnitude[first:last], carried[first:last])
             accumulate(x, inputs.weight, part)
@@ -136,7 +136,7 @@ def make_reference(
             weight = from_owner(inputs.weight, problem.weight_shape(owner), owner)
             accumulate(x[begin:end], weight, (expected, magnitude, carried))
     bound = error_bound(problem, magnitude, carried)
-    if problem.kind.all_reduces:
+    if problem.op.all_reduces:
         blocks = [
             (last - first, problem.n) for first, last in map(problem.rows, range(problem.world))
         ]
@@ -150,17 +150,17 @@ def reference_of_all(problem: Problem, everybody: Sequence[Inputs]) -> list[Refe
     rows = [problem.rows(rank) for rank in range(problem.world)]
     found = []
     for rank, own in enumerate(everybody):
-        first, last = (0, problem.m) if problem.gathers else rows[rank]
+        first, last = (0, problem.m) if problem.op.gathers else rows[rank]
         sums = zeros_for(last - first, own.weight)
         for owner, other in enumerate(everybody):
-            if problem.gathers:
+            if problem.op.gathers:
                 begin, end = rows[owner]
                 part = (sums[0][begin:end], sums[1][begin:end], sums[2][begin:end])
                 accumulate(other.x, own.weight, part)
             else:
                 accumulate(other.x[first:last], other.weight, sums)
         found.append(Reference(sums[0], error_bound(problem, sums[1], sums[2])))
-    if problem.kind.all_reduces:
+    if problem.op.all_reduces:
         together = Reference(
             torch.cat([part.expected for part in found]), torch.cat([part.bound for part in found])
         )

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flux.bench.config import BenchConfig, link_bytes_minimum
 from flux.bench.metrics import CONFIDENCE, bootstrap, median
 from flux.bench.op import Measurement
-from flux.bench.problem import BenchConfig
 from flux.machine import host
 
 _VIRTUAL = (
@@ -63,12 +63,7 @@ def document(
         if method.complaints:
             methods[method.name]["wrong"] = method.complaints
     return {
-        "op": problem.op,
-        "m": problem.m,
-        "n": problem.n,
-        "k": problem.k,
-        "dtype": problem.dtype,
-        "world": problem.world,
+        **problem.as_dict(),
         "hosts": len(set(config.host_of)),
         "backend": config.backend or "cpu",
         "transport": config.transport or _transports(config),
@@ -76,7 +71,7 @@ def document(
         "versions": host.versions(),
         "methods": methods,
         "link_rate": config.link_rate,
-        "link_bytes_minimum": problem.link_bytes_minimum(config.host_of),
+        "link_bytes_minimum": link_bytes_minimum(problem, config.host_of),
         "threads": config.threads,
         "repeats": config.repeats,
         "warmup": config.warmup,

@@ -18,10 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flux.bench.problem import OPS
 from flux.bench.report import FIGURES, rounded
 from flux.core.datafile import MOST_SIZE, load_json, one_line, shown
 from flux.core.events import Event, event_from
+from flux.core.knobs import OPS
 from flux.core.wholefile import write_whole
 
 FORMAT, VERSION = "flux-bench-suite", 1

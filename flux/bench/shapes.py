@@ -19,8 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flux.bench.problem import DTYPES, OPS, Problem
+from flux.bench.config import MEASURED_DTYPES
 from flux.core.datafile import MOST_SIZE, Table, find
+from flux.core.knobs import OPS, Op
+from flux.core.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Shapes:
 
     def problems(self, world: int, dtype: str | None = None) -> list[Problem]:
         """Return the problems for this number of ranks."""
-        return [Problem(op, m, n, k, dtype or self.dtype, world) for op, m, n, k in self.sizes]
+        return [Problem(Op[op], m, n, k, dtype or self.dtype, world) for op, m, n, k in self.sizes]
 
 
 def load_shapes(
@@ -84,7 +86,7 @@ def load_shapes(
     """
     file = find("shapes", name)
     top = Table.load(file)
-    model, dtype = top.text("model"), top.text("dtype", choices=tuple(DTYPES))
+    model, dtype = top.text("model"), top.text("dtype", choices=MEASURED_DTYPES)
     worlds = top.integers("tensor_parallel")
     sizes: list[tuple[str, int, int, int]] = []
     if "layer" in top:

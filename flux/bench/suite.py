@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 from flux.bench import launch, report
+from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.methods import Factory, Fused, Method, Unfused
 from flux.bench.op import Measurement
 from flux.bench.peers import PEERS, Peer, blame, peers_and_flux, unsupported
-from flux.bench.problem import ONE_GPU, BenchConfig, Problem
 from flux.bench.results import (
     DONE,
     FAILED,
@@ -34,6 +34,8 @@ from flux.bench.results import (
     entry_key,
     label,
 )
+from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.launch.progress import Progress
 from flux.launch.spawn import RankFailedError
 from flux.machine import host
@@ -91,7 +93,7 @@ def sweeps_of(
     Raises:
         ValueError: no op has a shape with this M.
     """
-    chosen: dict[str, Problem] = {}
+    chosen: dict[Op, Problem] = {}
     for problem in sorted(problems, key=lambda problem: problem.m):
         if m is None or problem.m == m:
             chosen[problem.op] = problem  # the last one of each op stays
@@ -138,8 +140,8 @@ def new_document(
 
 
 def _entry(kind: str, problem: Problem) -> dict[str, Any]:
-    sizes = {name: getattr(problem, name) for name in ("op", "m", "n", "k")}
-    return {"kind": kind, **sizes, "status": PENDING, "peers": {}}
+    sizes = {name: getattr(problem, name) for name in ("m", "n", "k")}
+    return {"kind": kind, "op": problem.op.name, **sizes, "status": PENDING, "peers": {}}
 
 
 def resume(document: dict[str, Any], earlier: dict[str, Any]) -> int:
@@ -260,8 +262,8 @@ class Suite:
         entry["seconds"] = time.monotonic() - begin
 
     def _problem(self, entry: dict[str, Any]) -> Problem:
-        sizes = {name: entry[name] for name in ("op", "m", "n", "k")}
-        return replace(self._base.problem, **sizes)
+        sizes = {name: entry[name] for name in ("m", "n", "k")}
+        return replace(self._base.problem, op=Op[entry["op"]], **sizes)
 
     def _attempts(self, entry: dict[str, Any], config: BenchConfig) -> Measurement:
         """Measure; if a peer breaks the run, measure again without that peer."""
@@ -269,10 +271,10 @@ class Suite:
             variants = Sweep(entry["kind"], config.problem).variants()
             return self._one(config, partial(sweep_methods, variants=variants))
         if config.transport in ONE_GPU:  # has methods of its own
-            entry["peers"] = self._why_not(config)
+            entry["peers"] = self._reasons(config)
             return self._one(config, None)
         while True:
-            entry["peers"] = reasons = self._why_not(config) | entry["peers"]
+            entry["peers"] = reasons = self._reasons(config) | entry["peers"]
             names = tuple(name for name, reason in reasons.items() if reason is None)
             # Its parts must be picklable: ranks import the function by name.
             factory = partial(peers_and_flux, names=names, peers=tuple(self._peers))
@@ -283,7 +285,7 @@ class Suite:
                     raise
                 self._leave_out(entry, names, str(error))
 
-    def _why_not(self, config: BenchConfig) -> dict[str, str | None]:
+    def _reasons(self, config: BenchConfig) -> dict[str, str | None]:
         here: Mapping[str, str | None] = self._document["peers"]
         able = unsupported(config, self._peers)
         return {

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from flux.bench import launch
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Factory
 from flux.bench.op import Measurement
 from flux.bench.peers import PEERS, Peer, survey
-from flux.bench.problem import BenchConfig
 from flux.bench.suite_trace import trace_rank
 from flux.launch.progress import Progress, silent
 from flux.launch.spawn import STALL_S, Entry, RankFailedError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import flux
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Fused
-from flux.bench.problem import BenchConfig
 from flux.bench.reference import make_inputs
 from flux.bench.results import timeline_of
 from flux.launch.progress import Progress
@@ -33,7 +33,7 @@ def reason_unsupported(config: BenchConfig) -> str | None:
 def put(document: dict[str, Any], config: BenchConfig, trace: Trace) -> None:
     """Add the timeline of one call to the document."""
     problem = config.problem
-    title = f"{problem.op} {problem.m} x {problem.n} x {problem.k}, {problem.world} ranks"
+    title = f"{problem.op.name} {problem.m} x {problem.n} x {problem.k}, {problem.world} ranks"
     if trace.dropped:
         title += f"; {trace.dropped} events were dropped: the buffer was full"
     document["timeline"] = timeline_of(trace.events, title)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from flux.bench import launch
+from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.places import open_place
-from flux.bench.problem import ONE_GPU, BenchConfig
 from flux.bench.timing import quiet_collector
 from flux.core.env import TRACE
 from flux.core.knobs import Knobs
@@ -81,7 +81,7 @@ def reason_unsupported(config: BenchConfig, wanted: Wanted) -> str | None:
     if config.transport in ONE_GPU and "unfused" in wanted.methods:
         return f"--transport {config.transport} has no library collective: omit the method unfused"
     built = Registry.load().traced.values()
-    op = config.problem.kind.kernel
+    op = config.problem.op.kernel
     if wanted.methods != ("unfused",) and not any(kernel.config.op == op for kernel in built):
         return f"no trace build of {op} kernels was found: run `flux compile --trace`"
     return None

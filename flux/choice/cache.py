@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import tempfile
 import warnings
@@ -29,7 +28,7 @@ from flux.choice.winners import FORMAT, DamagedEntryError, Entry, Winner
 from flux.core import env
 from flux.core.datafile import data_root, load_json
 from flux.core.knobs import Op
-from flux.core.wholefile import write_whole
+from flux.core.wholefile import set_aside, write_whole
 
 LOCK_S = 60.0
 """Seconds that a writer waits for others; each holds the lock for milliseconds."""
@@ -212,11 +211,7 @@ def _entry(content: object, where: str) -> Entry:
 
 
 def _set_aside(path: Path, why: str) -> None:
-    number = 1
-    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    os.rename(path, target)
-    _warn(f"damaged tuning results set aside as {target}: {why}")
+    _warn(f"damaged tuning results set aside as {set_aside(path)}: {why}")
 
 
 def _warn(text: str) -> None:

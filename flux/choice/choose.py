@@ -17,10 +17,12 @@ import torch
 
 from flux.choice import cost
 from flux.choice.cache import look_up
-from flux.choice.keys import Key, dtype_text, versions
+from flux.choice.keys import Key, versions
 from flux.choice.winners import Entry, Winner, fit, most_tiles
+from flux.core.dtypes import name_of
 from flux.core.heuristic import MAX_COMM_TILES
 from flux.core.knobs import Knobs, check_legal
+from flux.core.problem import Problem
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
@@ -77,7 +79,7 @@ class Fixed:
 class Modelled:
     """The choice of the cost model, for ops without tuning results."""
 
-    shape: cost.Shape
+    problem: Problem
     cluster: Cluster
     usable: tuple[Knobs, ...]
     kernel: GemmConfig | None = None
@@ -85,7 +87,7 @@ class Modelled:
 
     def knobs(self, m: int) -> Knobs:
         """Return the knobs of least modelled time."""
-        return cost.choose(replace(self.shape, m=m), self.cluster, self.usable)
+        return cost.choose(replace(self.problem, m=m), self.cluster, self.usable)
 
     def variants(self) -> list[Knobs]:
         """Return the knobs that the model chooses from."""
@@ -147,7 +149,7 @@ def key_of(spec: OpSpec, shape: str, parts: dict[str, object], kind: str) -> Key
     kernels, toolchain = versions(kind)
     return Key(
         op=spec.op.name,
-        dtype=dtype_text(spec.dtype),
+        dtype=name_of(spec.dtype),
         n=sum(spec.n),
         k=spec.k,
         world=shape,
@@ -229,25 +231,24 @@ def _detected(kind: str) -> Cluster | None:
 
 def modelled(spec: OpSpec, topology: Topology, cluster: Cluster) -> Modelled:
     """Return the cost model's choice for an op without winners."""
-    shape = cost.Shape(
+    problem = Problem(
         spec.op,
         spec.max_m,
         sum(spec.n),
         spec.k,
-        dtype_text(spec.dtype),
-        spec.itemsize,
+        name_of(spec.dtype),
         topology.world,
         topology.nodes,
     )
     paths = ("fused", "medium", "unfused") if topology.nodes == 1 else ("fused", "unfused")
-    return Modelled(shape, cluster, tuple(Knobs(path=path) for path in paths))
+    return Modelled(problem, cluster, tuple(Knobs(path=path) for path in paths))
 
 
 def usable(entry: Entry, topology: Topology, kind: str) -> Entry | None:
     """Return the winners that this group can run; warn about each of the others."""
     kept = []
     for winner in entry.winners:
-        reason = _why_not(winner, topology, kind)
+        reason = _reason_unusable(winner, topology, kind)
         if reason is None:
             kept.append(winner)
         else:
@@ -259,7 +260,7 @@ def usable(entry: Entry, topology: Topology, kind: str) -> Entry | None:
     return replace(entry, winners=tuple(kept)) if kept else None
 
 
-def _why_not(winner: Winner, topology: Topology, kind: str) -> str | None:
+def _reason_unusable(winner: Winner, topology: Topology, kind: str) -> str | None:
     try:
         check_legal(winner.knobs, topology)
     except ValueError as error:

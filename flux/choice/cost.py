@@ -25,9 +25,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flux.core.heuristic import ceil_div, resolve
+from flux.core.heuristic import resolve
 from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
+from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
 from flux.kernels.config import GemmConfig
 from flux.kernels.cost import UNHIDDEN, blocks_per_wave
 from flux.machine.cluster import Cluster
@@ -53,48 +55,13 @@ ENGINE_US = 60.0
 """Time to hand copies to another thread, on a CPU: two wake-ups."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One op at one M.
-
-    Attributes:
-        op: the fused op.
-        m: global rows.
-        n: global columns.
-        k: global depth, in elements.
-        dtype: as torch names it.
-        itemsize: bytes of a communicated element.
-        world: number of ranks.
-        nodes: number of hosts of the ranks.
-    """
-
-    op: Op
-    m: int
-    n: int
-    k: int
-    dtype: str
-    itemsize: int
-    world: int
-    nodes: int = 1
-
-    @property
-    def local(self) -> tuple[int, int]:
-        """Columns and depth of the largest local GEMM."""
-        if self.op.gathers:
-            return ceil_div(self.n, self.world), self.k
-        return self.n, ceil_div(self.k, self.world)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a communicated row."""
-        return self.itemsize * (self.k if self.op.gathers else self.n)
-
-    def resolved(self, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:
-        """Return the knobs with every field set, as the op would set them; ``kernel``: on a GPU."""
-        sizes = (self.op, self.m, *self.local, self.world, self.itemsize, knobs)
-        if kernel is None:
-            return resolve(*sizes, self.nodes)
-        return resolve_cuda(*sizes, ClusterTile.of([kernel]), self.nodes)
+def resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:
+    """Return the knobs with every field set, as the op would set them; ``kernel``: on a GPU."""
+    p = problem
+    sizes = (p.op, p.m, *p.local, p.world, p.itemsize, knobs)
+    if kernel is None:
+        return resolve(*sizes, p.nodes)
+    return resolve_cuda(*sizes, ClusterTile.of([kernel]), p.nodes)
 
 
 @dataclass(frozen=True)
@@ -111,34 +78,34 @@ class Prediction:
         return self.gemm_ms + self.exposed_ms
 
 
-def gemm_ms(shape: Shape, cluster: Cluster, rows: int | None = None) -> float:
+def gemm_ms(problem: Problem, cluster: Cluster, rows: int | None = None) -> float:
     """Return the time of a whole local GEMM of ``rows`` rows; by default all rows."""
-    m = shape.m if rows is None else rows
-    n, k = shape.local
+    m = problem.m if rows is None else rows
+    n, k = problem.local
     device = cluster.device
-    peak = device.tflops.get(shape.dtype) or min(device.tflops.values())
+    peak = device.tflops.get(problem.dtype) or min(device.tflops.values())
     operations = 2.0 * m * n * k / (peak * 1e12 * GEMM_SHARE[device.kind])
-    moved = shape.itemsize * (m * k + n * k + m * n) / (device.memory_gbs * 1e9)
+    moved = problem.itemsize * (m * k + n * k + m * n) / (device.memory_gbs * 1e9)
     return 1e3 * max(operations, moved)
 
 
-def _transfer_ms(shape: Shape, cluster: Cluster, messages: int, library: bool) -> float:
+def _transfer_ms(problem: Problem, cluster: Cluster, messages: int, library: bool) -> float:
     """Return the time of one rank's transfers in one direction: W - 1 chunks.
 
     Transfers between hosts include all ranks of a host, which share its ports.
     """
     kind = cluster.device.kind
-    chunk_bytes = ceil_div(shape.m, shape.world) * shape.row_bytes
-    lanes = ceil_div(shape.world, shape.nodes)
-    share = LIBRARY_SHARE[kind][shape.op] if library else 1.0
-    twice = 2 if shape.op.all_reduces else 1
+    chunk_bytes = problem.chunk * problem.row_bytes
+    lanes = ceil_div(problem.world, problem.nodes)
+    share = LIBRARY_SHARE[kind][problem.op] if library else 1.0
+    twice = 2 if problem.op.all_reduces else 1
     inside = twice * (lanes - 1) * chunk_bytes / _bytes_per_ms(cluster.link.gbs) / share
     latency = messages * cluster.link.latency_us * 1e-3
-    if shape.nodes == 1:
+    if problem.nodes == 1:
         return inside + latency
     # With the hierarchical order, every row crosses to each other host once. The ranks of a host
     # share its ports.
-    across = twice * (shape.nodes - 1) * lanes * chunk_bytes
+    across = twice * (problem.nodes - 1) * lanes * chunk_bytes
     wire = across / _bytes_per_ms(cluster.network.gbs) / (share if kind == "cuda" else 1.0)
     return max(inside, wire) + latency + messages * cluster.network.latency_us * 1e-3
 
@@ -148,14 +115,14 @@ def _bytes_per_ms(gbs: float) -> float:
     return (gbs or 0.125) * 1e6
 
 
-def traffic_ms(shape: Shape, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
+def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
     """Return the time in which memory delivers A and B, once per wave of tiles and band.
 
     The blocks of a wave read the same k tiles at about the same time, so shared data is read once.
     By the next wave, about 100 us later, L2 holds other data.
     """
-    (n, k), (rows, columns) = shape.local, kernel.cluster_tile
-    down, across = ceil_div(shape.m, rows), ceil_div(n, columns)
+    (n, k), (rows, columns) = problem.local, kernel.cluster_tile
+    down, across = ceil_div(problem.m, rows), ceil_div(n, columns)
     size = kernel.cluster[0] * kernel.cluster[1]
     clusters = min(max(blocks_per_wave(kernel, cluster.device.units) / size, 1.0), down * across)
     band = min(raster, down)
@@ -166,64 +133,63 @@ def traffic_ms(shape: Shape, cluster: Cluster, kernel: GemmConfig, raster: int) 
     return 1e3 * moved / (cluster.device.memory_gbs * 1e9)
 
 
-def raster_ms(shape: Shape, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
+def raster_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
     """Return the extra time of a band of this height over the best height, as libraries use."""
-    whole = gemm_ms(shape, cluster)
+    whole = gemm_ms(problem, cluster)
 
     def cost(height: int) -> float:
-        moved = traffic_ms(shape, cluster, kernel, height)
+        moved = traffic_ms(problem, cluster, kernel, height)
         return max(0.0, moved - whole) + UNHIDDEN * min(moved, whole)
 
     return cost(raster) - min(cost(1 << power) for power in range(6))
 
 
 def predict(
-    shape: Shape, cluster: Cluster, knobs: Knobs, kernel: GemmConfig | None = None
+    problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmConfig | None = None
 ) -> Prediction:
     """Return the predicted time of a call with these knobs on this cluster.
 
     Args:
-        shape: the op and its sizes.
+        problem: the op and its sizes.
         cluster: the devices and links.
         knobs: any field may be open.
         kernel: on a GPU, the kernel that runs the call, if known.
     """
-    knobs = shape.resolved(knobs, kernel)
-    whole = gemm_ms(shape, cluster)
-    if shape.world == 1:
+    knobs = resolved(problem, knobs, kernel)
+    whole, world = gemm_ms(problem, cluster), problem.world
+    if world == 1:
         return Prediction(whole, 0.0, 0.0)
     kind = cluster.device.kind
     if knobs.path == "unfused":
-        comm = _transfer_ms(shape, cluster, shape.world - 1, library=True)
+        comm = _transfer_ms(problem, cluster, world - 1, library=True)
         comm += LIBRARY_LATENCY_US[kind] * 1e-3
         return Prediction(whole, comm, comm)
-    chunk = ceil_div(shape.m, shape.world)
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
-    tiles = ceil_div(chunk, knobs.comm_tile_rows)
-    transfers = (shape.world - 1) * tiles
-    comm = _transfer_ms(shape, cluster, 0, library=False) + transfers * SIGNAL_US[kind] * 1e-3
-    overhead = _cut_ms(shape, cluster, knobs, whole)
+    tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
+    transfers = (world - 1) * tiles
+    comm = _transfer_ms(problem, cluster, 0, library=False) + transfers * SIGNAL_US[kind] * 1e-3
+    overhead = _cut_ms(problem, cluster, knobs, whole)
     if kind == "cpu" and knobs.copy_streams:
         overhead += ENGINE_US * 1e-3
-    if kind == "cpu" and shape.nodes == 1:
+    if kind == "cpu" and problem.nodes == 1:
         # Partials that the GEMM writes directly into their owner's memory need no copy.
-        stored = shape.op.reduces and knobs.store == "direct" and knobs.path == "fused"
+        stored = problem.op.reduces and knobs.store == "direct" and knobs.path == "fused"
         comm = comm * (0.5 if stored else 1.0) + cluster.link.latency_us * 1e-3
         return Prediction(whole, comm, comm + overhead)
-    latency = cluster.link.latency_us if shape.nodes == 1 else cluster.network.latency_us
+    latency = cluster.link.latency_us if problem.nodes == 1 else cluster.network.latency_us
     if knobs.path == "medium":
-        overhead += shape.world * latency * 1e-3  # the small GEMMs of a ring do not fill the device
-        exposed = max(0.0, comm - whole * (shape.world - 1) / shape.world) + comm / shape.world
+        overhead += world * latency * 1e-3  # the small GEMMs of a ring do not fill the device
+        exposed = max(0.0, comm - whole * (world - 1) / world) + comm / world
     else:
-        exposed = _fused_exposed_ms(shape, knobs, whole, comm, transfers)
+        exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers)
         if kernel is not None and knobs.raster is not None:
-            exposed += _band_exposed_ms(shape, knobs, whole, comm)
-            overhead += max(0.0, raster_ms(shape, cluster, kernel, knobs.raster))
+            exposed += _band_exposed_ms(problem, knobs, whole, comm)
+            overhead += max(0.0, raster_ms(problem, cluster, kernel, knobs.raster))
     return Prediction(whole, comm, exposed + latency * 1e-3 + overhead)
 
 
 def _fused_exposed_ms(
-    shape: Shape, knobs: Knobs, whole: float, comm: float, transfers: int
+    problem: Problem, knobs: Knobs, whole: float, comm: float, transfers: int
 ) -> float:
     """Return the time of a fused kernel's transfers that the GEMM does not hide.
 
@@ -232,41 +198,40 @@ def _fused_exposed_ms(
                                                         first, and their last may outlast the rest
     """
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
-    tile = whole * min(1.0, min(knobs.comm_tile_rows, knobs.tile[0]) / max(shape.m, 1))
+    tile = whole * min(1.0, min(knobs.comm_tile_rows, knobs.tile[0]) / max(problem.m, 1))
     exposed = max(0.0, comm + tile - whole)
-    if shape.op.gathers:
+    if problem.op.gathers:
         return exposed
-    return max(exposed, comm / transfers - whole / shape.world)
+    return max(exposed, comm / transfers - whole / problem.world)
 
 
-def _band_exposed_ms(shape: Shape, knobs: Knobs, whole: float, comm: float) -> float:
+def _band_exposed_ms(problem: Problem, knobs: Knobs, whole: float, comm: float) -> float:
     """Return the exposed transfer time of a band over several chunks, beyond that of single tiles.
 
     AllGather: the last band ends after its last chunk has arrived, and takes its share of the GEMM.
     ReduceScatter: the last band's owners get the last of their rows with its last column.
     """
     assert knobs.raster is not None and knobs.tile is not None
-    chunk = ceil_div(shape.m, shape.world)
-    band = min(knobs.raster * knobs.tile[0], shape.m)
-    beyond = min(max(band / chunk - 1.0, 0.0), shape.world - 1.0)
-    if shape.op.gathers:
-        return min(comm, whole * band / shape.m) * beyond / (shape.world - 1.0)
-    return comm * beyond / (shape.world - 1.0) * min(1.0, chunk / band)
+    chunk = problem.chunk
+    band = min(knobs.raster * knobs.tile[0], problem.m)
+    beyond = min(max(band / chunk - 1.0, 0.0), problem.world - 1.0)
+    if problem.op.gathers:
+        return min(comm, whole * band / problem.m) * beyond / (problem.world - 1.0)
+    return comm * beyond / (problem.world - 1.0) * min(1.0, chunk / band)
 
 
-def _cut_ms(shape: Shape, cluster: Cluster, knobs: Knobs, whole: float) -> float:
+def _cut_ms(problem: Problem, cluster: Cluster, knobs: Knobs, whole: float) -> float:
     """Return the cost of cutting the GEMM."""
     assert knobs.tile is not None
     if cluster.device.kind == "cpu":
-        slabs = ceil_div(shape.m, knobs.tile[0]) * ceil_div(shape.local[0], knobs.tile[1])
-        return whole * (slabs - 1) * SLAB_COST_ROWS / max(shape.m, 1)
+        slabs = ceil_div(problem.m, knobs.tile[0]) * ceil_div(problem.local[0], knobs.tile[1])
+        return whole * (slabs - 1) * SLAB_COST_ROWS / max(problem.m, 1)
     if knobs.path != "medium":
         return 0.0  # a fused kernel runs the same tiles in any case
-    rows = ceil_div(shape.m, shape.world)
-    return max(0.0, shape.world * gemm_ms(shape, cluster, rows) - whole)
+    return max(0.0, problem.world * gemm_ms(problem, cluster, problem.chunk) - whole)
 
 
-def choose(shape: Shape, cluster: Cluster, candidates: Sequence[Knobs] | None = None) -> Knobs:
+def choose(problem: Problem, cluster: Cluster, candidates: Sequence[Knobs] | None = None) -> Knobs:
     """Return the candidate of least predicted time, the first of equals.
 
     By default: the heuristic's knobs (flux/core/heuristic.py), one chunk per rank, and the unfused
@@ -274,4 +239,4 @@ def choose(shape: Shape, cluster: Cluster, candidates: Sequence[Knobs] | None = 
     """
     if candidates is None:
         candidates = (Knobs(), Knobs(path="medium"), Knobs(path="unfused"))
-    return min(candidates, key=lambda knobs: predict(shape, cluster, knobs).total)
+    return min(candidates, key=lambda knobs: predict(problem, cluster, knobs).total)

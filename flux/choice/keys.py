@@ -53,8 +53,7 @@ class Key:
     toolchain: str
 
     def __post_init__(self) -> None:
-        if self.op not in Op.__members__:
-            raise ValueError(f"op must be one of {', '.join(Op.__members__)}, got {self.op!r}")
+        Op.named(self.op)
         for name in ("n", "k"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= MOST_SIZE:
@@ -90,11 +89,6 @@ def bucket(m: int) -> int:
     Its winners serve all M of the bucket.
     """
     return 1 << (m - 1).bit_length()
-
-
-def dtype_text(dtype: torch.dtype) -> str:
-    """Return the name of a dtype: ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 @lru_cache(maxsize=4)

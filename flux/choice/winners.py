@@ -11,7 +11,7 @@ from typing import Any
 
 from flux.choice.keys import Key, bucket
 from flux.core.datafile import MOST_SIZE, one_line, shown
-from flux.core.heuristic import ceil_div
+from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs
 from flux.kernels.config import GemmConfig
 

@@ -20,8 +20,8 @@ from flux.cli.trace import trace
 from flux.cli.tune import tune
 
 if TYPE_CHECKING:
+    from flux.bench.config import BenchConfig
     from flux.bench.op import Measurement
-    from flux.bench.problem import BenchConfig
 
 app = typer.Typer(
     name="flux",

@@ -206,7 +206,7 @@ def _cuda() -> list[Item]:
         return items
     driver = _driver()
     torch_side = Item("CUDA of torch", built_for) if built_for else _no_cuda_build()
-    return [torch_side, driver, Item("devices", "none", ABSENT, _why_no_devices(driver))]
+    return [torch_side, driver, Item("devices", "none", ABSENT, _reason_no_devices(driver))]
 
 
 def _no_cuda_build() -> Item:
@@ -225,7 +225,7 @@ def _driver() -> Item:
         return Item("NVIDIA driver", "none", ABSENT)
 
 
-def _why_no_devices(driver: Item) -> str:
+def _reason_no_devices(driver: Item) -> str:
     reasons = [] if torch.version.cuda else ["torch is built without CUDA"]
     if driver.status != OK:
         reasons.append("no NVIDIA driver is loaded")
@@ -364,7 +364,7 @@ def _choices() -> list[Item]:
         Item("transport between hosts", "send_recv", note="torch.distributed, point to point"),
     ]
     if not torch.cuda.is_available():
-        return [*cpu, Item("not backend cuda", "not used", ABSENT, _why_no_devices(_driver()))]
+        return [*cpu, Item("not backend cuda", "not used", ABSENT, _reason_no_devices(_driver()))]
     built = bool(Registry.load().kernels)
     note = "" if built else "no kernels are built; run flux compile"
     groups = Item("of groups with a CUDA backend", "cuda", OK if built else WARNING, note)

@@ -12,7 +12,7 @@ from flux.cli.ranks import torchrun_or_own
 from flux.cli.terminal import refuse
 
 if TYPE_CHECKING:
-    from flux.bench.problem import BenchConfig
+    from flux.bench.config import BenchConfig
 
 Op = Annotated[str, typer.Option(help="Op: ag_gemm | gemm_rs | gemm_ar.")]
 M = Annotated[int, typer.Option("--m", help="Rows M of the global problem.")]
@@ -111,7 +111,9 @@ class Chosen:
 
 def config_of(chosen: Chosen, *, repeats: int = 1, warmup: int) -> BenchConfig:
     """Return the configuration for these options; exit if it is impossible, before ranks start."""
-    from flux.bench.problem import ONE_GPU, BenchConfig, Problem, dtype_name
+    from flux.bench.config import ONE_GPU, BenchConfig, dtype_name
+    from flux.core import knobs
+    from flux.core.problem import Problem
 
     world = torchrun_or_own(chosen.nproc, chosen.hosts)
     backend = chosen.backend
@@ -121,8 +123,9 @@ def config_of(chosen: Chosen, *, repeats: int = 1, warmup: int) -> BenchConfig:
     ranks = chosen.nproc if world is None else world
     shape = (chosen.m, chosen.n, chosen.k)
     try:
+        op = knobs.Op.named(chosen.op)
         config = BenchConfig(
-            problem=Problem(chosen.op, *shape, dtype_name(dtype), 2 if ranks is None else ranks),
+            problem=Problem(op, *shape, dtype_name(dtype), 2 if ranks is None else ranks),
             repeats=repeats,
             warmup=warmup,
             threads=chosen.threads,

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, PLAIN, complain, refuse
+from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, PLAIN, bar_on_request, complain, refuse
 
 if TYPE_CHECKING:
     from flux.launch.progress import Progress
@@ -88,20 +88,14 @@ def ranks_or_exit() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(console: Console, *, shown: bool) -> Iterator[Progress]:
-    """Show a bar that is drawn on request: a redrawing thread would disturb the measurement."""
+    """Show a bar of the ranks' progress, if ``shown``."""
     if not shown:
         yield lambda what, done, total: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn
 
-    with Progress(
-        TextColumn("{task.description:<16}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=console,
-        transient=True,
-        auto_refresh=False,
-    ) as bar:
+    columns = ("{task.description:<16}", BarColumn(), MofNCompleteColumn())
+    with bar_on_request(console, *columns) as bar:
         task = bar.add_task("starting ranks", total=None)
         bar.refresh()
 

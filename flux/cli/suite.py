@@ -17,10 +17,11 @@ from flux.cli.ranks import check_writable, speaks, torchrun_or_own
 from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, complain, refuse
 
 if TYPE_CHECKING:
+    from flux.bench.config import BenchConfig
     from flux.bench.peers import Peer
-    from flux.bench.problem import BenchConfig, Problem
     from flux.bench.suite import Sweep
     from flux.bench.suite_ranks import SuiteRanks
+    from flux.core.problem import Problem
 
 PAPER, PAPER_CPU = "flux-paper", "flux-paper-cpu"
 
@@ -205,9 +206,9 @@ def _plan(
     peers: Path | None,
 ) -> _Plan:
     """Return the plan; raise ValueError if options contradict one another."""
+    from flux.bench.config import ONE_GPU, BenchConfig, dtype_name
     from flux.bench.peers import load
     from flux.bench.places.gpu import problem_here
-    from flux.bench.problem import ONE_GPU, BenchConfig, dtype_name
     from flux.bench.shapes import load_shapes
     from flux.bench.suite import sweeps_of
 
@@ -243,7 +244,7 @@ def _plan(
         "transport": transport,
         **course,
         "hosts": configs[0].hosts,
-        "sweeps": [f"{one.knob} at {one.problem.op} {one.problem.m}" for one in swept],
+        "sweeps": [f"{one.knob} at {one.problem.op.name} {one.problem.m}" for one in swept],
     }
     adapters = load(peers)
     if peers is not None:
@@ -281,11 +282,11 @@ def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list
     left = list(problems)
     if ops is not None:
         names = [name.strip() for name in ops.split(",")]
-        there = {problem.op for problem in problems}
+        there = {problem.op.name for problem in problems}
         for name in names:
             if name not in there:
                 raise ValueError(f"--ops {name}: the file has {', '.join(sorted(there))}")
-        left = [problem for problem in left if problem.op in names]
+        left = [problem for problem in left if problem.op.name in names]
     if m is not None:
         rows = integers("--m", m)
         left = [replace(problem, m=size) for problem in left for size in rows]

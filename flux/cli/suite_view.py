@@ -9,13 +9,13 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from flux.bench.results import DONE, SHAPE, label
 from flux.bench.suite import Watcher
-from flux.cli.terminal import PLAIN
+from flux.cli.terminal import PLAIN, bar_on_request
 from flux.core.datafile import one_line
 
 
@@ -27,17 +27,8 @@ def watcher(console: Console, *, silent: bool) -> Iterator[Watcher]:
     elif not console.is_terminal:
         yield _Lines(console)
     else:
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[what]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            # Drawn on request: a redrawing thread would disturb the measurement.
-            auto_refresh=False,
-        ) as bar:
+        counts = (BarColumn(), MofNCompleteColumn(), "{task.fields[what]}", TimeElapsedColumn())
+        with bar_on_request(console, "{task.description}", *counts) as bar:
             yield _Bar(console, bar)
 
 

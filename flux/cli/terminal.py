@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True}  # one line stays one line
 
@@ -24,3 +27,10 @@ def refuse(message: str) -> NoReturn:
     """Print why the command cannot run with these options, and exit with status 2."""
     complain(message)
     raise typer.Exit(EXIT_USAGE)
+
+
+def bar_on_request(console: Console, *columns: str | ProgressColumn) -> Progress:
+    """Return a bar that is drawn on request: a redrawing thread would disturb the measurement."""
+    from rich.progress import Progress
+
+    return Progress(*columns, console=console, transient=True, auto_refresh=False)

@@ -15,7 +15,7 @@ from flux.cli import winners as winners_cli
 from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, refuse
 
 if TYPE_CHECKING:
-    from flux.bench.problem import Problem
+    from flux.core.problem import Problem
     from flux.launch.supervisors import Launcher
     from flux.machine.cluster import Cluster
     from flux.tune.machine import Machine
@@ -195,16 +195,18 @@ def _problems(
     world: int | None,
 ) -> list[Problem]:
     """Return the problems to tune; raise ValueError if options contradict one another."""
-    from flux.bench.problem import Problem, dtype_name
+    from flux.bench.config import dtype_name
     from flux.bench.shapes import load_shapes
+    from flux.core.knobs import Op
+    from flux.core.problem import Problem
 
     wanted = None if dtype is None else dtype_name(dtype)
     if op is not None:
         if sizes["sequence"] or sizes["batch"]:
             raise ValueError("--sequence and --batch are for models: --shapes FILE")
-        return [
-            Problem(op, rows, n, k, wanted or "float32", world or 2) for rows in integers("--m", m)
-        ]
+        kind = Op.named(op)
+        rows = integers("--m", m)
+        return [Problem(kind, m, n, k, wanted or "float32", world or 2) for m in rows]
     batches = None if sizes["batch"] is None else integers("--batch", sizes["batch"])
     if sizes["sequence"] is not None and sizes["sequence"] < 1:
         raise ValueError(f"--sequence must be at least 1, got {sizes['sequence']}")

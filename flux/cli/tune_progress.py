@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
-from flux.cli.terminal import PLAIN
+from flux.cli.terminal import PLAIN, bar_on_request
 from flux.tune.tuner import Observer, Search
 
 
@@ -22,16 +22,8 @@ def observer(console: Console, *, silent: bool) -> Iterator[Observer]:
     elif not console.is_terminal:
         yield _lines()
     else:
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[best]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            # Drawn on request: a redrawing thread would disturb the measurement.
-            auto_refresh=False,
-        ) as bar:
+        columns = ("{task.description}", BarColumn(), "{task.fields[best]}", TimeElapsedColumn())
+        with bar_on_request(console, *columns) as bar:
             yield _bar(bar, console)
 
 

@@ -45,10 +45,12 @@ def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str 
     if group.size() == 1:
         return "the group has one rank"
     reason = executor.group_unsupported(group, device)
-    return _why_not_gpus(group) if reason is None and device == "cuda" else reason
+    return _reason_gpus_unsupported(group) if reason is None and device == "cuda" else reason
 
 
-def _why_not_gpus(group: dist.ProcessGroup) -> str | None:
+def _reason_gpus_unsupported(group: dist.ProcessGroup) -> str | None:
     if not _hosts:
         return "enable() was called before init_process_group, so the hosts of ranks are unknown"
-    return executor.why_not_gpus([_hosts[rank] for rank in dist.get_process_group_ranks(group)])
+    return executor.reason_gpus_unsupported(
+        [_hosts[rank] for rank in dist.get_process_group_ranks(group)]
+    )

@@ -21,7 +21,8 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,14 +90,21 @@ def parse_json(data: bytes) -> Any:
         ValueError: not JSON in UTF-8, or a value that this module rejects (see above); the message
             is one line and says where.
     """
-    try:
+    with _parsing("JSON"):
         content = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    _check(content)
+    return content
+
+
+@contextmanager
+def _parsing(form: str) -> Iterator[None]:
+    """Turn a parser's errors into ValueError of one line."""
+    try:
+        yield
     except RecursionError:
         raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
     except ValueError as error:
-        raise ValueError(f"not JSON: {one_line(str(error))}") from error
-    _check(content)
-    return content
+        raise ValueError(f"not {form}: {one_line(str(error))}") from error
 
 
 def load_json(path: Path, most: int = MOST_BYTES) -> Any:
@@ -191,15 +199,11 @@ def _parse_toml(data: bytes) -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
-    try:
+    with _parsing("TOML"):
         text = data.decode("utf-8")
         if any(len(line) > _MOST_TOML_LINE for line in text.split("\n")):
             raise ValueError(f"a line has more than {_MOST_TOML_LINE} characters")
         values = tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(f"nested more than {MOST_DEPTH} levels deep") from None
-    except ValueError as error:
-        raise ValueError(f"not TOML: {one_line(str(error))}") from error
     _check(values)
     return values
 

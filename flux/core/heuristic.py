@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
 
 MIN_SLAB_ROWS = {Op.ag_gemm: 2048, Op.gemm_rs: 1024, Op.gemm_ar: 1024}
@@ -29,11 +30,6 @@ NETWORK_TILE_BYTES = {Op.ag_gemm: 16 << 20, Op.gemm_rs: 8 << 20, Op.gemm_ar: 8 <
 MAX_COMM_TILES = 64
 FEW_ROWS = 64
 INLINE_BYTES = 256 << 10
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Return the smallest integer not below a / b, for positive b."""
-    return -(-a // b)
 
 
 def slab_rows(op: Op, m: int, world: int) -> int:

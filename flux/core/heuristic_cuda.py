@@ -26,7 +26,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from flux.core.heuristic import across_hosts, ceil_div
+from flux.core.heuristic import across_hosts
+from flux.core.integers import ceil_div, round_up
 from flux.core.knobs import Knobs, Op
 
 COMM_TILE_BYTES = 2 << 20
@@ -73,7 +74,7 @@ def comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int) -> int:
             start.
     """
     for count in COMM_TILE_COUNTS:
-        rows = ceil_div(ceil_div(chunk, count), cluster_rows) * cluster_rows
+        rows = round_up(ceil_div(chunk, count), cluster_rows)
         if rows < chunk and rows * row_bytes >= COMM_TILE_BYTES:
             return rows
     return chunk

@@ -43,9 +43,19 @@ class Op(IntEnum):
         op.kernel = "ag_gemm" if op.gathers else "gemm_rs"
         return op
 
+    @classmethod
+    def named(cls, name: str) -> Op:
+        """Return the op of this name; raise ValueError with the choices if there is none."""
+        if name not in cls.__members__:
+            raise ValueError(f"op must be one of {', '.join(cls.__members__)}, got {name!r}")
+        return cls[name]
+
     ag_gemm = 0, "AGGemm", "AllGather + GEMM", "all_gather"
     gemm_rs = 1, "GemmRS", "GEMM + ReduceScatter", "reduce_scatter"
     gemm_ar = 2, "GemmAR", "GEMM + AllReduce", "all_reduce"
+
+
+OPS = tuple(Op.__members__)
 
 
 class Order(IntEnum):
@@ -81,6 +91,7 @@ class Store(IntEnum):
 
 
 PATHS = ("fused", "medium", "unfused")
+REDUCES = ("local", "in_flight")
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "path": PATHS,
@@ -88,7 +99,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "order": tuple(o.name for o in Order),
     "swizzle": tuple(s.name for s in Swizzle),
     "store": tuple(s.name for s in Store),
-    "reduce": ("local", "in_flight"),
+    "reduce": REDUCES,
 }
 
 

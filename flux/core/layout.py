@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flux import _C
-from flux.core.heuristic import MAX_COMM_TILES, ceil_div, most_messages
+from flux.core.heuristic import MAX_COMM_TILES, most_messages
+from flux.core.integers import ceil_div, round_up
 from flux.core.knobs import Knobs
 from flux.core.spec import SCALE_BYTES, OpSpec
 
@@ -14,7 +15,7 @@ MAX_FLAGS = 1 << 26  # 256 MB of flags; flag numbers are 32-bit
 
 
 def _up(size: int) -> int:
-    return ceil_div(size, ALIGNMENT) * ALIGNMENT
+    return round_up(size, ALIGNMENT)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Layout:
             if knobs.comm_tile_rows is not None:
                 tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
             rows = _up(spec.max_m * row)
-            scales = _up(spec.max_m * SCALE_BYTES) if spec.scaling == "row" else 0
+            scales = _up(spec.max_m * SCALE_BYTES) if spec.scales_travel else 0
             boxes = world * tiles * (2 if scales else 1)
             size = rows + scales
             signals = world * tiles

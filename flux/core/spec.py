@@ -1,4 +1,4 @@
-"""The problem that an op computes: the part of its construction that all ranks must agree on."""
+"""The part of an op's construction that all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from typing import cast
 import torch
 
 from flux import _C
+from flux.core import dtypes
 from flux.core.knobs import Op
+from flux.core.problem import ACTIVATIONS, SCALINGS
 
-DTYPES: dict[torch.dtype, int] = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-}
-"""Supported dtypes and their native codes (csrc/cpu/reduce.h)."""
+DTYPES = {dtype.torch: dtype for dtype in dtypes.DTYPES.values()}
+"""The table of element types, by torch's dtype."""
 
 FP8 = torch.float8_e4m3fn
-ACTIVATIONS = ("none", "gelu", "silu")
-SCALINGS = ("none", "tensor", "row")
 
 SCALE_BYTES = torch.float32.itemsize
 MAX_SIZE = 2**30
@@ -31,7 +26,9 @@ MAX_SIZE = 2**30
 
 @dataclass(frozen=True)
 class OpSpec:
-    """A fused op's problem for all M up to ``max_m``.
+    """What an op is constructed with, for all M up to ``max_m``; ranks must agree on it.
+
+    ``flux.core.problem.Problem`` is one op at one M, with the number of ranks.
 
     ``n`` and ``k`` are global sizes, in elements. ``dtype`` is that of x and the weights:
     float8_e4m3fn with a ``scaling`` other than ``none``.
@@ -48,8 +45,8 @@ class OpSpec:
     scaling: str = "none"
 
     def __post_init__(self) -> None:
-        if self.dtype not in (*DTYPES, FP8):
-            names = ", ".join(str(d).removeprefix("torch.") for d in (*DTYPES, FP8))
+        if self.dtype not in DTYPES:
+            names = ", ".join(dtypes.DTYPES)
             raise TypeError(f"{self.label}: dtype must be one of {names}, got {self.dtype}")
         for name, choices in (("activation", ACTIVATIONS), ("scaling", SCALINGS)):
             value = getattr(self, name)
@@ -82,7 +79,7 @@ class OpSpec:
     @cached_property
     def out_dtype(self) -> torch.dtype:
         """Dtype of results, partials and biases."""
-        return torch.bfloat16 if self.dtype == FP8 else self.dtype
+        return DTYPES[self.dtype].of_result.torch
 
     @cached_property
     def itemsize(self) -> int:

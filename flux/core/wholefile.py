@@ -1,4 +1,4 @@
-"""Replace a file atomically."""
+"""Replace a file atomically; set a damaged one aside."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file or directory to ``<name>.damaged-<n>``, of the first free n; return it.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    os.rename(path, target)
+    return target

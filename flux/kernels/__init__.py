@@ -9,18 +9,18 @@ from flux.kernels.config import GemmConfig
 from flux.kernels.legality import (
     GemmProblem,
     is_legal,
+    reason_illegal,
     reason_unsupported,
+    reason_wrong_gpu,
     runs_on,
-    why_illegal,
-    why_not_on,
 )
 
 __all__ = [
     "GemmConfig",
     "GemmProblem",
     "is_legal",
+    "reason_illegal",
     "reason_unsupported",
+    "reason_wrong_gpu",
     "runs_on",
-    "why_illegal",
-    "why_not_on",
 ]

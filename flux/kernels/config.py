@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from flux.core.dtypes import BY_SHORT
+from flux.core.knobs import REDUCES
+from flux.core.problem import ACTIVATIONS, SCALINGS
+
 OPS = ("gemm", "ag_gemm", "gemm_rs")
 ARCHS = ("80", "90a")
-DTYPES = ("bf16", "fp16", "e4m3")
+DTYPES = tuple(dtype.short for dtype in BY_SHORT.values() if dtype.in_kernels)
 WEIGHTS = ("nk", "kn")
 SCHEDULES = {"80": ("multistage", "stream_k"), "90a": ("cooperative", "pingpong", "stream_k")}
-ACTIVATIONS = ("none", "gelu", "silu")
-SCALINGS = ("none", "tensor", "row")
-REDUCES = ("local", "in_flight")
 
-ITEMSIZE = {"bf16": 2, "fp16": 2, "e4m3": 1}
 TMA_BYTES = 16
 """TMA needs every address and row to be a multiple of this."""
 
@@ -127,17 +127,17 @@ class GemmConfig:
     @property
     def output(self) -> str:
         """Dtype of the result."""
-        return "bf16" if self.dtype == "e4m3" else self.dtype
+        return BY_SHORT[self.dtype].of_result.short
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element of the operands."""
-        return ITEMSIZE[self.dtype]
+        return BY_SHORT[self.dtype].itemsize
 
     @property
     def output_itemsize(self) -> int:
         """Bytes of an element of the result."""
-        return ITEMSIZE[self.output]
+        return BY_SHORT[self.output].itemsize
 
     @property
     def cluster_tile(self) -> tuple[int, int]:

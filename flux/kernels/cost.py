@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flux.core.integers import ceil_div, round_up
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem
 
@@ -42,10 +43,6 @@ overlap."""
 
 GPC_SMS = 18  # multiprocessors among which a cluster must fit (CUTLASS, tile_scheduler_params.h)
 MIN_UNIT = 8  # k tiles that CUTLASS's stream-K gives a block at least
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def blocks_per_wave(config: GemmConfig, sm_count: int) -> int:
@@ -87,9 +84,9 @@ def divide(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Work:
     """
     tile_m, tile_n, tile_k = config.tile
     cluster_m, cluster_n = config.cluster
-    rows = _ceil_div(_ceil_div(problem.m, tile_m), cluster_m) * cluster_m
-    columns = _ceil_div(_ceil_div(problem.n, tile_n), cluster_n) * cluster_n
-    tiles, depth = rows * columns, _ceil_div(problem.k, tile_k)
+    rows = round_up(ceil_div(problem.m, tile_m), cluster_m)
+    columns = round_up(ceil_div(problem.n, tile_n), cluster_n)
+    tiles, depth = rows * columns, ceil_div(problem.k, tile_k)
     blocks = blocks_per_wave(config, sm_count)
     full, tail = divmod(tiles, blocks)
     whole = Work(blocks, full + (tail > 0), 0, 1, tiles)
@@ -107,8 +104,8 @@ def divide(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Work:
     if not splits:
         return whole
     # If shares begin inside tiles, most tiles have one more part.
-    parts = _ceil_div(units, sharing) + (units % sharing > 0)
-    return Work(blocks, before, _ceil_div(sharing * depth, units), parts, tiles)
+    parts = ceil_div(units, sharing) + (units % sharing > 0)
+    return Work(blocks, before, ceil_div(sharing * depth, units), parts, tiles)
 
 
 def _sm80_saves(sharing: int, depth: int, units: int, blocks: int) -> bool:
@@ -116,11 +113,11 @@ def _sm80_saves(sharing: int, depth: int, units: int, blocks: int) -> bool:
 
     CUTLASS also tries fewer units; this model takes all units as its best try.
     """
-    share = _ceil_div(sharing * depth, units)
+    share = ceil_div(sharing * depth, units)
     even = units % sharing == 0
-    peers = units // sharing if even else _ceil_div(units, sharing) + 1
+    peers = units // sharing if even else ceil_div(units, sharing) + 1
     lost = int(2 + 2 * peers + (0.0 if even else 0.02 * peers * share))
-    return depth * _ceil_div(sharing, blocks) - share - lost >= 0
+    return depth * ceil_div(sharing, blocks) - share - lost >= 0
 
 
 def _bytes_per_k(config: GemmConfig, problem: GemmProblem) -> float:
@@ -179,7 +176,7 @@ def cycles(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Cycles:
     """
     tile_m, tile_n, tile_k = config.tile
     work = divide(config, problem, sm_count)
-    k_tiles = work.whole * _ceil_div(problem.k, tile_k) + work.shared
+    k_tiles = work.whole * ceil_div(problem.k, tile_k) + work.shared
     rate = MACS_PER_CYCLE * 2 / config.itemsize
     busy = 1.0 if work.shared else min(1.0, work.tiles / sm_count)
     load = _bytes_per_k(config, problem) * max(1 / PORT_BYTES, busy / L2_BYTES)

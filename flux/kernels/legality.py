@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flux.kernels.config import ITEMSIZE, SCHEDULES, TMA_BYTES, GemmConfig
+from flux.core.problem import Problem
+from flux.kernels.config import SCHEDULES, TMA_BYTES, GemmConfig
 
 MAX_WORLD = 32
 """FLUX_MAX_WORLD of csrc/cuda/abi.h: ranks whose memory one kernel can address."""
@@ -53,6 +54,8 @@ _VECTOR_BYTES = 16  # one copy of a thread to shared memory on 80
 class GemmProblem:
     """The GEMM of one rank's kernel.
 
+    It has local sizes; ``flux.core.problem.Problem`` has those of the whole op.
+
     Attributes:
         m: rows, of all ranks.
         n: columns: of this rank for ag_gemm, of all for gemm_rs.
@@ -74,6 +77,12 @@ class GemmProblem:
             if type(value) is not int or not 1 <= value < 2**31:
                 raise ValueError(f"{name} must be an integer in [1, 2**31), got {value!r}")
 
+    @classmethod
+    def of(cls, problem: Problem) -> GemmProblem:
+        """Return the largest GEMM that a rank runs for an op."""
+        n, k = problem.local
+        return cls(problem.m, n, k, problem.world)
+
 
 def is_legal(config: GemmConfig, problem: GemmProblem) -> bool:
     """Return whether this kernel can exist and solve this problem, on any GPU."""
@@ -82,7 +91,7 @@ def is_legal(config: GemmConfig, problem: GemmProblem) -> bool:
 
 def reason_unsupported(config: GemmConfig, problem: GemmProblem) -> str | None:
     """Return why ``config`` cannot solve ``problem``; None if it can."""
-    reason = why_illegal(config)
+    reason = reason_illegal(config)
     if reason is not None:
         return reason
     if config.op == "gemm_rs" and problem.world > MAX_WORLD:
@@ -106,7 +115,7 @@ def reason_unsupported(config: GemmConfig, problem: GemmProblem) -> str | None:
     return None
 
 
-def why_not_on(config: GemmConfig, capability: tuple[int, int]) -> str | None:
+def reason_wrong_gpu(config: GemmConfig, capability: tuple[int, int]) -> str | None:
     """Return why the kernel does not run on GPUs of this compute capability; None if it does."""
     major, minor = capability
     if config.arch == "90a":
@@ -127,16 +136,16 @@ def why_not_on(config: GemmConfig, capability: tuple[int, int]) -> str | None:
 
 def runs_on(config: GemmConfig, capability: tuple[int, int]) -> bool:
     """Return whether the kernel runs on GPUs of this compute capability."""
-    return why_not_on(config, capability) is None
+    return reason_wrong_gpu(config, capability) is None
 
 
-def why_illegal(config: GemmConfig) -> str | None:
+def reason_illegal(config: GemmConfig) -> str | None:
     """Return why there is no such kernel for any problem; None if there can be."""
     if config.schedule not in SCHEDULES[config.arch]:
         offered = ", ".join(SCHEDULES[config.arch])
         return f"sm_{config.arch} has the schedules {offered}, not {config.schedule}"
-    by_arch = _why_illegal_sm90 if config.arch == "90a" else _why_illegal_sm80
-    return _why_illegal_data(config) or by_arch(config)
+    by_arch = _reason_illegal_sm90 if config.arch == "90a" else _reason_illegal_sm80
+    return _reason_illegal_data(config) or by_arch(config)
 
 
 def shared_bytes(config: GemmConfig) -> int:
@@ -153,13 +162,13 @@ def shared_bytes(config: GemmConfig) -> int:
     columns = _SM90_SCATTER_COLUMNS if scatters else _SM90_EPILOGUE_COLUMNS
     buffers = min(_SM90_EPILOGUE_STAGES, max(m // rows * (n // columns), 1))
     epilogue = buffers * rows * columns * config.output_itemsize
-    bias = 0 if config.op == "gemm_rs" else 2 * n * ITEMSIZE["bf16"]
+    bias = 0 if config.op == "gemm_rs" else 2 * n * config.output_itemsize
     vectors = bias + (4 * (m + n) if config.scaling == "row" else 0)
     stages = max(config.stages, 2)
     return stages * (stage + _SM90_BARRIER_BYTES) + epilogue + vectors + _SM90_SCHEDULER_BYTES
 
 
-def _why_illegal_data(config: GemmConfig) -> str | None:
+def _reason_illegal_data(config: GemmConfig) -> str | None:
     """Check the fields about data, for all architectures."""
     if config.dtype == "e4m3":
         if config.arch != "90a":
@@ -179,7 +188,7 @@ def _why_illegal_data(config: GemmConfig) -> str | None:
     return None
 
 
-def _why_illegal_sm90(config: GemmConfig) -> str | None:
+def _reason_illegal_sm90(config: GemmConfig) -> str | None:
     m, n, k = config.tile
     if config.warps is not None:
         return f"the schedule implies the warps of sm_90a: warps must be None, got {config.warps}"
@@ -209,7 +218,7 @@ def _why_illegal_sm90(config: GemmConfig) -> str | None:
     return _too_much_shared(config, (9, 0))
 
 
-def _why_illegal_sm80(config: GemmConfig) -> str | None:
+def _reason_illegal_sm80(config: GemmConfig) -> str | None:
     m, n, k = config.tile
     if config.warps is None:
         return "sm_80 needs warps (m, n), got None"
@@ -257,7 +266,7 @@ def _stores_evenly(columns: int, warps: int, elements: int) -> bool:
     if warps not in (1, 2, 4):  # 8 would store whole rows of 32 threads, and no tile here has those
         return False
     rows, width = 8 // warps, columns // elements
-    preferred = 256 // (elements * ITEMSIZE["bf16"])
+    preferred = 128 // elements  # of 2 bytes each
     if _WARP_THREADS // preferred > rows:
         access_rows, access_width = rows, _WARP_THREADS // rows
     else:

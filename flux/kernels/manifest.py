@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
+from flux.core import wholefile
 from flux.core.datafile import one_line, parse_json, shown
 from flux.kernels import generator, trust
 from flux.kernels.config import GemmConfig
-from flux.kernels.legality import why_illegal
+from flux.kernels.legality import reason_illegal
 from flux.kernels.ptxas import Usage
 from flux.kernels.trust import UntrustedError
 
@@ -132,22 +133,33 @@ def read(directory: Path) -> Library:
     """
     name = directory.name
     trust.check(directory)
-    try:
-        with trust.opened(directory / f"{name}.json") as file:
-            content = parse_json(file.read(MOST_BYTES))
-        library = _parse(name, content, directory)
+    with reading():
+        library = _parse(name, load(directory / f"{name}.json"), directory)
         with trust.opened(library.path) as file:
             size, sha256 = file.size(), file.sha256()
-    except OSError as error:
-        raise DamagedLibraryError(f"{error.filename}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = one_line(f"{type(error).__name__}: {error}")
-        raise DamagedLibraryError(f"bad manifest: {problem}") from error
     if size != library.size:
         raise DamagedLibraryError(f"{name}.so has {size} bytes, the manifest says {library.size}")
     if sha256 != library.sha256:
         raise DamagedLibraryError(f"{name}.so is not the file that the manifest describes")
     return library
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Turn the errors of files and of their contents into DamagedLibraryError."""
+    try:
+        yield
+    except OSError as error:
+        raise DamagedLibraryError(f"{error.filename}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = one_line(f"{type(error).__name__}: {error}")
+        raise DamagedLibraryError(f"bad manifest: {problem}") from error
+
+
+def load(path: Path) -> Any:
+    """Return the contents of a manifest; raise ValueError if it is not JSON."""
+    with trust.opened(path) as file:
+        return parse_json(file.read(MOST_BYTES))
 
 
 def _parse(name: str, content: Mapping[str, Any], directory: Path) -> Library:
@@ -179,7 +191,7 @@ def _parse(name: str, content: Mapping[str, Any], directory: Path) -> Library:
     for symbol, config in library.kernels.items():
         if symbol != generator.symbol(config, library.traced):
             raise ValueError(f"symbol {symbol} has the config of {config.name}")
-        reason = "of another arch" if config.arch != library.arch else why_illegal(config)
+        reason = "of another arch" if config.arch != library.arch else reason_illegal(config)
         if reason is not None:
             raise ValueError(f"kernel {symbol}: {reason}")
     if not library.kernels:
@@ -324,20 +336,16 @@ def _set_aside_unless_mended(root: Path, directory: Path) -> Library | None:
     return None
 
 
-def set_aside(directory: Path, reason: str) -> Path:
-    """Rename a damaged library, whose lock the caller holds; return its new name.
+def set_aside(directory: Path, reason: str) -> None:
+    """Rename a damaged library, whose lock the caller holds, with a warning.
 
     Raises:
         OSError: it cannot be renamed.
     """
-    number = 1
-    while (target := directory.with_name(f"{directory.name}.damaged-{number}")).exists():
-        number += 1
-    os.rename(directory, target)
+    target = wholefile.set_aside(directory)
     warnings.warn(
         f"damaged kernel library set aside as {target}: {reason}", RuntimeWarning, stacklevel=2
     )
-    return target
 
 
 def remove(root: Path, directory: Path) -> None:

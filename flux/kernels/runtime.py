@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flux.core.datafile import one_line, parse_json
 from flux.kernels import build, manifest, ptxas, sources, trust
 from flux.kernels.build import MissingToolError, Tools
 from flux.kernels.children import Children
@@ -144,9 +143,8 @@ def read(directory: Path) -> RuntimeLibrary:
         UntrustedError: another user can write or replace it.
     """
     trust.check(directory)
-    try:
-        with trust.opened(directory / f"{NAME}.json") as file:
-            content = parse_json(file.read(manifest.MOST_BYTES))
+    with manifest.reading():
+        content = manifest.load(directory / f"{NAME}.json")
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']!r}, expected {_FORMAT}")
         library = RuntimeLibrary(
@@ -164,11 +162,6 @@ def read(directory: Path) -> RuntimeLibrary:
         )
         with trust.opened(library.path) as file:
             sha256 = file.sha256()
-    except OSError as error:
-        raise DamagedLibraryError(f"{error.filename}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = one_line(f"{type(error).__name__}: {error}")
-        raise DamagedLibraryError(f"bad manifest: {problem}") from error
     if sha256 != library.sha256:
         raise DamagedLibraryError(f"{NAME}.so is not the file that the manifest describes")
     return library

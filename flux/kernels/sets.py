@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from flux.kernels.config import ARCHS, OPS, SCHEDULES, GemmConfig
-from flux.kernels.legality import why_illegal
+from flux.kernels.legality import reason_illegal
 
 SETS = ("minimal", "default", "full")
 
@@ -183,4 +183,4 @@ def _full_sm80() -> Iterator[GemmConfig]:
 
 
 def _legal(configs: Iterable[GemmConfig]) -> Iterator[GemmConfig]:
-    return (config for config in configs if why_illegal(config) is None)
+    return (config for config in configs if reason_illegal(config) is None)

@@ -42,6 +42,6 @@ def reason_unsupported(group_name: str, x: torch.Tensor, weight: torch.Tensor) -
 @torch_internals.constant_in_graphs
 def _group_cannot(group_name: str, device: str) -> str | None:
     pool = pool_of(group_name)
-    why_not_gpus = pool.why_not_gpus  # collective, so on any device
+    without_gpus = pool.reason_without_gpus  # collective, so on any device
     reason = executor.group_unsupported(pool.group, device)
-    return why_not_gpus if reason is None and device == "cuda" else reason
+    return without_gpus if reason is None and device == "cuda" else reason

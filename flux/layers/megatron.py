@@ -81,7 +81,7 @@ class _Fused:
         gathers = on and getattr(config, "tp_comm_overlap_ag", True) and not named_off
         return gathers, on and getattr(config, "tp_comm_overlap_rs", True)
 
-    def _why_not(self, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    def _reason_unfused(self, x: torch.Tensor, weight: torch.Tensor) -> str | None:
         config = self.config
         if not any(self._switches()):
             return "tp_comm_overlap is off in the configuration"
@@ -113,7 +113,7 @@ class _Fused:
         """Return whether to use the fused path; log the reason once if not."""
         if not communicates:
             return False  # no communication: nothing to fuse or to log
-        reason = self._why_not(x, weight)
+        reason = self._reason_unfused(x, weight)
         if reason is not None:
             say_once(f"{type(self).__name__}: Megatron's own path, because {reason}")
         return reason is None

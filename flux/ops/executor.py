@@ -238,7 +238,7 @@ def group_unsupported(group: dist.ProcessGroup, device: str) -> str | None:
     return None if served else f"the process group has no backend for {device}"
 
 
-def why_not_gpus(sharing: Sequence[str]) -> str | None:
+def reason_gpus_unsupported(sharing: Sequence[str]) -> str | None:
     """Return why GPUs with this sharing of memory are unsupported; None if they are supported."""
     if len(sharing) > MAX_WORLD:
         return f"backend cuda serves up to {MAX_WORLD} ranks, the group has {len(sharing)}"
@@ -280,7 +280,7 @@ def check_hosts(
 ) -> Knobs:
     """Return the knobs for ranks on these hosts: between hosts rows are pushed, never pulled."""
     hosts = len(set(sharing))
-    reason = why_not_gpus(sharing) if backend == "cuda" else None
+    reason = reason_gpus_unsupported(sharing) if backend == "cuda" else None
     if reason is not None:
         raise ValueError(f"{label}: {reason}")
     if hosts == 1:

@@ -45,7 +45,7 @@ from flux.core.env import LAYER_TIMEOUT_S, WORKSPACE_CACHE
 from flux.core.knobs import Knobs
 from flux.ops.base import TensorParallelOp
 from flux.ops.control import ControlPad
-from flux.ops.executor import places_of, why_not_gpus
+from flux.ops.executor import places_of, reason_gpus_unsupported
 from flux.transport.exchange import Exchange, OfGroup, resolve_group
 from flux.transport.placement import sharing
 
@@ -96,9 +96,11 @@ class OpPool(OfGroup):
         self._control: ControlPad | None = None
 
     @cached_property
-    def why_not_gpus(self) -> str | None:
+    def reason_without_gpus(self) -> str | None:
         """Why ops do not serve the GPUs of the ranks, or None. Collective at the first use."""
-        return why_not_gpus(sharing(places_of(self._exchange_within(self.timeout_s), None)))
+        return reason_gpus_unsupported(
+            sharing(places_of(self._exchange_within(self.timeout_s), None))
+        )
 
     def _exchange_within(self, timeout_s: float) -> Exchange:
         self._exchange.timeout_s = timeout_s

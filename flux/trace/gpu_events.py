@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from flux import _C
 from flux.core.events import Event, Kind
-from flux.core.heuristic import ceil_div
+from flux.core.integers import ceil_div
 from flux.core.knobs import Op
 from flux.core.recorder import Record, Work, incoming_lane, outgoing_lane
 from flux.trace.convert import Details, Span, collective, rows_text

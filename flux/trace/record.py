@@ -133,7 +133,9 @@ def _check(
     for op in ops:
         if not isinstance(op, TensorParallelOp):
             raise TypeError(f"op must be a flux op, got {type(op).__name__}")
-    problem = next((why for op in ops if (why := _why_not(op))), None) or _why_not_these(ops)
+    problem = next(
+        (why for op in ops if (why := _reason_untraceable(op))), None
+    ) or _reason_not_one_place(ops)
     given = {"calls": calls, "warmup": warmup, "capacity": capacity}
     for name, least in (("calls", 1), ("warmup", 0), ("capacity", 1)):
         if type(given[name]) is not int or given[name] < least:
@@ -153,7 +155,7 @@ def _world_on_one_gpu(op: TensorParallelOp) -> OneGpuExchange | None:
     return transport if isinstance(transport, OneGpuExchange) else None
 
 
-def _why_not_these(ops: Sequence[TensorParallelOp]) -> str | None:
+def _reason_not_one_place(ops: Sequence[TensorParallelOp]) -> str | None:
     places = [_world_on_one_gpu(op) for op in ops]
     first = places[0] if places else None
     have = [op.rank for op in ops]
@@ -166,7 +168,7 @@ def _why_not_these(ops: Sequence[TensorParallelOp]) -> str | None:
     )
 
 
-def _why_not(op: TensorParallelOp) -> str | None:
+def _reason_untraceable(op: TensorParallelOp) -> str | None:
     backend, label = op._backend, op.spec.label
     if op.closed:
         return f"{op!r} cannot be traced: it is closed"

@@ -115,7 +115,7 @@ class LoopbackWorld(OneGpuWorld):
         """
         if knobs.reduce == "in_flight":
             return "reduce = in_flight is not possible: simulated peers do not add"
-        if spec.op.gathers and spec.scaling == "row":
+        if spec.scales_travel:
             return "scaling = row is not possible: simulated peers have no scales"
         return super().reason_unsupported(spec, knobs)
 

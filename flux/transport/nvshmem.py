@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from flux import _C
 from flux.core.errors import PeerTimeoutError
-from flux.core.heuristic import ceil_div
+from flux.core.integers import round_up
 from flux.transport.base import SPARE, Memory, first_signal
 from flux.transport.device import CudaDevice, Device
 from flux.transport.exchange import Exchange, resolve_group
@@ -212,8 +212,8 @@ class Nvshmem(SymmMem):
             ValueError: ranks of a node cannot address each other; on all ranks.
             PeerTimeoutError: a peer did not take part.
         """
-        pad = ceil_div(words * WORD, ALIGNMENT) * ALIGNMENT
-        size = pad + ceil_div(max(data_bytes, 1), ALIGNMENT) * ALIGNMENT
+        pad = round_up(words * WORD, ALIGNMENT)
+        size = pad + round_up(max(data_bytes, 1), ALIGNMENT)
         # Zeroed before the exchange inside: no rank may write to memory that is still being zeroed.
         address = self._allocate(size)
         device = self.device.torch_device

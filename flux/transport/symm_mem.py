@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flux import _C
-from flux.core.heuristic import ceil_div
+from flux.core.integers import round_up
 from flux.transport.base import Memory, Peers, sm_share
 from flux.transport.device import CudaDevice, Device
 from flux.transport.exchange import Exchange
@@ -79,8 +79,8 @@ class SymmMem:
 
     def memory(self, words: int, data_bytes: int) -> Memory:
         """Return zeroed memory that all ranks have mapped. Collective."""
-        pad = ceil_div(words * WORD, ALIGNMENT) * ALIGNMENT
-        size = pad + ceil_div(max(data_bytes, 1), ALIGNMENT) * ALIGNMENT
+        pad = round_up(words * WORD, ALIGNMENT)
+        size = pad + round_up(max(data_bytes, 1), ALIGNMENT)
         self._kept, buffers = _map_everywhere(self.exchange, self.device, size)
         multicast = self._kept[1].multicast_ptr + pad if self.multicast else 0
         buffers[self.rank].zero_()

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from flux.bench.config import ONE_GPU
 from flux.bench.places import gpu
-from flux.bench.problem import ONE_GPU
 from flux.choice.choose import group_parts
 from flux.launch.spawn import end_with_parent, forkserver
 from flux.launch.supervisors import Launcher
@@ -81,7 +81,7 @@ def resolve_backend(given: str | None, transport: str | None, of_space: str | No
     return backend
 
 
-def why_not_gpus(world: int, gpus: int, ranks_here: int | None) -> str | None:
+def reason_untunable(world: int, gpus: int, ranks_here: int | None) -> str | None:
     """Return why ranks of this host cannot be tuned on its GPUs, None if they can.
 
     Args:
@@ -91,7 +91,7 @@ def why_not_gpus(world: int, gpus: int, ranks_here: int | None) -> str | None:
     """
     if world == 1:
         return "a single rank does not communicate: there is nothing to tune on one GPU"
-    problem = gpu.too_few(world, gpus, ranks_here)
+    problem = gpu.reason_too_few_gpus(world, gpus, ranks_here)
     return problem and f"{problem}; --backend cpu tunes ranks on the CPU"
 
 
@@ -104,7 +104,7 @@ def survey(launcher: Launcher, backend: str, transport: str | None, threads: int
     seen: list[Sight] = []
     problem = None
     if backend == "cuda":
-        problem = why_not_gpus(launcher.world, *gpu.gpus_here())
+        problem = reason_untunable(launcher.world, *gpu.gpus_here())
     if problem is None:
         try:
             seen = look(backend, [gpu.gpu_of(rank) for rank in launcher.ranks], threads)

@@ -16,10 +16,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flux.choice.cost import Shape, predict
+from flux.choice.cost import predict, resolved
 from flux.core.datafile import MOST_SIZE, Table, find, shown
-from flux.core.heuristic import ceil_div
+from flux.core.dtypes import DTYPES
+from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
 from flux.core.schedule import make_schedule
 from flux.core.topology import Topology
 from flux.kernels import cost as kernel_model
@@ -34,7 +36,6 @@ _SIZES = ("tile_rows", "tile_columns", "comm_tile_rows")
 _CHOICES = ("direction", "order", "swizzle", "store", "reduce", "copy_streams", "raster")
 _SIZE = re.compile(r"(m|chunk|n)(?:([*/])([1-9]\d{0,5}))?", re.ASCII)
 _ANY_KERNEL = GemmConfig("gemm", "80", "bf16", (128, 128, 64), "multistage")
-_KERNEL_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _kernel_values(table: Table) -> dict[str, list[Any]]:
     return found
 
 
-def extent(value: int | str, shape: Shape) -> int:
+def extent(value: int | str, problem: Problem) -> int:
     """Return the rows or columns that a size in a space file stands for.
 
     Raises:
@@ -186,40 +187,39 @@ def extent(value: int | str, shape: Shape) -> int:
     found = _SIZE.fullmatch(value)
     if found is None:
         raise ValueError(f"not a size: {value!r}")
-    base = {"m": shape.m, "chunk": ceil_div(shape.m, shape.world), "n": shape.local[0]}[found[1]]
+    base = {"m": problem.m, "chunk": problem.chunk, "n": problem.local[0]}[found[1]]
     by = int(found[3] or 1)
     return min(MOST_SIZE, base * by if found[2] == "*" else ceil_div(base, by))
 
 
-def combinations(space: Space, shape: Shape) -> Iterator[Knobs]:
+def combinations(space: Space, problem: Problem) -> Iterator[Knobs]:
     """Yield every declared combination, legal or not, in the order of the file."""
-    by_op = space.between_hosts if shape.nodes > 1 and space.between_hosts else space.ops
-    values = by_op.get(shape.op.name, {})
+    by_op = space.between_hosts if problem.nodes > 1 and space.between_hosts else space.ops
+    values = by_op.get(problem.op.name, {})
     for chosen in product(*values.values()):
         named = dict(zip(values, chosen, strict=True))
         rows, columns = named.pop("tile_rows", None), named.pop("tile_columns", "n")
         if rows is not None:
-            named["tile"] = (extent(rows, shape), extent(columns, shape))
+            named["tile"] = (extent(rows, problem), extent(columns, problem))
         if "comm_tile_rows" in named:
-            named["comm_tile_rows"] = extent(named["comm_tile_rows"], shape)
+            named["comm_tile_rows"] = extent(named["comm_tile_rows"], problem)
         yield Knobs(**named)
 
 
-def kernels(space: Space, shape: Shape) -> tuple[list[GemmConfig], list[Pruned]]:
+def kernels(space: Space, problem: Problem) -> tuple[list[GemmConfig], list[Pruned]]:
     """Return the kernels of a space that support the shape, and those that do not."""
     if space.backend == "cpu":
         return [], []
-    dtype = _KERNEL_DTYPES.get(shape.dtype)
-    if dtype is None:
-        raise ValueError(f"there are no kernels for {shape.dtype}")
-    n, k = shape.local
-    problem = GemmProblem(shape.m, n, k, shape.world)
+    dtype = DTYPES[problem.dtype]
+    if not dtype.in_kernels:
+        raise ValueError(f"there are no kernels for {problem.dtype}")
+    gemm = GemmProblem.of(problem)
     kept, pruned = [], []
     for chosen in product(*space.kernels.values()):
         named = dict(zip(space.kernels, chosen, strict=True))
         try:
-            config = GemmConfig(op=shape.op.kernel, arch=space.arch, dtype=dtype, **named)
-            reason = reason_unsupported(config, problem)
+            config = GemmConfig(op=problem.op.kernel, arch=space.arch, dtype=dtype.short, **named)
+            reason = reason_unsupported(config, gemm)
             name = config.name
         except ValueError as error:
             name, reason = str(named), str(error)
@@ -240,55 +240,55 @@ def _name(knobs: Knobs, kernel: GemmConfig | None = None) -> str:
 
 
 def _schedule_identity(
-    shape: Shape, topology: Topology, knobs: Knobs, kernel: GemmConfig | None = None
+    problem: Problem, topology: Topology, knobs: Knobs, kernel: GemmConfig | None = None
 ) -> object:
     """Return a value that identifies a schedule's effect; raise ValueError if there is none.
 
     A GPU has thousands of tiles, whose order follows from the transfers and a few knobs.
     """
-    sizes = (shape.m, shape.n, shape.k)
+    sizes = (problem.m, problem.n, problem.k)
     of_ranks = []
-    for rank in sorted({0, shape.world - 1}):
+    for rank in sorted({0, problem.world - 1}):
         schedule = make_schedule(
-            shape.op.name, sizes, shape.world, rank, topology, knobs, itemsize=shape.itemsize
+            problem.op.name, sizes, problem.world, rank, topology, knobs, itemsize=problem.itemsize
         )
         visits = schedule.visits if kernel is None else ()
         of_ranks.append((visits, schedule.transfers, schedule.results))
     final = schedule.knobs
     if kernel is not None:
-        rows = ceil_div(shape.m, kernel.cluster_tile[0])
+        rows = ceil_div(problem.m, kernel.cluster_tile[0])
         order = (min(final.raster or 1, rows), final.swizzle, final.reduce)
         return (tuple(of_ranks), final.direction, order, kernel)
     how = (final.direction, final.store, final.copy_streams, final.reduce)
-    return (tuple(of_ranks), how if shape.op.reduces else (how[0], how[2]))
+    return (tuple(of_ranks), how if problem.op.reduces else (how[0], how[2]))
 
 
 def candidates(
-    space: Space, shape: Shape, topology: Topology, cluster: Cluster
+    space: Space, problem: Problem, topology: Topology, cluster: Cluster
 ) -> tuple[list[Candidate], list[Pruned]]:
     """Return the candidates to measure, and the pruned ones with reasons.
 
     Candidates that are always measured come first, then the others by predicted time. Pure: the
     same on all ranks and in every run.
     """
-    configs, pruned = kernels(space, shape)
-    best_kernel, speeds = _kernel_speeds(configs, shape, cluster)
+    configs, pruned = kernels(space, problem)
+    best_kernel, speeds = _kernel_speeds(configs, problem, cluster)
     fixed = {
         "unfused": Knobs(path="unfused"),
-        "medium": shape.resolved(Knobs(path="medium"), best_kernel),
-        "default": shape.resolved(Knobs(), best_kernel),
+        "medium": resolved(problem, Knobs(path="medium"), best_kernel),
+        "default": resolved(problem, Knobs(), best_kernel),
     }
     kept = []
     seen: dict[object, str] = {}
     for name, knobs in fixed.items():
         kernel = best_kernel if name != "unfused" else None
-        kept.append(Candidate(name, knobs, kernel, predict(shape, cluster, knobs, kernel).total))
-    if shape.world > 1:
-        seen[_schedule_identity(shape, topology, fixed["default"], best_kernel)] = "default"
+        kept.append(Candidate(name, knobs, kernel, predict(problem, cluster, knobs, kernel).total))
+    if problem.world > 1:
+        seen[_schedule_identity(problem, topology, fixed["default"], best_kernel)] = "default"
     found: list[Candidate] = []
-    for knobs in combinations(space, shape):
+    for knobs in combinations(space, problem):
         for kernel in configs or [None]:  # type: ignore[list-item]
-            candidate, reason = _examine(knobs, kernel, shape, topology, cluster, speeds, seen)
+            candidate, reason = _examine(knobs, kernel, problem, topology, cluster, speeds, seen)
             if reason is None:
                 found.append(candidate)
             else:
@@ -307,40 +307,39 @@ def candidates(
 def _examine(
     knobs: Knobs,
     kernel: GemmConfig | None,
-    shape: Shape,
+    problem: Problem,
     topology: Topology,
     cluster: Cluster,
     speeds: dict[str, float],
     seen: dict[object, str],
 ) -> tuple[Candidate, str | None]:
     """Return a candidate, and the reason to prune it; None if there is none."""
-    full = shape.resolved(knobs, kernel)
+    full = resolved(problem, knobs, kernel)
     name = _name(full, kernel)
     candidate = Candidate(name, full, kernel)
     try:
-        identity = _schedule_identity(shape, topology, full, kernel)
+        identity = _schedule_identity(problem, topology, full, kernel)
     except ValueError as error:
         return candidate, f"illegal: {error}"
-    if shape.nodes > 1 and full.direction == "pull":
+    if problem.nodes > 1 and full.direction == "pull":
         return candidate, "illegal: direction = pull needs memory that peers can read"
     if identity in seen:
         return candidate, f"the same schedule as {seen[identity]}"
     seen[identity] = name
-    predicted = predict(shape, cluster, full, kernel)
+    predicted = predict(problem, cluster, full, kernel)
     slower = speeds.get(kernel.name, 1.0) if kernel is not None else 1.0
     total = predicted.gemm_ms * slower + predicted.exposed_ms
     return replace(candidate, predicted_ms=total), None
 
 
 def _kernel_speeds(
-    configs: Sequence[GemmConfig], shape: Shape, cluster: Cluster
+    configs: Sequence[GemmConfig], problem: Problem, cluster: Cluster
 ) -> tuple[GemmConfig | None, dict[str, float]]:
     """Return the kernel of least modelled time, and each kernel's time relative to it."""
     if not configs:
         return None, {}
-    n, k = shape.local
-    problem = GemmProblem(shape.m, n, k, shape.world)
+    gemm = GemmProblem.of(problem)
     units = cluster.device.units
-    costs = {c.name: kernel_model.cost(c, problem, units) for c in configs}
+    costs = {c.name: kernel_model.cost(c, gemm, units) for c in configs}
     best = min(configs, key=lambda c: (costs[c.name], c.name))
     return best, {name: value / costs[best.name] for name, value in costs.items()}

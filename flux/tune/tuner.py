@@ -19,15 +19,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from flux.bench.config import BenchConfig
 from flux.bench.launch import group_of
-from flux.bench.problem import BenchConfig, Problem
 from flux.choice.cache import Cache
 from flux.choice.choose import key_of
-from flux.choice.cost import Shape, gemm_ms
+from flux.choice.cost import gemm_ms
 from flux.choice.keys import Key, versions
 from flux.choice.winners import MOST_MS, Winner
 from flux.core.datafile import one_line, shown
-from flux.core.knobs import Op
+from flux.core.problem import Problem
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.kernels.registry import cache_root
@@ -82,7 +82,6 @@ class Search:
     """The search for one shape: its candidates and its measurements."""
 
     problem: Problem
-    shape: Shape
     candidates: tuple[Candidate, ...]
     pruned: list[Pruned]
     halving: Halving
@@ -98,7 +97,7 @@ class Search:
     def label(self) -> str:
         """The shape, for display."""
         p = self.problem
-        return f"{p.op} {p.m}x{p.n}x{p.k} {p.dtype}"
+        return f"{p.op.name} {p.m}x{p.n}x{p.k} {p.dtype}"
 
     @property
     def rounds_done(self) -> int:
@@ -190,17 +189,8 @@ def make_search(
         options: of the search.
     """
     topology = Topology.of_hosts(list(sharing))
-    shape = Shape(
-        Op[problem.op],
-        problem.m,
-        problem.n,
-        problem.k,
-        problem.dtype,
-        problem.torch_dtype.itemsize,
-        problem.world,
-        topology.nodes,
-    )
-    kept, pruned = candidates(space, shape, topology, cluster)
+    problem = replace(problem, nodes=topology.nodes)
+    kept, pruned = candidates(space, problem, topology, cluster)
     names = tuple(candidate.name for candidate in kept)
     least_ms = min(candidate.predicted_ms for candidate in kept)
     halving = Halving(names, ALWAYS, options.rounds or rounds_for(least_ms))
@@ -208,7 +198,7 @@ def make_search(
         halving = replace(halving, rounds=halving.rounds[-1:])
     # The first call of an op on a GPU loads kernels and allocates memory.
     warm_up = least_ms < SHORT_MS or space.backend == "cuda"
-    return Search(problem, shape, tuple(kept), pruned, halving, warm_up)
+    return Search(problem, tuple(kept), pruned, halving, warm_up)
 
 
 class Tuner:
@@ -351,7 +341,7 @@ class Tuner:
     def _run(self, search: Search, job: Job) -> str:
         timeout = self._options.candidate_timeout_s
         # The float64 reference takes about ten times as long as the GEMM in float32 at peak.
-        reference_s = gemm_ms(search.shape, self._machine.cluster) * 40e-3
+        reference_s = gemm_ms(search.problem, self._machine.cluster) * 40e-3
         start_s = _GPU_START_S if self._machine.backend == "cuda" else 0.0
         _, failure = self._launcher.run(
             tune_rank,
@@ -365,9 +355,9 @@ class Tuner:
         return failure.partition("\n")[0]
 
     def _job(self, search: Search, blackboard: Path, seconds: float, at_once: int) -> Job:
-        options, shape = self._options, search.shape
+        options = self._options
         if self._machine.backend == "cpu":
-            at_once = min(at_once, self._fitting(shape))
+            at_once = min(at_once, self._fitting(search.problem))
         config = BenchConfig(
             problem=search.problem,
             threads=options.threads,
@@ -392,10 +382,10 @@ class Tuner:
         )
 
     @staticmethod
-    def _fitting(shape: Shape) -> int:
+    def _fitting(problem: Problem) -> int:
         """Return the number of candidates that may be in the host's memory at once."""
-        per_rank = shape.m * shape.row_bytes * (2 if shape.op.all_reduces else 1)
-        return max(2, _MEMORY_BYTES // (shape.world * per_rank + 1))
+        per_rank = problem.m * problem.row_bytes * (2 if problem.op.all_reduces else 1)
+        return max(2, _MEMORY_BYTES // (problem.world * per_rank + 1))
 
     def _note(self, search: Search, event: dict[str, Any]) -> None:
         """Write an event to the journal, then apply it: decisions depend only on saved events."""
@@ -445,9 +435,8 @@ class Tuner:
 
 def spec_of(problem: Problem) -> OpSpec:
     """Return the op's specification, as the cache uses it."""
-    return OpSpec(
-        Op[problem.op], problem.m, (problem.n,), problem.k, problem.torch_dtype, False, "sum"
-    )
+    p = problem
+    return OpSpec(p.op, p.m, (p.n,), p.k, p.torch_dtype, False, "sum")
 
 
 def _key(search: Search, machine: Machine) -> Key:

@@ -26,15 +26,16 @@ import torch
 import torch.distributed as dist
 
 from flux.backends.cuda.op_kernels import is_variant
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Fused, Method, poisoned_methods
 from flux.bench.places import open_place
 from flux.bench.places.base import Timing
 from flux.bench.places.cpu import CpuRanks
-from flux.bench.problem import BenchConfig, Problem
 from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
 from flux.choice.choose import Fixed
+from flux.core.problem import Problem
 from flux.tune.halving import Halving, Step
 from flux.tune.space import Candidate
 
@@ -151,10 +152,9 @@ class Room:
         self._free = free()
         self._largest = 0
         rows, columns = problem.result_shape(0)
-        self._result = rows * columns * problem.torch_dtype.itemsize
+        self._result = rows * columns * problem.itemsize
         # Gathered rows, or partials, of all M. The check uses about six float64 arrays.
-        travels = problem.m * (problem.k if problem.gathers else problem.n)
-        self._working = travels * problem.torch_dtype.itemsize + rows * columns * 48
+        self._working = problem.m * problem.row_bytes + rows * columns * 48
 
     def for_another(self, built: int) -> bool:
         """Return whether to build one more in addition to ``built``; the first always.

@@ -44,7 +44,7 @@ from flux.core.backend import NO_HOOKS, OverlapHooks
 from flux.core.call import Call
 from flux.core.env import POISON, SPIN_US, WINDOW_MB
 from flux.core.errors import PeerDiedError, PeerTimeoutError
-from flux.core.heuristic import ceil_div
+from flux.core.integers import ceil_div
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
 from flux.core.schedule import Parcel, ParcelKind, TileSchedule, Visit
 from flux.core.spec import DTYPES, OpSpec
@@ -115,6 +115,8 @@ class CpuBackend:
         memory = shm.allocate(exchange, local, layout.signals, layout.data_bytes, spec.label)
         data = memory.data
         self.workspace_bytes = memory.nbytes
+        native = DTYPES[spec.out_dtype].native
+        assert native is not None  # results are never float8
         self.engine = _C.Engine(
             rank=self.rank,
             pads=memory.pads,
@@ -123,7 +125,7 @@ class CpuBackend:
             row_bytes=layout.row_bytes,
             slot_bytes=layout.slot_bytes,
             result_offset=layout.result_offset,
-            dtype=DTYPES[spec.out_dtype],
+            dtype=native,
             signals=layout.signals,
             processes=memory.processes,
         )

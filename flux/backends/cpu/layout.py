@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flux import _C
-from flux.core.heuristic import MAX_COMM_TILES, across_hosts, ceil_div
+from flux.core.heuristic import MAX_COMM_TILES, across_hosts
+from flux.core.integers import ceil_div
 from flux.core.knobs import Direction, Knobs, Order
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology

@@ -181,7 +181,7 @@ class CudaBackend:
             guard_bytes=self.layout.guard_bytes,
             rest_offset=self.layout.rest_offset,
             sums_offset=self.layout.sums_offset,
-            scales_travel=spec.op.gathers and spec.scaling == "row",
+            scales_travel=spec.scales_travel,
             all_reduce=spec.op.all_reduces,
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
             signals=self.layout.signals,

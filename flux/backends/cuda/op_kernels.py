@@ -5,17 +5,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-import torch
-
 from flux.core.knobs import Knobs
-from flux.core.spec import FP8, OpSpec
+from flux.core.spec import DTYPES, OpSpec
 from flux.kernels.choice import choose
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem
 from flux.kernels.registry import BuiltKernel
 from flux.transport.device import Device
-
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}
 
 _warned: set[str] = set()
 
@@ -76,11 +72,10 @@ def op_kernel(
     Raises:
         ValueError: no kernel that is built can do it.
     """
-    dtype = DTYPES.get(spec.dtype)
-    if dtype is None:
-        raise ValueError(
-            f"{spec.label}: backend cuda needs bfloat16, float16 or float8_e4m3fn, got {spec.dtype}"
-        )
+    if not DTYPES[spec.dtype].in_kernels:
+        known = ", ".join(dtype.name for dtype in DTYPES.values() if dtype.in_kernels)
+        raise ValueError(f"{spec.label}: backend cuda needs one of {known}, got {spec.dtype}")
+    dtype = DTYPES[spec.dtype].short
     registry = device.registry.for_traces() if traced else device.registry
     build = "flux compile --trace" if traced else "flux compile"
     builders = f"`{build}` builds" if traced else "`flux tune` or `flux compile` builds"

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Method, default_methods
 from flux.bench.peers.async_tp import AsyncTp
 from flux.bench.peers.base import Guarded, Peer, PeerError, blame
-from flux.bench.problem import BenchConfig
 
 __all__ = ["PEERS", "Peer", "PeerError", "blame", "load", "peers_and_flux", "survey", "unsupported"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux.bench.methods import Method
-from flux.bench.peers.base import PeerMethod, no_gpu, uneven, unlike_gpu_ranks
-from flux.bench.problem import BenchConfig
+from flux.bench.config import BenchConfig
+from flux.bench.methods import LibraryMethod, Method
+from flux.bench.peers.base import no_gpu, reason_ranks
 from flux.bench.reference import Inputs
 
 
@@ -45,20 +45,16 @@ class AsyncTp:
 
     def supports(self, config: BenchConfig) -> str | None:
         """Return why the ops do not support this problem; None if they do."""
-        if config.problem.kind.all_reduces:
+        if config.problem.op.all_reduces:
             return "has no GEMM with AllReduce"
-        return unlike_gpu_ranks(config) or uneven(config, "m", "n" if _gathers(config) else "k")
+        return reason_ranks(config)
 
     def make(self, config: BenchConfig, rank: int) -> Method:
         """Return the method."""
         return _AsyncTpMethod(config)
 
 
-def _gathers(config: BenchConfig) -> bool:
-    return config.problem.gathers
-
-
-class _AsyncTpMethod(PeerMethod):
+class _AsyncTpMethod(LibraryMethod):
     """Calls on the default group. torch keeps the workspace, per group."""
 
     name = AsyncTp.name
@@ -66,7 +62,7 @@ class _AsyncTpMethod(PeerMethod):
     def __init__(self, config: BenchConfig) -> None:
         import torch.distributed._symmetric_memory  # registers the ops  # noqa: F401
 
-        self._gathers = _gathers(config)
+        self._gathers = config.problem.op.gathers
         group = dist.group.WORLD
         assert group is not None
         self._group: str = group.group_name

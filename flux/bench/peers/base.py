@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.methods import Method
-from flux.bench.problem import ONE_GPU, BenchConfig
 
 
 class Peer(Protocol):
@@ -58,19 +58,17 @@ def no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none"
 
 
-def unlike_gpu_ranks(config: BenchConfig) -> str | None:
-    """Return why a library that needs a GPU per rank cannot run so; None if it can."""
+def reason_ranks(config: BenchConfig) -> str | None:
+    """Return why a library cannot run that needs a GPU per rank and equal shards; None if it can.
+
+    The shards are those of rows, and of N or K.
+    """
     if config.backend != "cuda":
         return "runs on GPUs only (--backend cuda)"
     if config.transport in ONE_GPU:
         return f"needs a GPU for each rank, unlike --transport {config.transport}"
-    return None
-
-
-def uneven(config: BenchConfig, *names: str) -> str | None:
-    """Return why a library that divides these sizes by the ranks cannot run; None if it can."""
     problem = config.problem
-    for name in names:
+    for name in ("m", "n" if problem.op.gathers else "k"):
         size = getattr(problem, name)
         if size % problem.world:
             return f"needs {name} divisible by the {problem.world} ranks, got {name}={size}"
@@ -109,17 +107,3 @@ class Guarded:
     def close(self) -> None:
         """Close the method."""
         self._run(self._method.close)
-
-
-class PeerMethod:
-    """The common part of most peers' methods: no wait, no separate transport."""
-
-    def comm_only(self, inputs: Any) -> Callable[[], object] | None:
-        """Return None: there is no transport without the GEMM."""
-        return None
-
-    def wait(self) -> None:
-        """Return at once: torch orders the work on its streams."""
-
-    def close(self) -> None:
-        """Do nothing: no state is kept between calls."""

@@ -8,9 +8,9 @@ loopback.RealRank    one rank on the GPU, simulated peers with memory on the hos
 
 from __future__ import annotations
 
+from flux.bench.config import BenchConfig
 from flux.bench.places.base import Place
 from flux.bench.places.cpu import CpuRanks
-from flux.bench.problem import BenchConfig
 
 
 def open_place(config: BenchConfig, rank: int) -> Place:

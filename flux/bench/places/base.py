@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from flux.bench.config import BenchConfig
 from flux.bench.methods import Method, OpMethod
-from flux.bench.problem import BenchConfig
 from flux.bench.reference import Verdict
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from flux.bench.config import BenchConfig
 from flux.bench.methods import (
     Fused,
     Method,
@@ -17,7 +18,6 @@ from flux.bench.methods import (
     whole_gemms,
 )
 from flux.bench.places.base import Call, Timing
-from flux.bench.problem import BenchConfig
 from flux.bench.reference import Verdict, judge, make_inputs, make_reference
 from flux.bench.timing import StartLine, timed
 

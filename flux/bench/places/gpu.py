@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.methods import Method
 from flux.bench.places.base import Call, Timing
 from flux.bench.places.cpu import CpuRanks
-from flux.bench.problem import ONE_GPU, BenchConfig
 from flux.bench.reference import Inputs, Verdict, make_inputs
 from flux.transport.device import CudaDevice, Device
 from flux.transport.one_gpu import most_ranks
@@ -27,7 +27,7 @@ _ON_ONE = (
 )
 
 
-def too_few(world: int, gpus: int, ranks_here: int | None) -> str | None:
+def reason_too_few_gpus(world: int, gpus: int, ranks_here: int | None) -> str | None:
     """Return an error if some rank of this host has no GPU, None if each has one.
 
     Args:
@@ -65,7 +65,7 @@ def reason_unsupported(config: BenchConfig, gpus: int, ranks_here: int | None) -
         if not least <= world <= most_ranks():
             return f"--transport {transport} takes --nproc {least} to {most_ranks()}, got {world}"
         return None
-    problem = too_few(world, gpus, ranks_here)
+    problem = reason_too_few_gpus(world, gpus, ranks_here)
     return f"{problem}: lower --nproc, or {_ON_ONE}" if problem and gpus else problem
 
 

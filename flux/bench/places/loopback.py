@@ -16,11 +16,11 @@ import torch
 
 import flux
 from flux import _C
-from flux.bench.methods import Fused, Method, whole_gemms
+from flux.bench.config import BenchConfig
+from flux.bench.methods import Fused, LibraryMethod, Method, whole_gemms
 from flux.bench.places import gpu
 from flux.bench.places.base import Call, Timing
 from flux.bench.places.gpu import Machine
-from flux.bench.problem import BenchConfig, Problem
 from flux.bench.reference import (
     Inputs,
     Reference,
@@ -32,6 +32,7 @@ from flux.bench.reference import (
     make_inputs,
     zeros_for,
 )
+from flux.core.problem import Problem
 from flux.transport.device import Device
 from flux.transport.loopback import REAL, LoopbackWorld
 
@@ -83,7 +84,7 @@ class Link:
             self._device.driver.destroy_stream(stream)
 
 
-class Unfused:
+class Unfused(LibraryMethod):
     """Whole chunks over the link before or after one torch.mm, in persistent buffers."""
 
     name = "unfused"
@@ -92,13 +93,13 @@ class Unfused:
         self._problem, self._machine, self._link, self._adder = problem, machine, link, adder
         self._own = [end - begin for begin, end in map(problem.rows, range(problem.world))]
         self._peers = range(1, problem.world)
-        width = problem.k if problem.gathers else problem.n
+        width = problem.k if problem.op.gathers else problem.n
         self._whole = self._room(problem.m, width)  # gathered rows, or the product
         self._received = [self._host(self._own[peer], width) for peer in self._peers]
-        if not problem.gathers:
+        if not problem.op.gathers:
             self._slots = [self._room(self._own[0], width) for _ in self._peers]
             self._sum = self._room(self._own[0], width)
-        if problem.kind.all_reduces:
+        if problem.op.all_reduces:
             self._result = self._room(problem.m, width)
             self._told = [self._host(self._own[0], width) for _ in self._peers]
 
@@ -112,14 +113,14 @@ class Unfused:
 
     def __call__(self, inputs: Played) -> torch.Tensor:
         """Compute the op."""
-        if self._problem.gathers:
+        if self._problem.op.gathers:
             self.communicate(inputs)
             out = self._room(self._problem.m, inputs.weight.shape[0])
             self._multiply(self._whole, inputs.weight, out)
             return out
         self._multiply(inputs.x, inputs.weight, self._whole)
         self.communicate(inputs)
-        return self._result if self._problem.kind.all_reduces else self._sum
+        return self._result if self._problem.op.all_reduces else self._sum
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         def run() -> None:
@@ -130,7 +131,7 @@ class Unfused:
     def communicate(self, inputs: Played) -> None:
         """Copy as the collective would on this rank, and reduce."""
         chunks = self._whole.split(self._own)
-        if self._problem.gathers:
+        if self._problem.op.gathers:
             self._copy(chunks[0], inputs.x)
             self._link.move(
                 list(zip(chunks[1:], inputs.rows, strict=True)),
@@ -168,16 +169,6 @@ class Unfused:
     def knobs(self) -> dict[str, Any]:
         """Return the description of collective and GEMM."""
         return {"path": "unfused", "collective": "copies, whole chunks", "gemm": "torch.mm"}
-
-    def comm_only(self, inputs: Any) -> Call | None:
-        """Return None: the place's collective is used."""
-        return None
-
-    def wait(self) -> None:
-        """Return at once: there are no real peers to wait for."""
-
-    def close(self) -> None:
-        """Do nothing: the place owns the link."""
 
 
 class RealRank:
@@ -219,7 +210,7 @@ class RealRank:
         own = self.machine.put(make_inputs(problem, REAL, seed))
         generator = torch.Generator().manual_seed(seed * 1_000_003 + problem.world)
         # A partial is a sum of K/W products.
-        size = 1.0 if problem.gathers else max(1, own.x.shape[1]) ** 0.5
+        size = 1.0 if problem.op.gathers else max(1, own.x.shape[1]) ** 0.5
 
         def pinned(rows: int, columns: int) -> torch.Tensor:
             drawn = torch.randn(rows, columns, generator=generator) * size
@@ -227,11 +218,11 @@ class RealRank:
             return made.view(drawn.shape).copy_(drawn)
 
         sizes = [end - begin for begin, end in map(problem.rows, range(problem.world))]
-        if problem.gathers:
+        if problem.op.gathers:
             return Played(own.x, own.weight, [pinned(rows, problem.k) for rows in sizes[1:]], None)
         partials = [pinned(sizes[REAL], problem.n) for _ in sizes[1:]]
         results = None
-        if problem.kind.all_reduces:
+        if problem.op.all_reduces:
             results = [pinned(rows, problem.n) for rows in sizes[1:]]
         return Played(own.x, own.weight, partials, results)
 
@@ -249,7 +240,7 @@ class RealRank:
     def reference(self, inputs: Played) -> Right:
         """Return the right result of rank 0, and the right data for the peers."""
         problem, x, weight = self.problem, inputs.x, inputs.weight
-        if problem.gathers:
+        if problem.op.gathers:
             whole = torch.cat([x, *(rows.to(x.device) for rows in inputs.rows)])
             sums = zeros_for(problem.m, weight)
             accumulate(whole, weight, sums)
@@ -299,12 +290,12 @@ class RealRank:
                     return found
             return Verdict(True, 0.0)
         partial = right.partials[peer]
-        begin = peers.layout.slot_offset(REAL) // problem.torch_dtype.itemsize
+        begin = peers.layout.slot_offset(REAL) // problem.itemsize
         held = memory[begin : begin + partial.expected.numel()].view(partial.expected.shape)
         found = judge_values(held.to(partial.expected.device), partial)
-        if found.ok and problem.kind.all_reduces:
+        if found.ok and problem.op.all_reduces:
             own = got[slice(*problem.rows(REAL))].double().cpu()
-            begin = peers.layout.rest_offset // problem.torch_dtype.itemsize
+            begin = peers.layout.rest_offset // problem.itemsize
             held = memory[begin : begin + own.numel()].view(own.shape)
             found = judge_values(held, Reference(own, torch.zeros_like(own)))
         return found

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import torch
 
 import flux
-from flux.bench.methods import Fused, Method, whole_gemms
+from flux.bench.config import BenchConfig
+from flux.bench.methods import Fused, LibraryMethod, Method, whole_gemms
 from flux.bench.places import gpu
 from flux.bench.places.base import Call, Timing
 from flux.bench.places.gpu import Machine
-from flux.bench.problem import BenchConfig, Problem
 from flux.bench.reference import Inputs, Reference, Verdict, judge, make_inputs, reference_of_all
+from flux.core.problem import Problem
 from flux.transport.virtual import VirtualWorld
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class OfAllRanks:
             method.close()
 
 
-class Unfused:
+class Unfused(LibraryMethod):
     """The collective's result, and the GEMMs of all ranks, by torch."""
 
     name = "unfused"
@@ -79,29 +80,19 @@ class Unfused:
 
     def _compute(self, inputs: Sequence[Inputs]) -> Sequence[torch.Tensor]:
         problem = self._problem
-        if problem.gathers:
+        if problem.op.gathers:
             x = torch.cat([own.x for own in inputs])
             return [torch.mm(x, own.weight.t()) for own in inputs]
         total = torch.mm(inputs[0].x, inputs[0].weight.t())
         for own in inputs[1:]:
             total += torch.mm(own.x, own.weight.t())
-        if problem.kind.all_reduces:
+        if problem.op.all_reduces:
             return [total] * problem.world
         return [total[slice(*problem.rows(rank))] for rank in range(problem.world)]
 
     def knobs(self) -> dict[str, Any]:
         """Return the description of collective and GEMM."""
         return {"path": "unfused", "collective": "torch on one GPU", "gemm": "torch.mm"}
-
-    def comm_only(self, inputs: Any) -> Call | None:
-        """Return None: the place's collective is used."""
-        return None
-
-    def wait(self) -> None:
-        """Return at once: torch orders its own work."""
-
-    def close(self) -> None:
-        """Do nothing: no state is kept between calls."""
 
 
 class Ranks:
@@ -168,7 +159,7 @@ class Ranks:
     def collective(self, inputs: list[Inputs]) -> Call:
         """Return the communication alone, by torch on one GPU."""
         problem = self.problem
-        if problem.gathers:
+        if problem.op.gathers:
             return lambda: torch.cat([own.x for own in inputs])
         partials = [inputs[0].x.new_zeros(problem.m, problem.n) for _ in inputs]
         return lambda: torch.stack(partials).sum(0)

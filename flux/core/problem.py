@@ -1,0 +1,128 @@
+"""One op at one M: its sizes and the shapes of its tensors. Needs only the standard library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flux.core.dtypes import DTYPES
+from flux.core.integers import ceil_div
+from flux.core.knobs import Op
+
+if TYPE_CHECKING:
+    import torch
+
+ACTIVATIONS = ("none", "gelu", "silu")
+SCALINGS = ("none", "tensor", "row")
+"""Factors of float8 operands: one per tensor, or one per row of x and of the weight's [N, K]."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One op at one global shape, as it is modelled, tuned and measured.
+
+    ``flux.core.spec.OpSpec`` is what an op is constructed with, for all M up to a largest one;
+    ``flux.kernels.legality.GemmProblem`` is the GEMM of one rank.
+
+    The shapes of x, weight and result are those of one rank:
+
+    op       x            weight     result
+    ag_gemm  [own, K]     [N/W, K]   [M, N/W]
+    gemm_rs  [M, K/W]     [N, K/W]   [own, N]
+    gemm_ar  [M, K/W]     [N, K/W]   [M, N]
+
+    Every extent S that is divided by W is divided as rows are: rank r has [r*ceil(S/W), min(S,
+    (r+1)*ceil(S/W))).
+
+    Attributes:
+        op: the fused op.
+        m: global rows.
+        n: global columns, of all weights together.
+        k: global depth, in elements.
+        dtype: of x and the weight, as torch names it.
+        world: number of ranks.
+        nodes: number of hosts of the ranks.
+    """
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    dtype: str
+    world: int
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k", "world", "nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    def as_dict(self) -> dict[str, object]:
+        """Return op, sizes, dtype and world, for JSON."""
+        names = ("m", "n", "k", "dtype", "world")
+        return {"op": self.op.name, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's."""
+        return DTYPES[self.dtype].torch
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the communicated matrix."""
+        dtype = DTYPES[self.dtype]
+        return (dtype if self.op.gathers else dtype.of_result).itemsize
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a communicated row: of the input (AllGather) or of the result."""
+        return self.k if self.op.gathers else self.n
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a communicated row, without scales."""
+        return self.itemsize * self.row_elements
+
+    @property
+    def chunk(self) -> int:
+        """Rows of the largest shard, ceil(M/W)."""
+        return ceil_div(self.m, self.world)
+
+    def share(self, size: int, rank: int) -> tuple[int, int]:
+        """Return [begin, end) of ``size`` that belongs to ``rank``; may be empty."""
+        chunk = ceil_div(size, self.world)
+        begin = min(size, rank * chunk)
+        return begin, min(size, begin + chunk)
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Return the rows [begin, end) that ``rank`` owns; may be empty."""
+        return self.share(self.m, rank)
+
+    def x_shape(self, rank: int) -> tuple[int, int]:
+        """Return the shape of x on ``rank``."""
+        if self.op.gathers:
+            begin, end = self.rows(rank)
+            return (end - begin, self.k)
+        begin, end = self.share(self.k, rank)
+        return (self.m, end - begin)
+
+    def weight_shape(self, rank: int) -> tuple[int, int]:
+        """Return the shape of the weight on ``rank``: columns and depth of its GEMM."""
+        if self.op.gathers:
+            begin, end = self.share(self.n, rank)
+            return (end - begin, self.k)
+        begin, end = self.share(self.k, rank)
+        return (self.n, end - begin)
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """Columns and depth of the largest local GEMM: that of rank 0."""
+        return self.weight_shape(0)
+
+    def result_shape(self, rank: int) -> tuple[int, int]:
+        """Return the shape of the result on ``rank``."""
+        begin, end = self.rows(rank)
+        rows = end - begin if self.op.scatters else self.m
+        return (rows, self.weight_shape(rank)[0])
