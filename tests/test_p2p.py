@@ -79,7 +79,7 @@ def test_layers_and_graphs_fuse_on_gpus_where_ops_serve_them(
 ) -> None:
     class Pool:
         group = None
-        why_not_gpus = reason_gpus_unsupported(nodes)
+        reason_without_gpus = reason_gpus_unsupported(nodes)
 
     monkeypatch.setattr(eligible, "pool_of", lambda name: Pool)
     monkeypatch.setattr(torch_internals, "serves", lambda group, device: True)
@@ -87,6 +87,6 @@ def test_layers_and_graphs_fuse_on_gpus_where_ops_serve_them(
     monkeypatch.setattr(
         served.dist, "get_process_group_ranks", lambda group: list(range(len(nodes)))
     )
-    for said in (eligible._group_cannot("tp", "cuda"), served._why_not_gpus(None)):  # type: ignore[arg-type]
+    for said in (eligible._group_cannot("tp", "cuda"), served._reason_gpus_unsupported(None)):  # type: ignore[arg-type]
         assert (said is None) if reason is None else (said is not None and reason in said)
     assert eligible._group_cannot("tp", "cpu") is None

@@ -51,6 +51,5 @@ def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str 
 def _reason_gpus_unsupported(group: dist.ProcessGroup) -> str | None:
     if not _hosts:
         return "enable() was called before init_process_group, so the hosts of ranks are unknown"
-    return executor.reason_gpus_unsupported(
-        [_hosts[rank] for rank in dist.get_process_group_ranks(group)]
-    )
+    hosts = [_hosts[rank] for rank in dist.get_process_group_ranks(group)]
+    return executor.reason_gpus_unsupported(hosts)

@@ -98,9 +98,8 @@ class OpPool(OfGroup):
     @cached_property
     def reason_without_gpus(self) -> str | None:
         """Why ops do not serve the GPUs of the ranks, or None. Collective at the first use."""
-        return reason_gpus_unsupported(
-            sharing(places_of(self._exchange_within(self.timeout_s), None))
-        )
+        places = places_of(self._exchange_within(self.timeout_s), None)
+        return reason_gpus_unsupported(sharing(places))
 
     def _exchange_within(self, timeout_s: float) -> Exchange:
         self._exchange.timeout_s = timeout_s
