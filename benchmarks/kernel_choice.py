@@ -74,7 +74,7 @@ def short(config: GemmConfig) -> str:
 
 def reason(ranked: Sequence[tuple[float, GemmConfig]], problem: GemmProblem) -> str:
     """Say what limits the first of the ranking, and what the next ones lose by."""
-    cost, best = ranked[0]
+    least, best = ranked[0]
     parts, work = cost.cycles(best, problem, SMS), cost.divide(best, problem, SMS)
     text = LIMITS[parts.limit]
     if work.shared:
@@ -85,7 +85,7 @@ def reason(ranked: Sequence[tuple[float, GemmConfig]], problem: GemmProblem) -> 
     seen = {best.tile[:2]}
     for other_cost, other in ranked[1:]:
         if other.tile[:2] not in seen:
-            return text + f"; {short(other)} {other_cost / cost - 1:+.0%}"
+            return text + f"; {short(other)} {other_cost / least - 1:+.0%}"
     return text
 
 

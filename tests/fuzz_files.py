@@ -194,7 +194,7 @@ _PROBLEM = Problem(Op.ag_gemm, 64, 256, 128, "float32", 2)
 def _search() -> Search:
     names = (*ALWAYS, "one", "two")
     halving = Halving(names, ALWAYS, (1, 2))
-    return Search(_PROBLEM, SHAPE, (), [], halving)
+    return Search(_PROBLEM, (), [], halving)
 
 
 def _journal_text() -> bytes:
