@@ -2,12 +2,14 @@
 
 An interpreter that imports torch takes seconds, and a command that starts ranks imports it twice.
 So most tests use ``forked``: processes of the test ranks' server, which has torch already. Tests of
-the start and the end of a program, and those that interrupt it, start real interpreters.
+a program's end use ``programs``: there the interpreter ends as it does without multiprocessing.
+Tests of the start, and those that interrupt a command, start interpreters.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing.forkserver as server
 import multiprocessing.process
 import os
@@ -186,6 +188,101 @@ def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     found |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "none"}
     return {"OMP_NUM_THREADS": "1", **{name: str(value) for name, value in found.items()}}
+
+
+# -- programs that come to their end ---------------------------------------------------------------
+
+# A child runs the program at the top level of this script, and comes to its end.
+_FORKS = """
+import json, os, sys
+import torch, torch.distributed, flux, flux.ops
+
+for line in sys.stdin:
+    request, ranks = json.loads(line), []
+    for arguments, out, err in request:
+        pid = os.fork()
+        if pid == 0:
+            break
+        ranks.append(pid)
+    else:
+        print(json.dumps(ranks), flush=True)
+        print(json.dumps([os.waitpid(pid, 0)[1] for pid in ranks]), flush=True)
+        continue
+    break
+else:
+    sys.exit()
+for number, name, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_CREAT | os.O_WRONLY),
+                            (2, err, os.O_CREAT | os.O_WRONLY)):
+    os.dup2(os.open(name, flags), number)
+sys.argv = arguments
+with open(arguments[0]) as program:
+    exec(compile(program.read(), arguments[0], "exec"))
+"""
+
+
+class _Programs:
+    """An interpreter that has imported flux and forks programs, one run at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _FORKS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, request: Sequence[Any], timeout_s: float) -> list[int]:
+        """Statuses of the processes, as ``subprocess`` gives them; kills them after the timeout."""
+        process, late = self._process, threading.Event()
+        assert process.stdin is not None and process.stdout is not None
+        print(json.dumps(request), file=process.stdin, flush=True)
+        pids = json.loads(process.stdout.readline())
+
+        def kill() -> None:
+            late.set()
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        limit = threading.Timer(timeout_s, kill)
+        limit.start()
+        statuses = json.loads(process.stdout.readline())
+        limit.cancel()
+        assert not late.is_set(), f"programs did not end within {timeout_s:g} s"
+        return [os.waitstatus_to_exitcode(status) for status in statuses]
+
+
+_programs: list[_Programs] = []
+
+
+def programs(
+    text: str, folder: Path, arguments: Sequence[Sequence[str]], timeout_s: float = 60.0
+) -> list[Ended]:
+    """Run a program once with each list of arguments, side by side, to its very end.
+
+    Raises:
+        AssertionError: they did not end in time; the message has what they wrote.
+    """
+    script = folder / "program.py"
+    script.write_text(text)
+    count = range(len(arguments))
+    files = [[str(folder / f"{number}.{kind}") for kind in ("out", "err")] for number in count]
+    if not _programs:
+        _programs.append(_Programs())
+    request = [([str(script), *each], *names) for each, names in zip(arguments, files, strict=True)]
+    try:
+        statuses = _programs[0].run(request, timeout_s)
+    except AssertionError as error:
+        written = [[Path(name).read_text() for name in names] for names in files]
+        raise AssertionError(f"{error}: {written}") from None
+    except BaseException:  # a Ctrl-C: the next run must not hear this one's answer
+        _programs.pop()._process.kill()
+        raise
+    return [
+        Ended(status, Path(out).read_text(), Path(err).read_text(), [])
+        for status, (out, err) in zip(statuses, files, strict=True)
+    ]
 
 
 # -- what tests call -------------------------------------------------------------------------------

@@ -78,8 +78,9 @@ def _block(rank: int, world: int, sequence: bool, real: bool) -> None:
     close_pools()
 
 
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence_parallel", "replicated"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "sequence"), [(2, True), (2, False), (4, True)], ids=["2-sp", "2-replicated", "4-sp"]
+)
 def test_a_block_with_a_plan(world: int, sequence: bool) -> None:
     run_ranks(world, _block, sequence, False)
 
@@ -139,7 +140,10 @@ def _cases(world: int) -> dict[str, tuple[Any, Any, int]]:
 
 def _each_case(rank: int, world: int) -> None:
     torch.manual_seed(rank)
-    for name, (run, x, fused) in _cases(world).items():
+    cases = _cases(world)
+    if world > 2:  # what an uneven world changes is where rows are cut
+        cases = {name: cases[name] for name in cases if name[-1].isdigit() or name == "sum"}
+    for name, (run, x, fused) in cases.items():
         torch._dynamo.reset()
         flux.compile.clear_report()
         if name == "weight":

@@ -240,7 +240,7 @@ def test_packages(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(statuses.values()) == {"ok"}
     (packages / files[0]).unlink()
     lacking = toolchain.nvshmem()
-    assert lacking is not None and lacking.problem == "comes without libnvshmem_device.a"
+    assert lacking is not None and lacking.problem == "has no libnvshmem_device.a"
     assert "cutlass_library" not in sys.modules  # found without importing it
 
 

@@ -10,14 +10,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from flux.core import at_exit
 from harness import STRESS
-from scripts import ROOT
+from scripts import ROOT, programs
 
 # The end of rank 0 lasts until rank 1, which it lets go, is gone: that wakes threads in gloo.
 _START = '''
@@ -59,27 +58,9 @@ def wait_for_go():
 
 def _ends(folder: Path, body: str) -> list[tuple[int, str]]:
     """Status and stderr of two ranks that run ``body``."""
-    script = folder / "program.py"
-    script.write_text(_START + textwrap.dedent(body))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            command = [sys.executable, str(script), str(rank), str(folder)]
-            ranks.append(subprocess.Popen(command, stderr=out, env=environment))
-    deadline = time.monotonic() + 60
-    try:
-        for rank in ranks:
-            rank.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        states = [(rank.poll(), log.read_text()) for rank, log in zip(ranks, logs, strict=True)]
-        pytest.fail(f"not ended after 60 s; status and stderr of each rank: {states}")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [(rank.returncode, log.read_text()) for rank, log in zip(ranks, logs, strict=True)]
+    each = [(str(rank), str(folder)) for rank in range(2)]
+    ended = programs(_START + textwrap.dedent(body), folder, each)
+    return [(one.returncode, one.stderr) for one in ended]
 
 
 def _check_rank_0(ended: list[tuple[int, str]], error: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from flux.launch.hosts import Hosts
 from harness import fresh_ranks
 from reference import Problem
+from scripts import programs
 from test_cuda_hosts import Emulated
 
 # torch's own group is a different matter: its destructor waits in a child for threads that are not
@@ -55,22 +54,10 @@ print("done", flush=True)
 
 @pytest.mark.parametrize("how", ["exits", "drops", "closed"])
 def test_connections_survive_the_end_of_a_forked_child(how: str, tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store"), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], ended
-    assert [out for out, _ in ended] == ["done\n"] * 2, ended
+    each = [(str(rank), str(tmp_path / "store"), how) for rank in range(2)]
+    ended = programs(SCRIPT, tmp_path, each)
+    assert [one.returncode for one in ended] == [0, 0], ended
+    assert [one.stdout for one in ended] == ["done\n"] * 2, ended
 
 
 def _drop_in_a_child(rank: int, world: int, library: Path) -> None:

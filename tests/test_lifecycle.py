@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -24,6 +22,7 @@ from flux import _C, AGGemm, GemmAR, GemmRS, Knobs
 from flux.transport import exchange
 from harness import held, nothing_left_in_shared_memory, resident_bytes, run_ranks, settled
 from reference import Inputs, Problem
+from scripts import programs
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 THREADED = Knobs(copy_streams=1)
@@ -484,19 +483,11 @@ def test_an_op_that_is_garbage_collected() -> None:
 
 
 NEVER_CLOSED = """
-import os, sys
+import sys
 import torch, torch.distributed as dist
 import flux
 
-children = [0]
-for rank in range(2):
-    children.append(os.fork())
-    if children[-1] == 0:
-        break
-else:
-    sys.exit(any(os.waitpid(pid, 0)[1] for pid in children[1:]))
-torch.set_num_threads(1)
-store = dist.FileStore(sys.argv[1], 2)
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 op = flux.AGGemm(max_m=4, n=2, k=3, tuning=flux.Knobs(copy_streams=1))
 assert torch.equal(op(torch.ones(2, 3), torch.ones(1, 3)), torch.full((4, 1), 3.0))
@@ -507,11 +498,6 @@ dist.barrier()
 def test_a_program_may_end_without_closing_its_op(tmp_path: Path) -> None:
     """The interpreter ends while the worker sleeps: no hang, no crash, no complaint."""
     with nothing_left_in_shared_memory():
-        done = subprocess.run(
-            [sys.executable, "-c", NEVER_CLOSED, str(tmp_path / "store")],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd=Path(flux.__file__).parents[1],
-        )
-    assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr
+        each = [(str(rank), str(tmp_path / "store")) for rank in range(2)]
+        ended = programs(NEVER_CLOSED, tmp_path, each)
+    assert all(one.returncode == 0 and "leaked" not in one.stderr for one in ended), ended

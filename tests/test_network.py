@@ -11,8 +11,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -46,7 +44,7 @@ from harness import (
 )
 from op_cases import Case, check_cases, meshes, random_case
 from reference import Inputs, Problem
-from scripts import start_forked_command
+from scripts import programs, start_forked_command
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 PLACEMENTS = ("ab", "aab", "aaab", "aabb", "abab", "abc", "aabbcc", "aaabbc")
@@ -356,18 +354,9 @@ print("done", flush=True)
 
 
 def test_a_process_may_end_without_closing(tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0 and out == "done\n", err
+    ended = programs(SCRIPT, tmp_path, [(str(rank), str(tmp_path / "store")) for rank in range(2)])
+    for one in ended:
+        assert one.returncode == 0 and one.stdout == "done\n", one.stderr
 
 
 RESTARTING = """

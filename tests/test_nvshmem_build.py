@@ -136,7 +136,7 @@ def test_what_is_missing_is_named(
         runtime.find_tools()
     bad = toolchain.Tool("3.8.0", "/x", f"package {PACKAGE}", "has no headers")
     monkeypatch.setattr(toolchain, "nvshmem", lambda cuda: bad)
-    with pytest.raises(MissingToolError, match=r"NVSHMEM cannot be used: /x, .*without headers"):
+    with pytest.raises(MissingToolError, match=r"NVSHMEM cannot be used: /x, .*has no headers"):
         runtime.find_tools()
 
 
