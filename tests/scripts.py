@@ -150,7 +150,9 @@ def forked(
         AssertionError: it took longer than ``timeout_s``; the message has what was printed.
     """
     folder = Path(tempfile.mkdtemp(prefix="flux-forked-"))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = None
+    if ranks:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: dict[int, Any] = {}
 
     def printed(name: str) -> str:
@@ -158,7 +160,7 @@ def forked(
 
     try:
         for rank in range(max(ranks, 1)):
-            joined = _as_torchrun(rank, ranks, store.port) if ranks else {}
+            joined = _as_torchrun(rank, ranks, store.port) if store is not None else {}
             process = start_forked_command(arguments, folder, {**(settings or {}), **joined})
             processes[process.sentinel] = process
         running, deadline = set(processes), time.monotonic() + timeout_s

@@ -37,7 +37,7 @@ from harness import (
 from reference import OPS, Inputs, Problem
 
 TIMEOUT_S = 0.7
-SLACK_S = 4.0  # other tests run beside this one
+SLACK_S = 2.0  # this machine may be busy
 PATIENT_S = 60.0  # where a timeout must not be what ends a wait
 
 PROBLEMS = {
