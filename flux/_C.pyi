@@ -111,6 +111,7 @@ class core:
     strip_rows: int
     guard_rows: int
     max_runs: int
+    max_tiles: int
 
 HomeTuple = tuple[int, int]
 ShareTuple = tuple[int, int, int]

@@ -22,7 +22,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import types
@@ -35,6 +34,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from flux.launch.spawn import end_with_parent, how_ended
 
 WORLDS = (1, 2, 3, 4, 8)
 # What ranks are forked with. Test modules add what takes long to import, before any rank starts.
@@ -96,13 +97,6 @@ def join_group(name: str, rank: int, world: int) -> None:
     )
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
 def _rank_main(rank: int, world: int, port: int, name: str, folder: str, pipe: Connection) -> None:
     global _port, _name
     _port, _name = port, name
@@ -110,7 +104,7 @@ def _rank_main(rank: int, world: int, port: int, name: str, folder: str, pipe: C
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
     stacks = open(Path(folder) / f"{rank}.txt", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     os.environ["FLUX_POISON"] = "1"
     torch.set_num_threads(1)
     join_group("all", rank, world)
@@ -231,8 +225,7 @@ class Ranks:
         except (EOFError, OSError):
             self._processes[rank].join(5)
             code = self._processes[rank].exitcode or 0
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-            return Outcome(error=how, signal=max(0, -code))
+            return Outcome(error=how_ended(code), signal=max(0, -code))
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         """Results by rank.

@@ -166,7 +166,7 @@ def command(machine: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`flux bench op` with one GPU, in this process."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(launch, "spawned", lambda config, progress: measure(config, 0, progress))
+    monkeypatch.setattr(launch, "measured", lambda config, progress: measure(config, 0, progress))
     shape = ["--m", "13", "--n", "16", "--k", "24", "--repeats", "5"]
 
     def invoke(*arguments: str) -> Any:

@@ -51,7 +51,7 @@ def tiny(tmp_path: Path) -> ModelConfig:
 
 
 def _measure(rank: int, world: int, config: ModelConfig) -> list[PhaseResult]:
-    return measure_model(config, rank)
+    return measure_model((config, None), rank)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["gpt", "llama"])
@@ -105,7 +105,7 @@ def _measure_wrong(rank: int, world: int, config: ModelConfig) -> list[PhaseResu
         return y
 
     with mock.patch.object(model_layers.LayerCall, "__call__", wrong):
-        return measure_model(config, rank)
+        return measure_model((config, None), rank)
 
 
 def test_a_wrong_result_has_no_speed(tiny: ModelConfig) -> None:
@@ -187,7 +187,7 @@ RESULTS = [
 def test_the_table_and_the_exit_status(tmp_path: Path) -> None:
     target = tmp_path / "model.json"
     arguments = ["bench", "model", "--phases", "train,decode", "--json", str(target)]
-    with mock.patch.object(model_cli, "_measure", lambda *_: RESULTS):
+    with mock.patch("flux.bench.launch.on_ranks", lambda *_: RESULTS):
         result = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
     assert result.exit_code == 1, "a wrong result"
     assert "results of rank 1 differ" in result.output

@@ -187,7 +187,7 @@ def test_refuses_another_world_than_torchruns(monkeypatch: pytest.MonkeyPatch) -
 
 
 def bench_with(factory: Any, monkeypatch: pytest.MonkeyPatch, target: Path) -> Any:
-    monkeypatch.setattr(launch, "spawned", functools.partial(launch.spawned, factory=factory))
+    monkeypatch.setattr(launch, "measured", functools.partial(launch.measured, factory=factory))
     return invoke(*SHAPE, *SHORT, "--json", str(target))
 
 
@@ -245,7 +245,7 @@ def test_a_stuck_rank_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "STALL_S", 1.0)
     config = BenchConfig(Problem(Op.ag_gemm, 13, 10, 9, "float32", 2), timeout_s=2.0)
     with pytest.raises(spawn.RankFailedError, match=r"ranks \[0, 1\] reported nothing for 5 s"):
-        launch.spawned(config, lambda *step: None, bench_methods.stuck)
+        launch.measured(config, lambda *step: None, bench_methods.stuck)
 
 
 def test_what_an_op_refuses_is_told_without_a_traceback() -> None:
@@ -308,7 +308,7 @@ def test_interrupt_ends_everything(
 def test_usage_errors_start_nothing(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "spawned", None)
+    monkeypatch.setattr(launch, "measured", None)
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert words in result.stderr
@@ -320,7 +320,7 @@ def test_usage_errors_start_nothing(
 def test_progress_counts_up_to_the_end() -> None:
     config = BenchConfig(Problem(Op.gemm_rs, 5, 4, 6, "float32", 2), repeats=4, warmup=2)
     steps: list[tuple[str, int, int]] = []
-    measurement = launch.spawned(config, lambda *step: steps.append(step))
+    measurement = launch.measured(config, lambda *step: steps.append(step))
     assert [done for _, done, _ in steps] == list(range(8))
     assert {total for _, _, total in steps} == {8}
     assert not measurement.complaints

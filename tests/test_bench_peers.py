@@ -39,7 +39,7 @@ def config(op: str = "ag_gemm", dtype: str = "bfloat16", **changes: Any) -> Benc
 
 def measured(name: str, op: str, dtype: str = "bfloat16", python: str = "") -> Measurement:
     factory = partial(peer_cases.beside_unfused, name=name, python=python)
-    return launch.spawned(config(op, dtype), lambda what, done, total: None, factory)
+    return launch.measured(config(op, dtype), lambda what, done, total: None, factory)
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])

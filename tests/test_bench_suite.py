@@ -76,12 +76,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
     """No ranks: what would have been measured."""
     seen: list[BenchConfig] = []
 
-    def spawned(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
+    def measured(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
         seen.append(config)
         progress("measuring", 1, 2)
         return measurement(config)
 
-    monkeypatch.setattr(launch, "spawned", spawned)
+    monkeypatch.setattr(launch, "measured", measured)
     monkeypatch.setattr(suite_trace, "reason_unsupported", lambda config: "no ranks")
     return seen
 
@@ -251,7 +251,7 @@ def test_sweeps_halve_the_chunk() -> None:
 def test_usage_errors_measure_nothing(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "spawned", None)
+    monkeypatch.setattr(launch, "measured", None)
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
@@ -386,14 +386,14 @@ def test_hosts_made_of_network_namespaces(
 def test_a_shape_that_fails_does_not_end_the_run(
     shapes: str, quick: list[BenchConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    good = launch.spawned
+    good = launch.measured
 
-    def spawned(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
+    def measured(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
         if config.problem.m == 5:
             raise RankFailedError("rank 1: killed by SIGKILL")
         return good(config, progress, factory)
 
-    monkeypatch.setattr(launch, "spawned", spawned)
+    monkeypatch.setattr(launch, "measured", measured)
     target, html = tmp_path / "out.json", tmp_path / "out.html"
     options = ["--shapes", shapes, "--json", str(target), "--report", str(html)]
     result = invoke(*options)
@@ -407,7 +407,7 @@ def test_a_shape_that_fails_does_not_end_the_run(
     ]
     assert "killed by SIGKILL" in html.read_text()
     # Once it is mended, --resume measures that one alone.
-    monkeypatch.setattr(launch, "spawned", good)
+    monkeypatch.setattr(launch, "measured", good)
     quick.clear()
     assert invoke(*options, "--resume").exit_code == 0
     assert [config.problem.m for config in quick] == [5]
@@ -415,12 +415,12 @@ def test_a_shape_that_fails_does_not_end_the_run(
 
 
 def test_wrong_results_set_the_exit_status(shapes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawned(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
+    def measured(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
         made = measurement(config)
         wrong = replace(made.methods[2], metrics=None, complaints=["flux: rank 0: 3 are wrong"])
         return replace(made, methods=[*made.methods[:2], wrong])
 
-    monkeypatch.setattr(launch, "spawned", spawned)
+    monkeypatch.setattr(launch, "measured", measured)
     result = invoke("--shapes", shapes)
     assert result.exit_code == 1
     assert "flux: rank 0: 3 are wrong" in result.stderr
@@ -430,13 +430,13 @@ def test_wrong_results_set_the_exit_status(shapes: str, monkeypatch: pytest.Monk
 def test_the_budget_ends_the_run_between_shapes(
     shapes: str, quick: list[BenchConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    good = launch.spawned
+    good = launch.measured
 
     def slow(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
         time.sleep(0.3)
         return good(config, progress, factory)
 
-    monkeypatch.setattr(launch, "spawned", slow)
+    monkeypatch.setattr(launch, "measured", slow)
     target = tmp_path / "out.json"
     options = ["--shapes", shapes, "--json", str(target)]
     assert invoke(*options, "--budget", "0.2s").exit_code == 0
@@ -506,14 +506,14 @@ def run_with(peers: tuple[Stub, ...], fails: Callable[[tuple[str, ...]], str | N
     there = {peer.name: peer.available() for peer in peers}
     document = suite.new_document(configs, [], {"world": 2, "dtype": "float32"}, there, [])
 
-    def spawned(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
+    def measured(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
         names = () if factory is None else factory.keywords["names"]
         problem = fails(names)
         if problem is not None:
             raise RankFailedError(problem)
         return measurement(config, ("unfused", "medium", "flux", *names))
 
-    suite.Suite(document, base, lambda: None, suite.Watcher(), peers=peers, run=spawned).run()
+    suite.Suite(document, base, lambda: None, suite.Watcher(), peers=peers, run=measured).run()
     results.check(document)
     return [(list(e["result"]["methods"])[3:], e["peers"]) for e in document["entries"]]
 

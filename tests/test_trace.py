@@ -347,7 +347,7 @@ def check_sound_by_method(trace: Trace) -> None:
 def test_bad_input_starts_nothing(
     wrong: list[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flux.bench.launch.on_own_ranks", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("flux.bench.launch.on_ranks", lambda *_: pytest.fail("started"))
     done = CliRunner().invoke(app, ["trace", "op", *wrong])
     assert done.exit_code == 2 and why in done.output
 

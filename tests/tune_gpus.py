@@ -22,7 +22,7 @@ from flux.kernels.config import GemmConfig
 from flux.kernels.registry import BuiltKernel
 from flux.machine.cluster import load_cluster
 from flux.transport.placement import Place
-from flux.tune import kernels, machine, tuner
+from flux.tune import kernels, machine
 from flux.tune.space import Candidate
 from flux.tune.worker import make_method
 from test_symm_mem import emulate
@@ -61,7 +61,7 @@ def pretend(put: Callable[[Any, str, Any], object], missing: Sequence[str] = ())
     failed = dict.fromkeys(missing, "nvcc failed")
     put(machine, "look", lambda backend, gpus, threads: [sight] * len(gpus))
     put(gpu, "gpus_here", lambda: (2, None))
-    put(tuner, "group_of", lambda config: "gloo")
+    put(BenchConfig, "group", "gloo")
     put(kernels, "build_kernels", lambda configs, root: failed)
 
 

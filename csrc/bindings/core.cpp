@@ -125,6 +125,7 @@ void bind_kernel_maps(py::module_& core) {
   core.attr("strip_rows") = kStripRows;
   core.attr("guard_rows") = kGuardRows;
   core.attr("max_runs") = kMaxRuns;
+  core.attr("max_tiles") = kMaxTiles;
 }
 
 }  // namespace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from flux.core.dtypes import BY_SHORT, DTYPES
 from flux.core.problem import Problem
@@ -39,85 +39,100 @@ def link_bytes_minimum(problem: Problem, hosts: Sequence[int]) -> int:
     return twice * crossings * problem.m * problem.row_bytes
 
 
-class Run(Protocol):
-    """The common settings of all benchmarks on ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The common settings of all benchmarks on ranks; pickled and sent to every rank.
 
-    @property
-    def repeats(self) -> int:
-        """Number of timed repeats."""
-        ...
-
-    @property
-    def warmup(self) -> int:
-        """Number of repeats before those."""
-        ...
-
-    @property
-    def threads(self) -> int:
-        """GEMM threads of each rank."""
-        ...
-
-    @property
-    def timeout_s(self) -> float:
-        """Limit of the ops' waits."""
-        ...
-
-    @property
-    def link_rate(self) -> str | None:
-        """Rate of the links between simulated hosts; None: no limit."""
-        ...
-
-    @property
-    def host_of(self) -> tuple[int, ...]:
-        """The host of each rank."""
-        ...
-
-
-def check_run(run: Run) -> None:
-    """Raise if a number is out of range.
-
-    Raises:
-        ValueError: the message names the number.
+    Attributes:
+        repeats: number of timed repeats.
+        warmup: number of repeats before those.
+        threads: GEMM threads of each rank.
+        timeout_s: limit of the ops' waits.
+        seed: of the random inputs.
+        hosts: number of hosts, or ranks per host: "2" or "3+1".
+        link_rate: of the links between simulated hosts; None: no limit.
+        common_clock: whether all ranks share a clock; simulated hosts do too.
     """
-    for name in ("repeats", "threads"):
-        if getattr(run, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(run, name)}")
-    if run.warmup < 0:
-        raise ValueError(f"warmup must not be negative, got {run.warmup}")
-    if run.timeout_s <= 0:
-        raise ValueError(f"timeout must be above 0 s, got {run.timeout_s}")
-    hosts = len(set(run.host_of))
-    if run.link_rate is not None:
-        parse_rate(run.link_rate)
-        if hosts < 2:
-            raise ValueError("a link rate needs at least 2 hosts")
 
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """The complete configuration of one run; pickled and sent to every rank."""
-
-    problem: Problem
     repeats: int = 15
     warmup: int = 3
     threads: int = 1
-    backend: str | None = None
-    transport: str | None = None
-    knobs: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 60.0
     seed: int = 0
     hosts: str = "1"
     link_rate: str | None = None
-    common_clock: bool = True  # of all ranks; simulated hosts share one too
+    common_clock: bool = True
 
     def __post_init__(self) -> None:
-        check_run(self)
-        dtype_name(self.problem.dtype)
+        for name in ("repeats", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup must not be negative, got {self.warmup}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout must be above 0 s, got {self.timeout_s}")
+        hosts = len(set(self.host_of))
+        if self.link_rate is not None:
+            parse_rate(self.link_rate)
+            if hosts < 2:
+                raise ValueError("a link rate needs at least 2 hosts")
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        raise NotImplementedError
 
     @property
     def host_of(self) -> tuple[int, ...]:
         """The host of each rank."""
-        return parse_hosts(self.hosts, self.problem.world)
+        return parse_hosts(self.hosts, self.ranks)
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that the ranks are in."""
+        return self.ranks
+
+    @property
+    def group(self) -> str:
+        """Backends of the process group."""
+        return "gloo"
+
+
+@dataclass(frozen=True)
+class BenchConfig(Run):
+    """The complete configuration of one run of `flux bench op`.
+
+    Attributes:
+        problem: what is measured.
+        backend: cpu, cuda, or None: cpu.
+        transport: None: the backend's default.
+        knobs: set by the user; others are chosen.
+    """
+
+    problem: Problem
+    backend: str | None = None
+    transport: str | None = None
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dtype_name(self.problem.dtype)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.problem.world
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that the ranks are in: one if they share a GPU."""
+        return 1 if self.transport in ONE_GPU else self.ranks
+
+    @property
+    def group(self) -> str:
+        """Backends of the process group: gloo, and NCCL for ranks with a GPU each."""
+        own_gpus = self.backend == "cuda" and self.transport not in ONE_GPU
+        return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
 
     @property
     def shares_memory(self) -> bool:

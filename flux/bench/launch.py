@@ -1,113 +1,99 @@
-"""Run a benchmark on torchrun's ranks if torchrun started this process, else on new ranks."""
+"""Run a function on the ranks of a benchmark: torchrun's if it started this process, or new ones.
+
+Both call ``entry((config, extra), rank, progress)`` on every rank.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from flux.bench.config import ONE_GPU, BenchConfig, Run
+from flux.bench.config import BenchConfig, Run
 from flux.bench.methods import Factory
-from flux.bench.model import ModelConfig
 from flux.bench.op import Measurement, measure
 from flux.bench.places.gpu import problem_here
 from flux.launch.hosts import Hosts
 from flux.launch.progress import Progress, silent
-from flux.launch.spawn import Entry, run_ranks
+from flux.launch.spawn import run_ranks
+from flux.launch.torchrun import (
+    all_gather,
+    hosts_of_ranks,
+    torchrun_group,
+    torchrun_rank,
+    torchrun_world,
+)
 
-T = TypeVar("T")
-Placeable = TypeVar("Placeable", BenchConfig, ModelConfig)
-
-
-def torchrun_world() -> int | None:
-    """Return the world size that torchrun set; None if it did not start this process."""
-    try:
-        return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
-    except KeyError:
-        return None
-
-
-def torchrun_rank() -> int:
-    """Return the rank that torchrun set."""
-    return int(os.environ["RANK"])
+Settings = TypeVar("Settings", bound=Run)
+Entry = Callable[[tuple[Any, Any], int, Progress], Any]
+"""The function of a rank: ((config, extra), rank, progress) -> result, importable by name."""
 
 
-def processes(config: BenchConfig) -> int:
-    """Return the number of processes that the ranks are in."""
-    return 1 if config.transport in ONE_GPU else config.problem.world
-
-
-def group_of(config: BenchConfig) -> str:
-    """Return the backends of the process group: gloo, and NCCL for ranks with a GPU each."""
-    own_gpus = config.backend == "cuda" and config.transport not in ONE_GPU
-    return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
-
-
-def _one_rank(argument: Any, rank: int, progress: Progress) -> Measurement:
-    config, factory = argument
-    return measure(config, rank, progress if rank == 0 else silent, factory)
-
-
-def supervised_rank(argument: Any, rank: int, progress: Progress) -> Measurement:
-    """Run a rank with its own supervisor, which waits for its reports."""
-    config, factory = argument
+def measure_rank(
+    job: tuple[BenchConfig, Factory | None], rank: int, progress: Progress
+) -> Measurement:
+    """Run one rank of `flux bench op`, as an entry."""
+    config, factory = job
     return measure(config, rank, progress, factory)
 
 
-def spawned(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
-    """Run the benchmark on ranks of our own.
+def measured(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Any:
+    """Return the measurement; under torchrun on every rank. Raises as ``on_ranks``."""
+    return on_ranks(measure_rank, config, factory, progress)
+
+
+def on_ranks(entry: Entry, config: Run, extra: Any, progress: Progress) -> Any:
+    """Return the result of rank 0; under torchrun each process returns its own rank's.
+
+    If the configuration has several hosts, new ranks run on simulated hosts.
+
+    Args:
+        entry: the function of each rank.
+        config: of the benchmark. Under torchrun, ``entry`` gets it with the hosts of the ranks.
+        extra: anything else that ``entry`` needs.
+        progress: receives the reports of rank 0.
 
     Raises:
-        RankFailedError: a rank raised, died or stalled; none is left running.
+        RankFailedError: a new rank raised, died or stalled; none is left running.
         HostsUnavailableError: the configuration has several hosts, and this machine cannot make
             them.
+        ValueError: ranks of torchrun's lack a GPU, or those of a host are not consecutive.
     """
-    argument, count = (config, factory), processes(config)
-    result: Measurement = on_own_ranks(
-        _one_rank, argument, config, count, progress, group_of(config)
-    )
-    return result
+    if torchrun_world() is None:
+        return _on_new_ranks(entry, config, extra, progress)
+    torch.set_num_threads(config.threads)
+    with torchrun_group(config.timeout_s, config.group):
+        placed = on_hosts(config, hosts_of_ranks())
+        check_gpus(placed)
+        return _quiet((entry, (placed, extra)), torchrun_rank(), progress)
 
 
-def on_own_ranks(
-    entry: Entry,
-    argument: Any,
-    config: Run,
-    count: int,
-    progress: Progress,
-    group: str = "gloo",
-) -> Any:
-    """Run ``entry`` in ``count`` new processes; return the result of rank 0.
-
-    If the configuration has several hosts, the processes run on simulated hosts.
-
-    Raises:
-        RankFailedError: as ``spawned``.
-        HostsUnavailableError: as ``spawned``.
-    """
+def _on_new_ranks(entry: Entry, config: Run, extra: Any, progress: Progress) -> Any:
     many = len(set(config.host_of))
     with Hosts(many, config.link_rate) if many > 1 else nullcontext() as hosts:
         return run_ranks(
-            entry,
-            argument,
-            count,
+            _quiet,
+            (entry, (config, extra)),
+            config.processes,
             threads=config.threads,
             timeout_s=config.timeout_s,
             progress=progress,
             places=hosts.placed(config.host_of) if hosts is not None else None,
-            group=group,
+            group=config.group,
         )
 
 
-def on_hosts(config: Placeable, identities: Sequence[str]) -> Placeable:
+def _quiet(argument: Any, rank: int, progress: Progress) -> Any:
+    """Run an entry of which rank 0 alone reports."""
+    entry, job = argument
+    return entry(job, rank, progress if rank == 0 else silent)
+
+
+def on_hosts(config: Settings, identities: Sequence[str]) -> Settings:
     """Return the configuration for ranks on these hosts; ``identities``: the host of each rank.
 
     Raises:
@@ -121,46 +107,14 @@ def on_hosts(config: Placeable, identities: Sequence[str]) -> Placeable:
     return replace(config, hosts="+".join(map(str, sizes)), common_clock=False)
 
 
-def check_gpus(config: BenchConfig) -> None:
+def check_gpus(config: Run) -> None:
     """Check on all ranks that each has a GPU, if needed. Collective.
 
     Raises:
         ValueError: a rank has none.
     """
-    if config.backend != "cuda":
+    if not isinstance(config, BenchConfig) or config.backend != "cuda":
         return
-    problems: list[Any] = [None] * config.problem.world
-    dist.all_gather_object(problems, problem_here(config))
-    for rank, problem in enumerate(problems):
+    for rank, problem in enumerate(all_gather(problem_here(config))):
         if problem is not None:
             raise ValueError(f"rank {rank}: {problem}")
-
-
-def joined(config: BenchConfig, progress: Progress, factory: Factory | None = None) -> Measurement:
-    """Run as one of torchrun's ranks, on one host or several; return the measurement on each."""
-
-    def run(config: BenchConfig, rank: int) -> Measurement:
-        check_gpus(config)
-        return _one_rank((config, factory), rank, progress)
-
-    return as_torchrun_rank(run, config, group_of(config))
-
-
-def as_torchrun_rank(
-    run: Callable[[Placeable, int], T], config: Placeable, group: str = "gloo"
-) -> T:
-    """Return ``run(config, rank)`` in torchrun's process group.
-
-    ``config`` gets the hosts of the ranks.
-    """
-    from flux.machine.host import host_identity
-
-    torch.set_num_threads(config.threads)
-    dist.init_process_group(group, timeout=timedelta(seconds=config.timeout_s))
-    try:
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, host_identity())
-        return run(on_hosts(config, hosts), torchrun_rank())
-    finally:
-        sys.stdout.flush()
-        dist.destroy_process_group()

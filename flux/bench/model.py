@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flux.bench.config import check_run, dtype_name
+from flux.bench.config import Run, dtype_name
 from flux.bench.shapes import Layer, layer_of
 from flux.core.dtypes import DTYPES
-from flux.launch.hosts import parse_hosts
 
 PHASES = ("train", "prefill", "decode")
 DECODE_REPEATS = 8
@@ -50,8 +49,8 @@ def scaled(layer: Layer, scale: int, world: int) -> Layer:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The complete configuration of one run; pickled and sent to every rank.
+class ModelConfig(Run):
+    """The complete configuration of one run of `flux bench model`.
 
     Attributes:
         model: a file of shapes with a [layer], or its name in tuning/shapes.
@@ -64,13 +63,6 @@ class ModelConfig:
         dtype: of the layer.
         sequence_parallel: in training and prefill. Never in decoding, as a token cannot be split.
         repeats: of training and prefill; ``DECODE_REPEATS`` times as many of decoding.
-        warmup: repeats before those.
-        threads: GEMM threads of each rank.
-        timeout_s: limit of the ops' waits.
-        seed: of the random values.
-        hosts: number of hosts, or ranks per host.
-        link_rate: of the links between simulated hosts; None: no limit.
-        common_clock: whether all ranks share a clock.
     """
 
     model: str
@@ -82,17 +74,9 @@ class ModelConfig:
     phases: tuple[str, ...] = PHASES
     dtype: str = "float32"
     sequence_parallel: bool = True
-    repeats: int = 15
-    warmup: int = 3
-    threads: int = 1
-    timeout_s: float = 60.0
-    seed: int = 0
-    hosts: str = "1"
-    link_rate: str | None = None
-    common_clock: bool = True
 
     def __post_init__(self) -> None:
-        check_run(self)
+        super().__post_init__()
         for name in ("sequence", "batch", "decode_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -108,9 +92,9 @@ class ModelConfig:
         _ = self.layer  # raises for a bad model or scale
 
     @property
-    def host_of(self) -> tuple[int, ...]:
-        """The host of each rank."""
-        return parse_hosts(self.hosts, self.world)
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.world
 
     @property
     def layer(self) -> Layer:

@@ -30,6 +30,7 @@ from flux.bench.places.cpu import ProcessTimer
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
 from flux.launch.progress import Progress, silent
+from flux.launch.torchrun import all_gather
 
 TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2}
 """Relative to the largest magnitude of a result. Sums have another order, and attention is not
@@ -87,8 +88,11 @@ class _Samples:
     host_ms: dict[str, float] = field(default_factory=dict)
 
 
-def measure_model(config: ModelConfig, rank: int, progress: Progress = silent) -> list[PhaseResult]:
+def measure_model(
+    job: tuple[ModelConfig, None], rank: int, progress: Progress = silent
+) -> list[PhaseResult]:
     """Run the benchmark on an initialised default process group. Collective."""
+    config, _ = job
     # Megatron's small fused functions are not compiled: compiling takes longer than measuring.
     with megatron_on_cpu(config.world), torch.compiler.set_stance("force_eager"):
         return [_Phase(config, phase, rank, progress).measure() for phase in config.phases]
@@ -119,7 +123,7 @@ class _Phase:
         if run:
             for form in ("megatron", "flux"):
                 calls[form]()
-        errors = _share(largest_error(calls["flux"], calls["megatron"]), self._config.world)
+        errors = all_gather(largest_error(calls["flux"], calls["megatron"]))
         limit = TOLERANCE[self._config.dtype]
         # Not `error > limit`: a NaN is wrong too.
         wrong = [rank for rank, error in enumerate(errors) if not error <= limit]
@@ -143,7 +147,7 @@ class _Phase:
         return samples
 
     def _result(self, samples: _Samples, error: float) -> PhaseResult:
-        everybody: list[_Samples] = _share(samples, self._config.world)
+        everybody = all_gather(samples)
         slowest = {
             form: metrics.slowest_rank([s.wall_ms[form] for s in everybody]) for form in FORMS
         }
@@ -160,12 +164,6 @@ class _Phase:
             for form in FORMS[1:]
         }
         return PhaseResult(self._phase, compute, forms, error)
-
-
-def _share(value: Any, world: int) -> list[Any]:
-    everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, value)
-    return everybody
 
 
 # -- host ------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class Suite:
         watcher: receives the progress.
         budget_s: seconds after which no further entry is begun; None: no limit.
         peers: the other libraries.
-        run: measures on new ranks; launch.spawned except in tests.
+        run: measures on new ranks; launch.measured except in tests.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Suite:
         self._watcher = watcher
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
         self._peers = peers
-        self._run = run or launch.spawned
+        self._run = run or launch.measured
         self._broken: dict[str, str] = {}  # peers that are left out from now on
 
     def run(self) -> None:

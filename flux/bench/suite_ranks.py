@@ -1,14 +1,9 @@
-"""Start the ranks of a suite. Each measurement has new ones, so a failure affects only one.
-
-OwnRanks        processes started by this one, on simulated hosts if requested
-TorchrunRanks   a process for each of torchrun's, which supervises it: rank 0 has the document and
-                decides, the others follow until rank 0 ends the suite
-"""
+"""Start the ranks of a suite. Each measurement has new ones, so a failure affects only one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from flux.bench import launch
 from flux.bench.config import BenchConfig
@@ -17,23 +12,23 @@ from flux.bench.op import Measurement
 from flux.bench.peers import PEERS, Peer, survey
 from flux.bench.suite_trace import trace_rank
 from flux.launch.progress import Progress, silent
-from flux.launch.spawn import STALL_S, Entry, RankFailedError
+from flux.launch.spawn import STALL_S, RankFailedError
 from flux.launch.supervisors import Joined
 from flux.trace import Trace
 
 T = TypeVar("T")
 
 
-class SuiteRanks(Protocol):
-    """Starts ranks for each measurement.
+class SuiteRanks:
+    """Ranks that are processes started by this one, on simulated hosts if requested.
 
     Attributes:
         world: number of ranks that torchrun has started; None if it did not start us.
         leads: whether this process decides, writes and prints.
     """
 
-    world: int | None
-    leads: bool
+    world: int | None = None
+    leads = True
 
     def placed(self, configs: Sequence[BenchConfig]) -> list[BenchConfig]:
         """Return the configurations with the hosts of the ranks.
@@ -41,15 +36,19 @@ class SuiteRanks(Protocol):
         Raises:
             ValueError: the ranks of a host are not consecutive.
         """
-        ...
+        return list(configs)
 
     def agree(self, value: T) -> list[T]:
         """Return the values of all processes of the suite. Collective among them."""
-        ...
+        return [value]
 
     def survey(self, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
         """Return why each peer cannot be used, by name; None: it can, on all hosts. Collective."""
-        ...
+        everybody = self.agree(survey(peers))
+        return {
+            name: next((of[name] for of in everybody if of[name] is not None), None)
+            for name in everybody[0]
+        }
 
     def measure(
         self, config: BenchConfig, progress: Progress, factory: Factory | None = None
@@ -57,74 +56,37 @@ class SuiteRanks(Protocol):
         """Run one measurement. Called by the leading process.
 
         Raises:
-            RankFailedError: as launch.spawned.
-            HostsUnavailableError: as launch.spawned.
+            RankFailedError: as launch.on_ranks.
+            HostsUnavailableError: as launch.on_ranks.
         """
-        ...
+        found: Measurement = launch.measured(config, progress, factory)
+        return found
 
     def trace(self, config: BenchConfig) -> Trace:
         """Return the timeline of one call. Called by the leading process. Raises as ``measure``."""
-        ...
-
-    def follow(self) -> None:
-        """Run the leading process's measurements until it ends. Called by all other processes."""
-        ...
-
-    def done(self) -> None:
-        """End the suite for the other processes. Called by the leading process."""
-        ...
-
-    def close(self) -> None:
-        """Release the connection to the other processes."""
-        ...
-
-
-class OwnRanks:
-    """All ranks are processes started by this one."""
-
-    world: int | None = None
-    leads = True
-
-    def placed(self, configs: Sequence[BenchConfig]) -> list[BenchConfig]:
-        """Return the configurations unchanged."""
-        return list(configs)
-
-    def agree(self, value: T) -> list[T]:
-        """Return the value of this process."""
-        return [value]
-
-    def survey(self, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
-        """Return why each peer cannot be used on this machine."""
-        return survey(peers)
-
-    def measure(
-        self, config: BenchConfig, progress: Progress, factory: Factory | None = None
-    ) -> Measurement:
-        """Run one measurement on new processes."""
-        return launch.spawned(config, progress, factory)
-
-    def trace(self, config: BenchConfig) -> Trace:
-        """Return the timeline of one call."""
-        count = launch.processes(config)
-        found: Trace = launch.on_own_ranks(trace_rank, config, config, count, silent)
+        found: Trace = launch.on_ranks(trace_rank, config, None, silent)
         return found
 
     def follow(self) -> None:
-        """Do nothing: there are no other processes."""
+        """Run the leading process's measurements until it ends. Called by all other processes."""
 
     def done(self) -> None:
-        """Do nothing: there are no other processes."""
+        """End the suite for the other processes. Called by the leading process."""
 
     def close(self) -> None:
-        """Do nothing: there are no connections."""
+        """Release the connection to the other processes."""
 
 
-class TorchrunRanks:
-    """One rank for each process of torchrun's. Construction is collective among them."""
+class TorchrunRanks(SuiteRanks):
+    """Ranks that are processes of torchrun's processes, each of which supervises one.
+
+    Rank 0 has the document and decides; the others follow until it ends the suite. Construction is
+    collective among them.
+    """
 
     def __init__(self) -> None:
         self._processes = Joined()
-        self.world: int | None = self._processes.world
+        self.world = self._processes.world
         self.leads = self._processes.leads
 
     def placed(self, configs: Sequence[BenchConfig]) -> list[BenchConfig]:
@@ -135,26 +97,16 @@ class TorchrunRanks:
         """Return the values of all processes."""
         return self._processes.gather(value)
 
-    def survey(self, peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:
-        """Return why each peer cannot be used on some host."""
-        everybody = self.agree(survey(peers))
-        return {
-            name: next((of[name] for of in everybody if of[name] is not None), None)
-            for name in everybody[0]
-        }
-
     def measure(
         self, config: BenchConfig, progress: Progress, factory: Factory | None = None
     ) -> Measurement:
         """Run one measurement on all hosts."""
-        found: Measurement = self._all_run(
-            launch.supervised_rank, (config, factory), config, progress
-        )
+        found: Measurement = self._all_run(launch.measure_rank, config, factory, progress)
         return found
 
     def trace(self, config: BenchConfig) -> Trace:
         """Return the timeline of one call."""
-        found: Trace = self._all_run(trace_rank, config, config, silent)
+        found: Trace = self._all_run(trace_rank, config, None, silent)
         return found
 
     def follow(self) -> None:
@@ -162,8 +114,8 @@ class TorchrunRanks:
         nothing: Any = None
         while (order := self._processes.share(nothing)) is not None:
             try:
-                entry, argument, config = order
-                self._run(entry, argument, config, silent)
+                entry, config, extra = order
+                self._run(entry, config, extra, silent)
             except RankFailedError:
                 continue  # the leading process receives the same error
 
@@ -175,20 +127,22 @@ class TorchrunRanks:
         """Leave the group."""
         self._processes.close()
 
-    def _all_run(self, entry: Entry, argument: Any, config: BenchConfig, progress: Progress) -> Any:
+    def _all_run(
+        self, entry: launch.Entry, config: BenchConfig, extra: Any, progress: Progress
+    ) -> Any:
         share: Callable[[Any], Any] = self._processes.share
-        share((entry, argument, config))
-        return self._run(entry, argument, config, progress)
+        share((entry, config, extra))
+        return self._run(entry, config, extra, progress)
 
-    def _run(self, entry: Entry, argument: Any, config: BenchConfig, progress: Progress) -> Any:
+    def _run(self, entry: launch.Entry, config: BenchConfig, extra: Any, progress: Progress) -> Any:
         result, failure = self._processes.run(
             entry,
-            argument,
+            (config, extra),
             progress,
             threads=config.threads,
             timeout_s=config.timeout_s,
             stall_s=2 * config.timeout_s + STALL_S,
-            group=launch.group_of(config),
+            group=config.group,
         )
         if failure:
             raise RankFailedError(failure)

@@ -13,8 +13,9 @@ from flux.launch.progress import Progress
 from flux.trace import Trace, record_op
 
 
-def trace_rank(config: BenchConfig, rank: int, progress: Progress) -> Trace | None:
+def trace_rank(job: tuple[BenchConfig, None], rank: int, progress: Progress) -> Trace | None:
     """Trace one call on this rank; return the trace on rank 0."""
+    config, _ = job
     method = Fused("flux", config, flux.Knobs(path="fused"))
     try:
         inputs = make_inputs(config.problem, rank, config.seed)

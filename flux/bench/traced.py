@@ -50,27 +50,14 @@ class Wanted:
             raise ValueError(f"capacity must be in [1, 1000000], got {self.capacity}")
 
 
-def traced(
-    config: BenchConfig, wanted: Wanted, progress: Progress, *, joining: bool
-) -> Trace | None:
-    """Return the trace, made on new ranks, or as one of torchrun's ranks (None except on rank 0).
+def traced(config: BenchConfig, wanted: Wanted, progress: Progress) -> Trace | None:
+    """Return the trace; under torchrun None except on rank 0.
 
     Raises:
-        RankFailedError: as flux.bench.launch.spawned.
-        HostsUnavailableError: as flux.bench.launch.spawned.
+        RankFailedError: as flux.bench.launch.on_ranks.
+        HostsUnavailableError: as flux.bench.launch.on_ranks.
     """
-    group = launch.group_of(config)
-    if joining:
-
-        def run(config: BenchConfig, rank: int) -> Trace | None:
-            launch.check_gpus(config)
-            return trace_methods((config, wanted), rank, progress)
-
-        return launch.as_torchrun_rank(run, config, group)
-    count = launch.processes(config)
-    found: Trace | None = launch.on_own_ranks(
-        trace_methods, (config, wanted), config, count, progress, group
-    )
+    found: Trace | None = launch.on_ranks(trace_methods, config, wanted, progress)
     return found
 
 
@@ -87,18 +74,15 @@ def reason_unsupported(config: BenchConfig, wanted: Wanted) -> str | None:
     return None
 
 
-def trace_methods(
-    argument: tuple[BenchConfig, Wanted], rank: int, progress: Progress
-) -> Trace | None:
+def trace_methods(job: tuple[BenchConfig, Wanted], rank: int, progress: Progress) -> Trace | None:
     """Trace the methods on this rank; return the trace on rank 0."""
-    config, wanted = argument
+    config, wanted = job
     place = open_place(config, rank)
     try:
         inputs = place.inputs(config.seed)
         traces = []
         for number, name in enumerate(wanted.methods):
-            if rank == 0:
-                progress(f"tracing {name}", number, len(wanted.methods))
+            progress(f"tracing {name}", number, len(wanted.methods))
             on_gpu = config.backend == "cuda" and name != "unfused"
             with TRACE.during("1") if on_gpu else nullcontext():  # kernels of a trace build
                 method = place.fused(name, config, _tuning(config, name))

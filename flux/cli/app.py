@@ -61,9 +61,9 @@ def doctor(
 
     Under torchrun it also shows the transport between each pair of ranks; rank 0 prints.
     """
-    from flux.bench.launch import torchrun_rank, torchrun_world
     from flux.cli import doctor as diagnosis
     from flux.cli import doctor_ranks
+    from flux.launch.torchrun import torchrun_rank, torchrun_world
 
     places = doctor_ranks.places_of_all() if torchrun_world() is not None else []
     if places and torchrun_rank() != 0:
@@ -135,9 +135,9 @@ def bench_op(
 def _measure(config: BenchConfig, *, silent: bool) -> Measurement:
     from flux.bench import launch
 
-    joining = launch.torchrun_world() is not None
     with watched_ranks(silent) as progress:
-        return (launch.joined if joining else launch.spawned)(config, progress)
+        found: Measurement = launch.measured(config, progress)
+        return found
 
 
 def _report(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flux.launch.torchrun import all_gather, torchrun_group
 from flux.transport.placement import Place, place_here, reach
 
-LIMIT = timedelta(seconds=60)
+LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,5 @@ def places_of_all() -> list[Place]:
 
     Collective, in the default group or (under torchrun) a new one.
     """
-    made = not dist.is_initialized()
-    if made:
-        dist.init_process_group("gloo", timeout=LIMIT)
-    try:
-        places: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(places, place_here(_own_gpu()))
-    finally:
-        if made:
-            dist.destroy_process_group()
-    return places
+    with nullcontext() if dist.is_initialized() else torchrun_group(LIMIT_S):
+        return all_gather(place_here(_own_gpu()))

@@ -25,19 +25,10 @@ if TYPE_CHECKING:
     from flux.launch.progress import Progress
 
 
-def _entry(config: Any, rank: int, progress: Progress) -> list[PhaseResult]:
+def _entry(job: Any, rank: int, progress: Progress) -> list[PhaseResult]:
     from flux.bench.model_run import measure_model
 
-    return measure_model(config, rank, progress)
-
-
-def _measure(config: ModelConfig, joining: bool, progress: Progress) -> list[PhaseResult]:
-    from flux.bench import launch
-
-    if joining:
-        return launch.as_torchrun_rank(lambda c, rank: _entry(c, rank, progress), config)
-    found: list[PhaseResult] = launch.on_own_ranks(_entry, config, config, config.world, progress)
-    return found
+    return measure_model(job, rank, progress)
 
 
 def bench_model(
@@ -73,6 +64,7 @@ def bench_model(
     Runs on the CPU; needs megatron-core. Both must give the same results, before and after, or the
     exit status is 1.
     """
+    from flux.bench.launch import on_ranks
     from flux.bench.model import ModelConfig
 
     if importlib.util.find_spec("megatron") is None:
@@ -103,7 +95,7 @@ def bench_model(
     if speaks() and json_target not in (None, "-"):
         check_writable(json_target)
     with watched_ranks(silent) as progress:
-        found = _measure(config, world is not None, progress)
+        found: list[PhaseResult] = on_ranks(_entry, config, None, progress)
     if speaks():
         _report(config, found, json_target, silent)
     if any(phase.complaint for phase in found):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from flux.launch.progress import Progress
 
 
-def torchrun_or_own(nproc: int | None, hosts: str) -> int | None:
+def torchrun_or_own(nproc: int | None, hosts: str = "1") -> int | None:
     """Return the number of torchrun's ranks, or None; exit if options contradict it."""
-    from flux.bench.launch import torchrun_world
+    from flux.launch.torchrun import torchrun_world
 
     world = torchrun_world()
     if world is not None and nproc not in (None, world):
@@ -43,7 +43,7 @@ def check_writable(target: str) -> None:
 
 def speaks() -> bool:
     """Return whether this process prints and writes: under torchrun, rank 0 does."""
-    from flux.bench.launch import torchrun_rank, torchrun_world
+    from flux.launch.torchrun import torchrun_rank, torchrun_world
 
     return torchrun_world() is None or torchrun_rank() == 0
 

@@ -118,10 +118,10 @@ def suite(
         return
     if resume and json_target is None:
         refuse("--resume needs the results of the earlier run: pass --json FILE")
-    from flux.bench.suite_ranks import OwnRanks, TorchrunRanks
+    from flux.bench.suite_ranks import SuiteRanks, TorchrunRanks
 
     world = torchrun_or_own(nproc, hosts)
-    ranks: SuiteRanks = OwnRanks() if world is None else TorchrunRanks()
+    ranks = SuiteRanks() if world is None else TorchrunRanks()
     with closing(ranks):
         plan = _agreed(
             ranks,

@@ -72,7 +72,6 @@ def trace_op(
     """
     chosen = options.Chosen.among(locals())
     config = options.config_of(chosen, warmup=warmup)
-    from flux.bench.launch import torchrun_world
     from flux.bench.traced import Wanted, reason_unsupported, traced
 
     try:
@@ -86,7 +85,7 @@ def trace_op(
         check_writable(out)
     silent = quiet or not speaks()
     with watched_ranks(silent) as progress:
-        found = traced(config, wanted, progress, joining=torchrun_world() is not None)
+        found = traced(config, wanted, progress)
     if speaks() and found is not None:
         _report(found, out, silent=silent)
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from flux.cli import winners as winners_cli
+from flux.cli.ranks import torchrun_or_own
 from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, refuse
 
 if TYPE_CHECKING:
@@ -139,13 +140,10 @@ def tune_shapes(
     """
     if context.invoked_subcommand is not None:
         return
-    from flux.bench.launch import torchrun_world
     from flux.tune.machine import resolve_backend
     from flux.tune.tuner import Options
 
-    world = torchrun_world()
-    if world is not None and nproc not in (None, world):
-        refuse(f"--nproc {nproc} was given, but torchrun started {world} ranks")
+    world = torchrun_or_own(nproc)
     if (shapes is None) == (op is None):
         refuse("say what to tune: either --shapes FILE or --op OP --m M --n N --k K")
     try:

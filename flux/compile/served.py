@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from flux.machine.host import host_identity
+from flux.launch.torchrun import hosts_of_ranks
 from flux.ops import executor, torch_internals
 from flux.transport.exchange import resolve_group
 
@@ -17,9 +17,7 @@ _hosts: list[str] = []  # of all ranks, by global rank; known if there are GPUs
 def learn_hosts() -> None:
     """Exchange the host of each rank, if there are GPUs. Then it is collective."""
     if not _hosts and torch.cuda.is_available() and dist.is_initialized():
-        found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, host_identity())
-        _hosts.extend(found)
+        _hosts.extend(hosts_of_ranks())
 
 
 def reason_unsupported(group_name: str, tensors: Sequence[torch.Tensor]) -> str | None:

@@ -145,6 +145,11 @@ def _rank_main(
             dist.destroy_process_group()
 
 
+def how_ended(code: int) -> str:
+    """Return an exit status in words; negative: the signal that ended the process."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
     """Delay a Ctrl-C in this thread until the end of the context."""
@@ -364,9 +369,8 @@ class _Supervisor:
             return
         if any(failure.rank == rank for failure in self._failures):
             return
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         # Sorted before every message: a silent death is the cause of the others' errors.
-        self._failures.append(_Failure(rank, how, "", False, float("-inf")))
+        self._failures.append(_Failure(rank, how_ended(code), "", False, float("-inf")))
 
     def _first_cause(self) -> RankFailedError:
         first, *others = sorted(self._failures, key=lambda failure: failure.at)

@@ -16,15 +16,14 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from flux.launch.progress import Progress
 from flux.launch.spawn import Entry, Part, RankFailedError, run_ranks
-from flux.machine.host import host_identity
+from flux.launch.torchrun import all_gather, hosts_of_ranks, torchrun_group
 
 T = TypeVar("T")
 
@@ -107,10 +106,11 @@ class Joined:
     """One worker for each of torchrun's ranks; joins their group. ``close`` leaves it."""
 
     def __init__(self) -> None:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=MEETING_S))
+        self._group = ExitStack()
+        self._group.enter_context(torchrun_group(MEETING_S))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.ranks: tuple[int, ...] = (self.rank,)
-        self.hosts = self.gather(host_identity())
+        self.hosts = hosts_of_ranks()
         here = [rank for rank in range(self.world) if self.hosts[rank] == self.hosts[self.rank]]
         self._slot = (here.index(self.rank), len(here))
         self.leads = self.rank == 0
@@ -118,9 +118,7 @@ class Joined:
 
     def gather(self, value: T) -> list[T]:
         """Return every supervisor's value."""
-        values: list[T] = [value] * self.world
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather(value)
 
     def share(self, value: T) -> T:
         """Return rank 0's value."""
@@ -161,7 +159,7 @@ class Joined:
 
     def close(self) -> None:
         """Leave the group of supervisors."""
-        dist.destroy_process_group()
+        self._group.close()
 
 
 def _told(failure: str) -> bool:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench.config import BenchConfig
-from flux.bench.launch import group_of
 from flux.choice.cache import Cache
 from flux.choice.choose import key_of
 from flux.choice.cost import gemm_ms
@@ -350,7 +349,7 @@ class Tuner:
             threads=self._options.threads,
             timeout_s=timeout + reference_s + start_s,
             stall_s=max(_FEWEST_STALL_S, 2 * timeout) + 2 * reference_s + start_s,
-            group=group_of(job.config),
+            group=job.config.group,
         )
         return failure.partition("\n")[0]
 

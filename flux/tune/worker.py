@@ -36,6 +36,7 @@ from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
 from flux.choice.choose import Fixed
 from flux.core.problem import Problem
+from flux.launch.torchrun import all_gather
 from flux.tune.halving import Halving, Step
 from flux.tune.space import Candidate
 
@@ -114,9 +115,7 @@ def make_method(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
     if config.backend != "cuda":
         return Fused(candidate.name, config, candidate.knobs)
     method = Fused(candidate.name, config, Fixed(candidate.knobs, candidate.kernel))
-    problems: list[Any] = [None] * config.problem.world
-    dist.all_gather_object(problems, _other_kernel(method, candidate))
-    for of_rank, problem in enumerate(problems):
+    for of_rank, problem in enumerate(all_gather(_other_kernel(method, candidate))):
         if problem is not None:
             method.close()
             raise ValueError(f"on rank {of_rank} {problem}")

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from flux.bench.config import BenchConfig
 from flux.bench.methods import (
     Fused,
@@ -20,6 +18,7 @@ from flux.bench.methods import (
 from flux.bench.places.base import Call, Timing
 from flux.bench.reference import Verdict, judge, make_inputs, make_reference
 from flux.bench.timing import StartLine, timed
+from flux.launch.torchrun import all_gather
 
 T = TypeVar("T")
 
@@ -63,9 +62,7 @@ class CpuRanks(ProcessTimer):
 
     def share(self, value: T) -> list[T]:
         """Return the values of all ranks."""
-        everybody: list[Any] = [None] * self.problem.world
-        dist.all_gather_object(everybody, value)
-        return everybody
+        return all_gather(value)
 
     def inputs(self, seed: int) -> Any:
         """Return fresh inputs of this rank."""
