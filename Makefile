@@ -30,14 +30,16 @@ BENCH_OPS := ag_gemm gemm_rs gemm_ar
 BENCH_SHAPE := --m 2048 --n 4096 --k 2048 --dtype float32 --nproc 2
 
 # What depends most on torch: schedules, ops on ranks, autograd, torch.library, torch.compile, layers.
-CORE_TESTS = $(sort $(wildcard tests/test_core_*.py)) $(addprefix tests/test_,$(addsuffix .py, \
-  schedule ag_gemm gemm_rs gemm_ar functional library errors gradcheck compile layers symm_mem \
-  package doctor))
+CORE_TESTS = $(sort $(wildcard tests/core/test_core_*.py)) $(addprefix tests/,$(addsuffix .py, \
+  core/test_schedule core/test_errors cpu/test_ag_gemm cpu/test_gemm_rs cpu/test_gemm_ar \
+  cpu/test_functional layers/test_library layers/test_gradcheck layers/test_compile \
+  layers/test_layers gpu/test_symm_mem project/test_package hosts/test_doctor))
 
 WORKERS := $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
 STRESS := 10
-STRESS_TESTS = $(addprefix tests/test_,$(addsuffix .py,races every_op endings megatron_gpt \
-  network cuda_backend cuda_nodes fuzz_files))
+STRESS_TESTS = $(addprefix tests/,$(addsuffix .py, \
+  cpu/test_races cpu/test_every_op cpu/test_endings layers/test_megatron_gpt hosts/test_network \
+  gpu/test_cuda_backend gpu/test_cuda_nodes core/test_fuzz_files))
 SET := minimal
 ARCHS := 80,90a
 NVSHMEM := 1

@@ -236,7 +236,7 @@ sanitize() { # tool, pytest options...
   shift
   command -v compute-sanitizer > /dev/null || { echo "skipped: there is no compute-sanitizer" && return 0; }
   compute-sanitizer --tool "$tool" --error-exitcode 1 \
-    "$python" -m pytest -q -o addopts= -p no:cacheprovider tests/test_gpu.py "$@"
+    "$python" -m pytest -q -o addopts= -p no:cacheprovider tests/gpu/test_gpu.py "$@"
 }
 
 kernels_bench() { "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json" "$@"; }
@@ -259,25 +259,25 @@ work tma_store 60 tma_store
 work native 120 build_native
 compgen -G 'flux/lib/kernels/*/*.so' > /dev/null || work kernels 400 build_kernels
 work plain 60 "$python" benchmarks/gpu_kernels.py --plain
-test_step test_small 60 tests/test_gpu.py -x -k "small or plain"
-test_step test_regressions 90 tests/test_gpu.py -k "regression"
-test_step test_gpu 120 tests/test_gpu.py -k "not small and not regression"
+test_step test_small 60 tests/gpu/test_gpu.py -x -k "small or plain"
+test_step test_regressions 90 tests/gpu/test_gpu.py -k "regression"
+test_step test_gpu 120 tests/gpu/test_gpu.py -k "not small and not regression"
 work kernels_large 110 kernels_bench --rows 8192 4096 2048 1024
 work loopback 120 loopback_bench --rows 8192 4096
 work virtual 120 virtual_ops
 work fp8 60 "$python" benchmarks/gpu_kernels.py --dtype e4m3 --rows 8192 64 --json "$out/kernels_e4m3.json"
 work kernels_small 90 kernels_bench --rows 64 128 256 512
-test_step test_loopback 60 tests/test_gpu_loopback.py
+test_step test_loopback 60 tests/gpu/test_gpu_loopback.py
 work memcheck 90 sanitize memcheck -k small
 work racecheck 90 sanitize racecheck -k "small and ag_gemm"
-test_step test_graphs 60 tests/test_gpu_graphs.py
-test_step test_processes 90 tests/test_gpu_processes.py
-test_step test_interop 60 tests/test_gpu_interop.py
-test_step test_bench 90 tests/test_gpu_bench.py
+test_step test_graphs 60 tests/gpu/test_gpu_graphs.py
+test_step test_processes 90 tests/gpu/test_gpu_processes.py
+test_step test_interop 60 tests/gpu/test_gpu_interop.py
+test_step test_bench 90 tests/bench/test_gpu_bench.py
 work tune 240 tune_briefly
 compgen -G 'flux/lib/kernels/*_traced_*/*.so' > /dev/null || work trace_kernels 200 build_trace_kernels
 work trace 120 trace_ops
-FLUX_TEST_CASES=85 test_step many_cases 200 tests/test_gpu.py -k random
+FLUX_TEST_CASES=85 test_step many_cases 200 tests/gpu/test_gpu.py -k random
 
 note "failed: ${failed[*]:-none}"
 pack_results

@@ -1,6 +1,7 @@
 """Tables of docs/results/reliability.md: the soak, the ends of programs, and damaged files.
 
-benchmarks/soak.py, tests/endings.py and tests/fuzz_files.py measure; tables.py writes the tables.
+benchmarks/soak.py, tests/support/endings.py and tests/support/fuzz_files.py measure; tables.py
+writes the tables.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Written by hand. pybind11-stubgen (3.0 was tried) knows no fields of the tuples and dicts that the
 module returns, and widens every int and float argument to what pybind11 would convert. The names,
-arguments and defaults here are compared with the module's own signatures in tests/test_package.py.
+arguments and defaults here are compared with the module's own signatures in
+tests/project/test_package.py.
 """
 
 from collections.abc import Sequence

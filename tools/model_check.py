@@ -14,7 +14,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support/emulation"))
 
 from model.bugs import BUGS
 from model.check import LimitError, Mode, Report, explore

@@ -1,5 +1,5 @@
 // Races: thousands of back-to-back calls with changing shapes and knobs, random delays, data
-// checked. tests/test_tsan.py builds this with and without ThreadSanitizer and runs it: a.out
+// checked. tests/project/test_tsan.py builds this with and without ThreadSanitizer and runs it: a.out
 // faults | CALLS [SEED]
 #include <algorithm>
 #include <cmath>

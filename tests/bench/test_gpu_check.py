@@ -1,0 +1,308 @@
+"""benchmarks/gpu_check.sh with commands that only write down that they were called; and what the
+benchmarks that it runs do when they are cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu_kernels
+import gpu_loopback
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FAKE = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+case "$*" in
+  *-c*import*missing_plugin*) exit 1 ;;
+  *"-m pytest"*"regression"*) exit "${REGRESSION:-5}" ;;
+esac
+for pattern in $FAIL; do case "$*" in *"$pattern"*) echo "failed on purpose"; exit 9 ;; esac; done
+for pattern in $SLOW; do case "$*" in *"$pattern"*) sleep 60 ;; esac; done
+if [ "$(basename "$0")" = nvcc ]; then
+  while [ "$1" != -o ] && [ $# -gt 0 ]; do shift; done
+  [ $# -gt 0 ] && printf '#!/bin/sh\\nexit 0\\n' > "$2" && chmod +x "$2"
+fi
+exit 0
+"""
+COMMANDS = ("python3", "nvcc", "nvidia-smi", "g++", "compute-sanitizer")
+ORDER = [
+    "environment", "tma_store", "native", "plain", "test_small", "test_regressions", "test_gpu",
+    "kernels_large", "loopback", "virtual", "fp8", "kernels_small", "test_loopback", "memcheck",
+    "racecheck", "test_graphs", "test_processes", "test_interop", "test_bench", "tune", "trace",
+    "many_cases",
+]  # fmt: skip
+
+Run = Callable[..., "Outcome"]
+
+
+class Outcome:
+    """What a call of the script left."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str], work: Path, calls: Path) -> None:
+        self.status, self.output, self.work = done.returncode, done.stdout + done.stderr, work
+        self.calls = calls.read_text().splitlines() if calls.exists() else []
+        self.steps = [
+            line.removeprefix("=== ") for line in done.stdout.splitlines() if line[:4] == "=== "
+        ]
+
+    def called(self, text: str) -> int:
+        return sum(text in call for call in self.calls)
+
+    def packed(self) -> set[str]:
+        with tarfile.open(self.work / "pack" / "results.tar.gz") as archive:
+            return {name.removeprefix("./") for name in archive.getnames()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run the script in a copy of the folders that it looks at, with fake commands."""
+    root, commands = tmp_path / "root", tmp_path / "bin"
+    for folder in (
+        "benchmarks",
+        "tests/bench",
+        "tests/gpu",
+        "csrc/schedule",
+        "csrc/cpu",
+        "csrc/cuda_host",
+        "csrc/bindings",
+        "flux/lib/kernels/a_traced_b",
+    ):
+        (root / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks" / "gpu_check.sh", root / "benchmarks")
+    for part in ("", "_loopback", "_graphs", "_processes", "_interop"):
+        (root / f"tests/gpu/test_gpu{part}.py").write_text("import pytest\n")
+    (root / "tests/bench/test_gpu_bench.py").write_text("import pytest\n")
+    (root / "flux/lib/kernels/a_traced_b/kernel.so").touch()
+    for part in ("schedule", "cpu", "cuda_host", "bindings"):
+        (root / f"csrc/{part}/one.cpp").touch()
+    commands.mkdir()
+    for name in COMMANDS:
+        (commands / name).write_text(FAKE)
+        (commands / name).chmod(0o755)
+
+    def call(*arguments: str, work: str = "work", **variables: str) -> Outcome:
+        calls = tmp_path / "calls"
+        calls.unlink(missing_ok=True)
+        done = subprocess.run(
+            [str(root / "benchmarks/gpu_check.sh"), str(tmp_path / work), *arguments],
+            env={
+                "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+                "HOME": str(tmp_path),
+                "CALLS": str(calls),
+                **variables,
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return Outcome(done, tmp_path / work, calls)
+
+    return call
+
+
+def test_every_step_in_order_most_important_first(run: Run) -> None:
+    found = run()
+    assert found.status == 0, found.output
+    assert found.steps == ORDER
+    plain = "-o addopts= -p no:cacheprovider"
+    assert found.called(f"{plain} tests/gpu/test_gpu.py -x -k small or plain")
+    assert found.called("gpu_kernels.py") == 4
+    assert {path.name for path in (found.work / "state").iterdir()} == set(ORDER)
+
+
+def test_files_to_bring_home_are_few_and_there_after_every_step(run: Run) -> None:
+    found = run("environment")
+    pack = found.work / "pack"
+    assert {path.name for path in pack.iterdir()} == {"results.tar.gz", "summary.txt"}
+    assert {"summary.txt", "state/environment", "tails/environment.log"} <= found.packed()
+    assert "environment: status 0" in (pack / "summary.txt").read_text()
+    (found.work / "kernels.json").write_text("{}")
+    (found.work / "trace_a.json").write_text("{}")
+    found = run("plain")
+    assert {path.name for path in pack.iterdir()} <= {
+        "results.tar.gz",
+        "summary.txt",
+        "traces.tar.gz",
+    }
+    assert "kernels.json" in found.packed() and "trace_a.json" not in found.packed()
+
+
+def test_too_large_files_are_named_and_left_out(run: Run) -> None:
+    run("environment")
+    work = run("environment").work
+    (work / "trace_huge.json").write_bytes(os.urandom(16 << 20))
+    found = run("plain")
+    pack = work / "pack"
+    assert not (pack / "traces.tar.gz").exists() and not (pack / "traces.tar.gz.part").exists()
+    assert "traces.tar.gz: " in (pack / "summary.txt").read_text()
+    assert found.status == 0 and (pack / "results.tar.gz").stat().st_size < 1 << 20
+
+
+def test_a_step_that_fails_does_not_stop_those_behind_it(run: Run) -> None:
+    found = run(FAIL="--plain --version")
+    assert found.status == 1 and found.steps == ORDER
+    assert (found.work / "state" / "plain").read_text() == "9\n"
+    assert "failed: environment plain" in found.output
+    again = run()
+    assert again.status == 1 and all("-c import" in call for call in again.calls)
+    assert "plain: done before, status 9" in again.output
+
+
+def test_done_steps_are_skipped_unless_asked_for_again(run: Run) -> None:
+    assert run("plain", "fp8").called("gpu_kernels.py") == 2
+    assert run("plain", "fp8").called("gpu_kernels.py") == 0
+    assert run("--again", "plain").called("gpu_kernels.py") == 1
+    assert run("fp8").called("gpu_kernels.py") == 0
+
+
+def test_a_step_that_is_cut_short_is_begun_anew(run: Run) -> None:
+    found = run("plain", "fp8", FLUX_GPU_CHECK_S="7", SLOW="--plain")
+    assert found.status == 1
+    assert "plain: cut short" in found.output and "fp8: no time left" in found.output
+    assert not (found.work / "state" / "plain").exists()
+    assert "summary.txt" in found.packed(), "packed although it was cut short"
+    again = run("plain", "fp8")
+    assert again.status == 0 and again.called("gpu_kernels.py") == 2
+
+
+def test_another_machine_resumes_from_the_packed_results(run: Run) -> None:
+    first = run("plain", "fp8", "native")
+    (first.work / "kernels.json").write_text('{"shapes": []}')
+    first = run("virtual")
+    packed = str(first.work / "pack" / "results.tar.gz")
+    second = run("plain", "native", work="elsewhere", FLUX_GPU_CHECK_FROM=packed)
+    assert second.called("gpu_kernels.py") == 0
+    assert second.called("g++") == 4 + 1  # units, and the link
+    assert (second.work / "kernels.json").read_text() == '{"shapes": []}'
+
+
+def test_absent_plugins_skip_their_steps(run: Run, tmp_path: Path) -> None:
+    script = tmp_path / "root/benchmarks/gpu_check.sh"
+    script.write_text(script.read_text().replace("in pytest $(", "in missing_plugin $("))
+    found = run("test_gpu", "plain")
+    assert found.status == 0 and found.steps == ["plain"]
+    assert "test_gpu: skipped, there is no missing_plugin" in found.output
+
+
+def test_no_test_of_that_name_is_no_failure_but_a_failing_one_is(run: Run) -> None:
+    assert run("test_regressions").status == 0
+    found = run("--again", "test_regressions", REGRESSION="1")
+    assert found.status == 1 and "test_regressions: status 1" in found.output
+
+
+def test_kernels_load_eagerly(run: Run, tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "python3"
+    fake.write_text('#!/bin/sh\necho "loading $CUDA_MODULE_LOADING" >> "$CALLS"\n')
+    assert run("plain").called("loading EAGER") == 1
+
+
+def test_wrong_arguments(run: Run) -> None:
+    assert run("--agian").status == 2
+
+
+# -- what is gone on with --------------------------------------------------------------------------
+
+
+def test_shapes_in_the_file_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, asked = tmp_path / "kernels.json", []
+
+    def run_shape(device: object, op: str, m: int, n: int, k: int, *_: object) -> dict[str, Any]:
+        asked.append((op, m))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return {"op": op, "m": m, "n": n, "k": k, "dtype": "bf16", "complaints": []}
+
+    def start(*rows: str) -> object:
+        arguments = ["gpu_kernels.py", "--json", str(target), "--rows", *rows]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises((KeyboardInterrupt, SystemExit)) as stopped:
+            gpu_kernels.main()
+        return getattr(stopped.value, "code", None)
+
+    monkeypatch.setattr(gpu_kernels, "CudaDevice", lambda: type("Device", (), {"index": 0})())
+    monkeypatch.setattr(gpu_kernels, "run_shape", run_shape)
+    monkeypatch.setattr(gpu_kernels, "show", lambda found: None)
+    monkeypatch.setattr(gpu_kernels.torch.cuda, "get_device_name", lambda index: "a GPU")
+    start("8192", "4096")
+    assert start("8192", "4096") == 0
+    assert asked == [("ag_gemm", 8192), ("gemm_rs", 8192), ("ag_gemm", 4096),
+                     ("ag_gemm", 4096), ("gemm_rs", 4096)]  # fmt: skip
+    assert len(json.loads(target.read_text())["shapes"]) == 4
+
+
+def test_loopback_benchmarks_resume_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, asked = tmp_path / "loopback.json", []
+
+    def run_shape(problem: Any, *_: object) -> dict[str, Any]:
+        asked.append(problem)
+        found = {"op": problem.op.name, "m": problem.m, "world": problem.world}
+        return {**found, "methods": {}, "complaints": []}
+
+    monkeypatch.setattr(gpu_loopback, "run_shape", run_shape)
+    monkeypatch.setattr(gpu_loopback, "table", lambda found: "")
+    for rows, count in (("8192", 4), ("8192", 4), ("4096", 8)):
+        monkeypatch.setattr(sys, "argv", ["gpu_loopback.py", str(target), "--rows", rows])
+        with pytest.raises(SystemExit) as stopped:
+            gpu_loopback.main()
+        assert stopped.value.code == 0 and len(asked) == count
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+
+def nothing(_: int) -> None:
+    pass
+
+
+def test_rounds_that_the_host_was_too_slow_for_are_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleeps, firsts = [], []
+
+    def one_round(methods: Any, round_: int, inner: int, cycles: int) -> dict[str, float] | None:
+        sleeps.append(cycles)
+        if cycles < 4 * gpu_kernels.SLEEP_CYCLES:
+            return None
+        firsts.append(methods[0][0])
+        return {name: 1.0 + round_ for name, _ in methods}
+
+    monkeypatch.setattr(gpu_kernels, "one_round", one_round)
+    times, complaints = gpu_kernels.measure({"a": nothing, "b": nothing}, 4, 1)
+    assert not complaints and [len(values) for values in times.values()] == [4, 4]
+    assert sleeps[:3] == [gpu_kernels.SLEEP_CYCLES * factor for factor in (1, 2, 4)]
+    assert firsts[:4] == ["a", "b", "a", "b"], "the order rotates"
+    assert times["a"][0] == 1.0 + gpu_kernels.WARM_UP
+
+    monkeypatch.setattr(gpu_kernels, "one_round", lambda *_: None)
+    times, complaints = gpu_kernels.measure({"a": nothing}, 4, 1)
+    assert times == {"a": []} and "too slow" in complaints[0]
+
+
+def test_ratios_are_formed_within_rounds() -> None:
+    """A machine that becomes twice as slow half way through changes no ratio."""
+    base = [1.0] * 10 + [2.0] * 10
+    found = gpu_kernels.ratio([1.1 * value for value in base], base)
+    assert found["median"] == pytest.approx(1.1)
+    assert found["interval"] == pytest.approx((1.1, 1.1))
+
+
+def test_short_kernels_run_several_times_between_events() -> None:
+    counts = [gpu_kernels.inner_calls(m, 6144, 12288) for m in (8192, 1024, 64, 1)]
+    assert counts == sorted(counts) and counts[0] == 1 and 1 < counts[-1] <= gpu_kernels.MAX_INNER
+
+
+def test_wrong_results_and_nan_are_complaints() -> None:
+    errors = {"right": 1e-3, "wrong": 0.5, "nan": float("nan")}
+    assert len(gpu_kernels.complaints_of(errors, "bf16")) == 2

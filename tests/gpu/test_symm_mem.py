@@ -1,0 +1,362 @@
+"""The CUDA backend in several processes: each has an emulated device of its own, and their memory
+is shared, as GPUs of one host share theirs. On real GPUs: test_gpu_processes.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flux
+from emulated import EmulatedDevice
+from emulated_processes import emulate, run
+from flux import Knobs, PeerDiedError, PeerTimeoutError
+from flux.backends.cuda.backend import GRACE_S
+from flux.transport import symm_mem
+from flux.transport.virtual import VirtualWorld
+from flux.transport.watch import LOOK_S
+from harness import fresh_ranks
+from matrix import OPS
+from op_cases import Case, random_cases
+from reference import Inputs, Problem
+from virtual_cases import on_one_device
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def library(emulator: Path) -> Path:
+    return emulator
+
+
+def _cases(rank: int, world: int, library: Path, cases: list[Case]) -> int:
+    device = emulate(rank, library)
+    calls = 0
+    for case in (on_one_device(device, c, world) for c in cases):
+        device.set_delay(int(case.delay_s * 1e7))
+        options = {"tuning": case.knobs, "topology": case.topology, "backend": "cuda"}
+        with case.problem.build(**options) as op:
+            for call in case.calls:
+                inputs = Inputs(case.problem, call.m, world, call.seed, call.bias)
+                got = inputs.call(
+                    op, rank, layout=call.layout, padded=call.padded, gather=call.gather
+                )
+                op.wait()
+                inputs.check(got, rank)
+                calls += 1
+    device.set_delay(0)
+    device.close()
+    assert device.streams() == 0
+    return calls
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_random_cases(library: Path, op: str, world: int) -> None:
+    cases = random_cases(30 + OPS.index(op), op, world, 8)
+    assert run(world, _cases, library, cases) == [sum(len(c.calls) for c in cases)] * world
+
+
+def _stress(rank: int, world: int, library: Path, op: str, direction: str) -> list[torch.Tensor]:
+    """Back to back, M changing; results by call, bit for bit."""
+    device = emulate(rank, library)
+    device.set_delay(500)
+    rng = random.Random(5)
+    p = Problem(op, 33, (13,), 10, BF16)
+    knobs = Knobs(direction=direction, comm_tile_rows=3)
+    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(60)]
+    with p.build(tuning=knobs, backend="cuda", transport="symm_mem") as made:
+        outs = [inputs.call(made, rank) for inputs in everything]
+        made.wait()
+    for inputs, got in zip(everything, outs, strict=True):
+        inputs.check(got, rank)
+    device.set_delay(0)
+    device.close()
+    return [got[0] for got in outs]
+
+
+def _virtual(library: Path, world: int, op: str, direction: str) -> list[list[torch.Tensor]]:
+    device = EmulatedDevice(library)
+    rng = random.Random(5)
+    p = Problem(op, 33, (13,), 10, BF16)
+    knobs = Knobs(direction=direction, comm_tile_rows=3)
+    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(60)]
+    with VirtualWorld(world, device) as ranks:
+        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
+        by_rank = ranks.run(lambda r: [inputs.call(ops[r], r)[0] for inputs in everything])
+        device.finish()
+        for o in ops:
+            o.close()
+    device.close()
+    return by_rank
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_processes_give_the_bits_of_virtual_ranks(library: Path, op: str, direction: str) -> None:
+    world = 3
+    processes = run(world, _stress, library, op, direction)
+    for of_process, of_virtual in zip(
+        processes, _virtual(library, world, op, direction), strict=True
+    ):
+        for a, b in zip(of_process, of_virtual, strict=True):
+            assert torch.equal(a, b)
+
+
+def _replays(rank: int, world: int, library: Path, op: str) -> None:
+    """Every rank captures by itself, and replays at its own pace."""
+    device = emulate(rank, library)
+    device.set_delay(500)
+    p = Problem(op, 33, (13,), 10, BF16)
+    with p.build(backend="cuda", transport="symm_mem") as made:
+        everything = [Inputs(p, m, world, seed=m) for m in (33, 2, 17)]
+        with device.capture() as graph:
+            outs = [inputs.call(made, rank) for inputs in everything]
+        for turn in range(12):
+            graph.replay()
+            eager = everything[turn % 3].call(made, rank)
+            if turn % 4 == 3:
+                device.finish()
+                made.wait()
+                everything[turn % 3].check(eager, rank)
+                for inputs, got in zip(everything, outs, strict=True):
+                    inputs.check(got, rank)
+                    got[0].fill_(float("nan"))
+        graph.close()
+    device.set_delay(0)
+    device.close()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_processes_replay_graphs(library: Path, op: str) -> None:
+    run(3, _replays, library, op)
+
+
+def _checked_capture(rank: int, world: int, library: Path) -> None:
+    os.environ["FLUX_CHECK"] = "1"
+    device = emulate(rank, library)
+    p = Problem("gemm_rs", 8, (8,), 8, BF16)
+    with p.build(backend="cuda") as op:
+        inputs = Inputs(p, 8, world, seed=1)
+        with device.capture() as graph, pytest.raises(ValueError, match="unset FLUX_CHECK"):
+            inputs.call(op, rank)
+        graph.close()
+        got = inputs.call(op, rank)
+        op.wait()
+        inputs.check(got, rank)
+    device.close()
+
+
+def test_calls_that_are_compared_are_not_captured(library: Path) -> None:
+    run(2, _checked_capture, library)
+
+
+def _no_kernel(rank: int, world: int, library: Path) -> None:
+    device = emulate(rank, library)
+    if rank == 1:
+        device.registry.kernels.clear()
+    with pytest.raises(ValueError, match="no built kernel" if rank == 1 else "rank 1 refused"):
+        flux.GemmRS(max_m=8, n=8, k=8, dtype=BF16, backend="cuda")
+
+
+def test_a_rank_without_a_kernel_raises_on_all_ranks(library: Path) -> None:
+    run(2, _no_kernel, library)
+
+
+def _late(rank: int, world: int, library: Path) -> None:
+    device = emulate(rank, library)
+    p = Problem("gemm_rs", 16, (8,), 8, BF16)
+    op = p.build(backend="cuda", timeout_s=0.5)
+    if rank == 0:
+        Inputs(p, 16, world, seed=1).call(op, rank)
+        with pytest.raises(PeerTimeoutError, match=r"rank 0 waited more than 0\.5 s"):
+            op.wait()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(PeerTimeoutError, match="rank 1: rank 0 gave up in call 1"):
+            op.wait()
+    op.close()
+    device.close()
+
+
+def test_a_rank_that_does_not_call_is_noticed(library: Path) -> None:
+    run(2, _late, library)
+
+
+def _dies(rank: int, world: int, library: Path, when: str) -> dict[str, Any]:
+    """The last rank is killed before its second call; when the others wait, or have yet to call."""
+    emulate(rank, library)
+    p = Problem("gemm_rs", 24, (8,), 8, BF16)
+    op = p.build(backend="cuda", timeout_s=60.0)
+    inputs = Inputs(p, 24, world, seed=1)
+    inputs.call(op, rank)
+    op.wait()
+    dist.barrier()
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    process = op._backend.watch._memory.processes
+    if when == "before":
+        while not process.ended(world - 1):
+            time.sleep(0.01)
+        time.sleep(LOOK_S)
+    began = time.monotonic()
+    with pytest.raises(PeerDiedError) as told:
+        inputs.call(op, rank)
+        assert when == "inside", "the call began without a rank"
+        op.wait()
+    assert op.closed
+    return {"text": str(told.value), "took": time.monotonic() - began}
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_rank_that_dies_is_noticed_at_once(library: Path, when: str) -> None:
+    with fresh_ranks(3) as ranks:
+        ranks.start(_dies, library, when)
+        for rank, outcome in enumerate(ranks.collect(60)[:-1]):
+            assert outcome is not None and outcome.ok, outcome
+            words = rf"GemmRS: rank {rank}, .* rank 2 died \(process {ranks.pids[2]} ended\)"
+            assert re.match(words, outcome.value["text"]), outcome.value
+            assert outcome.value["took"] < 3.0, outcome.value
+
+
+def _done_and_gone(rank: int, world: int, library: Path) -> None:
+    device = emulate(rank, library)
+    p = Problem("gemm_rs", 16, (8,), 8, BF16)
+    op = p.build(backend="cuda", timeout_s=60.0)
+    inputs = Inputs(p, 16, world, seed=1)
+    got = inputs.call(op, rank)
+    if rank == 1:
+        op.close()
+        os._exit(0)
+    process = op._backend.watch._memory.processes
+
+    def other_work() -> None:
+        while not process.ended(1):
+            time.sleep(0.01)
+        time.sleep(2 * GRACE_S)
+
+    device.enqueue(other_work)
+    op.wait()
+    inputs.check(got, rank)
+    op.close()
+    device.close()
+
+
+def test_a_rank_that_closed_the_op_may_end(library: Path) -> None:
+    """Although the stream of another one is busy for long afterwards."""
+    with fresh_ranks(2) as ranks:
+        ranks.start(_done_and_gone, library)
+        outcome = ranks.collect(60)[0]
+        assert outcome is not None and outcome.ok, outcome
+
+
+def _in_another_order(rank: int, world: int, library: Path, backend: str) -> None:
+    os.environ["FLUX_CHECK"] = "1"
+    if backend == "cuda":
+        emulate(rank, library)
+    ps = [Problem(op, 8, (8,), 8, BF16) for op in ("ag_gemm", "gemm_rs")]
+    ops = [p.build(backend=backend) for p in ps]
+    inputs = [Inputs(p, 8, world, seed=1) for p in ps]
+    for op, given in zip(ops, inputs, strict=True):
+        got = given.call(op, rank)
+        op.wait()
+        given.check(got, rank)
+    first = rank % 2
+    with pytest.raises(ValueError, match=r"different calls: rank 1 call 2 of GemmRS 2 .*rank 0"):
+        inputs[first].call(ops[first], rank)
+    for op in ops:
+        op.close()
+    refusing = ps[1].build(backend=backend)
+    x, weight, bias = inputs[1].local(rank)
+    with pytest.raises(ValueError, match="weight must be" if rank == 0 else "rank 0 refused"):
+        refusing(x, weight[:3] if rank == 0 else weight, bias)
+    got = inputs[1].call(refusing, rank)
+    refusing.wait()
+    inputs[1].check(got, rank)
+    refusing.close()
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cpu"])
+def test_ranks_that_call_in_another_order(library: Path, backend: str) -> None:
+    run(2, _in_another_order, library, backend)
+
+
+def test_the_backend_must_have_a_device() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    run(2, _without_device)
+
+
+def _without_device(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="rank 0: backend cuda needs a CUDA device"):
+        flux.AGGemm(max_m=8, n=8, k=8, dtype=BF16, backend="cuda")
+    with pytest.raises(ValueError, match=r"backend cuda, transport must be None or 'symm_mem'"):
+        flux.AGGemm(max_m=8, n=8, k=8, dtype=BF16, backend="cuda", transport="shm")
+
+
+def _pair(group: str = "some") -> Any:
+    """An exchange of two ranks that say the same."""
+    return SimpleNamespace(
+        rank=0,
+        world=2,
+        label="AGGemm",
+        group=SimpleNamespace(group_name=group),
+        all_gather=lambda value: [value] * 2,
+    )
+
+
+def test_memory_is_no_block_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's pool hands out freed blocks again, others on other ranks (pytorch #190977)."""
+    asked = []
+
+    class Direct:
+        @staticmethod
+        def empty_strided_p2p(
+            size: Any, stride: Any, dtype: torch.dtype, device: Any
+        ) -> torch.Tensor:
+            asked.append((*size, *stride))
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def rendezvous(own: torch.Tensor, group: str) -> Any:
+        assert group == "some" and own.storage_offset() == 0
+        return SimpleNamespace(get_buffer=lambda rank, size, dtype: own.view(dtype).view(size))
+
+    def pooled(*_: object, **__: object) -> None:
+        raise AssertionError("memory of torch's pool")
+
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", Direct)
+    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", rendezvous)
+    monkeypatch.setattr("torch.distributed._symmetric_memory.empty", pooled)
+    device = SimpleNamespace(torch_device=torch.device("cpu"))
+    _, buffers = symm_mem._map_everywhere(_pair(), device, 512)  # type: ignore[arg-type]
+    assert asked == [(512, 1)] and [b.numel() for b in buffers] == [512, 512]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_that_share_a_gpu_try_no_multicast(
+    monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """A device cannot be in a multicast group twice, and torch raises."""
+    tried = []
+
+    def mapped(*_: object) -> Any:
+        tried.append(True)
+        return (None, SimpleNamespace(multicast_ptr=1)), []
+
+    monkeypatch.setattr(symm_mem, "_has_multicast", lambda device: True)
+    monkeypatch.setattr(symm_mem, "_map_everywhere", mapped)
+    exchange = _pair()
+    if apart:
+        exchange.all_gather = lambda value: ["gpu", "another"] if value == "gpu" else [value] * 2
+    device = SimpleNamespace(identity="gpu", sm_count=8)
+    assert symm_mem.SymmMem(exchange, device).multicast is apart  # type: ignore[arg-type]
+    assert bool(tried) is apart

@@ -1,0 +1,285 @@
+"""The model that ranks built kernels: CUTLASS's rule for stream-K, and what it prefers where."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flux.core.env import KERNEL_CHOICE
+from flux.kernels import nvidia_heuristics
+from flux.kernels.choice import best_of, choose
+from flux.kernels.config import GemmConfig
+from flux.kernels.cost import Work, blocks_per_wave, cost, cycles, divide
+from flux.kernels.legality import GemmProblem, is_legal
+from flux.kernels.ptxas import Usage
+from flux.kernels.registry import BuiltKernel
+from flux.kernels.sets import config_set
+
+SMS = 132
+TALL = GemmConfig("ag_gemm", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
+SPLIT = replace(TALL, tile=(128, 128, 64), schedule="stream_k")
+PAPER = {"ag_gemm": (6144, 12288), "gemm_rs": (12288, 6144)}
+
+
+def built(configs: list[GemmConfig]) -> list[BuiltKernel]:
+    return [BuiltKernel(c, Path("library.so"), c.name, Usage()) for c in configs]
+
+
+def best(op: str, m: int, archs: tuple[str, ...] = ("90a", "80"), sms: int = SMS) -> GemmConfig:
+    n, k = PAPER[op]
+    problem = GemmProblem(m, n, k, 8)
+    configs = [
+        c
+        for c in config_set("default", archs)
+        if (c.op, c.dtype, c.reduce) == (op, "bf16", "local") and is_legal(c, problem)
+    ]
+    found = choose(built(configs), problem, sms)
+    assert found is not None
+    return found.config
+
+
+# -- how tiles are divided -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "expected"),
+    [
+        (128 * 132, 128, 1024, Work(132, 1, 0, 1, 132)),  # a full wave: whole tiles
+        (128 * 66, 128, 1024, Work(132, 1, 0, 1, 66)),  # half full: whole
+        (128 * 64, 128, 1024, Work(132, 0, 8, 2, 64)),  # less than half: 128 units of 8 k tiles
+        (128 * 50, 128, 4096, Work(132, 0, 25, 4, 50)),  # shares that begin within tiles
+        (128 * 44, 128, 4096, Work(132, 0, 22, 3, 44)),  # divides: split-K in three
+        (128 * 44, 128, 512, Work(132, 1, 0, 1, 44)),  # 8 k tiles: not split
+        (128 * (132 + 60), 128, 1024, Work(132, 0, 24, 2, 192)),  # the tail and the wave before it
+        (128 * (3 * 132 + 10), 128, 1024, Work(132, 2, 18, 2, 406)),
+        (128 * (132 + 66), 128, 1024, Work(132, 2, 0, 1, 198)),
+    ],
+)
+def test_stream_k_by_cutlass_rule(m: int, n: int, k: int, expected: Work) -> None:
+    assert divide(SPLIT, GemmProblem(m, n, k), SMS) == expected
+
+
+def test_other_schedules_never_share_and_clusters_are_filled_up() -> None:
+    assert divide(TALL, GemmProblem(128 * 3, 256, 4096), SMS) == Work(132, 1, 0, 1, 4)
+    assert divide(TALL, GemmProblem(128 * 266, 256, 64), SMS) == Work(132, 3, 0, 1, 266)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "blocks"), [((1, 1), 132), ((2, 1), 132), ((2, 2), 116), ((4, 2), 112)]
+)
+def test_clusters_stay_within_gpcs(cluster: tuple[int, int], blocks: int) -> None:
+    assert blocks_per_wave(replace(TALL, cluster=cluster), 132) == blocks
+
+
+def test_a_cluster_runs_however_few_multiprocessors_there_are() -> None:
+    assert blocks_per_wave(replace(TALL, cluster=(2, 2)), 2) == 4
+
+
+def test_every_k_tile_is_done_once() -> None:
+    """Blocks have room for the work, and not for a whole wave more."""
+    schedules = ("cooperative", "stream_k")
+    sizes = itertools.product((1, 64, 500, 1024, 3000, 8192), (1024, 6144), (512, 4096, 12288))
+    for (m, n, k), schedule in itertools.product(sizes, schedules):
+        config = replace(SPLIT, schedule=schedule)
+        work = divide(config, GemmProblem(m, n, k), SMS)
+        depth = -(-k // 64)
+        room = work.blocks * (work.whole * depth + work.shared)
+        assert room >= work.tiles * depth
+        if work.shared:
+            assert work.shared >= 8 and work.parts >= 2
+            assert work.whole * depth + work.shared < -(-work.tiles // work.blocks) * depth
+
+
+# -- what is preferred -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", list(PAPER))
+@pytest.mark.parametrize("m", [2048, 4096, 8192])
+def test_large_problems_take_the_large_tile_in_clusters(op: str, m: int) -> None:
+    config = best(op, m)
+    assert (config.tile[:2], config.cluster, config.schedule) == ((128, 256), (2, 1), "cooperative")
+
+
+@pytest.mark.parametrize("op", list(PAPER))
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_few_rows_take_tiles_of_64_rows_whole(op: str, m: int) -> None:
+    config = best(op, m)
+    assert config.tile[0] == 64 and config.schedule == "pingpong" and config.cluster == (1, 1)
+
+
+def test_whatever_is_between_avoids_an_idle_wave() -> None:
+    """M = 512: 128 tiles of 128 x 192 are 0.97 waves. 192 tiles of 128 x 128 are 1.45, whose tail
+    stream-K shares."""
+    assert best("ag_gemm", 512).tile[:2] == (128, 192)
+    problem = GemmProblem(512, 6144, 12288, 8)
+    assert divide(SPLIT, problem, SMS).shared > 0
+    assert cost(SPLIT, problem, SMS) < cost(replace(SPLIT, schedule="pingpong"), problem, SMS)
+
+
+def test_of_equal_costs_the_largest_tile_is_taken() -> None:
+    small = replace(SPLIT, tile=(128, 192, 64), schedule="cooperative")
+    large = replace(small, tile=(128, 256, 64))
+    assert best_of([small, large], [1.0, 1.004]) == 1
+    assert best_of([small, large], [1.0, 1.006]) == 0
+    assert best_of([large, small], [1.0, 1.0]) == 0
+
+
+def test_stream_k_gains_nothing_where_cutlass_runs_tiles_whole() -> None:
+    problem = GemmProblem(1024, 6144, 12288, 8)  # 2.9 waves
+    assert divide(SPLIT, problem, SMS).shared == 0
+    assert cost(SPLIT, problem, SMS) >= cost(replace(SPLIT, schedule="cooperative"), problem, SMS)
+
+
+def test_splitting_k_pays_for_a_deep_problem_and_not_for_a_shallow_one() -> None:
+    def gain(k: int) -> float:
+        problem = GemmProblem(256, 2048, k)
+        whole = replace(SPLIT, schedule="cooperative")
+        return cost(whole, problem, SMS) - cost(SPLIT, problem, SMS)
+
+    assert divide(SPLIT, GemmProblem(256, 2048, 1024), SMS).shared > 0
+    assert gain(16384) > 0 > gain(1024)
+
+
+def test_multicast_saves_loads_and_pingpong_saves_epilogues() -> None:
+    problem = GemmProblem(8192, 6144, 12288, 8)
+    alone = replace(TALL, cluster=(1, 1))
+    assert cycles(TALL, problem, SMS).load < cycles(alone, problem, SMS).load
+    assert cost(TALL, problem, SMS) < cost(alone, problem, SMS)
+    shallow = GemmProblem(8192, 6144, 256, 8)
+    pingpong = replace(SPLIT, schedule="pingpong")
+    assert cost(pingpong, shallow, SMS) < cost(replace(SPLIT, schedule="cooperative"), shallow, SMS)
+
+
+def test_few_rows_are_bound_by_reading_the_weight() -> None:
+    few, many = GemmProblem(16, 6144, 12288, 8), GemmProblem(8192, 6144, 12288, 8)
+    thin = replace(TALL, tile=(64, 64, 64), schedule="pingpong", cluster=(1, 1))
+    parts = cycles(thin, few, SMS)
+    assert parts.limit == "memory" and parts.memory > 6144 * 12288 * 2 / (16 * SMS)
+    assert parts.total >= parts.memory
+    assert cycles(TALL, many, SMS).limit == "multiply"
+
+
+def test_ampere_gpus_and_virtual_shares_have_a_choice() -> None:
+    assert best("ag_gemm", 8192, ("80",), 108).tile == (128, 256, 32)
+    assert best("gemm_rs", 1, ("80",), 108).tile[0] <= 64
+    assert best("gemm_rs", 64, ("80",), 108).alignment == 8
+    for sms in (1, 2, 16, 64):
+        assert best("ag_gemm", 700, sms=sms).arch == "90a"
+
+
+def test_sm_80_code_is_the_last_resort_on_hopper() -> None:
+    for op, m in itertools.product(PAPER, (1, 64, 512, 8192)):
+        assert best(op, m).arch == "90a"
+    old = GemmConfig(
+        "ag_gemm", "80", "bf16", (128, 128, 32), "multistage", stages=4, warps=(2, 2), alignment=8
+    )
+    new = replace(SPLIT, schedule="cooperative", cluster=(1, 1))
+    for m in (64, 8192):  # bound by memory, and by multiplying
+        problem = GemmProblem(m, 6144, 12288, 8)
+        assert cost(old, problem, SMS) > 1.5 * cost(new, problem, SMS)
+
+
+def test_equal_costs_are_decided_by_name_and_no_candidates_by_none() -> None:
+    twins = built([replace(TALL, stages=stages) for stages in (3, 2)])
+    found = choose(twins, GemmProblem(8192, 6144, 12288), SMS)
+    assert found is not None and found.config.stages == 2
+    assert choose([], GemmProblem(1, 1, 1), SMS) is None
+
+
+# -- nvidia-matmul-heuristics ----------------------------------------------------------------------
+
+
+class FakeEstimator:
+    """Knows 64-row tiles alone, and finds them quick."""
+
+    def __init__(self, gpu: str) -> None:
+        assert gpu == "H100_SXM"
+
+    def seconds(self, config: GemmConfig, problem: GemmProblem) -> float | None:
+        return 1e-6 * config.tile[1] if config.tile[0] == 64 else None
+
+
+@pytest.fixture
+def estimator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    nvidia_heuristics.estimator.cache_clear()
+    monkeypatch.setattr(nvidia_heuristics, "Estimator", FakeEstimator)
+    yield
+    nvidia_heuristics.estimator.cache_clear()
+
+
+THIN = [replace(TALL, tile=(64, n, 64), schedule="pingpong", cluster=(1, 1)) for n in (128, 64)]
+MANY = GemmProblem(8192, 6144, 12288)
+
+
+@pytest.mark.usefixtures("estimator")
+def test_estimates_of_the_package_rank_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = built([TALL, *THIN])
+    assert choose(kernels, MANY, SMS, (9, 0)) is kernels[0]
+    monkeypatch.setenv(KERNEL_CHOICE.name, "nvidia")
+    assert choose(kernels, MANY, SMS, (9, 0)) is kernels[2]
+    assert choose(kernels, MANY, SMS) is kernels[0]
+    assert choose(kernels, MANY, SMS, (8, 0)) is kernels[0]  # it ranks sm_90a code alone
+    assert choose(kernels, MANY, 64, (9, 0)) is kernels[0]  # a share of a GPU
+    assert choose(kernels[:1], MANY, SMS, (9, 0)) is kernels[0]  # no estimate at all
+
+
+@pytest.mark.usefixtures("estimator")
+def test_stream_k_is_scaled_by_our_model() -> None:
+    model = nvidia_heuristics.estimator("H100_SXM")
+    assert model is not None
+    split = replace(THIN[0], tile=(64, 128, 64), schedule="stream_k")
+    problem = GemmProblem(64, 2048, 16384)
+    times = [nvidia_heuristics.time_of(model, c, problem, SMS) for c in (THIN[0], split)]
+    assert times[1] < times[0]
+
+
+def test_our_model_ranks_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_heuristics.estimator.cache_clear()
+    monkeypatch.setattr(nvidia_heuristics, "MODULE", "no_such_module")
+    monkeypatch.setenv(KERNEL_CHOICE.name, "nvidia")
+    kernels = built([TALL, *THIN])
+    assert choose(kernels, MANY, SMS, (9, 0)) is kernels[0]
+    nvidia_heuristics.estimator.cache_clear()
+
+
+def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNEL_CHOICE.name, "magic")
+    with pytest.raises(ValueError, match="expected flux or nvidia"):
+        KERNEL_CHOICE.get()
+
+
+SCRIPT = """
+from dataclasses import replace
+from flux.kernels.nvidia_heuristics import estimator
+from flux.kernels import GemmConfig, GemmProblem
+tall = GemmConfig("ag_gemm", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
+model, problem = estimator("H200_SXM"), GemmProblem(8192, 6144, 12288)
+thin = replace(tall, tile=(64, 64, 64), schedule="pingpong", cluster=(1, 1))
+assert 1e-3 < model.seconds(tall, problem) < model.seconds(thin, problem) < 1e-1
+fp8 = replace(tall, tile=(128, 256, 128), dtype="e4m3", scaling="tensor")
+assert model.seconds(fp8, problem) < model.seconds(tall, problem)
+assert model.seconds(replace(tall, tile=(256, 192, 64)), problem) is None
+print("fine")
+"""
+
+
+def test_the_package_itself() -> None:
+    """In a process of its own, which must end well: the package's destructor does not."""
+    pytest.importorskip(nvidia_heuristics.MODULE)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr

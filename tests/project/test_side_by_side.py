@@ -1,0 +1,119 @@
+"""Tests are shared out among workers: each runs once, and those marked alone beside no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from scripts import ROOT
+
+pytest.importorskip("xdist")
+
+_CONFTEST = """
+import json, os, time
+import pytest
+
+@pytest.fixture(autouse=True)
+def written(request):
+    begin = time.monotonic()
+    yield
+    what = [request.node.nodeid, os.environ["PYTEST_XDIST_WORKER"], begin, time.monotonic()]
+    with open("ran.jsonl", "a") as file:
+        file.write(json.dumps(what) + "\\n")
+"""
+_TESTS = """
+import os, time
+import pytest
+from side_by_side import built_once
+
+@pytest.mark.parametrize("number", range(6))
+def test_beside(number):
+    time.sleep(0.1)
+
+@pytest.mark.alone
+@pytest.mark.parametrize("number", range(2))
+def test_alone(number):
+    time.sleep(0.2)
+
+def test_built(pytestconfig):
+    def build(folder):
+        with open("builds", "a") as file:
+            file.write("built\\n")
+        time.sleep(0.2)
+        (folder / "made").write_text("whole")
+        return folder / "made"
+
+    assert built_once(pytestconfig, "it", build).read_text() == "whole"
+"""
+_CRASH = """
+import os, pytest
+
+def test_crash():
+    os._exit(1)
+
+@pytest.mark.alone
+def test_after():
+    pass
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    name: str
+    worker: str
+    begin: float
+    end: float
+
+
+def run(folder: Path, files: dict[str, str], *options: str) -> tuple[str, list[Ran]]:
+    """What pytest prints in the end, and the tests that have ended."""
+    for name, text in {"conftest.py": _CONFTEST, **files}.items():
+        (folder / name).write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  alone\n")
+    command = [sys.executable, "-m", "pytest", "-p", "side_by_side", "-p", "no:cacheprovider"]
+    kept = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    done = subprocess.run(
+        [*command, *options],
+        cwd=folder,
+        env={**kept, "PYTHONPATH": str(ROOT / "tests" / "support")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    lines = (folder / "ran.jsonl").read_text().splitlines()
+    return done.stdout.splitlines()[-1], [Ran(*json.loads(line)) for line in lines]
+
+
+def test_each_runs_once_and_some_alone(tmp_path: Path) -> None:
+    closing, ran = run(tmp_path, {f"test_{name}.py": _TESTS for name in "abc"}, "-n", "2")
+    assert "27 passed" in closing
+    assert len({one.name for one in ran}) == len(ran) == 27
+    assert {one.worker for one in ran} == {"gw0", "gw1"}
+    worker = {one.name: one.worker for one in ran}
+    first = [[worker[f"test_{file}.py::test_beside[{n}]"] for n in (0, 1)] for file in "ab"]
+    assert sorted(first) == [["gw0", "gw0"], ["gw1", "gw1"]], "files are taken as a whole"
+    for one in ran:
+        if "test_alone" in one.name:
+            assert all(o is one or o.end <= one.begin or o.begin >= one.end for o in ran), ran
+    assert (tmp_path / "builds").read_text() == "built\n"
+
+
+def test_a_worker_that_crashes_costs_its_test_alone(tmp_path: Path) -> None:
+    files = {"test_a.py": _TESTS, "test_b.py": _CRASH}
+    closing, ran = run(tmp_path, files, "-n", "2")
+    assert "1 failed, 10 passed" in closing
+    assert len({one.name for one in ran}) == len(ran) == 10
+
+
+@pytest.mark.parametrize(("options", "passed"), [(("-k", "test_alone"), 2), (("-k", "built"), 1)])
+def test_a_part_may_have_no_test_of_a_kind(
+    options: tuple[str, ...], passed: int, tmp_path: Path
+) -> None:
+    closing, ran = run(tmp_path, {"test_a.py": _TESTS}, "-n", "3", *options)
+    assert f"{passed} passed" in closing and len(ran) == passed

@@ -1,0 +1,599 @@
+"""Every kind of file that flux reads, with what may come of a damaged one.
+
+    python tests/support/fuzz_files.py --cases 10000 --json benchmarks/results/fuzz/files.json
+
+reads that many damaged files of each kind in this process, prints how many were accepted, refused
+and set aside, and exits with 1 if one ended otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import suite_data
+from flux.bench import page, results
+from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes
+from flux.choice.cache import Cache, read, read_export
+from flux.choice.cost import predict, resolved
+from flux.choice.keys import Key
+from flux.choice.winners import DamagedEntryError, Entry, Winner, checksum, fit
+from flux.cli import suite_view
+from flux.core.datafile import data_root
+from flux.core.knobs import OPS, Knobs, Op
+from flux.core.problem import Problem
+from flux.core.schedule import make_schedule
+from flux.core.wholefile import write_whole
+from flux.kernels import manifest, runtime
+from flux.kernels.config import GemmConfig
+from flux.kernels.generator import symbol
+from flux.kernels.legality import reason_illegal
+from flux.kernels.manifest import DamagedLibraryError, Library
+from flux.kernels.ptxas import Usage
+from flux.kernels.registry import Registry
+from flux.kernels.runtime import RuntimeLibrary
+from flux.kernels.trust import UntrustedError
+from flux.machine import host
+from flux.machine.cluster import Cluster, load_cluster
+from flux.machine.detection import System
+from flux.trace import read_chrome, write_chrome
+from flux.trace.chrome import flows
+from flux.trace.record import Trace
+from flux.tune.halving import Halving
+from flux.tune.journal import Journal
+from flux.tune.space import ALWAYS, Space, combinations, load_space
+from flux.tune.tuner import Options, Search, Tuner
+from mutate import mutation
+
+SIZE = 2**30  # no M, N or K is larger
+CPU_SECONDS = 20  # that a case may take; a thousand times what it does take
+KERNEL = GemmConfig("ag_gemm", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
+KEY = Key("ag_gemm", "float32", 256, 128, "1x2", "0123456789abcdef", "cpu 0.1.0 r1", "torch 2.13")
+KNOBS = Knobs(
+    tile=(32, 128),
+    raster=1,
+    comm_tile_rows=8,
+    direction="push",
+    order="direct",
+    swizzle="rank_shift",
+    store="staged",
+    reduce="local",
+    copy_streams=1,
+)
+SHAPE = Problem(Op.ag_gemm, 64, 256, 128, "bfloat16", 2, 1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+        name: of the kind.
+        file: its name in the directory of a test.
+        sample: a good file, as flux writes it.
+        form: ``json`` | ``toml`` | ``lines`` of JSON | ``text``.
+        read: what reads it.
+        errors: what ``read`` may raise, and nothing else.
+        check: asserts that what was read is within the documented ranges.
+        seal: puts the checksum of a changed document into it.
+    """
+
+    name: str
+    file: str
+    sample: bytes
+    form: str
+    read: Callable[[Path], Any]
+    errors: tuple[type[Exception], ...]
+    check: Callable[[Any], None]
+    seal: Callable[[Any], Any] | None = None
+
+
+class HangError(BaseException):
+    """A case took too much of the processor's time."""
+
+
+# -- winners ---------------------------------------------------------------------------------------
+
+
+def _entry() -> Entry:
+    winners = [
+        Winner(8, KNOBS, 0.5, 1.0, 0.75, 20, "2026-01-02T03:04:05Z"),
+        Winner(64, KNOBS, 1.5, 2.0, None, 20, "2026-01-02T03:04:05Z", KERNEL),
+        Winner(1000, Knobs(path="unfused"), 4.0, 4.0, 5.0, 20, "2026-01-02T03:04:05Z"),
+    ]
+    return Entry(KEY, {"device": {"kind": "cpu", "units": 1}, "world": "1x2"}, tuple(winners))
+
+
+def _seal(content: Any) -> Any:
+    """With the checksum of a changed entry, so that what is behind the checksum is met."""
+    try:
+        rest = {name: value for name, value in content.items() if name != "sha256"}
+        return {**content, "sha256": checksum(rest)}
+    except (AttributeError, ValueError, TypeError, RecursionError):
+        return content
+
+
+def _seal_all(content: Any) -> Any:
+    if isinstance(content, dict) and isinstance(content.get("entries"), list):
+        return {**content, "entries": list(map(_seal, content["entries"]))}
+    return content
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1e12
+
+
+def check_knobs(knobs: Knobs) -> None:
+    """What an op may be given: nothing of another type, no size beyond a problem's."""
+    sizes = [knobs.raster, knobs.comm_tile_rows, *(knobs.tile or ())]
+    assert all(size is None or (type(size) is int and 1 <= size < 2**31) for size in sizes)
+    assert knobs.path in ("fused", "medium", "unfused")
+    assert knobs.copy_streams is None or type(knobs.copy_streams) is int
+    for m in (1, 7, 64):
+        fitted = fit(knobs, 64, m, 2)
+        try:
+            make_schedule("ag_gemm", (m, 16, 16), 2, 0, knobs=fitted)
+        except ValueError:
+            continue  # which Tuned asks beforehand
+
+
+def check_winner(winner: Winner) -> None:
+    assert type(winner.m) is int and 1 <= winner.m <= SIZE
+    assert _is_time(winner.ms)
+    assert all(one is None or _is_time(one) for one in (winner.unfused_ms, winner.medium_ms))
+    check_knobs(winner.knobs)
+    if winner.kernel is not None:
+        assert all(1 <= extent < 2**31 for extent in winner.kernel.tile)
+        assert winner.kernel.name.isidentifier()
+
+
+def check_entry(entry: Entry | None) -> None:
+    if entry is None:
+        return
+    assert entry.key.op in OPS and 1 <= entry.key.n <= SIZE and 1 <= entry.key.k <= SIZE
+    assert "/" not in entry.key.name and entry.key.name.isascii()
+    for winner in entry.winners:
+        check_winner(winner)
+    entry.nearest(100)
+    assert Entry.from_dict(json.loads(json.dumps(entry.as_dict()))) == entry
+
+
+def _check_entries(entries: list[Entry]) -> None:
+    for entry in entries:
+        check_entry(entry)
+
+
+def _load(path: Path) -> Entry | None:
+    root = path.parent.parent
+    return Cache(root).load(KEY)
+
+
+# -- the journal -----------------------------------------------------------------------------------
+
+_PROBLEM = Problem(Op.ag_gemm, 64, 256, 128, "float32", 2)
+
+
+def _search() -> Search:
+    names = (*ALWAYS, "one", "two")
+    halving = Halving(names, ALWAYS, (1, 2))
+    return Search(_PROBLEM, (), [], halving)
+
+
+def _journal_text() -> bytes:
+    label, names = _search().label, (*ALWAYS, "one", "two")
+    times = {name: [1.5 + 0.1 * index, 1.5] for index, name in enumerate(names)}
+    with tempfile.TemporaryDirectory() as folder:
+        with Journal(Path(folder), "run", {"shapes": {label: list(names)}}) as journal:
+            for name in names:
+                journal.add("checked", shape=label, name=name)
+            journal.add("excluded", shape=label, name="two", reason="rank 1: killed by SIGKILL")
+            for _ in range(2):
+                journal.add("round", shape=label, times=times)
+            journal.add("winner", shape=label, winner=_entry().winners[1].as_dict())
+        return journal.path.read_bytes()
+
+
+def _resume(path: Path) -> Search:
+    search, nothing = _search(), None
+    unused: Any = nothing
+    with Journal(path.parent, path.stem, {}) as journal:
+        Tuner([search], unused, unused, unused, journal, Options())
+    return search
+
+
+def _check_search(search: Search) -> None:
+    for taken in search.samples.values():
+        assert all(_is_time(own) and _is_time(anchor) for own, anchor in taken)
+    assert all(isinstance(text, str) for text in (*search.excluded.values(), *search.excluded))
+    if search.winner is not None:
+        check_winner(search.winner)
+        assert search.winner.m == _PROBLEM.m
+    best = search.best()
+    assert best is None or search.ms(best) is not None
+    assert search.done in (True, False)
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def _library(directory: Path) -> Library:
+    name = f"libflux_test_{'0123456789abcdef'[:12]}"
+    configs = (KERNEL, replace(KERNEL, tile=(128, 128, 64)))
+    used = Usage(functions=1, registers=168)
+    return Library(
+        name=name,
+        size=7,
+        sha256="239f59ed55e737c77147cf55ad0c1b030b6d7ee748a7426952f9b852d5a935e5",
+        abi_version=1,
+        arch="90a",
+        nvcc="13.0.88",
+        cutlass="4.2.0.0",
+        flags=("-O3", "-std=c++17"),
+        sources="ab" * 32,
+        key="0123456789abcdef",
+        kernels={symbol(config, False): config for config in configs},
+        usage={symbol(config, False): used for config in configs},
+        warnings=("a warning",),
+        seconds=12.5,
+        directory=directory,
+    )
+
+
+_LIBRARY = _library(Path()).name
+
+
+def _read_library(path: Path) -> Library:
+    (path.parent / f"{_LIBRARY}.so").write_bytes(b"payload")
+    return manifest.read(path.parent)
+
+
+def _check_library(library: Library) -> None:
+    assert type(library.size) is int and type(library.abi_version) is int
+    assert type(library.traced) is bool and math.isfinite(library.seconds)
+    texts = (library.arch, library.nvcc, library.cutlass, library.sources, library.key)
+    assert all(isinstance(text, str) for text in (*texts, *library.flags, *library.warnings))
+    for name, config in library.kernels.items():
+        assert reason_illegal(config) is None and name == symbol(config, library.traced)
+        used = library.usage[name]
+        assert all(type(count) is int and count >= 0 for count in used.as_dict().values())
+
+
+def _registered(path: Path) -> Registry:
+    root, directory = path.parent.parent, path.parent
+    (directory / f"{_LIBRARY}.so").write_bytes(b"payload")
+    return Registry.load([root])
+
+
+def _check_registry(registry: Registry) -> None:
+    for library in (*registry.libraries, *registry.stale):
+        _check_library(library)
+
+
+def _runtime_library() -> RuntimeLibrary:
+    library = _library(Path())
+    used = {name: Usage(functions=1) for name in runtime.KERNELS}
+    return RuntimeLibrary(
+        Path(),
+        *(library.sha256, "nvidia-nvshmem-cu13", "3.3.20", ("80", "90a")),
+        *(library.nvcc, library.cutlass, library.sources, library.key, used, 3.0),
+    )
+
+
+def _read_runtime(path: Path) -> RuntimeLibrary:
+    (path.parent / f"{runtime.NAME}.so").write_bytes(b"payload")
+    return runtime.read(path.parent)
+
+
+def _check_runtime(library: RuntimeLibrary) -> None:
+    texts = (library.package, library.nvshmem, library.sources, library.key, *library.archs)
+    assert all(isinstance(text, str) for text in texts) and math.isfinite(library.seconds)
+    assert all(type(used.registers) is int for used in library.usage.values())
+
+
+# -- what users write ------------------------------------------------------------------------------
+
+
+def _check_cluster(cluster: Cluster) -> None:
+    device = cluster.device
+    numbers = [device.memory_gb, device.memory_gbs, *device.tflops.values(), cluster.link.gbs]
+    numbers += [cluster.link.latency_us, cluster.network.gbits, cluster.network.latency_us]
+    assert all(type(number) is float and 0 <= number <= 1e15 for number in numbers)
+    counts = (device.units, cluster.devices, cluster.hosts, cluster.numa_domains)
+    assert all(type(count) is int and 1 <= count <= SIZE for count in counts)
+    assert (cluster.name + device.name + device.arch).isprintable()
+    for shape in ("1x1", "1x8", "2x4"):
+        assert len(cluster.fingerprint(shape)) == 16
+    knobs = resolved(SHAPE, Knobs())
+    assert math.isfinite(predict(SHAPE, cluster, knobs, None).total)
+
+
+def _check_shapes(shapes: Shapes) -> None:
+    assert shapes.sizes
+    for op, *sizes in shapes.sizes:
+        assert op in OPS and all(type(size) is int and 1 <= size <= SIZE for size in sizes)
+    assert all(1 <= world <= SIZE for world in shapes.tensor_parallel)
+    assert shapes.problems(2)
+
+
+def _check_layer(layer: Layer) -> None:
+    sizes = (layer.hidden, layer.heads, layer.kv_heads, layer.head_dim, layer.intermediate + 1)
+    assert all(type(size) is int and 1 <= size <= SIZE + 1 for size in sizes)
+
+
+def _check_space(space: Space) -> None:
+    assert 1 <= space.prune_above <= 1e15
+    for knobs in islice(combinations(space, SHAPE), 20):
+        check_knobs(knobs)
+    for name, values in space.kernels.items():
+        for value in values:
+            assert isinstance(value, (str, int, tuple)), name
+
+
+# -- results and traces ----------------------------------------------------------------------------
+
+
+def _document() -> dict[str, Any]:
+    """A short one: shapes that are done, failed, skipped and pending, a sweep, a timeline."""
+    whole = suite_data.document()
+    entries = whole["entries"]
+    chosen = [entries[1], entries[-6], entries[-5], entries[-1]]
+    chosen.append({**chosen[0], "m": 16, "status": results.PENDING})
+    del chosen[-1]["result"]
+    timeline = results.timeline_of(suite_data.events(tiles=2), "ag_gemm")
+    return {**whole, "entries": chosen, "timeline": timeline}
+
+
+def _check_results(document: dict[str, Any]) -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    suite_view.show(document, console)
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
+    page.render(document).encode()
+    results.to_csv(document).encode()
+    json.dumps(results.rounded(document), allow_nan=False)
+
+
+def _trace_text() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        write_chrome(suite_data.events(tiles=4), path, {"flux": "0.1.0"})
+        return path.read_bytes()
+
+
+def _check_trace(trace: Trace) -> None:
+    for event in trace.events:
+        assert type(event.rank) is int and isinstance(event.lane, str)
+        assert abs(event.start_us) <= 1e15 and 0 <= event.duration_us <= 1e15
+    list(flows(trace.events))
+
+
+def _system(path: Path) -> tuple[Any, ...]:
+    """What is found out of the kernel's files, all of which have this text."""
+    root = path.parent.with_name("kernel")
+    if not root.exists():
+        for name in (
+            "sys/class/infiniband/mlx5_0/ports/1/rate",
+            "sys/class/net/eth0/speed",
+            "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq",
+            "proc/cpuinfo",
+        ):
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).symlink_to(path)
+        (root / "sys/class/infiniband/mlx5_0/ports/1/state").write_text("4: ACTIVE\n")
+        (root / "sys/class/net/eth0/device").mkdir()
+    system = System(root)
+    return (system.cpu(), *system._infiniband(), *system._ethernet())
+
+
+def _check_system(found: tuple[Any, ...]) -> None:
+    (_, ghz), *rates = found
+    assert all(math.isfinite(number) and number >= 0 for number in (ghz, *rates))
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
+def _json(document: Any) -> bytes:
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def _tuning(part: str, name: str) -> bytes:
+    return (data_root() / part / f"{name}.toml").read_bytes()
+
+
+def kinds() -> list[Kind]:
+    """All kinds."""
+    entry = f"{KEY.name}.json"
+    exported = {"flux_winners": 1, "entries": [_entry().as_dict(), _entry().as_dict()]}
+    winners = _json(_entry().as_dict())
+    library = f"{_LIBRARY}/{_LIBRARY}.json"
+    built = _json(_library(Path()).as_dict())
+    runtime_file = f"nvshmem_0123456789ab/{runtime.NAME}.json"
+    bad = (ValueError,)
+    damaged, unread = (DamagedEntryError, FileNotFoundError), (DamagedEntryError, OSError)
+    broken = (DamagedLibraryError, UntrustedError)
+    cpu = b"vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\ncpu MHz : 2000.5\n"
+    return [
+        Kind("winners", entry, winners, "json", read, damaged, check_entry, _seal),
+        Kind("winners in the cache", f"v1/{entry}", winners, "json", _load, (), check_entry, _seal),
+        Kind(
+            *("exported winners", "winners.json", _json(exported), "json"),
+            *(read_export, unread, _check_entries, _seal_all),
+        ),
+        Kind("journal", "run.jsonl", _journal_text(), "lines", _resume, (OSError,), _check_search),
+        Kind("kernel manifest", library, built, "json", _read_library, broken, _check_library),
+        Kind("kernel registry", library, built, "json", _registered, (), _check_registry),
+        Kind(
+            *("runtime manifest", runtime_file, _json(_runtime_library().as_dict()), "json"),
+            *(_read_runtime, broken, _check_runtime),
+        ),
+        Kind(
+            *("cluster", "c.toml", _tuning("clusters", "flux-h800"), "toml"),
+            *(load_cluster, bad, _check_cluster),
+        ),
+        Kind(
+            *("shapes of a model", "s.toml", _tuning("shapes", "llama3-8b"), "toml"),
+            *(load_shapes, bad, _check_shapes),
+        ),
+        Kind(
+            *("list of shapes", "s.toml", _tuning("shapes", "cpu-small"), "toml"),
+            *(load_shapes, bad, _check_shapes),
+        ),
+        Kind(
+            *("layer of a model", "s.toml", _tuning("shapes", "llama3-8b"), "toml"),
+            *(layer_of, bad, _check_layer),
+        ),
+        Kind(
+            *("space of the CPU", "s.toml", _tuning("spaces", "cpu"), "toml"),
+            *(load_space, bad, _check_space),
+        ),
+        Kind(
+            *("space of GPUs", "s.toml", _tuning("spaces", "sm90a"), "toml"),
+            *(load_space, bad, _check_space),
+        ),
+        Kind(
+            *("suite results", "r.json", _json(_document()), "json"),
+            *(results.load, bad, _check_results),
+        ),
+        Kind("trace", "t.json", _trace_text(), "json", read_chrome, (*bad, OSError), _check_trace),
+        Kind("kernel's files", "text", cpu, "text", _system, (), _check_system),
+        Kind(
+            "kernel's rates", "text", b"400 Gb/sec (4X NDR)\n", "text", _system, (), _check_system
+        ),
+        Kind("kernel's numbers", "text", b"3500000\n", "text", _system, (), _check_system),
+    ]
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise HangError in the body once it has computed so long. Waiting does not count, so other
+    processes make no difference."""
+
+    def stop(number: int, frame: object) -> None:
+        raise HangError(f"more than {seconds} s of the processor")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def outcome(kind: Kind, path: Path) -> tuple[str, str]:
+    """Read a file: (``accepted`` | ``refused`` | ``set aside``, the error or the warnings).
+
+    Raises:
+        AssertionError: a value out of its range was accepted, or an error is not one line of text.
+        Exception: what ``read`` must not raise.
+    """
+    with warnings.catch_warnings(record=True) as caught, cpu_limit(CPU_SECONDS):
+        warnings.simplefilter("always")
+        try:
+            found = kind.read(path)
+        except kind.errors as error:
+            how, text = "refused", str(error)
+        else:
+            kind.check(found)
+            text = "; ".join(str(one.message) for one in caught)
+            how = "set aside" if caught else "accepted"
+    assert text.isprintable() and len(text) < 4000, f"not a line of text: {text[:4000]!r}"
+    return how, text
+
+
+def place(kind: Kind, folder: Path, data: bytes) -> Path:
+    """Put a file where its reader looks for it, in an empty directory."""
+    shutil.rmtree(folder, ignore_errors=True)
+    path = folder / kind.file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    return path
+
+
+def fuzz(kind: Kind, folder: Path, cases: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
+    """Read so many damaged files: how they ended, and what went wrong, with what repeats it."""
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    for case in range(cases):
+        draw = random.Random(f"{kind.name} {seed} {case}")
+        data = mutation(kind.sample, kind.form, draw, kind.seal)
+        path = place(kind, folder, data)
+        try:
+            counts[outcome(kind, path)[0]] += 1
+        except (Exception, HangError) as error:
+            counts["wrong"] += 1
+            where = f"{kind.name}, seed {seed}, case {case}"
+            failures.append(f"{where}: {type(error).__name__}: {error!s:.300}: {data[:300]!r}")
+    return counts, failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=10_000, help="damaged files of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the damage")
+    parser.add_argument("--kind", help="read only kinds whose name contains this")
+    parser.add_argument("--json", type=Path, help="file to write the counts to")
+    options = parser.parse_args()
+    counts: dict[str, dict[str, Any]] = {}
+    if options.json is not None and options.json.exists():  # keep kinds that are not read now
+        earlier = json.loads(options.json.read_text())
+        if (earlier["seed"], earlier["cases"]) == (options.seed, options.cases):
+            counts = earlier["kinds"]
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="flux-fuzz-") as folder:
+        for kind in kinds():
+            if options.kind is not None and options.kind not in kind.name:
+                continue
+            begin = time.monotonic()
+            found, failures = fuzz(kind, Path(folder) / "files", options.cases, options.seed)
+            counts[kind.name] = sorted_counts(found)
+            seconds = time.monotonic() - begin
+            print(f"{kind.name}: {counts[kind.name]}, {seconds:.0f} s", flush=True)
+            for text in failures[:20]:
+                print(f"  {text}")
+            failed |= bool(failures)
+            if options.json is not None:
+                _write(options, counts)
+    return int(failed)
+
+
+def _write(options: argparse.Namespace, counts: dict[str, dict[str, Any]]) -> None:
+    arguments = f"--cases {options.cases} --seed {options.seed} --json FILE"
+    document = {
+        "command": f"python tests/support/fuzz_files.py {arguments}",
+        "seed": options.seed,
+        "cases": options.cases,
+        "versions": host.versions(),
+        "kinds": counts,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(options.json, json.dumps(document, indent=1) + "\n")
+
+
+def sorted_counts(found: Counter[str]) -> dict[str, int]:
+    """All outcomes, those that did not occur too."""
+    return {name: found[name] for name in ("accepted", "refused", "set aside", "wrong")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

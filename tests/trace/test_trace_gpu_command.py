@@ -1,0 +1,135 @@
+"""`flux trace op` on GPUs, and ranks that are processes: on emulated devices."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import bench_gpus
+from emulated import EmulatedDevice
+from emulated_processes import emulate
+from flux import Knobs
+from flux.bench import launch
+from flux.bench import traced as trace_run
+from flux.bench.traced import trace_methods
+from flux.cli.app import app
+from flux.trace import Kind, Trace, read_chrome, record_op
+from flux.trace.summary import rank_times
+from gpu_trace_cases import CALLS, M, check_awaited, check_spans, check_tiles, problem
+from harness import fresh_ranks
+from matrix import OPS
+from reference import Inputs
+from trace_cases import check_chrome, check_sound, of
+
+
+def _in_processes(rank: int, world: int, library: Path, op: str, path: str) -> Trace | None:
+    os.environ["FLUX_TRACE"] = "1"
+    device = emulate(rank, library)
+    device.set_delay(300)
+    p = problem(op)
+    inputs = Inputs(p, M, world, seed=2)
+    with p.build(tuning=Knobs(path=path), backend="cuda") as made:
+        plain, results = inputs.call(made, rank), []
+        call = lambda: results.append(inputs.call(made, rank))  # noqa: E731
+        trace = record_op(made, call, calls=CALLS, warmup=1)
+        made.wait()
+        inputs.check(plain, rank, path)
+        for result in results:
+            assert all(map(torch.equal, result, plain)), "tracing changed a result"
+    device.set_delay(0)
+    device.finish()
+    device.close()
+    assert device.streams() == 0 and device.timed_events() == 0
+    return trace
+
+
+@pytest.mark.parametrize("path", ["fused", "unfused"])
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_ar"])
+def test_a_process_and_a_gpu_per_rank(emulator: Path, op: str, path: str) -> None:
+    with fresh_ranks(2) as ranks:
+        trace, none = ranks.run(_in_processes, emulator, op, path, timeout=200.0)
+    assert none is None
+    check_sound(trace.events, 2 * max(trace.metadata["clock_uncertainty_us"]) + 50)
+    check_spans(trace, 2)
+    if path == "fused":
+        check_tiles(problem(op), trace, 2, range(2))
+        check_awaited(trace.events)
+        return
+    for rank in range(2):
+        (gemm,) = of(trace.events, rank, 1, Kind.gemm)
+        (collective,) = of(trace.events, rank, 1, Kind.copy)
+        first, last = (collective, gemm) if op == "ag_gemm" else (gemm, collective)
+        assert first.end_us <= last.start_us + 1e-3 and gemm.lane == "stream"
+
+
+@pytest.fixture
+def on_emulated_device(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `flux trace op` starts runs in this process, on the emulated device."""
+    bench_gpus.use(device, monkeypatch)
+    monkeypatch.setattr("flux.bench.places.gpu.problem_here", lambda config: None)
+    monkeypatch.setattr(trace_run.Registry, "load", classmethod(lambda cls: device.registry))
+
+    def here(entry: Any, argument: Any, config: Any, count: int, progress: Any, group: str) -> Any:
+        assert (entry, count, group) == (trace_methods, 1, "gloo")
+        return entry(argument, 0, progress)
+
+    monkeypatch.setattr(launch, "on_own_ranks", here)
+
+
+@pytest.mark.parametrize("transport", ["virtual", "loopback"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_command_writes_a_trace(
+    on_emulated_device: None, op: str, transport: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "trace.json"
+    arguments = ["trace", "op", "--op", op, "--m", "26", "--n", "16", "--k", "24", "--nproc", "3"]
+    methods = ["--method", "flux", "--method", "medium", "--calls", "2", "--warmup", "1"]
+    done = CliRunner().invoke(
+        app, [*arguments, *methods, "--transport", transport, "--out", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    check_chrome(json.loads(out.read_text()))
+    trace = read_chrome(out)
+    for method in ("flux", "medium"):
+        mine = [e for e in trace.events if e.details["method"] == method]
+        check_sound(mine, 50.0)
+        check_awaited(mine)
+    times = rank_times(trace.events, trace.metadata)
+    assert len(times) == 2 * (3 if transport == "virtual" else 1)
+    assert all(0 < time.gemm <= time.calls for time in times)
+    for word in ("GEMM", "waiting", "clocks of ranks aligned", "kernels to streams", "wrote"):
+        assert word in done.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (["--transport", "virtual", "--method", "unfused"], "has no library collective"),
+        (["--transport", "loopback", "--op", "gemm_rs"], "no trace build of gemm_rs kernels"),
+    ],
+)
+def test_what_is_missing_is_reported(
+    on_emulated_device: None,
+    device: EmulatedDevice,
+    wrong: list[str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only = {name: k for name, k in device.registry.traced.items() if k.config.op == "ag_gemm"}
+    monkeypatch.setattr(launch, "on_own_ranks", lambda *_: pytest.fail("started"))
+    monkeypatch.setitem(device.registry.__dict__, "traced", only)
+    done = CliRunner().invoke(app, ["trace", "op", *wrong])
+    assert done.exit_code == 2 and why in done.output
+
+
+def test_without_a_gpu_there_is_nothing_to_trace() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = CliRunner().invoke(app, ["trace", "op", "--backend", "cuda"])
+    assert done.exit_code == 2 and "there is none" in done.output

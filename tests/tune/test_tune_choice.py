@@ -1,0 +1,432 @@
+"""What an op runs with: winners where there are any, else the cost model; on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import flux
+from flux.choice import choose as choice
+from flux.choice import cost
+from flux.choice.cache import Cache, cache_root
+from flux.choice.choose import key_of
+from flux.choice.winners import Entry, Winner
+from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
+from flux.core.spec import OpSpec
+from flux.core.topology import Topology
+from flux.machine.cluster import load_cluster, world_shape
+from flux.machine.detection import detect
+from harness import run_ranks
+
+ROOT = Path(__file__).parents[2]
+N, K, MAX_M = 24, 20, 200
+STAGED = Knobs(
+    tile=(16, 12),
+    raster=2,
+    comm_tile_rows=5,
+    direction="pull",
+    order="ring1d",
+    swizzle="none",
+    store="staged",
+    reduce="local",
+    copy_streams=1,
+)
+
+
+def spec_of(op: str, n: int = N) -> OpSpec:
+    return OpSpec(Op[op], MAX_M, (n,), K, torch.float32, False, "sum")
+
+
+def key_here(op: str, world: int, n: int = N) -> Any:
+    shape = world_shape(["here"] * world)
+    return key_of(spec_of(op, n), shape, detect("cpu").parts(shape), "cpu")
+
+
+def remember(op: str, world: int, winners: dict[int, Knobs], n: int = N) -> None:
+    """Put winners into the cache that ranks read; only rank 0 does, as one tuner would."""
+    cache = Cache(cache_root())
+    for m, knobs in winners.items():
+        cache.store(key_here(op, world, n), Winner(m, knobs, 1.0), {})
+
+
+def forget(op: str, world: int, n: int = N) -> None:
+    Cache(cache_root()).remove(key_here(op, world, n))
+
+
+def make(op: str, n: int = N, **options: Any) -> Any:
+    kind = {"ag_gemm": flux.AGGemm, "gemm_rs": flux.GemmRS, "gemm_ar": flux.GemmAR}[op]
+    return kind(max_m=MAX_M, n=n, k=K, **options)
+
+
+def check_calls(op: Any, name: str, rank: int, world: int, sizes: list[int], n: int = N) -> None:
+    """Results against one GEMM in float64, for several M one after the other."""
+    for index, m in enumerate(sizes):
+        generator = torch.Generator().manual_seed(1000 + index)
+        x = torch.randn(m, K, generator=generator, dtype=torch.float64)
+        w = torch.randn(n, K, generator=generator, dtype=torch.float64)
+        expected = x @ w.t()
+        chunk, share, depth = -(-m // world), -(-n // world), -(-K // world)
+        rows = slice(min(m, rank * chunk), min(m, (rank + 1) * chunk))
+        if name == "ag_gemm":
+            columns = slice(rank * share, min(n, (rank + 1) * share))
+            got = op(x[rows].float(), w[columns].float(), m=m)
+            wanted = expected[:, columns]
+        else:
+            part = slice(rank * depth, min(K, (rank + 1) * depth))
+            got = op(x[:, part].float(), w[:, part].float())
+            wanted = expected[rows] if name == "gemm_rs" else expected
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+WINNERS = {
+    8: Knobs(path="unfused"),
+    33: STAGED,
+    64: replace(STAGED, direction="push", order="direct", comm_tile_rows=32, copy_streams=0),
+    128: Knobs(path="medium", order="ring1d", comm_tile_rows=64, store="staged", tile=(64, N)),
+    200: replace(STAGED, order="direct", comm_tile_rows=1, tile=(50, 24)),
+}
+SIZES = [200, 8, 33, 64, 128, 33, 200, 7, 1, 150, 40, 99, 200, 100, 2, 64, 8] * 2
+
+
+def _tuned(rank: int, world: int, name: str) -> list[dict[str, Any]]:
+    if rank == 0:
+        remember(name, world, WINNERS)
+    torch.distributed.barrier()
+    try:
+        with warnings.catch_warnings(), make(name) as op:
+            warnings.simplefilter("ignore")
+            check_calls(op, name, rank, world, SIZES)
+            return [asdict(op.schedule(m).knobs) for m in WINNERS]
+    finally:
+        torch.distributed.barrier()
+        if rank == 0:
+            forget(name, world)
+
+
+@pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_calls_of_one_op_change_path_order_and_direction_with_m(name: str, world: int) -> None:
+    for found in run_ranks(world, _tuned, name):
+        for m, knobs, winner in zip(WINNERS, found, WINNERS.values(), strict=True):
+            assert knobs["path"] == winner.path
+            if winner.path != "unfused":
+                assert (knobs["order"], knobs["direction"]) == (
+                    winner.order,
+                    winner.direction or ("pull" if name == "gemm_ar" else "push"),
+                )
+                assert knobs["comm_tile_rows"] == min(winner.comm_tile_rows or m, -(-m // world))
+
+
+def _over_network(rank: int, world: int) -> str:
+    shape = world_shape(range(world))
+    key = key_of(spec_of("ag_gemm"), shape, detect("cpu").parts(shape), "cpu")
+    if rank == 0:
+        for m, knobs in WINNERS.items():
+            Cache(cache_root()).store(key, Winner(m, replace(knobs, direction="push"), 1.0), {})
+        Cache(cache_root()).store(key, Winner(199, STAGED, 1.0), {})  # pulls, which cannot be
+    torch.distributed.barrier()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with make("ag_gemm", transport="send_recv") as op:
+            check_calls(op, "ag_gemm", rank, world, SIZES)
+            assert op.schedule(33).knobs.order == "ring1d"
+    torch.distributed.barrier()
+    if rank == 0:
+        Cache(cache_root()).remove(key)
+    return "\n".join(str(warning.message) for warning in said)
+
+
+def test_winners_between_hosts_and_those_that_cannot_run_there() -> None:
+    texts = run_ranks(2, _over_network)
+    assert "M = 199 are ignored: direction = pull" in texts[0]
+    assert "ignored" not in texts[1]
+
+
+def _agrees(rank: int, world: int) -> Any:
+    if rank != 0:  # a cache that only this rank sees must not decide anything
+        os.environ["FLUX_TUNE_CACHE"] += f"-rank{rank}"
+        remember("gemm_rs", world, {64: replace(STAGED, comm_tile_rows=7)})
+    else:
+        remember("gemm_rs", world, {64: STAGED})
+    try:
+        with make("gemm_rs") as op:
+            check_calls(op, "gemm_rs", rank, world, [64])
+            return op.schedule(64).knobs.comm_tile_rows
+    finally:
+        forget("gemm_rs", world)
+        if rank != 0:
+            text = os.environ["FLUX_TUNE_CACHE"]
+            os.environ["FLUX_TUNE_CACHE"] = text.removesuffix(f"-rank{rank}")
+
+
+def test_winners_of_rank_0_hold_on_all_ranks() -> None:
+    assert run_ranks(3, _agrees) == [5, 5, 5]
+
+
+def _falls_back(rank: int, world: int) -> list[str]:
+    if rank == 0:
+        remember("ag_gemm", world, {64: STAGED})
+    torch.distributed.barrier()
+    choice.forget_what_was_said()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with make("ag_gemm") as op, make("ag_gemm") as again:
+            for m in (64, 50, 200, 3, 200):
+                check_calls(op, "ag_gemm", rank, world, [m])
+            check_calls(again, "ag_gemm", rank, world, [3])
+            knobs = op.schedule(200).knobs
+            assert knobs.order == "ring1d" and knobs.comm_tile_rows == -(-100 // 7)
+    torch.distributed.barrier()
+    if rank == 0:
+        forget("ag_gemm", world)
+    return [str(w.message) for w in said if "not tuned" in str(w.message)]
+
+
+def test_the_nearest_m_is_used_with_one_warning() -> None:
+    first, second = run_ranks(2, _falls_back)
+    assert second == []
+    assert len(first) == 1 and "not tuned for M = 200; knobs tuned for M = 64" in first[0]
+
+
+def _untuned(rank: int, world: int, name: str) -> None:
+    with make(name) as op, make(name, tuning="off") as off:
+        spec, topology = spec_of(name), Topology.flat(world)
+        model = choice.modelled(spec, topology, detect("cpu"))
+        for m in (1, 7, 64, MAX_M):
+            chosen = cost.choose(replace(model.problem, m=m), detect("cpu"))
+            assert op.schedule(m).knobs == op._make_schedule(m, chosen).knobs
+            assert off.schedule(m).knobs == off._make_schedule(m, Knobs()).knobs
+        check_calls(op, name, rank, world, [1, 7, MAX_M])
+
+
+@pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs"])
+def test_without_winners_the_cost_model_chooses(name: str) -> None:
+    run_ranks(2, _untuned, name)
+
+
+def _mixed_tuning(rank: int, world: int) -> str:
+    try:
+        make("ag_gemm", tuning="off" if rank else "cache").close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_different_tuning_options_on_ranks_raise() -> None:
+    for text in run_ranks(2, _mixed_tuning):
+        assert "disagree" in text and "tuning" in text
+
+
+def _damaged(rank: int, world: int) -> list[str]:
+    if rank == 0:
+        remember("ag_gemm", world, {64: STAGED})
+        path = Cache(cache_root()).directory / f"{key_here('ag_gemm', world).name}.json"
+        path.write_text(path.read_text()[:-30])
+    torch.distributed.barrier()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with make("ag_gemm") as op:
+            check_calls(op, "ag_gemm", rank, world, [64])
+    return [str(w.message) for w in said if w.category is RuntimeWarning]
+
+
+def test_a_damaged_cache_is_not_fatal() -> None:
+    first, second = run_ranks(2, _damaged)
+    assert len(first) == 1 and "set aside" in first[0]
+    assert second == []
+
+
+def _look_up_time(rank: int, world: int) -> tuple[float, float]:
+    """ns of a schedule's look-up, with winners and without tuning, the least of many."""
+    if rank == 0:
+        remember("ag_gemm", world, WINNERS)
+    torch.distributed.barrier()
+    with make("ag_gemm") as tuned, make("ag_gemm", tuning="off") as off:
+        times = []
+        for op in (tuned, off):
+            op.schedule(64)
+            best = float("inf")
+            for _ in range(50):
+                begin = time.perf_counter_ns()
+                for _ in range(100):
+                    op.schedule(64)
+                best = min(best, (time.perf_counter_ns() - begin) / 100)
+            times.append(best)
+    torch.distributed.barrier()
+    if rank == 0:
+        forget("ag_gemm", world)
+    return times[0], times[1]
+
+
+@pytest.mark.alone
+def test_look_up_costs_no_call_more_than_a_few_hundred_nanoseconds() -> None:
+    for tuned, off in run_ranks(2, _look_up_time):
+        assert tuned < 2000 and tuned - off < 1000, f"{tuned:.0f} ns against {off:.0f} ns"
+
+
+def test_another_number_of_threads_is_another_machine() -> None:
+    before = torch.get_num_threads()
+    key = key_here("ag_gemm", 2)
+    try:
+        torch.set_num_threads(before + 1)
+        assert key_here("ag_gemm", 2) != key
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_group_of_unlike_machines_is_another_machine() -> None:
+    here = detect("cpu")
+    other = replace(here, device=replace(here.device, arch="another"))
+    one, two = here.parts("2x2"), other.parts("2x2")
+    assert choice.group_parts([one] * 4) == one
+    mixed = choice.group_parts([one, one, two, two])
+    assert mixed not in (one, two) and mixed == choice.group_parts([one, two, one, two])
+
+
+def test_float8_has_winners_of_its_own() -> None:
+    spec = replace(spec_of("gemm_rs"), dtype=torch.bfloat16)
+    narrow = replace(spec, dtype=torch.float8_e4m3fn, scaling="tensor")
+    assert spec.out_dtype == narrow.out_dtype
+    assert key_of(spec, "1x2", {}, "cpu") != key_of(narrow, "1x2", {}, "cpu")
+
+
+def test_a_winner_found_elsewhere_is_checked_before_it_is_used() -> None:
+    three = Topology.flat(3)
+    xor = replace(STAGED, swizzle="xor")
+    entry = choice.Entry(key_here("ag_gemm", 3), {}, (Winner(8, xor, 1.0), Winner(64, STAGED, 1.0)))
+    with pytest.warns(RuntimeWarning, match="M = 8 are ignored: swizzle xor"):
+        kept = choice.usable(entry, three, "cpu")
+    assert kept is not None and [w.m for w in kept.winners] == [64]
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def shape(op: str, m: int, n: int, k: int, world: int = 8, nodes: int = 1) -> Problem:
+    return Problem(Op[op], m, n, k, "bfloat16", world, nodes)
+
+
+def test_the_model_has_the_papers_gemm_times_within_a_third() -> None:
+    """8 ranks, (m, n, k) = (4096, 49152, 12288): about 2.4 ms on A800, 0.83 ms on H800."""
+    for op, n, k in (("ag_gemm", 49152, 12288), ("gemm_rs", 12288, 49152)):
+        for name, measured in (("dhelix-a800", 2.4), ("flux-h800", 0.83)):
+            got = cost.gemm_ms(shape(op, 4096, n, k), load_cluster(name))
+            assert measured / 1.33 < got < measured * 1.33
+
+
+def test_the_model_orders_clusters_and_paths_as_the_papers_do() -> None:
+    problem = shape("ag_gemm", 4096, 49152, 12288)
+    for name in ("flux-a100-pcie", "flux-a100-nvlink", "flux-h800"):
+        cluster = load_cluster(name)
+        times = {
+            path: cost.predict(problem, cluster, Knobs(path=path)).total
+            for path in ("fused", "medium", "unfused")
+        }
+        assert times["fused"] < times["unfused"], name
+        assert cost.choose(problem, cluster).path == "fused"
+    pcie, nvlink = (load_cluster(f"flux-a100-{link}") for link in ("pcie", "nvlink"))
+    unfused = Knobs(path="unfused")
+    assert (
+        cost.predict(problem, pcie, unfused).exposed_ms
+        > 4 * cost.predict(problem, nvlink, unfused).exposed_ms
+    )
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_predictions_are_positive_and_grow_with_m(op: str, world: int, nodes: int) -> None:
+    for name in ("cpu", "flux-h800", "dhelix-a40"):
+        cluster = load_cluster(name)
+        for path in ("fused", "medium", "unfused"):
+            times = [
+                cost.predict(shape(op, m, 4096, 4096, world, nodes), cluster, Knobs(path=path))
+                for m in (1, 7, 64, 1000, 8192, 65536)
+            ]
+            assert all(t.total >= t.gemm_ms > 0 for t in times)
+            assert times[-1].total > times[0].total
+
+
+def test_of_long_transfers_the_last_tile_alone_is_added() -> None:
+    """Two hosts at 1 Gbit/s, M = 2048: transfers much longer than the GEMM."""
+    cluster = load_cluster("cpu")
+    for op, n, k in (("ag_gemm", 128, 512), ("gemm_rs", 512, 128)):
+        problem = shape(op, 2048, n, k, 2, 2)
+        found = cost.predict(problem, cluster, Knobs())
+        assert 0 < found.comm_ms - found.gemm_ms < found.exposed_ms < found.comm_ms
+        assert cost.choose(problem, cluster, [Knobs(), Knobs(path="unfused")]).path == "fused"
+
+
+def test_one_rank_communicates_nothing() -> None:
+    assert cost.predict(shape("ag_gemm", 64, 64, 64, 1), load_cluster("cpu"), Knobs()).comm_ms == 0
+
+
+def test_the_cache_directory_of_tests_is_not_the_users(tmp_path: Path) -> None:
+    assert "flux-test-tune" in str(cache_root())
+
+
+def test_what_was_measured_on_a_cpu_is_what_its_model_chooses() -> None:
+    """Within the scatter of single runs; what takes a fourth more is never chosen."""
+    cpu = load_cluster("cpu")
+    files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("*_float32_w2.json"))
+    assert len(files) > 15
+    for path in files:
+        run = json.loads(path.read_text())
+        problem = Problem(Op[run["op"]], run["m"], run["n"], run["k"], "float32", 2)
+        measured = {name: method["overall_ms"] for name, method in run["methods"].items()}
+        chosen = cost.choose(problem, cpu).path
+        took = measured["flux" if chosen == "fused" else chosen]
+        assert took <= 1.1 * min(measured.values()), f"{path.name}: {chosen}, {measured}"
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+def test_winners_with_too_many_tiles_are_the_heuristic_s(op: str) -> None:
+    """A file of winners may hold anything; 2**32 tiles were counted as none."""
+    spec = OpSpec(Op[op], 65536, (65536,), 8, torch.float32, False, "sum")
+    tampered = Winner(65536, replace(STAGED, tile=(1, 1), order="direct"), 1.0)
+    entry = Entry(key_here(op, 2), winners=(tampered,))
+
+    def legal(m: int, knobs: Knobs) -> bool:
+        try:
+            flux.make_schedule(op, (m, 65536, 8), 2, 0, knobs=knobs)
+        except ValueError:
+            return False
+        return True
+
+    knobs = choice.Tuned(entry, spec, Topology.flat(2), False, legal).knobs(65536)
+    assert knobs.tile is None and legal(65536, knobs)
+
+
+@pytest.mark.parametrize("what", ["home", "number", "nesting"])
+def test_winners_that_cannot_be_read_are_ignored(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No error of one rank between two exchanges; the op runs with what the model chooses."""
+    monkeypatch.setenv("FLUX_TUNE_CACHE", str(tmp_path))
+    key = key_here("ag_gemm", 2)
+    Cache(cache_root()).store(key, Winner(8, Knobs(), 1.0), {})
+    (path,) = tmp_path.glob("v*/*.json")
+    text = path.read_text()
+    if what == "home":
+        monkeypatch.delenv("FLUX_TUNE_CACHE")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError("no such user")))
+    elif what == "number":
+        path.write_text(text.replace('"ms": 1.0', f'"ms": {10**400}'))
+    else:
+        path.write_text(text.replace('"ms": 1.0', f'"ms": {"[" * 90_000}{"]" * 90_000}'))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert choice._look_up(key, Topology.flat(2), "cpu") is None
+    (warning,) = said
+    assert issubclass(warning.category, RuntimeWarning)
