@@ -42,6 +42,10 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", compiled)
+        # A compiler takes half the time for Inductor's code if it need not optimise it, and gains
+        # nothing then by headers that each worker compiles first.
+        patch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")
+        patch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", None)
         patch.setenv("FLUX_TUNE_CACHE", str(winners))

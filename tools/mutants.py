@@ -87,11 +87,12 @@ class Tree:
 
     Args:
         root: the checkout; what git ignores is not copied, but for flux._C.
-        work: the copy and the build directory are made here, and kept for the next time.
+        work: the copy is made here. It is kept for the next time, with its build directory.
     """
 
     def __init__(self, root: Path, work: Path) -> None:
         self.root, self.work, self.path = root, work, work / "tree"
+        self.native = self.path / "build" / "native-mutants"
         self.path.mkdir(parents=True, exist_ok=True)
         listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout
@@ -99,7 +100,8 @@ class Tree:
         self.extension = [path.name for path in (root / "flux").glob("_C*.so")]
         kept = {*present, *(f"flux/{name}" for name in self.extension)}
         for path in [path for path in self.path.rglob("*") if path.is_file()]:
-            if path.relative_to(self.path).as_posix() not in kept:
+            name = path.relative_to(self.path).as_posix()
+            if name not in kept and not name.startswith("build/"):
                 path.unlink()
         self.restore(sorted(kept))
 
@@ -139,7 +141,7 @@ class Tree:
         """Compile flux._C, one file at a time; raise RuntimeError with the compiler's words."""
         import pybind11
 
-        bin_dir, build = Path(sys.executable).parent, self.work / "native"
+        bin_dir, build = Path(sys.executable).parent, self.native
         cmake = str(bin_dir / "cmake")
         configure = [cmake, "-S", str(self.path), "-B", str(build), "-G", "Ninja"]
         configure += [f"-DCMAKE_MAKE_PROGRAM={bin_dir / 'ninja'}", "-DFLUX_WERROR=ON"]
@@ -194,6 +196,7 @@ class Tree:
             result = replace(result, note=str(error))
         finally:
             self.restore([*mutant.touched, *(f"flux/{name}" for name in self.extension)])
+            (self.native / "libflux_host.a").unlink(missing_ok=True)  # it may hold the fault
         return replace(result, total_s=time.monotonic() - begin)
 
 

@@ -20,7 +20,6 @@ from flux.bench import model_layers, model_report, model_run
 from flux.bench.model import PHASES, ModelConfig, scaled
 from flux.bench.model_run import FormResult, PhaseResult, covered, measure_model
 from flux.bench.shapes import Layer, layer_of
-from flux.cli import model as model_cli
 from flux.cli.app import app
 from harness import run_ranks
 

@@ -50,7 +50,10 @@ class Block(nn.Module):
         self.attention, self.feed_forward = Attention(), FeedForward(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
+        return self.half(x + self.attention(self.attention_norm(x)))
+
+    def half(self, x: torch.Tensor) -> torch.Tensor:
+        """The block without attention."""
         return x + self.feed_forward(self.ffn_norm(x))
 
 

@@ -75,11 +75,11 @@ def on_emulated_device(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("flux.bench.places.gpu.problem_here", lambda config: None)
     monkeypatch.setattr(trace_run.Registry, "load", classmethod(lambda cls: device.registry))
 
-    def here(entry: Any, argument: Any, config: Any, count: int, progress: Any, group: str) -> Any:
-        assert (entry, count, group) == (trace_methods, 1, "gloo")
-        return entry(argument, 0, progress)
+    def here(entry: Any, config: Any, wanted: Any, progress: Any) -> Any:
+        assert (entry, config.processes, config.group) == (trace_methods, 1, "gloo")
+        return entry((config, wanted), 0, progress)
 
-    monkeypatch.setattr(launch, "on_own_ranks", here)
+    monkeypatch.setattr(launch, "on_ranks", here)
 
 
 @pytest.mark.parametrize("transport", ["virtual", "loopback"])
@@ -122,7 +122,7 @@ def test_what_is_missing_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     only = {name: k for name, k in device.registry.traced.items() if k.config.op == "ag_gemm"}
-    monkeypatch.setattr(launch, "on_own_ranks", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(launch, "on_ranks", lambda *_: pytest.fail("started"))
     monkeypatch.setitem(device.registry.__dict__, "traced", only)
     done = CliRunner().invoke(app, ["trace", "op", *wrong])
     assert done.exit_code == 2 and why in done.output
