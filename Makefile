@@ -3,7 +3,7 @@
 #   PYTHON=python3.12        interpreter that .venv is made with (3.10 to 3.13)
 #   TORCH=torch==2.9.1       which torch .venv gets; a change of either makes .venv anew
 #   ARGS="-k ragged -x"      further arguments for pytest, flux bench op or tools/mutants.py
-#   WORKERS=4                how many tests run side by side (0: one after another); by default one
+#   WORKERS=4                how many tests run side by side (0: one after another); by default two
 #                            more than there are cores, 8 at most, as tests wait much of their time
 #   STRESS=10                how many times more calls and cases `make stress` runs
 #   CMAKE_ARGS=...           further arguments for CMake
@@ -35,10 +35,11 @@ CORE_TESTS = $(sort $(wildcard tests/core/test_core_*.py)) $(addprefix tests/,$(
   cpu/test_functional layers/test_library layers/test_gradcheck layers/test_compile \
   layers/test_layers gpu/test_symm_mem project/test_package hosts/test_doctor))
 
-WORKERS := $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
+WORKERS := $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
 STRESS := 10
 STRESS_TESTS = $(addprefix tests/,$(addsuffix .py, \
   cpu/test_races cpu/test_every_op cpu/test_endings layers/test_megatron_gpt hosts/test_network \
+  layers/test_compile layers/test_megatron_compile project/test_tsan \
   gpu/test_cuda_backend gpu/test_cuda_nodes core/test_fuzz_files))
 SET := minimal
 ARCHS := 80,90a

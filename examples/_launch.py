@@ -1,4 +1,4 @@
-"""Ranks for the examples, by torch.distributed alone: torchrun's if it started this process, or two of our own."""
+"""Ranks for the examples, by torch.distributed alone: torchrun's, or two of our own."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import harness
 from compile_cases import Block, D, S, passes_only, plan
 from flux.layers import close_pools
 from flux.ops.pool import OpPool
-from harness import run_ranks
+from harness import STRESS, run_ranks
 
 harness.PRELOAD += [
     "torch.distributed.tensor.parallel",
@@ -81,9 +81,10 @@ def _block(rank: int, world: int, sequence: bool, real: bool) -> None:
     close_pools()
 
 
-@pytest.mark.parametrize(
-    ("world", "sequence"), [(2, True), (2, False), (4, True)], ids=["2-sp", "2-replicated", "4-sp"]
-)
+LARGER = [(4, True)] if STRESS > 1 else []
+
+
+@pytest.mark.parametrize(("world", "sequence"), [(2, True), (2, False), *LARGER])
 def test_a_block_with_a_plan(world: int, sequence: bool) -> None:
     run_ranks(world, _block, sequence, False)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import STRESS
 from side_by_side import built_once
 
 ROOT = Path(__file__).parents[2]
@@ -25,10 +26,10 @@ OTHERS = ("schedule/routes", "schedule/schedule", "cpu/processes", "cpu/reduce")
 UNITS = {"plain": PROGRAM, "tsan": (*PROGRAM, *ENGINE, *OTHERS)}
 FLAGS = {"plain": [], "tsan": ["-fsanitize=thread"]}
 KINDS = pytest.mark.parametrize("kind", FLAGS)
-CALLS = {"plain": "1500", "tsan": "300"}  # per op and world: tens of thousands in all
+CALLS = {"plain": 700 * STRESS, "tsan": 150 * STRESS}  # per op and world
 COMPILER = os.environ.get("CXX") or "g++"
 
-pytestmark = pytest.mark.timeout(400)  # of a busy machine; 15 s each otherwise
+pytestmark = pytest.mark.timeout(400 * STRESS)  # of a busy machine; 15 s each otherwise
 
 
 def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -107,18 +108,18 @@ def builds(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 
 
 def execute(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    done = run([str(program), *args], 240)
+    done = run([str(program), *args], 240 * STRESS)
     if "unexpected memory mapping" in done.stderr:
         # Kernels with much address randomisation collide with the sanitizer's shadow memory.
         if shutil.which("setarch") is None:
             pytest.skip("ThreadSanitizer needs less address randomisation, and setarch is missing")
-        done = run(["setarch", platform.machine(), "-R", str(program), *args], 240)
+        done = run(["setarch", platform.machine(), "-R", str(program), *args], 240 * STRESS)
     return done
 
 
 @KINDS
 def test_back_to_back_calls(builds: Builds, kind: str) -> None:
-    done = execute(builds.program(kind), CALLS[kind])
+    done = execute(builds.program(kind), str(CALLS[kind]))
     assert done.returncode == 0, done.stderr
 
 

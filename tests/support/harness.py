@@ -44,6 +44,9 @@ PRELOAD += ["flux.ops", "flux.layers", "flux.bench.launch"]
 GRACE_S = 3.0  # how long the other ranks may take to tell their side after the first failure
 COLLECTIVE_S = 60.0  # limit of every rendezvous and gloo collective
 
+BUSY = 3.0 if "PYTEST_XDIST_WORKER" in os.environ else 1.0
+"""Factor on limits of a few seconds: other tests that run beside one make it wait for a core."""
+
 STRESS = int(os.environ.get("FLUX_TEST_STRESS", "1"))
 """How many times more calls and cases the longest tests run: `make stress` sets it."""
 
