@@ -40,7 +40,7 @@ std::shared_ptr<Schedule> make_schedule(int op, int m, int n, int k, int rank,
                                         int store, std::vector<int> hosts) {
   ScheduleSpec spec;
   spec.problem = Problem{static_cast<OpKind>(op), m, n, k, world_of(mesh_of(mesh))};
-  // A world that build_schedule is going to refuse must not be divided by.
+  // Do not divide by a world below 1, which build_schedule refuses later.
   const int columns = spec.problem.world >= 1 ? local_n(spec.problem, rank) : 0;
   spec.tiles =
       tile_order(op, m, columns, tile_m, tile_n, raster, swizzle, order, direction, mesh, rank);
@@ -84,7 +84,7 @@ py::tuple tuples_of(const std::vector<T>& list) {
   return out;
 }
 
-// What kernels alone evaluate.
+// Maps that only kernels evaluate.
 void bind_kernel_maps(py::module_& core) {
   py::class_<TileMap>(core, "TileMap")
       .def(py::init([](const TileOrder& t) { return tile_map(t); }), py::arg("order"))

@@ -17,7 +17,7 @@ namespace {
 using Addresses = std::vector<std::uintptr_t>;
 using Part = std::tuple<Address, std::int64_t, Addresses, Addresses>;
 
-// They refer to the tuples.
+// The parts refer to the tuples.
 std::vector<GatherPart> gather_parts(const std::vector<Part>& parts) {
   std::vector<GatherPart> all;
   for (const auto& [own, row_bytes, gathered, sources] : parts) {
@@ -26,7 +26,7 @@ std::vector<GatherPart> gather_parts(const std::vector<Part>& parts) {
   return all;
 }
 
-// As tuples, which cost a call less than objects.
+// Tuples, because they cost a call less than objects.
 using RowsTuple = std::tuple<Address, std::int64_t, int, Address>;
 using OperandTuple =
     std::tuple<Address, std::int64_t, int, Address, std::int64_t, Address, Address>;
@@ -45,8 +45,8 @@ std::vector<Operand> operands_of(const std::vector<OperandTuple>& tuples) {
   return all;
 }
 
-// A call that a kernel refuses when it has begun is broken, since peers wait for it. So no ValueError
-// comes out of it, which would say that nothing has happened.
+// If a kernel refuses a call that has begun, the call is broken, because peers wait for it. So this
+// does not raise ValueError, which would say that nothing has happened.
 template <class Call>
 void all_or_broken(Call&& call) {
   try {

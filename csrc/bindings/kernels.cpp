@@ -34,7 +34,7 @@ void fill(T* (&slots)[FLUX_MAX_WORLD], const std::vector<std::uintptr_t>& addres
   }
 }
 
-// Keeps the sequence that its order points to.
+// Owns the sequence that its order points to.
 struct GemmArgs : FluxGemmArgs {
   GemmArgs() : FluxGemmArgs{} {}
   GemmArgs(const GemmArgs&) = delete;

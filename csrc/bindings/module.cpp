@@ -1,5 +1,5 @@
-// The Python face of the native code: flux._C. No PyTorch headers: tensors arrive as addresses and
-// sizes.
+// The Python interface of the native code: flux._C. No PyTorch headers: tensors arrive as addresses
+// and sizes.
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,8 +22,8 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Runs an engine wait without the GIL, coming back for it now and then so that Ctrl-C works. True
-// when done, false when the engine has failed.
+// Runs an engine wait without the GIL. Takes the GIL now and then so that Ctrl-C works. Returns
+// true when done, false when the engine has failed.
 template <class Wait>
 bool wait_interruptibly(Engine& engine, double timeout_s, double spin_s, Wait&& wait) {
   const auto spin = std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(spin_s));

@@ -1,4 +1,4 @@
-// Binds what reaches peers of other nodes.
+// Binds the transports to peers of other nodes.
 #include "cuda_host/remote.h"
 
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// Lanes of a trace, flux._C.Lane, and what streams of a GPU tell: flux._C.StreamTrace.
+// Binds lanes of a trace (flux._C.Lane) and the times of GPU streams (flux._C.StreamTrace).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

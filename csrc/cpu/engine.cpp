@@ -7,12 +7,12 @@
 namespace flux::host {
 namespace {
 
-// Copies are cut so that an abort is noticed in between.
+// Copies are split into pieces, so that an abort is noticed between two pieces.
 constexpr std::size_t kCopyPiece = std::size_t{1} << 20;
 // The worker shares its core with a GEMM: a long spin would slow the GEMM down.
 constexpr std::chrono::microseconds kWorkerSpin{2};
-// Calls after which all own signals are renewed; far less than the 2^31 that make old ones look
-// new.
+// Number of calls after which all own signals are renewed. It is far below 2^31, the number of
+// calls after which an old signal looks new.
 constexpr std::uint32_t kRenewal = std::uint32_t{1} << 30;
 
 }  // namespace
@@ -24,8 +24,8 @@ Engine::Engine(int rank, Symmetric symmetric)
 
 Engine::~Engine() {
   if (getpid() != pid_) {
-    // A forked child has a copy of this object but not the thread; joining it would wait for ever.
-    // The handle is abandoned: there is nothing behind it to clean up.
+    // A forked child has a copy of this object but not the thread: a join would never return.
+    // The handle is leaked on purpose: there is nothing behind it to clean up.
     new std::thread(std::move(worker_));
     return;
   }
@@ -34,21 +34,22 @@ Engine::~Engine() {
 
 void Engine::close(PadState state, int culprit) {
   if (getpid() != pid_) return;  // a forked child must not close its parent's op
-  // A second caller waits for the first: it may free the memory that the worker still uses.
+  // A second caller waits for the first one. Otherwise it could free memory that the worker still
+  // uses.
   const std::lock_guard<std::mutex> lock(closing_);
   if (stop_.exchange(true)) return;
   SignalPad& own = pad(rank_);
   own.culprit.store(static_cast<std::uint32_t>(culprit), std::memory_order_relaxed);
   own.state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
   notify(own);
-  submitted_.fetch_add(1);  // any change wakes the worker; it sees stop_ first
+  submitted_.fetch_add(1);  // any change wakes the worker; it checks stop_ first
   notify(*local_);
   if (worker_.joinable()) worker_.join();
   if (symmetric_.processes != nullptr) symmetric_.processes->close();
 }
 
 Failure Engine::fate(int peer) {
-  // Look at the process first: after its end the state in its pad is final.
+  // Check the process first: after its end, the state in its pad is final.
   const bool ended = symmetric_.processes != nullptr && symmetric_.processes->ended(peer);
   switch (static_cast<PadState>(pad(peer).state.load(std::memory_order_seq_cst))) {
     case PadState::kFailed:
@@ -61,11 +62,11 @@ Failure Engine::fate(int peer) {
   return ended ? Failure::kPeerDied : Failure::kNone;
 }
 
-// A signal that only large M use may go unraised for 2^31 calls, and would then seem to be of the
-// future (core/signal.h). So every kRenewal calls all own signals are set to the previous call. That
-// is safe here: before this rank enters, no peer raises a signal of this call in its pad; and a peer
-// may still wait there for a signal of the previous call only, which this rank has finished, so that
-// signal is raised already.
+// A signal that only large M use may stay unraised for 2^31 calls. It would then seem to be of the
+// future (core/signal.h). So every kRenewal calls all own signals are set to the previous call.
+// This is safe here for two reasons. Before this rank enters, no peer raises a signal of this call
+// in its pad. A peer may still wait there, but only for a signal of the previous call. This rank
+// has finished the previous call, so that signal is raised already.
 void Engine::next_epoch() {
   ++epoch_;
   if (epoch_ % kRenewal != 0) return;
@@ -96,7 +97,7 @@ void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buff
   claimed_.store(false, std::memory_order_relaxed);
   publish_entry(pad(rank_), epoch_, digest_);
   if (!threaded_) return;
-  // Not left to chance: after a wrap-around the epoch can be that of the last threaded call.
+  // Set explicitly: after a wrap-around the epoch can be that of the last threaded call.
   finished_.store(epoch_ - 1, std::memory_order_relaxed);
   submitted_.store(epoch_, std::memory_order_seq_cst);
   if (worker_.joinable()) {
@@ -145,9 +146,10 @@ void Engine::end_call() {
   fail(report);
 }
 
-// Waits until `observe`, which reads the epoch in a word of that pad that `peer` writes, has reached
-// this call. Gives up when the deadline passes or when the peer has failed, left or died; a peer that
-// raised what we wait for and *then* left or died has done its part, hence the second look.
+// Waits until the epoch that `observe` returns has reached this call. `observe` reads a word of
+// that pad, and `peer` writes this word. Gives up when the deadline passes or when the peer has
+// failed, left or died. A peer that raised the awaited word and *then* left or died has done its
+// part. So the word is checked once more after fate().
 template <class Observe>
 bool Engine::await(int pad_of, int peer, const Transfer* what, const Limit& limit,
                    Observe&& observe) {
@@ -188,7 +190,7 @@ bool Engine::await_signal(int pad_of, int peer, const Transfer& what, int index,
   const Word& signal = pad(pad_of).signals()[index];
   const auto observe = [&] { return signal.load(std::memory_order_seq_cst); };
   if (lane() == nullptr) return await(pad_of, peer, &what, limit, observe);
-  if (signal_reached(pad(pad_of), index, epoch_)) return true;  // no wait to speak of
+  if (signal_reached(pad(pad_of), index, epoch_)) return true;  // there is no wait
   const std::int64_t began = Lane::now();
   const bool is_there = await(pad_of, peer, &what, limit, observe);
   record_wait(Work::kWait, began, peer, &what, pad_of, index);
@@ -228,7 +230,8 @@ bool Engine::wait_visit(int visit, const Limit& limit) {
   const Range waits = schedule_->visits[visit].waits;
   if (waits.begin == waits.end) return true;
   const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
-  // A pusher that is here but has to wait for another to enter must not be blamed for its tiles.
+  // A pushing peer that has entered may still wait for another rank to enter. It must not be blamed
+  // for its missing tiles, so all entries are awaited first.
   if (!pull && !visits_entered_) {
     if (!wait_entries(limit)) return false;
     visits_entered_ = true;
@@ -236,8 +239,8 @@ bool Engine::wait_visit(int visit, const Limit& limit) {
   for (int i = waits.begin; i < waits.end; ++i) {
     const Transfer what{0,      0, rank_, i / tiles_per_chunk(c), i % tiles_per_chunk(c),
                         {0, 0}, i, false};
-    // Pulled and own tiles are stored by this rank's own worker, which watches the peers and their
-    // deadline.
+    // This rank's own worker stores pulled tiles and own tiles. The worker watches the peers and
+    // their deadline.
     const int raiser = pull ? rank_ : schedule_->supplier[what.chunk];
     const auto deadline = raiser == rank_ ? Clock::time_point::max() : limit.deadline;
     const Limit bound{limit.until, deadline, limit.spin};
@@ -298,19 +301,19 @@ bool Engine::run(const Action& action, const Limit& limit) {
   return true;
 }
 
-// One AllGather tile: from the user's shard (own rows) or from a gathered buffer, into a gathered
-// buffer.
+// Moves one AllGather tile from the user's shard (own rows) or from a gathered buffer into a
+// gathered buffer.
 bool Engine::gather(const Transfer& t, const Limit& limit) {
   const bool from_shard = t.src == rank_ && t.chunk == rank_;
-  // The signal of a forwarded tile was raised in the own pad by the rank that sent it, not by its
-  // owner, which may have finished and closed the op.
+  // The signal of a forwarded tile was raised in the own pad by the rank that sent the tile. Its
+  // owner does not raise it there, and may have finished and closed the op.
   const int raiser = t.src == rank_ ? schedule_->supplier[t.chunk] : t.src;
   if (!from_shard && !await_signal(t.src, raiser, t, t.signal, limit)) return false;
   const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
   const std::size_t row_bytes = symmetric_.row_bytes;
   char* dst = symmetric_.data[t.dst] + static_cast<std::size_t>(t.rows.begin) * row_bytes;
   if (symmetric_.remote[t.dst]) {
-    // The network takes it from where it lies.
+    // The network reads the tile at its source.
   } else if (from_shard) {
     copy_rows(dst, row_bytes, buffers_.x + offset_in_chunk(rank_, t.rows.begin) * buffers_.x_stride,
               buffers_.x_stride, t.rows);
@@ -361,8 +364,8 @@ void Engine::set_delay(std::chrono::nanoseconds longest, std::uint64_t seed) {
 
 void Engine::pause() {
   if (delay_.count() == 0) return;
-  // splitmix64; both threads draw from one sequence, whose interleaving may vary: that is the
-  // point.
+  // splitmix64. Both threads draw from one sequence. Their interleaving may vary, as intended for
+  // race tests.
   std::uint64_t z = delay_state_.fetch_add(0x9e3779b97f4a7c15u);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;

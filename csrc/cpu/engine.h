@@ -1,7 +1,7 @@
-// The engine executes the communication side of a tile schedule on the CPU: it publishes the entry
-// of a call, moves communication tiles (on its own thread, or on the calling thread when there is
-// little to move), reduces what has arrived, and waits for signals. The calling thread meanwhile
-// runs GEMM tiles.
+// The engine executes the communication side of a tile schedule on the CPU. It publishes the entry
+// of a call, moves communication tiles, reduces tiles that have arrived, and waits for signals. It
+// does this on its own thread, or on the calling thread when there is little to move. The calling
+// thread meanwhile runs GEMM tiles.
 //
 //   calling thread   enter --- GEMM tile --- wait --- GEMM tile --- visit_done ... finish
 //   worker thread          \-- entries -- copy, raise -- copy, raise -- reduce ... /
@@ -31,18 +31,18 @@ struct Symmetric {
   std::vector<SignalPad*> pads;  // by rank
   std::vector<char*> data;       // by rank, behind the pad
   // Ranks on other hosts. Their pads and data are stand-ins in private memory. The network
-  // (flux/transport/network.py) sends what is written and raised there, and writes and raises what
-  // they send in this rank's own memory and pad.
+  // (flux/transport/network.py) sends the data that is written there and the signals that are
+  // raised there. Data and signals that it receives go to this rank's own memory and pad.
   std::vector<bool> remote;
-  std::size_t row_bytes = 0;      // bytes of a row that travels: K (AllGather) or N elements
-  std::size_t slot_bytes = 0;     // ReduceScatter: distance of two partial blocks
+  std::size_t row_bytes = 0;      // bytes of a row that is moved: K (AllGather) or N elements
+  std::size_t slot_bytes = 0;     // ReduceScatter: distance between two partial blocks
   std::size_t result_offset = 0;  // GemmAR: where the reduced result begins
   DType dtype = DType::kF32;
   int signals = 0;                       // in each pad
-  std::shared_ptr<Processes> processes;  // of ranks that share memory; null: none is watched
+  std::shared_ptr<Processes> processes;  // of ranks that share memory; null: not watched
 };
 
-// Memory of one call that is private to this rank. Rows are dense but for x.
+// Memory of one call that is private to this rank. Rows are dense, except those of x.
 struct Buffers {
   const char* x = nullptr;     // AllGather: own rows of the input
   std::size_t x_stride = 0;    // bytes from row to row
@@ -69,13 +69,13 @@ struct FailureReport {
   int chunk = -1;
   int tile = -1;
   int culprit = -1;        // kPeerFailed: the rank that `peer` gave up on
-  bool ran_ahead = false;  // kMismatch: the peer is calls ahead of this rank
+  bool ran_ahead = false;  // kMismatch: the peer is one or more calls ahead
   std::uint32_t expected = 0;
   std::uint32_t observed = 0;
 };
 
-// When to return to the caller for a moment, when to give the peers up, and how long to spin before
-// sleeping.
+// Bounds of a wait: when to return to the caller for a moment, when to give up on the peers, and
+// how long to spin before sleeping.
 struct Limit {
   Clock::time_point until;
   Clock::time_point deadline;
@@ -84,7 +84,8 @@ struct Limit {
 
 class Engine {
  public:
-  // How long a sleeping thread may go without looking for an abort or for a peer that has failed or died.
+  // Longest time between two checks of a sleeping thread for an abort and for peers that have
+  // failed or died.
   static constexpr std::chrono::milliseconds kSlice{20};
 
   Engine(int rank, Symmetric symmetric);
@@ -92,16 +93,17 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Begins the next call, number epoch() + 1. `digest` stands for all that must be
-  // equal on every rank. With `threaded`, the worker starts at once.
+  // Begins the next call, number epoch() + 1. `digest` covers everything that must be equal on all
+  // ranks. With `threaded`, the worker starts at once.
   void begin(std::shared_ptr<const Schedule> schedule, const Buffers& buffers, std::uint32_t digest,
              bool threaded, std::chrono::nanoseconds timeout);
 
-  // Takes part in the next call only to tell the others that this rank's input was refused.
+  // Enters the next call only to tell the peers that this rank's input was refused.
   void refuse(const std::string& why);
 
-  // Each of these works until done or until `limit.until`, and says whether it is done. False while
-  // failed() is false means "call me again"; the caller looks for interrupts in between.
+  // Each of these runs until it is done or until `limit.until`, and returns whether it is done.
+  // False while failed() is false means that the caller must call again. The caller checks for
+  // interrupts in between.
   bool wait_entries(const Limit& limit);
   bool wait_visit(int visit, const Limit& limit);
   bool finish(const Limit& limit);
@@ -109,16 +111,17 @@ class Engine {
   // After a failure: returns once the worker no longer uses this call's memory.
   void settle();
 
-  // A GEMM tile of a ReduceScatter is complete: its rows may leave.
+  // Reports that a GEMM tile of a ReduceScatter is complete. Its rows may be sent.
   void visit_done(int visit);
 
-  // State of a peer: kNone while it is open, else kPeerFailed, kPeerClosed or kPeerDied. From any thread,
-  // without waiting.
+  // State of a peer: kNone while it is open, else kPeerFailed, kPeerClosed or kPeerDied. May be
+  // called from any thread. Does not wait.
   Failure fate(int peer);
 
-  // For the network, on its own threads. A tile is ready to send when its signal is raised in the
-  // stand-in's pad; a tile that has arrived is announced in the own pad. A peer's entry or refusal of a
-  // call is published in its stand-in, as the peer would have published it on this host.
+  // These are for the network, on its own threads. A tile is ready to send when its signal is
+  // raised in the stand-in's pad. A tile that has arrived is announced in the own pad. A peer's
+  // entry or refusal of a call is published in its stand-in, as the peer would publish it on this
+  // host.
   bool await_parcel(int peer, int signal, std::uint32_t epoch);
   bool await_agreement(std::uint32_t epoch);
   void announce(int signal, std::uint32_t epoch);
@@ -126,17 +129,18 @@ class Engine {
   void peer_refused(int peer, std::uint32_t epoch, const std::string& why);
   void peer_left(int peer, PadState state, int culprit);
 
-  // Marks the own pad, stops the worker and stops watching the peers' processes; idempotent. Memory may
-  // be unmapped afterwards.
+  // Writes `state` to the own pad, stops the worker and stops watching the peers' processes.
+  // Idempotent. Memory may be unmapped afterwards.
   void close(PadState state, int culprit);
-  // Makes the current call fail: its waits return, in any thread, and it gives up. From any thread, or
-  // from a signal handler of the calling thread.
+  // Makes the current call fail: its waits return in all threads, and it ends. May be called from
+  // any thread, and from a signal handler of the calling thread.
   void end_call();
 
   // Random pauses of up to `longest` around every move and every raise, for race tests.
   void set_delay(std::chrono::nanoseconds longest, std::uint64_t seed);
 
-  // Between calls: from now on both threads record what they do, until other lanes (none) are given.
+  // Between calls: from now on both threads record their work in these lanes. Null lanes end the
+  // trace.
   void trace(const Lanes& lanes);
 
   bool failed() const { return failed_.load(std::memory_order_acquire); }
@@ -178,7 +182,7 @@ class Engine {
   void pause();
   void worker_main(std::uint32_t done);
   static void become_worker();
-  // Lane of this thread; null without a trace, and then a call costs this one check.
+  // Lane of this thread, or null without a trace. Without a trace, this check is the only cost.
   Lane* lane() const { return lanes_.caller == nullptr ? nullptr : lane_of_this_thread(); }
   Lane* lane_of_this_thread() const;
   void record(Work work, std::int64_t began, const Transfer& t, int peer, int at,
@@ -203,16 +207,16 @@ class Engine {
   Buffers buffers_;
   Lanes lanes_;
   bool threaded_ = false;
-  std::size_t next_action_ = 0;      // touched by the one thread that runs the program
-  bool entries_seen_ = false;        // by that thread
-  bool visits_entered_ = false;      // the same, by the calling thread
-  Clock::time_point last_progress_;  // of that thread
+  std::size_t next_action_ = 0;      // used only by the thread that runs the program
+  bool entries_seen_ = false;        // the same
+  bool visits_entered_ = false;      // used only by the calling thread
+  Clock::time_point last_progress_;  // of the thread that runs the program
 
-  // Own waiting place for the two threads: never shared with other processes.
+  // Private pad on which the two threads wait for each other. Never shared with other processes.
   std::unique_ptr<SignalPad> local_;
   std::atomic<int> computed_{0};             // transfers whose GEMM tiles are done
   std::atomic<std::uint32_t> submitted_{0};  // epoch handed to the worker
-  std::atomic<std::uint32_t> finished_{0};   // epoch the worker is done with, for better or worse
+  std::atomic<std::uint32_t> finished_{0};   // epoch the worker has ended, complete or failed
   std::atomic<bool> stop_{false};
   std::atomic<bool> claimed_{false};  // a thread is writing failure_
   std::atomic<bool> failed_{false};   // failure_ is complete

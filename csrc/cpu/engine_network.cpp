@@ -5,7 +5,8 @@ namespace flux::host {
 
 bool Engine::gone() const { return failed() || stop_.load(std::memory_order_relaxed); }
 
-// Without a deadline, which the threads that wait for the network's tiles have; they end this too.
+// Waits without a deadline. The threads that wait for the network's tiles have a deadline. When it
+// passes, the call fails, and this wait ends too.
 template <class Ready>
 void Engine::await_unless_gone(SignalPad& awaited, Ready&& ready) {
   const auto over = [&] { return gone() || ready(); };

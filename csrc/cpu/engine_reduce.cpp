@@ -1,9 +1,10 @@
-// The engine's part in ReduceScatter and AllReduce: partials leave, are summed, and the sums travel.
+// The engine's part in ReduceScatter and AllReduce: it sends partials, sums them and distributes
+// sums.
 #include "cpu/engine.h"
 
 namespace flux::host {
 
-// One staged partial tile, once its GEMM tiles are done. Own tiles stay where they are.
+// Sends one staged partial tile once its GEMM tiles are done. Own tiles are not moved.
 bool Engine::send(int index, const Limit& limit) {
   const Transfer& t = schedule_->transfers[index];
   if (!await_computed(index + 1, limit)) return false;
@@ -45,7 +46,8 @@ bool Engine::await_computed(int count, const Limit& limit) {
 }
 
 bool Engine::see_computed(int count, const Limit& limit) {
-  // Only the own calling thread can be late here, and a long GEMM is no failure: no deadline.
+  // Only this rank's calling thread can be late here. A long GEMM is no failure, so there is no
+  // deadline.
   while (computed_.load(std::memory_order_seq_cst) < count) {
     if (failed() || stop_.load(std::memory_order_relaxed)) return false;
     const auto until = std::min(limit.until, Clock::now() + kSlice);
@@ -60,8 +62,8 @@ bool Engine::see_computed(int count, const Limit& limit) {
   return true;
 }
 
-// Waits for everything that one reduction adds up: the own part first. Our own GEMM takes its time,
-// which is no failure of anyone, so the peers' deadline starts when it is done.
+// Waits for all shares of one reduction, for the own share first. A long own GEMM is no failure of
+// a peer, so the peers' deadline starts when the own share is done.
 bool Engine::await_shares(const Reduction& r, const Limit& limit) {
   Limit patient = limit;
   for (const bool own : {true, false}) {
@@ -82,7 +84,7 @@ bool Engine::await_shares(const Reduction& r, const Limit& limit) {
   return true;
 }
 
-// Where the rows of one share lie. The own ones are where the GEMM wrote them.
+// Address of the rows of one share. The own rows are where the GEMM wrote them.
 const char* Engine::share(const Reduction& r, const Share& s) const {
   const ScheduleSpec& spec = schedule_->spec;
   if (s.source != rank_) {
@@ -97,8 +99,9 @@ const char* Engine::share(const Reduction& r, const Share& s) const {
              : block_row(rank_, schedule_->homes[r.owner].block, r.owner, r.rows.begin);
 }
 
-// Sums the partials of one tile, in rank order, when the last of them is there. Where the sum
-// overwrites a share, it is the own one, at the same place: the kernel reads before it writes.
+// Sums the partials of one tile, in rank order, after the last of them has arrived. The sum may
+// overwrite a share, but only the own one, at the same place: reduce() reads each element before it
+// writes it.
 bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
   if (!await_shares(r, limit)) return false;
   const std::int64_t began = lane() == nullptr ? 0 : Lane::now();
@@ -130,8 +133,8 @@ bool Engine::reduce_tile(const Reduction& r, const Limit& limit) {
   return true;
 }
 
-// One tile of a GemmAR result: pushed into a peer's buffer, or pulled straight into the output. A
-// forwarded tile lies in the own buffer, where the rank that sent it has put it.
+// Moves one tile of a GemmAR result: pushes it into a peer's buffer, or pulls it directly into the
+// output. A forwarded tile lies in the own buffer, where its sender has written it.
 bool Engine::move_result(const Transfer& t, const Limit& limit) {
   const std::size_t row_bytes = symmetric_.row_bytes;
   if (t.src == rank_) {
@@ -172,7 +175,7 @@ char* Engine::block_row(int holder, int block, int owner, int row) const {
          offset_in_chunk(owner, row) * symmetric_.row_bytes;
 }
 
-// A pulled result lies in its owner's block, a pushed one at its place in a full [M, N].
+// Pull: the result lies in its owner's block. Push: it lies at its rows of a full [M, N].
 char* Engine::result_row(int holder, int owner, int row) const {
   const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
   const std::size_t at = pull ? offset_in_chunk(owner, row) : static_cast<std::size_t>(row);

@@ -4,7 +4,7 @@
 namespace flux::host {
 
 namespace {
-// A worker serves one engine for all its life, so this tells the engine's two threads apart.
+// A worker thread serves one engine only, so this flag distinguishes the engine's two threads.
 thread_local bool is_worker = false;
 }  // namespace
 

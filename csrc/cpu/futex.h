@@ -24,8 +24,8 @@ namespace flux::host {
 using Word = std::atomic<std::uint32_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 4, "signals must be plain 32-bit words");
 
-// Sleeps until `word` is woken or `limit` has passed, unless it no longer holds `expected`. May
-// return early for no reason; callers re-check their condition.
+// Sleeps until `word` is woken or `limit` has passed. Returns at once if `word` does not hold
+// `expected`. May also return early without a cause, so callers check their condition again.
 inline void futex_wait(const Word& word, std::uint32_t expected, std::chrono::nanoseconds limit) {
 #if defined(__linux__)
   timespec ts;

@@ -1,8 +1,8 @@
 // Events of one thread of an op with their times, for a trace (flux/trace).
 //
-// A lane belongs to the one thread that records in it. Its memory is allocated beforehand, so a traced
-// call neither allocates nor locks; events that do not fit are counted. It is read between calls, by a
-// thread that has seen the end of the call in the recording thread, which orders the two.
+// Only one thread records in a lane. Its memory is allocated beforehand, so a traced call neither
+// allocates nor locks. Events that do not fit are counted. A lane is read between calls. The
+// reading thread has observed the end of the call in the recording thread, which orders the two.
 #pragma once
 
 #include <algorithm>
@@ -31,17 +31,17 @@ enum class Work : int {
   kEnter = 11,    // tells the peers that this rank has entered
   kEntry = 12,    // waits for a peer's entry
   kResult = 13,   // waits for all ranks' rows of the result
-  kCollect = 14,  // copies rows from symmetric memory to where the caller wants them
+  kCollect = 14,  // copies rows from symmetric memory to the caller's memory
   kSlab = 15      // a simulated peer's partials; `range`: the flags that follow
 };
 
 struct Record {
-  std::int64_t begin_ns = 0;  // of Lane::now
+  std::int64_t begin_ns = 0;  // by Lane::now
   std::int64_t end_ns = 0;
   std::uint32_t call = 0;
   Work work = Work::kGemm;
   int peer = -1;         // the other rank that takes part
-  int chunk = -1;        // whose rows
+  int chunk = -1;        // the owner of the rows
   int tile = -1;         // communication tile of that chunk
   Range range = {0, 0};  // rows; of a GEMM: visits; of a send or receive: its number for that peer
   int at = -1;           // the rank in whose pad `signal` was raised or awaited, if one was
@@ -58,7 +58,7 @@ class Lane {
     return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   }
 
-  // Adds what began at record.begin_ns and ends now, unless it says when.
+  // Adds a record. It ends now, unless its end_ns is set.
   void add(Record record) {
     if (record.end_ns == 0) record.end_ns = now();
     if (count_ == records_.size()) {
@@ -68,14 +68,14 @@ class Lane {
     }
   }
 
-  // The same for one of several tiles that are awaited at once, and come one after the other: it
-  // begins when the one before it ends.
+  // The same for one of several tiles that are awaited together and arrive one after the other. The
+  // record begins when the one before it ends.
   void add_after_last(Record record) {
     if (count_ > 0) record.begin_ns = std::max(record.begin_ns, records_[count_ - 1].end_ns);
     add(record);
   }
 
-  // The same for a wait, which is one wait even when its thread came back to its caller meanwhile.
+  // The same for a wait. It stays one record if the thread returned to its caller during the wait.
   void add_wait(const Record& record) {
     if (count_ > 0) {
       Record& last = records_[count_ - 1];

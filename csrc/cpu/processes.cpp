@@ -7,7 +7,7 @@
 #include <cerrno>
 
 #ifndef SYS_pidfd_open
-#define SYS_pidfd_open 434  // C libraries older than the call; one number on all architectures
+#define SYS_pidfd_open 434  // for C libraries that lack it; the same number on all architectures
 #endif
 
 namespace flux::host {
@@ -20,7 +20,7 @@ int open_process(pid_t pid) {
   if (pid <= 0) return kUnwatched;
   const auto descriptor = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
   if (descriptor >= 0) return descriptor;
-  return errno == ESRCH ? kGone : kUnwatched;  // others: a kernel before 5.3, a sandbox
+  return errno == ESRCH ? kGone : kUnwatched;  // other errors: a kernel before 5.3, a sandbox
 }
 }  // namespace
 

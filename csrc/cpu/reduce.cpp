@@ -4,8 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
-// One binary for every x86-64: the loops are compiled for AVX-512, AVX2 and the baseline, and the
-// loader picks. ThreadSanitizer cannot run the loader's resolvers.
+// One binary serves every x86-64: the loops are compiled for AVX-512, AVX2 and the baseline, and
+// the loader picks one version. ThreadSanitizer cannot run the loader's resolvers, so it gets the
+// baseline.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_THREAD__)
 #define FLUX_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -38,8 +39,8 @@ inline double load(double v) { return v; }
 inline float load(float v) { return v; }
 inline float load(BF16 v) { return bits_to_float(static_cast<std::uint32_t>(v.bits) << 16); }
 
-// Branch-free so that it vectorises. Subnormal halves are exact multiples of 2^-24; others only
-// need their exponent moved by 127 - 15, infinities and NaN by once more as much.
+// Branch-free so that it vectorises. Subnormal halves are exact multiples of 2^-24. Other values
+// need their exponent increased by 127 - 15. Infinities and NaN need this increase twice.
 inline float load(F16 v) {
   const std::uint32_t sign = static_cast<std::uint32_t>(v.bits & 0x8000u) << 16;
   const std::uint32_t body = v.bits & 0x7fffu;
@@ -59,8 +60,8 @@ inline void store(BF16* out, float v) {
   out->bits = static_cast<std::uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
 
-// Round to nearest even. Adding 0.5 aligns a would-be subnormal half with the low bits of a float,
-// so that the hardware's own rounding does the work.
+// Round to nearest even. Adding 0.5 aligns a value that becomes a subnormal half with the low bits
+// of a float, so that the hardware does the rounding.
 inline void store(F16* out, float v) {
   const std::uint32_t u = float_to_bits(v);
   const std::uint32_t sign = (u >> 16) & 0x8000u;
@@ -81,7 +82,7 @@ inline __attribute__((always_inline)) void reduce_as(const ReduceArgs& a) {
   const Acc scale = static_cast<Acc>(a.scale);
   const T* bias = static_cast<const T*>(a.bias);
   T* out = static_cast<T*>(a.out);
-  // Blocks never straddle a row, so that the bias is a plain vector beside the block.
+  // A block never crosses the end of a row, so its bias is one contiguous vector.
   for (std::size_t row = 0; row < a.count; row += a.columns) {
     for (std::size_t col = 0; col < a.columns; col += kBlock) {
       const std::size_t n = std::min(kBlock, a.columns - col);

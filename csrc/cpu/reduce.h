@@ -21,8 +21,8 @@ struct ReduceArgs {
 };
 
 // out = scale * (sources[0] + sources[1] + ...) + bias. Sums are fp64 for fp64 and fp32 otherwise,
-// always in the order of `sources`, and rounded once: the result does not depend on who arrived
-// first.
+// always in the order of `sources`, and rounded once. So the result does not depend on the order of
+// arrival.
 void reduce(const ReduceArgs& args);
 
 }  // namespace flux::host

@@ -19,9 +19,9 @@ inline Placement placement_of(const ScheduleSpec& s) {
 // the owner's memory; pull: block wrap(owner - source - 1) of the source's).
 //
 // Two levels (order hierarchical, push, several hosts): the ranks of a host send their partials for
-// an owner elsewhere to one of them, its proxy there, which adds them up and sends the sum. Between
-// hosts so travels one block instead of one per rank. 2 hosts x 2 ranks, rows of rank 2:
-//
+// an owner on another host to one rank of their own host, the owner's proxy there. The proxy adds
+// them up and sends the sum. So one block travels between two hosts instead of one per rank.
+// Example with 2 hosts x 2 ranks, rows of rank 2:
 //   rank 0 (proxy)  own + 1's --sum--> block of rank 2
 //   rank 1          ----^              rank 2: (0 + 1) + own + 3's
 class Reducing {
@@ -39,7 +39,8 @@ class Reducing {
   bool two_levels() const { return two_levels_; }
   const Placement& placement() const { return placement_; }
 
-  // The rank that adds up the partials of `source`'s host for `owner`: often the owner.
+  // The rank that adds up the partials of `source`'s host for `owner`. It is the owner itself
+  // without two levels, on the owner's host, and if `source` is alone on its host.
   int holder(int owner, int source) const {
     if (!two_levels_) return owner;
     const int host = placement_.host(source);
@@ -54,7 +55,7 @@ class Reducing {
       if (this->holder(owner, rank) == holder) list.push_back(rank);
     }
     if (holder == owner && two_levels_) {
-      // Of another host comes one sum, from the proxy there; unless that is one rank, listed already.
+      // Another host contributes one sum, from its proxy. A host with one rank is listed already.
       for (int host = 0; host < placement_.hosts(); ++host) {
         if (host != placement_.host(owner) && placement_.members(host).size() > 1) {
           list.push_back(placement_.proxy(host, owner));
@@ -65,7 +66,7 @@ class Reducing {
     return list;
   }
 
-  // Owners whose rows `rank` adds up: itself, then those it stands in for.
+  // Owners whose rows `rank` adds up: itself, then the owners on other hosts for which it combines.
   std::vector<int> owners(int rank) const {
     std::vector<int> list{rank};
     if (two_levels_) {

@@ -1,5 +1,6 @@
-// Shared memory mapped into this process. Python makes and checks it (flux/transport/shm.py); the
-// mapping is made here because mmap of the standard library keeps a descriptor for each.
+// Shared memory mapped into this process. Python creates and checks the memory
+// (flux/transport/shm.py). It is mapped here because Python's mmap module keeps one descriptor open
+// per mapping.
 #pragma once
 
 #include <cstddef>

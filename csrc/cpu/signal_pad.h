@@ -8,8 +8,8 @@
 //   a raiser first stores the signal, then looks at `waiters`. All four accesses are sequentially
 //   consistent, so the two cannot both miss each other (store-buffer litmus): no wake-up is lost,
 //   and an uncontended raise costs no system call. (Fences would do as well, but ThreadSanitizer
-//   does not understand them.) GEMM and memcpy kernels may write with non-temporal stores, which a
-//   release store does not order on x86; raise_signal puts the store fence in front.
+//   does not understand them.) GEMM and memcpy kernels may write with non-temporal stores. On x86 a
+//   release store does not order these, so raise_signal issues a store fence before the signal.
 //
 // Reuse (write after read)
 //   Signals carry the epoch of the call and are never cleared (core/signal.h). A rank *enters*
@@ -17,7 +17,7 @@
 //   that is after its last read of its own and of its peers' buffers for e-1. A rank writes to no
 //   buffer of another in epoch e before it has seen every rank enter e. Hence no write of epoch e can
 //   overtake a read of e-1, with a single buffer per op. The digest lets the same load reveal that
-//   ranks disagree about the call, before a byte has moved.
+//   ranks disagree about the call, before any data moves.
 #pragma once
 
 #include <algorithm>
@@ -77,9 +77,9 @@ inline bool signal_reached(SignalPad& pad, int index, std::uint32_t epoch) {
   return epoch_reached(pad.signals()[index].load(std::memory_order_seq_cst), epoch);
 }
 
-// Waits until `ready()`, which looks at words of `pad`, or until `until`; says whether it was
-// ready. Spins for `spin` first: a peer that runs on another core answers within microseconds, far
-// sooner than a sleeper can be woken.
+// Waits until `ready()` or until `until`; returns whether it was ready. `ready` reads words of
+// `pad`. Spins for `spin` first: a peer that runs on another core answers within microseconds, far
+// sooner than a sleeping thread can be woken.
 template <class Ready>
 bool wait_until(SignalPad& pad, Clock::time_point until, std::chrono::nanoseconds spin,
                 Ready&& ready) {
@@ -88,7 +88,7 @@ bool wait_until(SignalPad& pad, Clock::time_point until, std::chrono::nanosecond
   do {
     for (int i = 0; i < 32; ++i) cpu_relax();
     if (ready()) return true;
-    // The peer may be queued on this very core, behind us.
+    // The peer may be queued on the same core, behind this thread.
     std::this_thread::yield();
   } while (Clock::now() < spin_end);
   pad.waiters.fetch_add(1, std::memory_order_seq_cst);
@@ -113,15 +113,16 @@ inline void publish_entry(SignalPad& pad, std::uint32_t epoch, std::uint32_t dig
   notify(pad);
 }
 
-// The pad's entry for `epoch`, and the epoch that it is really of: an earlier one before its owner has
-// entered, a later one when a rank that refused its calls ran ahead.
+// Reads the pad's word for `epoch` into `entry` and returns the epoch that the word holds. That is
+// an earlier epoch before the pad's owner has entered. It is a later one if the owner refused calls
+// and ran ahead.
 inline std::uint32_t read_entry(SignalPad& pad, std::uint32_t epoch, std::uint64_t* entry) {
   *entry = pad.entries[epoch % kEntryHistory].load(std::memory_order_seq_cst);
   return static_cast<std::uint32_t>(*entry >> 32);
 }
 
 // The explanation is published by the release store of the refusing entry and is read after its
-// acquire load. It is only ever shown, so a torn text of a later refusal would be harmless.
+// acquire load. The text is only displayed, so a text torn by a later refusal is harmless.
 inline void publish_refusal(SignalPad& pad, std::uint32_t epoch, const std::string& why) {
   char text[kRefusalWords * 8] = {};
   std::memcpy(text, why.data(), std::min(why.size(), sizeof(text) - 1));

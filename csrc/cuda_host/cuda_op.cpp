@@ -12,9 +12,9 @@ namespace {
 
 constexpr Address kWord = sizeof(std::uint32_t);
 constexpr Address kStatusBytes = FLUX_STATUS_WORDS * sizeof(std::uint64_t);
-// Words are compared by signed difference: what is older than 2^31 calls would look new.
+// Words are compared by signed difference: a word older than 2^31 calls would look new.
 constexpr std::uint32_t kRenewEvery = 1u << 30;
-constexpr std::int64_t kSwitchBytes = 16;  // that a multicast access takes
+constexpr std::int64_t kSwitchBytes = 16;  // size of a multicast access
 constexpr std::int64_t kScaleBytes = sizeof(float);
 
 // In captured calls all ranks have met before the first copy.
@@ -81,13 +81,13 @@ void CudaOp::close() {
 }
 
 bool CudaOp::failed() const {
-  // The device writes it.
+  // Volatile, because the device writes it.
   return *pointer<const volatile std::uint64_t>(setup_.report) != FLUX_WAIT_NONE;
 }
 
-// -- what a call is made of ------------------------------------------------------------------------
+// -- parts of a call -------------------------------------------------------------------------------
 
-// Words of each rank of the node, which begin at `words` by rank.
+// Raises words of each rank of the node. The words of a rank begin at `words[rank]`.
 std::vector<MemOp> CudaOp::raise_in_node(const std::vector<Address>& words,
                                          const std::vector<int>& places) const {
   std::vector<MemOp> raised;
@@ -107,7 +107,7 @@ std::vector<MemOp> CudaOp::await_node(const std::vector<Address>& words) const {
   return waits;
 }
 
-// This rank enters, and with it the twins whose rows it holds.
+// Entry words that this rank raises: its own, and those of the twins whose rows it holds.
 std::vector<int> CudaOp::entries() const {
   std::vector<int> words;
   for (int node = 0; node < setup_.nodes; ++node) words.push_back(twin(node));
@@ -133,7 +133,7 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   if (capture_ != 0) return begin_captured(schedule, stream);
   const bool behind = read_by_peers(schedule);
   ++epoch_;
-  // Calls follow one another whatever streams they are on: an entry speaks for all earlier ones.
+  // Calls run one after the other on whatever streams they are: an entry covers all earlier calls.
   if (last_stream_ && *last_stream_ != stream) driver_->await_event(stream, ended_);
   last_stream_ = stream;
   if (traced()) whole_call_ = streams_->begin(stream);
@@ -142,7 +142,7 @@ void CudaOp::begin(const Schedule& schedule, Stream stream) {
   zero_sums(stream);
   put_traced(stream, Work::kEnter, raise_in_node(words_->entries, entries()));
   if (behind && setup_.poison) {
-    // What peers read themselves is free when they have begun this call, too.
+    // Memory that peers read is free only when they have begun this call, too.
     driver_->memory_ops(stream, await_node(words_->entries));
     fill_with_nan(stream);
   }
@@ -152,29 +152,31 @@ bool CudaOp::read_by_peers(const Schedule& schedule) const {
   return pulls(schedule) || setup_.sums_by_switch;
 }
 
-// What peers add to, once they see the entry.
+// Clears the slot that peers add to once they see the entry.
 void CudaOp::zero_sums(Stream stream) {
   if (setup_.slots != 1 || setup_.world == 1) return;
   driver_->fill(stream, setup_.data[setup_.rank], 0, setup_.slot_bytes / kWord);
 }
 
-// Entries and words of GemmAR are written by every call, signals and flags only by calls of that M.
+// Every call writes entries and words of GemmAR. Only calls of a certain M write a signal or flag,
+// so signals and flags are renewed.
 void CudaOp::renew_signals(Stream stream) {
   driver_->fill(stream, eager_.signals[setup_.rank], epoch_ - 1,
                 static_cast<std::size_t>(setup_.signals + setup_.offers));
   if (setup_.remote) setup_.remote->renew(stream, epoch_);
 }
 
-// But for sums that the device puts: a put of the last call may still be on its way.
+// Leaves out sums that the device puts: a put of the last call may still read them.
 void CudaOp::fill_with_nan(Stream stream) {
   if (setup_.poison) {
     driver_->fill(stream, setup_.data[setup_.rank], 0xFFFFFFFFu, setup_.sums_offset / kWord);
   }
 }
 
-// A peer that gives up writes that to this rank's status before it releases its streams. So a read of the
-// status after all reads of the call finds every failure that may have corrupted them. Kernels do that when
-// they end (cuda/sync.cuh); where a copy comes behind the last of them, the status is copied once more.
+// A peer that gives up writes this to this rank's status before it releases its streams. So a read
+// of the status after all reads of the call finds every failure that may have corrupted them.
+// Kernels read the status when they end (cuda/sync.cuh). If a copy comes after the last kernel, the
+// status is copied once more.
 void CudaOp::end(Stream stream, bool told_by_kernel) {
   if (traced()) streams_->end(whole_call_, stream, told(Work::kCall, epoch_));
   if (!told_by_kernel) {
@@ -305,10 +307,10 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   for (std::size_t i = beside ? first + 1 : first; i < operands.size(); ++i) {
     if (operands[i].n > 0) put_kernel(schedule, stream, x, operands, i);
   }
-  // x may be overwritten, and the gathered rows reused, by what follows on the stream.
+  // Later work on the stream may overwrite x and reuse the gathered rows.
   if (beside) join(stream, copy_stream_);
   if (setup_.remote) join(stream, network_stream_);
-  if (!kernels && !pulls(schedule)) await_rows(schedule, stream);  // pulled by the copy stream
+  if (!kernels && !pulls(schedule)) await_rows(schedule, stream);  // pulled rows: joined above
   if (gathered != 0) {
     const Span stage("flux collect");
     const auto collected = [&] { return told(Work::kCollect, epoch_); };
@@ -320,7 +322,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
   end(stream, kernels && gathered == 0 && !setup_.remote);
 }
 
-// One weight times the gathered rows.
+// Launches the multiplication of one weight with the gathered rows.
 void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
                         const std::vector<Operand>& operands, std::size_t number) {
   const Span stage("flux kernel");
@@ -336,7 +338,7 @@ void CudaOp::put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
   kernels_.at(number)->launch(args, stream);
 }
 
-// Holds a stream back until all gathered rows are there, when no kernel has.
+// Makes a stream wait for all gathered rows, in calls in which no kernel does so.
 void CudaOp::await_rows(const Schedule& schedule, Stream stream) {
   const CommTiling& c = schedule.spec.comm;
   std::vector<MemOp> waits;
@@ -371,14 +373,14 @@ void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
   args.slot_ld = operand.n;
   args.guard_rows = static_cast<std::int32_t>(setup_.guard_bytes / setup_.row_bytes);
   args.entries = pointer<const std::uint32_t>(words_->entries[setup_.rank]);
-  // Ahead of the kernel if there are several nodes: the fork is where the call begins.
+  // With several nodes, the fork comes before the kernel: it is where the call begins.
   if (setup_.remote) driver_->record(forked_, stream);
   const Span stage("flux kernel");
   kernels_.at(0)->launch(args, stream);
   if (setup_.remote) send_sums(schedule, operand.n);
 }
 
-// The sum of all partials for this rank's rows, up to where it goes.
+// Arguments of the sum of all partials for this rank's rows, without its destination.
 FluxReduceArgs CudaOp::reduce_args(const Schedule& schedule, int n) const {
   const int m = schedule.spec.problem.m, rank = setup_.rank, world = setup_.world;
   FluxReduceArgs args{};
@@ -400,8 +402,9 @@ FluxReduceArgs CudaOp::reduce_args(const Schedule& schedule, int n) const {
   args.source_count = lanes();
   args.scale = setup_.scale;
   args.sm_count = setup_.sm_count;
-  // A device places blocks breadth-first: as many as there are multiprocessors in this rank's share may
-  // sit on as many of them, and wait for a GEMM that needs whole ones.
+  // A device places blocks breadth-first, so n blocks may hold n multiprocessors. There they wait
+  // for a GEMM that needs whole multiprocessors. So the limit is this rank's share of the
+  // multiprocessors.
   if (setup_.shared) args.most_blocks = setup_.sm_count;
   args.sync = sync(rank);
   return args;
@@ -411,7 +414,7 @@ void CudaOp::reduce(const Schedule& schedule, Stream stream, const Operand& oper
   put_reduction(schedule, stream, operand, out, false);
 }
 
-// `early`: right behind its GEMM on the stream, beside the end of which it begins.
+// `early`: the reduction is directly after its GEMM on the stream and begins beside the GEMM's end.
 void CudaOp::put_reduction(const Schedule& schedule, Stream stream, const Operand& operand,
                            Address out, bool early) {
   FluxReduceArgs args = reduce_args(schedule, operand.n);
@@ -439,8 +442,8 @@ void CudaOp::put_reduction(const Schedule& schedule, Stream stream, const Operan
   end(stream, !setup_.all_reduce && !setup_.remote && args.rows > 0);
 }
 
-// The switch does what it can: the addition if that need not be in rank order, and the distribution of
-// results whose rows it can take.
+// Uses the switch where possible: for the addition if that need not be in rank order, and for the
+// distribution of results if the switch supports their row size.
 void CudaOp::by_switch(FluxReduceArgs& args) const {
   if (setup_.sums_by_switch) {
     args.switch_in = pointer<const void>(setup_.multicast + slot(setup_.rank));
@@ -455,11 +458,12 @@ void CudaOp::gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, con
                      Address out) {
   const Span call(setup_.all_reduce ? "GemmAR" : "GemmRS", schedule.spec.problem.m);
   scatter(schedule, stream, x, operand);
-  // Not where ranks share the device: the reduction would wait in places that a peer's GEMM needs.
+  // Not early if ranks share the device: the reduction would wait in places that a peer's GEMM
+  // needs.
   put_reduction(schedule, stream, operand, out, !setup_.shared && !setup_.remote && capture_ == 0);
 }
 
-// GemmAR: the result, once everybody's rows of it have been written here.
+// GemmAR: copies the result to `out` after all ranks' rows of it have been written here.
 void CudaOp::collect(int m, Stream stream, Address out) {
   const Span stage("flux collect");
   if (capture_ != 0) {

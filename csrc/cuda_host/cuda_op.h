@@ -6,19 +6,23 @@
 //   GemmRS   stream       zeros, NaN | entry -> all peers | kernel: tile -> its owner, flag | reduction
 //   GemmAR                ... | "my rows are everywhere" -> all peers | await all | result -> output
 //
-// The host submits in this order: own rows, first kernel, copies, further kernels. The copies come after a
-// kernel that waits for those of peers, and ahead of whatever is behind that kernel on its stream: so
-// they start while it runs, even if all streams share one hardware queue.
+// The host submits in this order: own rows, first kernel, copies, further kernels. The copies are
+// submitted after the first kernel, which waits for the copies of peers, and before all later work
+// on its stream. So they start while this kernel runs, even if all streams share one hardware
+// queue.
 //
-// Between nodes there is a third stream: cuda_op_nodes.cpp, and docs/protocol.md for the pictures.
+// Between nodes there is a third stream: see cuda_op_nodes.cpp, and docs/protocol.md for the
+// pictures.
 //
-// The host waits for nothing, allocates no device memory and sets none: signals, flags and entries
-// hold the number of the call (epoch). Which rank may write to which buffer when: gather_tiles.h (gathered
-// rows), cuda/gemm/sm90/scatter_store.cuh (partials). An entry is raised by a stream operation after all
-// earlier work of the stream, so it means that the rank's buffers are no longer read.
+// The host waits for nothing, allocates no device memory and resets no words: signals, flags and
+// entries hold the number of the call (epoch). The rules for which rank may write to which buffer
+// at which time are in gather_tiles.h (gathered rows) and cuda/gemm/sm90/scatter_store.cuh
+// (partials). A stream operation raises an entry after all earlier work of the stream. So an entry
+// means that the rank's buffers are no longer read.
 //
-// A call on a stream that is being captured into a CUDA graph becomes part of the graph, with words of
-// its own (cuda_op_captured.cpp): a graph's constants cannot depend on the number of its replays.
+// A call on a stream that is being captured into a CUDA graph becomes part of the graph and uses
+// separate words (cuda_op_captured.cpp): a graph's constants cannot depend on the number of its
+// replays.
 #pragma once
 
 #include <map>
@@ -37,17 +41,22 @@ namespace flux::host {
 
 // Symmetric memory of one op, as this rank addresses it, and the arguments common to all launches.
 //
-// Pad: W entries (word o: of the rank that holds rows of o for this node, cuda_op_nodes.cpp), W words
-// "my result is everywhere" (GemmAR), the status (FLUX_STATUS_WORDS of 64 bits), then signals or flags, and
-// offers (pulls); then the words of captured calls: their count, W entries, W of the result, signals or
-// flags, offers. Peers write to the status only to say that they have given up.
-// Data: gathered rows, then their scales if they have some; or slots of partials, one per source or
-// (reduced in flight) one that all add to, each behind its guard (core/scatter.h), then (GemmAR) the result. Where the NVLink switch adds up,
-// there is a slot per owner, with this rank's partials of its rows, which the owner reads. (At any M the
-// same owner, so that only the owner of a tile has to be awaited before the tile is written.) Between
-// nodes, slots: W, of each node's rows the partials of this node's ranks; then an inbox for the sum of
-// each other node. Behind all that, where the device itself puts sums (Relay), what it puts: the sum for
-// a rank of each other node.
+// The pad has, in this order:
+//   W entries (word o: of the rank that holds rows of o for this node, cuda_op_nodes.cpp);
+//   W words "my result is everywhere" (GemmAR);
+//   the status (FLUX_STATUS_WORDS of 64 bits): peers write to it only to report that they gave up;
+//   signals or flags, then offers (pulls);
+//   the words of captured calls: their count, W entries, W of the result, signals or flags, offers.
+// The data has, in this order:
+//   AllGather: gathered rows, then their scales if they have some;
+//   ReduceScatter: slots of partials, one per source, or (reduced in flight) one that all add to,
+//   each behind its guard (core/scatter.h); then (GemmAR) the result;
+//   where the device itself puts sums (Relay): the sum for a rank of each other node.
+// If the NVLink switch adds up, there is a slot per owner. It holds this rank's partials of the
+// owner's rows, and the owner reads it. (The owner of a slot is the same at any M, so that only the
+// owner of a tile has to be awaited before the tile is written.) Between nodes there are W slots:
+// for each node's rows, the partials of this node's ranks. Behind the slots is an inbox for the sum
+// of each other node.
 struct CudaOpSetup {
   int rank;
   int world;
@@ -55,7 +64,7 @@ struct CudaOpSetup {
   std::vector<Address> data;  // by rank
   Address multicast;          // all ranks' data at one address (NVLink SHARP), or 0
   bool sums_by_switch;
-  std::int64_t row_bytes;  // of rows that travel
+  std::int64_t row_bytes;  // of rows that are moved
   int slots;
   std::int64_t slot_bytes;   // of a guard and the slot behind it
   std::int64_t guard_bytes;  // 0: kernels need none
@@ -70,16 +79,17 @@ struct CudaOpSetup {
   std::uint64_t timeout_ns;
   int sm_count;
   int device;
-  bool poison;    // fill memory with NaN that is not to be read before it has been written
-  int nodes = 1;  // consecutive ranks, as many in each, that share memory
-  std::shared_ptr<Remote> remote = nullptr;  // the peers of other nodes, if there are some
+  bool poison;    // fill memory with NaN if it must not be read before it is written
+  int nodes = 1;  // groups of consecutive ranks that share memory, of equal size
+  std::shared_ptr<Remote> remote = nullptr;  // peers of other nodes; null: one node
   int beside = 0;                            // blocks that may run beside a GEMM
   int strips = 0;                            // words for the sum of one node, where a Relay puts it
   int dtype = 0;                             // of sums, as FluxRelayArgs has it
-  // Whether ranks share the device: blocks that wait must leave room for those they wait for.
+  // Whether ranks share the device. If so, waiting blocks must leave room for those they wait for.
   bool shared = false;
-  // Whether copies of captured calls may be beside the kernel that waits for peers' copies. A graph's
-  // scheduler knows its edges alone: it may as well put them behind the kernel, and all ranks would hang.
+  // Whether copies of captured calls may run beside the kernel that waits for peers' copies. A
+  // graph's scheduler knows only the graph's edges. It may also put the copies after the kernel,
+  // and then all ranks would hang.
   bool graph_overlap = false;
 };
 
@@ -88,7 +98,7 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// One weight, what it is multiplied with beside x, and where the product goes.
+// One weight with its bias and scale, and the destination of the product.
 struct Operand {
   Address weight;
   std::int64_t ld;
@@ -126,47 +136,48 @@ class CudaOp {
   ~CudaOp();
   CudaOp(const CudaOp&) = delete;
 
-  // Gives streams and events back, when nothing is on them. Idempotent.
+  // Destroys the streams and events. No work may be pending on them. Idempotent.
   void close();
 
-  // Tells the peers that this rank makes no more calls and has perhaps not done its part of the last
-  // ones: a wait that was given up must not end as a wrong result elsewhere. Then raises every word
-  // that a stream of this rank may wait for. Blocks until that is done.
+  // Tells the peers that this rank makes no more calls and may not have done its part of the last
+  // ones. Without this, a wait that was given up could become a wrong result on another rank. Then
+  // raises every word that a stream of this rank may wait for. Blocks until that is done.
   void let_go();
 
-  // Number of the last call. It may be set between calls, on all ranks alike.
+  // Number of the last call. It may be set between calls, to the same value on all ranks.
   std::uint32_t epoch() const { return epoch_; }
   void set_epoch(std::uint32_t epoch) { epoch_ = epoch; }
-  // Whether a wait of a call that is over has failed, or a peer has given up: FLUX_STATUS_CODE as the
-  // last call that is over, or look(), has found it.
+  // Whether a wait of a finished call has failed, or a peer has given up. This is FLUX_STATUS_CODE
+  // as the last finished call or look() has read it.
   bool failed() const;
   // Reads the status now. Blocks until that is done.
   void look();
   Stream copy_stream() const { return copy_stream_; }
   Stream network_stream() const { return network_stream_; }  // 0: there is one node
 
-  // Puts down what kernels of a trace build do, in a FluxTrace at this address, and what streams do,
-  // from the next call on; nothing: no more. Calls that are captured are refused meanwhile.
+  // From the next call on, records the work of kernels (of a trace build) in the FluxTrace at
+  // `kernels`, and the work of streams in `streams`. 0 and null end the trace. During a trace,
+  // calls that are captured are refused.
   void trace(Address kernels, std::shared_ptr<StreamTrace> streams);
   bool traced() const { return streams_ != nullptr; }
 
   // Device memory that a call with this schedule needs on each stream that it runs on, in bytes.
   std::uint64_t workspace_bytes(const Schedule& schedule, const std::vector<Operand>& operands,
                                 int k) const;
-  // Zeroed memory for that; stays the caller's.
+  // Zeroed memory of that size for a stream. It still belongs to the caller.
   void set_workspace(Stream stream, Address address, std::uint64_t bytes);
 
-  // [own rows, K] x [K, N/W] each. `gathered`: where [M, K] goes too, or 0. `sources`: by rank, where
-  // rows are pulled from, when that is not their gathered rows.
+  // [own rows, K] x [K, N/W] each. `gathered`: where [M, K] is also copied to, or 0. `sources`: by
+  // rank, the rows to pull from if these are not the gathered rows.
   void ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
                const std::vector<Operand>& operands, Address gathered,
                const std::vector<Address>& sources);
 
-  // [M, K/W] x [K/W, N] into the owners' slots; then this rank's sums of its own. `out`: [own rows, N],
-  // or (GemmAR) [M, N].
+  // scatter() writes [M, K/W] x [K/W, N] into the owners' slots; reduce() then sums this rank's own
+  // rows. `out`: [own rows, N], or (GemmAR) [M, N].
   void scatter(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand);
   void reduce(const Schedule& schedule, Stream stream, const Operand& operand, Address out);
-  // Both.
+  // scatter(), then reduce().
   void gemm_rs(const Schedule& schedule, Stream stream, const Rows& x, const Operand& operand,
                Address out);
 
@@ -175,15 +186,16 @@ class CudaOp {
   void begin_captured(const Schedule& schedule, Stream stream);
   void follow_capture(Stream stream);
   FluxMeetArgs meeting(const std::vector<Address>& words) const;
-  // Whether peers read this rank's buffers, which are then free when all have entered the next call.
+  // Whether peers read this rank's buffers. If so, these are free when all have entered the next
+  // call.
   bool read_by_peers(const Schedule& schedule) const;
   void zero_sums(Stream stream);
   void by_switch(FluxReduceArgs& args) const;
-  // Ranks whose memory this one addresses, itself among them.
+  // Number of ranks whose memory this rank addresses, itself included.
   int lanes() const { return setup_.world / setup_.nodes; }
   int node() const { return setup_.rank / lanes(); }
   Range neighbours() const { return {node() * lanes(), (node() + 1) * lanes()}; }
-  // The rank of this node that holds what its ranks have for the rows of `owner`.
+  // The rank of this node that holds the partials of this node's ranks for the rows of `owner`.
   int holder(int owner) const { return neighbours().begin + owner % lanes(); }
   int twin(int node) const { return node * lanes() + setup_.rank % lanes(); }
   int region_of(int owner) const { return owner / lanes() * (setup_.signals / setup_.nodes); }
@@ -194,14 +206,14 @@ class CudaOp {
   void await_rows(const Schedule& schedule, Stream stream);
   void collect(int m, Stream stream, Address out);
   int words_in_use(const Schedule& schedule) const;
-  // What signals and flags of the call hold.
+  // The value that signals and flags of the call hold.
   std::uint32_t number() const { return capture_ != 0 ? 1 : epoch_; }
   FluxReduceArgs reduce_args(const Schedule& schedule, int n) const;
   void put_reduction(const Schedule& schedule, Stream stream, const Operand& operand, Address out,
                      bool early);
   void put_kernel(const Schedule& schedule, Stream stream, const Rows& x,
                   const std::vector<Operand>& operands, std::size_t number);
-  // `launch`: number of a weight, or whose rows are summed; for traces.
+  // `launch`: number of a weight, or the owner of the summed rows; for traces.
   FluxSync sync(int launch) const;
   Address status_of(int rank) const;
   FluxGemmArgs gemm_args(const Schedule& schedule, Stream stream, const Operand& operand, int k,
@@ -236,13 +248,13 @@ class CudaOp {
   CudaOpSetup setup_;
   CallWords eager_;
   CallWords captured_;
-  const CallWords* words_ = &eager_;  // of the call that is being made
+  const CallWords* words_ = &eager_;  // of the current call
   Address count_ = 0;                 // of this rank's captured calls
   std::vector<Address> scales_;       // by rank, gathered
   std::map<Stream, std::pair<Address, std::uint64_t>> workspaces_;
   Stream copy_stream_ = 0;
   Stream network_stream_ = 0;
-  std::shared_ptr<const Stream> rescue_;  // never waits
+  std::shared_ptr<const Stream> rescue_;  // no wait is put on it
   Event forked_ = 0;
   Event joined_ = 0;
   Event ended_ = 0;                    // the last call, on its stream
@@ -253,7 +265,7 @@ class CudaOp {
   Address kernel_trace_ = 0;  // FluxTrace
   std::shared_ptr<StreamTrace> streams_;
   int whole_call_ = StreamTrace::kNone;
-  std::uint64_t capture_ = 0;  // that the call which is being made belongs to; 0: none
+  std::uint64_t capture_ = 0;  // the capture of the current call; 0: none
   std::uint32_t epoch_ = 0;
 };
 

@@ -1,24 +1,26 @@
 // Calls that are captured into a CUDA graph: the protocol without a call number on the host.
 //
 // A graph holds values, and every replay uses them again. So the number of a captured call lies in
-// device memory, where the kernel `meet` counts; entries and the words of GemmAR, which the same kernel
-// and the waits of GEMM tiles look at, hold it. Signals and flags, which copy streams raise and await,
-// hold 1, and their rank resets them at the start of a call:
+// device memory, where the kernel `meet` counts. Entries and the words of GemmAR hold this number.
+// The same kernel and the waits of GEMM tiles read them. Signals and flags, which copy streams
+// raise and await, hold 1. Their rank resets them at the start of a call:
 //
-//   reset own | entry -> all | (AllGather: await all entries) | as ever
+//   reset own | entry -> all | (AllGather: await all entries) | as in an eager call
 //
-// Nobody raises a signal, offer or flag of a rank for a call before it has seen the rank's entry, which
-// comes behind the reset; and nothing awaits one for an earlier call any more: they are awaited by the
-// rank's own streams, ahead of its entry. The fork comes behind all this, so copy streams of a captured
-// call wait for no entries.
+// For a call, a signal, offer or flag of a rank is raised only after the rank's entry has been
+// seen, and the entry comes after the reset. At the reset, no wait for such a word of an earlier
+// call is pending: only the rank's own streams await these words, and they do so before its entry.
+// The fork comes after all this, so copy streams of a captured call wait for no entries.
 //
-// The copies come ahead of the kernel that waits for those of peers, by an edge of the graph (unless
-// graph_overlap is set): no copy waits for a kernel, so whatever order a graph's scheduler finds in its
-// edges, ranks cannot wait for each other in a circle. Beside the kernel, they could.
+// An edge of the graph puts the copies before the kernel that waits for the copies of peers (unless
+// graph_overlap is set). So no copy waits for a kernel, and ranks cannot wait for each other in a
+// circle, whatever order a graph's scheduler derives from the edges. With the copies beside the
+// kernel, they could.
 //
-// Captured and eager calls use the same data, and words of their own. Each entry says that the rank's
-// stream has passed all earlier calls of either kind, as long as replays run on streams that come behind
-// the eager calls, and the other way round: the caller sees to that, as with any work.
+// Captured and eager calls use the same data, but separate words. Each entry says that the rank's
+// stream has passed all earlier calls of both kinds. This holds if replays run on streams that come
+// after the eager calls, and eager calls on streams that come after the replays. The caller ensures
+// this, as for any work.
 #include "core/scatter.h"
 #include "cuda_host/cuda_op.h"
 
@@ -57,7 +59,7 @@ void CudaOp::begin_captured(const Schedule& schedule, Stream stream) {
   entry.advance = 1;
   entry.reset = pointer<std::uint32_t>(words_->signals[setup_.rank]);
   entry.reset_count = words_in_use(schedule);
-  // Of a ReduceScatter, tiles await their owners.
+  // In a ReduceScatter, tiles await the entries of their owners.
   const bool gathers = schedule.spec.tiles.op == OpKind::kAGGemm;
   const bool behind = read_by_peers(schedule);
   if (!gathers && !(behind && setup_.poison)) entry.awaited = nullptr;
@@ -67,7 +69,8 @@ void CudaOp::begin_captured(const Schedule& schedule, Stream stream) {
   if (behind) fill_with_nan(stream);
 }
 
-// Calls of one capture follow one another, as eager ones do. Between captures nothing can be ordered.
+// Calls of one capture run one after the other, like eager calls. Between captures no order is
+// possible.
 void CudaOp::follow_capture(Stream stream) {
   if (capture_ == last_capture_ && stream != captured_stream_) {
     driver_->await_event(stream, captured_end_);

@@ -1,19 +1,19 @@
 // The part of a call that serves ranks of other nodes (docs/protocol.md, "Several nodes").
 //
-// ReduceScatter: the ranks of a node add up what they have for a rank of another node, and the owner's
-// twin among them sends it, while the GEMM goes on with the tiles of the next (Flux paper, 4.2:
+// ReduceScatter: the partials of a node for a rank of another node are added up, and the owner's
+// twin in the node sends the sum. Meanwhile the GEMM computes the next tiles (Flux paper, 4.2:
 // AllToAll between nodes, discrete reduction). 2 nodes x 2, rows of rank 2:
 //
 //   rank 0 (holder)  slot (1, 0): own    slot (1, 1): of rank 1  --sum, in slot (1, 0)--> inbox of rank 2
 //   rank 1           ------------------------^
 //   rank 2           slot (1, 0): own    slot (1, 1): of rank 3    inbox 0    -- sum --> rows of rank 2
 //
-// Where the device itself can put (Relay), a kernel of it sums and sends: cuda_op_relay.cpp.
+// If the device itself can put (Relay), a kernel sums and sends: cuda_op_relay.cpp.
 //
-// GemmAR: sums go to the own node at once, and to the twins, which forward them in theirs.
+// GemmAR: sums go directly to the own node, and to the twins, which forward them in their nodes.
 //
-// Tiles and phases come in one order on all ranks: in phase h a rank sends to the node h places ahead
-// and receives from the one h places behind. Buffers and their reuse: docs/protocol.md.
+// Tiles and phases have the same order on all ranks. In phase h a rank sends to the node h places
+// ahead and receives from the node h places behind. Buffers and their reuse: docs/protocol.md.
 #include "cuda_host/cuda_op.h"
 
 namespace flux::host {
@@ -24,17 +24,17 @@ constexpr Address kWord = sizeof(std::uint32_t);
 
 }  // namespace
 
-// Where the holder of `owner` has the partial of the rank at `lane` of its node.
+// Offset at which the holder of `owner` has the partial of the rank at `lane` of its node.
 std::int64_t CudaOp::partial_of(int owner, int lane) const {
   return slot(owner / lanes() * lanes() + lane);
 }
 
-// Where a rank of node `at` has the sum that comes from `node`.
+// Offset at which a rank of node `at` has the sum that comes from `node`.
 std::int64_t CudaOp::inbox_of(int node, int at) const {
   return slot(setup_.world + (node < at ? node : node - 1));
 }
 
-// The network's stream is behind the own rows, and not behind the kernel.
+// The network's stream is ordered after the copy of own rows, but not after the kernel.
 void CudaOp::gather_rows(const Schedule& schedule) {
   std::vector<std::int64_t> parts{0}, row_bytes{setup_.row_bytes};
   if (setup_.scales_travel) {
@@ -48,7 +48,7 @@ void CudaOp::gather_rows(const Schedule& schedule) {
 
 // -- ReduceScatter ---------------------------------------------------------------------------------
 
-// Behind the fork of the call, beside the GEMM.
+// Comes after the fork of the call and runs beside the GEMM.
 void CudaOp::send_sums(const Schedule& schedule, int n) {
   driver_->await_event(network_stream_, forked_);
   setup_.remote->open(network_stream_, epoch_);
@@ -86,8 +86,8 @@ void CudaOp::send_sum(const Schedule& schedule, int tile, int ahead, int n) {
   exchange(moves);
 }
 
-// The node's partials of some of the owner's rows, added up in the own slot; alone on its node, a
-// rank only waits for its own.
+// Adds up the node's partials of some of the owner's rows in the own slot. A rank that is alone on
+// its node only waits for its own partials.
 void CudaOp::sum_of_node(const Schedule& schedule, int owner, Range rows, int n) {
   FluxReduceArgs args = reduce_args(schedule, n);
   const std::int64_t within =
@@ -110,7 +110,7 @@ void CudaOp::sum_of_node(const Schedule& schedule, int owner, Range rows, int n)
   kernels_.at(0)->reduce(args, network_stream_);
 }
 
-// The owner's summands, in the order of the nodes: its own node's partials, other nodes' sums.
+// Sets the owner's summands, in the order of the nodes: its own node's partials, other nodes' sums.
 void CudaOp::reduce_nodes(FluxReduceArgs* args) const {
   args->slot_count = 0;
   const auto add = [&](std::int64_t at) {
@@ -127,12 +127,12 @@ void CudaOp::reduce_nodes(FluxReduceArgs* args) const {
 
 // -- AllReduce -------------------------------------------------------------------------------------
 
-// Behind the own rows of the result on `stream`, which continues when the node has all rows of all
-// twins of this rank.
+// Comes after the own rows of the result on `stream`. `stream` continues when the node has all rows
+// of all twins of this rank.
 void CudaOp::share_result(const Schedule& schedule, Stream stream) {
   join(network_stream_, stream);
   join(copy_stream_, stream);
-  std::vector<MemOp> entered;  // their copies out of the last call are over
+  std::vector<MemOp> entered;  // their copies of the last call's result are over
   for (int peer = neighbours().begin; peer < neighbours().end; ++peer) {
     if (peer == setup_.rank) continue;
     entered.push_back({MemOp::kWait, words_->entries[setup_.rank] + peer * kWord, epoch_});

@@ -1,18 +1,20 @@
-// ReduceScatter between nodes where the device itself puts (Relay): a kernel beside the GEMM adds up what
-// the node has for its twins on other nodes, strip by strip, and puts each strip to its owner with a word
-// behind it; the owner's sum awaits these words. cuda/runtime/relay.cuh has the kernels, and the argument
-// for what they read and write; docs/protocol.md the one for the call. 2 nodes x 2, rows of rank 2:
+// ReduceScatter between nodes where the device itself puts (Relay). A kernel beside the GEMM adds
+// up the node's partials for its twins on other nodes, strip by strip. It puts each strip to its
+// owner, with a word behind it. The owner's sum awaits these words. cuda/runtime/relay.cuh has the
+// kernels, and the argument for what they read and write. docs/protocol.md has the argument for the
+// call. 2 nodes x 2, rows of rank 2:
 //
 //   network of rank 0    fork | open -> twin | relay: rank 2 has opened? flags of a strip? sum, put | ...
 //   caller's of rank 2   GEMM | join of its own relay | flags of its node, word of the strip? sum | ...
 //
-// What is on the streams behind the relay:
-//   The caller's stream joins it ahead of the sum, and so ahead of the next entry, which lets the node
-//   write to the slots that the relay reads. Besides, sums fill the device with blocks that wait for
-//   relays of other nodes: a relay that found no multiprocessor any more would be waited for in turn. It
-//   ends no later than the last tile of the node's GEMMs, so nobody waits for the join in vain.
-//   Puts may be under way after the relay has ended. They read `sum_for`, which nothing but the next
-//   relay writes, once the owner has opened the next call; it has seen their words by then.
+// Order of later work on the streams:
+//   The caller's stream joins the relay before the sum, and so before the next entry. That entry lets
+//   the node write to the slots that the relay reads. There is a second reason: sums fill the device
+//   with blocks that wait for relays of other nodes. A relay that found no free multiprocessor would
+//   be waited for in turn. The relay ends no later than the last tile of the node's GEMMs, so the join
+//   costs next to nothing.
+//   Puts may still be in progress after the relay has ended. They read `sum_for`. Only the next relay
+//   writes there, after the owner has opened the next call. By then the owner has seen their words.
 #include "core/relay.h"
 #include "cuda_host/cuda_op.h"
 
@@ -24,12 +26,12 @@ constexpr Address kWord = sizeof(std::uint32_t);
 
 }  // namespace
 
-// Where a rank has the sum of its node that it puts to its twin on `node`.
+// Offset of the sum of this node that this rank puts to its twin on `node`.
 std::int64_t CudaOp::sum_for(int node) const {
   return setup_.sums_offset + (node < this->node() ? node : node - 1) * setup_.slot_bytes;
 }
 
-// Owners in the order in which the node's GEMMs come to their rows: see send_sums.
+// Owners come in the order in which the node's GEMMs compute their rows: see send_sums.
 void CudaOp::relay_sums(const Schedule& schedule, int n) {
   const Address own = setup_.data[setup_.rank];
   FluxRelayArgs args{};
@@ -59,7 +61,7 @@ void CudaOp::relay_sums(const Schedule& schedule, int n) {
   relay()->send(args, network_stream_);
 }
 
-// This rank's rows, as `sum` has them, when the words of other nodes' strips have come.
+// Sums this rank's rows as `sum` describes, after the words of other nodes' strips have arrived.
 void CudaOp::add_up_nodes(const FluxReduceArgs& sum, Stream stream) const {
   FluxNodeSumArgs args{};
   args.sum = sum;

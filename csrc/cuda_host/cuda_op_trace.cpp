@@ -22,7 +22,8 @@ void CudaOp::put_traced(Stream stream, Work work, const std::vector<MemOp>& ops)
       [&] { driver_->memory_ops(stream, ops); });
 }
 
-// On the network's stream; both ends of a move call it by the receiver's word for it.
+// Exchanges on the network's stream. In the trace, both ends of a move name it by the receiver's
+// word.
 void CudaOp::exchange(const std::vector<Move>& moves) {
   const auto parts = [&] {
     std::vector<Record> records;

@@ -22,7 +22,7 @@ constexpr int kCaptureActive = 1;
 constexpr int kCaptureInvalidated = 2;
 constexpr int kOpWait = 1;
 constexpr int kOpWrite = 2;
-constexpr std::size_t kMostOps = 255;  // of one cuStreamBatchMemOp: less than 256, says cuda.h
+constexpr std::size_t kMostOps = 255;  // per cuStreamBatchMemOp; cuda.h requires less than 256
 
 // CUstreamBatchMemOpParams: waits and writes of 32 bits have the same layout in it.
 union BatchOp {
@@ -31,7 +31,7 @@ union BatchOp {
     std::uint64_t address;
     std::uint64_t value;
     unsigned flags;
-    std::uint64_t alias;  // the driver's own
+    std::uint64_t alias;  // for the driver's use
   } word;
   std::uint64_t pad[6];
 };
@@ -136,7 +136,7 @@ void Driver::order_after(Stream later, Stream earlier) {
 std::shared_ptr<const Stream> Driver::rescue_stream() {
   std::shared_ptr<const Stream> stream = rescue_.lock();
   if (stream) return stream;
-  // The deleter holds the entry points, not the driver: that may be gone before the last op.
+  // The deleter holds the entry points and not the driver, which may end before the last op.
   stream = std::shared_ptr<const Stream>(new Stream(create_stream()),
                                          [library = library_, entries = entries_](const Stream* s) {
                                            entries->stream_destroy(reinterpret_cast<void*>(*s));
@@ -196,7 +196,7 @@ void Driver::await_signal(Stream stream, Address word, std::uint32_t value) {
 }
 
 void Driver::memory_ops(Stream stream, const std::vector<MemOp>& ops) {
-  BatchOp batch[kMostOps];  // not initialised: calls are many and most of them small
+  BatchOp batch[kMostOps];  // not initialised: calls are frequent, and most are small
   for (std::size_t first = 0; first < ops.size(); first += kMostOps) {
     const std::size_t count = std::min(kMostOps, ops.size() - first);
     for (std::size_t i = 0; i < count; ++i) {

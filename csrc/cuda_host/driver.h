@@ -27,16 +27,16 @@ struct MemOp {
 
 class Driver {
  public:
-  // Throws std::runtime_error: no such library, or it lacks an entry point.
+  // Throws std::runtime_error if the library does not exist or lacks an entry point.
   explicit Driver(const std::string& library);
 
-  // All of these throw std::runtime_error with the driver's own words when it refuses.
+  // All of these throw std::runtime_error with the driver's message if a driver call fails.
   // A stream of the current context, of the highest priority: tiles must not queue behind kernels.
   Stream create_stream();
   void destroy_stream(Stream stream);
-  // A stream that never waits, for what must get through while other streams do. All ops share it: it is
-  // there before any of them waits, since streams share hardware queues, and a new one may be behind a
-  // stream that waits. It lives as long as it is held.
+  // A stream on which no wait is put, for operations that must run while other streams wait. All
+  // ops share it. It is created before any of them waits: streams share hardware queues, and a new
+  // stream may be behind a stream that waits. It lives as long as a caller holds it.
   std::shared_ptr<const Stream> rescue_stream();
   void synchronize(Stream stream);
   // Whether all work of the stream is done.
@@ -45,9 +45,10 @@ class Driver {
   void order_after(Stream later, Stream earlier);
   // The same in two steps, with an event that is kept.
   Event create_event();
-  // One whose time of passing is kept.
+  // An event that records the time at which it passes.
   Event create_timed_event();
-  // Between two of them that have passed, in ns; the driver says it in units of half a microsecond or less.
+  // Time between two timed events that have passed, in ns. The driver's unit is half a microsecond
+  // or less.
   double elapsed_ns(Event begin, Event end);
   void destroy_event(Event event);
   void record(Event event, Stream stream);
@@ -56,10 +57,10 @@ class Driver {
   void signal(Stream stream, Address word, std::uint32_t value);
   // Holds the stream until the word has reached `value`, as flux::epoch_reached compares.
   void await_signal(Stream stream, Address word, std::uint32_t value);
-  // Several of these, in this order, by one call of the driver.
+  // Several waits and writes, in this order, batched into as few driver calls as possible.
   void memory_ops(Stream stream, const std::vector<MemOp>& ops);
   void fill(Stream stream, Address words, std::uint32_t value, std::size_t count);
-  // The capture that a stream takes part in, by a number of its own; 0: none.
+  // The unique number of the capture that a stream takes part in; 0: none.
   std::uint64_t capture(Stream stream);
 
  private:

@@ -1,5 +1,6 @@
-// AllGather between nodes (Flux paper, 4.3): one exchange for each step of the communication order and
-// each communication tile, so that both ends come to it in the same place, and signals when it is done.
+// AllGather between nodes (Flux paper, 4.3). There is one exchange for each step of the
+// communication order and each communication tile, so that both ends reach it at the same place.
+// Signals are raised when the exchange is done.
 //
 // A rank that forwards rows between nodes (ring orders) waits for their signal, of an earlier step.
 #include "cuda_host/gather_tiles.h"
@@ -58,7 +59,8 @@ class NetworkGather {
     if (moves.size() > sends) arrived(in.chunk, tile);
   }
 
-  // Kernels of this rank may read the tile; ranks of the node may pull it.
+  // Tells kernels of this rank that they may read the tile, and ranks of the node that they may
+  // pull it.
   void arrived(int chunk, int tile) {
     std::vector<MemOp> ops{{MemOp::kWrite, signal(chunk, tile), call_.epoch}};
     if (tiles_.direction == Direction::kPull) {

@@ -67,7 +67,7 @@ void Gather::move() {
     for (int tile = 0; tile < tiles_per_chunk(c); ++tile) offer(rank_, tile);
   }
   for (const Transfer& t : schedule_.transfers) {
-    if (t.src == t.dst) continue;  // own rows are there already
+    if (t.src == t.dst) continue;  // publish() has copied own rows
     if (!in_node(t.src) || !in_node(t.dst)) continue;
     if (pulls()) {
       fetch(t);
@@ -93,7 +93,8 @@ void Gather::act_as_peer(int real) {
   flush();
 }
 
-// Tells one rank, if it pulls the chunk from this one. For a trace, rows are there from now on.
+// Raises the offers of a chunk at one rank, if that rank pulls the chunk from this one. In a trace,
+// the rows are available from now on.
 void Gather::offer_to(int puller, int chunk) {
   const std::vector<int> all = pullers(schedule_.spec.tiles, chunk);
   if (std::find(all.begin(), all.end(), puller) == all.end()) return;
@@ -113,14 +114,14 @@ void Gather::offer_to(int puller, int chunk) {
   }
 }
 
-// The copy stream goes on behind what is on `home` now.
+// Orders the copy stream after the work that is on `home` now.
 void Gather::fork() {
   driver_.record(call_.forked, call_.home);
   driver_.await_event(call_.stream, call_.forked);
 }
 
-// Rows to the gathered ones of `to`: from those of `from`, or from where the call got them. `what` says
-// for a trace which rows they are.
+// Copies rows to the gathered rows of `to`. The source is `from`, or the call's own rows (kGiven).
+// `what` returns the trace record.
 template <class What>
 void Gather::copy(Stream stream, int to, Range rows, int from, What&& what) {
   flush();
@@ -136,15 +137,15 @@ void Gather::copy(Stream stream, int to, Range rows, int from, What&& what) {
   });
 }
 
-// Trace record of a copy, with `peer`, after which a signal at rank `at` is raised.
+// Trace record of a copy from or to `peer`, after which a signal at rank `at` is raised.
 Record Gather::copied(int chunk, int tile, Range rows, int peer, int at, int signal) const {
   std::int64_t bytes = 0;
   for (const GatherPart& part : call_.parts) bytes += (rows.end - rows.begin) * part.row_bytes;
   return told(Work::kCopy, call_.epoch, peer, chunk, tile, rows, at, signal, bytes);
 }
 
-// Memory operations are kept back until something else goes onto their stream: the driver takes
-// them together, which costs it little more than one. Traced waits go alone.
+// Memory operations are collected until other work goes onto their stream. The driver then takes
+// them together, which costs little more than one operation. Traced waits are submitted alone.
 void Gather::await(Stream stream, MemOp op, const Record& what) {
   if (call_.trace == nullptr) return put(stream, op);
   flush();
@@ -182,7 +183,8 @@ void Gather::send(const Transfer& t) {
 }
 
 void Gather::fetch(const Transfer& t) {
-  // A trace ties the wait to the signal at the source, which comes right ahead of the offer.
+  // In a trace the wait refers to the signal at the source, which is raised directly before the
+  // offer.
   await(call_.stream, {MemOp::kWait, word(call_.offers, rank_, t.signal), call_.epoch},
         told(Work::kWait, call_.epoch, t.src, t.chunk, t.tile, t.rows, t.src, t.signal));
   copy(call_.stream, rank_, t.rows, t.src,
@@ -195,7 +197,7 @@ void Gather::raise(Stream stream, int rank, int signal) {
   put(stream, {MemOp::kWrite, word(call_.signals, rank, signal), call_.epoch});
 }
 
-// Tells the ranks that pull a tile from this one that it has it.
+// Raises the offer of a tile at the ranks that pull the tile from this one.
 void Gather::offer(int chunk, int tile) {
   const CommTiling& c = schedule_.spec.comm;
   const Range rows = comm_tile_rows(c, chunk, tile);

@@ -5,26 +5,30 @@
 //                pull:  (forked behind own rows)    offers of own rows -> pullers |
 //                                                   await s's offer, rows of s -> own buffer, signal, offer ...
 //
-// Own rows are copied in front of the kernel and not beside it: a copy inside one device may be done by
-// its multiprocessors, and the kernel that waits for it may hold them all. They are one copy and one batch
-// of signals. The kernel is launched right behind them, and the copies of other rows after it: with one
-// hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) what is submitted behind a wait starts behind that wait,
-// and a kernel behind the copies would overlap with none of them.
+// Own rows are copied before the kernel and not beside it. A copy inside one device may run on its
+// multiprocessors, and the kernel that waits for the copy may hold all of them. Own rows are one
+// copy and one batch of signals. The kernel is launched directly after them, and the copies of
+// other rows are submitted after the kernel. With one hardware queue
+// (CUDA_DEVICE_MAX_CONNECTIONS=1), work that is submitted after a wait starts after that wait. A
+// kernel that is submitted after the copies would overlap with none of them.
 //
-// A stream waits for words of its own rank's pad alone; peers write to them. What a puller waits for is
-// the *offer* of a tile, which its source raises at the puller when it has the tile. (A *signal* says that
-// the tile is in the gathered rows of the rank whose pad it is in; kernels wait for those.)
+// A stream waits only for words of its own rank's pad; peers write to these words. A puller waits
+// for the *offer* of a tile. The source raises the offer at the puller when the source has the
+// tile. (A *signal* says that the tile is in the gathered rows of the rank whose pad has the
+// signal. Kernels wait for signals.)
 //
-// Buffer reuse. A rank's gathered rows are last read by its kernel of call e - 1. It raises its entry
-// of call e, at every peer, in the order of its own stream, so after that kernel. Push: a peer writes
-// to the rank only after that entry. Pull: peers read the rank's own rows, and have done so when they
-// enter call e + 1, which the rank awaits before it writes its own rows of call e + 1. The rank's own
-// rows and pulled rows it writes itself, behind its own kernel. The caller's stream waits for the copy
-// stream at the end of a call, so an entry also says that the rank has forwarded what it had to. An offer of
-// call e is raised at a puller behind the puller's entry of call e: a source awaits all entries first.
+// Buffer reuse. A rank's gathered rows are last read by its kernel of call e - 1. The rank raises
+// its entry of call e, at every peer, in the order of its own stream, so after that kernel.
+//   Push: a peer writes to the rank only after that entry.
+//   Pull: peers read the rank's own rows. They have finished this when they enter call e + 1. The rank
+//   awaits these entries before it writes its own rows of call e + 1.
+// The rank itself writes its own rows and pulled rows, after its own kernel. The caller's stream
+// waits for the copy stream at the end of a call, so an entry also says that the rank has forwarded
+// all tiles that it had to forward. An offer of call e is raised at a puller after the puller's
+// entry of call e, because a source awaits all entries first.
 //
-// Rows that cross between nodes are moved by gather_from_nodes, on a stream of the network; the same
-// copy stream forwards them inside the node behind the signals that it raises.
+// gather_from_nodes moves rows between nodes on the network's stream and raises their signals. The
+// copy stream forwards these rows inside the node, after it has waited for the signals.
 #pragma once
 
 #include <cstdint>
@@ -37,24 +41,24 @@
 
 namespace flux::host {
 
-// What is gathered: rows of x and, under the same signals, what goes with each row (its scale).
+// One gathered array: the rows of x, or the scale of each row. Both use the same signals.
 struct GatherPart {
   Address own;  // own rows, without gaps
   std::int64_t row_bytes;
   const std::vector<Address>* gathered;  // by rank: [M, ...] without gaps
-  const std::vector<Address>* sources;   // by rank: the same, to read from
+  const std::vector<Address>* sources;   // by rank: [M, ...] that copies read from
 };
 
 struct GatherCall {
-  Stream home;    // own rows; behind it everything else
+  Stream home;    // copies own rows; all other work comes after them
   Stream stream;  // the copy stream
-  Event forked;   // by which it comes behind it
+  Event forked;   // orders the copy stream after `home`
   std::uint32_t epoch;
   const std::vector<GatherPart>& parts;
-  const std::vector<Address>& entries;  // by rank: W words of its pad; none: all have entered
+  const std::vector<Address>& entries;  // by rank: W words of its pad; empty: all have entered
   const std::vector<Address>& signals;  // by rank: the signals of its pad
   const std::vector<Address>& offers;   // by rank: the offers of its pad, numbered as signals
-  Range node = {0, 0};                  // ranks that share memory, when those are not all
+  Range node = {0, 0};                  // ranks that share memory; empty: all ranks
   StreamTrace* trace = nullptr;
 };
 
@@ -64,7 +68,7 @@ inline bool pulls(const Schedule& schedule) {
          schedule.spec.tiles.direction == Direction::kPull;
 }
 
-// One call's copies. The caller launches its kernel between the two.
+// The copies of one call. The caller launches its kernel between publish() and move().
 class Gather {
  public:
   Gather(Driver& driver, const Schedule& schedule, const GatherCall& call);
@@ -73,9 +77,10 @@ class Gather {
   void publish();
   // Other rows, on the copy stream.
   void move();
-  // The part of a rank that exists on paper only, in a group where `real` is the one rank that does not
-  // (flux/transport/loopback.py): all rows but those of `real` lie at the rank's sources from the beginning,
-  // so it moves what comes from or goes to `real`, on `stream`, and offers it the rest.
+  // Does the work of a simulated rank, in a group in which only the rank `real` is not simulated
+  // (flux/transport/loopback.py). All rows except those of `real` lie at the simulated rank's
+  // sources from the beginning. So this moves only rows that come from or go to `real`, on
+  // `stream`, and raises the offers of the rest at `real`.
   void act_as_peer(int real);
 
  private:
@@ -109,11 +114,11 @@ class Gather {
   std::vector<MemOp> pending_;
 };
 
-// Ranks that pull `chunk` from this one, in the order in which they come to it.
+// Ranks that pull `chunk` from this one, in the order in which they pull it.
 std::vector<int> pullers(const TileOrder& tiles, int chunk);
 
-// Rows from and to other nodes. `stream` comes behind the copy of own rows; parts lie at these
-// distances from the beginning of each rank's data, in the order of GatherCall::parts.
+// Rows from and to other nodes. `stream` is ordered after the copy of own rows. `parts` are offsets
+// from the beginning of each rank's data, in the order of GatherCall::parts.
 struct NetworkCall {
   Stream stream;
   std::uint32_t epoch;

@@ -13,7 +13,7 @@ std::string dl_error() {
   return text != nullptr ? text : "unknown error";
 }
 
-// The loader's message with the library's own path, whatever path it was opened by.
+// The loader's message, with the library's own path in place of the path that was opened.
 std::string with_path(std::string text, const std::string& file, const std::string& library) {
   const std::size_t at = text.find(file);
   return at == std::string::npos ? text : text.replace(at, file.size(), library);
@@ -34,7 +34,7 @@ Kernel::Kernel(const std::string& library, const std::string& symbol, const std:
     : library_(open(library, file.empty() ? library : file)) {
   table_ = static_cast<const FluxKernel*>(dlsym(library_.get(), symbol.c_str()));
   if (table_ == nullptr) throw std::runtime_error(library + " has no kernel " + symbol);
-  // The version comes first in the table, whatever version wrote it.
+  // The version is the first field of the table in all versions of the ABI.
   if (table_->abi_version != FLUX_ABI_VERSION || table_->args_bytes != sizeof(FluxGemmArgs)) {
     throw std::runtime_error(library + " was built for version " +
                              std::to_string(table_->abi_version) + " of the kernel ABI, this is " +

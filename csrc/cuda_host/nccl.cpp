@@ -23,14 +23,14 @@ struct UniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t as it was in 2.17. Newer libraries look at its version, and take what they know
-// beside from their defaults.
+// ncclConfig_t as it was in 2.17. Newer libraries check its version and use their defaults for
+// newer fields.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
   unsigned version = 21700;
   int blocking = 0;
-  int cluster = 0;  // no clusters of blocks: those need multiprocessors that are free side by side
+  int cluster = 0;  // no clusters of blocks: a cluster needs neighbouring free multiprocessors
   int least_blocks = 1;
   int most_blocks = INT_MIN;
   const char* network = nullptr;
@@ -143,7 +143,7 @@ void NcclRemote::connect() {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   } catch (...) {
-    abort();  // or the stream would never be done
+    abort();  // otherwise the stream would never be done
     throw;
   }
 }
@@ -187,14 +187,14 @@ void NcclRemote::exchange(Stream stream, const std::vector<Move>& moves, std::ui
     if (result == kSuccess && one != kInProgress) result = one;
   }
   const int ended =
-      entries_->group_end();  // in any case: a group that stays open takes what follows
+      entries_->group_end();  // in any case: a group that stays open collects later calls
   check(result, "ncclSend or ncclRecv");
   check(ended, "ncclGroupEnd");
-  // A group may be accepted and go wrong behind the host's back.
+  // A group may be accepted and fail later.
   settle("an exchange by NCCL", setup_.timeout_ns);
 }
 
-// NCCL's kernels end when their communicator is aborted; nothing of them arrives after that.
+// NCCL's kernels end when their communicator is aborted. None of their data arrives after that.
 void NcclRemote::give_up(Stream, std::uint32_t) { abort(); }
 
 void NcclRemote::abort() {
@@ -203,8 +203,8 @@ void NcclRemote::abort() {
   communicator_ = nullptr;
 }
 
-// What was sent may still be in NCCL's buffers: it is flushed first. Not for ever: peers that are gone
-// would never take it.
+// Sent data may still be in NCCL's buffers, so it is flushed first. The flush has a time limit:
+// peers that are gone would never receive the data.
 void NcclRemote::close() {
   if (communicator_ == nullptr) return;
   try {
@@ -213,7 +213,7 @@ void NcclRemote::close() {
     entries_->destroy(communicator_);
     communicator_ = nullptr;
   } catch (const std::runtime_error&) {
-    abort();  // which frees it all the same
+    abort();  // also frees the communicator
   }
 }
 

@@ -1,11 +1,11 @@
 // Peers reached by NCCL, point to point: GPUs of other hosts, or of one host without P2P.
 //
-// The library is looked up at run time, as the driver is (driver.h): no headers, and none at all on
-// machines without GPUs.
+// The library is looked up at run time, like the driver (driver.h). No NCCL headers are needed, and
+// no library on machines without GPUs.
 //
-// The communicator is not blocking, as far as its host functions go: the first exchange of two ranks
-// connects them, and a host that waits in there for a peer that never comes could not give up. Each
-// call is followed by a look at its state until it is through, or the timeout is over.
+// The host functions of the communicator do not block. The first exchange of two ranks connects
+// them. A blocking call would wait there for a peer that never comes, and the host could not give
+// up. So after each call its state is polled until the call is complete or the timeout has passed.
 #pragma once
 
 #include <string>
@@ -20,17 +20,17 @@ struct NcclSetup {
   int rank;
   int world;
   Address data;  // of this rank; its first 2 * world bytes are zero
-  int blocks;    // that NCCL's kernels may have: the GEMM leaves room for as many
+  int blocks;    // limit for NCCL's kernels: the GEMM leaves room for this number
   std::uint64_t timeout_ns;
 };
 
-// Identifies a new communicator. Throws std::runtime_error: no such library, or it refuses.
+// The id of a new communicator. Throws std::runtime_error if the library is missing or fails.
 std::string nccl_unique_id(const std::string& library);
 
 class NcclRemote : public Remote {
  public:
-  // Collective. Connects this rank with all others and loads what NCCL needs, by sending bytes of
-  // zero: later, a GEMM that waits may hold up both. Throws PeerLost after the timeout.
+  // Collective. Sends bytes of zero, which connects this rank with all others and makes NCCL load
+  // what it needs. Later, a GEMM that waits could delay both. Throws PeerLost after the timeout.
   NcclRemote(std::shared_ptr<Driver> driver, NcclSetup setup);
   ~NcclRemote() override;
 

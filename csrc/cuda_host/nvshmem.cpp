@@ -76,7 +76,7 @@ void NvshmemRemote::fill_mail(Stream stream, int first, std::uint32_t value) {
 }
 
 // Words may overtake one another on the network: a peer may see that a rank has given up before it
-// sees which one.
+// sees which rank.
 void NvshmemRemote::give_up(Stream stream, std::uint32_t epoch) {
   const auto at = [&](int index) { return peers_.status + index * sizeof(std::uint64_t); };
   for (const int peer : peers_.others) {

@@ -1,17 +1,18 @@
 // Peers reached by one-sided puts: NVSHMEM, on memory of its symmetric heap.
 //
-// As DirectRemote, but that a place at a peer is named by the same place here, that words have 64 bits
-// (the epoch is the lower half, which is what a stream waits for), and that data and its word go in
-// one put: a reader that sees the word sees the data.
+// Like DirectRemote, with three differences. A local address names the same place at a peer. Words
+// have 64 bits; the epoch is the lower half, and streams wait for this half. Data and its word go
+// in one put: a reader that sees the word sees the data.
 #pragma once
 
 #include "cuda_host/remote.h"
 
 namespace flux::host {
 
-// The functions of libflux_nvshmem.so that are needed (cuda/runtime/nvshmem_abi.h). They return 0 unless
-// they fail. `bytes` to `to` at rank `pe`, then `value` to `word` there, behind what is on the stream;
-// or the word alone; and the kernels that send and add up sums of nodes.
+// Functions of libflux_nvshmem.so (cuda/runtime/nvshmem_abi.h). They return 0 unless they fail. All
+// put their work behind earlier work on the stream. PutSignal writes `bytes` to `to` at rank `pe`,
+// then `value` to `word` there. RaiseSignal writes the word only. SendSums and AddUpNodes launch
+// the kernels that send and add up sums of nodes.
 using PutSignal = int (*)(void* to, const void* from, std::uint64_t bytes, std::uint64_t* word,
                           std::uint64_t value, int pe, void* stream);
 using RaiseSignal = int (*)(std::uint64_t* word, std::uint64_t value, int pe, void* stream);
@@ -25,7 +26,7 @@ struct NvshmemPeers {
   AddUpNodes node_sum;
   int rank;
   int world;
-  std::vector<int> others;  // ranks of other nodes, by which NVSHMEM knows them as well
+  std::vector<int> others;  // ranks of other nodes; NVSHMEM numbers them in the same way
   // Of this rank, in the symmetric heap.
   Address data;
   Address mail;  // mail_words() of 64 bits

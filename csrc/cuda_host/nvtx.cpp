@@ -12,7 +12,7 @@ void load_nvtx(const std::string& library) {
     nvtx.store(nullptr, std::memory_order_release);
     return;
   }
-  static std::map<std::string, Nvtx> loaded;  // under the GIL; never given up: ranges may be open
+  static std::map<std::string, Nvtx> loaded;  // under the GIL; never unloaded: ranges may be open
   const auto before = loaded.find(library);
   if (before != loaded.end()) {
     nvtx.store(&before->second, std::memory_order_release);

@@ -1,9 +1,9 @@
-// Named ranges for profilers (NVTX), around what a call puts on streams. A profiler carries them over
-// to the GPU's timeline.
+// Named ranges for profilers (NVTX), around the work that a call puts on streams. A profiler also
+// shows them on the GPU's timeline.
 //
-// NVTX itself is a library that does nothing until a tool is there. It is loaded when it is wanted
-// (flux/backends/cuda/nvtx.py), from wherever it is installed: no header and no CUDA is needed to build this, and
-// without it a range costs one load and one branch.
+// NVTX is a library that does nothing until a profiler is attached. It is loaded on request
+// (flux/backends/cuda/nvtx.py) from the place where it is installed. So the build needs no header
+// and no CUDA, and without NVTX a range costs one load and one branch.
 #pragma once
 
 #include <atomic>
@@ -17,14 +17,14 @@ struct Nvtx {
   int (*pop)();
 };
 
-// Functions that ranges call; null: none. The object stays until the process ends.
+// Functions that ranges call; null: none. The object exists until the process ends.
 inline std::atomic<const Nvtx*> nvtx{nullptr};
 
-// Lets ranges go to this library, or nowhere if its name is empty. One thread at a time.
-// Throws std::runtime_error: no such library, or it lacks an entry point.
+// Sends ranges to this library, or nowhere if its name is empty. One thread at a time may call it.
+// Throws std::runtime_error if the library does not exist or lacks an entry point.
 void load_nvtx(const std::string& library);
 
-// A range, which ends with the scope, also when that throws, in the library that it began in.
+// A range that ends with the scope, also on an exception. It ends in the library in which it began.
 class Span {
  public:
   explicit Span(const char* name) : nvtx_(nvtx.load(std::memory_order_acquire)) {

@@ -6,7 +6,7 @@ namespace flux::host {
 
 std::vector<MemOp> tell_of_giving_up(Address status, int rank, std::uint32_t epoch) {
   constexpr Address kStatusWord = sizeof(std::uint64_t);
-  // The code last: it says that the rest is there.
+  // The code is written last: it says that the other words are there.
   return {
       {MemOp::kWrite, status + FLUX_STATUS_SIGNAL * kStatusWord, static_cast<std::uint32_t>(rank)},
       {MemOp::kWrite, status + FLUX_STATUS_EXPECTED * kStatusWord, epoch},
@@ -32,10 +32,10 @@ void DirectRemote::open(Stream stream, std::uint32_t epoch) {
   driver_->memory_ops(stream, raised);
 }
 
-// All sends first: a rank that waited for its peer's rows before it sent its own would wait for a peer
-// that does the same.
+// All sends come first. If two ranks each waited for the other's rows before they sent their own,
+// both would wait for ever.
 void DirectRemote::exchange(Stream stream, const std::vector<Move>& moves, std::uint32_t epoch) {
-  const int boxes = static_cast<int>(peers_.data.size());  // behind a word for each rank
+  const int boxes = static_cast<int>(peers_.data.size());  // boxes come after a word for each rank
   for (const Move& m : moves) {
     if (m.kind != Move::kSend) continue;
     driver_->await_signal(stream, word(peers_.rank, m.peer), epoch);

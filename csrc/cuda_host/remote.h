@@ -1,18 +1,18 @@
 // Peers whose memory this rank cannot address: ranks of other nodes (docs/protocol.md, "Several
 // nodes").
 //
-// Moves name places in the data of a rank by their distance from its beginning, so that they mean the
-// same to transports that have the peer's address, to those that have the address of the same thing
-// here (a symmetric heap), and to those that need none.
+// A Move names a place in a rank's data by its distance from the beginning. This has the same
+// meaning for transports that have the peer's address, for transports that have the local address
+// of the same object (a symmetric heap), and for transports that need no address.
 //
-// Ordering. A receive that is done on a stream has brought all bytes, visible to what follows on the
-// stream; a send that is done has read all of its own. For each pair of ranks, sends and receives come
-// in the same order at both ends. An exchange may wait for the peers' part of it, and its sends wait
-// for nothing else of this rank: a rank may send to a peer that sends to it.
+// Ordering. A receive that is done on a stream has brought all bytes, and they are visible to later
+// work on the stream. A send that is done has read all of its bytes. For each pair of ranks, sends
+// and receives come in the same order at both ends. An exchange may wait for the peers' part of it.
+// Its sends wait for nothing else of this rank, so a rank may send to a peer that sends to it.
 //
-// Buffer reuse. What a receive writes is free from `open` on, which comes behind the last read of it
-// by earlier calls: two-sided transports receive behind it on the same stream, one-sided ones tell the
-// peers then.
+// Buffer reuse. The memory that a receive writes is free from `open` on. `open` comes after the
+// last read of this memory by earlier calls. Two-sided transports receive after `open` on the same
+// stream. One-sided transports tell the peers at `open`.
 #pragma once
 
 #include <cstdint>
@@ -41,14 +41,15 @@ struct Move {
   int box;  // the receiver's word for it, each used once in a call
 };
 
-// A remote that puts the sums of ReduceScatter from the device, while the GEMM is at work: the kernels of
-// cuda/runtime/nvshmem_abi.h, which says what they await and who may overwrite what.
+// A remote that puts the sums of ReduceScatter from the device while the GEMM runs. The kernels are
+// those of cuda/runtime/nvshmem_abi.h. That header says what they await and which rank may
+// overwrite what.
 class Relay {
  public:
   virtual ~Relay() = default;
   // By rank, this rank's words for the calls that ranks of other nodes have opened.
   virtual const std::uint64_t* opened() const = 0;
-  // This rank's word for what comes in a box. The same address names a peer's.
+  // This rank's word for arrivals in a box. The same address names a peer's word.
   virtual std::uint64_t* box(int index) const = 0;
   virtual void send(const FluxRelayArgs& args, Stream stream) const = 0;
   virtual void add_up(const FluxNodeSumArgs& args, Stream stream) const = 0;
@@ -65,16 +66,17 @@ class Remote {
   virtual void open(Stream stream, std::uint32_t epoch) = 0;
   // Throws PeerLost when the host finds out that a peer is gone.
   virtual void exchange(Stream stream, const std::vector<Move>& moves, std::uint32_t epoch) = 0;
-  // Once in 2^30 calls, ahead of `open`: no word may be older than that.
+  // Called once in 2^30 calls, before `open`, to renew words: no word may be older than that.
   virtual void renew(Stream stream, std::uint32_t epoch) = 0;
-  // This rank makes no more calls: tells the peers as far as it can, then lets every exchange of this
-  // rank end, done or not. Blocks until that is so.
+  // This rank makes no more calls. Tells the peers as far as possible, then lets every exchange of
+  // this rank end, done or not. Blocks until they have ended.
   virtual void give_up(Stream stream, std::uint32_t epoch) = 0;
   // Releases its resources; no exchange may be in progress. Idempotent.
   virtual void close() = 0;
 };
 
-// Words of a rank's mail (one-sided transports): one per rank, that it has opened a call, then boxes.
+// Number of words of a rank's mail (one-sided transports). First there is one word per rank: that
+// rank has opened a call. Then come the boxes.
 inline int mail_words(int world, int boxes) { return world + boxes; }
 
 // Peers that can be addressed directly: virtual ranks on one GPU that simulate several nodes.
@@ -103,7 +105,7 @@ class DirectRemote : public Remote {
   DirectPeers peers_;
 };
 
-// Says in a peer's status that `rank` has given up in call `epoch`.
+// Operations that write to a peer's status that `rank` has given up in call `epoch`.
 std::vector<MemOp> tell_of_giving_up(Address status, int rank, std::uint32_t epoch);
 
 }  // namespace flux::host

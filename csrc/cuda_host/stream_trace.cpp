@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kRounds = 16;
 
-// The least step between readings of a clock, one right after the other; 0: it never moved.
+// The smallest step between consecutive readings of a clock; 0: it never moved.
 std::int64_t least_step(const std::uint64_t* times, int count) {
   std::int64_t least = 0;
   for (int i = 1; i < count; ++i) {
@@ -69,9 +69,10 @@ void StreamTrace::end(int token, Stream stream, const std::vector<Record>& what)
 
 // One round:   host   begin ------------------------------------ end
 //              device        event | kernel reads its clock | event
-// Whatever the ways between took, both events lie between the host's two looks at its clock, and the
-// reading between the events. Of all rounds, that which was quickest for the host ties the events to it,
-// and the one whose events are closest ties the kernels to the events.
+// Whatever the delays are, both events lie between the host's two readings of its clock, and the
+// kernel's reading lies between the events. The round that was quickest for the host relates the
+// events to the host's clock. The round whose events are closest relates the kernel's clock to the
+// events.
 ClockTie StreamTrace::tie(Stream stream, const Kernel* kernel, std::uint64_t* times) {
   struct Round {
     Event first, last;
@@ -125,8 +126,8 @@ ClockTie StreamTrace::tie(Stream stream, const Kernel* kernel, std::uint64_t* ti
 }
 
 std::vector<std::pair<Stream, Record>> StreamTrace::read() const {
-  // All by their distance from one event, though the driver says distances in single precision, which is
-  // 60 ns after a second: rounded alike, what followed one another still does.
+  // All times are distances from one event. The driver returns distances in single precision, which
+  // is 60 ns after a second. All are rounded in the same way, so the order of events is kept.
   const auto at = [this](Event event) {
     return tie_.event_ns + static_cast<std::int64_t>(driver_->elapsed_ns(reference_, event));
   };

@@ -1,9 +1,10 @@
-// What streams of a GPU did when, for a trace (flux/trace): by events of the driver on both sides of what
-// is put on a stream.
+// Times of work on streams of a GPU, for a trace (flux/trace). Driver events before and after the
+// work on a stream measure them.
 //
-// Events and not kernels that read the clock: a kernel needs a multiprocessor, and a persistent GEMM which
-// waits for the very copy that is to be stamped may hold all of them. All events are there before the
-// call; what finds none is counted. They cost a stream about a microsecond each.
+// Events measure and not kernels that read the clock. A kernel needs a multiprocessor, and a
+// persistent GEMM that waits for the very copy that is measured may hold all of them. All events
+// are created before the call. Work that finds no free event is counted. An event costs a stream
+// about a microsecond.
 #pragma once
 
 #include <cstddef>
@@ -17,39 +18,40 @@
 
 namespace flux::host {
 
-// How clocks are related: what is added to stamps of the device (%globaltimer) to have Lane::now, and an
-// event whose time is known.
+// Relation of the clocks: the offset from stamps of the device (%globaltimer) to Lane::now, and the
+// time of a reference event.
 struct ClockTie {
-  std::int64_t event_ns = 0;        // of Lane::now, when the reference event passed
+  std::int64_t event_ns = 0;        // by Lane::now, when the reference event passed
   std::int64_t offset_ns = 0;       // of %globaltimer
   std::int64_t uncertainty_ns = 0;  // of both, against Lane::now
   std::int64_t between_ns = 0;      // of events against %globaltimer
-  std::int64_t resolution_ns = 0;   // of %globaltimer: the least step seen
+  std::int64_t resolution_ns = 0;   // of %globaltimer: the smallest step observed
 };
 
 class StreamTrace {
  public:
   static constexpr int kNone = -1;
 
-  // Room for `capacity` stretches of time, on all streams together.
+  // Creates events for `capacity` stretches of time, on all streams together.
   StreamTrace(std::shared_ptr<Driver> driver, std::size_t capacity);
   ~StreamTrace();
   StreamTrace(const StreamTrace&) = delete;
-  // Gives the events back, when all that was recorded has passed. Idempotent.
+  // Destroys the events. All recorded events must have passed. Idempotent.
   void close();
 
-  // What is put on `stream` between these two is what `what` says.
+  // `what` describes the work that is put on `stream` between begin() and end().
   int begin(Stream stream);
   void end(int token, Stream stream, const Record& what);
-  // Several things at once.
+  // The same for several records.
   void end(int token, Stream stream, const std::vector<Record>& what);
 
-  // Ties the clocks, on an idle device: the quickest of some rounds. With `kernel`, of a trace build, the
-  // device's clock too; it needs `times`, memory of kStamps words that device and host can address.
+  // Relates the clocks on an idle device, by the quickest of some rounds. With `kernel`, of a trace
+  // build, the device's clock too. This needs `times`, memory of kStamps words that device and host
+  // can address.
   static constexpr int kStamps = 512;
   ClockTie tie(Stream stream, const Kernel* kernel, std::uint64_t* times);
 
-  // By what was recorded: on which stream, and what. When the streams are done, and after tie().
+  // All records with their times and streams. Called after the streams are done and after tie().
   std::vector<std::pair<Stream, Record>> read() const;
   std::size_t dropped() const { return dropped_; }
 
@@ -76,8 +78,8 @@ inline Record told(Work work, std::uint32_t call, int peer = -1, int chunk = -1,
   return {0, 0, call, work, peer, chunk, tile, rows, at, signal, bytes};
 }
 
-// Puts `body` on a stream, with stamps during a trace. Only then `what` is called, for the record of
-// it, or for several.
+// Runs `body`, which puts work on a stream, with events around it during a trace. `what` returns
+// the record or records of the work. It is called only during a trace.
 template <class What, class Body>
 void stamped(StreamTrace* trace, Stream stream, What&& what, Body&& body) {
   const int token = trace != nullptr ? trace->begin(stream) : StreamTrace::kNone;

@@ -53,7 +53,7 @@ std::vector<Hop> Placement::arrivals(int rank) const {
   const auto& here = members_[host];
   const int size = static_cast<int>(here.size());
   std::vector<Hop> hops;
-  // The chunks of the host `back` places before this one that come in through `member`.
+  // Chunks of the host `back` places before this one that enter this host through `member`.
   const auto brought_by = [&](int back, int member) {
     for (const int chunk : members_[wrap(host - back, hosts())]) {
       if (proxy(host, chunk) == member) hops.push_back({chunk, member == rank ? chunk : member});

@@ -1,8 +1,8 @@
 // Routes between hosts: which ranks share a host, and through which rank rows enter and leave it.
 //
-// csrc/core maps regular meshes, where every node has as many ranks; hosts need not be alike (3 ranks
-// + 1 rank, or ranks dealt out in turn). What the routes below say of a mesh is what
-// Order::kHierarchical says.
+// csrc/core maps regular meshes, where every node has the same number of ranks. Hosts may differ:
+// one host can have 3 ranks and another one 1, and the ranks of a host need not be consecutive. For
+// a regular mesh, the routes below are those of Order::kHierarchical.
 #pragma once
 
 #include <vector>
@@ -29,24 +29,26 @@ class Placement {
   // Position of a rank among the members of its host.
   int lane(int rank) const { return lane_[rank]; }
 
-  // The member of `host` that rows of `owner` go through; on its own host, the owner itself. Owners
-  // take turns, so that no member carries more than its share.
+  // The member of `host` that rows of `owner` pass through. On the owner's host it is the owner
+  // itself. Owners are assigned to the members in turn, so that all members carry the same load.
   //   hosts 0 1 2 | 3:  proxy(1, 0) = proxy(1, 1) = proxy(1, 2) = 3;  proxy(0, 3) = 0
   int proxy(int host, int owner) const;
 
-  // Owners on other hosts whose partials `rank` combines for its host, by rank; none when it is
-  // alone there, for then there is nothing to combine.
+  // Owners on other hosts whose partials `rank` combines for its host, in rank order. Empty if
+  // `rank` is alone on its host, because there is nothing to combine.
   //   hosts 0 1 | 2 3:  rank 0 combines for 2, rank 1 for 3, rank 2 for 0, rank 3 for 1
   std::vector<int> combined_by(int rank) const;
 
-  // AllGather: (chunk, from) in the order in which they reach `rank`: from other hosts straight from
-  // their owners, then from the own host, then what its other members have received.
+  // AllGather: (chunk, from) in the order in which chunks reach `rank`. First come chunks of other
+  // hosts, directly from their owners. Then come chunks of the own host. Last come chunks of other
+  // hosts that other members of the own host have received.
   //   hosts 0 1 | 2 3, rank 1:  3<-3  0<-0  2<-0
   std::vector<Hop> arrivals(int rank) const;
 
   // ReduceScatter: owners in the order in which `rank` computes their rows. Owners on other hosts
-  // come first, in an order that is the same for all members of a host, so that a combined tile can
-  // leave as soon as it can; then the own host, shifted by rank, and the own rows last.
+  // come first, in the same order for all members of a host, so that a combined tile can be sent as
+  // early as possible. Then come the owners of the own host, shifted by rank. The own rows come
+  // last.
   //   hosts 0 1 | 2 3:  rank 0: 2 3 1 0    rank 1: 2 3 0 1
   std::vector<int> far_first(int rank) const;
 

@@ -15,7 +15,7 @@ void require(bool ok, const std::string& what) {
 
 std::string str(std::int64_t v) { return std::to_string(v); }
 
-// Counts are products of two sizes.
+// A tile count is a product of two sizes. It can be too large although both sizes are legal.
 void check_tiles(const TileOrder& t) {
   require(tile_count(t) <= kMaxTiles, "GEMM tiles of " + str(t.tile_m) + " x " + str(t.tile_n) +
                                           " cut [" + str(t.m) + ", " + str(t.n) + "] into " +
@@ -108,12 +108,12 @@ void build_visits(Schedule* s) {
   }
 }
 
-// Hosts that form no mesh have routes of their own, under the one order that looks at hosts.
+// Hosts that form no mesh use the routes of Placement. Only the order kHierarchical looks at hosts.
 bool is_irregular(const ScheduleSpec& s) {
   return !s.hosts.empty() && s.tiles.order == Order::kHierarchical;
 }
 
-// What reaches `rank`, in order.
+// Chunks that reach `rank`, in order, with the ranks that they come from.
 std::vector<Hop> arrivals(const ScheduleSpec& s, int rank) {
   if (is_irregular(s)) return placement_of(s).arrivals(rank);
   std::vector<Hop> hops;
@@ -128,7 +128,7 @@ struct Departure {
   Hop hop;  // the chunk, and the rank it goes to
 };
 
-// What `rank` sends, in order: the arrivals of everybody else, seen from the other end.
+// Chunks that `rank` sends, in order. They are derived from the arrivals at all other ranks.
 std::vector<Departure> departures(const ScheduleSpec& s, int rank) {
   const int world = s.problem.world;
   std::vector<std::vector<Hop>> of_peer(world);
@@ -144,9 +144,9 @@ std::vector<Departure> departures(const ScheduleSpec& s, int rank) {
   return list;
 }
 
-// AllGather. Push: this rank moves what it sends; pull: what it receives. In either case the tile
-// (chunk, tile) lies in rank q's gathered buffer exactly when q's pad carries its signal, which is
-// also what a forwarding hop or a pulling peer waits for.
+// AllGather. Push: this rank moves the tiles that it sends. Pull: it moves the tiles that it
+// receives. In both cases the tile (chunk, tile) lies in rank q's gathered buffer exactly when q's
+// pad carries its signal. A forwarding hop and a pulling peer wait for this same signal.
 void build_all_gather(Schedule* s) {
   const TileOrder& t = s->spec.tiles;
   const CommTiling& c = s->spec.comm;
@@ -166,8 +166,9 @@ void build_all_gather(Schedule* s) {
           {-1, rank, rank, rank, tile, rows, signal_index(c, rank, tile), false});
     });
   };
-  // A pulled peer's data must be visible before anyone can pull it; a pushed copy at home is only
-  // read by this rank's own straddling tiles, so the peers are served first.
+  // Pull: own rows must be visible in the gathered buffer before a peer can pull them, so they are
+  // published first. Push: only this rank's own straddling tiles read the own rows there, so the
+  // peers are served first.
   if (pull) publish();
   s->supplier.assign(s->spec.problem.world, rank);
   const std::vector<Hop> in = arrivals(s->spec, rank);
@@ -188,8 +189,9 @@ void build_all_gather(Schedule* s) {
   if (s->publishes_own) publish();
 }
 
-// Every (owner, tile) leaves once, when the last GEMM tile that computes a part of it is done;
-// transfers are listed in that order so that progress is a single counter.
+// Every (owner, tile) is sent once, after the last GEMM tile that computes a part of it. Transfers
+// are listed in the order in which they become complete, so that one counter describes the
+// progress.
 void build_sends(Schedule* s, const Reducing& plan) {
   const TileOrder& t = s->spec.tiles;
   const CommTiling& c = s->spec.comm;
@@ -234,8 +236,8 @@ int result_signal(const Reducing& plan, const CommTiling& c, int owner, int tile
   return plan.room().regions * signal_count(c) + signal_index(c, owner, tile);
 }
 
-// The sums of this rank: for others, in the order in which it computes its own part; then its own
-// rows.
+// The sums that this rank computes. Sums for other owners come first, in the order in which this
+// rank computes its own part of them. The own rows come last.
 void build_reductions(Schedule* s, const Reducing& plan) {
   const TileOrder& t = s->spec.tiles;
   const CommTiling& c = s->spec.comm;
@@ -259,11 +261,11 @@ void build_reductions(Schedule* s, const Reducing& plan) {
   for_each_comm_tile(c, t.rank, [&](int tile, Range rows) { add(t.rank, tile, rows); });
 }
 
-// GemmAR, second phase: reduced tiles travel from their owners to everyone. On one host directly
-// (the reduction has serialised them already, so a ring would only add hops): a pushing owner sends
-// each tile to all peers as soon as it is reduced; a pulling rank takes one owner's tiles after the
-// other. Under two levels the owner sends to its own host and to one rank of each other host, which
-// passes on what it has received.
+// GemmAR, second phase: reduced tiles travel from their owners to all ranks. On one host they
+// travel directly: the reduction has serialised them already, so a ring would only add hops. A
+// pushing owner sends each tile to all peers as soon as it is reduced. A pulling rank takes the
+// tiles of one owner after the other. With two levels the owner sends to its own host and to one
+// rank of each other host. That rank forwards the tiles that it has received.
 void build_results(Schedule* s, const Reducing& plan) {
   const TileOrder& t = s->spec.tiles;
   const CommTiling& c = s->spec.comm;
@@ -283,7 +285,7 @@ void build_results(Schedule* s, const Reducing& plan) {
   if (plan.two_levels()) {
     const auto in = plan.placement().arrivals(t.rank);
     for (int step = 0; step < world - 1; ++step) take(step, in[step], &s->receipts);
-    ScheduleSpec gathering = s->spec;  // a mesh too by the routes of its placement
+    ScheduleSpec gathering = s->spec;  // a mesh also uses the routes of its placement
     gathering.hosts = plan.placement().host_of();
     out = departures(gathering, t.rank);
   } else {
@@ -295,7 +297,8 @@ void build_results(Schedule* s, const Reducing& plan) {
     }
     if (pull) return;
   }
-  // Own tiles by tile, so that each leaves as soon as it is reduced; then what is passed on.
+  // Own tiles come first, tile by tile: each is sent as soon as it is reduced. Forwarded tiles
+  // follow.
   for_each_comm_tile(c, t.rank, [&](int tile, Range rows) {
     for (const Departure& d : out) {
       if (d.hop.chunk == t.rank) {
@@ -311,12 +314,14 @@ void build_results(Schedule* s, const Reducing& plan) {
   }
 }
 
-// Sends depend on the own GEMM only, reductions on the peers' sends, results on reductions:
-// executed in this order on every rank, no rank can wait for something that waits for it.
+// Sends depend on the own GEMM only, reductions depend on the peers' sends, and results depend on
+// reductions. All ranks execute the actions in this order. So no action waits for an action that
+// waits for it.
 //
-// One exception keeps links between hosts busy: a tile that is combined for another host is combined
-// as soon as the own part has been sent, before later tiles are. It waits for the same tile of the
-// other members of the host, which come to it in the same order when they follow the common sequence.
+// There is one exception, which keeps links between hosts busy. A tile that is combined for another
+// host is combined as soon as the own part has been sent, before later tiles are sent. This waits
+// for the same tile of the other members of the host. They send it in the same order if they follow
+// the common sequence.
 void build_program(Schedule* s) {
   const auto add = [&](ActionKind kind, std::size_t i) {
     s->program.push_back({kind, static_cast<int>(i)});
@@ -349,7 +354,7 @@ void build_program(Schedule* s) {
   for (std::size_t i = 0; i < s->receipts.size(); ++i) add(ActionKind::kReceive, i);
 }
 
-// The order in which this rank visits chunks, where csrc/core has no closed form for it.
+// Sets the order in which this rank visits chunks, if csrc/core has no closed form for it.
 void choose_sequence(Schedule* s) {
   ScheduleSpec& spec = s->spec;
   const Swizzle swizzle = spec.tiles.swizzle;

@@ -1,4 +1,4 @@
-// Never run: that it compiles shows that every function of csrc/core works on the device.
+// Compiled, never run. Compilation shows that every function of csrc/core works on the device.
 //
 //   nvcc -std=c++17 -Icsrc -Werror all-warnings -arch=sm_90a -c csrc/tests/check_device.cu
 //

@@ -1,5 +1,5 @@
 // Faults: peers that are late, disagree, refuse, fail or leave, and engines that are destroyed
-// meanwhile.
+// during a call.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@ using std::chrono::nanoseconds;
 
 constexpr milliseconds kShort{100};
 constexpr std::chrono::seconds kLong{60};
-// What must not take a whole timeout has to be done within this, on a busy machine too.
+// Limit for operations that must not take a whole timeout, on a busy machine too.
 constexpr std::chrono::seconds kSoon{10};
 
 // Two or more engines with room for simple_plan of any op.
@@ -55,7 +55,7 @@ bool gather_once(Engine& e, const Plan& plan, bool threaded, nanoseconds timeout
   bool ok = threaded || complete_call(e, timeout);
   for (int i = 0; ok && i < plan.m; ++i) ok = complete_visit(e, i, timeout);
   if (ok && threaded) ok = complete_call(e, timeout);
-  e.settle();  // x is gone when we return
+  e.settle();  // x is destroyed on return
   return ok;
 }
 
@@ -81,7 +81,7 @@ void a_silent_peer_is_named_after_the_timeout() {
       CHECK_TRUE(absent[0].failure().tile == -1, describe(absent[0]));
       CHECK_TRUE(waited >= kShort && waited < kSoon, to_string(waited.count()));
 
-      Group three(3);  // rank 1 came, rank 2 did not: rank 1's tiles are late because of rank 2
+      Group three(3);  // rank 1 entered, rank 2 did not: rank 1's tiles are late because of rank 2
       const Plan wide = simple_plan(OpKind::kAGGemm, 3, direction);
       begin(three[1], wide, Buffers{}, false, kLong);
       CHECK_TRUE(!gather_once(three[0], wide, threaded, kShort), "absent");
@@ -231,7 +231,7 @@ void a_peer_that_dies_is_noticed_at_once() {
   expect(group[0], Failure::kTimeout, 1);
 }
 
-// What it said before its process ended counts.
+// Words that a peer raised before its process ended count.
 void dying_after_a_complete_call_harms_nobody() {
   const Plan plan = simple_plan(OpKind::kAGGemm, 2);
   const float x = 1;
@@ -244,7 +244,7 @@ void dying_after_a_complete_call_harms_nobody() {
     begin(group[0], plan, buffers, false, kLong);
     begin(group[1], plan, buffers, false, kLong);
     CHECK_TRUE(complete_call(group[1], kLong), describe(group[1]));
-    // Not by close(), which would end the watch that the two engines of this test share.
+    // Not by close(), which would stop the process watch that both engines of this test share.
     group.fabric.symmetric.pads[1]->state.store(static_cast<std::uint32_t>(state));
     child.end();
     CHECK_TRUE(complete_call(group[0], kLong), describe(group[0]));
@@ -259,8 +259,9 @@ void dying_after_a_complete_call_harms_nobody() {
   }
 }
 
-// A ring 0 -> 1 -> 2 -> 0 in which rank 2 moves nothing. Rank 0 soon gives up on it; rank 1, which
-// is patient, learns from rank 0 whose fault it is that chunk 2 does not come.
+// A ring 0 -> 1 -> 2 -> 0 in which rank 2 moves nothing. Rank 0 has a short timeout and gives up on
+// rank 2. Rank 1 has a long timeout and learns from rank 0 that rank 2 is the reason for the
+// missing chunk 2.
 void a_failure_travels_with_its_culprit() {
   Plan plan = simple_plan(OpKind::kAGGemm, 3);
   plan.order = Order::kRing1D;
@@ -279,13 +280,13 @@ void a_failure_travels_with_its_culprit() {
   CHECK_TRUE(group[1].failure().chunk == 2, describe(group[1]));
 }
 
-// A call that has all it needs succeeds although its peers have left: also where tiles of a rank
-// that has left are still on their way through a slow one.
+// A call that has all it needs succeeds although its peers have left. This includes tiles of a rank
+// that has left which a slow rank still forwards.
 void leaving_after_a_complete_call_harms_nobody() {
   for (const auto direction : {Direction::kPush, Direction::kPull}) {
     for (const auto order : {Order::kDirect, Order::kRing1D, Order::kHierarchical}) {
-      // Long enough for the others to look around for peers that have left (every 20 ms), but only
-      // where tiles are passed on by their holder.
+      // The long delay lets the others check for peers that have left (every 20 ms). It is needed
+      // only where ranks forward tiles that they hold.
       const bool forwards = direction == Direction::kPush && order == Order::kRing1D;
       for (int slow = 0; slow < 4; ++slow) {
         Plan plan = simple_plan(OpKind::kAGGemm, 4, direction);
@@ -302,8 +303,8 @@ void leaving_after_a_complete_call_harms_nobody() {
   }
 }
 
-// The same, with the peer raising its signal and leaving between two looks of the waiting rank,
-// which here does nothing but look.
+// The same, but the peer raises its signal and leaves between two checks of the waiting rank. Here
+// the waiting rank only checks and never sleeps.
 void leaving_right_after_the_signal_harms_nobody() {
   const Plan plan = simple_plan(OpKind::kAGGemm, 2);
   const float x = 1;
@@ -319,8 +320,8 @@ void leaving_right_after_the_signal_harms_nobody() {
       Engine& e = group[r];
       if (r == 1) {
         begin(e, plan, buffers, false, kLong);
-        // Until rank 0, whose row has come, does nothing but look. Then the stores of a raise and of
-        // close(), without what lies between them: both have to fall between two looks.
+        // Waits until rank 0, whose row has arrived, only checks. Then does the stores of a raise
+        // and of close(), without the code between them: both have to fall between two checks.
         for (int i = 0; i < 2; ++i) CHECK_TRUE(complete_visit(e, i, kLong), describe(e));
         e.pad(0).signals()[1].store(e.epoch(), std::memory_order_seq_cst);
         e.pad(1).state.store(static_cast<std::uint32_t>(PadState::kClosed),
@@ -359,7 +360,7 @@ void an_engine_can_be_destroyed_while_its_worker_waits() {
   idle[0].close(PadState::kClosed, -1);
 }
 
-// The second may be about to free the memory that the worker still uses.
+// The caller of the second close may be about to free the memory that the worker still uses.
 void a_second_close_waits_for_the_worker_too() {
   const auto threads = [] {
     const std::filesystem::directory_iterator tasks("/proc/self/task");
@@ -374,7 +375,7 @@ void a_second_close_waits_for_the_worker_too() {
   buffers.x = reinterpret_cast<char*>(memory);
   group[0].set_delay(milliseconds(500), 179);  // a seed whose first delay is a long one
   begin(group[0], plan, buffers, true, kLong);
-  std::this_thread::sleep_for(milliseconds(50));  // the worker is inside of it now
+  std::this_thread::sleep_for(milliseconds(50));  // the worker is in this delay now
   std::thread first([&] { group[0].close(PadState::kClosed, -1); });
   while (group[1].pad(0).state.load() != static_cast<std::uint32_t>(PadState::kClosed)) {
     std::this_thread::yield();
@@ -384,7 +385,7 @@ void a_second_close_waits_for_the_worker_too() {
   first.join();
 }
 
-// The deadline is for peers. Both ranks' GEMMs take longer than it, and nobody is to blame.
+// The deadline is for peers. Both ranks' GEMMs take longer than the deadline, and no rank fails.
 void a_long_gemm_is_no_timeout() {
   for (const auto store : {Store::kStaged, Store::kDirect}) {
     for (int slow_visit = 0; slow_visit < 2; ++slow_visit) {
@@ -401,7 +402,8 @@ void a_long_gemm_is_no_timeout() {
         for (int i = 0; i < 2; ++i) {
           if (i == slow_visit) {
             std::this_thread::sleep_for(6 * kShort);
-            // Nearly together, as one rank's delay *is* a reason for the other to give up.
+            // Both ranks end nearly together: one rank's delay *is* a reason for the other to give
+            // up.
             for (--computing; computing.load() > 0;) std::this_thread::yield();
             if (r == 1) std::this_thread::sleep_for(kShort / 2);
           }

@@ -1,6 +1,6 @@
-// Races: thousands of back-to-back calls with changing shapes and knobs, random delays, data
-// checked. tests/project/test_tsan.py builds this with and without ThreadSanitizer and runs it: a.out
-// faults | CALLS [SEED]
+// Races: thousands of back-to-back calls with changing shapes and knobs, random delays and checked
+// data. tests/project/test_tsan.py builds this with and without ThreadSanitizer and runs it:
+//   a.out faults | CALLS [SEED]
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -83,13 +83,12 @@ class Caller {
   }
 
   void call(const Plan& plan) {
-    const bool threaded = draw(rng_, 0, 1) == 1;  // every rank for itself
+    const bool threaded = draw(rng_, 0, 1) == 1;  // drawn by each rank
     const bool slow = draw(rng_, 0, 7) == 0;
     engine_.set_delay(std::chrono::microseconds(slow ? draw(rng_, 1, 300) : 0), rng_());
     if (draw(rng_, 0, 15) == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
     const auto schedule = plan.schedule(rank_);
-    const bool traced =
-        draw(rng_, 0, 3) == 0;  // every rank for itself, and its results are the same
+    const bool traced = draw(rng_, 0, 3) == 0;  // drawn by each rank; results do not depend on it
     if (traced) engine_.trace(Lanes{&of_caller_, &of_worker_});
     if (plan.op == OpKind::kAGGemm) {
       gather(plan, schedule, threaded);
@@ -104,7 +103,7 @@ class Caller {
   }
 
  private:
-  // One after the other, all of this call.
+  // Checks that records come one after the other, and that all are of this call.
   void check_and_clear(Lane& lane) {
     std::int64_t end = 0;
     for (std::size_t i = 0; i < lane.count(); ++i) {
@@ -147,7 +146,7 @@ class Caller {
     if (threaded) require(complete_call(engine_, kTimeout));
   }
 
-  // Where the partial result of `row` is computed.
+  // Address to which the partial result of `row` is written.
   float* target(const Plan& plan, const Schedule& schedule, int row, float* partial, float* out) {
     if (plan.store == Store::kStaged) return partial + row * kColumns;
     const int owner = owner_of(plan.m, world_, row);
@@ -198,7 +197,7 @@ class Caller {
   const int world_;
   const int rank_;
   const Symmetric symmetric_;
-  Lane of_caller_{16};  // now and then too few
+  Lane of_caller_{16};  // sometimes too few
   Lane of_worker_{16};
   Engine engine_;
   std::mt19937 rng_;
@@ -206,8 +205,8 @@ class Caller {
 };
 
 void race(OpKind op, int world, int calls, std::uint32_t start, int seed) {
-  // As CpuBackend lays it out: the gathered input, or blocks of partials and then the result; with
-  // room for the largest number of blocks and signals of any mesh of so few ranks.
+  // The layout of CpuBackend: the gathered input, or blocks of partials and then the result. There
+  // is room for the largest number of blocks and signals of any mesh of this number of ranks.
   const std::size_t slot = static_cast<std::size_t>(chunk_rows(kMaxM, world)) * kRowBytes;
   const std::size_t slots = static_cast<std::size_t>(world * world) * slot;
   const std::size_t data = op == OpKind::kAGGemm ? kMaxM * kRowBytes : slots + kMaxM * kRowBytes;
@@ -220,7 +219,7 @@ void race(OpKind op, int world, int calls, std::uint32_t start, int seed) {
     Caller caller(fabric.symmetric, rank, start, seed);
     std::mt19937 common(static_cast<unsigned>(seed));
     for (int i = 0; i < calls; ++i) caller.call(draw_plan(op, world, common));
-    // The first to finish leaves at once, while others may still be at work.
+    // A rank that has finished leaves at once, while others may still be at work.
   });
 }
 
