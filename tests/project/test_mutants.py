@@ -52,7 +52,7 @@ def test_a_fault_is_caught_or_missed(checkout: Path) -> None:
     assert mutants.main(["--root", str(checkout), "--json", str(report), "total", "first"]) == 1
     caught, missed = json.loads(report.read_text())
     assert (caught["name"], caught["outcome"]) == ("total", mutants.CAUGHT)
-    assert caught["test"] == "test_counting.py::test_total" and caught["test_s"] > 0
+    assert caught["test"] == "test_counting.py::test_total"
     assert (missed["name"], missed["outcome"]) == ("first", mutants.MISSED)
     assert (checkout / "counting.py").read_text() == SOURCE
     assert (checkout / "build" / "mutants" / "tree" / "counting.py").read_text() == SOURCE
