@@ -6,7 +6,7 @@
 //   calling thread   enter --- GEMM tile --- wait --- GEMM tile --- visit_done ... finish
 //   worker thread          \-- entries -- copy, raise -- copy, raise -- reduce ... /
 //
-// One engine serves one op of one rank. Calls are serial; there are no locks, and every wait has a
+// One engine serves one op of one rank. Calls are serial and take no lock, and every wait has a
 // deadline.
 #pragma once
 

@@ -33,7 +33,7 @@ struct Transfer {
   int chunk;  // the owner of the rows
   int tile;
   Range rows;      // of the [M, ...] matrix
-  int signal;      // raised in dst's pad, except for pulled partials (see schedule.cpp)
+  int signal;      // raised in dst's pad; a pulled result of GemmAR awaits it in src's pad instead
   bool forwarded;  // src is not the owner, and must receive the tile first
   int block = -1;  // ReduceScatter: the block of partials that holds it, see Home
 };
