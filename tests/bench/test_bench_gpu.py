@@ -65,7 +65,9 @@ def check(found: Measurement, comparable: bool = True) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("transport", "world"), [("virtual", 3), ("loopback", 3), ("virtual", 1)])
-def test_ranks_on_one_gpu(machine: EmulatedDevice, op: str, transport: str, world: int) -> None:
+def test_all_methods_of_ranks_on_one_gpu_are_correct(
+    machine: EmulatedDevice, op: str, transport: str, world: int
+) -> None:
     config = config_of(op, transport, world)
     check(measure(config, 0), comparable=transport == "loopback")
 
@@ -115,7 +117,7 @@ class LateRanks(Ranks):
         return [unfused, Late(fused)]
 
 
-def test_a_wrong_result_of_one_rank_shows_no_time(machine: EmulatedDevice) -> None:
+def test_wrong_result_on_one_rank_hides_the_time(machine: EmulatedDevice) -> None:
     config = config_of("gemm_rs", "virtual", repeats=3)  # the last inputs differ from the first
     found = measure(config, 0, place=LateRanks(config, 0))
     unfused, fused = found.methods
@@ -125,7 +127,7 @@ def test_a_wrong_result_of_one_rank_shows_no_time(machine: EmulatedDevice) -> No
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_peers_that_bring_something_else(
+def test_wrong_rows_from_peers_void_the_measurement(
     machine: EmulatedDevice, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = LoopbackPeers._put
@@ -223,7 +225,7 @@ def test_a_missing_gpu_is_an_error_of_one_line() -> None:
     assert line == f"error: {NO_GPU}"
 
 
-def test_torchrun() -> None:
+def test_torchrun_needs_a_gpu_per_rank() -> None:
     config = config_of("ag_gemm", None, world=8)
     assert gpu.reason_unsupported(config, gpus=4, ranks_here=4) is None
     assert gpu.reason_unsupported(replace(config, hosts="2"), gpus=4, ranks_here=4) is None

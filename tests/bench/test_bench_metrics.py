@@ -26,7 +26,7 @@ def test_metrics_match_a_hand_computed_example() -> None:
     assert got.speedup_vs_unfused == pytest.approx(17 / 12)
 
 
-def test_bounded_by_communication() -> None:
+def test_bounded_efficiency_when_communication_dominates() -> None:
     # Communication is the longer part: at best the call lasts 20 ms, and 22 ms hides 5 of 7.
     got = metrics.evaluate(overall_ms=22, gemm_non_split_ms=8, comm_ms=20, non_overlap_ms=29)
     assert got.overlap_efficiency == pytest.approx(1 - 14 / 21)
@@ -57,7 +57,9 @@ def test_overlap_efficiency_is_zero_for_unfused_and_negative_for_slower_methods(
         (10, 9.999, 0, 10),  # a difference below the resolution of the measurement
     ],
 )
-def test_no_ratio_of_noise(overall: float, gemm: float, comm: float, non_overlap: float) -> None:
+def test_ratios_are_none_when_their_denominator_is_noise(
+    overall: float, gemm: float, comm: float, non_overlap: float
+) -> None:
     got = metrics.evaluate(overall, gemm, comm, non_overlap)
     assert got.overlap_efficiency is None
     assert got.bounded_efficiency is None
@@ -73,7 +75,7 @@ def test_without_a_baseline_there_is_no_ratio() -> None:
 
 
 @given(milliseconds, milliseconds, milliseconds, milliseconds)
-def test_always_finite_and_serialisable(
+def test_metrics_are_finite_and_serialisable(
     overall: float, gemm: float, comm: float, non_overlap: float
 ) -> None:
     got = metrics.evaluate(overall, gemm, comm, non_overlap)
@@ -83,7 +85,7 @@ def test_always_finite_and_serialisable(
 
 
 @given(milliseconds, milliseconds, milliseconds, st.floats(0.01, 0.99))
-def test_hiding_a_share_of_communication(
+def test_bounded_efficiency_equals_the_hidden_share(
     gemm: float, comm: float, lost: float, share: float
 ) -> None:
     """An ideal overlap of `share` of what can be hidden has exactly that bounded efficiency."""
@@ -121,7 +123,7 @@ def test_faster_is_never_less_efficient(
 
 
 @given(st.lists(st.lists(milliseconds, min_size=5, max_size=5), min_size=1, max_size=8))
-def test_slowest_rank_of_each_repeat(ranks: list[list[float]]) -> None:
+def test_slowest_rank_returns_the_maximum_of_each_repeat(ranks: list[list[float]]) -> None:
     slowest = metrics.slowest_rank(ranks)
     assert len(slowest) == 5
     for repeat, time in enumerate(slowest):
@@ -135,7 +137,7 @@ def test_max_comes_before_median() -> None:
     assert metrics.median(metrics.slowest_rank(ranks)) == 9
 
 
-def test_undefined_metrics_raise() -> None:
+def test_invalid_samples_raise() -> None:
     with pytest.raises(ValueError, match="same number of repeats"):
         metrics.slowest_rank([[1, 2], [1]])
     with pytest.raises(ValueError, match="no samples"):
@@ -195,7 +197,7 @@ def _measured(fused: list[float], unfused: list[float], gemm_ms: float) -> dict[
         ([7.0, 7.1], [10.0, 10.1], 6.0, ["2 repeats are too few to compare"]),
     ],
 )
-def test_a_conclusion_in_plain_words(
+def test_conclusion_states_saved_time_and_hidden_share(
     fused: list[float], unfused: list[float], gemm_ms: float, words: list[str]
 ) -> None:
     said = report.conclusion(_measured(fused, unfused, gemm_ms))

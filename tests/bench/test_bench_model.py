@@ -107,7 +107,7 @@ def _measure_wrong(rank: int, world: int, config: ModelConfig) -> list[PhaseResu
         return measure_model((config, None), rank)
 
 
-def test_a_wrong_result_has_no_speed(tiny: ModelConfig) -> None:
+def test_wrong_result_hides_the_speed(tiny: ModelConfig) -> None:
     for results in run_ranks(2, _measure_wrong, replace(tiny, phases=("decode",))):
         (result,) = results
         assert result.forms == {} and result.ratio is None
@@ -131,7 +131,7 @@ def test_a_wrong_result_has_no_speed(tiny: ModelConfig) -> None:
     ],
     ids=str,
 )
-def test_bad_options(options: dict[str, Any], text: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as error:
         ModelConfig(**{"model": "gpt3-175b", "world": 2, **options})
     assert text in str(error.value)
@@ -146,7 +146,7 @@ def test_bad_options(options: dict[str, Any], text: str) -> None:
         ("llama3-405b", 16, 2, (1024, 3328, 8, 2)),
     ],
 )
-def test_scaled_layers(
+def test_scaled_layer_keeps_head_dim_and_divides_among_ranks(
     model: str, scale: int, world: int, expected: tuple[int, int, int, int]
 ) -> None:
     whole = layer_of(model)
@@ -155,7 +155,7 @@ def test_scaled_layers(
     assert (layer.head_dim, layer.gated) == (whole.head_dim, whole.gated)
 
 
-def test_heads_of_any_number() -> None:
+def test_scaled_heads_are_divisible_by_the_world() -> None:
     for heads, kv_heads in ((7, 7), (12, 3), (40, 8), (64, 8)):
         for world in (2, 3, 4, 8):
             for scale in (1, 2, 8):
@@ -164,7 +164,7 @@ def test_heads_of_any_number() -> None:
                 assert layer.heads % layer.kv_heads == 0
 
 
-def test_union_of_spans() -> None:
+def test_covered_returns_the_length_of_the_union_of_spans() -> None:
     assert covered([]) == 0
     assert covered([(5, 6), (0, 2), (1, 3), (1.5, 2)]) == 4
 
@@ -183,7 +183,7 @@ RESULTS = [
 ]
 
 
-def test_the_table_and_the_exit_status(tmp_path: Path) -> None:
+def test_command_prints_the_table_and_sets_the_exit_status(tmp_path: Path) -> None:
     target = tmp_path / "model.json"
     arguments = ["bench", "model", "--phases", "train,decode", "--json", str(target)]
     with mock.patch("flux.bench.launch.on_ranks", lambda *_: RESULTS):
@@ -209,6 +209,6 @@ def test_the_table_and_the_exit_status(tmp_path: Path) -> None:
         (["--json", "/proc/nowhere/x.json"], "cannot write"),
     ],
 )
-def test_options_that_the_command_refuses(arguments: list[str], text: str) -> None:
+def test_command_rejects_invalid_options(arguments: list[str], text: str) -> None:
     result = CliRunner().invoke(app, ["bench", "model", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and text in result.output

@@ -121,7 +121,7 @@ def check_document(document: dict[str, Any], op: str, world: int = 2) -> None:
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
-def test_table_and_json(op: str, tmp_path: Path) -> None:
+def test_table_and_json_agree(op: str, tmp_path: Path) -> None:
     target = tmp_path / "new folder" / "out.json"
     result = invoke("--op", op, *SHAPE, *SHORT, "--nproc", "2", "--json", str(target))
     assert result.exit_code == 0, result.output
@@ -139,7 +139,7 @@ def test_table_and_json(op: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_other_worlds(world: int, tmp_path: Path) -> None:
+def test_json_is_complete_for_one_rank_and_three(world: int, tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     result = invoke(*SHAPE, *SHORT, "--nproc", str(world), "--json", str(target), "--quiet")
     assert result.exit_code == 0, result.output
@@ -161,7 +161,7 @@ def test_knobs_reach_the_op(tmp_path: Path) -> None:
     assert document["methods"]["medium"]["knobs"]["path"] == "medium"
 
 
-def test_json_on_stdout_is_alone_there() -> None:
+def test_json_on_stdout_has_no_other_output_beside_it() -> None:
     done = forked("-m", "flux", "bench", "op", *SHAPE, *SHORT, "--json", "-", timeout_s=200)
     assert done.returncode == 0, done.stderr
     check_document(json.loads(done.stdout), "ag_gemm")
@@ -175,7 +175,7 @@ def test_joins_torchrun(tmp_path: Path) -> None:
     assert printed.count("gemm_rs 13 x 10 x 9") == 1  # one of the ranks speaks
 
 
-def test_refuses_another_world_than_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nproc_that_differs_from_torchrun_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     result = invoke("--nproc", "3")
@@ -201,7 +201,7 @@ def bench_with(factory: Any, monkeypatch: pytest.MonkeyPatch, target: Path) -> A
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_wrong_result_has_no_speed(
+def test_wrong_result_hides_the_speed(
     factory: Any, complaint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     target = tmp_path / "out.json"
@@ -248,7 +248,7 @@ def test_a_stuck_rank_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         launch.measured(config, lambda *step: None, bench_methods.stuck)
 
 
-def test_what_an_op_refuses_is_told_without_a_traceback() -> None:
+def test_invalid_problem_prints_no_traceback() -> None:
     result = invoke(*SHAPE, *SHORT, "--backend", "abacus")
     assert result.exit_code == 1
     assert "backend must be" in result.stderr and "'abacus'" in result.stderr
@@ -269,7 +269,7 @@ def start_ignoring_interrupts(command: list[str], **options: Any) -> subprocess.
     ],
     ids=["SIGINT", "SIGTERM in the background"],
 )
-def test_interrupt_ends_everything(
+def test_interrupt_ends_all_processes(
     start: Callable[..., subprocess.Popen[str]], number: signal.Signals, status: int
 ) -> None:
     command = [*FLUX, "bench", "op", *SHAPE, "--repeats", "1000000"]
@@ -344,14 +344,14 @@ def test_ranks_start_together() -> None:
     assert first == sorted(first)
 
 
-def test_version() -> None:
+def test_version_option_prints_the_version() -> None:
     import flux
 
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"flux {flux.__version__}\n")
 
 
-def test_environment_is_as_before() -> None:
+def test_command_restores_the_environment() -> None:
     assert "FLUX_POISON" not in os.environ
 
 
@@ -371,7 +371,7 @@ def _listeners(parent: int, rank: int, progress: Any) -> list[tuple[str, int]]:
     return sorted(set.union(*found))
 
 
-def test_ranks_of_one_host_listen_to_it_alone() -> None:
+def test_ranks_of_one_host_listen_on_loopback_only() -> None:
     """What connects them takes pickles from whoever comes."""
     before = _listening(os.getpid())
     found = spawn.run_ranks(_listeners, os.getpid(), 2)
@@ -408,7 +408,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_of_several_hosts_meet_in_the_store_of_torchrun(tmp_path: Path) -> None:
+def test_workers_of_several_hosts_use_the_store_of_torchrun(tmp_path: Path) -> None:
     """Another store would listen on all interfaces."""
     script = tmp_path / "script.py"
     script.write_text(SEVERAL_HOSTS)

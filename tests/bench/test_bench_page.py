@@ -156,7 +156,7 @@ def test_absent_peers_and_failures_are_named() -> None:
     assert "10 of 12" in words
 
 
-def test_a_page_without_results() -> None:
+def test_page_without_results_says_not_yet_measured() -> None:
     made = document(timeline=None)
     for entry in made["entries"]:
         entry["status"] = "pending"
@@ -167,7 +167,7 @@ def test_a_page_without_results() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_negative_ect_and_no_ratio(groups: int) -> None:
+def test_charts_omit_negative_ect_and_undefined_ratios(groups: int) -> None:
     """A call that noise makes faster than its GEMM, and shapes where nothing is communicated."""
     one = suite_data.figures(0.9, 1.0, 0.0, 1.0)
     assert one["ect_ms"] < 0 and one["overlap_efficiency"] is None
@@ -215,7 +215,7 @@ def test_boxes_lie_where_their_times_are() -> None:
     assert timeline.lane_rows(events) == [("0", "gemm", "3", "20.0", "1", "60.0")]
 
 
-def test_no_events() -> None:
+def test_timeline_without_events_says_so() -> None:
     assert "No timeline" in timeline.timeline([])
 
 
@@ -356,7 +356,7 @@ def test_a_browser_shows_the_page(arguments: tuple[str, ...], tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("browser")
-def test_the_browser_sees_what_is_wrong_with_a_page(tmp_path: Path) -> None:
+def test_browser_reports_errors_of_a_damaged_page(tmp_path: Path) -> None:
     """So that the test above can fail."""
     path = tmp_path / "page.html"
     path.write_text(
@@ -380,7 +380,7 @@ def test_documents_are_not_changed_by_being_shown() -> None:
 
 
 @pytest.mark.parametrize("repeats", [None, [], [0.0] * 6])
-def test_repeats_that_give_no_interval(repeats: list[float] | None) -> None:
+def test_page_renders_when_repeats_give_no_interval(repeats: list[float] | None) -> None:
     document = suite_data.document()
     for entry in document["entries"]:
         for method in entry.get("result", {}).get("methods", {}).values():
@@ -391,7 +391,7 @@ def test_repeats_that_give_no_interval(repeats: list[float] | None) -> None:
     assert "</svg>" in page.render(document)
 
 
-def test_repeats_that_are_no_times() -> None:
+def test_repeats_that_are_not_numbers_raise() -> None:
     document = suite_data.document()
     done = next(one for one in document["entries"] if one["status"] == "done")
     done["result"]["methods"]["flux"]["repeats_ms"] = ["1"]

@@ -56,7 +56,7 @@ def test_cublasmp_reduces_to_all() -> None:
     assert measured("cublasmp", "gemm_ar", "float32").complaints == []
 
 
-def test_a_peer_with_wrong_results_has_no_speed() -> None:
+def test_wrong_result_of_a_peer_hides_its_speed() -> None:
     result = measured("wrong_async_tp", "gemm_rs")
     peer = result.methods[1]
     assert peer.metrics is None and peer.repeats_ms == []
@@ -90,7 +90,7 @@ def test_byte_flux_runs_in_its_own_processes(byte_flux: Any) -> None:
     assert peer.comm_cpu_ms is None, "its CPU time is another process's"
 
 
-def test_byte_fluxs_wrong_results_are_seen(byte_flux: Any) -> None:
+def test_wrong_results_of_byte_flux_are_detected(byte_flux: Any) -> None:
     python = byte_flux("weight = weight + 1")
     result = measured("byte_flux", "gemm_rs", python=python)
     assert any("byte_flux: rank" in text for text in result.complaints)
@@ -103,7 +103,7 @@ def test_byte_fluxs_wrong_results_are_seen(byte_flux: Any) -> None:
         ("import os; os._exit(3)", "its process is gone"),
     ],
 )
-def test_byte_fluxs_failures_name_it(fault: str, words: str, byte_flux: Any) -> None:
+def test_failure_of_byte_flux_names_the_peer(fault: str, words: str, byte_flux: Any) -> None:
     python = byte_flux(fault)
     with pytest.raises(RankFailedError) as caught:
         measured("byte_flux", "gemm_rs", python=python)
@@ -116,7 +116,9 @@ def test_another_flux_is_not_byte_flux(byte_flux: Any) -> None:
     assert reason is not None and "is not byte-flux" in reason
 
 
-def test_an_interpreter_without_byte_flux(byte_flux: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_interpreter_makes_byte_flux_unavailable(
+    byte_flux: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     byte_flux(package="raise ImportError('libflux_cuda.so is missing')\n")
     reason = byte_flux_adapter.ByteFlux().available()
     assert reason is not None and reason.endswith("ImportError: libflux_cuda.so is missing")
@@ -136,7 +138,9 @@ def test_each_peer_says_why_it_is_unavailable() -> None:
     assert all(reason for reason in reasons.values())
 
 
-def test_a_library_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_cannot_be_loaded_makes_the_peer_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from peers import cublasmp, transformer_engine
 
     def broken(name: str) -> None:
@@ -170,7 +174,7 @@ def test_problems_that_each_peer_does_not_support() -> None:
     assert [name for name, reason in wide.items() if reason is None] == ["async_tp", "cublasmp"]
 
 
-def test_peers_have_names_of_their_own() -> None:
+def test_peer_names_are_unique() -> None:
     assert [peer.name for peer in EVERYBODY] == NAMES
     assert len({peer.about for peer in EVERYBODY}) == len(EVERYBODY)
 
@@ -184,7 +188,7 @@ def test_peers_have_names_of_their_own() -> None:
         ("from flux.bench.peers import PEERS", "need different names, got async_tp, async_tp"),
     ],
 )
-def test_a_package_that_has_no_peers(
+def test_invalid_peer_package_raises(
     text: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -196,7 +200,9 @@ def test_a_package_that_has_no_peers(
         load(package)
 
 
-def test_a_package_whose_name_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_package_whose_name_is_already_imported_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "peers").mkdir()
     (tmp_path / "peers" / "__init__.py").write_text("PEERS = ()")
@@ -204,5 +210,5 @@ def test_a_package_whose_name_is_taken(tmp_path: Path, monkeypatch: pytest.Monke
         load(tmp_path / "peers")
 
 
-def test_pytorch_is_the_peer_without_a_package() -> None:
+def test_pytorch_is_the_only_peer_without_a_package() -> None:
     assert load(None) == PEERS

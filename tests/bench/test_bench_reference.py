@@ -28,7 +28,7 @@ def right(problem: Problem) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 @pytest.mark.parametrize("op", OPS)
-def test_accepts_the_right_result(op: str, dtype: str) -> None:
+def test_correct_result_is_accepted(op: str, dtype: str) -> None:
     problem, reference = alone(op, dtype)
     verdict = judge(problem, 0, right(problem), reference)
     assert verdict.ok, verdict.complaint
@@ -36,7 +36,7 @@ def test_accepts_the_right_result(op: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
-def test_accepts_any_order_of_summation(dtype: str) -> None:
+def test_any_order_of_summation_is_accepted(dtype: str) -> None:
     problem, reference = alone("gemm_rs", dtype)
     inputs = make_inputs(problem, 0, seed=7)
     wide = torch.float64 if dtype == "float64" else torch.float32
@@ -48,7 +48,7 @@ def test_accepts_any_order_of_summation(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
-def test_notices_one_missing_product_in_every_row(dtype: str) -> None:
+def test_missing_product_in_every_row_is_detected(dtype: str) -> None:
     problem, reference = alone("ag_gemm", dtype)
     inputs = make_inputs(problem, 0, seed=7)
     x = inputs.x.clone()
@@ -59,21 +59,21 @@ def test_notices_one_missing_product_in_every_row(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
-def test_notices_swapped_rows(dtype: str) -> None:
+def test_swapped_rows_are_detected(dtype: str) -> None:
     problem, reference = alone("gemm_ar", dtype)
     swapped = right(problem)
     swapped[[3, 4]] = swapped[[4, 3]]
     assert not judge(problem, 0, swapped, reference).ok
 
 
-def test_notices_a_result_of_lower_precision() -> None:
+def test_result_of_lower_precision_is_detected() -> None:
     problem, reference = alone("ag_gemm", "float32")
     inputs = make_inputs(problem, 0, seed=7)
     low = torch.mm(inputs.x.bfloat16(), inputs.weight.bfloat16().t()).float()
     assert not judge(problem, 0, low, reference).ok
 
 
-def test_names_the_element() -> None:
+def test_complaint_names_the_wrong_element() -> None:
     problem, reference = alone("ag_gemm", "float32")
     result = right(problem)
     result[17, 5] += 1
@@ -94,14 +94,14 @@ def test_nan_is_never_right() -> None:
     assert "element [39, 23]" in verdict.complaint
 
 
-def test_shape_dtype_and_type() -> None:
+def test_wrong_shape_dtype_and_type_are_named() -> None:
     problem, reference = alone("ag_gemm", "float32")
     assert "expected [40, 24]" in judge(problem, 0, right(problem)[:-1], reference).complaint
     assert "float64" in judge(problem, 0, right(problem).double(), reference).complaint
     assert "not a tensor" in judge(problem, 0, None, reference).complaint
 
 
-def test_growth_is_the_smaller_bound() -> None:
+def test_growth_returns_the_smaller_of_two_bounds() -> None:
     assert growth(1) == 1
     assert growth(100) == 100
     assert growth(10_000) == 1000

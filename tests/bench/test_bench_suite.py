@@ -168,7 +168,7 @@ def test_a_suite_of_this_machine_in_a_browser(
 # -- what is measured ------------------------------------------------------------------------------
 
 
-def test_the_papers_shapes_scaled_down_are_the_default_here(quick: list[BenchConfig]) -> None:
+def test_default_shapes_on_cpus_are_scaled_down_from_the_paper(quick: list[BenchConfig]) -> None:
     assert invoke().exit_code == 0
     assert len(quick) == 12
     assert {(c.problem.op.name, c.problem.n, c.problem.k) for c in quick} == {
@@ -183,7 +183,7 @@ def test_the_papers_shapes_scaled_down_are_the_default_here(quick: list[BenchCon
     assert ours == list(paper)
 
 
-def test_the_paper_is_the_default_on_gpus(
+def test_default_shapes_on_gpus_are_those_of_the_paper(
     quick: list[BenchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -201,7 +201,7 @@ def test_the_paper_is_the_default_on_gpus(
     assert sizes[-1] == ("gemm_rs", 8192, 12288, 49152)
 
 
-def test_ops_rows_and_options(shapes: str, quick: list[BenchConfig]) -> None:
+def test_options_select_ops_rows_and_settings(shapes: str, quick: list[BenchConfig]) -> None:
     options = ["--ops", "gemm_rs", "--m", "3,4", "--nproc", "3", "--dtype", "fp64", "--seed", "7"]
     assert invoke("--shapes", shapes, *options, "--repeats", "2", "--timeout", "9").exit_code == 0
     assert [(c.problem.op.name, c.problem.m, c.problem.world) for c in quick] == [
@@ -324,7 +324,7 @@ if __name__ == "__main__":
     assert "rank 1: exited with 9" in killed["peers"]["faulty"]
 
 
-def test_a_peer_takes_part_where_all_hosts_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_is_measured_only_if_all_hosts_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = object.__new__(suite_ranks.TorchrunRanks)
     everybody = [{"a": None, "b": None}, {"a": "not installed", "b": None}]
     monkeypatch.setattr(ranks, "agree", lambda value: everybody, raising=False)
@@ -338,7 +338,7 @@ def test_a_peer_takes_part_where_all_hosts_have_it(monkeypatch: pytest.MonkeyPat
         ([("", {"backend": "cpu"}), ("", {"backend": "cuda"})], "different plans"),
     ],
 )
-def test_what_one_rank_cannot_do_raises_on_all_ranks(
+def test_error_or_different_plan_on_one_rank_exits_on_all_ranks(
     everybody: list[Any], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for leads in (True, False):
@@ -351,7 +351,7 @@ def test_what_one_rank_cannot_do_raises_on_all_ranks(
 
 
 @pytest.mark.timeout(240)
-def test_hosts_made_of_network_namespaces(
+def test_suite_runs_on_hosts_made_of_network_namespaces(
     shapes: str, make_hosts: Callable[..., Any], tmp_path: Path
 ) -> None:
     make_hosts(2).close()  # skips where there can be none
@@ -447,7 +447,9 @@ def test_the_budget_ends_the_run_between_shapes(
     assert [config.problem.m for config in quick] == [5, 64, 6]
 
 
-def test_resuming_needs_the_same_run(shapes: str, quick: list[BenchConfig], tmp_path: Path) -> None:
+def test_resume_rejects_a_file_of_another_run(
+    shapes: str, quick: list[BenchConfig], tmp_path: Path
+) -> None:
     target = tmp_path / "out.json"
     options = ["--shapes", shapes, "--json", str(target)]
     assert invoke(*options, "--resume").exit_code == 0, "nothing there yet: begins anew"
@@ -543,7 +545,7 @@ def test_all_peers_are_excluded_when_a_rank_dies_and_no_peer_is_named() -> None:
 
 
 @pytest.mark.parametrize("fault", ["", "raise", "kill"])
-def test_peers_on_real_ranks(fault: str) -> None:
+def test_faulty_peer_is_excluded_and_other_results_stay(fault: str) -> None:
     base = BenchConfig(Problem(Op.gemm_rs, 4, 4, 4, "float32", 2), repeats=2, warmup=0)
     odd = replace(base, problem=replace(base.problem, m=5))
     peers = (Stub("fine"), Stub("faulty", fault))

@@ -120,7 +120,7 @@ def test_every_step_in_order_most_important_first(run: Run) -> None:
     assert {path.name for path in (found.work / "state").iterdir()} == set(ORDER)
 
 
-def test_files_to_bring_home_are_few_and_there_after_every_step(run: Run) -> None:
+def test_results_are_packed_after_every_step(run: Run) -> None:
     found = run("environment")
     pack = found.work / "pack"
     assert {path.name for path in pack.iterdir()} == {"results.tar.gz", "summary.txt"}
@@ -148,7 +148,7 @@ def test_too_large_files_are_named_and_left_out(run: Run) -> None:
     assert found.status == 0 and (pack / "results.tar.gz").stat().st_size < 1 << 20
 
 
-def test_a_step_that_fails_does_not_stop_those_behind_it(run: Run) -> None:
+def test_failed_step_does_not_stop_later_steps(run: Run) -> None:
     found = run(FAIL="--plain --version")
     assert found.status == 1 and found.steps == ORDER
     assert (found.work / "state" / "plain").read_text() == "9\n"
@@ -165,7 +165,7 @@ def test_done_steps_are_skipped_unless_asked_for_again(run: Run) -> None:
     assert run("fp8").called("gpu_kernels.py") == 0
 
 
-def test_a_step_that_is_cut_short_is_begun_anew(run: Run) -> None:
+def test_interrupted_step_restarts(run: Run) -> None:
     found = run("plain", "fp8", FLUX_GPU_CHECK_S="7", SLOW="--plain")
     assert found.status == 1
     assert "plain: cut short" in found.output and "fp8: no time left" in found.output
@@ -194,7 +194,7 @@ def test_absent_plugins_skip_their_steps(run: Run, tmp_path: Path) -> None:
     assert "test_gpu: skipped, there is no missing_plugin" in found.output
 
 
-def test_no_test_of_that_name_is_no_failure_but_a_failing_one_is(run: Run) -> None:
+def test_step_fails_if_a_test_fails_but_not_if_none_is_selected(run: Run) -> None:
     assert run("test_regressions").status == 0
     found = run("--again", "test_regressions", REGRESSION="1")
     assert found.status == 1 and "test_regressions: status 1" in found.output
@@ -206,7 +206,7 @@ def test_kernels_load_eagerly(run: Run, tmp_path: Path) -> None:
     assert run("plain").called("loading EAGER") == 1
 
 
-def test_wrong_arguments(run: Run) -> None:
+def test_invalid_argument_exits_with_status_2(run: Run) -> None:
     assert run("--agian").status == 2
 
 
@@ -266,7 +266,7 @@ def nothing(_: int) -> None:
     pass
 
 
-def test_rounds_that_the_host_was_too_slow_for_are_repeated(
+def test_rounds_with_a_slow_host_are_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sleeps, firsts = [], []

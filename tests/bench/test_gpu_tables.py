@@ -76,7 +76,7 @@ def test_every_mark_of_the_page_has_its_table(folder: Path) -> None:
     assert tables.filled(text, made) == text
 
 
-def test_kernels(folder: Path) -> None:
+def test_kernel_tables_show_times_and_wrong_results(folder: Path) -> None:
     made = {name: make() for name, make in gpu_tables.tables(folder).items()}
     row = f"| 8192 x 640 x 320 | 1.000 | 777 | {TILE} | 1.250 (1.200 to 1.300) |"
     assert row in made["h200_plain"] and "| 64 x" not in made["h200_plain"]
@@ -88,7 +88,7 @@ def test_kernels(folder: Path) -> None:
     assert "torch._scaled_mm ms" in made["h200_fp8_plain"] and TILE in made["h200_fp8_fused"]
 
 
-def test_loopback_and_virtual(folder: Path) -> None:
+def test_loopback_and_virtual_tables_show_times_and_wrong_results(folder: Path) -> None:
     made = {name: make() for name, make in gpu_tables.tables(folder).items()}
     row = "| ag_gemm, 4, 8192 | 3.250 | 11.0 | 14.5 | 3.500 | 75% (70% to 80%) | 88% |"
     assert f"{row} flux push 256 rows: 3.375 ms |" in made["h200_loopback"]

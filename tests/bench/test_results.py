@@ -132,7 +132,7 @@ def test_bars_beyond_the_axis_are_cut_and_keep_their_value() -> None:
         assert said in texts
 
 
-def test_segments_add_up() -> None:
+def test_segment_widths_add_up_to_the_total() -> None:
     root = drawn(stacked=True)
     assert [one.text for one in root.iter(f"{SVG}text")].count("4.00") == 1
     assert sum(rectangles(root)[-2:]) / rectangles(root)[0] == pytest.approx(8, 0.01)

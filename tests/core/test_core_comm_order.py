@@ -179,7 +179,7 @@ def test_hierarchical_goes_between_nodes_first(mesh: Mesh, direction: int) -> No
         assert far == list(range(mesh[0] - 1))
 
 
-def test_the_order_of_the_paper() -> None:
+def test_pull_order_is_that_of_the_flux_paper() -> None:
     """Flux paper, 4.3: rank 5 of 8 pulls from ranks 6, 7, 0, 1, 2, 3, 4."""
     hops = receives(DIRECT, (1, 1, 8), PULL, 5)
     assert [chunk for chunk, _ in hops] == [6, 7, 0, 1, 2, 3, 4]

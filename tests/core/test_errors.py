@@ -88,7 +88,9 @@ def bad_construction(rank: int, world: int, op: str, options: dict[str, Any], wo
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_bad_argument_on_one_rank(op: str, options: dict[str, Any], words: str) -> None:
+def test_invalid_constructor_argument_on_one_rank_raises_on_all(
+    op: str, options: dict[str, Any], words: str
+) -> None:
     run_ranks(2, bad_construction, op, options, words)
 
 
@@ -131,7 +133,7 @@ def differing_classes(rank: int, world: int) -> None:
     GemmAR(**GOOD).close()
 
 
-def test_ranks_that_build_different_ops() -> None:
+def test_ranks_that_build_different_ops_raise() -> None:
     run_ranks(3, differing_classes)
 
 
@@ -144,7 +146,7 @@ def bad_for_the_world(rank: int, world: int) -> None:
         assert "n" in refusal(lambda cls=cls: cls(max_m=8, n=(6, 6), k=4))
 
 
-def test_arguments_that_the_world_forbids() -> None:
+def test_arguments_that_do_not_fit_the_world_raise() -> None:
     run_ranks(3, bad_for_the_world)
 
 
@@ -163,7 +165,7 @@ def bad_environment(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["FLUX_POISON", "FLUX_SPIN_US"])
-def test_an_unreadable_environment_variable_on_one_rank(name: str) -> None:
+def test_invalid_environment_variable_on_one_rank_raises_on_all(name: str) -> None:
     run_ranks(2, bad_environment, name, timeout=20)
 
 
@@ -189,7 +191,7 @@ def groups(rank: int, world: int) -> None:
         dist.destroy_process_group(pair)
 
 
-def test_groups() -> None:
+def test_invalid_process_groups_raise() -> None:
     run_ranks(3, groups)
 
 
@@ -285,7 +287,9 @@ def bad_calls(rank: int, world: int, op_name: str, path: str, wrong_rank: int) -
 @pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("world", "wrong_rank"), [(1, 0), (2, 0), (3, 2)])
-def test_a_bad_call_on_one_rank(op: str, world: int, wrong_rank: int, path: str) -> None:
+def test_invalid_call_on_one_rank_raises_on_all_ranks(
+    op: str, world: int, wrong_rank: int, path: str
+) -> None:
     run_ranks(world, bad_calls, op, path, wrong_rank)
 
 
@@ -303,7 +307,7 @@ def bad_everywhere(rank: int, world: int, op_name: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_same_bad_call_everywhere(op: str) -> None:
+def test_same_invalid_call_on_all_ranks_raises(op: str) -> None:
     run_ranks(3, bad_everywhere, op)
 
 
@@ -322,7 +326,7 @@ def refused_in_a_row(rank: int, world: int, op_name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_consecutive_refusals(op: str) -> None:
+def test_op_stays_usable_after_consecutive_invalid_calls(op: str) -> None:
     run_ranks(3, refused_in_a_row, op, 50)
 
 
@@ -343,7 +347,7 @@ def differing_m(rank: int, world: int, op_name: str, path: str, streams: int) ->
 @pytest.mark.parametrize("streams", [0, 1])
 @pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
 @pytest.mark.parametrize("op", OPS)
-def test_ranks_that_disagree_on_m(op: str, path: str, streams: int) -> None:
+def test_ranks_that_disagree_on_m_raise(op: str, path: str, streams: int) -> None:
     run_ranks(3, differing_m, op, path, streams)
 
 
@@ -357,7 +361,7 @@ def bias_on_one_rank(rank: int, world: int, op_name: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
-def test_a_bias_on_one_rank_only(op: str) -> None:
+def test_bias_on_one_rank_only_raises(op: str) -> None:
     run_ranks(3, bias_on_one_rank, op)
 
 
@@ -390,7 +394,7 @@ def illegal_for_some_m(rank: int, world: int, op_name: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
-def test_knobs_that_are_illegal_for_this_m(op: str) -> None:
+def test_knobs_that_are_illegal_for_one_m_raise(op: str) -> None:
     run_ranks(2, illegal_for_some_m, op)
 
 
@@ -410,7 +414,7 @@ def closed_op(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_a_closed_op(world: int) -> None:
+def test_closed_op_raises(world: int) -> None:
     run_ranks(world, closed_op)
 
 
@@ -447,7 +451,7 @@ def forked(rank: int, world: int, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["leave", "close", "del"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_calls_in_a_forked_child(world: int, how: str) -> None:
+def test_call_in_a_forked_child_raises(world: int, how: str) -> None:
     run_ranks(world, forked, how)
 
 
@@ -481,11 +485,11 @@ def a_second_thread(rank: int, world: int) -> None:
         good_call(op, problem, rank, world, 12, seed=2)
 
 
-def test_two_threads_in_one_op() -> None:
+def test_second_thread_in_an_op_raises() -> None:
     run_ranks(2, a_second_thread)
 
 
-def test_the_error_is_a_runtime_error() -> None:
+def test_peer_timeout_error_is_a_runtime_error() -> None:
     assert issubclass(flux.PeerTimeoutError, RuntimeError)
 
 
@@ -521,7 +525,7 @@ def _alone(rank: int, world: int, where: str) -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["choice", "backend", "memory", "late"])
-def test_a_rank_that_fails_while_an_op_is_built(where: str) -> None:
+def test_failure_of_a_rank_during_construction_raises_on_all(where: str) -> None:
     """The others waited for it as long as the group does: half an hour."""
     first, own = run_ranks(2, _alone, where)
     assert own == ["RuntimeError: a rank's own", "OverflowError: trouble"]

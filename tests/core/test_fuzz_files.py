@@ -70,9 +70,7 @@ NO_FILES: dict[str, Callable[[Path], None]] = {
 @pytest.mark.timeout(60)  # a pipe that is waited for
 @pytest.mark.parametrize("what", NO_FILES)
 @pytest.mark.parametrize("name", ON_DISK)
-def test_what_is_not_a_regular_file_is_refused_without_waiting(
-    name: str, what: str, tmp_path: Path
-) -> None:
+def test_special_files_are_refused_without_waiting(name: str, what: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     path = place(kind, tmp_path / "files", b"")
     path.unlink()
@@ -143,7 +141,7 @@ def test_equal_documents_are_read_as_equal(name: str, tmp_path: Path) -> None:
         (b"", "not JSON: Expecting value: line 1 column 1"),
     ],
 )
-def test_json_is_regular(text: bytes, complaint: str) -> None:
+def test_unusual_json_is_refused(text: bytes, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint) as caught:
         datafile.parse_json(text)
     assert str(caught.value).isprintable()
@@ -179,7 +177,9 @@ CLUSTER = KINDS["cluster"].sample.decode()
         ('name = "', f'name = "{"x" * 1001}', r"name: expected at most 1000 printable characters"),
     ],
 )
-def test_toml_is_regular(tmp_path: Path, old: str, new: str, complaint: str) -> None:
+def test_toml_with_invalid_values_is_refused(
+    tmp_path: Path, old: str, new: str, complaint: str
+) -> None:
     assert old in CLUSTER
     file = tmp_path / "c.toml"
     file.write_text(CLUSTER.replace(old, new))

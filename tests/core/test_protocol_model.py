@@ -37,7 +37,7 @@ def test_no_interleaving_breaks_the_protocol(device: RecordingDevice, scenario: 
     assert report.states > 10
 
 
-def test_addresses_that_others_have_left_behind(device: RecordingDevice) -> None:
+def test_stale_multicast_addresses_do_not_affect_a_scenario(device: RecordingDevice) -> None:
     members = (ctypes.c_size_t * 4)()
     device.library.multicast_add(ctypes.c_size_t(0), ctypes.c_size_t(1 << 62), members, 4)
     check(device, Scenario(("gemm_rs",), 3, (3, 5, 1), captured=(0, 1, 2), switch=True))
@@ -52,7 +52,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("scenario", SMALL, ids=str)
-def test_without_any_reduction(device: RecordingDevice, scenario: Scenario) -> None:
+def test_literal_and_reduced_search_agree(device: RecordingDevice, scenario: Scenario) -> None:
     literal = check(device, scenario, Mode.literal)
     reduced = check(device, scenario, Mode.reduced)
     assert literal.states > 10 * reduced.states
@@ -62,7 +62,7 @@ def test_without_any_reduction(device: RecordingDevice, scenario: Scenario) -> N
 
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("op", OPS)
-def test_kernels_with_fewer_blocks_than_tiles(
+def test_protocol_holds_with_fewer_blocks_than_tiles(
     device: RecordingDevice, op: str, blocks: int
 ) -> None:
     """A tile that waits holds up those that its block takes after it."""
@@ -72,7 +72,7 @@ def test_kernels_with_fewer_blocks_than_tiles(
 
 # Seed 6 draws a scenario with some hundred times the states of the others.
 @pytest.mark.parametrize("seed", [seed for seed in range(13) if seed != 6])
-def test_drawn_scenarios(device: RecordingDevice, seed: int) -> None:
+def test_protocol_holds_in_random_scenarios(device: RecordingDevice, seed: int) -> None:
     rng = random.Random(seed)
     check(device, drawn(rng), blocks=rng.choice([None, 1, 2]))
 
@@ -121,14 +121,14 @@ def unsigned(observed: int, expected: int) -> bool:
 
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
-def test_epochs_that_are_compared_without_their_wrap(device: RecordingDevice, op: str) -> None:
+def test_epoch_comparison_without_wrap_around_is_found(device: RecordingDevice, op: str) -> None:
     scenario = Scenario((op,), 2, (4, 4, 4), epochs=LAST_EPOCHS)
     report = explore(program_of(record(device, scenario)), reached=unsigned)
     assert report.violation is not None
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_calls_need_epochs_of_their_own(device: RecordingDevice, op: str) -> None:
+def test_calls_that_share_an_epoch_are_found(device: RecordingDevice, op: str) -> None:
     """A captured graph that is replayed would use the same ones again."""
     report = explore(program_of(record(device, Scenario((op,), 2, (4, 4), epochs=(1, 1)))))
     assert report.violation is not None

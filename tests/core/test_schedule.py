@@ -187,7 +187,7 @@ def test_slabs_are_the_tiles_in_order_and_own_rows_are_one(op: str, hosts: str) 
 # -- what people see -------------------------------------------------------------------------------
 
 
-def test_all_gather_in_print() -> None:
+def test_printed_all_gather_shows_arrival_order_and_waits() -> None:
     lines = str(of_rank(1)).splitlines()
     assert lines[0] == "ag_gemm m=16 n=12 k=8, rank 1 of 4 (1 node(s) x 1 domain(s) x 4 rank(s))"
     assert "tile=4x3" in lines[1] and "direction=push" in lines[1]
@@ -209,7 +209,7 @@ def test_all_gather_in_print() -> None:
     ]
 
 
-def test_reduce_scatter_in_print() -> None:
+def test_printed_reduce_scatter_shows_the_owner_order() -> None:
     text = str(of_rank(1, "gemm_rs"))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "0 rows [8, 12) columns [0, 12) owner 2 then transfers [0, 2) leave" in lines
@@ -221,14 +221,14 @@ def test_reduce_scatter_in_print() -> None:
     assert first == [1, 2, 3, 0]
 
 
-def test_all_reduce_in_print() -> None:
+def test_printed_all_reduce_shows_transfers_of_the_result() -> None:
     text = str(of_rank(1, "gemm_ar"))
     assert "transfers of the result (6, pull, store direct):" in text
     assert "rank 2 -> 1  rows [8, 10)  chunk 2 tile 0" in text
     assert "rank 1 -> 2" in str(of_rank(1, "gemm_ar", knobs=Knobs(direction="push")))
 
 
-def test_ragged_and_forwarded_tiles_in_print() -> None:
+def test_printed_schedule_shows_ragged_and_forwarded_tiles() -> None:
     schedule = make_schedule(
         "ag_gemm",
         (7, 12, 8),
@@ -259,7 +259,7 @@ def test_ragged_and_forwarded_tiles_in_print() -> None:
     ],
     ids=str,
 )
-def test_bad_arguments(arguments: tuple[Any, ...], words: str) -> None:
+def test_invalid_arguments_raise(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_schedule(*arguments)
 
@@ -285,7 +285,7 @@ def test_bad_arguments(arguments: tuple[Any, ...], words: str) -> None:
     ],
     ids=str,
 )
-def test_illegal_knobs(knobs: dict[str, Any], words: str) -> None:
+def test_illegal_knobs_raise(knobs: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Knobs(**knobs)
 
@@ -309,7 +309,7 @@ def test_store_direct_needs_tiles_inside_one_owner(op: str) -> None:
         assert all(v.owner >= 0 for v in schedule.visits)
 
 
-def test_bad_topologies() -> None:
+def test_invalid_topologies_raise() -> None:
     for bad in ({"nodes": 0}, {"domains": -1}, {"lanes": 0}):
         (name, value), *_ = bad.items()
         with pytest.raises(ValueError, match=rf"Topology.{name} must be at least 1, got {value}"):
@@ -340,7 +340,7 @@ LARGEST = 2**30
     ],
     ids=str,
 )
-def test_counts_beyond_32_bits(
+def test_counts_beyond_32_bits_raise_or_are_clipped(
     op: str, shape: tuple[int, int, int], knobs: dict[str, Any], words: str
 ) -> None:
     """2**31 tiles were none: a call returned whatever its memory held."""
@@ -352,7 +352,7 @@ def test_counts_beyond_32_bits(
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_largest_extents(op: str) -> None:
+def test_largest_extents_do_not_overflow(op: str) -> None:
     """No sum or product of them leaves 32 bits."""
     m = LARGEST
     knobs = Knobs(tile=(LARGEST // 2 - 1, 8), comm_tile_rows=LARGEST // 3)

@@ -26,7 +26,7 @@ def several_weights(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_several_weights(world: int) -> None:
+def test_several_weights_share_one_gather(world: int) -> None:
     run_ranks(world, several_weights)
 
 
@@ -57,7 +57,7 @@ def fewer_columns_than_ranks(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [3, 8])
-def test_fewer_columns_than_ranks(world: int) -> None:
+def test_ranks_without_columns_take_part(world: int) -> None:
     run_ranks(world, fewer_columns_than_ranks)
 
 
@@ -76,7 +76,7 @@ def expanded(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_expanded_inputs(world: int) -> None:
+def test_expanded_inputs_give_correct_results(world: int) -> None:
     run_ranks(world, expanded)
 
 

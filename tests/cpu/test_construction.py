@@ -101,7 +101,7 @@ def _late_to_connect(rank: int, world: int) -> str:
     return str(raised.value)
 
 
-def test_a_peer_that_does_not_connect() -> None:
+def test_peer_that_does_not_connect_raises() -> None:
     with fresh_ranks(2) as ranks:
         heard = ranks.run(_late_to_connect, timeout=60.0)[0]
     assert "GemmRS: rank 0" in heard and ("connect" in heard), heard
@@ -122,7 +122,7 @@ def _interrupted(rank: int, world: int) -> None:
     _done()
 
 
-def test_ctrl_c_while_an_op_is_built() -> None:
+def test_ctrl_c_interrupts_construction() -> None:
     with fresh_ranks(2) as ranks:
         ranks.run(_interrupted, timeout=60.0)
 
@@ -159,7 +159,7 @@ sys.exit(3)
 """
 
 
-def test_the_program_ends_while_a_rank_waits(tmp_path: Path) -> None:
+def test_program_ends_normally_while_a_rank_waits(tmp_path: Path) -> None:
     """A thread that came back from torch meanwhile aborted the process."""
     command = [sys.executable, "-c", ENDS, str(tmp_path / "store")]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -190,7 +190,7 @@ sys.exit(3)
 """
 
 
-def test_a_thread_that_starts_while_the_program_ends_enters_nothing() -> None:
+def test_wait_started_after_the_exit_handlers_is_not_entered() -> None:
     done = subprocess.run([sys.executable, "-c", LATE], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 3, done.stderr
 
@@ -274,6 +274,6 @@ def _fails_late(rank: int, world: int) -> None:
             op(torch.zeros(2, 8), torch.zeros(8 // world, 8))
 
 
-def test_compared_ops_have_one_number_after_a_failure() -> None:
+def test_op_numbers_agree_among_ranks_after_a_failure() -> None:
     with fresh_ranks(2) as ranks:
         ranks.run(_fails_late, timeout=60.0)

@@ -70,7 +70,7 @@ def _check_rank_0(ended: list[tuple[int, str]], error: str) -> None:
     assert "terminate called" not in text
 
 
-def test_daemon_thread_inside_of_a_native_wait(tmp_path: Path) -> None:
+def test_program_ends_with_a_daemon_thread_in_a_native_wait(tmp_path: Path) -> None:
     """It comes back for the GIL while the interpreter ends, and nothing has told it to leave."""
     body = """
     if rank == 1:
@@ -92,7 +92,7 @@ def test_daemon_thread_inside_of_a_native_wait(tmp_path: Path) -> None:
     _check_rank_0(_ends(tmp_path, body), "ValueError: as planned")
 
 
-def test_interrupted_close_between_hosts(tmp_path: Path) -> None:
+def test_program_ends_after_an_interrupted_close_between_hosts(tmp_path: Path) -> None:
     """The threads that it has left inside of gloo end before the interpreter does."""
     body = """
     built = op(network=True)
@@ -106,7 +106,7 @@ def test_interrupted_close_between_hosts(tmp_path: Path) -> None:
     _check_rank_0(_ends(tmp_path, body), "RuntimeError: as Ctrl-C")
 
 
-def test_failure_that_nobody_was_told(tmp_path: Path) -> None:
+def test_program_ends_after_an_unreported_construction_failure(tmp_path: Path) -> None:
     """A rank that could not build an op ends while its peer still has not heard of that."""
     body = """
     exchange = Exchange(dist.group.WORLD)
@@ -120,7 +120,7 @@ def test_failure_that_nobody_was_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("network", [False, True], ids=["shared_memory", "network"])
-def test_peers_hear_of_an_end(tmp_path: Path, network: bool) -> None:
+def test_peers_raise_when_a_program_ends(tmp_path: Path, network: bool) -> None:
     """Also where the op is never collected, as behind a compiled graph."""
     body = f"""
     import ctypes
@@ -138,7 +138,7 @@ def test_peers_hear_of_an_end(tmp_path: Path, network: bool) -> None:
     assert "did not deliver" not in text
 
 
-def test_call_inside_at_the_end(tmp_path: Path) -> None:
+def test_exit_interrupts_a_call_in_progress(tmp_path: Path) -> None:
     """It is told to leave, and Ctrl-C ends what takes too long from then on."""
     body = """
     built = op(network=True)
@@ -183,7 +183,7 @@ def test_call_inside_at_the_end(tmp_path: Path) -> None:
     assert "SIGINT: 0" in ended[0][1] or "SIGINT: Handlers.SIG_DFL" in ended[0][1]
 
 
-def test_end_while_another_thread_closes(tmp_path: Path) -> None:
+def test_exit_waits_for_a_thread_that_closes_the_op(tmp_path: Path) -> None:
     """The end waits: that thread may not be inside of gloo either."""
     body = """
     built = op(network=True)
@@ -220,7 +220,7 @@ def test_end_while_another_thread_closes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_the_end_waits_for_gloo(named: bool) -> None:
+def test_exit_waits_for_gloo(named: bool) -> None:
     """Its threads drop the tensors of a collective late, and need the GIL for that."""
     begun, done = threading.Event(), threading.Event()
     process = Path("/proc/self/comm").read_text().rstrip()
@@ -239,7 +239,7 @@ def test_the_end_waits_for_gloo(named: bool) -> None:
 
 
 @pytest.mark.timeout(200 * STRESS)
-def test_endings(tmp_path: Path) -> None:
+def test_programs_end_without_findings(tmp_path: Path) -> None:
     """A few of the many that tests/support/endings.py makes."""
     report = tmp_path / "endings.json"
     subprocess.run(

@@ -51,7 +51,7 @@ def test_every_dtype_layout_and_weight_order(op: str, world: int, path: str) -> 
     ],
     ids=str,
 )
-def test_a_problem_that_needs_the_copy_thread(op: str, knobs: Knobs) -> None:
+def test_problem_that_needs_the_copy_thread_matches_float64(op: str, knobs: Knobs) -> None:
     """Megabytes, so that the heuristic's own choice is the worker, several tiles and slabs."""
     n, k = (96, 700) if op == "ag_gemm" else (700, 96)
     calls = tuple(Call(m, seed=m, gather=op == "ag_gemm") for m in (4200, 1, 3999))

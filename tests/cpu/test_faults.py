@@ -129,7 +129,7 @@ KNOBS = {
 
 @pytest.mark.parametrize("when", ["before", "gemm", "copying"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_killed_rank(world: int, when: str) -> None:
+def test_killed_rank_raises_on_survivors(world: int, when: str) -> None:
     with nothing_left_in_shared_memory(), contextlib.ExitStack() as stack:
         groups = {op: stack.enter_context(fresh_ranks(world)) for op in OPS}
         for op, ranks in groups.items():
@@ -167,7 +167,7 @@ def killed_in_a_collective(rank: int, world: int, op_name: str) -> dict[str, Any
 
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
-def test_a_rank_killed_on_the_library_path(op: str) -> None:
+def test_rank_killed_on_the_library_path_raises_on_survivors(op: str) -> None:
     """Of 4 ranks in a ring one has no connection to the dead one that it would miss."""
     with nothing_left_in_shared_memory(), fresh_ranks(4) as ranks:
         ranks.start(killed_in_a_collective, op)
@@ -196,7 +196,7 @@ def killed_while_building(rank: int, world: int, at: str) -> Any:
 
 
 @pytest.mark.parametrize("at", ["segment_of", "attach"])
-def test_a_rank_killed_while_an_op_is_built(at: str) -> None:
+def test_rank_killed_during_construction_raises_on_survivors(at: str) -> None:
     """Before the others know of its segment, and after."""
     with nothing_left_in_shared_memory(), fresh_ranks(3) as ranks:
         ranks.start(killed_while_building, at)
@@ -222,7 +222,9 @@ def building(rank: int, world: int, folder: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["mapping", *range(4)])
-def test_process_groups_killed_while_an_op_is_built(where: str | int, tmp_path: Path) -> None:
+def test_group_killed_during_construction_leaves_no_shared_memory(
+    where: str | int, tmp_path: Path
+) -> None:
     """When all segments are made and none is mapped, and at random moments. Nobody is left to
     clear up."""
     with nothing_left_in_shared_memory(), fresh_ranks(2) as ranks:
@@ -280,7 +282,7 @@ def stalled(rank: int, world: int, op_name: str, timeout_s: float, where: str) -
 
 @pytest.mark.alone
 @pytest.mark.parametrize("where", ["before", "inside"])
-def test_a_stalled_rank(where: str) -> None:
+def test_stalled_rank_raises_on_all_ranks(where: str) -> None:
     """The others give it up; when it goes on, it hears of that at once."""
     with contextlib.ExitStack() as stack:
         groups = {op: stack.enter_context(fresh_ranks(3)) for op in OPS}
@@ -307,7 +309,7 @@ def test_a_stalled_rank(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "inside"])
-def test_a_rank_that_stalls_for_a_while(where: str) -> None:
+def test_stall_shorter_than_the_timeout_is_survived(where: str) -> None:
     """Shorter than the timeout: everybody just waits, and the numbers are right."""
     with contextlib.ExitStack() as stack:
         groups = {op: stack.enter_context(fresh_ranks(3)) for op in OPS}
@@ -389,7 +391,7 @@ def interrupted(rank: int, world: int, op_name: str) -> float:
     return took
 
 
-def test_ctrl_c_while_waiting() -> None:
+def test_ctrl_c_interrupts_a_wait() -> None:
     with nothing_left_in_shared_memory(), contextlib.ExitStack() as stack:
         groups = [stack.enter_context(fresh_ranks(3)) for _ in OPS]
         for op, ranks in zip(OPS, groups, strict=True):
@@ -419,7 +421,7 @@ def leaving(rank: int, world: int, op_name: str, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["close", "del"])
-def test_a_peer_closes_the_op_while_we_wait(how: str) -> None:
+def test_close_by_a_peer_raises_in_waiting_ranks(how: str) -> None:
     with fresh_ranks(2) as ranks:
         for op in OPS:
             text, _ = ranks.run(leaving, op, how, timeout=20)
@@ -453,7 +455,7 @@ def failing_inside(rank: int, world: int) -> str:
     return text
 
 
-def test_an_error_inside_a_call() -> None:
+def test_error_inside_a_call_raises_on_peers_before_the_timeout() -> None:
     with fresh_ranks(2) as ranks:
         assert "rank 1 gave up" in ranks.run(failing_inside, timeout=20)[0]
 
@@ -517,7 +519,7 @@ def with_small_shared_memory(rank: int, world: int, size: int) -> list[str] | No
     return texts
 
 
-def test_a_full_shared_memory() -> None:
+def test_full_shared_memory_raises_on_all_ranks() -> None:
     with fresh_ranks(2) as ranks:
         results = ranks.run(with_small_shared_memory, 1 << 20, timeout=30)
     if None in results:

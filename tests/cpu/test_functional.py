@@ -114,7 +114,7 @@ def _refusals(rank: int, world: int) -> list[str]:
     return texts
 
 
-def test_refused_on_every_rank_and_nothing_lost() -> None:
+def test_invalid_call_raises_on_every_rank_and_the_next_succeeds() -> None:
     texts = run_ranks(3, _refusals)
     for here, there in zip(texts[1], texts[0], strict=True):
         assert "rank 1 refused" in there

@@ -96,7 +96,7 @@ def world_of_one(rank: int, world: int) -> None:
         op.close()
 
 
-def test_a_world_of_one_needs_nothing() -> None:
+def test_single_rank_needs_no_workspace() -> None:
     run_ranks(1, world_of_one)
 
 
@@ -147,7 +147,7 @@ def refused_construction(rank: int, world: int) -> None:
     assert settled(before) == before
 
 
-def test_a_refused_construction_holds_nothing() -> None:
+def test_failed_construction_holds_no_memory() -> None:
     with nothing_left_in_shared_memory():
         run_ranks(2, refused_construction)
 
@@ -218,7 +218,7 @@ def closing_inside(rank: int, world: int, op_name: str, how: str, streams: int) 
 @pytest.mark.parametrize("how", ["thread", "signal"])
 @pytest.mark.parametrize("streams", [0, 1])
 @pytest.mark.parametrize("op", OPS)
-def test_closing_while_a_call_is_inside(op: str, how: str, streams: int) -> None:
+def test_close_interrupts_a_call_in_progress(op: str, how: str, streams: int) -> None:
     with nothing_left_in_shared_memory():
         run_ranks(2, closing_inside, op, how, streams)
 
@@ -243,7 +243,7 @@ def closing_at_random(rank: int, world: int) -> None:
         op.close()
 
 
-def test_closing_at_random_moments() -> None:
+def test_close_at_random_moments_raises_in_calls() -> None:
     with nothing_left_in_shared_memory():
         run_ranks(2, closing_at_random)
 
@@ -376,7 +376,7 @@ def two_groups(rank: int, world: int) -> None:
     dist.destroy_process_group(mine)
 
 
-def test_two_groups_at_once() -> None:
+def test_ops_of_overlapping_groups_work_together() -> None:
     run_ranks(4, two_groups)
 
 
@@ -463,7 +463,7 @@ def life_of_an_op(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_life_of_an_op(world: int) -> None:
+def test_op_reports_schedule_and_closed_state(world: int) -> None:
     run_ranks(world, life_of_an_op)
 
 
@@ -478,7 +478,7 @@ def in_a_cycle(rank: int, world: int) -> None:
     assert held()["segments"] == before["segments"] and held()["threads"] <= before["threads"]
 
 
-def test_an_op_that_is_garbage_collected() -> None:
+def test_garbage_collected_op_is_closed() -> None:
     run_ranks(2, in_a_cycle)
 
 

@@ -132,7 +132,7 @@ def bits_of_every_way(rank: int, world: int, op_name: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_way_gives_the_same_bits(world: int, op: str, dtype: torch.dtype) -> None:
+def test_every_transport_path_gives_the_same_bits(world: int, op: str, dtype: torch.dtype) -> None:
     run_ranks(world, bits_of_every_way, op, dtype)
 
 

@@ -239,7 +239,7 @@ def test_only_the_output_is_written(dtype: torch.dtype, columns: int) -> None:
 
 
 @dtypes
-def test_nothing_to_do(dtype: torch.dtype) -> None:
+def test_empty_input_writes_no_output(dtype: torch.dtype) -> None:
     out = torch.full((1, 1), 3.0, dtype=dtype)
     address = [out.data_ptr()]
     for rows, columns in ((0, 5), (0, 0)):

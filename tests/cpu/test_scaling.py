@@ -25,7 +25,9 @@ FP8 = torch.float8_e4m3fn
         (flux.GemmAR, {"tuning": flux.Knobs(reduce="in_flight")}, "needs backend cuda"),
     ],
 )
-def test_what_cannot_be_built(op: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_scaling_and_activation_options_raise(
+    op: Any, options: dict[str, Any], message: str
+) -> None:
     run_ranks(1, _cannot_be_built, op, options, message)
 
 
@@ -94,5 +96,5 @@ def _no_grad(rank: int, world: int) -> None:
             assert op(x, weight).shape == (8, 3)
 
 
-def test_an_activation_is_not_differentiated() -> None:
+def test_gradient_through_an_activation_raises() -> None:
     run_ranks(2, _no_grad)

@@ -65,7 +65,7 @@ def in_child(body: Callable[[], str]) -> str:
     return text
 
 
-def test_a_process_that_cannot_be_inspected() -> None:
+def test_attach_to_an_uninspectable_process_is_denied() -> None:
     """As after prctl(PR_SET_DUMPABLE, 0), or of a program with privileges of its own."""
 
     def as_nobody() -> str:
@@ -86,7 +86,7 @@ def test_a_process_that_cannot_be_inspected() -> None:
     assert re.search(r"Permission denied: /proc/\d+/fd/\d+", in_child(as_nobody))
 
 
-def test_a_filesystem_without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_support_for_unnamed_files_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> int:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 

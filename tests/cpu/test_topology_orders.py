@@ -42,7 +42,7 @@ def _orders(rank: int, world: int, mesh: flux.Topology) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES + WIDE, ids=str)
-def test_orders_on_a_mesh(mesh: flux.Topology) -> None:
+def test_every_order_on_a_mesh_matches_float64(mesh: flux.Topology) -> None:
     run_ranks(mesh.world, _orders, mesh)
 
 

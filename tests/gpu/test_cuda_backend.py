@@ -66,7 +66,7 @@ def test_every_dtype_layout_and_weight_order(
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_reduced_in_flight(device: EmulatedDevice, op: str, world: int) -> None:
+def test_in_flight_reduction_is_exact(device: EmulatedDevice, op: str, world: int) -> None:
     """Small integers, whose sums are exact in any order."""
     device.set_delay(1000)
     p = problem(op, 30, n=24, k=4 * world)
@@ -274,7 +274,9 @@ def test_calls_on_changing_streams_follow_one_another(device: EmulatedDevice) ->
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_repeated_calls_are_recognised(device: EmulatedDevice, op: str) -> None:
+def test_cached_call_is_reused_only_for_identical_arguments(
+    device: EmulatedDevice, op: str
+) -> None:
     """Same weight and bias objects, other contents; then each thing that makes a call another."""
     device.set_delay(0)
     p = problem(op, 12)
@@ -410,7 +412,7 @@ def test_ranks_must_build_the_same(device: EmulatedDevice) -> None:
         ({"tuning": Knobs(path="unfused")}, "path = unfused needs a process group"),
     ],
 )
-def test_options_that_virtual_ranks_do_not_support(
+def test_options_unsupported_on_virtual_ranks_raise(
     device: EmulatedDevice, options: dict[str, object], message: str
 ) -> None:
     with VirtualWorld(2, device) as ranks, pytest.raises(ValueError, match=message):
@@ -418,7 +420,7 @@ def test_options_that_virtual_ranks_do_not_support(
         flux.GemmRS(ranks.rank(0), max_m=8, n=4, k=4, **given)  # type: ignore[arg-type]
 
 
-def test_the_world_and_its_ranks_are_checked(device: EmulatedDevice) -> None:
+def test_invalid_world_and_rank_raise(device: EmulatedDevice) -> None:
     with pytest.raises(ValueError, match="1 to 15 ranks, got 0"):
         VirtualWorld(0, device)
     with VirtualWorld(2, device) as ranks, pytest.raises(ValueError, match=r"in \[0, 2\), got 2"):
@@ -442,7 +444,7 @@ def test_a_world_without_a_device_raises() -> None:
 @pytest.mark.parametrize(
     ("initialised", "given", "fine"), [(0, None, 1), (1, "32", 1), (1, "1", 0)]
 )
-def test_streams_must_not_share_queues(
+def test_hardware_queues_are_set_to_32_or_raise(
     initialised: int, given: str | None, fine: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -105,7 +105,7 @@ def _pairs(rank: int, world: int, library: Path) -> None:
     here.close()
 
 
-def test_gpus_without_p2p_between_them(library: Path) -> None:
+def test_gpus_without_p2p_form_separate_nodes(library: Path) -> None:
     run(4, _pairs, library)
 
 
@@ -297,7 +297,7 @@ def _refused(rank: int, world: int, library: Path) -> None:
     here.close()
 
 
-def test_options_that_several_hosts_do_not_support(library: Path) -> None:
+def test_options_unsupported_on_several_hosts_raise(library: Path) -> None:
     run(4, _refused, library)
 
 
@@ -307,13 +307,13 @@ def _no_device(rank: int, world: int) -> None:
         flux.AGGemm(max_m=8, n=8, k=8, dtype=BF16, backend="cuda")
 
 
-def test_every_host_needs_devices() -> None:
+def test_host_without_devices_raises() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     run(2, _no_device)
 
 
-def test_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nccl_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "NCCL", "libnosuchnccl.so.2")
     assert "ranks that share no memory need NCCL: libnosuchnccl.so.2" in nodes.lacks_nccl()
     with pytest.raises(RuntimeError, match="cannot open NCCL"):

@@ -170,7 +170,7 @@ def bits_of(
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("nodes", "lanes"), [(2, 1), (2, 2), (3, 1), (4, 2)])
-def test_one_sided_puts(
+def test_one_sided_puts_give_the_bits_of_exchanges(
     device: EmulatedDevice, by_puts: ByPuts, op: str, nodes: int, lanes: int
 ) -> None:
     """Back to back, late, with an M that changes; the bits of exchanges on streams, where only who
@@ -189,7 +189,7 @@ def test_one_sided_puts(
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_one_sided_puts_on_several_streams(
+def test_one_sided_puts_work_on_several_streams(
     device: EmulatedDevice, by_puts: ByPuts, op: str
 ) -> None:
     """A rank's calls go round three streams, which nothing else orders."""
@@ -291,7 +291,9 @@ def test_a_timeout_names_the_node_whose_sum_is_missing(
             made.close()
 
 
-def test_words_are_renewed(device: EmulatedDevice, by_puts: ByPuts) -> None:
+def test_unused_signal_words_are_refreshed_before_epochs_wrap(
+    device: EmulatedDevice, by_puts: ByPuts
+) -> None:
     """Boxes that no call of late has raised must not look new after 2**31 calls."""
     device.set_delay(0)
     for kind, name in itertools.product((VirtualWorld, by_puts), OPS):
@@ -322,14 +324,16 @@ def test_words_are_renewed(device: EmulatedDevice, by_puts: ByPuts) -> None:
         ({"tuning": Knobs(reduce="in_flight")}, "needs memory that all ranks can address"),
     ],
 )
-def test_options_that_nodes_do_not_support(
+def test_options_unsupported_on_nodes_raise(
     device: EmulatedDevice, options: dict[str, object], message: str
 ) -> None:
     with VirtualWorld(4, device, 2) as ranks, pytest.raises(ValueError, match=message):
         problem("gemm_rs", 8).build(ranks.rank(0), **options)
 
 
-def test_the_world_is_checked(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_node_layout_raises(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="nodes must divide the 4 ranks of the world, got 3"):
         VirtualWorld(4, device, nodes=3)
     monkeypatch.setattr(device, "queues", 32)

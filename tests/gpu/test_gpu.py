@@ -64,7 +64,7 @@ def test_random_cases(device: CudaDevice, op: str, world: int) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_matrix(device: CudaDevice, op: str, world: int) -> None:
+def test_cases_of_the_cpu_backend_match_float64(device: CudaDevice, op: str, world: int) -> None:
     """The cases of the CPU backend, as far as kernels for them are built."""
     cases = random_cases(20, op, world, CASES)
     cases += every_dtype_layout_and_weight_order(op, "fused")
@@ -74,7 +74,7 @@ def test_the_matrix(device: CudaDevice, op: str, world: int) -> None:
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("op", OPS)
-def test_float8(device: CudaDevice, op: str, scaling: str) -> None:
+def test_float8_ops_match_float64(device: CudaDevice, op: str, scaling: str) -> None:
     p = Problem(op, 1000, (1024,), 768, torch.float8_e4m3fn, scaling=scaling)
     calls = tuple(Call(m, seed=m, gather=p.gathers) for m in (1000, 1, 333))
     case = Case(p, Knobs(), calls)
@@ -84,7 +84,7 @@ def test_float8(device: CudaDevice, op: str, scaling: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_small(device: CudaDevice, op: str) -> None:
+def test_small_problem_matches_float64(device: CudaDevice, op: str) -> None:
     run_case(device, random.Random(op), op, 2, 200)
 
 

@@ -40,7 +40,7 @@ def build(ranks: VirtualWorld, p: Problem, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("direction", ["push", "pull"])
 @pytest.mark.parametrize("op", OPS)
-def test_back_to_back_calls(device: EmulatedDevice, op: str, direction: str) -> None:
+def test_back_to_back_calls_match_float64(device: EmulatedDevice, op: str, direction: str) -> None:
     p, world = problem(op), 3
     everything = [OnEmulated(device, p, m, world, seed=i) for i, m in enumerate(SIZES)]
     with VirtualWorld(world, device) as ranks:
@@ -55,12 +55,14 @@ def test_back_to_back_calls(device: EmulatedDevice, op: str, direction: str) -> 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_cases(device: EmulatedDevice, op: str) -> None:
+def test_random_cases_match_float64(device: EmulatedDevice, op: str) -> None:
     check_cases(device, 2, random_cases(5, op, 2, 6), device.finish, partial(OnEmulated, device))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_everything_is_dropped_at_once(device: EmulatedDevice, op: str) -> None:
+def test_tensors_dropped_after_the_call_do_not_change_results(
+    device: EmulatedDevice, op: str
+) -> None:
     p = problem(op)
     everything = [OnEmulated(device, p, 32, 2, seed=seed) for seed in range(4)]
     with VirtualWorld(2, device) as ranks:
@@ -75,7 +77,7 @@ def test_everything_is_dropped_at_once(device: EmulatedDevice, op: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["strided", "inside"])
-def test_inputs_with_gaps(device: EmulatedDevice, layout: str) -> None:
+def test_inputs_with_gaps_match_float64(device: EmulatedDevice, layout: str) -> None:
     p = Problem("ag_gemm", 33, (14, 6), 10, BF16)
     with VirtualWorld(2, device) as ranks:
         ops = build(ranks, p)
@@ -93,7 +95,7 @@ def test_inputs_with_gaps(device: EmulatedDevice, layout: str) -> None:
             made.close()
 
 
-def test_a_body_that_uploads_is_found(device: EmulatedDevice) -> None:
+def test_body_that_uploads_inside_run_raises(device: EmulatedDevice) -> None:
     """The second call of rank 0 is not made, as its transfer waits for the first."""
     device.give_up_after(0.1)
     p = problem("gemm_rs")

@@ -52,7 +52,9 @@ def call(op: Any, given: tuple[Any, ...], m: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("direction", ["push", "pull"])
 @pytest.mark.parametrize("op", OPS)
-def test_virtual_ranks(device: CudaDevice, op: str, direction: str) -> None:
+def test_graphs_of_virtual_ranks_replay_with_new_inputs(
+    device: CudaDevice, op: str, direction: str
+) -> None:
     p, world = problem(op), 2
     with VirtualWorld(world, device) as ranks:
         knobs = Knobs(direction=direction)
@@ -105,7 +107,7 @@ def _replays(rank: int, world: int, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_processes(op: str) -> None:
+def test_graphs_of_processes_replay_with_new_inputs(op: str) -> None:
     cuda_device()
     with fresh_ranks(2) as ranks:
         ranks.run(_replays, op, timeout=300.0)

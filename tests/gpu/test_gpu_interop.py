@@ -52,7 +52,7 @@ def check(ops: list[Any], calls: list[tuple[OnDevice, list[Any]]]) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_calls_in_stream_contexts(world: VirtualWorld, op: str) -> None:
+def test_calls_on_changing_streams_match_float64(world: VirtualWorld, op: str) -> None:
     """Streams of torch's, others in every call; nothing orders them but the op."""
     ops, p = build(world, problem(op)), problem(op)
     streams = [[torch.cuda.Stream() for _ in range(3)] for _ in range(2)]
@@ -72,7 +72,7 @@ def test_calls_in_stream_contexts(world: VirtualWorld, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_everything_is_dropped_at_once(world: VirtualWorld, op: str) -> None:
+def test_tensors_dropped_after_the_call_do_not_change_results(world: VirtualWorld, op: str) -> None:
     ops, p = build(world, problem(op)), problem(op)
     everything = [OnDevice(p, 512, 2, seed=seed) for seed in range(4)]
     kept = drop_at_once(world, ops, 5 * everything, len(everything))
@@ -93,7 +93,7 @@ def test_copies_of_weights_with_gaps_do_not_share_memory(world: VirtualWorld) ->
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("layout", ["transposed", "strided", "inside"])
-def test_inputs_with_gaps(world: VirtualWorld, op: str, layout: str) -> None:
+def test_inputs_with_gaps_match_float64(world: VirtualWorld, op: str, layout: str) -> None:
     """`inside` also begins where TMA cannot load."""
     ops, inputs = build(world, problem(op)), OnDevice(problem(op), 512, 2, seed=1)
     outs = run_ready(world, ops, [inputs.ready(r, layout=layout) for r in range(2)])
@@ -102,7 +102,7 @@ def test_inputs_with_gaps(world: VirtualWorld, op: str, layout: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_modes_without_gradients(world: VirtualWorld, op: str, mode: Any) -> None:
+def test_calls_work_in_modes_without_gradients(world: VirtualWorld, op: str, mode: Any) -> None:
     ops = build(world, problem(op))
     with mode():
         inputs = OnDevice(problem(op), 512, 2, seed=1)
@@ -113,7 +113,7 @@ def test_modes_without_gradients(world: VirtualWorld, op: str, mode: Any) -> Non
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_compiled_without_a_break(world: VirtualWorld, op: str) -> None:
+def test_compiled_call_has_no_graph_break(world: VirtualWorld, op: str) -> None:
     ops, inputs = build(world, problem(op)), OnDevice(problem(op), 512, 2, seed=1)
     local = [inputs.local(r) for r in range(2)]
     compiled = [

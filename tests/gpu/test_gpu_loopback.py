@@ -57,7 +57,9 @@ def test_random_cases(device: CudaDevice, op: str, world: int) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("direction", ["push", "pull"])
-def test_large(device: CudaDevice, op: str, direction: str) -> None:
+def test_large_kernels_do_not_block_the_copies_they_await(
+    device: CudaDevice, op: str, direction: str
+) -> None:
     """Kernels that fill the GPU and wait for copies: nothing that they wait for may need a
     multiprocessor."""
     world, p = 4, Problem(op, 4096, (4096,), 2048, torch.bfloat16)

@@ -84,7 +84,7 @@ def test_a_reduction_leaves_room_for_the_gemms_of_other_ranks(
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_multistage_kernels_of_ranks_that_share_a_device(device: EmulatedDevice, op: str) -> None:
+def test_multistage_kernels_leave_room_for_copies(device: EmulatedDevice, op: str) -> None:
     """Blocks that wait leave room for the copies that they wait for."""
     device.limit_room()
     device.copies_need_room()
@@ -167,7 +167,7 @@ def test_no_module_is_loaded_while_kernels_wait(device: EmulatedDevice) -> None:
 
 
 @pytest.mark.parametrize("direction", ["push", "pull"])
-def test_a_graph_whose_branches_do_not_run_together(device: EmulatedDevice, direction: str) -> None:
+def test_graph_replays_without_concurrent_branches(device: EmulatedDevice, direction: str) -> None:
     """The graph's scheduler knows edges, not which words a kernel waits for."""
     p, world = Problem("ag_gemm", 13, (12,), 8, BF16), 2
     inputs = Inputs(p, 13, world, seed=1)
@@ -272,7 +272,7 @@ def test_the_next_call_raises_after_a_timeout_of_a_peer(
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_closing_while_calls_are_waited_for(device: EmulatedDevice, op: str) -> None:
+def test_close_ends_waits_for_calls(device: EmulatedDevice, op: str) -> None:
     """Another thread closes the op: the wait ends, and so do the streams."""
     p = Problem(op, 23, (12,), 10, BF16)
     inputs = Inputs(p, 23, 2, seed=1)

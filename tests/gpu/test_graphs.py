@@ -171,7 +171,7 @@ def test_calls_on_two_streams_of_a_capture_follow_one_another(
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_rank_that_does_not_replay(device: EmulatedDevice, op: str) -> None:
+def test_rank_that_does_not_replay_raises_on_its_peers(device: EmulatedDevice, op: str) -> None:
     """The others give up, say so to it, and can be closed."""
     device.set_delay(0)
     with VirtualWorld(2, device) as ranks:

@@ -46,7 +46,9 @@ def knobs_of(op: str, m: int, world: int = 8, given: Knobs | None = None, nodes:
     ("m", "rows", "band"),
     [(64, 8, 1), (512, 64, 1), (1024, 128, 1), (2048, 256, 1), (4096, 256, 2), (8192, 256, 4)],
 )
-def test_the_papers_shapes(op: str, m: int, rows: int, band: int) -> None:
+def test_default_knobs_for_the_shapes_of_the_flux_paper(
+    op: str, m: int, rows: int, band: int
+) -> None:
     knobs = knobs_of(op, m)
     assert (knobs.comm_tile_rows, knobs.raster) == (rows, band)
     assert (knobs.direction, knobs.order, knobs.swizzle) == ("push", "direct", "rank_shift")
@@ -81,7 +83,9 @@ def test_given_knobs_are_kept(op: str) -> None:
     row_bytes=st.integers(2, 1 << 17),
     cluster=st.sampled_from([16, 64, 128, 192, 256, 512]),
 )
-def test_communication_tiles(chunk: int, row_bytes: int, cluster: int) -> None:
+def test_communication_tile_size_is_within_its_limits(
+    chunk: int, row_bytes: int, cluster: int
+) -> None:
     rows = comm_tile_rows(chunk, row_bytes, cluster)
     assert 1 <= rows <= chunk
     assert -(-chunk // rows) <= 4 <= MAX_COMM_TILES
@@ -105,7 +109,7 @@ def test_bands_lie_within_chunks(chunk: int, cluster: int) -> None:
         assert band * bands >= rows
 
 
-def test_two_bands_of_six_rather_than_one_that_reaches_into_the_next_chunk() -> None:
+def test_bands_are_halved_rather_than_cross_a_chunk() -> None:
     assert raster(12 * 256, 256) == 6
     schedule = make_schedule("ag_gemm", (12 * 256 * 4, 1024, 64), 4, 1, itemsize=2, cluster=BIG)
     assert schedule.knobs.raster == 6
@@ -154,7 +158,7 @@ def test_the_extents_hold_the_tiles_of_all_weights() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_ops_on_gpus_use_it(device: EmulatedDevice, op: str) -> None:
+def test_ops_on_gpus_use_the_cuda_heuristic(device: EmulatedDevice, op: str) -> None:
     """The emulated kernels say that they have tiles of 64 x 64."""
     problem = Problem(op, 1025, (13,), 20000, torch.bfloat16)
     with VirtualWorld(2, device) as ranks:

@@ -70,7 +70,7 @@ def check(world: VirtualWorld, outs: list[Any], inputs: Inputs, ops: list[Any]) 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_call_goes_onto_the_stream_that_is_current_then(world: VirtualWorld, op: str) -> None:
+def test_call_uses_the_stream_that_is_current_at_the_call(world: VirtualWorld, op: str) -> None:
     """Not the one that was when the op was built, or at an earlier call that was alike."""
     used: list[int] = []
     device = world.device
@@ -174,7 +174,7 @@ def test_memory_may_be_reused_in_the_order_of_the_stream(world: VirtualWorld) ->
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_modes_without_gradients(world: VirtualWorld, op: str, mode: Any) -> None:
+def test_calls_work_in_modes_without_gradients(world: VirtualWorld, op: str, mode: Any) -> None:
     ops = build(world, problem(op))
     with mode():
         inputs = Inputs(problem(op), 12, 2, seed=1)
@@ -188,7 +188,7 @@ def test_modes_without_gradients(world: VirtualWorld, op: str, mode: Any) -> Non
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_compiled_without_a_break(world: VirtualWorld, op: str) -> None:
+def test_compiled_call_has_no_graph_break(world: VirtualWorld, op: str) -> None:
     ops = build(world, problem(op))
     inputs = Inputs(problem(op), 12, 2, seed=1)
     local = [inputs.local(r) for r in range(2)]
@@ -203,7 +203,7 @@ def test_compiled_without_a_break(world: VirtualWorld, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_results_are_on_the_device_of_x_in_a_trace(world: VirtualWorld, op: str) -> None:
+def test_fake_results_are_on_the_device_of_x(world: VirtualWorld, op: str) -> None:
     """A trace of a CUDA program needs no CUDA."""
     p = problem(op)
     ops = build(world, p)
@@ -264,7 +264,7 @@ def test_operands_begin_where_kernels_can_load(world: VirtualWorld, op: str) -> 
     check(world, outs, inputs, ops)
 
 
-def test_what_fits() -> None:
+def test_operands_that_kernels_cannot_load_are_copied() -> None:
     fit, dense = Fit(8), at(0, torch.zeros(6, 16, dtype=BF16))
     assert fit.tensor(dense) is dense
     assert fit.fits(dense[1:]) and fit.fits(dense[:, 8:]) and fit.fits(dense[0])
@@ -277,7 +277,7 @@ def test_what_fits() -> None:
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "inside"])
 @pytest.mark.parametrize("op", OPS)
-def test_inputs_with_gaps(world: VirtualWorld, op: str, layout: str) -> None:
+def test_inputs_with_gaps_match_float64(world: VirtualWorld, op: str, layout: str) -> None:
     n = (16, 16) if op == "ag_gemm" else (16,)
     ops = build(world, problem(op, n))
     for seed in range(2):
@@ -286,7 +286,7 @@ def test_inputs_with_gaps(world: VirtualWorld, op: str, layout: str) -> None:
     check(world, outs, inputs, ops)
 
 
-def test_a_bias_with_gaps(world: VirtualWorld) -> None:
+def test_bias_with_gaps_matches_float64(world: VirtualWorld) -> None:
     ops = build(world, problem("gemm_rs"))
     inputs = Inputs(problem("gemm_rs"), 12, 2, seed=1)
 

@@ -70,7 +70,7 @@ def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
 
 @pytest.mark.parametrize("order", ["direct", "ring1d", "ring2d", "hierarchical", "numa"])
 @pytest.mark.parametrize("direction", ["push", "pull"])
-def test_every_order(device: EmulatedDevice, order: str, direction: str) -> None:
+def test_every_order_matches_float64(device: EmulatedDevice, order: str, direction: str) -> None:
     device.set_delay(300)
     rng = random.Random(order + direction)
     p = problem("ag_gemm", 37)
@@ -200,7 +200,7 @@ def test_closing_gives_the_memory_back(device: EmulatedDevice) -> None:
             inputs.check(out, 0)
 
 
-def test_a_pool_hands_out_what_is_over_in_order() -> None:
+def test_pool_reuses_finished_buffers_in_order() -> None:
     over = 0
     pool = PinnedPool(lambda: torch.zeros(1), lambda epoch: epoch <= over)
     first, second = pool.take(), pool.take()
@@ -212,7 +212,7 @@ def test_a_pool_hands_out_what_is_over_in_order() -> None:
     assert pool.take() is not second
 
 
-def test_epochs_wrap(device: EmulatedDevice) -> None:
+def test_results_are_correct_when_epochs_wrap(device: EmulatedDevice) -> None:
     device.set_delay(300)
     for op in OPS:
         p = problem(op, 9)
@@ -293,7 +293,7 @@ def test_a_peer_that_stalls_is_noticed(
     assert device.streams() == before
 
 
-def test_calls_that_were_not_provided_for_are_refused(device: EmulatedDevice) -> None:
+def test_call_without_provided_peer_data_raises(device: EmulatedDevice) -> None:
     device.set_delay(0)
     for op in OPS:
         p = problem(op, 16)
@@ -342,7 +342,7 @@ def test_provided_data_is_checked(device: EmulatedDevice) -> None:
                 ranks.provide(op, 15, [wide], [wide])
 
 
-def test_the_world_decides_who_executes(device: EmulatedDevice) -> None:
+def test_loopback_world_rejects_other_transports_and_backends(device: EmulatedDevice) -> None:
     p = problem("gemm_rs", 8)
     with LoopbackWorld(2, device) as ranks:
         p.build(ranks.rank(), transport="loopback", backend="cuda").close()

@@ -60,9 +60,7 @@ def results(
 @pytest.mark.parametrize("op", REDUCING)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("reduce", ["sum", "avg"])
-def test_reduced_in_flight_by_the_switch(
-    device: EmulatedDevice, op: str, world: int, reduce: str
-) -> None:
+def test_switch_reduces_in_flight(device: EmulatedDevice, op: str, world: int, reduce: str) -> None:
     for delay in (0, 1000):
         device.set_delay(delay)
         knobs = Knobs(reduce="in_flight")
@@ -82,19 +80,19 @@ def test_results_that_the_switch_distributes_have_the_same_bits(
 
 
 @pytest.mark.parametrize("op", REDUCING)
-def test_rows_that_the_switch_cannot_take(device: EmulatedDevice, op: str) -> None:
+def test_unaligned_rows_bypass_the_switch(device: EmulatedDevice, op: str) -> None:
     """13 columns of two bytes are no multiple of 16: memory adds up, results go to each rank."""
     device.set_delay(0)
     results(device, SwitchedWorld, 3, problem(op, 13), Knobs(reduce="in_flight"), (False, True))
 
 
-def test_no_switch_is_asked_for_where_sums_must_be_in_order(device: EmulatedDevice) -> None:
+def test_ordered_sums_do_not_use_the_switch(device: EmulatedDevice) -> None:
     device.set_delay(0)
     results(device, SwitchedWorld, 3, problem("gemm_rs"), Knobs(), (False, True))
 
 
 @pytest.mark.parametrize("op", REDUCING)
-def test_captured(device: EmulatedDevice, op: str) -> None:
+def test_captured_reductions_by_the_switch_can_be_replayed(device: EmulatedDevice, op: str) -> None:
     device.set_delay(500)
     p = problem(op)
     with SwitchedWorld(3, device) as ranks:

@@ -225,7 +225,7 @@ def _other_ranks(rank: int, world: int, path: Path) -> None:
         open_(rank, path, Exchange(groups[1], "Op"))
 
 
-def test_a_process_is_in_one_job(path: Path) -> None:
+def test_process_cannot_join_a_second_nvshmem_job(path: Path) -> None:
     run(3, _other_ranks, path)
 
 
@@ -247,7 +247,7 @@ def _no_library(rank: int, world: int) -> None:
         nvshmem.open_nvshmem(exchange, Device(rank), loader)
 
 
-def test_a_library_that_is_missing_is_an_error_everywhere() -> None:
+def test_missing_library_raises_on_all_ranks() -> None:
     run(2, _no_library)
 
 
@@ -282,7 +282,7 @@ def _loads(rank: int, world: int, path: Path, folder: Path) -> None:
         library.init(0, 1, b"abc", 0)
 
 
-def test_the_library_must_fit(path: Path, tmp_path: Path) -> None:
+def test_incompatible_library_is_refused(path: Path, tmp_path: Path) -> None:
     run(1, _loads, path, tmp_path)
 
 

@@ -35,7 +35,7 @@ def host(name: str, bridges: list[list[int]], count: int) -> list[Place]:
         (host("a", [[0, 1], [2, 3]], 4) + host("b", [[0, 1]], 2), ["0", "0", "2", "2", "4", "4"]),
     ],
 )
-def test_which_ranks_share_memory(places: list[Place], nodes: list[str]) -> None:
+def test_ranks_with_mutual_p2p_share_memory(places: list[Place], nodes: list[str]) -> None:
     assert sharing(places) == nodes
     for transport in (None, "nvshmem"):
         assert who_shares_memory(places, "cuda", transport, None) == nodes
@@ -56,7 +56,7 @@ def test_reach_must_be_mutual_and_known() -> None:
     assert sharing([a, Place("a")]) == ["a", "a"], "a rank without one is refused elsewhere"
 
 
-def test_a_topology_may_ask_for_more_nodes() -> None:
+def test_topology_can_split_ranks_into_more_nodes() -> None:
     places = host("a", [[0, 1, 2, 3]], 4)
     assert who_shares_memory(places, "cuda", "send_recv", None) == ["0", "1", "2", "3"]
     nodes = who_shares_memory(places, "cuda", "send_recv", Topology(nodes=2, lanes=2))

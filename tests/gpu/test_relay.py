@@ -296,5 +296,5 @@ def _an_owner_is_late(rank: int, world: int, path: Path) -> None:
         assert not me.view(2, "words 0", 4, torch.int64).any()
 
 
-def test_nothing_is_put_to_an_owner_that_has_not_entered(path: Path) -> None:
+def test_owner_that_has_not_entered_receives_no_puts(path: Path) -> None:
     run(4, _an_owner_is_late, path)

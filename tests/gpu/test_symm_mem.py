@@ -286,7 +286,7 @@ def _in_another_order(rank: int, world: int, library: Path, backend: str) -> Non
 
 
 @pytest.mark.parametrize("backend", ["cuda", "cpu"])
-def test_ranks_that_call_in_another_order(library: Path, backend: str) -> None:
+def test_ranks_that_call_ops_in_different_order_raise(library: Path, backend: str) -> None:
     run(2, _in_another_order, library, backend)
 
 
@@ -314,7 +314,7 @@ def _pair(group: str = "some") -> Any:
     )
 
 
-def test_memory_is_no_block_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_does_not_come_from_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's pool hands out freed blocks again, others on other ranks (pytorch #190977)."""
     asked = []
 

@@ -92,7 +92,7 @@ def test_the_error_about_a_missing_file_lists_existing_ones() -> None:
         load_cluster("nowhere")
 
 
-def test_a_users_file_is_given_by_its_path(tmp_path: Path) -> None:
+def test_cluster_file_can_be_given_by_path(tmp_path: Path) -> None:
     own = tmp_path / "h200.toml"
     own.write_text(GOOD, encoding="utf-8")
     assert load_cluster(own).device.name == "NVIDIA H800 SXM5"
@@ -155,5 +155,5 @@ def test_a_fingerprint_stays_the_same_from_release_to_release() -> None:
     ("hosts", "shape"),
     [("aa", "1x2"), ("aabb", "2x2"), ("abc", "3x1"), ("aaab", "3+1"), ("a", "1x1")],
 )
-def test_world_shapes(hosts: str, shape: str) -> None:
+def test_world_shape_lists_ranks_per_host(hosts: str, shape: str) -> None:
     assert world_shape(list(hosts)) == shape

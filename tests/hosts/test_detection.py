@@ -146,7 +146,7 @@ def test_nvml_is_closed_and_its_errors_are_not_fatal() -> None:
     assert cuda_cluster(System(), broken, gpu(*A100), 2).link.kind == "unknown"
 
 
-def test_the_slowest_link_counts() -> None:
+def test_slowest_link_determines_the_bandwidth() -> None:
     class Mixed:
         def gpus(self) -> list[GpuLinks]:
             return [
@@ -178,7 +178,7 @@ def test_pcie_trees_are_counted(tmp_path: Path) -> None:
     assert found.trees == 2
 
 
-def test_network_ports(tmp_path: Path) -> None:
+def test_network_is_detected_from_active_ports(tmp_path: Path) -> None:
     files = infiniband(2) | {
         "sys/class/infiniband/mlx5_9/ports/1/rate": "40 Gb/sec (4X QDR)",
         "sys/class/infiniband/mlx5_9/ports/1/state": "4: ACTIVE",

@@ -169,7 +169,7 @@ def program(path: Path, body: str) -> Path:
 SPEAKS = "echo 'Cuda compilation tools, release 12.9, V12.9.86'"
 
 
-def test_nvcc_absent(bare: Path) -> None:
+def test_missing_nvcc_is_reported_as_absent(bare: Path) -> None:
     assert toolchain.nvcc() is None
     assert toolchain.nvshmem() is None
     _, found = diagnose()
@@ -188,7 +188,7 @@ def test_nvcc_of_cuda_home_comes_before_path(bare: Path, monkeypatch: pytest.Mon
     assert home == toolchain.Tool("12.9.86", str(at_home), "CUDA_HOME")
 
 
-def test_nvcc_that_does_not_run(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_nvcc_is_reported(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(bare / "cuda" / "bin" / "nvcc", "exit 3")
     monkeypatch.setenv("CUDA_HOME", str(bare / "cuda"))
     broken = toolchain.nvcc()
@@ -213,7 +213,9 @@ def installed(folder: Path, package: str, version: str, files: list[str]) -> Non
         (folder / name).write_text("")
 
 
-def test_packages(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toolchain_is_found_in_installed_packages(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(toolchain, "NVCC_PACKAGES", ("flux-test-nvcc",))
     monkeypatch.setattr(toolchain, "NVSHMEM_PACKAGES", ("flux-test-nvshmem",))
     packages = bare / "site"
@@ -244,7 +246,7 @@ def test_packages(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cutlass_library" not in sys.modules  # found without importing it
 
 
-def test_what_moves_tiles_between_ranks() -> None:
+def test_doctor_reports_the_transport_between_ranks() -> None:
     """Four GPUs of one host, the last without P2P; one more on another host, and two without."""
     gpus = [f"gpu {i}" for i in range(4)]
     seen = {gpu: gpu != "gpu 3" for gpu in gpus}
@@ -281,7 +283,7 @@ def test_ranks_exchange_their_placement() -> None:
         assert (item.name, item.value) == ("shm", "ranks 0-1")
 
 
-def test_what_moves_tiles_between_gpus() -> None:
+def test_doctor_reports_the_transport_between_gpus() -> None:
     one = doctor.gpu_pairs(1, lambda a, b: True)
     assert [item.value for item in one] == ["nothing"]
     three = doctor.gpu_pairs(3, lambda a, b: (a, b) != (2, 1))

@@ -67,7 +67,7 @@ def namespaces(process: int | str = "*") -> set[str]:
 @pytest.mark.parametrize(
     ("text", "rate"), [("1gbit", 1e9), ("500mbit", 5e8), ("2.5Gbit", 2.5e9), ("8kbit", 8e3)]
 )
-def test_rates(text: str, rate: float) -> None:
+def test_link_rates_are_parsed(text: str, rate: float) -> None:
     assert parse_rate(text) == rate
 
 
@@ -100,7 +100,7 @@ def test_a_rate_without_hosts_is_refused() -> None:
         (lambda patch: patch.setattr(sys, "platform", "darwin"), "Linux"),
     ],
 )
-def test_what_is_missing_is_reported(
+def test_missing_requirements_are_reported(
     change: Callable[[pytest.MonkeyPatch], None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(monkeypatch)
@@ -109,7 +109,7 @@ def test_what_is_missing_is_reported(
 
 
 @needs_hosts
-def test_a_kernel_that_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_creation_leaves_no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     run = hosts_module._run
 
     def without_tbf(*command: str) -> str:
@@ -264,7 +264,7 @@ def test_bench_op_over_hosts(op: str, hosts: str, nproc: str, tmp_path: Path) ->
     assert content["methods"]["flux"]["link_bytes"] < 1.2 * least + 40_000
 
 
-def test_bench_op_says_what_is_wrong_with_hosts() -> None:
+def test_bench_op_explains_invalid_host_options() -> None:
     for arguments, message in (
         (("--hosts", "3", "--nproc", "2"), "hosts must be in [1, 2]"),
         (("--hosts", "2", "--link-rate", "quick"), "link rate must look like"),
@@ -284,6 +284,6 @@ def leaves_at_once(argument: None, rank: int, progress: Any) -> None:
     inputs.check(got, rank)
 
 
-def test_closing_loses_nothing_that_is_on_its_way(make_hosts: MakeHosts) -> None:
+def test_close_delivers_data_in_flight(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(2, "50mbit")
     run_ranks(leaves_at_once, None, 2, places=hosts.placed((0, 1)))

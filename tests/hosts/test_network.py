@@ -113,7 +113,7 @@ def large(rank: int, world: int, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
-def test_large_problems(hosts: str) -> None:
+def test_large_problems_match_float64(hosts: str) -> None:
     run_ranks(len(hosts), large, hosts)
 
 
@@ -125,12 +125,12 @@ def windowed(rank: int, world: int) -> None:
         del os.environ["FLUX_WINDOW_MB"]
 
 
-def test_a_small_window() -> None:
+def test_smallest_window_gives_correct_results() -> None:
     run_ranks(2, windowed)
 
 
 @pytest.mark.parametrize(("window", "most"), [(0, 2), (100, 2), (160, 4), (10**6, 6)])
-def test_no_more_than_the_window_is_under_way(window: int, most: int) -> None:
+def test_bytes_in_flight_stay_within_the_window(window: int, most: int) -> None:
     from flux.transport.network import Piece, _Job, _Link
 
     link: Any = SimpleNamespace(recorder=None, _window=window, _progress=0.0)
@@ -176,7 +176,7 @@ def sent_between_hosts(rank: int, world: int, hosts: str, order: str) -> dict[st
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "aaab", "aabb", "abab", "aabbc"])
-def test_hierarchical_sends_the_least(hosts: str) -> None:
+def test_hierarchical_order_sends_the_fewest_bytes(hosts: str) -> None:
     """And direct sends what it must: every rank to every rank on another host."""
     world, others = len(hosts), len(set(hosts)) - 1
     least = {"ag_gemm": 48 * 6 * world * 4 * others, "gemm_rs": 48 * 10 * 4 * others}
@@ -254,7 +254,7 @@ def gradients(rank: int, world: int, hosts: str) -> None:
 
 @pytest.mark.parametrize("body", [functional, gradients])
 @pytest.mark.parametrize("hosts", ["ab", "aab"])
-def test_functional_forms_and_gradients(hosts: str, body: Any) -> None:
+def test_functional_forms_and_gradients_match_float64(hosts: str, body: Any) -> None:
     run_ranks(len(hosts), body, hosts)
 
 
@@ -508,7 +508,7 @@ def _peer_fails_in_the_next_call(rank: int, world: int, op_name: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_a_call_whose_rows_are_here_survives_its_peer(op: str) -> None:
+def test_call_with_all_rows_received_survives_a_peer_failure(op: str) -> None:
     with fresh_ranks(2) as ranks:
         ranks.run(_peer_fails_in_the_next_call, op, timeout=60.0)
 
@@ -548,6 +548,6 @@ def _interrupted_end(rank: int, world: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["close", "construction"])
-def test_an_interrupted_end_is_made_up_for(where: str) -> None:
+def test_interrupted_close_is_completed_later(where: str) -> None:
     with fresh_ranks(2) as ranks:
         ranks.run(_interrupted_end, where, timeout=60.0)

@@ -43,7 +43,7 @@ def test_the_library_offers_what_the_manifest_says(registry: Registry, config: G
     assert kernel.reduces == (config.op == "gemm_rs")
 
 
-def test_nothing_spills(registry: Registry) -> None:
+def test_kernels_do_not_spill_registers(registry: Registry) -> None:
     """Neither registers nor arrays may live in local memory, which is as slow as device memory."""
     for kernel in registry.kernels.values():
         usage = kernel.usage

@@ -88,7 +88,7 @@ def test_the_manifest_describes_the_library(sandbox: Sandbox) -> None:
     assert manifest.read(library.directory) == library
 
 
-def test_how_nvcc_is_called(sandbox: Sandbox) -> None:
+def test_nvcc_receives_the_expected_arguments(sandbox: Sandbox) -> None:
     build_set(sandbox)
     for call in sandbox.calls():
         arguments = call["arguments"]
@@ -304,14 +304,14 @@ def test_damaged_libraries_are_set_aside_and_built_again(
     assert len(manifest.damaged(sandbox.cache)) == 2
 
 
-def test_the_builder_sets_aside_too(sandbox: Sandbox) -> None:
+def test_builder_sets_damaged_libraries_aside(sandbox: Sandbox) -> None:
     library = build_one(sandbox, SM90[0])
     truncate(library)
     with pytest.warns(RuntimeWarning, match="damaged-1"):
         assert replace(build_one(sandbox, SM90[0]), seconds=library.seconds) == library
 
 
-def test_nothing_is_set_aside_under_a_builder(sandbox: Sandbox) -> None:
+def test_library_is_not_set_aside_while_its_lock_is_held(sandbox: Sandbox) -> None:
     library = build_one(sandbox, SM90[0])
     truncate(library)
     with manifest.lock(sandbox.cache, library.name):
@@ -340,7 +340,7 @@ def test_a_damaged_library_that_cannot_be_set_aside_is_ignored(
     ("gigabytes", "cores", "wanted", "expected"),
     [(64, 4, None, 4), (13, 4, None, 2), (5, 4, None, 1), (64, 64, None, 10), (5, 1, 3, 3)],
 )
-def test_as_many_jobs_as_memory_and_cores_allow(
+def test_number_of_jobs_is_limited_by_memory_and_cores(
     monkeypatch: pytest.MonkeyPatch, gigabytes: int, cores: int, wanted: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(host, "available_memory", lambda: gigabytes << 30)

@@ -114,7 +114,7 @@ def test_few_rows_take_tiles_of_64_rows_whole(op: str, m: int) -> None:
     assert config.tile[0] == 64 and config.schedule == "pingpong" and config.cluster == (1, 1)
 
 
-def test_whatever_is_between_avoids_an_idle_wave() -> None:
+def test_medium_problems_avoid_an_idle_wave() -> None:
     """M = 512: 128 tiles of 128 x 192 are 0.97 waves. 192 tiles of 128 x 128 are 1.45, whose tail
     stream-K shares."""
     assert best("ag_gemm", 512).tile[:2] == (128, 192)
@@ -186,7 +186,7 @@ def test_sm_80_code_is_the_last_resort_on_hopper() -> None:
         assert cost(old, problem, SMS) > 1.5 * cost(new, problem, SMS)
 
 
-def test_equal_costs_are_decided_by_name_and_no_candidates_by_none() -> None:
+def test_equal_costs_are_decided_by_name() -> None:
     twins = built([replace(TALL, stages=stages) for stages in (3, 2)])
     found = choose(twins, GemmProblem(8192, 6144, 12288), SMS)
     assert found is not None and found.config.stages == 2
@@ -249,7 +249,7 @@ def test_our_model_ranks_without_the_package(monkeypatch: pytest.MonkeyPatch) ->
     nvidia_heuristics.estimator.cache_clear()
 
 
-def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_kernel_choice_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KERNEL_CHOICE.name, "magic")
     with pytest.raises(ValueError, match="expected flux or nvidia"):
         KERNEL_CHOICE.get()
@@ -270,7 +270,7 @@ print("fine")
 """
 
 
-def test_the_package_itself() -> None:
+def test_installed_heuristics_package_ranks_kernels() -> None:
     """In a process of its own, which must end well: the package's destructor does not."""
     pytest.importorskip(nvidia_heuristics.MODULE)
     root = str(Path(__file__).parents[2])

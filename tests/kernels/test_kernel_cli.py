@@ -82,7 +82,7 @@ def test_spills_are_pointed_out(sandbox: Sandbox) -> None:
     assert done.stderr.count("12 bytes of spilled registers") == len(SM90)
 
 
-def test_only_some_kernels(sandbox: Sandbox) -> None:
+def test_only_option_builds_matching_kernels(sandbox: Sandbox) -> None:
     done = sandbox.compile("--set", "default", "--only", "fp16_nk_64x64x32")
     assert done.returncode == 0, done.stderr
     names = [name for path in sandbox.built() for name in path.parent.name.split("_")]
@@ -122,7 +122,7 @@ def test_list_shows_what_is_built(sandbox: Sandbox) -> None:
     assert "built" not in sandbox.compile("--set", "minimal", "--list").stdout
 
 
-def test_without_nvcc_or_cutlass_it_says_how_to_get_them(sandbox: Sandbox) -> None:
+def test_missing_nvcc_or_cutlass_prints_how_to_install_it(sandbox: Sandbox) -> None:
     shutil.rmtree(sandbox.root / "packages")
     (sandbox.root / "packages").mkdir()
     empty = str(sandbox.root / "bin")
@@ -151,18 +151,20 @@ def installed_packages() -> set[str]:
         (["--jobs", "0"], "--jobs"),
     ],
 )
-def test_wrong_arguments(sandbox: Sandbox, arguments: list[str], reason: str) -> None:
+def test_invalid_arguments_exit_with_status_2(
+    sandbox: Sandbox, arguments: list[str], reason: str
+) -> None:
     done = sandbox.compile(*arguments)
     assert done.returncode == 2 and reason in done.stderr
 
 
-def test_a_place_that_cannot_be_written(sandbox: Sandbox) -> None:
+def test_unwritable_output_directory_is_an_error(sandbox: Sandbox) -> None:
     (sandbox.root / "file").write_text("")
     done = sandbox.compile("--set", "minimal", "--out", str(sandbox.root / "file/kernels"))
     assert done.returncode == 2 and "cannot write" in done.stderr
 
 
-def test_it_is_a_command_of_flux(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_is_a_command_of_flux(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(sandbox.root / "packages"))
     result = CliRunner().invoke(app, ["compile", "--set", "minimal", "--arch", "90a", "--json"])
     assert result.exit_code == 0, result.stderr
@@ -305,7 +307,7 @@ def test_doctor_tells_trace_builds_apart(sandbox: Sandbox, monkeypatch: pytest.M
     assert found["libraries"].value == "none" and found["trace builds"].value == "2 configs"
 
 
-def test_without_sources_nothing_is_stale(sandbox: Sandbox) -> None:
+def test_libraries_are_not_stale_without_sources(sandbox: Sandbox) -> None:
     sandbox.compile("--set", "minimal")
     shutil.rmtree(sandbox.csrc)
     assert len(Registry.load([sandbox.cache]).kernels) == len(MINIMAL)

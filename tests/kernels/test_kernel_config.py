@@ -180,7 +180,9 @@ def test_impossible_values_are_refused(changes: dict[str, object], reason: str) 
         ((192, 128, 64), "cooperative", False),
     ],
 )
-def test_tiles_of_hopper(tile: tuple[int, int, int], schedule: str, fits: bool) -> None:
+def test_legal_tiles_on_hopper_are_accepted_and_others_rejected(
+    tile: tuple[int, int, int], schedule: str, fits: bool
+) -> None:
     assert (reason_illegal(replace(HOPPER, tile=tile, schedule=schedule)) is None) is fits
 
 
@@ -204,7 +206,7 @@ def test_tiles_of_hopper(tile: tuple[int, int, int], schedule: str, fits: bool) 
         ((128, 128, 64), (2, 2), 3, True),
     ],
 )
-def test_tiles_of_ampere(
+def test_legal_tiles_on_ampere_are_accepted_and_others_rejected(
     tile: tuple[int, int, int], warps: tuple[int, int], stages: int, fits: bool
 ) -> None:
     assert (reason_illegal(replace(AMPERE, tile=tile, warps=warps, stages=stages)) is None) is fits
@@ -266,19 +268,19 @@ def test_illegal_configs_say_why(config: GemmConfig, reason: str) -> None:
         (replace(AMPERE, weight="kn"), replace(BIG, n=6148), "N must be a multiple of 8"),
     ],
 )
-def test_problems_that_do_not_fit(
+def test_unsupported_problems_have_a_reason(
     config: GemmConfig, problem: GemmProblem, reason: str | None
 ) -> None:
     said = reason_unsupported(config, problem)
     assert said is None if reason is None else said is not None and reason in said
 
 
-def test_problems_are_checked() -> None:
+def test_problem_with_an_invalid_size_raises() -> None:
     with pytest.raises(ValueError, match=r"k must be an integer in \[1, 2\*\*31\), got 0"):
         GemmProblem(1, 1, 0)
 
 
-def test_where_kernels_run() -> None:
+def test_kernels_run_only_on_supported_gpus() -> None:
     assert runs_on(HOPPER, (9, 0))
     assert (
         reason_wrong_gpu(HOPPER, (10, 0))
@@ -412,7 +414,7 @@ def test_the_struct_holds_the_config(config: GemmConfig) -> None:
 
 
 @given(legal_configs, st.integers(1, 4))
-def test_what_is_legal_stays_legal_with_less(config: GemmConfig, cluster: int) -> None:
+def test_legal_config_stays_legal_with_fewer_resources(config: GemmConfig, cluster: int) -> None:
     """Fewer stages, and smaller clusters, need less of everything."""
     if config.arch == "90a":
         for smaller in (1, 2):
@@ -431,7 +433,7 @@ def test_more_alignment_never_hurts(config: GemmConfig, n: int, k: int) -> None:
         assert reason_illegal(config) is None
 
 
-def test_nothing_here_needs_torch() -> None:
+def test_config_modules_do_not_import_torch() -> None:
     code = f"""
 import runpy, sys
 sys.argv = ["compile_kernels.py", "--set", "minimal", "--list"]

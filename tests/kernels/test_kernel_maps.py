@@ -33,7 +33,7 @@ def case(op: int, m: int, world: int, tile_m: int, n: int = 1) -> Case:
 @given(c=cases(max_world=16, max_m=150), data=st.data())
 @example(c=case(AG_GEMM, 1, 8, 4), data=None)
 @example(c=case(GEMM_RS, 5, 4, 3, n=3), data=None)
-def test_the_map_is_the_order(c: Case, data: st.DataObject | None) -> None:
+def test_tile_map_matches_the_tile_order(c: Case, data: st.DataObject | None) -> None:
     rank = 0 if data is None else data.draw(st.integers(0, c.world - 1))
     order = tile_order(c, rank)
     tile_map = core.TileMap(order)
@@ -190,7 +190,7 @@ def test_kernels_visit_what_the_schedule_says(c: Case, data: st.DataObject) -> N
         assert m * c.tile_m == visit.row_begin and n * c.tile_n == visit.col_begin
 
 
-def test_a_sequence_of_chunks_is_followed() -> None:
+def test_kernels_follow_a_given_sequence_of_chunks() -> None:
     c = case(AG_GEMM, 12, 4, 1)
     args = gemm_args(c, 0)
     args.set_sequence([2, 0, 3, 1])

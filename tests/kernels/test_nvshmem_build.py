@@ -45,7 +45,7 @@ def make(sandbox: Sandbox, tools: RuntimeTools, archs: tuple[str, ...] = ("80", 
     return fresh
 
 
-def test_it_is_built_once(sandbox: Sandbox, tools: RuntimeTools) -> None:
+def test_library_is_built_once(sandbox: Sandbox, tools: RuntimeTools) -> None:
     assert make(sandbox, tools)
     assert not make(sandbox, tools)
     [compiling], [linking] = sandbox.calls(), sandbox.calls(compiling=False)
@@ -64,7 +64,7 @@ def test_it_is_built_once(sandbox: Sandbox, tools: RuntimeTools) -> None:
     }
 
 
-def test_it_is_built_again_when_an_input_changes(sandbox: Sandbox, tools: RuntimeTools) -> None:
+def test_library_is_rebuilt_when_an_input_changes(sandbox: Sandbox, tools: RuntimeTools) -> None:
     assert make(sandbox, tools)
     newer = toolchain.Tool("3.9.0", tools.nvshmem.path, tools.nvshmem.origin)
     assert make(sandbox, RuntimeTools(tools.tools, newer))
@@ -80,7 +80,7 @@ def test_it_is_built_again_when_an_input_changes(sandbox: Sandbox, tools: Runtim
         make(sandbox, tools, ("90a", "70"))
 
 
-def test_a_failure_leaves_nothing_behind(sandbox: Sandbox, tools: RuntimeTools) -> None:
+def test_failed_build_leaves_no_files(sandbox: Sandbox, tools: RuntimeTools) -> None:
     sandbox.set(fail="nvshmemx_init_attr")
     with pytest.raises(CompileError, match=r"(?s)^libflux_nvshmem: nvcc failed.*full log: "):
         make(sandbox, tools)
@@ -127,7 +127,7 @@ def test_the_library_must_fit_what_is_installed(
         runtime.usable(roots)
 
 
-def test_what_is_missing_is_named(
+def test_missing_tools_are_named(
     sandbox: Sandbox, tools: RuntimeTools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime.build, "find_tools", sandbox.tools)
@@ -140,7 +140,7 @@ def test_what_is_missing_is_named(
         runtime.find_tools()
 
 
-def test_the_command(sandbox: Sandbox, tools: RuntimeTools) -> None:
+def test_compile_runtime_command_builds_the_library(sandbox: Sandbox, tools: RuntimeTools) -> None:
     files = ["include/nvshmem.h", "lib/libnvshmem_device.a", "lib/libnvshmem_host.so.3"]
     packages = sandbox.root / "packages"
     for name in files:
@@ -192,7 +192,7 @@ def test_one_symbol_is_exported_and_all_others_are_found(built: RuntimeLibrary) 
     assert "undefined symbol" not in said and "not found" not in said
 
 
-def test_it_loads_wherever_it_lies(built: RuntimeLibrary, tmp_path: Path) -> None:
+def test_library_loads_from_any_directory(built: RuntimeLibrary, tmp_path: Path) -> None:
     """Without a GPU, and without LD_LIBRARY_PATH."""
     moved = tmp_path / "somewhere.so"
     shutil.copy(built.path, moved)
@@ -203,7 +203,7 @@ def test_it_loads_wherever_it_lies(built: RuntimeLibrary, tmp_path: Path) -> Non
             library.prepare(0)
 
 
-def test_nothing_spills(built: RuntimeLibrary) -> None:
+def test_kernels_do_not_spill_registers(built: RuntimeLibrary) -> None:
     """The relay's stack frame holds an argument of a function that is NVSHMEM's."""
     assert set(built.usage) == set(runtime.KERNELS)
     for kernel, usage in built.usage.items():

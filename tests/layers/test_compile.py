@@ -85,12 +85,12 @@ LARGER = [(4, True)] if STRESS > 1 else []
 
 
 @pytest.mark.parametrize(("world", "sequence"), [(2, True), (2, False), *LARGER])
-def test_a_block_with_a_plan(world: int, sequence: bool) -> None:
+def test_planned_block_matches_eager(world: int, sequence: bool) -> None:
     run_ranks(world, _block, sequence, False)
 
 
 @pytest.mark.timeout(400)
-def test_half_a_block_with_inductor() -> None:
+def test_half_a_block_with_inductor_matches_eager() -> None:
     run_ranks(2, _block, True, True, timeout=380.0)
 
 
@@ -158,11 +158,11 @@ def _each_case(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_each_pattern(world: int) -> None:
+def test_each_pattern_becomes_a_flux_op(world: int) -> None:
     run_ranks(world, _each_case, timeout=120.0)
 
 
-def test_enable_and_disable() -> None:
+def test_disable_restores_the_previous_pass() -> None:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 

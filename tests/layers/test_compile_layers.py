@@ -78,16 +78,16 @@ def _compiled(rank: int, world: int, backend: str, sp: bool, recompute: bool) ->
 
 
 @pytest.mark.parametrize("sp", [True, False], ids=["sequence_parallel", "replicated"])
-def test_aot_eager(sp: bool) -> None:
+def test_layers_with_aot_eager_match_eager(sp: bool) -> None:
     run_ranks(2, _compiled, "aot_eager", sp, False)
 
 
-def test_activation_checkpointing() -> None:
+def test_layers_with_activation_checkpointing_match_eager() -> None:
     run_ranks(2, _compiled, "aot_eager", True, True)
 
 
 @pytest.mark.timeout(300)
-def test_inductor() -> None:
+def test_layers_with_inductor_match_eager() -> None:
     run_ranks(2, _compiled, "inductor", True, False, timeout=280.0)
 
 
@@ -112,7 +112,7 @@ def _cast(rank: int, world: int) -> None:
     close_pools()
 
 
-def test_autocast_and_whole_features() -> None:
+def test_autocast_and_whole_features_match_eager() -> None:
     run_ranks(2, _cast)
 
 
@@ -159,7 +159,7 @@ def _styles(rank: int, world: int) -> None:
     close_pools()
 
 
-def test_models_with_a_plan() -> None:
+def test_planned_models_match_eager() -> None:
     run_ranks(2, _styles)
 
 
@@ -199,5 +199,5 @@ def _opcheck(rank: int, world: int) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_opcheck() -> None:
+def test_layer_ops_pass_opcheck() -> None:
     run_ranks(2, _opcheck, timeout=200.0)

@@ -134,7 +134,7 @@ def _ag_gemm(rank: int, world: int, m: int, transpose: bool) -> None:
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["nk", "kn"])
 @pytest.mark.parametrize(("world", "m"), [(2, 4), (2, 3), (3, 2)])
-def test_ag_gemm(world: int, m: int, transpose: bool) -> None:
+def test_gradients_of_ag_gemm(world: int, m: int, transpose: bool) -> None:
     run_ranks(world, _ag_gemm, m, transpose)
 
 
@@ -156,7 +156,9 @@ def _reducing(rank: int, world: int, kind: str, m: int, reduce: str, transpose: 
 @pytest.mark.parametrize("transpose", [False, True], ids=["nk", "kn"])
 @pytest.mark.parametrize("kind", ["GemmRS", "GemmAR"])
 @pytest.mark.parametrize(("world", "m"), [(2, 3), (3, 4)])
-def test_reducing_ops(world: int, m: int, kind: str, transpose: bool, reduce: str) -> None:
+def test_gradients_of_gemm_rs_and_gemm_ar(
+    world: int, m: int, kind: str, transpose: bool, reduce: str
+) -> None:
     run_ranks(world, _reducing, kind, m, reduce, transpose)
 
 
@@ -179,7 +181,7 @@ def _column(rank: int, world: int, split: bool, whole: bool) -> None:
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "gather_output"])
 @pytest.mark.parametrize("split", [False, True], ids=["", "sequence_parallel"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_column_layer(world: int, split: bool, whole: bool) -> None:
+def test_gradients_of_the_column_layer(world: int, split: bool, whole: bool) -> None:
     run_ranks(world, _column, split, whole)
 
 
@@ -199,7 +201,7 @@ def _row(rank: int, world: int, split: bool, parallel: bool) -> None:
 @pytest.mark.parametrize("parallel", [False, True], ids=["whole", "input_is_parallel"])
 @pytest.mark.parametrize("split", [False, True], ids=["", "sequence_parallel"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_row_layer(world: int, split: bool, parallel: bool) -> None:
+def test_gradients_of_the_row_layer(world: int, split: bool, parallel: bool) -> None:
     run_ranks(world, _row, split, parallel)
 
 
@@ -222,5 +224,5 @@ def _in_graphs(rank: int, world: int, split: bool) -> None:
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["", "sequence_parallel"])
-def test_ops_of_graphs(split: bool) -> None:
+def test_gradients_of_ops_in_compiled_graphs(split: bool) -> None:
     run_ranks(2, _in_graphs, split)

@@ -81,11 +81,11 @@ def _mlp_on_hosts(rank: int, world: int, hosts: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2)])
-def test_mlp_between_hosts(world: int, hosts: int) -> None:
+def test_mlp_between_hosts_equals_one_process(world: int, hosts: int) -> None:
     run_ranks(world, _mlp_on_hosts, hosts)
 
 
-def test_mlp_recomputed() -> None:
+def test_recomputed_mlp_equals_one_process() -> None:
     run_ranks(2, _mlp, True, True, True)
 
 
@@ -130,7 +130,7 @@ def _refusals(rank: int, world: int) -> None:
     column.close()
 
 
-def test_refusals() -> None:
+def test_invalid_layer_arguments_raise() -> None:
     run_ranks(2, _refusals)
 
 
@@ -248,7 +248,7 @@ def _order_of_backward(rank: int, world: int) -> None:
     layer.close()
 
 
-def test_backward_gathers_beside_its_gemm() -> None:
+def test_backward_gathers_during_its_gemm() -> None:
     run_ranks(2, _order_of_backward)
 
 
@@ -267,7 +267,7 @@ def test_layers_can_be_copied() -> None:
     run_ranks(2, _copied)
 
 
-def test_work_beside_a_gemm_rs() -> None:
+def test_work_runs_during_a_gemm_rs() -> None:
     with fresh_ranks(2) as ranks:
         ranks.run(_overlapped, timeout=60)
 
@@ -320,7 +320,7 @@ def _collected(rank: int, world: int) -> None:
     close_pools()
 
 
-def test_garbage_is_freed_when_it_is_garbage_everywhere() -> None:
+def test_collected_layer_is_freed_once_collected_on_all_ranks() -> None:
     with nothing_left_in_shared_memory():
         run_ranks(2, _collected)
 
@@ -345,7 +345,7 @@ def _leaks(rank: int, world: int) -> None:
     assert held() == before
 
 
-def test_nothing_leaks() -> None:
+def test_layers_leak_no_resources() -> None:
     with nothing_left_in_shared_memory():
         run_ranks(2, _leaks)
 
@@ -366,7 +366,7 @@ def _stall(rank: int, world: int, timeout_s: float) -> tuple[str, float]:
     return "nothing happened", 0.0
 
 
-def test_a_peer_that_does_not_come() -> None:
+def test_absent_peer_raises_within_the_timeout() -> None:
     with fresh_ranks(2) as ranks:
         text, seconds = ranks.run(_stall, 2.0, timeout=60)[0]
     assert "rank 0" in text, text

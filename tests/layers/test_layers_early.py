@@ -120,7 +120,7 @@ def _order(rank: int, world: int, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["", "ab"])
-def test_the_wires_are_used_while_the_row_layer_computes(hosts: str) -> None:
+def test_gather_overlaps_with_the_backward_of_the_row_layer(hosts: str) -> None:
     run_ranks(2, _order, hosts)
 
 
@@ -174,7 +174,7 @@ def _again(rank: int, world: int) -> None:
     close_pools()
 
 
-def test_backward_in_parts_and_again() -> None:
+def test_partial_and_repeated_backward_give_the_same_gradients() -> None:
     run_ranks(2, _again)
 
 
@@ -228,7 +228,7 @@ def _freed(rank: int, world: int) -> None:
     close_pools()
 
 
-def test_what_was_freed_is_gathered_when_it_is_there_again() -> None:
+def test_freed_input_is_gathered_after_its_recomputation() -> None:
     run_ranks(2, _freed)
 
 
@@ -291,7 +291,7 @@ def _overlapped(rank: int, world: int, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["", "ab"])
-def test_work_beside_an_ag_gemm(hosts: str) -> None:
+def test_work_runs_during_an_ag_gemm(hosts: str) -> None:
     with fresh_ranks(2) as ranks:
         ranks.run(_overlapped, hosts, timeout=60)
 
@@ -309,5 +309,5 @@ def _gathers(rank: int, world: int, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["", "ab", "abc", "aab"])
-def test_gathers_without_a_product(hosts: str) -> None:
+def test_gathers_in_flight_without_a_gemm_are_correct(hosts: str) -> None:
     run_ranks(len(hosts) or 2, _gathers, hosts)

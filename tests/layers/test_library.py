@@ -71,7 +71,7 @@ def _opcheck(rank: int, world: int) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("world", [1, 2])
-def test_opcheck(world: int) -> None:
+def test_ops_pass_opcheck(world: int) -> None:
     run_ranks(world, _opcheck, timeout=200.0)
 
 
@@ -213,7 +213,7 @@ def _partial_gradients(rank: int, world: int) -> None:
         y1.sum().backward()
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_only_inputs_that_require_a_gradient_get_one() -> None:
     run_ranks(2, _partial_gradients)
 
 
@@ -250,5 +250,5 @@ def _closed(rank: int, world: int) -> None:
     assert str(handle) in _use_after(lambda: torch.ops.flux.gemm_rs(*args, [], handle, []))
 
 
-def test_a_closed_op_says_so() -> None:
+def test_closed_op_raises() -> None:
     run_ranks(2, _closed)

@@ -65,7 +65,7 @@ def _what_is_fused(rank: int, world: int) -> None:
         close_pools()
 
 
-def test_the_configuration_says_what_is_fused() -> None:
+def test_configuration_selects_the_fused_ops() -> None:
     run_ranks(2, _what_is_fused)
 
 
@@ -212,7 +212,7 @@ def _given_group(rank: int, world: int) -> None:
             layer.close()
 
 
-def test_a_given_group() -> None:
+def test_given_group_replaces_the_one_of_parallel_state() -> None:
     run_ranks(4, _given_group)
 
 
@@ -302,7 +302,7 @@ def _autocast(layer: Any, x: torch.Tensor, sp: bool, world: int) -> None:
     assert [float(f) for f in found.values()] == [1.0]
 
 
-def test_modes_of_pytorch() -> None:
+def test_layers_work_in_modes_of_pytorch() -> None:
     run_ranks(2, _modes)
 
 
@@ -342,5 +342,5 @@ def _fallbacks(rank: int, world: int) -> None:
             eligible.logger.removeHandler(listener)
 
 
-def test_what_is_not_fused_is_logged_once() -> None:
+def test_unfused_layers_are_logged_once() -> None:
     run_ranks(2, _fallbacks)

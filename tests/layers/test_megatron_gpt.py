@@ -42,11 +42,11 @@ def test_same_losses_as_megatron(world: int, sp: bool, tied: bool) -> None:
     ],
     ids=str,
 )
-def test_accumulation_and_recomputation(case: GPTCase) -> None:
+def test_losses_match_with_accumulation_and_recomputation(case: GPTCase) -> None:
     run_ranks(2, check_training, case, "replace", timeout=200)
 
 
-def test_layers_by_specification() -> None:
+def test_specification_replaces_the_layers() -> None:
     run_ranks(2, check_training, GPTCase(True, swiglu=True), "spec", timeout=200)
 
 

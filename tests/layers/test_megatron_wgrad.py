@@ -50,7 +50,7 @@ def _accumulated(rank: int, world: int) -> None:
             layer.close()
 
 
-def test_gradient_accumulation_fusion() -> None:
+def test_fused_gradient_accumulation_matches_megatron() -> None:
     run_ranks(2, _accumulated)
 
 
@@ -112,5 +112,5 @@ def _deferred(rank: int, world: int) -> None:
             layer.close()
 
 
-def test_deferred_weight_gradients() -> None:
+def test_deferred_weight_gradients_match_megatron() -> None:
     run_ranks(2, _deferred)

@@ -167,7 +167,7 @@ def _dtensor_styles() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", list(_plans()))
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_model_with_a_plan(world: int, name: str) -> None:
+def test_planned_model_matches_torch(world: int, name: str) -> None:
     run_ranks(world, _trained, name)
 
 
@@ -201,7 +201,7 @@ def _odd_layouts(rank: int, world: int) -> None:
     close_pools()
 
 
-def test_layouts_without_a_fused_form() -> None:
+def test_layouts_without_a_fused_form_match_torch() -> None:
     run_ranks(2, _odd_layouts)
 
 
@@ -226,5 +226,5 @@ def _refused(rank: int, world: int) -> None:
             replace_linears(*arguments, **options)
 
 
-def test_refusals() -> None:
+def test_invalid_plan_or_model_raises() -> None:
     run_ranks(2, _refused)

@@ -29,7 +29,7 @@ def test_the_list_of_examples_is_complete() -> None:
     [*((path, 3, False) for path in EXAMPLES), (EXAMPLES[0], 2, True), (EXAMPLES[-1], 0, True)],
     ids=[*(path.stem for path in EXAMPLES), "under torchrun", "alone"],
 )
-def test_example(example: Path, ranks: int, real: bool) -> None:
+def test_example_runs_and_leaves_no_shared_memory(example: Path, ranks: int, real: bool) -> None:
     with nothing_left_in_shared_memory():
         output = run_script(example, ranks, real=real)
     lines = output.strip().splitlines()

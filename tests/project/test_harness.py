@@ -25,7 +25,7 @@ def add_up(rank: int, world: int, start: int) -> tuple[int, int, int]:
     return rank, int(total), os.getpid()
 
 
-def test_ranks_stay_for_the_next_test() -> None:
+def test_rank_processes_are_reused_by_the_next_test() -> None:
     first = run_ranks(3, add_up, 10)
     assert [r[:2] for r in first] == [(0, 33), (1, 33), (2, 33)]
     assert [r[2] for r in run_ranks(3, add_up, 0)] == [r[2] for r in first]
@@ -37,7 +37,7 @@ def one_raises(rank: int, world: int) -> None:
     dist.barrier()  # fails or hangs because of rank 1
 
 
-def test_the_first_failure_is_told_and_the_ranks_are_replaced() -> None:
+def test_first_failure_is_reported_and_ranks_are_replaced() -> None:
     before = [r[2] for r in run_ranks(2, add_up, 0)]
     with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2: .*in one_raises.*the cause"):
         run_ranks(2, one_raises)
@@ -53,7 +53,7 @@ def one_hangs(rank: int, world: int) -> None:
         time.sleep(60)
 
 
-def test_a_hang_is_ended_and_shown() -> None:
+def test_hanging_rank_is_killed_and_reported() -> None:
     with pytest.raises(RanksFailed, match=r"(?s)ranks \[0\] hang after 0.5 s.*in one_hangs"):
         run_ranks(2, one_hangs, timeout=0.5)
 
@@ -64,7 +64,7 @@ def one_dies(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_a_death_is_the_cause_of_what_follows() -> None:
+def test_death_of_a_rank_is_reported_as_the_first_cause() -> None:
     with pytest.raises(RanksFailed, match="rank 1 of 2: killed by SIGKILL"):
         run_ranks(2, one_dies)
 

@@ -67,7 +67,7 @@ def test_a_patch_that_no_longer_applies_is_named(
     assert "mutant total does not apply" in said and "mutant first" not in said
 
 
-def test_a_patch_without_its_head_is_named(
+def test_patch_without_a_header_is_named(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     patch = checkout / "tests" / "mutants" / "total.patch"

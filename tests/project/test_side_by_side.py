@@ -33,15 +33,15 @@ import pytest
 from side_by_side import built_once
 
 @pytest.mark.parametrize("number", range(6))
-def test_beside(number):
+def test_unmarked(number):
     time.sleep(0.1)
 
 @pytest.mark.alone
 @pytest.mark.parametrize("number", range(2))
-def test_alone(number):
+def test_marked_alone(number):
     time.sleep(0.2)
 
-def test_built(pytestconfig):
+def test_shared_folder_is_built(pytestconfig):
     def build(folder):
         with open("builds", "a") as file:
             file.write("built\\n")
@@ -54,11 +54,11 @@ def test_built(pytestconfig):
 _CRASH = """
 import os, pytest
 
-def test_crash():
+def test_crashing_worker():
     os._exit(1)
 
 @pytest.mark.alone
-def test_after():
+def test_marked_alone_after_the_crash():
     pass
 """
 
@@ -96,10 +96,10 @@ def test_each_runs_once_and_some_alone(tmp_path: Path) -> None:
     assert len({one.name for one in ran}) == len(ran) == 27
     assert {one.worker for one in ran} == {"gw0", "gw1"}
     worker = {one.name: one.worker for one in ran}
-    first = [[worker[f"test_{file}.py::test_beside[{n}]"] for n in (0, 1)] for file in "ab"]
+    first = [[worker[f"test_{file}.py::test_unmarked[{n}]"] for n in (0, 1)] for file in "ab"]
     assert sorted(first) == [["gw0", "gw0"], ["gw1", "gw1"]], "files are taken as a whole"
     for one in ran:
-        if "test_alone" in one.name:
+        if "test_marked_alone" in one.name:
             assert all(o is one or o.end <= one.begin or o.begin >= one.end for o in ran), ran
     assert (tmp_path / "builds").read_text() == "built\n"
 
@@ -111,8 +111,10 @@ def test_a_worker_that_crashes_costs_its_test_alone(tmp_path: Path) -> None:
     assert len({one.name for one in ran}) == len(ran) == 10
 
 
-@pytest.mark.parametrize(("options", "passed"), [(("-k", "test_alone"), 2), (("-k", "built"), 1)])
-def test_a_part_may_have_no_test_of_a_kind(
+@pytest.mark.parametrize(
+    ("options", "passed"), [(("-k", "test_marked_alone"), 2), (("-k", "built"), 1)]
+)
+def test_selection_may_lack_alone_or_unmarked_tests(
     options: tuple[str, ...], passed: int, tmp_path: Path
 ) -> None:
     closing, ran = run(tmp_path, {"test_a.py": _TESTS}, "-n", "3", *options)

@@ -118,13 +118,13 @@ def execute(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @KINDS
-def test_back_to_back_calls(builds: Builds, kind: str) -> None:
+def test_back_to_back_calls_have_no_data_race(builds: Builds, kind: str) -> None:
     done = execute(builds.program(kind), str(CALLS[kind]))
     assert done.returncode == 0, done.stderr
 
 
 @KINDS
-def test_faults(builds: Builds, kind: str) -> None:
+def test_faults_end_every_wait(builds: Builds, kind: str) -> None:
     done = execute(builds.program(kind), "faults")
     assert done.returncode == 0, done.stderr
 

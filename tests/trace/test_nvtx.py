@@ -153,7 +153,7 @@ def test_ranges_end_where_a_call_throws(
     ("chosen", "attached", "ranges"),
     [("", "", 0), ("", "tool.so", 2), ("0", "tool.so", 0), ("1", "", 2)],
 )
-def test_when_ranges_are_enabled(
+def test_ranges_depend_on_flux_nvtx_and_an_attached_tool(
     device: EmulatedDevice,
     heard: FakeNvtx,
     monkeypatch: pytest.MonkeyPatch,

@@ -138,7 +138,7 @@ def test_the_unfused_path_is_two_events(op: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["push", "one thread"])
-def test_a_late_rank_is_waited_for(way: str) -> None:
+def test_waits_for_a_late_rank_are_traced(way: str) -> None:
     """Rank 1 sleeps 80 ms before its first traced call: the others wait, itself does not."""
     (trace, _), *_ = run_ranks(4, traced, "ag_gemm", KNOBS[way], "", 1)
     check_sound(trace.events)
@@ -164,7 +164,7 @@ def test_events_beyond_the_capacity_are_counted() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("way", ["push", "direct"])
-def test_several_hosts(op: str, way: str) -> None:
+def test_sends_and_receives_between_hosts_are_paired(op: str, way: str) -> None:
     told = run_ranks(3, traced, op, KNOBS[way], "aab")
     trace = told[0][0]
     check_sound(trace.events, 2 * max(trace.metadata["clock_uncertainty_us"]))
@@ -193,7 +193,7 @@ def aligned(rank: int, world: int, ahead_ns: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("ahead_ns", [0, 5_000_000_000])
-def test_clocks_are_aligned(ahead_ns: int) -> None:
+def test_clock_offsets_of_hosts_are_measured(ahead_ns: int) -> None:
     """Hosts of these tests share a clock, but for what rank 2 adds to it."""
     found = run_ranks(3, aligned, ahead_ns)
     assert found[0] == found[1] == found[2]
@@ -303,7 +303,7 @@ def check_sound_by_method(trace: Trace) -> None:
         (["--out", "/proc/nothing/trace.json"], "cannot write"),
     ],
 )
-def test_bad_input_starts_nothing(
+def test_invalid_input_starts_no_ranks(
     wrong: list[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flux.bench.launch.on_ranks", lambda *_: pytest.fail("started"))

@@ -113,7 +113,7 @@ def test_every_tile_is_seen_once(device: EmulatedDevice, op: str, world: int, wa
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_several_nodes(device: EmulatedDevice, op: str) -> None:
+def test_trace_pairs_sends_and_receives_between_nodes(device: EmulatedDevice, op: str) -> None:
     p = problem(op)
     trace = virtual(device, p, 4, Knobs(comm_tile_rows=3), nodes=2)
     check_sound(trace.events, 50.0)
@@ -129,7 +129,7 @@ def test_several_nodes(device: EmulatedDevice, op: str) -> None:
     assert len(crossing) == len(receives)
 
 
-def test_several_weights(device: EmulatedDevice) -> None:
+def test_trace_covers_every_tile_of_several_weights(device: EmulatedDevice) -> None:
     p = Problem("ag_gemm", M, (8, 16), K, BF16)
     trace = virtual(device, p, 2, Knobs(comm_tile_rows=5))
     for rank in range(2):
@@ -140,7 +140,9 @@ def test_several_weights(device: EmulatedDevice) -> None:
 
 @pytest.mark.parametrize("way", ["push", "pull"])
 @pytest.mark.parametrize("op", OPS)
-def test_one_rank_with_simulated_peers(device: EmulatedDevice, op: str, way: str) -> None:
+def test_trace_covers_one_rank_with_simulated_peers(
+    device: EmulatedDevice, op: str, way: str
+) -> None:
     world, p = 3, problem(op)
     inputs = Inputs(p, M, world, seed=3)
     with LoopbackWorld(world, device) as ranks, p.build(ranks.rank(), tuning=KNOBS[way]) as made:
@@ -196,7 +198,7 @@ def test_kernels_of_other_builds_are_refused(
             op.close()
 
 
-def test_ops_ask_for_a_trace_build_that_is_not_there(
+def test_missing_trace_build_raises(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(device.registry.__dict__, "traced", {})

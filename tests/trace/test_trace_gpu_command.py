@@ -51,7 +51,7 @@ def _in_processes(rank: int, world: int, library: Path, op: str, path: str) -> T
 
 @pytest.mark.parametrize("path", ["fused", "unfused"])
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_ar"])
-def test_a_process_and_a_gpu_per_rank(emulator: Path, op: str, path: str) -> None:
+def test_trace_of_a_process_and_a_gpu_per_rank(emulator: Path, op: str, path: str) -> None:
     with fresh_ranks(2) as ranks:
         trace, none = ranks.run(_in_processes, emulator, op, path, timeout=200.0)
     assert none is None
@@ -114,7 +114,7 @@ def test_the_command_writes_a_trace(
         (["--transport", "loopback", "--op", "gemm_rs"], "no trace build of gemm_rs kernels"),
     ],
 )
-def test_what_is_missing_is_reported(
+def test_unsupported_options_are_reported_before_ranks_start(
     on_emulated_device: None,
     device: EmulatedDevice,
     wrong: list[str],

@@ -91,7 +91,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return [list(map(int, line.split())) for line in done.stdout.splitlines()]
 
 
-def test_each_warp_group_or_the_first_tells(printed: list[list[int]]) -> None:
+def test_first_or_each_warp_group_writes_a_record(printed: list[list[int]]) -> None:
     tile, part, wait = 1, 2, 3
     records = printed[1:]
     both = [

@@ -126,7 +126,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_set_aside_with_a_warning_and_is_not_fatal(cache: Cache, damage: str) -> None:
+def test_damaged_files_are_set_aside_with_a_warning(cache: Cache, damage: str) -> None:
     cache.store(KEY, winner(64), MACHINE)
     other = replace(KEY, n=77)
     cache.store(other, winner(32), MACHINE)
@@ -208,7 +208,7 @@ def test_damage_in_a_read_only_directory_is_ignored(cache: Cache) -> None:
         cache.directory.chmod(0o755)
 
 
-def test_shipped_winners_come_second_and_are_not_written_to(tmp_path: Path) -> None:
+def test_shipped_winners_are_the_fallback_and_read_only(tmp_path: Path) -> None:
     shipped = Cache(tmp_path / "results", read_only=True)
     shipped.directory.mkdir()
     text = json.dumps(Entry(KEY, MACHINE, (winner(64, ms=9.0),)).as_dict())
@@ -225,7 +225,9 @@ def test_shipped_winners_come_second_and_are_not_written_to(tmp_path: Path) -> N
     assert sorted(path.name for path in shipped.directory.iterdir()) == [f"{KEY.name}.json"]
 
 
-def test_the_environment_names_the_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_variable_sets_the_cache_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("FLUX_TUNE_CACHE", str(tmp_path / "here"))
     assert cache_root() == tmp_path / "here"
     assert default_caches()[0].root == tmp_path / "here"
@@ -315,7 +317,7 @@ def test_writers_that_are_killed_leave_whole_files_and_no_lock(tmp_path: Path) -
 # -- look-up by M ----------------------------------------------------------------------------------
 
 
-def test_buckets() -> None:
+def test_bucket_rounds_m_up_to_a_power_of_two() -> None:
     assert [bucket(m) for m in (1, 2, 3, 64, 65, 1000, 1024)] == [1, 2, 4, 64, 128, 1024, 1024]
 
 

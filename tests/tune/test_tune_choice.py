@@ -357,7 +357,7 @@ def test_predictions_are_positive_and_grow_with_m(op: str, world: int, nodes: in
             assert times[-1].total > times[0].total
 
 
-def test_of_long_transfers_the_last_tile_alone_is_added() -> None:
+def test_long_transfers_add_only_their_last_tile() -> None:
     """Two hosts at 1 Gbit/s, M = 2048: transfers much longer than the GEMM."""
     cluster = load_cluster("cpu")
     for op, n, k in (("ag_gemm", 128, 512), ("gemm_rs", 512, 128)):
@@ -375,7 +375,7 @@ def test_the_cache_directory_of_tests_is_not_the_users(tmp_path: Path) -> None:
     assert "flux-test-tune" in str(cache_root())
 
 
-def test_what_was_measured_on_a_cpu_is_what_its_model_chooses() -> None:
+def test_cost_model_chooses_the_winners_measured_on_a_cpu() -> None:
     """Within the scatter of single runs; what takes a fourth more is never chosen."""
     cpu = load_cluster("cpu")
     files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("*_float32_w2.json"))
@@ -390,7 +390,7 @@ def test_what_was_measured_on_a_cpu_is_what_its_model_chooses() -> None:
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
-def test_winners_with_too_many_tiles_are_the_heuristic_s(op: str) -> None:
+def test_winners_with_too_many_tiles_fall_back_to_the_heuristic(op: str) -> None:
     """A file of winners may hold anything; 2**32 tiles were counted as none."""
     spec = OpSpec(Op[op], 65536, (65536,), 8, torch.float32, False, "sum")
     tampered = Winner(65536, replace(STAGED, tile=(1, 1), order="direct"), 1.0)

@@ -112,7 +112,7 @@ def test_missing_files_and_places_are_refused(cache: Cache, tmp_path: Path) -> N
     assert run("export", str(blocked / "below")).exit_code == 2
 
 
-def test_clear_asks_and_can_choose(cache: Cache) -> None:
+def test_clear_asks_for_confirmation_and_filters(cache: Cache) -> None:
     other = replace(KEY, op="gemm_rs", fingerprint="f" * 16)
     for key in (KEY, other):
         cache.store(key, winner(64), MACHINE)
@@ -129,7 +129,7 @@ def test_clear_asks_and_can_choose(cache: Cache) -> None:
     assert not list(cache.entries()) and not cache.damaged()
 
 
-def test_nothing_is_measured_if_results_cannot_be_written(
+def test_unwritable_results_end_the_run_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"

@@ -268,7 +268,7 @@ def test_kernels_that_reduce_in_flight_are_built_in_both_forms() -> None:
 # -- where it can be done --------------------------------------------------------------------------
 
 
-def test_the_backend_follows_from_what_is_said_and_what_is_here(
+def test_backend_is_chosen_from_options_and_available_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for there, usual in ((False, "cpu"), (True, "cuda")):
@@ -294,7 +294,7 @@ def test_ranks_without_p2p_are_nodes_to_the_tuner_as_they_are_to_ops(
     assert machine.survey(Spawned(2), "cuda", "symm_mem", 1).shape == "1x2"
 
 
-def test_what_ranks_of_the_cpu_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_ranks_are_one_host_unless_they_use_send_recv(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.survey(Spawned(2), "cpu", None, 1).shape == "1x2"
     assert machine.survey(Spawned(2), "cpu", "send_recv", 1).shape == "2x1"
     parts = machine.survey(Spawned(2), "cpu", None, 1).parts
@@ -331,7 +331,7 @@ def test_gpus_are_queried_by_another_process() -> None:
         (("--backend", "cuda", "--dtype", "fp32", "--nproc", "2"), "no kernels for float32"),
     ],
 )
-def test_what_cannot_be_tuned_is_an_error_of_one_line(
+def test_untunable_problems_are_errors_of_one_line(
     arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = 2 if "fp32" in arguments else 1

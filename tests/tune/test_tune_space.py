@@ -165,7 +165,7 @@ def test_bands_of_a_winner_shrink_with_m() -> None:
     assert [fit(knobs, 8192, m, 8).raster for m in (8192, 65536, 4096, 1024, 8)] == [8, 8, 4, 1, 1]
 
 
-def test_sizes() -> None:
+def test_size_expressions_are_evaluated() -> None:
     problem = shape(m=1000, world=3)
     found = {
         text: extent(text, problem)
@@ -209,7 +209,7 @@ def test_bad_spaces_are_refused(
 # -- shapes ----------------------------------------------------------------------------------------
 
 
-def test_the_models_that_were_asked_for_are_there() -> None:
+def test_required_models_are_available() -> None:
     asked = {"gpt3-175b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3-405b"}
     papers = {"llama-25b", "llama-39b", "llama-66b", "gpt-6.7b", "gpt-18b", "gpt-30b", "phi-moe"}
     assert asked | papers | {"flux-paper", "gpt3-13b", "cpu-small"} <= set(MODELS)
@@ -224,7 +224,7 @@ def test_shapes_can_be_problems(name: str) -> None:
         assert all(problem.world == world for problem in problems)
 
 
-def test_gemms_of_a_layer() -> None:
+def test_gemms_of_a_layer_follow_from_its_sizes() -> None:
     gpt = Layer(12288, 49152, 96, 96, 128, False)
     assert list(gpt.gemms(decodes=False)) == [
         ("ag_gemm", 3 * 12288, 12288),
@@ -325,7 +325,7 @@ def test_bad_arguments_are_refused_before_anything_starts(
     assert complaint in " ".join(result.stderr.split())
 
 
-def test_durations() -> None:
+def test_durations_are_parsed() -> None:
     found = [parse_duration(text) for text in ("90", "90s", "1.5m", "2h", " 10M ")]
     assert found == [90, 90, 90, 7200, 600]
     for text in ("", "m", "-1s", "1d", "1m30s", "0"):

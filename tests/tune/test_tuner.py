@@ -83,7 +83,7 @@ def test_the_always_candidates_are_measured_to_the_end() -> None:
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), cut=st.floats(0, 1))
-def test_what_was_decided_before_a_crash_is_decided_again(seed: int, cut: float) -> None:
+def test_resumed_search_repeats_its_decisions(seed: int, cut: float) -> None:
     rng = random.Random(seed)
     names = ("unfused", *(f"c{i}" for i in range(30)))
     halving = Halving(names, ("unfused",))
@@ -118,7 +118,7 @@ def events(path: Path) -> list[int]:
         return [event["number"] for event in journal.events[1:]]
 
 
-def test_a_journal_cut_anywhere_keeps_what_is_whole(tmp_path: Path) -> None:
+def test_truncated_journal_keeps_its_complete_lines(tmp_path: Path) -> None:
     with Journal(tmp_path, "run", {"a": 1}) as journal:
         assert not journal.resumed
         for number in range(5):
@@ -149,7 +149,7 @@ def test_a_journal_damaged_in_the_middle_says_so(tmp_path: Path) -> None:
         assert events(path) == []
 
 
-def test_two_cannot_write_one_journal(tmp_path: Path) -> None:
+def test_second_writer_of_a_journal_raises(tmp_path: Path) -> None:
     with Journal(tmp_path, "run", {}), pytest.raises(BusyError, match="another `flux tune`"):
         Journal(tmp_path, "run", {})
     Journal(tmp_path, "run", {}).close()
@@ -243,7 +243,7 @@ def test_candidates_are_built_once_for_all_rungs_and_finalists_once_more(
 
 
 @pytest.mark.timeout(300)
-def test_bad_candidates_are_excluded_and_said_and_do_not_end_the_run(tmp_path: Path) -> None:
+def test_faulty_candidates_are_excluded_and_reported(tmp_path: Path) -> None:
     search, _ = tune(tmp_path, tune_makers.faulty)
     assert search.winner is not None
     assert search.winner.knobs.comm_tile_rows == 16  # the default
@@ -280,13 +280,13 @@ def test_ranks_that_are_told_to_end_are_no_candidates_fault(tmp_path: Path) -> N
     assert "excluded" not in journal.read_text()
 
 
-def test_when_nothing_is_right_nothing_wins(tmp_path: Path) -> None:
+def test_search_without_a_correct_candidate_has_no_winner(tmp_path: Path) -> None:
     search, cache = tune(tmp_path, tune_makers.all_wrong)
     assert search.winner is None and "no candidate is left" in search.problem_text
     assert not list(cache.entries())
 
 
-def test_real_ops_are_tuned(tmp_path: Path) -> None:
+def test_tuning_real_ops_excludes_no_candidate(tmp_path: Path) -> None:
     search, _ = tune(tmp_path, None, m=64)
     assert not search.excluded, search.excluded
     assert search.winner is not None and search.winner.unfused_ms is not None
@@ -319,7 +319,7 @@ def command(folder: Path, *more: str) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.timeout(400)
-def test_killed_at_any_moment_it_goes_on_and_the_cache_is_whole(tmp_path: Path) -> None:
+def test_killed_search_resumes_and_keeps_the_cache_intact(tmp_path: Path) -> None:
     rng = random.Random(5)
     arguments, variables = command(tmp_path)
     journal_bytes = 0
@@ -349,7 +349,7 @@ def test_killed_at_any_moment_it_goes_on_and_the_cache_is_whole(tmp_path: Path) 
     assert Cache(tmp_path / "cache").damaged() == []
 
 
-def test_killed_workers_leave_nothing_behind(tmp_path: Path) -> None:
+def test_workers_end_when_the_tuner_is_killed(tmp_path: Path) -> None:
     arguments, variables = command(tmp_path)
     process = subprocess.Popen(arguments, env=variables, stdout=subprocess.DEVNULL)
     time.sleep(5)
@@ -415,5 +415,5 @@ if __name__ == "__main__":
     assert len(found["excluded"]) == 4
 
 
-def test_the_space_of_these_tests_is_like_those_that_flux_has() -> None:
+def test_space_of_these_tests_has_the_form_of_shipped_spaces() -> None:
     assert (data_root() / "spaces" / "cpu.toml").exists()
