@@ -1,4 +1,4 @@
-"""`flux bench op --backend cuda` on emulated GPUs: all of its course, and what a person sees.
+"""`flux bench op --backend cuda` on emulated GPUs: measurement, checks and terminal output.
 
 On a real one: test_gpu_bench.py.
 """
@@ -35,7 +35,7 @@ NO_GPU = "--backend cuda needs a CUDA device that torch can see; there is none"
 
 @pytest.fixture
 def library(device: EmulatedDevice) -> Path:
-    """The emulator, for other processes."""
+    """Return the path of the emulator, for use in other processes."""
     return Path(device.library._name)
 
 
@@ -98,7 +98,7 @@ def test_a_process_and_a_gpu_per_rank(library: Path, op: str) -> None:
 
 
 class Late:
-    """A method whose ranks but the first return what they returned before."""
+    """A method whose ranks, except rank 0, return their previous result again."""
 
     def __init__(self, method: Method) -> None:
         self._method, self._before = method, None
@@ -143,7 +143,7 @@ def test_wrong_rows_from_peers_void_the_measurement(
 def test_rows_sent_to_peers_are_checked(
     machine: EmulatedDevice, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the last byte of every copy and store to a peer got lost."""
+    """The emulator drops the last byte of every copy and store to a peer."""
     from flux.bench.places import loopback
 
     judge_sent = loopback.RealRank._judge_sent

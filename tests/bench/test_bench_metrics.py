@@ -178,7 +178,7 @@ def test_no_interval_of_few_samples_or_of_an_undefined_figure() -> None:
 
 
 def _measured(fused: list[float], unfused: list[float], gemm_ms: float) -> dict[str, Any]:
-    """A document as of `flux bench op`, as far as its conclusion looks at it."""
+    """Return the parts of a `flux bench op` document that its conclusion reads."""
     methods = {}
     for name, times in (("flux", fused), ("unfused", unfused)):
         found = metrics.evaluate(metrics.median(times), gemm_ms, 1.0, metrics.median(unfused))

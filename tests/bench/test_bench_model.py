@@ -72,7 +72,7 @@ def test_all_phases_on_two_ranks(tiny: ModelConfig, gated: bool) -> None:
 
 
 def _ops_of_each_form(rank: int, world: int, config: ModelConfig) -> dict[str, list[int]]:
-    """How often the forms call our ops, in each phase."""
+    """Count the calls of flux ops by each form, per phase."""
     from flux.bench.megatron_cpu import megatron_on_cpu
     from flux.layers import close_pools
 

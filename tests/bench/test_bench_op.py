@@ -66,7 +66,7 @@ def invoke(*arguments: str) -> Any:
 
 
 def rank_processes() -> list[psutil.Process]:
-    """Every process below this one, the idle ranks of other tests included."""
+    """Return all descendant processes, including idle ranks of other tests."""
     return [
         process
         for process in psutil.Process().children(recursive=True)
@@ -256,7 +256,7 @@ def test_invalid_problem_prints_no_traceback() -> None:
 
 
 def start_ignoring_interrupts(command: list[str], **options: Any) -> subprocess.Popen[str]:
-    """As a shell script starts a job in the background."""
+    """Start a command as a shell script starts a background job: SIGINT is ignored."""
     ignoring = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
     return start_interruptible(ignoring, **options)
 
@@ -355,7 +355,7 @@ def test_command_restores_the_environment() -> None:
     assert "FLUX_POISON" not in os.environ
 
 
-# -- who may join ----------------------------------------------------------------------------------
+# -- listening addresses ---------------------------------------------------------------------------
 
 
 def _listening(pid: int) -> set[tuple[str, int]]:
@@ -364,7 +364,7 @@ def _listening(pid: int) -> set[tuple[str, int]]:
 
 
 def _listeners(parent: int, rank: int, progress: Any) -> list[tuple[str, int]]:
-    """Where ranks, and what started them, can be reached."""
+    """Return the listening addresses of ranks and of their parent."""
     dist.new_group(backend="gloo")
     found: list[set[tuple[str, int]]] = [set(), set()]
     dist.all_gather_object(found, _listening(os.getpid()) | _listening(parent))
@@ -372,7 +372,7 @@ def _listeners(parent: int, rank: int, progress: Any) -> list[tuple[str, int]]:
 
 
 def test_ranks_of_one_host_listen_on_loopback_only() -> None:
-    """What connects them takes pickles from whoever comes."""
+    """The listeners unpickle data from any client, so they must not be reachable."""
     before = _listening(os.getpid())
     found = spawn.run_ranks(_listeners, os.getpid(), 2)
     assert found

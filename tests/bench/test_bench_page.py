@@ -357,7 +357,7 @@ def test_a_browser_shows_the_page(arguments: tuple[str, ...], tmp_path: Path) ->
 
 @pytest.mark.usefixtures("browser")
 def test_browser_reports_errors_of_a_damaged_page(tmp_path: Path) -> None:
-    """So that the test above can fail."""
+    """Without this check the test above could pass on any page."""
     path = tmp_path / "page.html"
     path.write_text(
         "<!doctype html><title>t</title><body><div style='width:900px'>wide</div>"

@@ -73,7 +73,7 @@ def measurement(config: BenchConfig, names: tuple[str, ...] = ("unfused", "mediu
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
-    """No ranks: what would have been measured."""
+    """Record the configs that would be measured, without starting ranks."""
     seen: list[BenchConfig] = []
 
     def measured(config: BenchConfig, progress: Progress, factory: Any = None) -> Measurement:
@@ -494,7 +494,7 @@ def test_an_interrupted_suite_keeps_its_results(shapes: str, tmp_path: Path) -> 
 
 
 def _done(target: Path) -> bool:
-    """Whether an entry is done; the file is whole at any moment."""
+    """Return whether an entry is done. The file must be valid at any moment."""
     return target.exists() and results.load(target)["entries"][0]["status"] == "done"
 
 

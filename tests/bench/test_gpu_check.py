@@ -45,7 +45,7 @@ Run = Callable[..., "Outcome"]
 
 
 class Outcome:
-    """What a call of the script left."""
+    """The result of one run of the script."""
 
     def __init__(self, done: subprocess.CompletedProcess[str], work: Path, calls: Path) -> None:
         self.status, self.output, self.work = done.returncode, done.stdout + done.stderr, work

@@ -1,4 +1,4 @@
-"""Communication orders (csrc/core/comm_order.h): who receives which chunk from whom, and when."""
+"""Communication orders (csrc/core/comm_order.h): source and step of each chunk, per rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def domain_of(mesh: Mesh, rank: int) -> int:
 
 
 def receives(order: int, mesh: Mesh, direction: int, rank: int) -> list[tuple[int, int]]:
-    """(chunk, peer) of every step."""
+    """Return (chunk, peer) of every step."""
     return [core.recv_hop(order, mesh, direction, rank, s) for s in range(world_of(mesh) - 1)]
 
 

@@ -137,7 +137,7 @@ def test_the_model_finds_a_missing_wait(omission: str, op: int, direction: int, 
 
 
 def test_the_model_finds_a_deadlock() -> None:
-    """Everyone takes from its peers before it offers what it has."""
+    """Each rank waits for its peers before it offers its own rows."""
     right = pair(AG_GEMM, PULL, m=4, mesh=(2, 1, 2), order=HIERARCHICAL, n=4)
     agents = agents_of([Call(right, threaded=False)])
     run_randomly(agents, 0)

@@ -1,4 +1,4 @@
-"""Tile schedules (csrc/schedule/schedule.cpp): who moves, computes and waits for what."""
+"""Tile schedules (csrc/schedule/schedule.cpp): transfers, visits and waits of each rank."""
 
 from __future__ import annotations
 

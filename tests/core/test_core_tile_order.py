@@ -165,7 +165,7 @@ def test_own_rows_come_last_and_far_ones_first(c: Case) -> None:
 
 @given(c=cases(max_world=16))
 def test_xor_order_pairs_ranks_at_each_position(c: Case) -> None:
-    """At each position, who I visit visits me."""
+    """At each position, ranks visit each other in pairs."""
     if c.world & (c.world - 1):
         return
     c = c._replace(swizzle=XOR)

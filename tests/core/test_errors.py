@@ -1,4 +1,4 @@
-"""Refused input: on every rank alike, before anything moves, and the next good call is right."""
+"""Invalid input raises on every rank before communication, and the next valid call succeeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Refusal = (ValueError, TypeError)
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """The text with which a call is refused."""
+    """Return the error message of a call that raises."""
     try:
         call()
     except Refusal as error:
@@ -39,7 +39,7 @@ GOOD: dict[str, Any] = {"max_m": 8, "n": 6, "k": 4}
 
 
 def bad_construction(rank: int, world: int, op: str, options: dict[str, Any], words: str) -> None:
-    """Rank 1 gets it wrong; everybody hears, and the same group still works."""
+    """Pass an invalid argument on rank 1: all ranks raise, and the group stays usable."""
     if op == "ag_gemm" and "reduce" in options:
         return
     cls = OPS[op]
@@ -218,7 +218,7 @@ def good_call(op: Any, problem: Problem, rank: int, world: int, m: int, seed: in
 
 
 def wrong_inputs(op: Any, problem: Problem, rank: int, world: int) -> list[tuple[Any, str]]:
-    """(call that must be refused, words of its refusal)."""
+    """Return (invalid call, words of its error message)."""
     x, w, b = Inputs(problem, 12, world, seed=1).local(rank)
     m = {"m": 12} if problem.gathers else {}
     too_many = torch.zeros(13 if not problem.gathers else 5 + 12 // world, x.shape[1])
@@ -312,7 +312,7 @@ def test_same_invalid_call_on_all_ranks_raises(op: str) -> None:
 
 
 def refused_in_a_row(rank: int, world: int, op_name: str, count: int) -> None:
-    """Rank 0 refuses without waiting for anyone, and so runs far ahead of the others."""
+    """Make invalid calls in a row: rank 0 raises without a wait and runs far ahead of others."""
     problem = PROBLEMS[op_name]
     with problem.build(timeout_s=5) as op:
         x, w, b = Inputs(problem, 12, world, seed=1).local(rank)
@@ -378,7 +378,7 @@ def test_all_gather_ranks_may_differ_in_bias_and_outputs() -> None:
 
 
 def illegal_for_some_m(rank: int, world: int, op_name: str) -> None:
-    """Stored directly, tiles of 2 rows fit M = 8 but straddle owners at M = 6."""
+    """With store = direct, tiles of 2 rows fit M = 8 but straddle owners at M = 6."""
     problem = PROBLEMS[op_name]
     with problem.build(tuning=Knobs(store="direct", tile=(2, 7)), timeout_s=5) as op:
         good_call(op, problem, rank, world, 8, seed=0)
@@ -497,7 +497,7 @@ def test_peer_timeout_error_is_a_runtime_error() -> None:
 
 
 def _alone(rank: int, world: int, where: str) -> list[str]:
-    """Rank 1 fails between two exchanges, or behind the last one."""
+    """Let rank 1 fail between two exchanges, or after the last one."""
     target = {
         "choice": "flux.ops.base.choice.choose",
         "backend": "flux.backends.cpu.backend.CpuBackend",
@@ -526,7 +526,7 @@ def _alone(rank: int, world: int, where: str) -> list[str]:
 
 @pytest.mark.parametrize("where", ["choice", "backend", "memory", "late"])
 def test_failure_of_a_rank_during_construction_raises_on_all(where: str) -> None:
-    """The others waited for it as long as the group does: half an hour."""
+    """Without a report, the others would wait for the timeout of the group: half an hour."""
     first, own = run_ranks(2, _alone, where)
     assert own == ["RuntimeError: a rank's own", "OverflowError: trouble"]
     assert first == [f"PeerFailedError: AGGemm: rank 1 failed: {error}" for error in own]

@@ -48,7 +48,7 @@ def test_damaged_files_are_refused_or_set_aside(name: str, tmp_path: Path) -> No
         assert counts["accepted"] < CASES / 2, counts
 
 
-# -- what is no file of text -----------------------------------------------------------------------
+# -- special files ---------------------------------------------------------------------------------
 
 
 def _large(path: Path) -> None:
@@ -97,7 +97,7 @@ def test_files_that_may_not_be_read_are_refused(tmp_path: Path) -> None:
         assert outcome(KINDS[name], path)[0] != "accepted", name
 
 
-# -- what means the same ---------------------------------------------------------------------------
+# -- equal documents -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ON_DISK)
@@ -411,7 +411,7 @@ def test_the_page_shows_a_speed_that_was_rounded_to_nothing() -> None:
 
 
 def test_tables_show_texts_of_a_file_as_they_are() -> None:
-    """Neither as markup nor as commands to the terminal; and an entry that is pending."""
+    """Text is neither markup nor a terminal command. One entry is pending."""
     document = _changed("suite results", "device", "GPU \x1b[31m red")
     methods = document["entries"][0]["result"]["methods"]
     methods["[/bold]\x1b"] = methods["flux"]

@@ -65,7 +65,7 @@ def test_literal_and_reduced_search_agree(device: RecordingDevice, scenario: Sce
 def test_protocol_holds_with_fewer_blocks_than_tiles(
     device: RecordingDevice, op: str, blocks: int
 ) -> None:
-    """A tile that waits holds up those that its block takes after it."""
+    """A waiting tile delays the later tiles of its block."""
     for direction in ("push", "pull") if op == "ag_gemm" else ("push",):
         check(device, Scenario((op,), 3, (6, 5), direction, comm_tile_rows=1), blocks=blocks)
 
@@ -129,7 +129,7 @@ def test_epoch_comparison_without_wrap_around_is_found(device: RecordingDevice, 
 
 @pytest.mark.parametrize("op", OPS)
 def test_calls_that_share_an_epoch_are_found(device: RecordingDevice, op: str) -> None:
-    """A captured graph that is replayed would use the same ones again."""
+    """A replayed graph would otherwise use the same epochs again."""
     report = explore(program_of(record(device, Scenario((op,), 2, (4, 4), epochs=(1, 1)))))
     assert report.violation is not None
 
@@ -140,7 +140,7 @@ def waits_of(program: Program, rank: int) -> list[Step]:
 
 
 def sort_of(program: Program, wait: Step) -> str:
-    """Which rule a wait belongs to."""
+    """Return the rule that a wait belongs to."""
     if wait.kind is Kind.join:
         return "join" if "caller" in program.names[wait.stream] else "fork"
     raisers = [

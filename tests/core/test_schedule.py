@@ -1,4 +1,4 @@
-"""flux.make_schedule: a pure, cached, printable function that says no in time."""
+"""flux.make_schedule: pure, cached, printable; invalid arguments raise."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_slabs_are_the_tiles_in_order_and_own_rows_are_one(op: str, hosts: str) 
                 assert sizes[owner] == ([16 // tile - 1, 1] if merged else [1] * (16 // tile))
 
 
-# -- what people see -------------------------------------------------------------------------------
+# -- printed form ----------------------------------------------------------------------------------
 
 
 def test_printed_all_gather_shows_arrival_order_and_waits() -> None:
@@ -242,7 +242,7 @@ def test_printed_schedule_shows_ragged_and_forwarded_tiles() -> None:
     assert "rows [6, 7)" in text and "stays at 3" in text and "(forwarded)" in text
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- invalid arguments -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ LARGEST = 2**30
 def test_counts_beyond_32_bits_raise_or_are_clipped(
     op: str, shape: tuple[int, int, int], knobs: dict[str, Any], words: str
 ) -> None:
-    """2**31 tiles were none: a call returned whatever its memory held."""
+    """A count of 2**31 tiles was taken for 0: the call returned uninitialised memory."""
     if not words:  # sizes of tiles are cut down to what there is
         assert make_schedule(op, shape, 2, 0, knobs=Knobs(**knobs)).visits
         return

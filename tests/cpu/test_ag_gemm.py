@@ -1,4 +1,4 @@
-"""What only AGGemm promises; the rest is in test_every_op.py."""
+"""Properties of AGGemm alone; test_every_op.py has those of all ops."""
 
 from __future__ import annotations
 

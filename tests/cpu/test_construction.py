@@ -28,7 +28,7 @@ SLACK_S = 1.5 * BUSY
 
 
 def _patient_group() -> dist.ProcessGroup:
-    """One that waits half an hour, as groups do that nobody has told otherwise."""
+    """Return a group with the default timeout of half an hour."""
     group = dist.new_group(timeout=timedelta(minutes=30))
     assert group is not None
     dist.barrier(group)  # connected
@@ -36,7 +36,7 @@ def _patient_group() -> dist.ProcessGroup:
 
 
 def _silence() -> None:
-    """Wait until the others are done."""
+    """Wait until the other ranks are done."""
     cast(Any, distributed_c10d)._get_default_store().wait(["done"], timedelta(seconds=60))
 
 
@@ -45,7 +45,7 @@ def _done() -> None:
 
 
 def _silent_peer(rank: int, world: int, op: str, where: str | None) -> list[str]:
-    """Rank 1 comes to no exchange, or goes no further than ``where``; what rank 0 hears."""
+    """Let rank 1 stop before the exchange ``where``; return the error on rank 0."""
     group = _patient_group()
     if rank == 1:
         if where is None:
@@ -83,7 +83,7 @@ def test_a_silent_peer_is_waited_for_no_longer_than_timeout(op: str, where: str 
 
 
 def _late_to_connect(rank: int, world: int) -> str:
-    """Ranks of several hosts connect while an op is built; rank 1 does not."""
+    """Build an op on several hosts; rank 1 does not connect."""
     os.environ["FLUX_HOST"] = str(rank)
     group = _patient_group()
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Programs end by what ended them: never by an abort, and their peers hear of it."""
+"""Programs end with the expected status, never by an abort, and their peers raise."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _check_rank_0(ended: list[tuple[int, str]], error: str) -> None:
 
 
 def test_program_ends_with_a_daemon_thread_in_a_native_wait(tmp_path: Path) -> None:
-    """It comes back for the GIL while the interpreter ends, and nothing has told it to leave."""
+    """The thread takes the GIL while the interpreter ends, without an interrupt."""
     body = """
     if rank == 1:
         wait_for_go()
@@ -93,7 +93,7 @@ def test_program_ends_with_a_daemon_thread_in_a_native_wait(tmp_path: Path) -> N
 
 
 def test_program_ends_after_an_interrupted_close_between_hosts(tmp_path: Path) -> None:
-    """The threads that it has left inside of gloo end before the interpreter does."""
+    """Threads that are still in gloo end before the interpreter does."""
     body = """
     built = op(network=True)
     if rank == 1:
@@ -121,7 +121,7 @@ def test_program_ends_after_an_unreported_construction_failure(tmp_path: Path) -
 
 @pytest.mark.parametrize("network", [False, True], ids=["shared_memory", "network"])
 def test_peers_raise_when_a_program_ends(tmp_path: Path, network: bool) -> None:
-    """Also where the op is never collected, as behind a compiled graph."""
+    """The op may never be collected, for example if a compiled graph holds it."""
     body = f"""
     import ctypes
     built = op(network={network}, timeout_s=30.0)
@@ -139,7 +139,7 @@ def test_peers_raise_when_a_program_ends(tmp_path: Path, network: bool) -> None:
 
 
 def test_exit_interrupts_a_call_in_progress(tmp_path: Path) -> None:
-    """It is told to leave, and Ctrl-C ends what takes too long from then on."""
+    """Exit interrupts the call; Ctrl-C ends an exit that takes too long."""
     body = """
     built = op(network=True)
     if rank == 1:
@@ -184,7 +184,7 @@ def test_exit_interrupts_a_call_in_progress(tmp_path: Path) -> None:
 
 
 def test_exit_waits_for_a_thread_that_closes_the_op(tmp_path: Path) -> None:
-    """The end waits: that thread may not be inside of gloo either."""
+    """Exit waits for the thread, which may be in gloo."""
     body = """
     built = op(network=True)
     if rank == 1:
@@ -221,7 +221,7 @@ def test_exit_waits_for_a_thread_that_closes_the_op(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 def test_exit_waits_for_gloo(named: bool) -> None:
-    """Its threads drop the tensors of a collective late, and need the GIL for that."""
+    """Threads of gloo release the tensors of a collective late, and need the GIL for it."""
     begun, done = threading.Event(), threading.Event()
     process = Path("/proc/self/comm").read_text().rstrip()
 
@@ -240,7 +240,7 @@ def test_exit_waits_for_gloo(named: bool) -> None:
 
 @pytest.mark.timeout(200 * STRESS)
 def test_programs_end_without_findings(tmp_path: Path) -> None:
-    """A few of the many that tests/support/endings.py makes."""
+    """Run some of the cases of tests/support/endings.py."""
     report = tmp_path / "endings.json"
     subprocess.run(
         [

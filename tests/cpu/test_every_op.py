@@ -1,4 +1,4 @@
-"""What AGGemm, GemmRS and GemmAR all have to get right, against float64, on 1 to 8 ranks."""
+"""Results of AGGemm, GemmRS and GemmAR against float64, on 1 to 8 ranks."""
 
 from __future__ import annotations
 

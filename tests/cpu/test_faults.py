@@ -70,7 +70,7 @@ def failing_call(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def go_on(survivors: list[int], rank: int) -> None:
-    """The survivors as a new group, in the same processes."""
+    """Form a new group of the survivors, in the same processes."""
     dist.destroy_process_group()
     join_group("survivors", survivors.index(rank), len(survivors))
     for problem in PROBLEMS.values():
@@ -283,7 +283,7 @@ def stalled(rank: int, world: int, op_name: str, timeout_s: float, where: str) -
 @pytest.mark.alone
 @pytest.mark.parametrize("where", ["before", "inside"])
 def test_stalled_rank_raises_on_all_ranks(where: str) -> None:
-    """The others give it up; when it goes on, it hears of that at once."""
+    """The other ranks time out. The stalled rank raises as soon as it continues."""
     with contextlib.ExitStack() as stack:
         groups = {op: stack.enter_context(fresh_ranks(3)) for op in OPS}
         for op, ranks in groups.items():
@@ -310,7 +310,7 @@ def test_stalled_rank_raises_on_all_ranks(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["before", "inside"])
 def test_stall_shorter_than_the_timeout_is_survived(where: str) -> None:
-    """Shorter than the timeout: everybody just waits, and the numbers are right."""
+    """A stall shorter than the timeout only delays the other ranks."""
     with contextlib.ExitStack() as stack:
         groups = {op: stack.enter_context(fresh_ranks(3)) for op in OPS}
         for op, ranks in groups.items():
@@ -353,7 +353,7 @@ def slow_but_steady(rank: int, world: int, op_name: str) -> float:
 
 
 def test_a_slow_peer_that_makes_progress_is_waited_for() -> None:
-    """The timeout is for what one GEMM tile waits for, not for the call."""
+    """The timeout limits the wait of one GEMM tile, not the whole call."""
     with contextlib.ExitStack() as stack:
         groups = {op: stack.enter_context(fresh_ranks(2)) for op in ("ag_gemm", "gemm_rs")}
         for op, ranks in groups.items():
@@ -429,7 +429,7 @@ def test_close_by_a_peer_raises_in_waiting_ranks(how: str) -> None:
 
 
 def failing_inside(rank: int, world: int) -> str:
-    """An unexpected error in one rank's call: its peers need not wait for the timeout."""
+    """Raise an unexpected error in one rank's call; its peers raise before the timeout."""
     problem = PROBLEMS["gemm_rs"]
     op = problem.build(timeout_s=30)
     check_call(op, problem, rank, world, seed=0)

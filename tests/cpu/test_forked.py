@@ -1,4 +1,4 @@
-"""A forked child that ends normally leaves what is its parent's alone."""
+"""A forked child that ends normally does not touch resources of its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only GemmAR promises, the same bits on every rank; the rest is in test_every_op.py."""
+"""Properties of GemmAR alone: the same bits on every rank. test_every_op.py has the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def results(rank: int, world: int, knobs: Knobs, dtype: torch.dtype) -> list[byt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_ranks_hold_the_same_bits(world: int, dtype: torch.dtype) -> None:
-    """Whatever the way the result took; and the ways differ in nothing but time."""
+    """Bits are equal for each transport path of the result."""
     tile = (1, 9)
     ways = [
         run_ranks(world, results, knobs, dtype)

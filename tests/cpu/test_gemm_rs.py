@@ -1,4 +1,4 @@
-"""What only GemmRS promises; the rest is in test_every_op.py."""
+"""Properties of GemmRS alone; test_every_op.py has those of all ops."""
 
 from __future__ import annotations
 

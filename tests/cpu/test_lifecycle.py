@@ -1,4 +1,4 @@
-"""What an op holds and gives back; several ops and several groups at once."""
+"""Resources of an op from construction to close; several ops and groups at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THREADED = Knobs(copy_streams=1)
 
 
 def warm_up() -> None:
-    """What stays for good is started by the first op: caches, threads of gloo."""
+    """Build a first op, which starts permanent resources: caches, threads of gloo."""
     with AGGemm(max_m=8, n=dist.get_world_size(), k=8, tuning=THREADED) as op:
         op(torch.zeros(1, 8), torch.zeros(1, 8))
     dist.barrier()
@@ -172,7 +172,7 @@ def other_builds(rank: int, world: int) -> None:
 
 
 def test_ranks_of_different_builds_raise() -> None:
-    """They would read beyond the end of each other's memory, and die of SIGBUS."""
+    """Without the check, ranks would read beyond the end of a segment and die of SIGBUS."""
     with nothing_left_in_shared_memory():
         run_ranks(2, other_builds)
 
@@ -249,7 +249,7 @@ def test_close_at_random_moments_raises_in_calls() -> None:
 
 
 def closing_while_peers_still_read(rank: int, world: int) -> None:
-    """The last call of some ranks may still be going on when others close."""
+    """Close on some ranks while the last call of others is still in progress."""
     for op_name in OPS:
         problem = Problem(op_name, 24, (12,), 12)
         for direction in ("push", "pull"):
@@ -410,7 +410,7 @@ def test_a_destroyed_group_is_released() -> None:
 
 
 def two_groups_in_threads(rank: int, world: int) -> None:
-    """Ops may run in different threads at once, each op in one."""
+    """Run ops in different threads at once, one thread per op."""
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
     problems = [Problem("ag_gemm", 16, (6,), 8), Problem("gemm_rs", 16, (6,), 8)]
     ops = [p.build(g, tuning=THREADED) for p, g in zip(problems, groups, strict=True)]

@@ -51,7 +51,7 @@ def reduce(
 def reference(
     sources: Sequence[torch.Tensor], bias: torch.Tensor | None = None, scale: float = 1.0
 ) -> torch.Tensor:
-    """The same in rank order with torch's element-wise ops, which round as IEEE 754 says."""
+    """Sum in rank order with torch's element-wise ops, which round as IEEE 754 says."""
     wide = accumulator(sources[0].dtype)
     total = sources[0].to(wide)
     for source in sources[1:]:
@@ -68,7 +68,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal bit patterns; for NaN, any NaN."""
+    """Assert equal bit patterns; any NaN equals any NaN."""
     assert torch.equal(got.isnan(), expected.isnan())
     same = (bits(got) == bits(expected)) | expected.isnan()
     if not same.all():
@@ -77,7 +77,7 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def all_patterns(dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern of a 16-bit type, as one row."""
+    """Return every bit pattern of a 16-bit type, as one row."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)[None]
 
 

@@ -50,7 +50,7 @@ def test_segments_are_checked_before_they_are_mapped(descriptor: int) -> None:
 
 
 def in_child(body: Callable[[], str]) -> str:
-    """What ``body`` returns in a forked child."""
+    """Return the result of ``body`` from a forked child."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -96,7 +96,7 @@ def test_missing_support_for_unnamed_files_raises(monkeypatch: pytest.MonkeyPatc
 
 
 def test_pid_namespaces_of_one_host_share_no_memory() -> None:
-    """Processes do not find each other in /proc there, and talk over the network."""
+    """Such processes do not find each other in /proc, so they use the network."""
     namespaces = (0x20000000, "CLONE_NEWPID"), (0x20020000, "CLONE_NEWPID and CLONE_NEWNS")
     here = memory_identity()
     assert in_child(memory_identity) == here

@@ -67,7 +67,7 @@ def test_every_dtype_layout_and_weight_order(
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_in_flight_reduction_is_exact(device: EmulatedDevice, op: str, world: int) -> None:
-    """Small integers, whose sums are exact in any order."""
+    """Inputs are small integers, whose sums are exact in any order."""
     device.set_delay(1000)
     p = problem(op, 30, n=24, k=4 * world)
     with VirtualWorld(world, device) as ranks:
@@ -90,7 +90,7 @@ def test_in_flight_reduction_is_exact(device: EmulatedDevice, op: str, world: in
 def test_an_activation_without_a_fused_kernel_runs_after_the_gemm(
     device: EmulatedDevice, activation: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """There is one for silu only."""
+    """Only silu has a fused kernel."""
     op_kernels._warned.clear()
     device.set_delay(500)
     p = problem("ag_gemm", 20, activation=activation)
@@ -249,7 +249,7 @@ def test_a_timeout_does_not_corrupt_a_slow_peer(device: EmulatedDevice, op: str)
 
 
 def test_calls_on_changing_streams_follow_one_another(device: EmulatedDevice) -> None:
-    """Nothing orders the streams but the op itself."""
+    """Only the op orders the streams."""
     device.set_delay(2000)
     driver = device.driver
     for name in OPS:
@@ -383,7 +383,7 @@ def test_the_device_of_an_op_need_not_be_the_current_one(
 
 
 class Watched:
-    """The native op; says when something of it is called."""
+    """The native op with its calls recorded."""
 
     def __init__(self, native: object, called: Callable[[], None]) -> None:
         self._native, self._called = native, called

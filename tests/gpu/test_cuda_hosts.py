@@ -147,7 +147,7 @@ def test_ranks_without_shared_memory(library: Path) -> None:
 
 
 def _late(rank: int, world: int, library: Path, op: str, how: str) -> None:
-    """Rank 0 calls, the others do not."""
+    """Make a call on rank 0 only."""
     here = Emulated(rank, library, rank)
     p = Problem(op, 16, (8,), 8, BF16)
     made = p.build(backend="cuda", timeout_s=0.5)

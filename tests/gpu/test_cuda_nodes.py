@@ -36,7 +36,7 @@ def device(emulator: Path) -> Iterator[EmulatedDevice]:
 
 
 class ByPuts:
-    """Makes worlds whose nodes reach each other by puts alone: VirtualWorld's arguments."""
+    """Factory of worlds whose nodes use only puts; arguments as of VirtualWorld."""
 
     def __init__(self, puts: Puts) -> None:
         self.puts = puts
@@ -58,7 +58,7 @@ def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) ->
 
 
 def cases(seed: int, op: str, nodes: int, lanes: int, count: int) -> list[Case]:
-    """Random ones on these nodes, some of them with NUMA domains."""
+    """Return random cases on these nodes, some of them with NUMA domains."""
     rng = random.Random(seed)
     topologies = [None, *(Topology(nodes, d, lanes // d) for d in (1, 2) if lanes % d == 0)]
     return [
@@ -155,7 +155,7 @@ def test_buffers_are_free_before_they_are_reused(
 def bits_of(
     world: VirtualWorld, p: Problem, knobs: Knobs, everything: list[Inputs]
 ) -> list[list[list[torch.Tensor]]]:
-    """Results of back-to-back calls, checked; by call and rank."""
+    """Make back-to-back calls, check them, and return results by call and rank."""
     with world as ranks:
         ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(ranks.world)]
         outs = call_on_and_on(ranks, ops, everything)
@@ -294,7 +294,7 @@ def test_a_timeout_names_the_node_whose_sum_is_missing(
 def test_unused_signal_words_are_refreshed_before_epochs_wrap(
     device: EmulatedDevice, by_puts: ByPuts
 ) -> None:
-    """Boxes that no call of late has raised must not look new after 2**31 calls."""
+    """A word that no recent call has raised must not look new after 2**31 calls."""
     device.set_delay(0)
     for kind, name in itertools.product((VirtualWorld, by_puts), OPS):
         p = problem(name, 40)
@@ -313,7 +313,7 @@ def test_unused_signal_words_are_refreshed_before_epochs_wrap(
                 o.close()
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- invalid arguments -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

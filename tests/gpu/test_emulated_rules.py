@@ -17,7 +17,7 @@ from reference import Problem
 
 @pytest.fixture
 def gpu(emulator: Path) -> Iterator[EmulatedDevice]:
-    """A device without any rule, for one test."""
+    """An emulated device with no rules enabled, for one test."""
     with emulated_device(emulator) as device:
         for rule in (device.limit_room, device.load_lazily):
             rule(False)
@@ -155,7 +155,7 @@ def test_blocks_that_have_room_run_together(
 def test_blocks_are_placed_breadth_first(
     gpu: EmulatedDevice, launches: Launches, stream: int, blocks: int, fits: bool
 ) -> None:
-    """Eight small blocks would fill one multiprocessor, and lie on eight."""
+    """Eight small blocks would fit on one multiprocessor, but are placed on eight."""
     gpu.limit_room()
     flags = launches.words(1000)
     args, _ = launches.reduction(64, flags=flags, blocks=blocks)

@@ -39,7 +39,7 @@ def problem(op: str) -> Problem:
 
 
 def put(inputs: OnDevice, rank: int, given: tuple[Any, ...]) -> None:
-    """Inputs of another call, into the tensors of a captured one."""
+    """Copy the inputs of another call into the tensors of a captured call."""
     for old, new in zip(given, inputs.local(rank), strict=True):
         if old is not None:
             old.copy_(new)

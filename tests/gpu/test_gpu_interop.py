@@ -53,7 +53,7 @@ def check(ops: list[Any], calls: list[tuple[OnDevice, list[Any]]]) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_calls_on_changing_streams_match_float64(world: VirtualWorld, op: str) -> None:
-    """Streams of torch's, others in every call; nothing orders them but the op."""
+    """Each call uses other torch streams; only the op orders them."""
     ops, p = build(world, problem(op)), problem(op)
     streams = [[torch.cuda.Stream() for _ in range(3)] for _ in range(2)]
     calls = []

@@ -24,7 +24,7 @@ from virtual_cases import call_all, call_on_and_on
 
 @pytest.fixture
 def device(emulator: Path) -> Iterator[EmulatedDevice]:
-    """A device without any rule, for one test."""
+    """An emulated device with no rules enabled, for one test."""
     with emulated_device(emulator) as device:
         for rule in (device.limit_room, device.load_lazily):
             rule(False)
@@ -34,7 +34,7 @@ def device(emulator: Path) -> Iterator[EmulatedDevice]:
 
 @contextmanager
 def built(ranks: VirtualWorld, p: Problem, **options: Any) -> Iterator[list[Any]]:
-    """The ops of all ranks, which are closed whatever happens."""
+    """Build the ops of all ranks; close them also after an error."""
     with ExitStack() as stack:
         options = {"timeout_s": 1.0, **options}
         yield [stack.enter_context(p.build(ranks.rank(r), **options)) for r in range(ranks.world)]
@@ -232,7 +232,7 @@ def test_results_are_right_under_all_rules(device: EmulatedDevice) -> None:
 def test_reductions_begin_early_where_a_rank_has_the_device(
     device: EmulatedDevice, op: str, apart: bool
 ) -> None:
-    """Elsewhere they would wait on multiprocessors that a peer's GEMM needs."""
+    """With a shared device, an early reduction would occupy multiprocessors of a peer's GEMM."""
     p = Problem(op, 23, (12,), 10, BF16)
     everything = [Inputs(p, m, 2, seed=m) for m in (23, 1, 7)]
     world = ApartWorld if apart else VirtualWorld

@@ -64,7 +64,7 @@ class Captured:
             self.made = [calls.make(calls.inputs(m, seed=m)) for m in rows]
 
     def replay(self, seed: int) -> None:
-        """With new inputs; results are right, and the calls' tensors are those of the capture."""
+        """Replay with new inputs and check the results in the tensors of the capture."""
         fresh = [self.calls.inputs(m, seed + i) for i, m in enumerate(self.rows)]
         for inputs, (given, outs) in zip(fresh, self.made, strict=True):
             for rank, mine in enumerate(given):
@@ -172,7 +172,7 @@ def test_calls_on_two_streams_of_a_capture_follow_one_another(
 
 @pytest.mark.parametrize("op", OPS)
 def test_rank_that_does_not_replay_raises_on_its_peers(device: EmulatedDevice, op: str) -> None:
-    """The others give up, say so to it, and can be closed."""
+    """The other ranks time out, notify the rank, and can be closed."""
     device.set_delay(0)
     with VirtualWorld(2, device) as ranks:
         calls = Calls(ranks, problem(op), timeout_s=0.3)

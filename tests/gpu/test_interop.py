@@ -71,7 +71,7 @@ def check(world: VirtualWorld, outs: list[Any], inputs: Inputs, ops: list[Any]) 
 
 @pytest.mark.parametrize("op", OPS)
 def test_call_uses_the_stream_that_is_current_at_the_call(world: VirtualWorld, op: str) -> None:
-    """Not the one that was when the op was built, or at an earlier call that was alike."""
+    """The stream at construction, or at an earlier identical call, does not count."""
     used: list[int] = []
     device = world.device
     ops = build(world, problem(op), lambda schedule, stream, *_: used.append(stream))
@@ -106,7 +106,7 @@ class Allocator:
         monkeypatch.setattr(device, "keep", self.note)
 
     def note(self, *tensors: torch.Tensor) -> None:
-        """In place of keeping them, which a GPU does not either."""
+        """Record operands instead of keeping them alive."""
         self._known |= {tensor.data_ptr(): weakref.ref(tensor) for tensor in tensors}
 
     def look(self, schedule: Any, stream: int, x: Any, operands: Any, *rest: Any) -> None:
@@ -204,7 +204,7 @@ def test_compiled_call_has_no_graph_break(world: VirtualWorld, op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_fake_results_are_on_the_device_of_x(world: VirtualWorld, op: str) -> None:
-    """A trace of a CUDA program needs no CUDA."""
+    """Fake tensors on a CUDA device need no CUDA."""
     p = problem(op)
     ops = build(world, p)
     with FakeTensorMode():
@@ -229,7 +229,7 @@ def test_fake_results_are_on_the_device_of_x(world: VirtualWorld, op: str) -> No
 
 
 def at(offset: int, dense: torch.Tensor) -> torch.Tensor:
-    """The same values, contiguous, ``offset`` elements behind an aligned address."""
+    """Return a contiguous copy that begins ``offset`` elements after an aligned address."""
     room = torch.empty(dense.numel() + 64, dtype=dense.dtype)
     start = (-room.data_ptr() % 64) // dense.itemsize + offset
     return room[start : start + dense.numel()].view(dense.shape).copy_(dense)

@@ -34,7 +34,7 @@ def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) ->
 def call_on_and_on(
     ranks: LoopbackWorld, op: Any, everything: list[Inputs]
 ) -> list[list[torch.Tensor]]:
-    """Calls with nothing between them; results when all are done."""
+    """Make calls back to back; return the results when all are done."""
     outs = [call(ranks, op, inputs) for inputs in everything]
     op.wait()
     return outs

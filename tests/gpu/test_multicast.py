@@ -24,7 +24,7 @@ def problem(op: str, n: int = 24, **options: object) -> Problem:
 
 
 def small(p: Problem, m: int, world: int, seed: int) -> Inputs:
-    """Small integers, whose sums are exact in any order."""
+    """Inputs are small integers, whose sums are exact in any order."""
     inputs = Inputs(p, m, world, seed)
     inputs.x.round_()
     inputs.weights[0].clamp_(-2, 2).round_()

@@ -22,7 +22,7 @@ from harness import fresh_ranks, nothing_left_in_shared_memory
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """On ranks that are not used again: a process stays in its NVSHMEM job."""
+    """Run on fresh ranks: a process stays in its NVSHMEM job."""
     with fresh_ranks(world) as ranks:
         return ranks.run(fn, *args, timeout=200.0)
 

@@ -29,7 +29,7 @@ KNOBS = Knobs(comm_tile_rows=3)
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """On ranks that are not used again: a process stays in its NVSHMEM job."""
+    """Run on fresh ranks: a process stays in its NVSHMEM job."""
     with fresh_ranks(world) as ranks, nothing_left_in_shared_memory():
         return ranks.run(fn, *args, timeout=120.0)
 
@@ -52,7 +52,7 @@ class Emulated:
         return p.build(**{"tuning": KNOBS, **given, **options})
 
     def close(self) -> None:
-        """Everything must have been given back."""
+        """Close, and assert that all resources were released."""
         nvshmem.shutdown()
         self.device.set_delay(0)
         self.device.close()

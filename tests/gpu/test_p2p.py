@@ -1,4 +1,4 @@
-"""Who shares memory where GPUs lack P2P, and that ops follow it."""
+"""Ranks that share memory when some GPUs lack P2P, and the ops that follow from it."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Rank:
         self.epoch = 0
 
     def holder(self, owner: int) -> int:
-        """Of the own node, who adds up what it has for the owner."""
+        """Return the rank of the own node that sums the node's partials for the owner."""
         return owner if owner in self.node else self.node[owner % self.lanes]
 
     def address(self, name: str) -> int:

@@ -43,7 +43,7 @@ MakeHosts = Callable[..., Hosts]
 
 
 def reason_unsupported() -> str:
-    """What keeps this machine from making hosts, or an empty string."""
+    """Return the reason why this machine cannot make hosts, or an empty string."""
     try:
         with Hosts(2, "1gbit"):
             return ""
@@ -61,7 +61,7 @@ def namespaces(process: int | str = "*") -> set[str]:
     return {path.name for path in folder.glob(f"flux-{process}-*")} if folder.exists() else set()
 
 
-# -- what people write -----------------------------------------------------------------------------
+# -- link rates and host counts --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_hosts_of_a_dead_process_are_removed(sign: signal.Signals) -> None:
 
 
 def stall_and_return(argument: tuple[str, float, int], rank: int, progress: Any) -> dict[str, Any]:
-    """Calls go on; now and then rank 0 pulls a cable, and plugs it in again."""
+    """Make calls while rank 0 takes a link down and up again from time to time."""
     switch, pause, every = argument
     problem = Problem("gemm_rs", 512, (512,), 64)
     longest = 0.0
@@ -232,7 +232,7 @@ def test_a_host_that_disappears_is_noticed_in_time(make_hosts: MakeHosts) -> Non
 
 
 def bench(*arguments: str) -> Ended:
-    """A command that has ended, and left no hosts."""
+    """Run a command; assert that it leaves no hosts."""
     done = forked("-m", "flux", "bench", "op", *arguments, timeout_s=200)
     assert not namespaces(done.pids[0])
     return done

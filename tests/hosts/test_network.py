@@ -52,7 +52,7 @@ PLACEMENTS = ("ab", "aab", "aaab", "aabb", "abab", "abc", "aabbcc", "aaabbc")
 
 
 def on_host(name: str) -> AbstractContextManager[None]:
-    """Ops built inside are on the host of this name."""
+    """Place ops that are built in the body on the host of this name."""
     return HOST.during(name)
 
 
@@ -282,7 +282,7 @@ def test_closed_ops_release_everything(hosts: str) -> None:
 
 
 def ends(rank: int, world: int, hosts: str, how: str) -> dict[str, Any]:
-    """The last rank dies, closes or stalls; what the others are told, and when."""
+    """Let the last rank die, close or stall; return error and time on the others."""
     problem = Problem("gemm_ar" if how == "killed" else "gemm_rs", 12, (4,), 12)
     with on_host(hosts[rank]):
         op = problem.build(timeout_s=60.0 if how == "killed" else 1.5)
@@ -312,7 +312,7 @@ def ends(rank: int, world: int, hosts: str, how: str) -> dict[str, Any]:
 
 
 def form_again(problem: Problem, hosts: str, rank: int, world: int) -> None:
-    """All but the last rank go on as a new group, in the same processes."""
+    """Form a new group of all ranks except the last, in the same processes."""
     dist.destroy_process_group()
     join_group("again", rank, world - 1)
     with problem.build() as op:

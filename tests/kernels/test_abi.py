@@ -1,4 +1,4 @@
-"""The C ABI of kernels (csrc/cuda/abi.h) has one layout, whoever compiles it."""
+"""The C ABI of kernels (csrc/cuda/abi.h) has one layout under all compilers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building kernels, with a fake nvcc: what is built when, and that nobody sees half of it."""
+"""Builds of kernels with a fake nvcc: when each library is built, and atomic publication."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BF16_AG = [c for c in config_set("default", ["90a"]) if (c.op, c.dtype) == ("ag_
 def build_set(
     sandbox: Sandbox, configs: Sequence[GemmConfig] = MINIMAL, root: Path | None = None
 ) -> list[Outcome]:
-    """Build what is not there yet."""
+    """Build missing libraries."""
     root = root or sandbox.cache
     tools = sandbox.tools()
     plan = driver.plan(configs, root, tools)

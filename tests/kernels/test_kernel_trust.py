@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes ``give_away`` possible without being root."""
+    """Make ``give_away`` possible without root."""
     if os.geteuid() != 0:
         monkeypatch.setattr(trust, "_code_owner", lambda inside: ())
     yield
@@ -85,7 +85,7 @@ def planted(folder: Path, name: str) -> Path:
 
 
 def in_environment() -> str | None:
-    """What a planted library has set; os.environ does not see it."""
+    """Return the variable that a planted library sets; os.environ does not show it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     found = getenv(b"FLUX_TEST_PLANTED")

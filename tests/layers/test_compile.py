@@ -53,7 +53,7 @@ def _results(run: Any, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Te
 
 
 def _block(rank: int, world: int, sequence: bool, real: bool) -> None:
-    """With real code of Inductor's half of the block: its compiler takes 4 s for each loop."""
+    """Run half of the block with generated code: the compiler takes 4 s for each loop."""
     torch._dynamo.reset()
     flux.compile.clear_report()
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")

@@ -80,7 +80,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _SumOf(torch.autograd.Function):
-    """The sum of what the ranks have."""
+    """The sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:

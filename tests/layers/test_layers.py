@@ -28,7 +28,7 @@ S, B, D, F = 24, 2, 16, 48  # divisible by 2, 3 and 4 ranks
 
 
 def _bound(got: torch.Tensor | None, want: torch.Tensor | None, name: str) -> None:
-    """Float64 throughout: what differs is the order of at most S * B + F sums."""
+    """Bound of the error in float64: only the order of at most S * B + F sums differs."""
     assert got is not None and want is not None and got.shape == want.shape, name
     error = (got - want).abs().max()
     assert error <= (S * B + F) * 2.3e-16 * max(1.0, float(want.abs().max()) * 50), (name, error)
@@ -73,7 +73,7 @@ def test_mlp_equals_one_process(world: int, sp: bool, fused: bool) -> None:
 
 
 def _mlp_on_hosts(rank: int, world: int, hosts: int) -> None:
-    """Ranks that believe themselves on different hosts have a network between them."""
+    """Run the MLP on ranks with different host names, which communicate over the network."""
     with mock.patch.dict("os.environ", FLUX_HOST=f"host{rank * hosts // world}"):
         for sp in (True, False):
             _mlp(rank, world, sp, True, False)

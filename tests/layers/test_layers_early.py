@@ -1,5 +1,5 @@
-"""What the backward of a layer does ahead: the gather of a column layer's input, begun in the
-backward of the row layer behind it, and the own rows' part of a row layer's weight gradient."""
+"""Work that the backward of a layer starts early: the gather of a column layer's input, started in
+the backward of the row layer behind it, and the own rows' part of a row layer's weight gradient."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_gradients(world: int, m: int, n: int, k: int, transposed: bool) -> None
 
 
 def _partial_gradients(rank: int, world: int) -> None:
-    """Only what asks for a gradient gets one, and several weights share one gathered input."""
+    """Only inputs that require a gradient get one; several weights share one gathered input."""
     kw = {"dtype": torch.float64}
     with flux.AGGemm(max_m=8, n=(world, 2 * world), k=3, **kw) as op:
         x, w1, w2 = torch.ones(4, 3, **kw), torch.ones(1, 3, **kw), torch.ones(2, 3, **kw)

@@ -1,4 +1,4 @@
-"""What Megatron-core's layers do beside multiplying, and ours must do alike."""
+"""Behaviour of Megatron-core's layers besides the GEMMs, which flux's layers must copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_cases import LayerCase
 
 
 def _ops(layer: Any) -> set[str]:
-    """Which ops the layer's group has built, in words."""
+    """Return the names of the ops that the layer's group has built."""
     from flux.ops.pool import pool_of
 
     return {f"{op.spec.label} {op.knobs.path}" for op in pool_of(layer.tp_group).ops}

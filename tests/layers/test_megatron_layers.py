@@ -59,7 +59,7 @@ def test_equal_to_megatron(world: int, kind: str) -> None:
 
 
 def _threads(rank: int, world: int) -> list[int]:
-    """How many this rank has, each time that Megatron has come and gone."""
+    """Count the threads of this rank after each start and end of Megatron."""
     counts = []
     for _ in range(3):
         with mc.megatron(world):
@@ -70,6 +70,6 @@ def _threads(rank: int, world: int) -> list[int]:
 
 
 def test_groups_go_with_megatron() -> None:
-    """They have threads that wake up a hundred times a second: a thousand slow everything down."""
+    """Threads of a group wake up 100 times a second; leaked groups slow later tests down."""
     for counts in run_ranks(2, _threads):
         assert counts[2] <= counts[0] + 4, counts

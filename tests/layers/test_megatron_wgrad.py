@@ -1,4 +1,4 @@
-"""Where Megatron-core wants weight gradients to go: main_grad, at once or later."""
+"""Weight gradients in Megatron-core's main_grad, immediate or deferred."""
 
 from __future__ import annotations
 

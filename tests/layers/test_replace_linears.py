@@ -172,7 +172,7 @@ def test_planned_model_matches_torch(world: int, name: str) -> None:
 
 
 def _odd_layouts(rank: int, world: int) -> None:
-    """What has no fused form still computes what torch does."""
+    """Layouts without a fused form give torch's results."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     torch.manual_seed(5)
     for style, x in (

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say is so: snippets run, links lead somewhere, tables are complete."""
+"""Claims of README.md and docs/ hold: snippets run, links lead somewhere, tables are complete."""
 
 from __future__ import annotations
 

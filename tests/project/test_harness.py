@@ -1,4 +1,4 @@
-"""The tests' own tools: failures are told, hangs end, and the reference notices small errors."""
+"""The tests' own tools: failures are reported, hangs end, the reference detects small errors."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_reference_notices_small_errors(op: str, dtype: torch.dtype) -> None
 
 
 def test_commands_can_be_interrupted_where_pytest_ignores_it() -> None:
-    """As in the background of a shell script, whose children inherit that."""
+    """Background jobs of a shell script inherit an ignored SIGINT."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         asks = "import signal; print(signal.getsignal(signal.SIGINT).__name__)"

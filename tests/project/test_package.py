@@ -1,4 +1,4 @@
-"""What the package says of itself."""
+"""Version, public names, imports and stub of the package."""
 
 from __future__ import annotations
 

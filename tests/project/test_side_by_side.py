@@ -72,7 +72,7 @@ class Ran:
 
 
 def run(folder: Path, files: dict[str, str], *options: str) -> tuple[str, list[Ran]]:
-    """What pytest prints in the end, and the tests that have ended."""
+    """Run pytest; return its last line and the tests that ended."""
     for name, text in {"conftest.py": _CONFTEST, **files}.items():
         (folder / name).write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  alone\n")

@@ -77,7 +77,7 @@ class Builds:
         return built_once(self.config, f"engine-{kind}", build)
 
     def mutant(self, kind: str, header_or_source: str, old: str, new: str) -> Path:
-        """The program with one passage of the engine's code replaced."""
+        """Build the program with one passage of the engine's code replaced."""
         objects = self.program(kind).parent
         copy = self.root / f"mutant-{kind}"
         shutil.copytree(CSRC, copy)

@@ -15,7 +15,7 @@ BROWSER = Path(__file__).with_name("open_page.py")
 
 
 def _no_browser() -> str:
-    """Why there is none, or ""."""
+    """Return the reason why no browser is available, or ""."""
     if importlib.util.find_spec("PySide6") is None:
         return "PySide6 is not installed: extra browser"
     loads = [sys.executable, "-c", "import PySide6.QtWebEngineWidgets"]
@@ -33,7 +33,7 @@ def browser() -> None:
 
 
 def open_page(path: Path, *arguments: str) -> dict[str, Any]:
-    """What a browser shows of a page."""
+    """Open a page in a browser; return what it shows."""
     done = subprocess.run(
         [sys.executable, str(BROWSER), str(path), *arguments],
         capture_output=True,

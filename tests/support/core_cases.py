@@ -90,7 +90,7 @@ class Case(NamedTuple):
         return [r for r, host in enumerate(self.host_of) if host == self.host_of[rank]]
 
     def holder(self, owner: int, source: int) -> int:
-        """Who adds up the partial of ``source`` for ``owner``."""
+        """Return the rank that sums the partial of ``source`` for ``owner``."""
         here = self.members(source)
         if not self.two_levels or owner in here or len(here) == 1:
             return owner

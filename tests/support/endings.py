@@ -166,7 +166,7 @@ def _model(kind: str, rank: int) -> Callable[[], None]:
 
 
 def program(kind: str, how: str, rank: int, meeting: str) -> None:
-    """Be a rank; how this ends is what is looked at."""
+    """Run one rank; the driver examines its exit status."""
     faulthandler.enable()
     faulthandler.dump_traceback_later(LIMIT_S - 20, exit=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -299,7 +299,7 @@ def run(kind: str, how: str, seed: int, folder: Path) -> Result | tuple[str, str
 
 
 def _busy() -> list[subprocess.Popen[bytes]]:
-    """Processes that keep every core busy: races at the end show under load."""
+    """Keep every core busy: races at exit show under load."""
     loop = "import os\nwhile os.getppid() != 1: pass"
     command = [sys.executable, "-c", loop]
     return [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]

@@ -529,7 +529,7 @@ def place(kind: Kind, folder: Path, data: bytes) -> Path:
 
 
 def fuzz(kind: Kind, folder: Path, cases: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
-    """Read so many damaged files: how they ended, and what went wrong, with what repeats it."""
+    """Read this many damaged files; return outcomes, and failures with their seeds."""
     counts: Counter[str] = Counter()
     failures: list[str] = []
     for case in range(cases):

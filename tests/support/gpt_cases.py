@@ -79,7 +79,7 @@ def batches(count: int) -> list[torch.Tensor]:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """What the last step has left, by name."""
+    """Return the gradients of the last step, by name."""
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 

@@ -262,7 +262,7 @@ class Ranks:
         return "\n".join(f"--- rank {r}\n{text}" for r, text in zip(ranks, texts, strict=True))
 
     def close(self) -> None:
-        """Kill what is left. Idempotent."""
+        """Kill remaining rank processes. Idempotent."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -298,7 +298,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
 
 @contextlib.contextmanager
 def fresh_ranks(world: int) -> Iterator[Ranks]:
-    """Ranks of one's own, to be killed as one likes."""
+    """Start ranks for one test only, which the test may kill."""
     ranks = Ranks(world)
     try:
         yield ranks
@@ -368,8 +368,8 @@ def _threads() -> int:
 
 
 def settled(before: dict[str, int], limit_s: float = 2.0) -> dict[str, int]:
-    """``held()``, when it is ``before`` or that time is over: a thread that was joined has told so
-    before the system has ended it."""
+    """Return ``held()`` once it equals ``before``, or after a time limit: a joined thread
+    may still exist in the system for a moment."""
     end = time.monotonic() + limit_s
     while (found := held()) != before and time.monotonic() < end:
         time.sleep(0.01)

@@ -11,14 +11,14 @@ from reference import Inputs, share
 
 
 def partial(inputs: Inputs, source: int, owner: int) -> torch.Tensor:
-    """What ``source`` adds to the rows of ``owner``, in float64."""
+    """Return the partial of ``source`` for the rows of ``owner``, in float64."""
     depth = share(inputs.problem.k, inputs.world, source)
     x = inputs.x[share(inputs.m, inputs.world, owner), depth]
     return x.double() @ inputs.weights[0][:, depth].double().t()
 
 
 def provide(ranks: LoopbackWorld, op: Any, inputs: Inputs) -> None:
-    """Give the peers their part of a call."""
+    """Provide the inputs of the simulated peers for a call."""
     p, m, world = inputs.problem, inputs.m, inputs.world
     others = range(1, world)
     if p.gathers:

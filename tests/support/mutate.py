@@ -1,4 +1,4 @@
-"""Damaged files: what bit flips, editors, full disks and strangers make of a file. Seeded.
+"""Damaged files: bit flips, bad edits, truncation and foreign content. Seeded.
 
 About half of the mutations change bytes and lines. The others change the parsed document, so that
 they get past the parser: types, ranges, keys, nesting.

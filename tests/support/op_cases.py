@@ -77,7 +77,7 @@ def way_of(op: Any, m: int) -> str:
 
 
 def _some_m(rng: random.Random, world: int, limit: int) -> int:
-    """Sizes at which things go wrong: near 1, the world and its multiples; primes."""
+    """Return error-prone sizes: near 1, the world and its multiples; primes."""
     common = (1, 2, world - 1, world, world + 1, 2 * world, 3 * world + 1, 13, 31, 64, 97)
     m = rng.choice(common) if rng.random() < 0.6 else rng.randint(1, limit)
     return max(1, min(m, limit))
@@ -192,7 +192,7 @@ def every_dtype(problem: Problem) -> list[Problem]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bitwise equality; NaN and -0 count for what they are."""
+    """Return whether all bits are equal, including those of NaN and -0."""
     bits = [t.contiguous().view(torch.uint8) for t in (a, b)]
     return a.shape == b.shape and torch.equal(*bits)
 

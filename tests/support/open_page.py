@@ -50,7 +50,7 @@ OVERFLOW = """
 
 
 class Requests(QWebEngineUrlRequestInterceptor):
-    """Notes whatever is asked for."""
+    """Records all requests of the page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Requests(QWebEngineUrlRequestInterceptor):
 
 
 class Page(QWebEnginePage):
-    """Notes what scripts and the browser complain about."""
+    """Records errors of scripts and of the browser."""
 
     def __init__(self, profile: QWebEngineProfile) -> None:
         super().__init__(profile)

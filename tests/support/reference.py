@@ -71,7 +71,7 @@ class Problem:
 
 
 def share(size: int, world: int, rank: int) -> slice:
-    """What ``rank`` owns of ``size``, by the definition in the documentation."""
+    """Return the part of ``size`` that ``rank`` owns, by the definition in the documentation."""
     part = -(-size // world)
     return slice(min(size, rank * part), min(size, (rank + 1) * part))
 
@@ -88,7 +88,7 @@ def all_nan(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def lay_out(dense: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values, stored in another way. What lies between them is NaN."""
+    """Return the same values in another memory layout. Gaps are NaN."""
     if layout == "dense":
         return dense.contiguous()
     if layout == "transposed":
@@ -170,7 +170,7 @@ class Inputs:
         padded: bool = False,
         gather: bool = False,
     ) -> list[torch.Tensor]:
-        """Run the op; its results, the gathered x last if asked for."""
+        """Run the op; return its results, with the gathered x last if requested."""
         return self.ready(rank, layout=layout, padded=padded)(op, gather)
 
     def ready(

@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
 
 class Wrong(AssertionError):
-    """A deadlock, or a read of something else than what should be there."""
+    """A deadlock, or a read of an unexpected value."""
 
 
 Keep = Callable[[str], bool]
@@ -140,7 +140,7 @@ class Rank:
     # ReduceScatter and AllReduce -----------------------------------------------------------------
 
     def partial(self, row: int, staged: bool) -> Place:
-        """Where this rank's partial row lies: at home, or in the block of its owner's."""
+        """Return the place of this rank's partial row: local, or in the owner's block."""
         owner = self.case.owner(row)
         holder, block = self.schedule.homes[owner]
         if staged or block < 0:
@@ -268,7 +268,7 @@ def check(step: Step, memory: dict[Place, Any]) -> None:
 
 
 def run_randomly(agents: list[list[Step]], seed: int) -> None:
-    """One interleaving. Agents have very different speeds: that is what brings races to light."""
+    """Run one interleaving. Agents have very different speeds, which exposes races."""
     rng = random.Random(seed)
     weight = [rng.choice((1, 10, 1000)) for _ in agents]
     at = [0] * len(agents)

@@ -1,4 +1,4 @@
-"""How tests are shared out where pytest has several workers (pytest -n, as make test does).
+"""Distribution of tests to several pytest workers (pytest -n, as in make test).
 
 A worker takes whole files, for the sake of what their tests share. At the end, when all files are
 taken, workers that have nothing to do help with the fullest one.

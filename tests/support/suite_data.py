@@ -1,4 +1,4 @@
-"""Made-up results of `flux bench suite`, for tests of what is done with them."""
+"""Synthetic results of `flux bench suite`, for tests of page, CSV and terminal output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def wrong() -> dict[str, Any]:
 
 
 def result(op: str, m: int, n: int, k: int, methods: dict[str, Any]) -> dict[str, Any]:
-    """What `flux bench op` would write."""
+    """Return a result in the format of `flux bench op`."""
     return {
         "op": op,
         "m": m,
@@ -98,7 +98,7 @@ def sweep_methods(values: tuple[str, ...]) -> dict[str, Any]:
 
 
 def document() -> dict[str, Any]:
-    """A suite on GPUs that nobody has: one shape failed, one was skipped, one method was wrong."""
+    """Return a suite on fictitious GPUs with a failed shape, a skipped one and a wrong method."""
     entries = [entry(SHAPE, op, m, shape_methods(op, m)) for op in SIZES for m in ROWS]
     slow = entries[0]["result"]["methods"]
     slow["medium"] = figures(0.6, 0.146, 0.04, 0.19)  # far below what the figure shows

@@ -1,4 +1,4 @@
-"""What every trace must show, and every file of one."""
+"""Checks that every trace and trace file must pass."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from flux.tune.space import Candidate
 
 
 class Slept(Unfused):
-    """The library path, and then a nap: candidates whose times are known."""
+    """The library path followed by a sleep, so that times of candidates are known."""
 
     def __init__(self, config: BenchConfig, candidate: Candidate, rank: int, ms: float) -> None:
         super().__init__(config.problem, rank)
@@ -114,14 +114,14 @@ def hanging(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
 
 
 def refusing(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
-    """Everything but the library path is refused."""
+    """Reject every candidate except the library path."""
     if candidate.name != "unfused":
         raise ValueError(f"no {candidate.name}")
     return Slept(config, candidate, rank, 0.5)
 
 
 def all_wrong(config: BenchConfig, candidate: Candidate, rank: int) -> Method:
-    """Nothing is right."""
+    """Make candidates whose results are all wrong."""
     return Wrong(config, candidate, rank, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""NVTX ranges of calls on GPUs, as a library that writes them down is told of them."""
+"""NVTX ranges of calls on GPUs, recorded by a fake NVTX library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "libnvtx3interop.so.1"
 
 
 class FakeNvtx:
-    """The library, and what it heard."""
+    """A fake NVTX library and its recorded calls."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +54,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> FakeNvtx:
 
 @pytest.fixture
 def heard(library: FakeNvtx, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvtx]:
-    """The library, found, while nobody has asked for ranges yet."""
+    """The fake library, installed before any range is requested."""
     monkeypatch.delenv("FLUX_NVTX", raising=False)
     monkeypatch.delenv(nvtx.INJECTION, raising=False)
     monkeypatch.setattr(toolchain, "nvtx_libraries", lambda: [str(library.path)])

@@ -139,7 +139,7 @@ def test_the_unfused_path_is_two_events(op: str) -> None:
 
 @pytest.mark.parametrize("way", ["push", "one thread"])
 def test_waits_for_a_late_rank_are_traced(way: str) -> None:
-    """Rank 1 sleeps 80 ms before its first traced call: the others wait, itself does not."""
+    """Rank 1 sleeps 80 ms before its first traced call: only the other ranks wait."""
     (trace, _), *_ = run_ranks(4, traced, "ag_gemm", KNOBS[way], "", 1)
     check_sound(trace.events)
 
@@ -194,7 +194,7 @@ def aligned(rank: int, world: int, ahead_ns: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("ahead_ns", [0, 5_000_000_000])
 def test_clock_offsets_of_hosts_are_measured(ahead_ns: int) -> None:
-    """Hosts of these tests share a clock, but for what rank 2 adds to it."""
+    """Hosts of these tests share a clock, to which rank 2 adds an offset."""
     found = run_ranks(3, aligned, ahead_ns)
     assert found[0] == found[1] == found[2]
     assert found[0][:2] == [(0, 0), (0, 0)]

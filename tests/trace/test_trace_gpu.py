@@ -68,7 +68,7 @@ def virtual(
     nodes: int = 1,
     **options: Any,
 ) -> Trace:
-    """The trace of calls whose results are those of calls that nobody traces."""
+    """Return the trace of calls; check that results equal those of untraced calls."""
     inputs = Inputs(p, p.max_m, world, seed=7)
     with VirtualWorld(world, device, nodes) as ranks:
         ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]

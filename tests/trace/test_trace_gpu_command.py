@@ -70,7 +70,7 @@ def test_trace_of_a_process_and_a_gpu_per_rank(emulator: Path, op: str, path: st
 
 @pytest.fixture
 def on_emulated_device(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `flux trace op` starts runs in this process, on the emulated device."""
+    """Run the ranks of `flux trace op` in this process, on the emulated device."""
     bench_gpus.use(device, monkeypatch)
     monkeypatch.setattr("flux.bench.places.gpu.problem_here", lambda config: None)
     monkeypatch.setattr(trace_run.Registry, "load", classmethod(lambda cls: device.registry))

@@ -1,4 +1,4 @@
-"""The cache of winners: what is written is what is read, whoever dies or meddles."""
+"""The cache of winners: round trips, damaged files, concurrent and killed writers."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_shipped_winners_can_be_read() -> None:
     assert len(list(shipped.entries())) == len(names)
 
 
-# -- many at once, and death -----------------------------------------------------------------------
+# -- concurrent and killed writers -----------------------------------------------------------------
 
 WRITERS, ROUNDS = 8, 25
 

@@ -1,4 +1,4 @@
-"""What an op runs with: winners where there are any, else the cost model; on all ranks alike."""
+"""Knobs of an op: cached winners, else the cost model; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def key_here(op: str, world: int, n: int = N) -> Any:
 
 
 def remember(op: str, world: int, winners: dict[int, Knobs], n: int = N) -> None:
-    """Put winners into the cache that ranks read; only rank 0 does, as one tuner would."""
+    """Store winners in the cache of the ranks, on rank 0 only, as a tuner does."""
     cache = Cache(cache_root())
     for m, knobs in winners.items():
         cache.store(key_here(op, world, n), Winner(m, knobs, 1.0), {})
@@ -376,7 +376,7 @@ def test_the_cache_directory_of_tests_is_not_the_users(tmp_path: Path) -> None:
 
 
 def test_cost_model_chooses_the_winners_measured_on_a_cpu() -> None:
-    """Within the scatter of single runs; what takes a fourth more is never chosen."""
+    """Within the scatter of single runs, the model never chooses knobs that take 25% longer."""
     cpu = load_cluster("cpu")
     files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("*_float32_w2.json"))
     assert len(files) > 15

@@ -67,7 +67,7 @@ def start(
     launcher: Launcher | None = None,
     **options: Any,
 ) -> tuple[Search, Cache, Tuner]:
-    """A search that has not begun."""
+    """Return a search that has not started."""
     file = folder / "space.toml"
     if not file.exists():
         file.write_text(SPACE)
@@ -265,7 +265,7 @@ def test_kernels_that_reduce_in_flight_are_built_in_both_forms() -> None:
     assert [one.reduce for one in in_flight] == ["local", "in_flight"]
 
 
-# -- where it can be done --------------------------------------------------------------------------
+# -- choice of backend and machine -----------------------------------------------------------------
 
 
 def test_backend_is_chosen_from_options_and_available_gpus(

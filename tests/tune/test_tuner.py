@@ -1,4 +1,4 @@
-"""The tuner: it finds the fastest, survives its candidates and its own death, and never guesses."""
+"""The tuner: choice of the fastest candidate, faulty candidates, interruption and resumption."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from scripts import SUPPORT, under_torchrun
 
 
 def play(halving: Halving, ms: dict[str, float], noise: float, seed: int = 0) -> tuple[str, int]:
-    """The winner, and calls that were timed, with times that scatter and drift."""
+    """Simulate a search with noise and drift; return the winner and the timed calls."""
     rng = random.Random(seed)
     samples: dict[str, list[tuple[float, float]]] = {}
     calls = 0
@@ -306,7 +306,7 @@ def test_a_budget_ends_the_search_and_a_later_run_goes_on(tmp_path: Path) -> Non
         assert second.samples[name][: len(taken)] == taken, "what was measured is measured again"
 
 
-# -- death -----------------------------------------------------------------------------------------
+# -- killed processes ------------------------------------------------------------------------------
 
 COMMAND = [sys.executable, "-m", "flux", "tune", "--op", "ag_gemm", "--m", "8,24", "--n", "16"]
 

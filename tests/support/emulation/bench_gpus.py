@@ -40,6 +40,6 @@ class EmulatedMachine(gpu.Machine):
 
 
 def use(device: EmulatedDevice, monkeypatch: Any) -> None:
-    """Let benchmarks in this process run there."""
+    """Run benchmarks of this process on the emulated machine."""
     monkeypatch.setattr(gpu, "open_machine", lambda index: EmulatedMachine(device))
     monkeypatch.setattr(gpu, "open_shared_machine", lambda: EmulatedMachine(device))

@@ -119,7 +119,7 @@ class Launches:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether it comes true in time."""
+    """Return whether the condition becomes true in time."""
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -129,5 +129,5 @@ def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def never(condition: Callable[[], bool], seconds: float = 0.05) -> bool:
-    """Whether it stays false so long."""
+    """Return whether the condition stays false for this time."""
     return not eventually(condition, seconds)

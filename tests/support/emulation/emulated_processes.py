@@ -31,7 +31,7 @@ def map_shared(
 
 
 def emulate(rank: int, library: Path) -> EmulatedDevice:
-    """Let ops of this process live on an emulated device."""
+    """Place ops of this process on an emulated device."""
     device = EmulatedDevice(library)
     device.identity = f"emulated {rank}"
     symm_mem._map_everywhere = map_shared  # type: ignore[assignment]
@@ -54,7 +54,7 @@ class Emulated:
         )
 
     def close(self) -> None:
-        """Everything must have been given back."""
+        """Close, and assert that all resources were released."""
         self.device.set_delay(0)
         self.device.close()
         assert self.device.streams() == 0

@@ -200,4 +200,4 @@ class Device:
         self.identity = f"fake {index}"
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no work is pending."""

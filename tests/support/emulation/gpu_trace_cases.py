@@ -1,4 +1,4 @@
-"""What traces of ops on the emulated device must show."""
+"""Checks of traces of ops on the emulated device."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Sandbox:
         }
 
     def set(self, **settings: Any) -> None:
-        """Tell nvcc: its ``version``, the ``seconds`` it takes, in which source to ``fail``."""
+        """Configure the fake nvcc: ``version``, ``seconds`` per call, the source to ``fail`` on."""
         self.settings.update(settings)
         path = self.root / "fake" / "settings.json"
         path.parent.mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ class Sandbox:
         return sorted((root or self.cache).glob("libflux_*/*.so"))
 
     def leftovers(self) -> list[str]:
-        """What is in the cache beside libraries and locks."""
+        """Return files in the cache other than libraries and locks."""
         return [
             path.name
             for path in self.cache.iterdir()

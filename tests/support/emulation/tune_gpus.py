@@ -94,7 +94,7 @@ class Maker:
 
 
 class Slow:
-    """A method, and a nap: candidates whose order is known."""
+    """A method followed by a sleep, so that the order of candidates is known."""
 
     def __init__(self, method: Method, nap_ms: float) -> None:
         self.method, self.nap_s = method, nap_ms * 1e-3
@@ -108,7 +108,7 @@ class Slow:
 
 
 class Fault(Slow):
-    """What it is on rank 1, from the second call on."""
+    """A fault on rank 1, from the second call on."""
 
     def __init__(self, method: Method, rank: int) -> None:
         super().__init__(method, 0.0)
@@ -146,7 +146,7 @@ class Stale(Fault):
 
 
 class Hangs(Fault):
-    """Its peers wait in their kernels for what never comes."""
+    """Hang on one rank; its peers wait in their kernels."""
 
     def fail(self, inputs: Any) -> Any:
         return torch.empty(1)
@@ -215,7 +215,7 @@ class Counting(Maker):
 
 @dataclass
 class Greedy(Counting):
-    """The same, where the driver says that all of it is free."""
+    """As Counting, but the driver reports all memory as free."""
 
     error: str = "CUDA out of memory. Tried to allocate 1024 MiB"
 

@@ -91,7 +91,7 @@ def no_tile_wait_on(word: str, stream: str) -> Edit:
 
 
 def no_meeting(word: str) -> Edit:
-    """Nobody is awaited where the ranks of a captured call meet."""
+    """Drop the waits where the ranks of a captured call meet."""
 
     def edit(program: Program) -> None:
         drop(program, of_word(program, Kind.await_, word))
@@ -104,7 +104,7 @@ def no_reset(program: Program) -> None:
 
 
 def reset_behind_entry(program: Program) -> None:
-    """A rank tells its peers first, and resets its words then."""
+    """Signal peers first, then reset the own words."""
     for items in program.streams:
         kernels = [item for item in items if isinstance(item, list)]
         resets = [kernel for kernel in kernels if kernel[0][0].kind is Kind.reset]
@@ -122,7 +122,7 @@ def no_stream_wait(word: str, stream: str) -> Edit:
 
 
 def no_join(stream: str) -> Edit:
-    """No wait of one stream of a rank for another, inside of calls."""
+    """Drop all waits between streams of one rank inside calls."""
 
     def edit(program: Program) -> None:
         joins = on_stream(program, lambda s: s.kind is Kind.join and s.call >= 0, stream)
@@ -139,7 +139,7 @@ def raised_before_copy(word: str = "signal") -> Edit:
 
 
 def offer_before_copy(program: Program) -> None:
-    """A rank offers forwarded rows ahead of the copy that brings them."""
+    """Offer forwarded rows before the copy that brings them."""
 
     def is_copy(item: Item) -> bool:
         return isinstance(item, Step) and item.kind is Kind.copy
@@ -153,7 +153,7 @@ def flag_before_store(program: Program) -> None:
 
 
 def entry_raised_early(program: Program) -> None:
-    """A call's entry goes ahead of the kernels of the call before."""
+    """Raise the entry of a call before the kernels of the previous call."""
     raises = of_word(program, Kind.raise_, "entry")
     for items in program.streams:
         found = [i for i in items if isinstance(i, Step) and raises(i)]
@@ -176,20 +176,20 @@ def done_before_reduction(program: Program) -> None:
 
 
 def entry_forgotten(program: Program) -> None:
-    """Rank 1 does not tell rank 0 of its second call."""
+    """Drop the entry of rank 1's second call on rank 0."""
     raises = of_word(program, Kind.raise_, "entry of rank 1 at rank 0")
     drop(program, lambda s: raises(s) and s.call == 1)
 
 
 def no_epochs(program: Program) -> None:
-    """Signals are flags that the first call leaves raised."""
+    """Replace epochs by flags, which the first call leaves raised."""
     for step in program.steps():
         if step.word >= 0 and program.words[step.word].startswith(("signal", "flag")):
             step.value = 1
 
 
 def calls_exchanged(program: Program) -> None:
-    """Rank 1 makes its first two calls the other way round."""
+    """Exchange the first two calls of rank 1."""
     for items, name in zip(program.streams, program.names, strict=True):
         if name != "rank 1, caller's stream":
             continue
@@ -204,7 +204,7 @@ def calls_exchanged(program: Program) -> None:
 
 
 def poison_in_sums(program: Program) -> None:
-    """The fill takes in what puts may still read."""
+    """Extend the fill to memory that puts may still read."""
     sums = {cell for cell, name in enumerate(program.cells) if name.startswith("sum to put")}
     fills = [s for s in program.steps() if s.kind is Kind.fill and POISON in s.puts.values()]
     assert fills and sums, "there is nothing to fill"
@@ -214,7 +214,7 @@ def poison_in_sums(program: Program) -> None:
 
 
 def sums_in_place(program: Program) -> None:
-    """The sum of a node is made in the slot of its first partial."""
+    """Write the sum of a node into the slot of its first partial."""
     moved: dict[int, int] = {}
     for step in program.steps():
         for cell, symbol in step.puts.items():
