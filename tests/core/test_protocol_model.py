@@ -31,7 +31,7 @@ def check(
     return report
 
 
-@pytest.mark.parametrize("scenario", standard(), ids=str)
+@pytest.mark.parametrize("scenario", list(standard()), ids=str)
 def test_no_interleaving_breaks_the_protocol(device: RecordingDevice, scenario: Scenario) -> None:
     report = check(device, scenario)
     assert report.states > 10
