@@ -19,10 +19,11 @@ TORCH ?= $(or $(MADE_WITH_TORCH),torch==2.13.0)
 
 BIN := $(VENV)/bin
 STAMPS := build/stamps
-CMAKE := $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
-CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
+CXX_FILES = $(shell find csrc emulator tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 # Directories too: their times change when a file is added or removed.
 NATIVE_INPUTS := $(shell find csrc -not -name '.*') CMakeLists.txt setup.py pyproject.toml
+EMULATOR_INPUTS := $(shell find emulator/src) emulator/CMakeLists.txt
 # ThreadSanitizer of older compilers cannot place its shadow memory where the kernel randomises a lot.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
@@ -54,7 +55,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-core stress mutants lint format tsan check-device kernels clean distclean FORCE
+.PHONY: help bench test test-core stress mutants emulator lint format tsan check-device kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,7 +63,7 @@ help: ## show this list
 bench: $(STAMPS)/native ## run the three fused ops next to their unfused baselines, on 2 CPU ranks
 	@for op in $(BENCH_OPS); do $(BIN)/flux bench op --op $$op $(BENCH_SHAPE) $(ARGS); done
 
-test: $(STAMPS)/native-werror ## run the tests
+test: $(STAMPS)/native-werror $(STAMPS)/emulator ## run the tests
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 test-core: $(STAMPS)/native-werror ## run the core tests, which CI does with the oldest and the newest torch
@@ -73,6 +74,8 @@ stress: $(STAMPS)/native-werror ## run the longest tests with more calls and cas
 
 mutants: $(STAMPS)/native-werror ## seed faults one by one, and say which test finds each
 	@$(BIN)/python tools/mutants.py $(ARGS)
+
+emulator: $(STAMPS)/emulator ## build the PTX machine, which tests run kernels on
 
 lint: $(VENV)/requirements-installed ## check formatting, ruff, mypy and the layers of packages; changes nothing
 	$(BIN)/ruff check .
@@ -87,12 +90,12 @@ format: $(VENV)/requirements-installed ## format Python and C++, and apply ruff'
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 tsan: $(VENV)/requirements-installed ## run the native tests under ThreadSanitizer
-	$(CMAKE) -B build/tsan -DFLUX_TSAN=ON -DFLUX_WERROR=ON
+	$(CMAKE) -S . -B build/tsan -DFLUX_TSAN=ON -DFLUX_WERROR=ON
 	$(BIN)/cmake --build build/tsan
 	$(NO_ASLR) $(BIN)/ctest --test-dir build/tsan --output-on-failure --no-tests=error
 
 check-device: $(VENV)/requirements-installed ## compile csrc/core for the GPU (where nvcc is; no GPU needed)
-	$(CMAKE) -B build/device -DFLUX_BUILD_PYTHON=OFF -DFLUX_CHECK_DEVICE=ON
+	$(CMAKE) -S . -B build/device -DFLUX_BUILD_PYTHON=OFF -DFLUX_CHECK_DEVICE=ON
 	$(BIN)/cmake --build build/device
 
 kernels: $(VENV)/cuda-installed ## build CUDA kernels into flux/lib/kernels (no GPU needed)
@@ -100,7 +103,7 @@ kernels: $(VENV)/cuda-installed ## build CUDA kernels into flux/lib/kernels (no 
 	$(if $(filter 1,$(NVSHMEM)),$(COMPILE) --runtime)
 
 clean: ## remove everything that was built; keeps .venv
-	rm -rf build dist *.egg-info flux/_C*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist *.egg-info flux/_C*.so emulator/_machine*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv
@@ -152,3 +155,10 @@ $(STAMPS)/native-werror: $(VENV)/requirements-installed $(NATIVE_INPUTS)
 	@echo 'Building flux._C, warnings are errors ...'
 	@CMAKE_ARGS="-DFLUX_WERROR=ON $${CMAKE_ARGS:-}" $(INSTALL)
 	@mkdir -p $(STAMPS) && touch $(STAMPS)/native $@
+
+$(STAMPS)/emulator: $(VENV)/run-installed $(EMULATOR_INPUTS)
+	@echo 'Building the PTX machine ...'
+	@$(CMAKE) -S emulator -B build/emulator -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > /dev/null
+	@$(BIN)/cmake --build build/emulator > build/emulator/log.txt || { cat build/emulator/log.txt; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@

@@ -1,0 +1,124 @@
+"""A machine that executes PTX on the CPU: see README.md.
+
+module = Module(Path("kernel.ptx").read_text())
+device = Device()
+device.launch(module, "scale", grid=4, block=128, args=[tensor, 2.0, 512])
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from emulator._machine import Machine, Module, PtxError
+
+__all__ = ["Device", "Module", "PtxError"]
+
+Size = int | Sequence[int]
+
+
+class Device:
+    """A GPU on which kernels run one after the other. Tensors of the CPU are its global memory."""
+
+    def __init__(self) -> None:
+        self._machine = Machine()
+        self._kept: dict[int, Any] = {}  # by address, so that nobody else gets the memory
+
+    def register(self, tensor: Any, name: str = "a tensor") -> int:
+        """Let kernels access a tensor; return its address.
+
+        Raises:
+            ValueError: the tensor is not contiguous, or not on the CPU.
+        """
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous and on the CPU")
+        address = int(tensor.data_ptr())
+        self._machine.add_memory(address, tensor.numel() * tensor.element_size(), name)
+        self._kept[address] = tensor
+        return address
+
+    def release(self, tensor: Any) -> None:
+        """Take back what ``register`` gave. Later accesses are errors."""
+        address = int(tensor.data_ptr())
+        self._machine.remove_memory(address)
+        del self._kept[address]
+
+    def launch(
+        self,
+        module: Module,
+        kernel: str,
+        *,
+        grid: Size,
+        block: Size,
+        args: Sequence[object],
+        dynamic_shared: int = 0,
+        resident: int = 8,
+        seed: int = 0,
+        max_statements: int = 10**9,
+    ) -> dict[str, int]:
+        """Run a kernel to its end.
+
+        Args:
+            module: what holds the kernel.
+            kernel: its name, mangled.
+            grid: blocks, one to three sizes.
+            block: threads of a block, one to three sizes.
+            args: one for each parameter: a tensor (its address; it is registered), an int, a float,
+                a bool, or the bytes of a struct.
+            dynamic_shared: bytes of dynamic shared memory.
+            resident: how many blocks run at a time.
+            seed: decides the order of warps; 0: in turn.
+            max_statements: of all warps, after which a kernel counts as one without an end.
+
+        Returns:
+            ``statements``, executed by warps, and ``instructions``, executed by threads.
+
+        Raises:
+            PtxError: the kernel did what a device does not allow, or has no end.
+            ValueError: an argument does not fit its parameter.
+        """
+        return self._machine.launch(
+            module,
+            kernel,
+            grid=_three(grid),
+            block=_three(block),
+            params=self._pack(module, kernel, args),
+            dynamic_shared=dynamic_shared,
+            resident=resident,
+            seed=seed,
+            max_statements=max_statements,
+        )
+
+    def _pack(self, module: Module, kernel: str, args: Sequence[object]) -> bytes:
+        params = module.params(kernel)
+        if len(params) != len(args):
+            raise ValueError(f"{kernel} takes {len(params)} arguments, got {len(args)}")
+        packed = bytearray()
+        for number, ((offset, size), arg) in enumerate(zip(params, args, strict=True)):
+            packed += bytes(offset - len(packed))
+            packed += self._bytes_of(arg, size, f"argument {number} of {kernel}")
+        return bytes(packed)
+
+    def _bytes_of(self, arg: Any, size: int, what: str) -> bytes:
+        if isinstance(arg, bytes):
+            found = arg
+        elif isinstance(arg, float) and size in (4, 8):
+            found = struct.pack("<f" if size == 4 else "<d", arg)
+        elif isinstance(arg, int) and size <= 8:
+            found = (arg % (1 << (8 * size))).to_bytes(size, "little")
+        elif hasattr(arg, "data_ptr"):
+            found = self.register(arg, what).to_bytes(8, "little")
+        else:
+            raise ValueError(f"{what} cannot be made of a {type(arg).__name__}")
+        if len(found) != size:
+            raise ValueError(f"{what} has {size} bytes, got {len(found)}")
+        return found
+
+
+def _three(size: Size) -> tuple[int, int, int]:
+    sizes = (size,) if isinstance(size, int) else tuple(size)
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"expected one to three sizes, got {size!r}")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z

@@ -1,0 +1,71 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "machine.h"
+
+namespace py = pybind11;
+
+namespace emulator {
+namespace {
+
+using Triple = std::array<std::uint32_t, 3>;
+
+py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const std::string& kernel,
+                const Triple& grid, const Triple& block, const py::bytes& params,
+                std::uint64_t dynamic_shared, int resident, std::uint64_t seed,
+                std::uint64_t max_statements) {
+  Launch request;
+  request.grid = {grid[0], grid[1], grid[2]};
+  request.block = {block[0], block[1], block[2]};
+  const std::string bytes = params;
+  request.params.assign(bytes.begin(), bytes.end());
+  request.dynamic_shared = dynamic_shared;
+  request.resident = resident;
+  request.seed = seed;
+  request.max_statements = max_statements;
+  Counters counters;
+  {
+    const py::gil_scoped_release release;
+    counters = machine.launch(module, kernel, request);
+  }
+  py::dict found;
+  found["statements"] = counters.statements;
+  found["instructions"] = counters.instructions;
+  return found;
+}
+
+py::list params_of(const Module& module, const std::string& name) {
+  py::list found;
+  for (const Variable& v : module.kernel(name).params) {
+    found.append(py::make_tuple(v.offset, v.bytes));
+  }
+  return found;
+}
+
+std::vector<std::string> kernels_of(const Module& module) {
+  std::vector<std::string> names;
+  for (const auto& kernel : module.kernels) names.push_back(kernel->name);
+  return names;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_machine, m) {
+  py::register_exception<PtxError>(m, "PtxError", PyExc_RuntimeError);
+  py::class_<Module, std::shared_ptr<Module>>(m, "Module")
+      .def(py::init([](const std::string& text) { return std::shared_ptr<Module>(parse(text)); }),
+           py::arg("text"))
+      .def_readonly("target", &Module::target)
+      .def_property_readonly("kernels", &kernels_of)
+      .def("params", &params_of, py::arg("kernel"));
+  py::class_<Machine>(m, "Machine")
+      .def(py::init<>())
+      .def("add_memory", &Machine::add_memory, py::arg("address"), py::arg("bytes"),
+           py::arg("name"))
+      .def("remove_memory", &Machine::remove_memory, py::arg("address"))
+      .def("launch", &launch, py::arg("module"), py::arg("kernel"), py::arg("grid"),
+           py::arg("block"), py::arg("params"), py::arg("dynamic_shared") = 0,
+           py::arg("resident") = 8, py::arg("seed") = 0, py::arg("max_statements") = 1'000'000'000);
+}
+
+}  // namespace emulator

@@ -1,0 +1,306 @@
+#include "machine.h"
+
+#include <algorithm>
+
+namespace emulator {
+namespace {
+
+// Statements that a group executes before it is the turn of others.
+constexpr int kTurn = 256;
+
+class Execution {
+ public:
+  Execution(Machine& machine, const Program& program, const Launch& launch)
+      : program_(program),
+        launch_(launch),
+        context_{machine, program, launch, counters_, nullptr, nullptr, 0, {}},
+        random_(launch.seed) {}
+
+  Counters run() {
+    const std::uint64_t count = launch_.grid.count();
+    while (next_ < count || !blocks_.empty()) {
+      while (next_ < count && static_cast<int>(blocks_.size()) < launch_.resident) start();
+      if (!round()) deadlock();
+      std::erase_if(blocks_, [](const auto& block) { return block->running == 0; });
+    }
+    return counters_;
+  }
+
+ private:
+  void start() {
+    auto block = std::make_unique<Block>();
+    const Dim& g = launch_.grid;
+    block->index = {static_cast<std::uint32_t>(next_ % g.x),
+                    static_cast<std::uint32_t>(next_ / g.x % g.y),
+                    static_cast<std::uint32_t>(next_ / g.x / g.y)};
+    ++next_;
+    const Kernel& kernel = *program_.kernel;
+    block->shared.assign(program_.shared_bytes + launch_.dynamic_shared, 0xCD);
+    const auto threads = static_cast<int>(launch_.block.count());
+    block->warps.resize((threads + kLanes - 1) / kLanes);
+    for (std::size_t i = 0; i < block->warps.size(); ++i) {
+      Warp& warp = block->warps[i];
+      warp.block = block.get();
+      warp.index = static_cast<int>(i);
+      const int lanes = std::min(kLanes, threads - warp.index * kLanes);
+      warp.alive = lanes == kLanes ? ~Mask{0} : (Mask{1} << lanes) - 1;
+      warp.groups.push_back({warp.alive});
+      warp.registers.resize(kernel.registers.size());
+      warp.written.resize(kernel.registers.size());
+      warp.predicates.resize(kernel.predicates.size());
+      warp.predicates_written.resize(kernel.predicates.size());
+      warp.local.assign(kernel.local_bytes * kLanes, 0xCD);
+    }
+    block->running = static_cast<std::uint32_t>(block->warps.size());
+    blocks_.push_back(std::move(block));
+  }
+
+  // Gives each warp a turn, in an order of this round. Returns whether one of them got anywhere.
+  bool round() {
+    std::vector<Warp*> warps;
+    for (const auto& block : blocks_) {
+      for (Warp& warp : block->warps) {
+        if (!warp.groups.empty()) warps.push_back(&warp);
+      }
+    }
+    if (launch_.seed != 0) std::shuffle(warps.begin(), warps.end(), random_);
+    bool moved = false;
+    for (Warp* warp : warps) moved |= turn(*warp);
+    return moved;
+  }
+
+  bool turn(Warp& warp) {
+    bool moved = false;
+    // Lowest first: threads that have left a branch wait for those inside, which come to them.
+    std::sort(warp.groups.begin(), warp.groups.end(),
+              [](const Group& a, const Group& b) { return a.pc < b.pc; });
+    if (launch_.seed != 0 && warp.groups.size() > 1) {
+      std::shuffle(warp.groups.begin(), warp.groups.end(), random_);
+    }
+    for (std::size_t i = 0; i < warp.groups.size(); ++i) {
+      moved |= advance(warp, i);
+      merge(warp);
+    }
+    return moved;
+  }
+
+  // Executes one group for a turn, or until it waits or meets another. Returns whether it moved.
+  bool advance(Warp& warp, std::size_t number) {
+    bool moved = false;
+    for (int step = 0; step < kTurn && number < warp.groups.size(); ++step) {
+      Group& group = warp.groups[number];
+      if (group.pc >= static_cast<int>(program_.ops.size())) {
+        exit(warp, group.mask);
+        return true;
+      }
+      const Op& op = program_.ops[group.pc];
+      context_.warp = &warp;
+      context_.group = &group;
+      const bool guarded = op.guard.kind == Value::Kind::kPredicate;
+      const Mask mask =
+          guarded ? group.mask & read_predicate(context_, op, op.guard, group.mask) : group.mask;
+      const Outcome outcome = execute(warp, group, op, mask);
+      if (outcome == Outcome::kWait) {
+        return moved;
+      }
+      moved = true;
+      if (outcome == Outcome::kExit) {
+        group.pc += 1;
+        exit(warp, mask);
+        if (number < warp.groups.size()) continue;
+        return true;
+      }
+      jump(warp, number, outcome == Outcome::kJump ? context_.taken : 0, op.label);
+      if (outcome == Outcome::kYield) return true;
+      if (warp.groups.size() > 1 && meets(warp, number)) return true;
+    }
+    return moved;
+  }
+
+  Outcome execute(Warp& warp, Group& group, const Op& op, Mask mask) {
+    if (mask == 0) return Outcome::kNext;
+    const Outcome outcome = op.handler(context_, op, mask);
+    if (outcome == Outcome::kWait) return outcome;
+    const auto threads = static_cast<std::uint64_t>(std::popcount(mask));
+    counters_.instructions += threads;
+    if (++counters_.statements > launch_.max_statements) {
+      throw PtxError("no end after " + std::to_string(launch_.max_statements) + " statements; " +
+                     where(warp, group));
+    }
+    return outcome;
+  }
+
+  void jump(Warp& warp, std::size_t number, Mask taken, int label) {
+    Group& group = warp.groups[number];
+    if (taken == group.mask) {
+      group.pc = label;
+      return;
+    }
+    group.pc += 1;
+    if (taken == 0) return;
+    group.mask &= ~taken;
+    warp.groups.push_back({taken, label});
+  }
+
+  static bool meets(const Warp& warp, std::size_t number) {
+    for (std::size_t i = 0; i < warp.groups.size(); ++i) {
+      if (i != number && warp.groups[i].pc == warp.groups[number].pc) return true;
+    }
+    return false;
+  }
+
+  // Groups at the same statement become one, unless one has arrived at a barrier there already.
+  static void merge(Warp& warp) {
+    for (std::size_t i = 0; i < warp.groups.size(); ++i) {
+      for (std::size_t j = warp.groups.size() - 1; j > i; --j) {
+        Group& a = warp.groups[i];
+        const Group& b = warp.groups[j];
+        if (a.pc != b.pc || a.barrier >= 0 || b.barrier >= 0) continue;
+        a.mask |= b.mask;
+        warp.groups.erase(warp.groups.begin() + static_cast<std::ptrdiff_t>(j));
+      }
+    }
+  }
+
+  static void exit(Warp& warp, Mask mask) {
+    warp.alive &= ~mask;
+    for (Group& group : warp.groups) group.mask &= ~mask;
+    std::erase_if(warp.groups, [](const Group& group) { return group.mask == 0; });
+    if (warp.groups.empty()) --warp.block->running;
+  }
+
+  std::string where(const Warp& warp, const Group& group) const {
+    const Dim& b = warp.block->index;
+    char lanes[16];
+    std::snprintf(lanes, sizeof(lanes), "%08x", group.mask);
+    std::string text = "block (" + std::to_string(b.x) + ", " + std::to_string(b.y) + ", " +
+                       std::to_string(b.z) + "), warp " + std::to_string(warp.index) + ", lanes " +
+                       lanes + ": ";
+    return text + program_.module->describe(*program_.kernel, *program_.ops[group.pc].statement);
+  }
+
+  [[noreturn]] void deadlock() const {
+    std::string text = "deadlock: every thread waits";
+    for (const auto& block : blocks_) {
+      for (const Warp& warp : block->warps) {
+        for (const Group& group : warp.groups) text += "\n  " + where(warp, group);
+      }
+    }
+    throw PtxError(text);
+  }
+
+  const Program& program_;
+  const Launch& launch_;
+  Counters counters_;
+  Context context_;
+  std::mt19937_64 random_;
+  std::uint64_t next_ = 0;  // block to be started
+  std::vector<std::unique_ptr<Block>> blocks_;
+};
+
+}  // namespace
+
+void Machine::add_memory(std::uint64_t address, std::uint64_t bytes, std::string name) {
+  memory_[address] = {address + bytes, std::move(name)};
+}
+
+void Machine::remove_memory(std::uint64_t address) { memory_.erase(address); }
+
+void Machine::check_global(std::uint64_t address, std::uint64_t bytes) const {
+  auto next = memory_.upper_bound(address);
+  std::string near = "no allocation lies before it";
+  if (next != memory_.begin()) {
+    const auto& [begin, allocation] = *--next;
+    if (address + bytes <= allocation.end) return;
+    near = std::to_string(address - begin) + " bytes behind the start of " + allocation.name +
+           ", which has " + std::to_string(allocation.end - begin);
+  }
+  throw PtxError("access of " + std::to_string(bytes) + " bytes outside of global memory: " + near);
+}
+
+Machine::Loaded& Machine::load(const std::shared_ptr<const Module>& module) {
+  const auto [found, is_new] = loaded_.try_emplace(module.get());
+  Loaded& loaded = found->second;
+  if (!is_new) return loaded;
+  loaded.module = module;
+  for (const Variable& v : module->variables) {
+    if (v.space == Space::kShared) continue;
+    std::vector<std::uint8_t>& memory = loaded.variables[v.name];
+    memory = v.value;
+    memory.resize(std::max<std::uint64_t>(v.bytes, 1));
+    add_memory(reinterpret_cast<std::uint64_t>(memory.data()), memory.size(), v.name);
+  }
+  return loaded;
+}
+
+const Program& Machine::program(Loaded& loaded, const Kernel& kernel) {
+  auto found = loaded.programs.find(kernel.name);
+  if (found == loaded.programs.end()) {
+    std::map<std::string, std::uint64_t> addresses;
+    for (auto& [name, memory] : loaded.variables) {
+      addresses[name] = reinterpret_cast<std::uint64_t>(memory.data());
+    }
+    Program decoded = decode(*loaded.module, kernel, addresses);
+    found = loaded.programs.emplace(kernel.name, std::move(decoded)).first;
+  }
+  return found->second;
+}
+
+Counters Machine::launch(const std::shared_ptr<const Module>& module, const std::string& name,
+                         const Launch& launch) {
+  const Kernel& kernel = module->kernel(name);
+  const auto threads = launch.block.count();
+  if (launch.params.size() != kernel.param_bytes) {
+    throw PtxError(name + " takes " + std::to_string(kernel.param_bytes) +
+                   " bytes of parameters, got " + std::to_string(launch.params.size()));
+  }
+  if (threads == 0 || threads > 1024 ||
+      (kernel.max_threads > 0 && threads > static_cast<std::uint64_t>(kernel.max_threads))) {
+    throw PtxError(name + " cannot run with " + std::to_string(threads) + " threads in a block");
+  }
+  return Execution(*this, program(load(module), kernel), launch).run();
+}
+
+void Context::fail(const Op& op, const std::string& why) const {
+  throw PtxError(why + ": " + program.module->describe(*program.kernel, *op.statement));
+}
+
+void Context::fail(const Op& op, int lane, const std::string& why) const {
+  const Dim& b = warp->block->index;
+  fail(op, why + ", by thread " + std::to_string(thread_of(lane)) + " of block (" +
+               std::to_string(b.x) + ", " + std::to_string(b.y) + ", " + std::to_string(b.z) + ")");
+}
+
+const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
+  const Value& v = op.values[number];
+  switch (v.kind) {
+    case Value::Kind::kRegister: {
+      const Mask missing = mask & ~c.warp->written[v.index];
+      if (missing != 0) {
+        c.fail(op, std::countr_zero(missing),
+               "register " + c.program.kernel->registers[v.index].name +
+                   " is read but was never written");
+      }
+      return c.warp->registers[v.index];
+    }
+    case Value::Kind::kConstant:
+      return *v.constant;
+    case Value::Kind::kSpecial:
+      v.special(c, c.scratch[number % 7]);
+      return c.scratch[number % 7];
+    default:
+      c.fail(op, "operand " + std::to_string(number) + " is of another kind");
+  }
+}
+
+Mask read_predicate(Context& c, const Op& op, const Value& v, Mask mask) {
+  const Mask missing = mask & ~c.warp->predicates_written[v.index];
+  if (missing != 0) {
+    c.fail(op, std::countr_zero(missing),
+           "predicate " + c.program.kernel->predicates[v.index] + " is read but was never written");
+  }
+  const Mask bits = c.warp->predicates[v.index];
+  return v.negated ? ~bits : bits;
+}
+
+}  // namespace emulator

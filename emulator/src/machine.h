@@ -1,0 +1,268 @@
+// A machine that executes PTX: threads, warps and blocks of one kernel at a time, functionally.
+//
+// Every thread has its own program counter. Threads of a warp that are at the same statement are
+// executed together, as a group; groups of one warp take turns. Statements that are .aligned or
+// .sync wait until the threads that they name have met there.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "module.h"
+
+namespace emulator {
+
+using Mask = std::uint32_t;  // lanes of a warp
+constexpr int kLanes = 32;
+using Lanes = std::array<std::uint64_t, kLanes>;
+
+// Generic addresses of memory that is not global. Global addresses are those of this process.
+constexpr std::uint64_t kSharedWindow = std::uint64_t{1} << 62;
+constexpr std::uint64_t kLocalWindow = std::uint64_t{1} << 61;
+constexpr std::uint64_t kParamWindow = std::uint64_t{1} << 60;
+
+template <class F>
+void each(Mask mask, F&& f) {
+  for (; mask != 0; mask &= mask - 1) f(std::countr_zero(mask));
+}
+
+struct Dim {
+  std::uint32_t x = 1, y = 1, z = 1;
+  std::uint64_t count() const { return std::uint64_t{x} * y * z; }
+};
+
+struct Launch {
+  Dim grid;
+  Dim block;
+  std::vector<std::uint8_t> params;
+  std::uint64_t dynamic_shared = 0;              // bytes
+  int resident = 8;                              // most blocks that run at a time
+  std::uint64_t seed = 0;                        // decides the order of warps and of their groups
+  std::uint64_t max_statements = 1'000'000'000;  // of all warps; then the launch fails
+};
+
+struct Counters {
+  std::uint64_t statements = 0;    // of warps
+  std::uint64_t instructions = 0;  // of threads
+};
+
+struct Block;
+struct Warp;
+struct Context;
+struct Op;
+
+enum class Outcome : std::uint8_t {
+  kNext,
+  kJump,   // lanes in Context::taken go to Op::label
+  kWait,   // not executed: try again when something has changed
+  kYield,  // executed; it is the turn of others
+  kExit
+};
+using Handler = Outcome (*)(Context&, const Op&, Mask);
+
+// A decoded operand.
+struct Value {
+  enum class Kind : std::uint8_t { kNone, kRegister, kPredicate, kConstant, kSpecial };
+  Kind kind = Kind::kNone;
+  bool negated = false;
+  int index = -1;
+  std::int64_t offset = 0;  // of an address
+  std::unique_ptr<Lanes> constant;
+  void (*special)(const Context&, Lanes&) = nullptr;
+};
+
+// A decoded statement.
+struct Op {
+  Handler handler = nullptr;
+  const Statement* statement = nullptr;
+  Value guard;              // the predicate of @p, if there is one
+  Type type = Type::kNone;  // of the operation
+  Type from = Type::kNone;  // of the source, where it differs
+  Space space = Space::kGeneric;
+  int number = 0;  // what the handler makes of it: lanes of a vector, a width, ...
+  int label = -1;
+  bool flag = false;
+  std::vector<Value> targets;
+  std::vector<Value> values;
+  int written = 1;  // how many of the statement's operands are targets
+};
+
+struct Program {
+  const Module* module = nullptr;
+  const Kernel* kernel = nullptr;
+  std::uint64_t shared_bytes = 0;  // in front of dynamic shared memory, its alignment included
+  std::vector<Op> ops;
+};
+
+// Threads of a warp at the same statement.
+struct Group {
+  Mask mask = 0;
+  int pc = 0;
+  int barrier = -1;         // that it has arrived at
+  std::uint64_t phase = 0;  // of the barrier, when it arrived
+};
+
+struct Copy {                // cp.async of one thread
+  std::uint64_t target = 0;  // in shared memory
+  std::uint64_t source = 0;
+  std::uint32_t bytes = 0;
+  std::uint32_t filled = 0;  // bytes that come from the source; the others are zero
+};
+
+struct Warp {
+  Block* block = nullptr;
+  int index = 0;
+  Mask alive = 0;
+  std::vector<Group> groups;
+  std::vector<Lanes> registers;
+  std::vector<Mask> written;  // of registers
+  std::vector<Mask> predicates;
+  std::vector<Mask> predicates_written;
+  std::vector<std::uint8_t> local;                                // of all lanes
+  std::array<std::vector<Copy>, kLanes> copies;                   // not committed
+  std::array<std::deque<std::vector<Copy>>, kLanes> copy_groups;  // committed, oldest first
+};
+
+struct Barrier {
+  std::uint32_t arrived = 0;
+  std::uint64_t phase = 0;
+  bool all = true, any = false;
+  std::uint32_t count = 0;
+  bool last_all = true, last_any = false;  // of the phase before
+  std::uint32_t last_count = 0;
+};
+
+struct Block {
+  Dim index;
+  std::vector<std::uint8_t> shared;
+  std::array<Barrier, 16> barriers;
+  std::vector<Warp> warps;
+  std::uint32_t running = 0;  // warps with threads
+};
+
+class Machine {
+ public:
+  // Makes an allocation of global memory known. Accesses outside of allocations are errors.
+  void add_memory(std::uint64_t address, std::uint64_t bytes, std::string name);
+  void remove_memory(std::uint64_t address);
+  // Throws PtxError if [address, address + bytes) is not inside of one allocation.
+  void check_global(std::uint64_t address, std::uint64_t bytes) const;
+
+  // Runs a kernel to its end. Throws PtxError.
+  Counters launch(const std::shared_ptr<const Module>& module, const std::string& kernel,
+                  const Launch& launch);
+
+ private:
+  struct Allocation {
+    std::uint64_t end;
+    std::string name;
+  };
+  // A module that was launched from. It is kept, because programs refer to it.
+  struct Loaded {
+    std::shared_ptr<const Module> module;
+    std::map<std::string, std::vector<std::uint8_t>> variables;
+    std::map<std::string, Program> programs;  // by kernel
+  };
+  Loaded& load(const std::shared_ptr<const Module>& module);
+  const Program& program(Loaded& loaded, const Kernel& kernel);
+
+  std::map<std::uint64_t, Allocation> memory_;  // by address
+  std::map<const Module*, Loaded> loaded_;
+};
+
+// What a handler sees: the warp that executes, and what it shares with others.
+struct Context {
+  Machine& machine;
+  const Program& program;
+  const Launch& launch;
+  Counters& counters;
+  Warp* warp = nullptr;
+  Group* group = nullptr;
+  Mask taken = 0;
+  std::array<Lanes, 8> scratch;
+
+  [[noreturn]] void fail(const Op& op, const std::string& why) const;
+  [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;
+  int thread_of(int lane) const { return warp->index * kLanes + lane; }
+};
+
+// Decodes a kernel. Throws PtxError for an instruction that is not known.
+Program decode(const Module& module, const Kernel& kernel,
+               const std::map<std::string, std::uint64_t>& addresses);
+
+// -- operands, for handlers -------------------------------------------------------------------------
+
+// Returns operand `number` for the lanes of a mask. A register that was never written is an error.
+const Lanes& read(Context& c, const Op& op, int number, Mask mask);
+Mask read_predicate(Context& c, const Op& op, const Value& value, Mask mask);
+inline Lanes& write(Context& c, const Op& op, int number, Mask mask) {
+  const Value& v = op.targets[number];
+  if (v.kind != Value::Kind::kRegister) return c.scratch[7];  // the sink _
+  c.warp->written[v.index] |= mask;
+  return c.warp->registers[v.index];
+}
+inline void write_predicate(Context& c, const Value& v, Mask mask, Mask bits) {
+  if (v.kind != Value::Kind::kPredicate) return;
+  Mask& p = c.warp->predicates[v.index];
+  p = (p & ~mask) | (bits & mask);
+  c.warp->predicates_written[v.index] |= mask;
+}
+
+template <class T>
+T get(std::uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+template <class T>
+std::uint64_t bits_of(T value) {
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+
+// Returns the lowest bytes of a value, the others zero.
+inline std::uint64_t cut(std::uint64_t bits, int bytes) {
+  return bytes >= 8 ? bits : bits & ((std::uint64_t{1} << 8 * bytes) - 1);
+}
+// Returns the integer that a register holds as a value of this type.
+std::int64_t integer(std::uint64_t bits, Type type);
+
+// Host address of `bytes` bytes at a generic address, for a lane. Throws PtxError.
+std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+                 std::uint64_t bytes);
+
+// -- half precision ---------------------------------------------------------------------------------
+
+float float_of_half(std::uint16_t bits);
+std::uint16_t half_of_float(float value);  // to nearest, ties to even
+inline float float_of_bf16(std::uint16_t bits) {
+  return std::bit_cast<float>(std::uint32_t{bits} << 16);
+}
+std::uint16_t bf16_of_float(float value);
+
+// -- families of instructions. Each returns whether it knows the statement, and then fills the op. ----
+
+using Decoder = bool (*)(const Statement&, Op&);
+bool decode_scalar(const Statement& s, Op& op);
+bool decode_convert(const Statement& s, Op& op);
+bool decode_memory(const Statement& s, Op& op);
+bool decode_warp(const Statement& s, Op& op);
+bool decode_matrix(const Statement& s, Op& op);
+
+// Whether a statement has a modifier.
+bool has(const Statement& s, const char* modifier);
+// The state space that a statement names, or kGeneric.
+Space space_of(const Statement& s);
+// The last modifier that is a type, or kNone.
+Type last_type(const Statement& s);
+
+}  // namespace emulator

@@ -1,0 +1,280 @@
+// Loads, stores, atomics and asynchronous copies.
+//
+// Values of up to eight bytes are loaded and stored as a whole, so that machines in several
+// processes can share memory.
+#include <algorithm>
+#include <atomic>
+
+#include "machine.h"
+
+namespace emulator {
+
+std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+                 std::uint64_t bytes) {
+  if (address % bytes != 0) {
+    c.fail(op, lane,
+           "address " + std::to_string(address) + " is not aligned to " + std::to_string(bytes) +
+               " bytes");
+  }
+  const auto inside = [&](std::uint8_t* memory, std::uint64_t offset, std::uint64_t size,
+                          const char* what) {
+    if (offset <= size && bytes <= size - offset) return memory + offset;
+    c.fail(op, lane,
+           "access of " + std::to_string(bytes) + " bytes at " + std::to_string(offset) + " of " +
+               what + ", which has " + std::to_string(size));
+  };
+  if (space == Space::kGeneric && address >= kSharedWindow) {
+    space = Space::kShared;
+    address -= kSharedWindow;
+  }
+  if (space == Space::kShared) {
+    std::vector<std::uint8_t>& shared = c.warp->block->shared;
+    return inside(shared.data(), address & 0xFFFFFFFF, shared.size(), "shared memory");
+  }
+  if (address >= kLocalWindow) {
+    const std::uint64_t size = c.program.kernel->local_bytes;
+    return inside(c.warp->local.data() + size * lane, address - kLocalWindow, size, "local memory");
+  }
+  if (address >= kParamWindow) {
+    auto& params = const_cast<std::vector<std::uint8_t>&>(c.launch.params);
+    return inside(params.data(), address - kParamWindow, params.size(), "the parameters");
+  }
+  try {
+    c.machine.check_global(address, bytes);
+  } catch (const PtxError& error) {
+    c.fail(op, lane, error.what());
+  }
+  return reinterpret_cast<std::uint8_t*>(address);
+}
+
+namespace {
+
+template <class T>
+std::uint64_t load_whole(std::uint8_t* from) {
+  return bits_of(std::atomic_ref<T>(*reinterpret_cast<T*>(from)).load(std::memory_order_acquire));
+}
+template <class T>
+void store_whole(std::uint8_t* to, std::uint64_t bits) {
+  std::atomic_ref<T>(*reinterpret_cast<T*>(to)).store(get<T>(bits), std::memory_order_release);
+}
+
+std::uint64_t load_bytes(std::uint8_t* from, int bytes) {
+  switch (bytes) {
+    case 1:
+      return load_whole<std::uint8_t>(from);
+    case 2:
+      return load_whole<std::uint16_t>(from);
+    case 4:
+      return load_whole<std::uint32_t>(from);
+    default:
+      return load_whole<std::uint64_t>(from);
+  }
+}
+void store_bytes(std::uint8_t* to, std::uint64_t bits, int bytes) {
+  switch (bytes) {
+    case 1:
+      return store_whole<std::uint8_t>(to, bits);
+    case 2:
+      return store_whole<std::uint16_t>(to, bits);
+    case 4:
+      return store_whole<std::uint32_t>(to, bits);
+    default:
+      return store_whole<std::uint64_t>(to, bits);
+  }
+}
+
+// Extends a loaded value to its register: with its sign, if it has one.
+std::uint64_t extended(Context& c, const Value& target, std::uint64_t bits, Type type) {
+  if (!is_signed(type) || target.kind != Value::Kind::kRegister) return bits;
+  const int bytes = bytes_of(c.program.kernel->registers[target.index].type);
+  return cut(static_cast<std::uint64_t>(integer(bits, type)), bytes);
+}
+
+std::uint64_t address_of(const Op& op, int number, const Lanes& base, int lane) {
+  return base[lane] + static_cast<std::uint64_t>(op.values[number].offset);
+}
+
+Outcome load(Context& c, const Op& op, Mask mask) {
+  const Lanes base = read(c, op, 0, mask);  // a copy: the target may be the base
+  const int bytes = bytes_of(op.type), count = static_cast<int>(op.targets.size());
+  each(mask, [&](int l) {
+    std::uint8_t* from = at(c, op, l, op.space, address_of(op, 0, base, l), bytes * count);
+    for (int i = 0; i < count; ++i) {
+      const std::uint64_t bits = load_bytes(from + i * bytes, bytes);
+      write(c, op, i, Mask{1} << l)[l] = extended(c, op.targets[i], bits, op.type);
+    }
+  });
+  return Outcome::kNext;
+}
+
+Outcome store(Context& c, const Op& op, Mask mask) {
+  const Lanes base = read(c, op, 0, mask);
+  const int bytes = bytes_of(op.type), count = static_cast<int>(op.values.size()) - 1;
+  each(mask, [&](int l) {
+    std::uint8_t* to = at(c, op, l, op.space, address_of(op, 0, base, l), bytes * count);
+    for (int i = 0; i < count; ++i) {
+      store_bytes(to + i * bytes, read(c, op, 1 + i, Mask{1} << l)[l], bytes);
+    }
+  });
+  return Outcome::kNext;
+}
+
+enum Action { kAdd, kExchange, kSwapIf, kMin, kMax, kAnd, kOr, kXor, kIncrement, kDecrement };
+
+template <class T>
+T changed(Action action, T old, T by, T with) {
+  switch (action) {
+    case kAdd:
+      return static_cast<T>(old + by);
+    case kExchange:
+      return by;
+    case kSwapIf:
+      return old == by ? with : old;
+    case kMin:
+      return std::min(old, by);
+    case kMax:
+      return std::max(old, by);
+    default:
+      break;
+  }
+  if constexpr (std::is_unsigned_v<T>) {
+    if (action == kAnd) return old & by;
+    if (action == kOr) return old | by;
+    if (action == kXor) return old ^ by;
+    if (action == kIncrement) return old >= by ? 0 : old + 1;
+    if (action == kDecrement) return old == 0 || old > by ? by : old - 1;
+  }
+  return old;
+}
+
+template <class T>
+Outcome atomic(Context& c, const Op& op, Mask mask) {
+  const Lanes base = read(c, op, 0, mask), by = read(c, op, 1, mask);
+  const bool swaps = op.values.size() > 2;
+  const Lanes with = swaps ? read(c, op, 2, mask) : Lanes{};
+  each(mask, [&](int l) {
+    std::uint8_t* where = at(c, op, l, op.space, address_of(op, 0, base, l), sizeof(T));
+    std::atomic_ref<T> cell(*reinterpret_cast<T*>(where));
+    T old = cell.load();
+    while (!cell.compare_exchange_weak(
+        old, changed<T>(static_cast<Action>(op.number), old, get<T>(by[l]), get<T>(with[l])))) {
+    }
+    if (!op.targets.empty()) write(c, op, 0, Mask{1} << l)[l] = bits_of(old);
+  });
+  return Outcome::kNext;
+}
+
+Handler atomic_of(Type type) {
+  switch (type) {
+    case Type::kB32:
+    case Type::kU32:
+      return atomic<std::uint32_t>;
+    case Type::kB64:
+    case Type::kU64:
+      return atomic<std::uint64_t>;
+    case Type::kS32:
+      return atomic<std::int32_t>;
+    case Type::kS64:
+      return atomic<std::int64_t>;
+    case Type::kF32:
+      return atomic<float>;
+    case Type::kF64:
+      return atomic<double>;
+    default:
+      return nullptr;
+  }
+}
+
+bool decode_atomic(const Statement& s, Op& op) {
+  constexpr const char* kActions[] = {"add", "exch", "cas", "min", "max",
+                                      "and", "or",   "xor", "inc", "dec"};
+  op.number = -1;
+  for (int i = 0; i < 10; ++i) {
+    if (has(s, kActions[i])) op.number = i;
+  }
+  if (op.number < 0) return false;
+  const bool real = is_float(op.type);
+  if (real && op.number != kAdd) return false;
+  op.handler = atomic_of(op.type);
+  op.written = s.opcode[0] == "atom" ? 1 : 0;
+  return op.handler != nullptr;
+}
+
+// -- cp.async: performed as late as it may be, when a thread waits for it -------------------------------
+
+Outcome copy(Context& c, const Op& op, Mask mask) {
+  const Lanes target = read(c, op, 0, mask), source = read(c, op, 1, mask);
+  const Lanes bytes = read(c, op, 2, mask);
+  const bool partial = op.values.size() > 3;
+  const Lanes filled = partial ? read(c, op, 3, mask) : bytes;
+  each(mask, [&](int l) {
+    const Copy one{address_of(op, 0, target, l), address_of(op, 1, source, l),
+                   static_cast<std::uint32_t>(bytes[l]), static_cast<std::uint32_t>(filled[l])};
+    at(c, op, l, Space::kShared, one.target, one.bytes);
+    if (one.filled != 0) at(c, op, l, Space::kGlobal, one.source, one.bytes);
+    c.warp->copies[l].push_back(one);
+  });
+  return Outcome::kNext;
+}
+
+Outcome commit(Context& c, const Op&, Mask mask) {
+  each(mask, [&](int l) {
+    c.warp->copy_groups[l].push_back(std::move(c.warp->copies[l]));
+    c.warp->copies[l].clear();
+  });
+  return Outcome::kNext;
+}
+
+void perform(Context& c, const std::vector<Copy>& copies) {
+  for (const Copy& one : copies) {
+    std::uint8_t* to = c.warp->block->shared.data() + one.target;
+    std::memset(to, 0, one.bytes);
+    if (one.filled != 0) {
+      std::memcpy(to, reinterpret_cast<const void*>(one.source), std::min(one.filled, one.bytes));
+    }
+  }
+}
+
+Outcome await_copies(Context& c, const Op& op, Mask mask) {
+  const std::uint64_t left = op.flag ? 0 : read(c, op, 0, mask)[std::countr_zero(mask)];
+  each(mask, [&](int l) {
+    auto& groups = c.warp->copy_groups[l];
+    for (; groups.size() > left; groups.pop_front()) perform(c, groups.front());
+    if (op.flag) {
+      perform(c, c.warp->copies[l]);
+      c.warp->copies[l].clear();
+    }
+  });
+  return Outcome::kNext;
+}
+
+bool decode_copy(const Statement& s, Op& op) {
+  if (s.opcode.size() < 3 || s.opcode[1] != "async" || has(s, "bulk") || has(s, "mbarrier")) {
+    return false;
+  }
+  op.written = 0;
+  op.flag = has(s, "wait_all");
+  op.handler = has(s, "commit_group")                      ? commit
+               : op.flag || has(s, "wait_group")           ? await_copies
+               : has(s, "shared") || has(s, "shared::cta") ? copy
+                                                           : nullptr;
+  return op.handler != nullptr;
+}
+
+}  // namespace
+
+bool decode_memory(const Statement& s, Op& op) {
+  const std::string& name = s.opcode[0];
+  if (has(s, "shared::cluster")) return false;
+  op.space = space_of(s);
+  if (name == "cp") return decode_copy(s, op);
+  if (name == "atom" || name == "red") return decode_atomic(s, op);
+  if (name == "ld" || name == "ldu") op.handler = load;
+  if (name == "st") {
+    op.handler = store;
+    op.written = 0;
+  }
+  return op.handler != nullptr && op.type != Type::kNone && op.type != Type::kB128;
+}
+
+}  // namespace emulator

@@ -1,0 +1,293 @@
+// Control flow, barriers, and what the lanes of a warp do together.
+#include <algorithm>
+
+#include "machine.h"
+
+namespace emulator {
+namespace {
+
+Outcome branch(Context& c, const Op&, Mask mask) {
+  c.taken = mask;
+  return Outcome::kJump;
+}
+
+Outcome leave(Context&, const Op&, Mask) { return Outcome::kExit; }
+
+Outcome nothing(Context&, const Op&, Mask) { return Outcome::kNext; }
+
+Outcome rest(Context&, const Op&, Mask) { return Outcome::kYield; }
+
+Outcome trap(Context& c, const Op& op, Mask mask) { c.fail(op, std::countr_zero(mask), "trap"); }
+
+// Whether all lanes that a statement names, and that still run, are there. Others come later.
+bool have_met(Context& c, const Op& op, Mask mask, Mask named) {
+  const Mask missing = named & c.warp->alive & ~mask;
+  if (missing == 0) return true;
+  // Lanes that wait elsewhere for this group, or at a barrier, never come.
+  for (const Group& other : c.warp->groups) {
+    if ((other.mask & missing) != 0 && other.barrier >= 0) {
+      c.fail(op, std::countr_zero(missing),
+             "the warp has diverged: another part of it waits at a barrier");
+    }
+  }
+  return false;
+}
+
+Mask named_lanes(Context& c, const Op& op, int number, Mask mask) {
+  const Lanes& lanes = read(c, op, number, mask);
+  const auto named = static_cast<Mask>(lanes[std::countr_zero(mask)]);
+  each(mask, [&](int l) {
+    if ((named >> l & 1) == 0) c.fail(op, l, "a lane is not in its own mask of members");
+    if (static_cast<Mask>(lanes[l]) != named) c.fail(op, l, "lanes name different members");
+  });
+  return named;
+}
+
+Outcome sync_warp(Context& c, const Op& op, Mask mask) {
+  return have_met(c, op, mask, named_lanes(c, op, 0, mask)) ? Outcome::kNext : Outcome::kWait;
+}
+
+// -- barriers of a block -----------------------------------------------------------------------------
+
+// Returns how many threads a barrier waits for, rounded up to warps.
+std::uint64_t expected_at(Context& c, const Op& op, Mask mask) {
+  const bool counted = op.values.size() > 1 && op.values[1].kind != Value::Kind::kPredicate;
+  // Warps that have ended are not waited for.
+  if (!counted) return std::uint64_t{c.warp->block->running} * kLanes;
+  const int lane = std::countr_zero(mask);
+  const std::uint64_t threads = read(c, op, 1, mask)[lane];
+  if (threads == 0 || threads % kLanes != 0) {
+    c.fail(op, lane, "a barrier of " + std::to_string(threads) + " threads, not of whole warps");
+  }
+  return threads;
+}
+
+void arrive(Context& c, const Op& op, Mask mask, Barrier& b) {
+  if (op.number != 0) {
+    const Mask bits = read_predicate(c, op, op.values.back(), mask) & mask;
+    b.all = b.all && bits == mask;
+    b.any = b.any || bits != 0;
+    b.count += static_cast<std::uint32_t>(std::popcount(bits));
+  }
+  b.arrived += kLanes;
+}
+
+void complete(Barrier& b) {
+  b.last_all = b.all;
+  b.last_any = b.any;
+  b.last_count = b.count;
+  b.arrived = b.count = 0;
+  b.all = true;
+  b.any = false;
+  b.phase += 1;
+}
+
+// barrier.sync, .arrive (op.flag) and .red (op.number).
+Outcome barrier(Context& c, const Op& op, Mask mask) {
+  Group& group = *c.group;
+  const int lane = std::countr_zero(mask);
+  const auto number = op.values.empty() ? 0 : read(c, op, 0, mask)[lane];
+  if (number >= c.warp->block->barriers.size()) c.fail(op, lane, "there are 16 barriers");
+  Barrier& b = c.warp->block->barriers[number];
+  if (group.barrier < 0) {
+    if (!have_met(c, op, mask, c.warp->alive)) return Outcome::kWait;
+    group.barrier = static_cast<int>(number);
+    group.phase = b.phase;
+    arrive(c, op, mask, b);
+  }
+  if (b.phase == group.phase) {
+    const std::uint64_t expected = expected_at(c, op, mask);
+    if (b.arrived > expected) c.fail(op, lane, "more threads arrive at a barrier than it expects");
+    if (b.arrived == expected) complete(b);
+  }
+  if (!op.flag && b.phase == group.phase) return Outcome::kWait;
+  group.barrier = -1;
+  if (op.number == 1) write_predicate(c, op.targets[0], mask, b.last_all ? ~Mask{0} : 0);
+  if (op.number == 2) write_predicate(c, op.targets[0], mask, b.last_any ? ~Mask{0} : 0);
+  if (op.number == 3) {
+    Lanes& d = write(c, op, 0, mask);
+    each(mask, [&](int l) { d[l] = b.last_count; });
+  }
+  return Outcome::kNext;
+}
+
+bool decode_barrier(const Statement& s, Op& op) {
+  if (has(s, "cluster")) return false;
+  if (has(s, "warp")) {
+    op.handler = sync_warp;
+    op.written = 0;
+    return true;
+  }
+  op.flag = has(s, "arrive");
+  if (has(s, "red")) {
+    op.number = has(s, "and") ? 1 : has(s, "or") ? 2 : 3;
+  } else {
+    op.written = 0;
+    if (!op.flag && !has(s, "sync")) return false;
+  }
+  op.handler = barrier;
+  return true;
+}
+
+// -- lanes -------------------------------------------------------------------------------------------
+
+enum Shuffle { kUp, kDown, kButterfly, kIndex };
+
+// PTX ISA, shfl.sync: c holds the clamp in bits 0 to 4 and the mask of segments in bits 8 to 12.
+Outcome shuffle(Context& c, const Op& op, Mask mask) {
+  const Mask named = named_lanes(c, op, 3, mask);
+  if (!have_met(c, op, mask, named)) return Outcome::kWait;
+  const Lanes a = read(c, op, 0, mask), b = read(c, op, 1, mask), e = read(c, op, 2, mask);
+  Lanes& d = write(c, op, 0, mask);
+  Mask valid = 0;
+  each(mask, [&](int lane) {
+    const int by = static_cast<int>(b[lane] & 31), clamp = static_cast<int>(e[lane] & 31);
+    const int segment = static_cast<int>(e[lane] >> 8 & 31);
+    const int most = (lane & segment) | (clamp & ~segment), least = lane & segment;
+    int from = 0;
+    bool inside = false;
+    switch (op.number) {
+      case kUp:
+        from = lane - by;
+        inside = from >= most;
+        break;
+      case kDown:
+        from = lane + by;
+        inside = from <= most;
+        break;
+      case kButterfly:
+        from = lane ^ by;
+        inside = from <= most;
+        break;
+      default:
+        from = least | (by & ~segment);
+        inside = from <= most;
+        break;
+    }
+    if (!inside) from = lane;
+    if ((mask >> from & 1) == 0) {
+      c.fail(op, lane, "reads lane " + std::to_string(from) + ", which does not take part");
+    }
+    d[lane] = a[from];
+    valid |= Mask{inside} << lane;
+  });
+  if (op.targets.size() > 1) write_predicate(c, op.targets[1], mask, valid);
+  return Outcome::kNext;
+}
+
+Outcome vote(Context& c, const Op& op, Mask mask) {
+  const Mask named = named_lanes(c, op, 1, mask);
+  if (!have_met(c, op, mask, named)) return Outcome::kWait;
+  const Mask bits = read_predicate(c, op, op.values[0], mask) & mask;
+  if (op.number == 3) {
+    Lanes& d = write(c, op, 0, mask);
+    each(mask, [&](int l) { d[l] = bits; });
+    return Outcome::kNext;
+  }
+  const bool all = bits == mask, any = bits != 0;
+  const bool out = op.number == 0 ? all : op.number == 1 ? any : all || !any;
+  write_predicate(c, op.targets[0], mask, out ? ~Mask{0} : 0);
+  return Outcome::kNext;
+}
+
+Outcome elect(Context& c, const Op& op, Mask mask) {
+  const Mask named = named_lanes(c, op, 0, mask);
+  if (!have_met(c, op, mask, named)) return Outcome::kWait;
+  const int leader = std::countr_zero(mask);
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) { d[l] = leader; });
+  write_predicate(c, op.targets[1], mask, Mask{1} << leader);
+  return Outcome::kNext;
+}
+
+Outcome reduce(Context& c, const Op& op, Mask mask) {
+  const Mask named = named_lanes(c, op, 1, mask);
+  if (!have_met(c, op, mask, named)) return Outcome::kWait;
+  const Lanes a = read(c, op, 0, mask);
+  const int first = std::countr_zero(mask);
+  auto total = static_cast<std::uint32_t>(a[first]);
+  each(mask & (mask - 1), [&](int l) {
+    const auto x = static_cast<std::uint32_t>(a[l]);
+    const auto sx = static_cast<std::int32_t>(x), st = static_cast<std::int32_t>(total);
+    switch (op.number) {
+      case 0:
+        total += x;
+        break;
+      case 1:
+        total &= x;
+        break;
+      case 2:
+        total |= x;
+        break;
+      case 3:
+        total ^= x;
+        break;
+      case 4:
+        total =
+            is_signed(op.type) ? static_cast<std::uint32_t>(std::min(sx, st)) : std::min(x, total);
+        break;
+      default:
+        total =
+            is_signed(op.type) ? static_cast<std::uint32_t>(std::max(sx, st)) : std::max(x, total);
+        break;
+    }
+  });
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) { d[l] = total; });
+  return Outcome::kNext;
+}
+
+Outcome active(Context& c, const Op& op, Mask mask) {
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) { d[l] = mask; });
+  return Outcome::kNext;
+}
+
+int position(const Statement& s, std::initializer_list<const char*> names) {
+  int number = 0;
+  for (const char* name : names) {
+    if (has(s, name)) return number;
+    ++number;
+  }
+  return -1;
+}
+
+bool decode_lanes(const Statement& s, Op& op) {
+  const std::string& name = s.opcode[0];
+  if (name == "shfl") {
+    op.number = position(s, {"up", "down", "bfly", "idx"});
+    op.handler = shuffle;
+  } else if (name == "vote") {
+    op.number = position(s, {"all", "any", "uni", "ballot"});
+    op.handler = vote;
+  } else if (name == "redux") {
+    op.number = position(s, {"add", "and", "or", "xor", "min", "max"});
+    op.handler = reduce;
+  } else if (name == "elect") {
+    op.handler = elect;
+  } else if (name == "activemask") {
+    op.handler = active;
+  } else {
+    return false;
+  }
+  return op.number >= 0;
+}
+
+}  // namespace
+
+bool decode_warp(const Statement& s, Op& op) {
+  const std::string& name = s.opcode[0];
+  if (name == "bar" || name == "barrier") return decode_barrier(s, op);
+  if (decode_lanes(s, op)) return true;
+  op.written = 0;
+  if (name == "bra") op.handler = branch;
+  if (name == "ret" || name == "exit") op.handler = leave;
+  if (name == "trap") op.handler = trap;
+  if (name == "nanosleep") op.handler = rest;
+  // Stores are seen at once and in order, so there is nothing that a fence has to wait for.
+  if (name == "membar" || (name == "fence" && !has(s, "mbarrier_init"))) op.handler = rest;
+  if (name == "griddepcontrol" || name == "prefetch" || name == "prefetchu") op.handler = nothing;
+  return op.handler != nullptr;
+}
+
+}  // namespace emulator

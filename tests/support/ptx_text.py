@@ -1,0 +1,74 @@
+"""PTX kernels around a few statements, for tests of the machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from emulator import Device, Module
+
+LANES = 32
+
+
+def kernel(body: str, params: int, outside: str = "") -> str:
+    """Return a kernel ``k`` whose parameters are pointers p0, p1, ...; %rd0 is 8 * tid.x."""
+    names = ", ".join(f".param .u64 p{number}" for number in range(params))
+    return f"""
+.version 9.0
+.target sm_80
+.address_size 64
+{outside}
+.visible .entry k({names})
+{{
+    .reg .pred %p<16>;
+    .reg .b16 %h<32>;
+    .reg .b32 %r<64>;
+    .reg .b64 %rd<64>;
+    .reg .f32 %f<64>;
+    .reg .f64 %fd<16>;
+    mov.u32 %r0, %tid.x;
+    mul.wide.u32 %rd0, %r0, 8;
+    {body}
+    ret;
+}}
+"""
+
+
+def run(text: str, tensors: list[torch.Tensor], **options: Any) -> dict[str, int]:
+    """Run kernel ``k`` with these tensors as its arguments."""
+    settings: dict[str, Any] = {"grid": 1, "block": LANES, **options}
+    return Device().launch(Module(text), "k", args=tensors, **settings)
+
+
+def apply(statement: str, operands: list[torch.Tensor], width: int, out: int) -> torch.Tensor:
+    """Execute ``statement`` on 32 lanes.
+
+    Args:
+        statement: with {d} for its target and {0}, {1}, ... for its operands.
+        operands: [32] int64 each: the bits of a value.
+        width: bits of an operand.
+        out: bits of the result.
+
+    Returns:
+        [32] int64, the result's bits.
+    """
+    names = {8: "%h", 16: "%h", 32: "%r", 64: "%rd"}
+    lines = []
+    for number, _ in enumerate(operands):
+        lines += [
+            f"ld.param.u64 %rd1, [p{number}];",
+            "add.s64 %rd1, %rd1, %rd0;",
+            f"ld.global.b{width} {names[width]}{10 + number}, [%rd1];",
+        ]
+    sources = [f"{names[width]}{10 + number}" for number in range(len(operands))]
+    target = f"{names[out]}20"
+    lines += [
+        statement.format(*sources, d=target),
+        f"ld.param.u64 %rd1, [p{len(operands)}];",
+        "add.s64 %rd1, %rd1, %rd0;",
+        f"st.global.b{out} [%rd1], {target};",
+    ]
+    result = torch.zeros(LANES, dtype=torch.int64)
+    run(kernel("\n    ".join(lines), len(operands) + 1), [*operands, result])
+    return result
