@@ -184,14 +184,8 @@ def growth() -> str:
 
 OVERHEAD = {
     "torch.mm": ("torch.mm",),
-    "argument checks": ("argument checks",),
-    "dispatch and lock": ("dispatch, lock, rest of a lone call",),
-    "schedule and engine": (
-        "schedule lookup",
-        "engine: begin",
-        "engine: peers, copies, reduction",
-    ),
-    "Python of the backend": ("python of the backend",),
+    "engine": ("engine: begin", "engine: peers, copies, reduction"),
+    "Python": ("Python",),
 }
 
 
@@ -206,7 +200,7 @@ def overhead() -> str:
         "What one call costs besides its multiply",
         "M = 1, N = K = 64, two ranks of one host",
         "microseconds per call",
-        [Series(name, colour) for name, colour in zip(OVERHEAD, (0, 1, 3, 4, 2), strict=True)],
+        [Series(name, colour) for name, colour in zip(OVERHEAD, (0, 3, 2), strict=True)],
         groups,
         stacked=True,
         value_text="{:.0f}".format,

@@ -4,7 +4,8 @@
 
 Three tables go to stdout, all figures to benchmarks/results/cpu/overhead.json.
 
-1. Host cost of one call at M = 1 with a GEMM too small to matter, 2 ranks in lockstep, by part.
+1. Host cost of a repeated call at M = 1 with a GEMM too small to matter, 2 ranks in lockstep, by
+   part.
 2. One large GEMM when everything is local already, against a plain torch.mm: with a group of one
    rank, and with 2 ranks whose signals are all there (the native engine is replaced by one that
    never waits and never copies; what remains is dispatch, checks and the walk over the tiles).
@@ -17,9 +18,10 @@ import argparse
 import json
 import os
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -47,12 +49,20 @@ def inputs(op: str, m: int, n: int, k: int, rank: int, world: int) -> tuple[torc
     return torch.randn(problem.x_shape(rank)), torch.randn(problem.weight_shape(rank))
 
 
+COST_ROWS = {
+    "call": "whole call",
+    "argument checks": "first call with a weight: argument checks",
+    "schedule lookup": "first call with a weight: schedule lookup",
+    "group of one": "for comparison: the call in a group of one",
+}
+
+
 class TimedEngine:
-    """The native engine, with the duration of every call of its methods."""
+    """The native engine, with the time that the methods take in each call of an op."""
 
     def __init__(self, engine: Any) -> None:
         self.inner = engine
-        self.spent_us: dict[str, list[float]] = defaultdict(list)
+        self.calls: list[dict[str, float]] = []  # us by method
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self.inner, name)
@@ -60,10 +70,14 @@ class TimedEngine:
             return member
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            result, elapsed = timed(lambda: member(*args, **kwargs))
-            self.spent_us[name].append(elapsed * 1e3)
+            began = perf_counter_ns()
+            result = member(*args, **kwargs)
+            spent = (perf_counter_ns() - began) * 1e-3
+            of_call = self.calls[-1]
+            of_call[name] = of_call.get(name, 0.0) + spent
             return result
 
+        setattr(self, name, call)  # found at once from now on: a look-up here costs a microsecond
         return call
 
 
@@ -89,35 +103,48 @@ def microseconds(call: Callable[[], object], calls: int) -> float:
 
 
 def call_cost(name: str, calls: int, rank: int, alone: dist.ProcessGroup) -> dict[str, float]:
-    """us per call at M = 1 by part; the parts add up to `call`."""
+    """us of a repeated call at M = 1 by part; the parts add up to `call`.
+
+    Behind them: what only the first call with a weight does, and the same call without peers.
+    """
     x, weight = inputs(name, 1, TINY, TINY, rank, WORLD)
     full_x, full_weight = inputs(name, 1, TINY, TINY, 0, 1)
     m = 1 if name == "ag_gemm" else None
     options = {} if m is None else {"m": m}
-    parts: dict[str, float] = {}
     with (
         OPS[name](max_m=1, n=TINY, k=TINY) as op,
         OPS[name](alone, max_m=1, n=TINY, k=TINY) as single,
     ):
-        lone = microseconds(lambda: single(full_x, full_weight, **options), calls)
-        parts["torch.mm"] = microseconds(lambda: torch.mm(full_x, full_weight.t()), calls)
-        parts["argument checks"] = microseconds(
-            lambda: op._checker.check(x, [weight], [None], m), calls
-        )
-        # A group of one does the same but for everything that has to do with peers.
-        parts["dispatch, lock, rest of a lone call"] = lone - sum(parts.values())
-        parts["schedule lookup"] = microseconds(lambda: op.schedule(1), calls)
+        product = microseconds(lambda: torch.mm(full_x, full_weight.t()), calls)
+        apart = {
+            "argument checks": microseconds(
+                lambda: op._checker.check(x, [weight], [None], m), calls
+            ),
+            "schedule lookup": microseconds(lambda: op.schedule(1), calls),
+            "group of one": microseconds(lambda: single(full_x, full_weight, **options), calls),
+        }
         engine = TimedEngine(op._backend.engine)
         op._backend.engine = engine
         dist.barrier()
-        # The whole and the engine's share of it from the same calls: what waits for a peer varies.
-        whole = microseconds(lambda: op(x, weight, **options), calls)
+        whole: list[float] = []
+        with quiet_collector():
+            for _ in range(calls):
+                engine.calls.append({})
+                whole.append(timed(lambda: op(x, weight, **options))[1] * 1e3)
         op._backend.engine = engine.inner
-    spent = {method: median(times) for method, times in engine.spent_us.items()}
-    parts["engine: begin"] = spent.pop("begin")
-    parts["engine: peers, copies, reduction"] = sum(spent.values())
-    parts["python of the backend"] = whole - sum(parts.values())
-    return {"call": whole, **parts}
+    # What waits for a peer varies from call to call. The parts of the calls in the middle half are
+    # averaged, because averages of parts add up to the average of the whole; medians do not.
+    middle = sorted(range(calls), key=whole.__getitem__)[calls // 4 : calls - calls // 4]
+    total = mean(whole[i] for i in middle)
+    inside = mean(sum(engine.calls[i].values()) for i in middle)
+    begin = mean(engine.calls[i]["begin"] for i in middle)
+    parts = {
+        "torch.mm": product,
+        "engine: begin": begin,
+        "engine: peers, copies, reduction": inside - begin,
+        "Python": total - inside - product,
+    }
+    return {**parts, "call": total, **apart}
 
 
 def large_gemm(
@@ -220,9 +247,11 @@ def tables(found: dict[str, Any]) -> str:
     """Markdown of all that was found."""
     options = found["options"]
     costs = found["call_cost_us"]
-    parts = [part for part in next(iter(costs.values())) if part != "call"]
-    cost_rows = [[part, *(f"{costs[op][part]:.1f}" for op in costs)] for part in parts]
-    cost_rows.append(["**whole call**", *(f"**{costs[op]['call']:.1f}**" for op in costs)])
+    cost_rows = []
+    for part in next(iter(costs.values())):
+        name, cells = COST_ROWS.get(part, part), [f"{costs[op][part]:.1f}" for op in costs]
+        bold = "**" if part == "call" else ""
+        cost_rows.append([f"{bold}{cell}{bold}" for cell in (name, *cells)])
     large_rows = []
     for op, times in found["large_gemm_ms"].items():
         base = times["torch.mm"]

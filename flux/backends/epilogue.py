@@ -18,7 +18,6 @@ from torch.nn import functional
 from flux.core.call import Call
 from flux.core.spec import OpSpec
 
-_EVERYTHING = slice(None)
 ACTIVATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "silu": functional.silu,
@@ -60,6 +59,8 @@ def scale_of_rows(call: Call, begin: int, end: int) -> torch.Tensor | None:
 class Multiplier:
     """The multiplications of one call. float8 weights are converted once."""
 
+    __slots__ = ("_call", "_spec", "_weights")
+
     def __init__(self, spec: OpSpec, call: Call) -> None:
         self._spec = spec
         self._call = call
@@ -73,7 +74,7 @@ class Multiplier:
         out: torch.Tensor,
         *,
         weight: int = 0,
-        columns: slice = _EVERYTHING,
+        columns: slice | None = None,
         scale_x: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> None:
@@ -83,12 +84,12 @@ class Multiplier:
             x: [rows, K].
             out: [rows, columns] of the result.
             weight: which of the call's weights.
-            columns: of the weight.
+            columns: of the weight; None: all.
             scale_x: [rows] or [1]; with scaling only.
             bias: [N] of all columns, or None.
         """
         b = self._weights[weight]
-        if columns != _EVERYTHING:
+        if columns is not None:
             b = b[:, columns]
             bias = None if bias is None else bias[columns]
         if scale_x is None:
@@ -102,7 +103,8 @@ class Multiplier:
         product = torch.mm(x.float(), b)
         product *= scale_x.view(-1, 1)
         scale = self._call.scale_weights[weight]
-        product *= scale[columns] if self._spec.scaling == "row" else scale
+        of_columns = self._spec.scaling == "row" and columns is not None
+        product *= scale[columns] if of_columns else scale
         if bias is not None:
             product += bias
         if self._spec.activation != "none":

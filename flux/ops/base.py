@@ -256,7 +256,11 @@ class TensorParallelOp:
         It may not when somebody else wants to see the call: autograd, torch.compile, a mode or a
         tensor subclass.
         """
-        if torch.compiler.is_compiling() or torch_internals.modes_are_active():
+        return not torch.compiler.is_compiling() and self._unseen(*tensors)
+
+    def _unseen(self, *tensors: torch.Tensor) -> bool:
+        """Return ``_plain`` of a call that torch.compile does not trace."""
+        if torch_internals.modes_are_active():
             return False
         grad = torch.is_grad_enabled()
         for t in tensors:  # noqa: SIM110  done in every call, where all() costs twice as much
@@ -273,7 +277,7 @@ class TensorParallelOp:
         again = self._backend.again(x, weight, bias, m)
         if again is None:
             return None
-        if not (self._plain(x, weight) if bias is None else self._plain(x, weight, bias)):
+        if not (self._unseen(x, weight) if bias is None else self._unseen(x, weight, bias)):
             return None
         return self._guarded(again)
 

@@ -31,7 +31,7 @@ import torch
 from flux import _C
 from flux.backends.cached_call import CachedCall
 from flux.backends.cpu.layout import SegmentLayout
-from flux.backends.cpu.slabs import merge_visits
+from flux.backends.cpu.slabs import Plan, Slab, make_plan
 from flux.backends.epilogue import (
     Multiplier,
     pack,
@@ -46,7 +46,7 @@ from flux.core.env import POISON, SPIN_US, WINDOW_MB
 from flux.core.errors import PeerDiedError, PeerTimeoutError
 from flux.core.integers import ceil_div
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
-from flux.core.schedule import Parcel, ParcelKind, TileSchedule, Visit
+from flux.core.schedule import Parcel, ParcelKind, TileSchedule
 from flux.core.spec import DTYPES, OpSpec
 from flux.core.topology import Topology
 from flux.machine.host import usable_cores
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 REFUSED = 0xFFFFFFFF
 NOBODY = 0xFFFFFFFF  # as a culprit in a pad
 MAX_CALLS = 256  # kept per op: as many weights as a model has layers
+MAX_PLANS = 1024  # kept per op
 _NO_ROWS = torch.empty(0)
 """What a closed op has gathered. ``close`` makes no tensor once the network is closed: the end of
 the program waits no longer then, and a thread that returns from torch while the interpreter is
@@ -134,7 +135,7 @@ class CpuBackend:
         self.recorder: Recorder | None = None
         self._memory: shm.SymmetricMemory | None = memory
         self._calls: dict[int, CachedCall] = {}  # the last one with each weight, by its id
-        self._kept_slabs: dict[int, tuple[TileSchedule, list[tuple[int, int, Visit]]]] = {}
+        self._plans: dict[int, Plan] = {}  # by M
         self._wire = spec.travelling_dtype
         row = layout.row_bytes // self._wire.itemsize
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
@@ -158,9 +159,9 @@ class CpuBackend:
     def _view(self, data: torch.Tensor, elements: int) -> torch.Tensor:
         return data[: elements * self._wire.itemsize].view(self._wire)
 
-    def empty(self, *shape: int) -> torch.Tensor:
+    def empty(self, rows: int, columns: int) -> torch.Tensor:
         """Return a new output, full of NaN when FLUX_POISON is set."""
-        out = torch.empty(*shape, dtype=self.spec.out_dtype)
+        out = torch.empty(rows, columns, dtype=self.spec.out_dtype)
         return spoil(out) if self.poison else out
 
     def trace(self, recorder: Recorder | None) -> None:
@@ -220,43 +221,44 @@ class CpuBackend:
         x_full = torch.empty(call.m, spec.k, dtype=spec.dtype) if gather else None
         multiply = Multiplier(spec, call)
         digest = spec.digest(call.m, biased=False)
-        threaded = schedule.knobs.copy_streams == 1
+        plan = self._plan(schedule)
         engine.begin(
             schedule.native,
             digest,
-            threaded,
+            plan.threaded,
             self.timeout_s,
             x=x.data_ptr(),
             x_stride=x.stride(0) * x.itemsize,
         )
-        self._begin_network(schedule, digest, _Sources(x=x))
-        if not threaded:
+        if self.network is not None:
+            self._begin_network(self.network, schedule, digest, _Sources(x=x))
+        if not plan.threaded:
             self._await(engine.finish)
-        begin = _C.core.row_begin(call.m, self.world, self.rank)
-        slabs = self._slabs(schedule)
-        foreign = [number for number, slab in enumerate(slabs) if slab[2].owner != self.rank]
-        if not foreign:
+        if plan.first_foreign < 0:
             hooks.both()
-        for number, (first, last, v) in enumerate(slabs):
-            if v.owner == self.rank:
-                a = x[v.row_begin - begin : v.row_end - begin]
+        for number, slab in enumerate(plan.slabs):
+            if slab.shared is None:
+                a = x if slab.source is None else x[slab.source]
             else:
-                if number == foreign[0]:
+                if number == plan.first_foreign:
                     hooks.meanwhile()
-                for index in range(first, last):
+                for index in range(slab.first, slab.last):
                     if not engine.wait_visit(index, self.timeout_s, self.spin_s):
                         self._raise_failure()
-                if number == foreign[-1]:
+                if number == plan.last_foreign:
                     hooks.arrived()
-                a = self.gathered[v.row_begin : v.row_end]
+                a = slab.shared
             began = 0 if lane is None else lane.now()
-            rows, scale = unpack(spec, a)
+            rows, scale = unpack(spec, a) if spec.scales_travel else (a, call.scale_x)
+            v = slab.visit
             if x_full is not None and v.col_begin == 0:
                 x_full[v.row_begin : v.row_end] = rows
-            self._columns(rows, call.scale_x if scale is None else scale, v, call, outs, multiply)
+            if len(outs) == 1 or v.col_begin == 0:
+                # Several weights are computed whole, at the first tile of their rows.
+                self._columns(rows, scale, slab, call, outs, multiply)
             if lane is not None:
-                lane.add(Work.gemm, began, first, last)
-        if threaded:
+                lane.add(Work.gemm, began, slab.first, slab.last)
+        if plan.threaded:
             self._await(engine.finish)
         self._finish_network()
         if self.poison:
@@ -268,47 +270,44 @@ class CpuBackend:
     ) -> torch.Tensor:
         engine, spec = self.engine, self.spec
         lane = self._lane(schedule)
-        own = _C.core.row_count(call.m, self.world, self.rank)
-        full = spec.op.all_reduces
-        out = self.empty(call.m if full else own, spec.n[0])
-        direct = schedule.knobs.store == "direct"
-        partial = out[:0] if direct else self.empty(call.m, spec.n[0])
+        plan = self._plan(schedule)
+        out = self.empty(call.m if spec.op.all_reduces else plan.own_rows, spec.n[0])
+        partial = out[:0] if plan.direct else self.empty(call.m, spec.n[0])
         bias = call.biases[0]
         digest = spec.digest(call.m, bias is not None)
-        threaded = schedule.knobs.copy_streams == 1
         engine.begin(
             schedule.native,
             digest,
-            threaded,
+            plan.threaded,
             self.timeout_s,
-            partial=partial.data_ptr(),
+            partial=0 if plan.direct else partial.data_ptr(),
             out=out.data_ptr(),
             bias=0 if bias is None else bias.data_ptr(),
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
         )
-        self._begin_network(schedule, digest, _Sources(partial=partial, out=out))
-        if direct:  # the first tile may land in a peer's buffer: it must have finished with it
+        if self.network is not None:
+            sources = _Sources(partial=partial, out=out)
+            self._begin_network(self.network, schedule, digest, sources)
+        if plan.direct:  # the first tile may land in a peer's buffer: it must have finished with it
             self._await(engine.wait_entries)
         multiply = Multiplier(spec, call)
-        for first, last, v in self._slabs(schedule):
-            target = (
-                self._partial_rows(schedule, v, out, full)
-                if direct
-                else (partial[v.row_begin : v.row_end])
-            )
+        private = out if plan.direct else partial
+        for slab in plan.slabs:
+            v = slab.visit
+            target = slab.shared
+            if target is None:
+                target = private if slab.target is None else private[slab.target]
             began = 0 if lane is None else lane.now()
-            whole = v.col_end - v.col_begin == spec.n[0]
-            columns = slice(None) if whole else slice(v.col_begin, v.col_end)
             multiply(
-                call.x[v.row_begin : v.row_end],
-                target if whole else target[:, columns],
-                columns=columns,
+                call.x if slab.source is None else call.x[slab.source],
+                target,
+                columns=slab.columns,
                 scale_x=scale_of_rows(call, v.row_begin, v.row_end),
             )
-            for index in range(first, last):
+            for index in range(slab.first, slab.last):
                 engine.visit_done(index)
             if lane is not None:
-                lane.add(Work.gemm, began, first, last)
+                lane.add(Work.gemm, began, slab.first, slab.last)
         meanwhile()
         self._await(engine.finish)
         self._finish_network()
@@ -340,47 +339,47 @@ class CpuBackend:
         self,
         rows: torch.Tensor,
         scale: torch.Tensor | None,
-        v: Visit,
+        slab: Slab,
         call: Call,
         outs: list[torch.Tensor],
         multiply: Multiplier,
     ) -> None:
-        """Multiply rows of x with the visit's columns of every weight."""
-        single = len(outs) == 1
-        if not single and v.col_begin != 0:
-            return  # several weights are computed whole, at the first tile of their rows
+        """Multiply rows of x with the slab's columns of every weight."""
         for number, (bias, out) in enumerate(zip(call.biases, outs, strict=True)):
-            target, columns = out[v.row_begin : v.row_end], slice(None)
-            if single and v.col_end - v.col_begin != out.shape[1]:
-                columns = slice(v.col_begin, v.col_end)
-                target = target[:, columns]
-            multiply(rows, target, weight=number, columns=columns, scale_x=scale, bias=bias)
+            target = out if slab.target is None else out[slab.target]
+            multiply(rows, target, weight=number, columns=slab.columns, scale_x=scale, bias=bias)
 
-    def _partial_rows(
-        self, schedule: TileSchedule, v: Visit, out: torch.Tensor, full: bool
-    ) -> torch.Tensor:
-        """Return where a tile of one owner's rows is stored under store = direct."""
-        m = schedule.shape[0]
-        base = _C.core.row_begin(m, self.world, v.owner)
-        rows = slice(v.row_begin - base, v.row_end - base)
-        if v.owner == self.rank:
-            return out[v.row_begin : v.row_end] if full else out[rows]
-        holder, block = schedule.homes[v.owner]
-        return self.slots[holder][block, rows]
+    def _plan(self, schedule: TileSchedule) -> Plan:
+        """Return what the calls with this schedule have in common."""
+        plan = self._plans.get(schedule.shape[0])
+        if plan is not None and plan.schedule is schedule:
+            return plan
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        columns = self.spec.local_n(self.world, self.rank)
+        plan = make_plan(schedule, columns[0] if len(columns) == 1 else None)
+        for slab in plan.slabs:
+            slab.shared = self._shared(plan, slab)
+        self._plans[schedule.shape[0]] = plan
+        return plan
 
-    def _slabs(self, schedule: TileSchedule) -> list[tuple[int, int, Visit]]:
-        """Return (first, last) GEMM tiles that are multiplied at once, with rows and columns."""
-        kept = self._kept_slabs.get(schedule.shape[0])
-        if kept is None or kept[0] is not schedule:
-            kept = self._kept_slabs[schedule.shape[0]] = (schedule, merge_visits(schedule))
-        return kept[1]
+    def _shared(self, plan: Plan, slab: Slab) -> torch.Tensor | None:
+        """Return what ``Slab.shared`` refers to."""
+        v = slab.visit
+        if self.spec.op.gathers:
+            return None if v.owner == self.rank else self.gathered[v.row_begin : v.row_end]
+        if not plan.direct or v.owner == self.rank:
+            return None
+        base = _C.core.row_begin(plan.schedule.shape[0], self.world, v.owner)
+        holder, block = plan.schedule.homes[v.owner]
+        rows = self.slots[holder][block, v.row_begin - base : v.row_end - base]
+        return rows if slab.columns is None else rows[:, slab.columns]
 
     # -- other hosts -------------------------------------------------------------------------------
 
-    def _begin_network(self, schedule: TileSchedule, digest: int, sources: _Sources) -> None:
-        if self.network is None:
-            return
-
+    def _begin_network(
+        self, network: Network, schedule: TileSchedule, digest: int, sources: _Sources
+    ) -> None:
         def outgoing(peer: int) -> Iterator[Piece]:
             for p in schedule.parcels_for(peer):
                 yield self._outgoing(schedule, sources, peer, p)
@@ -389,7 +388,7 @@ class CpuBackend:
             for p in schedule.of_rank(peer).parcels_for(self.rank):
                 yield Piece(self._landing(p, schedule), p.signal)
 
-        self.network.begin(self.engine.epoch, digest, outgoing, incoming)
+        network.begin(self.engine.epoch, digest, outgoing, incoming)
 
     def _outgoing(self, schedule: TileSchedule, sources: _Sources, peer: int, p: Parcel) -> Piece:
         """Return where a tile for another host lies here, and the signal that it waits for."""
@@ -566,5 +565,7 @@ class CpuBackend:
         if self.network is not None:
             self.network.close(failed)
         self._memory = None
+        for plan in self._plans.values():
+            plan.forget_memory()
         self.slots = []
         self.gathered = _NO_ROWS
