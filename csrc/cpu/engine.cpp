@@ -95,6 +95,10 @@ void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buff
   failure_ = FailureReport{};
   failed_.store(false, std::memory_order_relaxed);
   claimed_.store(false, std::memory_order_relaxed);
+  // end_call may have come between the start of the call and here. Either this sees `ending_`, or
+  // end_call claims the failure after the resets above: the fence orders them before the load.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (ending_.load(std::memory_order_seq_cst)) end_call();
   publish_entry(pad(rank_), epoch_, digest_);
   if (!threaded_) return;
   // Set explicitly: after a wrap-around the epoch can be that of the last threaded call.
@@ -140,6 +144,7 @@ void Engine::fail(const FailureReport& report) {
 }
 
 void Engine::end_call() {
+  ending_.store(true, std::memory_order_seq_cst);
   FailureReport report;
   report.kind = Failure::kEnded;
   report.peer = rank_;

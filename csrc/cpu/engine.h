@@ -132,7 +132,7 @@ class Engine {
   // Writes `state` to the own pad, stops the worker and stops watching the peers' processes.
   // Idempotent. Memory may be unmapped afterwards.
   void close(PadState state, int culprit);
-  // Makes the current call fail: its waits return in all threads, and it ends. May be called from
+  // Makes the current call, and any later one, fail: waits return in all threads. May be called from
   // any thread, and from a signal handler of the calling thread.
   void end_call();
 
@@ -220,6 +220,7 @@ class Engine {
   std::atomic<bool> stop_{false};
   std::atomic<bool> claimed_{false};  // a thread is writing failure_
   std::atomic<bool> failed_{false};   // failure_ is complete
+  std::atomic<bool> ending_{false};   // end_call was called: later calls fail as well
   FailureReport failure_;
   std::mutex closing_;
   std::thread worker_;

@@ -501,3 +501,20 @@ def test_a_program_may_end_without_closing_its_op(tmp_path: Path) -> None:
         each = [(str(rank), str(tmp_path / "store")) for rank in range(2)]
         ended = programs(NEVER_CLOSED, tmp_path, each)
     assert all(one.returncode == 0 and "leaked" not in one.stderr for one in ended), ended
+
+
+def ended_before_it_begins(rank: int, world: int) -> None:
+    op = AGGemm(max_m=4, n=2, k=3, timeout_s=10.0)
+    x, weight = torch.ones(2, 3), torch.ones(1, 3)
+    if rank == 0:
+        assert op._backend is not None
+        op._backend.end_call()  # as close() does while a call is still checking its arguments
+        with pytest.raises(RuntimeError, match="closed during call"):
+            op(x, weight)
+    else:
+        with pytest.raises(flux.PeerTimeoutError):
+            op(x, weight)
+
+
+def test_a_call_that_is_ended_before_it_begins_fails() -> None:
+    run_ranks(2, ended_before_it_begins)

@@ -231,6 +231,11 @@ def _preload(kinds: Sequence[str]) -> None:
         import flux.layers  # noqa: F401
     if any(kind.startswith(("torch-compiled", "inductor", "pass")) for kind in kinds):
         torch.compile(torch.sin)(torch.ones(4, requires_grad=True)).sum().backward()
+        # A fork inherits Inductor's pool of threads without the threads, and would wait for them.
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.pool().shutdown()
+        AsyncCompile.pool.cache_clear()
 
 
 @dataclass
