@@ -92,13 +92,7 @@ void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buff
   visits_entered_ = false;
   last_progress_ = Clock::now();
   computed_.store(0, std::memory_order_relaxed);
-  failure_ = FailureReport{};
-  failed_.store(false, std::memory_order_relaxed);
-  claimed_.store(false, std::memory_order_relaxed);
-  // end_call may have come between the start of the call and here. Either this sees `ending_`, or
-  // end_call claims the failure after the resets above: the fence orders them before the load.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (ending_.load(std::memory_order_seq_cst)) end_call();
+  forget_failure();
   publish_entry(pad(rank_), epoch_, digest_);
   if (!threaded_) return;
   // Set explicitly: after a wrap-around the epoch can be that of the last threaded call.
@@ -135,20 +129,39 @@ void Engine::worker_main(std::uint32_t done) {
   }
 }
 
+// end_call may come from another thread at any time. The lock orders it: it comes before the reset,
+// which then sees `ending_`, or after it, and then the report stays.
+void Engine::forget_failure() {
+  const std::lock_guard<std::mutex> lock(reporting_);
+  failure_ = FailureReport{};
+  if (ending_) failure_ = ended_here();
+  failed_.store(ending_, std::memory_order_release);
+}
+
 void Engine::fail(const FailureReport& report) {
-  if (claimed_.exchange(true)) return;
-  failure_ = report;
-  failed_.store(true, std::memory_order_release);
+  {
+    const std::lock_guard<std::mutex> lock(reporting_);
+    if (failed()) return;
+    failure_ = report;
+    failed_.store(true, std::memory_order_release);
+  }
   notify(pad(rank_));
   notify(*local_);
 }
 
-void Engine::end_call() {
-  ending_.store(true, std::memory_order_seq_cst);
+FailureReport Engine::ended_here() const {
   FailureReport report;
   report.kind = Failure::kEnded;
   report.peer = rank_;
-  fail(report);
+  return report;
+}
+
+void Engine::end_call() {
+  {
+    const std::lock_guard<std::mutex> lock(reporting_);
+    ending_ = true;
+  }
+  fail(ended_here());
 }
 
 // Waits until the epoch that `observe` returns has reached this call. `observe` reads a word of

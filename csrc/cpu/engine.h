@@ -171,6 +171,8 @@ class Engine {
   const char* share(const Reduction& r, const Share& s) const;
   bool move_result(const Transfer& t, const Limit& limit);
   bool receive_result(const Transfer& t, const Limit& limit);
+  void forget_failure();
+  FailureReport ended_here() const;
   void fail(const FailureReport& report);
   char* block_row(int holder, int block, int owner, int row) const;
   char* result_row(int holder, int owner, int row) const;
@@ -218,10 +220,10 @@ class Engine {
   std::atomic<std::uint32_t> submitted_{0};  // epoch handed to the worker
   std::atomic<std::uint32_t> finished_{0};   // epoch the worker has ended, complete or failed
   std::atomic<bool> stop_{false};
-  std::atomic<bool> claimed_{false};  // a thread is writing failure_
-  std::atomic<bool> failed_{false};   // failure_ is complete
-  std::atomic<bool> ending_{false};   // end_call was called: later calls fail as well
-  FailureReport failure_;
+  std::mutex reporting_;             // held while failure_ or ending_ is written
+  std::atomic<bool> failed_{false};  // failure_ is complete
+  bool ending_ = false;              // end_call was called: later calls fail as well
+  FailureReport failure_;            // read without the lock once failed()
   std::mutex closing_;
   std::thread worker_;
 };
