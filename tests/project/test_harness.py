@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,14 +39,12 @@ def one_raises(rank: int, world: int) -> None:
 
 
 def test_first_failure_is_reported_and_ranks_are_replaced() -> None:
-    before = [r[2] for r in run_ranks(2, add_up, 0)]
+    before = [psutil.Process(r[2]) for r in run_ranks(2, add_up, 0)]
     with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2: .*in one_raises.*the cause"):
         run_ranks(2, one_raises)
     after = [r[2] for r in run_ranks(2, add_up, 0)]
-    assert not set(before) & set(after)
-    for pid in before:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    assert not {process.pid for process in before} & set(after)
+    assert not any(process.is_running() for process in before)
 
 
 def one_hangs(rank: int, world: int) -> None:
@@ -58,24 +57,28 @@ def test_hanging_rank_is_killed_and_reported() -> None:
         run_ranks(2, one_hangs, timeout=0.5)
 
 
-def one_dies(rank: int, world: int) -> None:
+def one_dies(rank: int, world: int, by: signal.Signals) -> None:
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), by)
     dist.barrier()
 
 
 def test_death_of_a_rank_is_reported_as_the_first_cause() -> None:
     with pytest.raises(RanksFailed, match="rank 1 of 2: killed by SIGKILL"):
-        run_ranks(2, one_dies)
+        run_ranks(2, one_dies, signal.SIGKILL)
+
+
+def test_a_crash_is_reported_with_the_stacks_of_the_rank() -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2: killed by SIGSEGV.*in one_dies"):
+        run_ranks(2, one_dies, signal.SIGSEGV)
 
 
 def test_fresh_ranks_end_with_their_block() -> None:
     with fresh_ranks(2) as ranks:
         pids = [r[2] for r in ranks.run(add_up, 0, timeout=10)]
         assert pids == ranks.pids
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+        processes = [psutil.Process(pid) for pid in pids]
+    assert not any(process.is_running() for process in processes)
 
 
 KILLED = """

@@ -64,7 +64,8 @@ class Outcome:
 
     Attributes:
         value: what it returned.
-        error: "" or the exception's last lines; ``trace`` is the whole traceback.
+        error: "" or the exception's last lines; ``trace`` is the whole traceback, or the stacks of
+            a rank that a signal killed.
         signal: the signal that killed the rank, or 0.
         at: when it ended, by ``time.monotonic()``.
     """
@@ -107,6 +108,7 @@ def _rank_main(rank: int, world: int, port: int, name: str, folder: str, pipe: C
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
     stacks = open(Path(folder) / f"{rank}.txt", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(stacks)
     end_with_parent()
     os.environ["FLUX_POISON"] = "1"
     torch.set_num_threads(1)
@@ -228,7 +230,8 @@ class Ranks:
         except (EOFError, OSError):
             self._processes[rank].join(5)
             code = self._processes[rank].exitcode or 0
-            return Outcome(error=how_ended(code), signal=max(0, -code))
+            stacks = self._stacks_of(rank) if code < 0 else ""
+            return Outcome(error=how_ended(code), trace=stacks, signal=max(0, -code))
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         """Results by rank.
@@ -247,7 +250,8 @@ class Ranks:
         if failures:
             rank, first = failures[0]
             others = "".join(f"\nrank {r}: {o.error}" for r, o in failures[1:])
-            raise RanksFailed(f"rank {rank} of {self.world}: {first.trace or first.error}{others}")
+            text = f"{first.error}\n{first.trace}" if first.signal else first.trace or first.error
+            raise RanksFailed(f"rank {rank} of {self.world}: {text}{others}")
         running = [rank for rank, o in enumerate(outcomes) if o is None]
         if running:
             raise RanksFailed(f"ranks {running} hang after {timeout:g} s\n{self._stacks(running)}")
@@ -258,8 +262,11 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGUSR1)
         time.sleep(0.5)
-        texts = [(Path(self._folder) / f"{rank}.txt").read_text() for rank in ranks]
-        return "\n".join(f"--- rank {r}\n{text}" for r, text in zip(ranks, texts, strict=True))
+        return "\n".join(f"--- rank {rank}\n{self._stacks_of(rank)}" for rank in ranks)
+
+    def _stacks_of(self, rank: int) -> str:
+        """What faulthandler wrote: at SIGUSR1, or when a signal such as SIGSEGV killed the rank."""
+        return (Path(self._folder) / f"{rank}.txt").read_text()
 
     def close(self) -> None:
         """Kill remaining rank processes. Idempotent."""
