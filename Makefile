@@ -19,6 +19,9 @@ TORCH ?= $(or $(MADE_WITH_TORCH),torch==2.13.0)
 
 BIN := $(VENV)/bin
 STAMPS := build/stamps
+WERROR := $(filter %-werror test test-core stress mutants,$(MAKECMDGOALS))
+NATIVE := $(STAMPS)/native$(if $(WERROR),-werror)
+comma := ,
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
 CXX_FILES = $(shell find csrc emulator tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 # Directories too: their times change when a file is added or removed.
@@ -53,26 +56,31 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
+# The steps of the set-up go on side by side; several goals one after the other.
+ifeq (1,$(words $(or $(MAKECMDGOALS),help)))
+MAKEFLAGS += -j3
+else
 .NOTPARALLEL:
+endif
 .DEFAULT_GOAL := help
 .PHONY: help bench test test-core stress mutants emulator lint format tsan check-device kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-bench: $(STAMPS)/native ## run the three fused ops next to their unfused baselines, on 2 CPU ranks
+bench: $(NATIVE) ## run the three fused ops next to their unfused baselines, on 2 CPU ranks
 	@for op in $(BENCH_OPS); do $(BIN)/flux bench op --op $$op $(BENCH_SHAPE) $(ARGS); done
 
-test: $(STAMPS)/native-werror $(STAMPS)/emulator ## run the tests
+test: $(NATIVE) $(STAMPS)/emulator ## run the tests
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
-test-core: $(STAMPS)/native-werror ## run the core tests, which CI does with the oldest and the newest torch
+test-core: $(NATIVE) ## run the core tests, which CI does with the oldest and the newest torch
 	@$(BIN)/pytest -n $(WORKERS) $(CORE_TESTS) $(ARGS)
 
-stress: $(STAMPS)/native-werror ## run the longest tests with more calls and cases; make test runs a part
+stress: $(NATIVE) ## run the longest tests with more calls and cases; make test runs a part
 	@FLUX_TEST_STRESS=$(STRESS) $(BIN)/pytest -n $(WORKERS) --timeout 3000 $(STRESS_TESTS) $(ARGS)
 
-mutants: $(STAMPS)/native-werror ## seed faults one by one, and say which test finds each
+mutants: $(NATIVE) ## seed faults one by one, and say which test finds each
 	@$(BIN)/python tools/mutants.py $(ARGS)
 
 emulator: $(STAMPS)/emulator ## build the PTX machine, which tests run kernels on
@@ -122,41 +130,51 @@ $(VENV)/made:
 	@printf '%s\n' 'MADE_WITH_PYTHON := $(PYTHON)' 'MADE_WITH_TORCH := $(TORCH)' > $(VENV)/made-with.mk
 	@touch $@
 
-# To build flux and to run it: all that make bench needs.
-$(VENV)/run-installed: $(VENV)/made pyproject.toml tools/requirements.py
-	$(BIN)/python tools/requirements.py run > $(VENV)/requirements-run.txt
-	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)' -r $(VENV)/requirements-run.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+
+$(VENV)/build-installed: $(VENV)/made pyproject.toml tools/requirements.py
+	$(BIN)/python tools/requirements.py build > $(VENV)/requirements-build.txt
+	$(INSTALL) -q -r $(VENV)/requirements-build.txt
+	@touch $@
+
+# To run flux: all that make bench needs.
+$(VENV)/run-installed: $(VENV)/build-installed
+	$(BIN)/python tools/requirements.py build run > $(VENV)/requirements-run.txt
+	$(INSTALL) '$(TORCH)' -r $(VENV)/requirements-run.txt
 	@touch $@
 
 # Tests and linters need more: a browser and Megatron-core among others.
-$(VENV)/requirements-installed: $(VENV)/run-installed
+$(VENV)/requirements-installed: $(VENV)/build-installed
 	$(BIN)/python tools/requirements.py > $(VENV)/requirements.txt
-	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)' -r $(VENV)/requirements.txt
-	@touch $@
+	$(INSTALL) '$(TORCH)' -r $(VENV)/requirements.txt
+	@touch $(VENV)/run-installed $@
 
 # CUTLASS, NVSHMEM, and nvcc where the machine has none.
 $(VENV)/cuda-installed: $(VENV)/requirements-installed
 	$(BIN)/python tools/requirements.py cuda sass nvshmem \
 	  $$(test -x "$${CUDA_HOME:-}/bin/nvcc" || command -v nvcc > /dev/null || echo nvcc) \
 	  > $(VENV)/requirements-cuda.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -r $(VENV)/requirements-cuda.txt
+	$(INSTALL) -r $(VENV)/requirements-cuda.txt
 	@touch $@
 
 # Users' compilers may warn where ours do not, so warnings are errors only when testing. A build that
-# passed with them as errors serves for everything.
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps -e .
+# passed with them as errors serves for everything. Compiling needs no torch, so it goes on while pip
+# installs that.
+$(STAMPS)/compiled $(STAMPS)/compiled-werror: $(VENV)/build-installed $(NATIVE_INPUTS)
+	@echo 'Building flux._C$(if $(WERROR),$(comma) warnings are errors) ...'
+	@mkdir -p $(STAMPS)
+	@CMAKE_ARGS="$(if $(WERROR),-DFLUX_WERROR=ON )$${CMAKE_ARGS:-}" \
+	  $(BIN)/python setup.py -q build_ext --inplace > build/native.txt 2>&1 || { cat build/native.txt; exit 1; }
+	@touch $(STAMPS)/compiled $@
 
-$(STAMPS)/native: $(VENV)/run-installed $(NATIVE_INPUTS)
-	@echo 'Building flux._C ...'
-	@$(INSTALL)
-	@mkdir -p $(STAMPS) && touch $@
+$(STAMPS)/native: $(VENV)/run-installed $(STAMPS)/compiled
+$(STAMPS)/native-werror: $(VENV)/requirements-installed $(STAMPS)/compiled-werror
+$(STAMPS)/native $(STAMPS)/native-werror:
+	@CMAKE_ARGS="$(if $(WERROR),-DFLUX_WERROR=ON )$${CMAKE_ARGS:-}" \
+	  $(INSTALL) -q --no-build-isolation --no-deps -e .
+	@touch $(STAMPS)/native $@
 
-$(STAMPS)/native-werror: $(VENV)/requirements-installed $(NATIVE_INPUTS)
-	@echo 'Building flux._C, warnings are errors ...'
-	@CMAKE_ARGS="-DFLUX_WERROR=ON $${CMAKE_ARGS:-}" $(INSTALL)
-	@mkdir -p $(STAMPS) && touch $(STAMPS)/native $@
-
-$(STAMPS)/emulator: $(VENV)/run-installed $(EMULATOR_INPUTS)
+$(STAMPS)/emulator: $(VENV)/build-installed $(EMULATOR_INPUTS)
 	@echo 'Building the PTX machine ...'
 	@$(CMAKE) -S emulator -B build/emulator -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > /dev/null

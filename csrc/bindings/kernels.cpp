@@ -41,8 +41,8 @@ struct GemmArgs : FluxGemmArgs {
   std::vector<std::int32_t> sequence;
 };
 
-struct ReduceArgs : FluxReduceArgs {
-  ReduceArgs() : FluxReduceArgs{} {}
+struct ReductionArgs : FluxReduceArgs {
+  ReductionArgs() : FluxReduceArgs{} {}
 };
 
 void bind_parts(py::module_& m) {
@@ -116,37 +116,38 @@ void bind_gemm_args(py::module_& m) {
 }
 
 void bind_reduce_args(py::module_& m) {
-  auto bound = py::class_<ReduceArgs>(m, "ReduceArgs")
+  auto bound = py::class_<ReductionArgs>(m, "ReductionArgs")
                    .def(py::init<>())
-                   .def_readwrite("rows", &ReduceArgs::rows)
-                   .def_readwrite("n", &ReduceArgs::n)
-                   .def_readwrite("first_row", &ReduceArgs::first_row)
-                   .def_readwrite("m", &ReduceArgs::m)
-                   .def_readwrite("tile_m", &ReduceArgs::tile_m)
-                   .def_readwrite("tile_n", &ReduceArgs::tile_n)
-                   .def_readwrite("world", &ReduceArgs::world)
-                   .def_readwrite("rank", &ReduceArgs::rank)
-                   .def_readwrite("slot_ld", &ReduceArgs::slot_ld)
-                   .def_readonly("slot_count", &ReduceArgs::slot_count)
-                   .def_readwrite("out_count", &ReduceArgs::out_count)
-                   .def_readwrite("out_ld", &ReduceArgs::out_ld)
-                   .def_readwrite("scale", &ReduceArgs::scale)
-                   .def_readwrite("sm_count", &ReduceArgs::sm_count)
-                   .def_readwrite("first_source", &ReduceArgs::first_source)
-                   .def_readwrite("source_count", &ReduceArgs::source_count)
-                   .def_readwrite("most_blocks", &ReduceArgs::most_blocks)
-                   .def_readwrite("early", &ReduceArgs::early)
-                   .def_readwrite("sync", &ReduceArgs::sync);
-  address<ReduceArgs>(bound, "flags",
-                      static_cast<const std::uint32_t* ReduceArgs::*>(&ReduceArgs::flags));
-  address<ReduceArgs>(bound, "bias", static_cast<const void* ReduceArgs::*>(&ReduceArgs::bias));
+                   .def_readwrite("rows", &ReductionArgs::rows)
+                   .def_readwrite("n", &ReductionArgs::n)
+                   .def_readwrite("first_row", &ReductionArgs::first_row)
+                   .def_readwrite("m", &ReductionArgs::m)
+                   .def_readwrite("tile_m", &ReductionArgs::tile_m)
+                   .def_readwrite("tile_n", &ReductionArgs::tile_n)
+                   .def_readwrite("world", &ReductionArgs::world)
+                   .def_readwrite("rank", &ReductionArgs::rank)
+                   .def_readwrite("slot_ld", &ReductionArgs::slot_ld)
+                   .def_readonly("slot_count", &ReductionArgs::slot_count)
+                   .def_readwrite("out_count", &ReductionArgs::out_count)
+                   .def_readwrite("out_ld", &ReductionArgs::out_ld)
+                   .def_readwrite("scale", &ReductionArgs::scale)
+                   .def_readwrite("sm_count", &ReductionArgs::sm_count)
+                   .def_readwrite("first_source", &ReductionArgs::first_source)
+                   .def_readwrite("source_count", &ReductionArgs::source_count)
+                   .def_readwrite("most_blocks", &ReductionArgs::most_blocks)
+                   .def_readwrite("early", &ReductionArgs::early)
+                   .def_readwrite("sync", &ReductionArgs::sync);
+  address<ReductionArgs>(bound, "flags",
+                         static_cast<const std::uint32_t* ReductionArgs::*>(&ReductionArgs::flags));
+  address<ReductionArgs>(bound, "bias",
+                         static_cast<const void* ReductionArgs::*>(&ReductionArgs::bias));
   bound
       .def("set_slots",
-           [](ReduceArgs& a, const std::vector<std::uintptr_t>& slots) {
+           [](ReductionArgs& a, const std::vector<std::uintptr_t>& slots) {
              fill(a.slots, slots);
              a.slot_count = static_cast<std::int32_t>(slots.size());
            })
-      .def("set_outs", [](ReduceArgs& a, const std::vector<std::uintptr_t>& outs) {
+      .def("set_outs", [](ReductionArgs& a, const std::vector<std::uintptr_t>& outs) {
         fill(a.outs, outs);
         a.out_count = static_cast<std::int32_t>(outs.size());
       });
@@ -192,7 +193,7 @@ void bind_kernels(py::module_& m) {
            [](const Kernel& k, const GemmArgs& args) { return k.workspace_bytes(args); })
       .def("launch", [](const Kernel& k, const GemmArgs& args,
                         std::uintptr_t stream) { k.launch(args, stream); })
-      .def("reduce", [](const Kernel& k, const ReduceArgs& args, std::uintptr_t stream) {
+      .def("reduce", [](const Kernel& k, const ReductionArgs& args, std::uintptr_t stream) {
         k.reduce(args, stream);
       });
   bind_driver(m);

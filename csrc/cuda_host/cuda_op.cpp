@@ -10,7 +10,6 @@ namespace flux::host {
 
 namespace {
 
-constexpr Address kWord = sizeof(std::uint32_t);
 constexpr Address kStatusBytes = FLUX_STATUS_WORDS * sizeof(std::uint64_t);
 // Words are compared by signed difference: a word older than 2^31 calls would look new.
 constexpr std::uint32_t kRenewEvery = 1u << 30;

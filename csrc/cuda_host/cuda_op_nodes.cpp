@@ -18,12 +18,6 @@
 
 namespace flux::host {
 
-namespace {
-
-constexpr Address kWord = sizeof(std::uint32_t);
-
-}  // namespace
-
 // Offset at which the holder of `owner` has the partial of the rank at `lane` of its node.
 std::int64_t CudaOp::partial_of(int owner, int lane) const {
   return slot(owner / lanes() * lanes() + lane);

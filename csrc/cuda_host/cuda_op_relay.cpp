@@ -20,12 +20,6 @@
 
 namespace flux::host {
 
-namespace {
-
-constexpr Address kWord = sizeof(std::uint32_t);
-
-}  // namespace
-
 // Offset of the sum of this node that this rank puts to its twin on `node`.
 std::int64_t CudaOp::sum_for(int node) const {
   return setup_.sums_offset + (node < this->node() ? node : node - 1) * setup_.slot_bytes;

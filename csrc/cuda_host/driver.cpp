@@ -1,7 +1,5 @@
 #include "cuda_host/driver.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <stdexcept>
 #include <vector>
@@ -24,6 +22,8 @@ constexpr int kOpWait = 1;
 constexpr int kOpWrite = 2;
 constexpr std::size_t kMostOps = 255;  // per cuStreamBatchMemOp; cuda.h requires less than 256
 
+}  // namespace
+
 // CUstreamBatchMemOpParams: waits and writes of 32 bits have the same layout in it.
 union BatchOp {
   struct {
@@ -36,14 +36,6 @@ union BatchOp {
   std::uint64_t pad[6];
 };
 static_assert(sizeof(BatchOp) == 48);
-
-template <class Function>
-void look_up(void* library, const char* name, Function** entry) {
-  *entry = reinterpret_cast<Function*>(dlsym(library, name));
-  if (*entry == nullptr) throw std::runtime_error(std::string("the CUDA driver has no ") + name);
-}
-
-}  // namespace
 
 struct Driver::Entries {
   int (*error_string)(int, const char**);
@@ -65,31 +57,25 @@ struct Driver::Entries {
   int (*capture_info)(void*, int*, std::uint64_t*, void**, const void**, std::size_t*);
 };
 
-Driver::Driver(const std::string& library) {
-  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) {
-    const char* why = dlerror();
-    throw std::runtime_error("cannot open the CUDA driver: " + std::string(why ? why : library));
-  }
-  library_ = std::shared_ptr<void>(handle, [](void* h) { dlclose(h); });
+Driver::Driver(const std::string& library) : library_(library, "the CUDA driver") {
   entries_ = std::make_shared<Entries>();
-  look_up(handle, "cuGetErrorString", &entries_->error_string);
-  look_up(handle, "cuCtxGetStreamPriorityRange", &entries_->priority_range);
-  look_up(handle, "cuStreamCreateWithPriority", &entries_->stream_create);
-  look_up(handle, "cuStreamDestroy_v2", &entries_->stream_destroy);
-  look_up(handle, "cuStreamSynchronize", &entries_->stream_synchronize);
-  look_up(handle, "cuStreamQuery", &entries_->stream_query);
-  look_up(handle, "cuEventCreate", &entries_->event_create);
-  look_up(handle, "cuEventDestroy_v2", &entries_->event_destroy);
-  look_up(handle, "cuEventRecord", &entries_->event_record);
-  look_up(handle, "cuEventElapsedTime", &entries_->event_elapsed);
-  look_up(handle, "cuStreamWaitEvent", &entries_->stream_wait_event);
-  look_up(handle, "cuMemcpyAsync", &entries_->copy);
-  look_up(handle, "cuStreamWriteValue32_v2", &entries_->write_value);
-  look_up(handle, "cuStreamWaitValue32_v2", &entries_->wait_value);
-  look_up(handle, "cuStreamBatchMemOp_v2", &entries_->batch);
-  look_up(handle, "cuMemsetD32Async", &entries_->fill);
-  look_up(handle, "cuStreamGetCaptureInfo_v2", &entries_->capture_info);
+  library_.look_up("cuGetErrorString", &entries_->error_string);
+  library_.look_up("cuCtxGetStreamPriorityRange", &entries_->priority_range);
+  library_.look_up("cuStreamCreateWithPriority", &entries_->stream_create);
+  library_.look_up("cuStreamDestroy_v2", &entries_->stream_destroy);
+  library_.look_up("cuStreamSynchronize", &entries_->stream_synchronize);
+  library_.look_up("cuStreamQuery", &entries_->stream_query);
+  library_.look_up("cuEventCreate", &entries_->event_create);
+  library_.look_up("cuEventDestroy_v2", &entries_->event_destroy);
+  library_.look_up("cuEventRecord", &entries_->event_record);
+  library_.look_up("cuEventElapsedTime", &entries_->event_elapsed);
+  library_.look_up("cuStreamWaitEvent", &entries_->stream_wait_event);
+  library_.look_up("cuMemcpyAsync", &entries_->copy);
+  library_.look_up("cuStreamWriteValue32_v2", &entries_->write_value);
+  library_.look_up("cuStreamWaitValue32_v2", &entries_->wait_value);
+  library_.look_up("cuStreamBatchMemOp_v2", &entries_->batch);
+  library_.look_up("cuMemsetD32Async", &entries_->fill);
+  library_.look_up("cuStreamGetCaptureInfo_v2", &entries_->capture_info);
 }
 
 void Driver::check(int result, const char* what) const {

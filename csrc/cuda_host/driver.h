@@ -12,11 +12,14 @@
 #include <string>
 #include <vector>
 
+#include "cuda_host/shared_library.h"
+
 namespace flux::host {
 
 using Stream = std::uintptr_t;  // CUstream
 using Event = std::uintptr_t;   // CUevent
 using Address = std::uintptr_t;
+inline constexpr Address kWord = sizeof(std::uint32_t);  // bytes of a signal
 
 // A 32-bit word of memory to be written, or to be waited for, as flux::epoch_reached compares.
 struct MemOp {
@@ -67,7 +70,7 @@ class Driver {
   struct Entries;
   void check(int result, const char* what) const;
 
-  std::shared_ptr<void> library_;
+  SharedLibrary library_;
   std::shared_ptr<Entries> entries_;
   std::weak_ptr<const Stream> rescue_;
 };

@@ -9,8 +9,6 @@ namespace flux::host {
 
 namespace {
 
-constexpr Address kWord = sizeof(std::uint32_t);
-
 bool inside(const Range& node, int rank) { return rank >= node.begin && rank < node.end; }
 
 class NetworkGather {

@@ -6,7 +6,6 @@ namespace flux::host {
 
 namespace {
 
-constexpr Address kWord = sizeof(std::uint32_t);
 constexpr int kGiven = -1;
 
 Address row_in(const GatherPart& part, const std::vector<Address>& buffers, int rank, int row) {

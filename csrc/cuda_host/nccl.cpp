@@ -1,32 +1,35 @@
 #include "cuda_host/nccl.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstring>
 #include <thread>
 
+#include "cuda_host/shared_library.h"
+
 namespace flux::host {
 
 namespace {
 
 // Values of nccl.h, which never change.
-constexpr int kSuccess = 0;
-constexpr int kRemoteError = 6;
-constexpr int kInProgress = 7;
+constexpr int kNcclSuccess = 0;
+constexpr int kNcclRemoteError = 6;
+constexpr int kNcclInProgress = 7;
 constexpr int kUint8 = 1;
+constexpr const char* kWhat = "the NCCL library";
 constexpr std::uint64_t kFlushNs = 5'000'000'000;  // for close: peers may be gone
 
-struct UniqueId {
+}  // namespace
+
+struct NcclUniqueId {
   char bytes[128];
 };
 
 // ncclConfig_t as it was in 2.17. Newer libraries check its version and use their defaults for
 // newer fields.
-struct Config {
-  std::size_t size = sizeof(Config);
+struct NcclConfig {
+  std::size_t size = sizeof(NcclConfig);
   unsigned magic = 0xcafebeef;
   unsigned version = 21700;
   int blocking = 0;
@@ -37,20 +40,7 @@ struct Config {
   int share = INT_MIN;  // INT_MIN: not set
 };
 
-template <class Function>
-void look_up(void* library, const char* name, Function** entry) {
-  *entry = reinterpret_cast<Function*>(dlsym(library, name));
-  if (*entry == nullptr) throw std::runtime_error(std::string("the NCCL library has no ") + name);
-}
-
-std::shared_ptr<void> open_library(const std::string& name) {
-  void* handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) {
-    const char* why = dlerror();
-    throw std::runtime_error("cannot open NCCL: " + std::string(why != nullptr ? why : name));
-  }
-  return std::shared_ptr<void>(handle, [](void* h) { dlclose(h); });
-}
+namespace {
 
 std::string text_of(const char* (*error_string)(int), int result) {
   const char* text = error_string(result);
@@ -60,9 +50,9 @@ std::string text_of(const char* (*error_string)(int), int result) {
 }  // namespace
 
 struct NcclRemote::Entries {
-  std::shared_ptr<void> library;
+  SharedLibrary library;
   const char* (*error_string)(int);
-  int (*init)(void**, int, UniqueId, int, Config*);
+  int (*init)(void**, int, NcclUniqueId, int, NcclConfig*);
   int (*finalize)(void*);
   int (*destroy)(void*);
   int (*abort)(void*);
@@ -72,30 +62,29 @@ struct NcclRemote::Entries {
   int (*send)(const void*, std::size_t, int, int, void*, void*);
   int (*receive)(void*, std::size_t, int, int, void*, void*);
 
-  explicit Entries(const std::string& name) : library(open_library(name)) {
-    void* handle = library.get();
-    look_up(handle, "ncclGetErrorString", &error_string);
-    look_up(handle, "ncclCommInitRankConfig", &init);
-    look_up(handle, "ncclCommFinalize", &finalize);
-    look_up(handle, "ncclCommDestroy", &destroy);
-    look_up(handle, "ncclCommAbort", &abort);
-    look_up(handle, "ncclCommGetAsyncError", &state);
-    look_up(handle, "ncclGroupStart", &group_start);
-    look_up(handle, "ncclGroupEnd", &group_end);
-    look_up(handle, "ncclSend", &send);
-    look_up(handle, "ncclRecv", &receive);
+  explicit Entries(const std::string& name) : library(name, kWhat) {
+    library.look_up("ncclGetErrorString", &error_string);
+    library.look_up("ncclCommInitRankConfig", &init);
+    library.look_up("ncclCommFinalize", &finalize);
+    library.look_up("ncclCommDestroy", &destroy);
+    library.look_up("ncclCommAbort", &abort);
+    library.look_up("ncclCommGetAsyncError", &state);
+    library.look_up("ncclGroupStart", &group_start);
+    library.look_up("ncclGroupEnd", &group_end);
+    library.look_up("ncclSend", &send);
+    library.look_up("ncclRecv", &receive);
   }
 };
 
 std::string nccl_unique_id(const std::string& library) {
-  const auto handle = open_library(library);
-  int (*unique_id)(UniqueId*) = nullptr;
+  const SharedLibrary nccl(library, kWhat);
+  int (*unique_id)(NcclUniqueId*) = nullptr;
   const char* (*error_string)(int) = nullptr;
-  look_up(handle.get(), "ncclGetUniqueId", &unique_id);
-  look_up(handle.get(), "ncclGetErrorString", &error_string);
-  UniqueId id{};
+  nccl.look_up("ncclGetUniqueId", &unique_id);
+  nccl.look_up("ncclGetErrorString", &error_string);
+  NcclUniqueId id{};
   const int result = unique_id(&id);
-  if (result != kSuccess) {
+  if (result != kNcclSuccess) {
     throw std::runtime_error("ncclGetUniqueId failed: " + text_of(error_string, result));
   }
   return std::string(id.bytes, sizeof(id.bytes));
@@ -103,14 +92,14 @@ std::string nccl_unique_id(const std::string& library) {
 
 NcclRemote::NcclRemote(std::shared_ptr<Driver> driver, NcclSetup setup)
     : driver_(std::move(driver)), setup_(std::move(setup)) {
-  UniqueId id{};
+  NcclUniqueId id{};
   if (setup_.id.size() != sizeof(id.bytes)) {
     throw std::invalid_argument("an NCCL id has " + std::to_string(sizeof(id.bytes)) +
                                 " bytes, got " + std::to_string(setup_.id.size()));
   }
   std::memcpy(id.bytes, setup_.id.data(), sizeof(id.bytes));
   entries_ = std::make_shared<Entries>(setup_.library);
-  Config config;
+  NcclConfig config;
   config.most_blocks = setup_.blocks;
   try {
     check(entries_->init(&communicator_, setup_.world, id, setup_.rank, &config),
@@ -149,11 +138,11 @@ void NcclRemote::connect() {
 }
 
 void NcclRemote::check(int result, const char* what) {
-  if (result == kInProgress) return settle(what, setup_.timeout_ns);
-  if (result == kSuccess) return;
+  if (result == kNcclInProgress) return settle(what, setup_.timeout_ns);
+  if (result == kNcclSuccess) return;
   const std::string text =
       std::string(what) + " failed: " + text_of(entries_->error_string, result);
-  if (result == kRemoteError) throw PeerLost(text);
+  if (result == kNcclRemoteError) throw PeerLost(text);
   throw std::runtime_error(text);
 }
 
@@ -161,10 +150,10 @@ void NcclRemote::check(int result, const char* what) {
 void NcclRemote::settle(const char* what, std::uint64_t limit_ns) {
   const auto limit = std::chrono::steady_clock::now() + std::chrono::nanoseconds(limit_ns);
   for (int turn = 0;; ++turn) {
-    int state = kSuccess;
+    int state = kNcclSuccess;
     const int result = entries_->state(communicator_, &state);
-    if (result != kSuccess) return check(result, "ncclCommGetAsyncError");
-    if (state != kInProgress) return check(state, what);
+    if (result != kNcclSuccess) return check(result, "ncclCommGetAsyncError");
+    if (state != kNcclInProgress) return check(state, what);
     if (std::chrono::steady_clock::now() > limit) {
       throw PeerLost(std::string(what) + ": a peer did not come within " +
                      std::to_string(limit_ns / 1'000'000) + " ms");
@@ -178,13 +167,13 @@ void NcclRemote::exchange(Stream stream, const std::vector<Move>& moves, std::ui
   if (communicator_ == nullptr) throw std::runtime_error("the NCCL communicator is closed");
   auto* queue = reinterpret_cast<void*>(stream);
   check(entries_->group_start(), "ncclGroupStart");
-  int result = kSuccess;
+  int result = kNcclSuccess;
   for (const Move& m : moves) {
     auto* at = reinterpret_cast<void*>(setup_.data + m.at);
     const bool sends = m.kind == Move::kSend;
     const int one = sends ? entries_->send(at, m.bytes, kUint8, m.peer, communicator_, queue)
                           : entries_->receive(at, m.bytes, kUint8, m.peer, communicator_, queue);
-    if (result == kSuccess && one != kInProgress) result = one;
+    if (result == kNcclSuccess && one != kNcclInProgress) result = one;
   }
   const int ended =
       entries_->group_end();  // in any case: a group that stays open collects later calls

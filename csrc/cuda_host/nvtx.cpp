@@ -1,9 +1,9 @@
 #include "cuda_host/nvtx.h"
 
-#include <dlfcn.h>
-
 #include <map>
-#include <stdexcept>
+#include <utility>
+
+#include "cuda_host/shared_library.h"
 
 namespace flux::host {
 
@@ -12,24 +12,17 @@ void load_nvtx(const std::string& library) {
     nvtx.store(nullptr, std::memory_order_release);
     return;
   }
-  static std::map<std::string, Nvtx> loaded;  // under the GIL; never unloaded: ranges may be open
-  const auto before = loaded.find(library);
-  if (before != loaded.end()) {
-    nvtx.store(&before->second, std::memory_order_release);
-    return;
+  // Under the GIL. Never closed: ranges may be open.
+  static std::map<std::string, std::pair<SharedLibrary, Nvtx>> loaded;
+  auto found = loaded.find(library);
+  if (found == loaded.end()) {
+    const SharedLibrary opened(library, "the NVTX library " + library);
+    Nvtx entries{};
+    opened.look_up("nvtxRangePushA", &entries.push);
+    opened.look_up("nvtxRangePop", &entries.pop);
+    found = loaded.emplace(library, std::pair(opened, entries)).first;
   }
-  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) {
-    const char* why = dlerror();
-    throw std::runtime_error("cannot open the NVTX library: " + std::string(why ? why : library));
-  }
-  const Nvtx found{reinterpret_cast<decltype(Nvtx::push)>(dlsym(handle, "nvtxRangePushA")),
-                   reinterpret_cast<decltype(Nvtx::pop)>(dlsym(handle, "nvtxRangePop"))};
-  if (found.push == nullptr || found.pop == nullptr) {
-    dlclose(handle);
-    throw std::runtime_error(library + " has no nvtxRangePushA and nvtxRangePop");
-  }
-  nvtx.store(&loaded.emplace(library, found).first->second, std::memory_order_release);
+  nvtx.store(&found->second.second, std::memory_order_release);
 }
 
 void Span::push_call(const char* op, int m) const {

@@ -316,7 +316,7 @@ def test_host_without_devices_raises() -> None:
 def test_missing_nccl_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "NCCL", "libnosuchnccl.so.2")
     assert "ranks that share no memory need NCCL: libnosuchnccl.so.2" in nodes.lacks_nccl()
-    with pytest.raises(RuntimeError, match="cannot open NCCL"):
+    with pytest.raises(RuntimeError, match="cannot open the NCCL library"):
         flux._C.nccl_unique_id("libnosuchnccl.so.2")
     with pytest.raises(RuntimeError, match="the NCCL library has no ncclGetUniqueId"):
         flux._C.nccl_unique_id("libc.so.6")
