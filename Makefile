@@ -130,7 +130,8 @@ $(VENV)/made:
 	@printf '%s\n' 'MADE_WITH_PYTHON := $(PYTHON)' 'MADE_WITH_TORCH := $(TORCH)' > $(VENV)/made-with.mk
 	@touch $@
 
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+# Not compiled: Python does that for the modules that are imported, which are few of those that torch has.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 
 $(VENV)/build-installed: $(VENV)/made pyproject.toml tools/requirements.py
 	$(BIN)/python tools/requirements.py build > $(VENV)/requirements-build.txt
