@@ -116,7 +116,7 @@ void bind_gemm_args(py::module_& m) {
 }
 
 void bind_reduce_args(py::module_& m) {
-  auto bound = py::class_<ReductionArgs>(m, "ReductionArgs")
+  auto bound = py::class_<ReductionArgs>(m, "ReduceArgs")
                    .def(py::init<>())
                    .def_readwrite("rows", &ReductionArgs::rows)
                    .def_readwrite("n", &ReductionArgs::n)
