@@ -26,7 +26,7 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
 CXX_FILES = $(shell find csrc emulator tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 # Directories too: their times change when a file is added or removed.
 NATIVE_INPUTS := $(shell find csrc -not -name '.*') CMakeLists.txt setup.py pyproject.toml
-EMULATOR_INPUTS := $(shell find emulator/src) emulator/CMakeLists.txt
+EMULATOR_INPUTS := $(shell find emulator/src) emulator/CMakeLists.txt csrc/cuda/runtime/emulated_cuda.h
 # ThreadSanitizer of older compilers cannot place its shadow memory where the kernel randomises a lot.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
@@ -62,6 +62,8 @@ MAKEFLAGS += -j3
 else
 .NOTPARALLEL:
 endif
+# Else ninja would look for a share of these jobs.
+unexport MAKEFLAGS
 .DEFAULT_GOAL := help
 .PHONY: help bench test test-core stress mutants emulator lint format tsan check-device kernels clean distclean FORCE
 

@@ -7,15 +7,34 @@ device.launch(module, "scale", grid=4, block=128, args=[tensor, 2.0, 512])
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-from emulator._machine import Machine, Module, PtxError
+from emulator import _machine
+from emulator._machine import CudaDevice, Machine, Module, PtxError
 
-__all__ = ["Device", "Module", "PtxError"]
+__all__ = ["CudaDevice", "Device", "Module", "PtxError", "cuda_device", "extent"]
 
 Size = int | Sequence[int]
+
+
+@cache
+def cuda_device() -> CudaDevice:
+    """Return the device of this process on which emulated kernel libraries run.
+
+    Call it before such a library is loaded: the library looks for the machine then.
+    """
+    ctypes.CDLL(_machine.__file__, mode=ctypes.RTLD_GLOBAL)
+    return CudaDevice.instance()
+
+
+def extent(tensor: Any) -> tuple[int, int]:
+    """Return (address, bytes) of the whole memory of which a tensor is a part."""
+    storage = tensor.untyped_storage()
+    return int(storage.data_ptr()), int(storage.nbytes())
 
 
 class Device:

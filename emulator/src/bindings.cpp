@@ -1,7 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "machine.h"
+#include "device.h"
 
 namespace py = pybind11;
 
@@ -9,6 +9,26 @@ namespace emulator {
 namespace {
 
 using Triple = std::array<std::uint32_t, 3>;
+
+py::dict as_dict(const Counters& counters) {
+  py::dict found;
+  found["statements"] = counters.statements;
+  found["instructions"] = counters.instructions;
+  return found;
+}
+
+py::dict counters_of(CudaDevice& device) {
+  py::dict found;
+  for (const auto& [kernel, counters] : device.counters()) {
+    found[py::str(kernel)] = as_dict(counters);
+  }
+  return found;
+}
+
+void attach(CudaDevice& device, std::uintptr_t run, std::uintptr_t fail) {
+  device.attach(reinterpret_cast<CudaDevice::RunOnStream*>(run),
+                reinterpret_cast<CudaDevice::FailDevice*>(fail));
+}
 
 py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const std::string& kernel,
                 const Triple& grid, const Triple& block, const py::bytes& params,
@@ -28,10 +48,7 @@ py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const s
     const py::gil_scoped_release release;
     counters = machine.launch(module, kernel, request);
   }
-  py::dict found;
-  found["statements"] = counters.statements;
-  found["instructions"] = counters.instructions;
-  return found;
+  return as_dict(counters);
 }
 
 py::list params_of(const Module& module, const std::string& name) {
@@ -66,6 +83,19 @@ PYBIND11_MODULE(_machine, m) {
       .def("launch", &launch, py::arg("module"), py::arg("kernel"), py::arg("grid"),
            py::arg("block"), py::arg("params"), py::arg("dynamic_shared") = 0,
            py::arg("resident") = 8, py::arg("seed") = 0, py::arg("max_statements") = 1'000'000'000);
+  py::class_<CudaDevice, std::unique_ptr<CudaDevice, py::nodelete>>(m, "CudaDevice")
+      .def_static("instance", &CudaDevice::instance, py::return_value_policy::reference)
+      .def("attach", &attach, py::arg("run"), py::arg("fail"))
+      .def("error", &CudaDevice::error)
+      .def("clear", &CudaDevice::clear)
+      .def("counters", &counters_of)
+      .def_property_readonly(
+          "machine", [](CudaDevice& d) -> Machine& { return d.machine; },
+          py::return_value_policy::reference)
+      .def_readwrite("multiprocessors", &CudaDevice::multiprocessors)
+      .def_readwrite("resident", &CudaDevice::resident)
+      .def_readwrite("seed", &CudaDevice::seed)
+      .def_readwrite("max_statements", &CudaDevice::max_statements);
 }
 
 }  // namespace emulator

@@ -1,19 +1,23 @@
 #include "machine.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 namespace emulator {
 namespace {
 
 // Statements that a group executes before it is the turn of others.
 constexpr int kTurn = 256;
+constexpr std::chrono::microseconds kNap{20};
 
 class Execution {
  public:
-  Execution(Machine& machine, const Program& program, const Launch& launch)
-      : program_(program),
+  Execution(const Machine& machine, const Program& program, const Launch& launch)
+      : machine_(machine),
+        program_(program),
         launch_(launch),
-        context_{machine, program, launch, counters_, nullptr, nullptr, 0, {}},
+        context_{nullptr, program, launch, counters_, nullptr, nullptr, 0, false, {}},
         random_(launch.seed) {}
 
   Counters run() {
@@ -56,7 +60,10 @@ class Execution {
   }
 
   // Gives each warp a turn, in an order of this round. Returns whether one of them got anywhere.
+  // Where all that do are asleep, what they wait for comes from another thread of the host.
   bool round() {
+    memory_ = machine_.memory();
+    context_.memory = memory_.get();
     std::vector<Warp*> warps;
     for (const auto& block : blocks_) {
       for (Warp& warp : block->warps) {
@@ -64,8 +71,14 @@ class Execution {
       }
     }
     if (launch_.seed != 0) std::shuffle(warps.begin(), warps.end(), random_);
-    bool moved = false;
-    for (Warp* warp : warps) moved |= turn(*warp);
+    bool moved = false, awake = false;
+    for (Warp* warp : warps) {
+      context_.slept = false;
+      const bool got_on = turn(*warp);
+      moved |= got_on;
+      awake |= got_on && !context_.slept;
+    }
+    if (moved && !awake) std::this_thread::sleep_for(kNap);
     return moved;
   }
 
@@ -189,6 +202,8 @@ class Execution {
     throw PtxError(text);
   }
 
+  const Machine& machine_;
+  std::shared_ptr<const Allocations> memory_;  // as of this round
   const Program& program_;
   const Launch& launch_;
   Counters counters_;
@@ -201,21 +216,26 @@ class Execution {
 }  // namespace
 
 void Machine::add_memory(std::uint64_t address, std::uint64_t bytes, std::string name) {
-  memory_[address] = {address + bytes, std::move(name)};
+  const std::lock_guard<std::mutex> lock(changing_);
+  auto changed = std::make_shared<Allocations>(*memory_);
+  // What lay there before has been freed since.
+  auto old = changed->lower_bound(address);
+  if (old != changed->begin() && std::prev(old)->second.end > address) --old;
+  while (old != changed->end() && old->first < address + bytes) old = changed->erase(old);
+  (*changed)[address] = {address + bytes, std::move(name)};
+  memory_ = std::move(changed);
 }
 
-void Machine::remove_memory(std::uint64_t address) { memory_.erase(address); }
+void Machine::remove_memory(std::uint64_t address) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  auto changed = std::make_shared<Allocations>(*memory_);
+  changed->erase(address);
+  memory_ = std::move(changed);
+}
 
-void Machine::check_global(std::uint64_t address, std::uint64_t bytes) const {
-  auto next = memory_.upper_bound(address);
-  std::string near = "no allocation lies before it";
-  if (next != memory_.begin()) {
-    const auto& [begin, allocation] = *--next;
-    if (address + bytes <= allocation.end) return;
-    near = std::to_string(address - begin) + " bytes behind the start of " + allocation.name +
-           ", which has " + std::to_string(allocation.end - begin);
-  }
-  throw PtxError("access of " + std::to_string(bytes) + " bytes outside of global memory: " + near);
+std::shared_ptr<const Allocations> Machine::memory() const {
+  const std::lock_guard<std::mutex> lock(changing_);
+  return memory_;
 }
 
 Machine::Loaded& Machine::load(const std::shared_ptr<const Module>& module) {
@@ -258,7 +278,11 @@ Counters Machine::launch(const std::shared_ptr<const Module>& module, const std:
       (kernel.max_threads > 0 && threads > static_cast<std::uint64_t>(kernel.max_threads))) {
     throw PtxError(name + " cannot run with " + std::to_string(threads) + " threads in a block");
   }
-  return Execution(*this, program(load(module), kernel), launch).run();
+  const auto decoded = [&]() -> const Program& {
+    const std::lock_guard<std::mutex> lock(loading_);
+    return program(load(module), kernel);
+  };
+  return Execution(*this, decoded(), launch).run();
 }
 
 void Context::fail(const Op& op, const std::string& why) const {

@@ -12,6 +12,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <vector>
@@ -148,23 +149,27 @@ struct Block {
   std::uint32_t running = 0;  // warps with threads
 };
 
+struct Allocation {
+  std::uint64_t end;
+  std::string name;
+};
+using Allocations = std::map<std::uint64_t, Allocation>;  // of global memory, by address
+
+// Several threads may use it at a time: kernels of different streams run side by side.
 class Machine {
  public:
-  // Makes an allocation of global memory known. Accesses outside of allocations are errors.
+  // Makes an allocation of global memory known, in place of those that it overlaps. Accesses outside
+  // of allocations are errors.
   void add_memory(std::uint64_t address, std::uint64_t bytes, std::string name);
   void remove_memory(std::uint64_t address);
-  // Throws PtxError if [address, address + bytes) is not inside of one allocation.
-  void check_global(std::uint64_t address, std::uint64_t bytes) const;
+  // What is known now. Kernels look it up again and again, so it is replaced and never changed.
+  std::shared_ptr<const Allocations> memory() const;
 
   // Runs a kernel to its end. Throws PtxError.
   Counters launch(const std::shared_ptr<const Module>& module, const std::string& kernel,
                   const Launch& launch);
 
  private:
-  struct Allocation {
-    std::uint64_t end;
-    std::string name;
-  };
   // A module that was launched from. It is kept, because programs refer to it.
   struct Loaded {
     std::shared_ptr<const Module> module;
@@ -174,19 +179,22 @@ class Machine {
   Loaded& load(const std::shared_ptr<const Module>& module);
   const Program& program(Loaded& loaded, const Kernel& kernel);
 
-  std::map<std::uint64_t, Allocation> memory_;  // by address
+  mutable std::mutex changing_;  // guards memory_, but not what it points to
+  std::shared_ptr<const Allocations> memory_ = std::make_shared<Allocations>();
+  std::mutex loading_;  // guards loaded_; programs stay where they are
   std::map<const Module*, Loaded> loaded_;
 };
 
 // What a handler sees: the warp that executes, and what it shares with others.
 struct Context {
-  Machine& machine;
+  const Allocations* memory;
   const Program& program;
   const Launch& launch;
   Counters& counters;
   Warp* warp = nullptr;
   Group* group = nullptr;
   Mask taken = 0;
+  bool slept = false;  // the statement was nanosleep
   std::array<Lanes, 8> scratch;
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;

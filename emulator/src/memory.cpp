@@ -8,6 +8,24 @@
 #include "machine.h"
 
 namespace emulator {
+namespace {
+
+// Fails if [address, address + bytes) is not inside of one allocation.
+void check_global(const Context& c, const Op& op, int lane, std::uint64_t address,
+                  std::uint64_t bytes) {
+  auto next = c.memory->upper_bound(address);
+  std::string near = "no allocation lies before it";
+  if (next != c.memory->begin()) {
+    const auto& [begin, allocation] = *--next;
+    if (address + bytes <= allocation.end) return;
+    near = std::to_string(address - begin) + " bytes behind the start of " + allocation.name +
+           ", which has " + std::to_string(allocation.end - begin);
+  }
+  c.fail(op, lane,
+         "access of " + std::to_string(bytes) + " bytes outside of global memory: " + near);
+}
+
+}  // namespace
 
 std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                  std::uint64_t bytes) {
@@ -39,11 +57,7 @@ std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t 
     auto& params = const_cast<std::vector<std::uint8_t>&>(c.launch.params);
     return inside(params.data(), address - kParamWindow, params.size(), "the parameters");
   }
-  try {
-    c.machine.check_global(address, bytes);
-  } catch (const PtxError& error) {
-    c.fail(op, lane, error.what());
-  }
+  check_global(c, op, lane, address, bytes);
   return reinterpret_cast<std::uint8_t*>(address);
 }
 

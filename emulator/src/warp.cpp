@@ -17,6 +17,11 @@ Outcome nothing(Context&, const Op&, Mask) { return Outcome::kNext; }
 
 Outcome rest(Context&, const Op&, Mask) { return Outcome::kYield; }
 
+Outcome sleep(Context& c, const Op&, Mask) {
+  c.slept = true;
+  return Outcome::kYield;
+}
+
 Outcome trap(Context& c, const Op& op, Mask mask) { c.fail(op, std::countr_zero(mask), "trap"); }
 
 // Whether all lanes that a statement names, and that still run, are there. Others come later.
@@ -283,7 +288,7 @@ bool decode_warp(const Statement& s, Op& op) {
   if (name == "bra") op.handler = branch;
   if (name == "ret" || name == "exit") op.handler = leave;
   if (name == "trap") op.handler = trap;
-  if (name == "nanosleep") op.handler = rest;
+  if (name == "nanosleep") op.handler = sleep;
   // Stores are seen at once and in order, so there is nothing that a fence has to wait for.
   if (name == "membar" || (name == "fence" && !has(s, "mbarrier_init"))) op.handler = rest;
   if (name == "griddepcontrol" || name == "prefetch" || name == "prefetchu") op.handler = nothing;

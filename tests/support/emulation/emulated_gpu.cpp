@@ -96,6 +96,7 @@ void emulator_run(void* stream, void (*body)(void*), void* argument) {
   stream_of(stream)->put(std::move(made));
 }
 void emulator_dawdle() { dawdle(); }
+void emulator_fail(const char* text) { device().fail(text); }
 void emulator_reset() { device().reset(); }
 void emulator_set_delay(int us) { device().delay_us = us; }
 void emulator_set_copy_delay(int us) { device().copy_us = us; }

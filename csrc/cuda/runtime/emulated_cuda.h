@@ -1,0 +1,29 @@
+// The CUDA runtime of emulated kernel libraries: emulated_cudart.cpp, which is
+// linked into each of them, calls these functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+
+// Errors are values of cudaError_t. A kernel is named by the address of its host function.
+struct FluxEmulatedCuda {
+  // Of a fatbinary, as nvcc lays it out: its header, behind which its entries lie.
+  void* (*load)(const void* fatbinary);
+  void (*unload)(void* library);
+  void (*add_kernel)(void* library, const void* kernel, const char* name);
+  int (*launch)(const void* kernel, const unsigned grid[3], const unsigned block[3],
+                std::size_t shared, void* stream, void** arguments);
+  int (*shared_bytes)(const void* kernel, std::size_t* bytes);  // static ones
+  int (*most_threads)(const void* kernel, int* threads);
+  int (*allow_shared)(const void* kernel, int bytes);  // dynamic ones
+  int (*blocks_per_multiprocessor)(const void* kernel, int threads, std::size_t shared,
+                                   int* blocks);
+  int (*multiprocessors)();
+};
+
+// The only symbol of the machine that libraries look up.
+__attribute__((visibility("default"))) const FluxEmulatedCuda* flux_emulated_cuda();
+
+}  // extern "C"

@@ -1,0 +1,147 @@
+// The CUDA runtime of kernel libraries that are built to be emulated (`flux compile --emulated`):
+// what kernels of csrc/cuda and their launches call, passed on to the machine that executes PTX
+// (emulator/src/runtime.cpp). It is linked into the library in the place of NVIDIA's runtime. All
+// symbols are hidden, so that a real runtime may live in the same process.
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include "cuda/runtime/emulated_cuda.h"
+
+namespace {
+
+// The machine, which the process has to load first, with its symbols visible to all.
+const FluxEmulatedCuda* machine() {
+  static const auto* const table = [] {
+    void* entry = dlsym(RTLD_DEFAULT, "flux_emulated_cuda");
+    return entry == nullptr ? nullptr : reinterpret_cast<const FluxEmulatedCuda* (*)()>(entry)();
+  }();
+  return table;
+}
+
+cudaError_t result(int status) { return static_cast<cudaError_t>(status); }
+
+thread_local cudaError_t last = cudaSuccess;
+cudaError_t keep(cudaError_t status) {
+  if (status != cudaSuccess) last = status;
+  return status;
+}
+
+struct Configuration {
+  dim3 grid, block;
+  std::size_t shared;
+  void* stream;
+};
+thread_local Configuration pushed;
+
+cudaError_t launch(const void* kernel, dim3 grid, dim3 block, std::size_t shared, void* stream,
+                   void** arguments) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  const unsigned blocks[] = {grid.x, grid.y, grid.z}, threads[] = {block.x, block.y, block.z};
+  return keep(result(machine()->launch(kernel, blocks, threads, shared, stream, arguments)));
+}
+
+}  // namespace
+
+extern "C" {
+
+// -- what nvcc's own code calls -------------------------------------------------------------------
+
+struct Wrapper {  // __fatBinC_Wrapper_t
+  int magic, version;
+  const void* data;
+  void* files;
+};
+
+void** __cudaRegisterFatBinary(void* wrapper) {
+  if (machine() == nullptr) return nullptr;
+  return static_cast<void**>(machine()->load(static_cast<const Wrapper*>(wrapper)->data));
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void** library) {
+  if (library != nullptr) machine()->unload(library);
+}
+void __cudaRegisterFunction(void** library, const char* host, char*, const char* name, int, uint3*,
+                            uint3*, dim3*, dim3*, int*) {
+  if (library != nullptr) machine()->add_kernel(library, host, name);
+}
+// Variables live in the machine; the host does not look at any.
+void __cudaRegisterVar(void**, char*, char*, const char*, int, std::size_t, int, int) {}
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared,
+                                     cudaStream_t stream) {
+  pushed = {grid, block, shared, stream};
+  return 0;
+}
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared, void* stream) {
+  *grid = pushed.grid;
+  *block = pushed.block;
+  *shared = pushed.shared;
+  *static_cast<void**>(stream) = pushed.stream;
+  return cudaSuccess;
+}
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(host));
+  return cudaSuccess;
+}
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
+                               std::size_t shared, cudaStream_t stream) {
+  return launch(kernel, grid, block, shared, stream, arguments);
+}
+
+// -- what launches of csrc/cuda call --------------------------------------------------------------
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                void** arguments) {
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      const auto& cluster = attribute.val.clusterDim;
+      if (cluster.x * cluster.y * cluster.z != 1) return keep(cudaErrorNotSupported);
+    }
+  }
+  return launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream,
+                arguments);
+}
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t status = last;
+  last = cudaSuccess;
+  return status;
+}
+cudaError_t cudaPeekAtLastError() { return last; }
+const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated CUDA runtime"; }
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  return device == 0 ? cudaSuccess : keep(cudaErrorInvalidDevice);
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  if (attribute != cudaDevAttrMultiProcessorCount) return keep(cudaErrorNotSupported);
+  *value = machine()->multiprocessors();
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  *found = {};
+  const int status = machine()->shared_bytes(kernel, &found->sharedSizeBytes);
+  return keep(
+      result(status != 0 ? status : machine()->most_threads(kernel, &found->maxThreadsPerBlock)));
+}
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return keep(cudaErrorNotSupported);
+  return keep(result(machine()->allow_shared(kernel, value)));
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* kernel,
+                                                                   int threads, std::size_t shared,
+                                                                   unsigned) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  return keep(result(machine()->blocks_per_multiprocessor(kernel, threads, shared, blocks)));
+}
+
+}  // extern "C"

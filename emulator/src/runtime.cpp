@@ -1,0 +1,256 @@
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+
+#include "cuda/runtime/emulated_cuda.h"
+#include "device.h"
+
+namespace emulator {
+namespace {
+
+// Values of cudaError_t.
+constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+constexpr int kInvalidConfiguration = 9;
+constexpr int kInvalidDeviceFunction = 98;
+constexpr int kLaunchFailure = 719;
+
+// Fatbinaries, as cuobjdump and the linker see them: a header, then entries with headers.
+constexpr std::uint32_t kMagic = 0xBA55ED50;
+constexpr std::uint16_t kPtx = 1;
+constexpr std::uint64_t kCompressed = 0x2000 | 0x4000 | 0x8000;  // ways to compress
+struct FatHeader {
+  std::uint32_t magic;
+  std::uint16_t version, header_bytes;
+  std::uint64_t bytes;  // behind the header
+};
+struct EntryHeader {
+  std::uint16_t kind, version;
+  std::uint32_t header_bytes;
+  std::uint64_t bytes;  // behind this header
+  std::uint32_t compressed_bytes, options_offset;
+  std::uint16_t minor, major;
+  std::uint32_t arch, name_offset, name_bytes;
+  std::uint64_t flags;
+};
+
+std::string ptx_of(const void* fatbinary) {
+  const auto* at = static_cast<const std::uint8_t*>(fatbinary);
+  FatHeader header;
+  std::memcpy(&header, at, sizeof(header));
+  if (header.magic != kMagic) throw PtxError("not a fatbinary");
+  const std::uint8_t* end = at + header.header_bytes + header.bytes;
+  for (at += header.header_bytes; at < end;) {
+    EntryHeader entry;
+    std::memcpy(&entry, at, sizeof(entry));
+    if (entry.kind == kPtx) {
+      if ((entry.flags & kCompressed) != 0) {
+        throw PtxError("the PTX is compressed: use nvcc --compress-mode=none");
+      }
+      const auto* text = reinterpret_cast<const char*>(at + entry.header_bytes);
+      return std::string(text, strnlen(text, entry.bytes));
+    }
+    at += entry.header_bytes + entry.bytes;
+  }
+  throw PtxError("the fatbinary has no PTX");
+}
+
+struct Library {
+  const void* fatbinary;
+  std::shared_ptr<const Module> module;  // parsed when it is first needed
+};
+
+struct LibraryKernel {
+  Library* library;
+  std::string name;
+  int dynamic_shared = 48 * 1024;  // that a launch may have
+};
+
+std::mutex registering;  // guards what follows
+std::map<Library*, std::unique_ptr<Library>> libraries;
+std::map<const void*, LibraryKernel> kernels;
+
+struct Found {
+  std::shared_ptr<const Module> module;
+  const Kernel* kernel;
+  int dynamic_shared;
+};
+
+Found find(const void* host) {
+  const std::lock_guard<std::mutex> lock(registering);
+  const auto found = kernels.find(host);
+  if (found == kernels.end()) throw PtxError("no kernel is registered at this address");
+  Library& library = *found->second.library;
+  if (library.module == nullptr) {
+    library.module = std::shared_ptr<const Module>(parse(ptx_of(library.fatbinary)));
+  }
+  return {library.module, &library.module->kernel(found->second.name),
+          found->second.dynamic_shared};
+}
+
+// Runs a call; an error becomes the device's first one.
+int guarded(int otherwise, const std::function<int()>& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    CudaDevice::instance().fail(error.what());
+    return otherwise;
+  }
+}
+
+void* load(const void* fatbinary) {
+  auto library = std::make_unique<Library>(Library{fatbinary, nullptr});
+  Library* handle = library.get();
+  const std::lock_guard<std::mutex> lock(registering);
+  libraries[handle] = std::move(library);
+  return handle;
+}
+
+void unload(void* handle) {
+  const std::lock_guard<std::mutex> lock(registering);
+  std::erase_if(kernels, [&](const auto& entry) { return entry.second.library == handle; });
+  libraries.erase(static_cast<Library*>(handle));
+}
+
+void add_kernel(void* handle, const void* host, const char* name) {
+  const std::lock_guard<std::mutex> lock(registering);
+  kernels[host] = {static_cast<Library*>(handle), name};
+}
+
+int launch(const void* host, const unsigned grid[3], const unsigned block[3], std::size_t shared,
+           void* stream, void** arguments) {
+  return guarded(kInvalidDeviceFunction, [&] {
+    const Found found = find(host);
+    if (shared > static_cast<std::size_t>(found.dynamic_shared)) return kInvalidValue;
+    Launch request;
+    request.grid = {grid[0], grid[1], grid[2]};
+    request.block = {block[0], block[1], block[2]};
+    if (request.grid.count() == 0 || request.block.count() == 0) return kInvalidConfiguration;
+    request.dynamic_shared = shared;
+    request.params.resize(found.kernel->param_bytes);
+    for (std::size_t i = 0; i < found.kernel->params.size(); ++i) {
+      const Variable& v = found.kernel->params[i];
+      std::memcpy(request.params.data() + v.offset, arguments[i], v.bytes);
+    }
+    return CudaDevice::instance().launch(stream, found.module, found.kernel->name, request)
+               ? kSuccess
+               : kLaunchFailure;
+  });
+}
+
+int shared_bytes(const void* host, std::size_t* bytes) {
+  return guarded(kInvalidDeviceFunction, [&] {
+    *bytes = find(host).kernel->shared_bytes;
+    return kSuccess;
+  });
+}
+
+int most_threads(const void* host, int* threads) {
+  return guarded(kInvalidDeviceFunction, [&] {
+    const int most = find(host).kernel->max_threads;
+    *threads = most > 0 ? most : 1024;
+    return kSuccess;
+  });
+}
+
+int allow_shared(const void* host, int bytes) {
+  if (bytes < 0 || bytes > CudaDevice::kMostShared) return kInvalidValue;
+  const std::lock_guard<std::mutex> lock(registering);
+  const auto found = kernels.find(host);
+  if (found == kernels.end()) return kInvalidDeviceFunction;
+  found->second.dynamic_shared = bytes;
+  return kSuccess;
+}
+
+int blocks_per_multiprocessor(const void* host, int threads, std::size_t shared, int* blocks) {
+  return guarded(kInvalidDeviceFunction, [&] {
+    if (threads <= 0) return kInvalidValue;
+    const std::uint64_t of_block = find(host).kernel->shared_bytes + shared + CudaDevice::kReserved;
+    const auto by_shared =
+        static_cast<int>((CudaDevice::kMostShared + CudaDevice::kReserved) / of_block);
+    *blocks = std::min(by_shared, CudaDevice::kMostThreads / threads);
+    return kSuccess;
+  });
+}
+
+int multiprocessors() { return CudaDevice::instance().multiprocessors; }
+
+constexpr FluxEmulatedCuda kTable = {
+    load,           unload,       add_kernel,   launch,
+    shared_bytes,   most_threads, allow_shared, blocks_per_multiprocessor,
+    multiprocessors};
+
+}  // namespace
+
+CudaDevice& CudaDevice::instance() {
+  static auto* const device = new CudaDevice;  // streams may use it while the process ends
+  return *device;
+}
+
+void CudaDevice::attach(RunOnStream* run, FailDevice* fail) {
+  run_ = run;
+  fail_ = fail;
+}
+
+void CudaDevice::fail(const std::string& text) {
+  {
+    const std::lock_guard<std::mutex> lock(reporting_);
+    if (!error_.empty()) return;
+    error_ = text;
+  }
+  if (fail_ != nullptr) fail_(text.c_str());
+}
+
+std::string CudaDevice::error() {
+  const std::lock_guard<std::mutex> lock(reporting_);
+  return error_;
+}
+
+void CudaDevice::clear() {
+  const std::lock_guard<std::mutex> lock(reporting_);
+  error_.clear();
+  counters_.clear();
+}
+
+std::map<std::string, Counters> CudaDevice::counters() {
+  const std::lock_guard<std::mutex> lock(reporting_);
+  return counters_;
+}
+
+bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& module,
+                        const std::string& kernel, Launch request) {
+  if (!error().empty()) return false;  // as after an illegal access: nothing runs any more
+  request.resident = resident;
+  request.seed = seed == 0 ? 0 : seed + launches_++;
+  request.max_statements = max_statements;
+  auto* work = new std::function<void()>([this, module, kernel, request = std::move(request)] {
+    try {
+      const Counters done = machine.launch(module, kernel, request);
+      const std::lock_guard<std::mutex> lock(reporting_);
+      Counters& all = counters_[kernel];
+      all.statements += done.statements;
+      all.instructions += done.instructions;
+    } catch (const std::exception& problem) {
+      fail(problem.what());
+    }
+  });
+  const auto run = [](void* argument) {
+    const std::unique_ptr<std::function<void()>> body(
+        static_cast<std::function<void()>*>(argument));
+    (*body)();
+  };
+  if (run_ == nullptr) {
+    run(work);
+    return error().empty();
+  }
+  run_(stream, run, work);
+  return true;
+}
+
+}  // namespace emulator
+
+const FluxEmulatedCuda* flux_emulated_cuda() { return &emulator::kTable; }

@@ -1,0 +1,71 @@
+"""The emulated GPU with flux's own kernels: streams and driver of emulated_gpu.cpp, and a machine that
+executes the kernels' PTX."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from emulated import EmulatedDevice
+from emulator import PtxError, cuda_device, extent
+from flux.kernels.registry import Registry
+
+
+class PtxDevice(EmulatedDevice):
+    """A GPU of compute capability 8.0 whose kernels are those of emulated libraries.
+
+    Args:
+        library: emulated_gpu.cpp, built.
+        kernels: directory of kernel libraries, built by `flux compile --emulated`.
+    """
+
+    capability = (8, 0)
+
+    def __init__(self, library: Path, kernels: Path) -> None:
+        self.cuda = cuda_device()
+        super().__init__(library)
+        self.registry = Registry.load([kernels])  # type: ignore[assignment]
+        self.cuda.multiprocessors = self.sm_count
+        entries = [getattr(self.library, f"emulator_{name}") for name in ("run", "fail")]
+        run, fail = (ctypes.cast(entry, ctypes.c_void_p).value for entry in entries)
+        self.cuda.attach(run, fail)
+
+    def reset(self) -> None:
+        super().reset()
+        self.cuda.clear()
+
+    def _know(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            address, size = extent(tensor)
+            if size:
+                self.cuda.machine.add_memory(address, size, f"a tensor of {tuple(tensor.shape)}")
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        self._know(*tensors)
+        super().keep(*tensors)
+
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = super().zeros(count, dtype)
+        self._know(memory)
+        return memory
+
+    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = super().pinned(count, dtype)
+        self._know(memory)
+        return memory
+
+    def finish(self) -> None:
+        """Wait for the current stream.
+
+        Raises:
+            PtxError: a kernel did what a device does not allow.
+        """
+        super().finish()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the first error of a kernel."""
+        if self.cuda.error():
+            raise PtxError(self.cuda.error())
