@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <chrono>
 
 #include "machine.h"
 
@@ -46,7 +47,13 @@ constexpr SpecialRow kSpecials[] = {
     {"%dynamic_smem_size", [](const Context& c, Lanes& o) { o.fill(c.launch.dynamic_shared); }},
     // Time is the number of statements that were executed.
     {"%clock64", [](const Context& c, Lanes& o) { o.fill(c.counters.statements); }},
-    {"%globaltimer", [](const Context& c, Lanes& o) { o.fill(c.counters.statements); }},
+    {"%globaltimer",
+     [](const Context& c, Lanes& o) {
+       const auto now = std::chrono::steady_clock::now().time_since_epoch();
+       const std::chrono::nanoseconds host = now;
+       o.fill(c.launch.real_time ? static_cast<std::uint64_t>(host.count())
+                                 : c.counters.statements);
+     }},
 };
 
 class Decoding {

@@ -227,6 +227,7 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   request.resident = resident;
   request.seed = seed == 0 ? 0 : seed + launches_++;
   request.max_statements = max_statements;
+  request.real_time = true;  // peers are other threads, or processes
   auto* work = new std::function<void()>([this, module, kernel, request = std::move(request)] {
     try {
       const Counters done = machine.launch(module, kernel, request);

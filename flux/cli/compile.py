@@ -68,6 +68,14 @@ def compile_kernels(
             help="Build kernels that record time stamps for `flux trace`, next to the others.",
         ),
     ] = False,
+    emulated: Annotated[
+        bool,
+        typer.Option(
+            "--emulated",
+            help="Build kernels for the PTX machine of emulator/, which runs them without a GPU. "
+            "Needs --out.",
+        ),
+    ] = False,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print the result as one JSON object.")
     ] = False,
@@ -81,15 +89,25 @@ def compile_kernels(
 
     root = (out or cache_root()).expanduser().absolute()
     if runtime:
-        if list_only or only is not None or trace:
-            refuse("--runtime cannot be combined with --list, --only or --trace")
+        if list_only or only is not None or trace or emulated:
+            refuse("--runtime cannot be combined with --list, --only, --trace or --emulated")
         _compile_runtime(_archs(arch), root, is_cache=out is None, json_output=json_output)
         return
+    if emulated and out is None:  # GPUs must not find these in the cache
+        refuse("--emulated needs --out DIR")
     configs = _chosen(arch, set_name, only, traced=trace)
     if list_only:
         _list(configs, root, traced=trace, json_output=json_output)
     else:
-        _compile(configs, root, jobs, traced=trace, is_cache=out is None, json_output=json_output)
+        _compile(
+            configs,
+            root,
+            jobs,
+            traced=trace,
+            emulated=emulated,
+            is_cache=out is None,
+            json_output=json_output,
+        )
 
 
 def _archs(text: str) -> list[str]:
@@ -185,13 +203,14 @@ def _compile(
     jobs: int | None,
     *,
     traced: bool,
+    emulated: bool,
     is_cache: bool,
     json_output: bool,
 ) -> None:
     from flux.kernels import build, driver, trust
 
     try:
-        tools = build.find_tools()
+        tools = build.find_tools(emulated)
     except (build.MissingToolError, ValueError) as error:
         refuse(str(error))
     try:

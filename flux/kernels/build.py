@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,8 @@ FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Xptxas=-v",
 )
+# PTX alone, as text, with the lines of the source that messages name.
+_EMULATED_FLAGS = (*FLAGS[:-1], "-lineinfo", "--compress-mode=none")
 _CODE = {
     # The fallback on newer GPUs: code for Hopper too, where it is used beside sm_90a (both from one
     # front-end run), and PTX for later architectures.
@@ -57,6 +59,14 @@ LINK_FLAGS = (
     "-Xlinker=--exclude-libs=ALL",
     # Unresolved symbols fail here instead of at load time.
     "-Xlinker=--no-undefined",
+)
+# A machine executes the PTX (emulator/), and stands in for the runtime.
+_EMULATED_RUNTIME = Path("cuda/runtime/emulated_cudart.cpp")
+_EMULATED_LINK_FLAGS = (
+    *(flag for flag in LINK_FLAGS if flag != "-cudart=static"),
+    "-cudart=none",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-ldl",
 )
 # Variables that nvcc itself reads.
 _NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
@@ -77,32 +87,56 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Tools:
-    """The build tools: programs, headers, versions."""
+    """The build tools: programs, headers, versions; whether the kernels are to be emulated."""
 
     nvcc: toolchain.Tool
     cutlass: toolchain.Tool
     csrc: Path
     ccache: str | None = None
+    emulated: bool = False
+
+    def _own_flags(self, arch: str) -> tuple[str, ...]:
+        if self.emulated:
+            return (*_EMULATED_FLAGS, f"-gencode=arch=compute_{arch},code=compute_{arch}")
+        return (*FLAGS, f"-gencode={_CODE[arch]}")
 
     def flags(self, arch: str) -> tuple[str, ...]:
         """Return the compiler's flags except paths, with nvcc's flags from the environment."""
-        return (*FLAGS, f"-gencode={_CODE[arch]}", *inherited_flags())
+        return (*self._own_flags(arch), *inherited_flags())
+
+    def link_inputs(self) -> tuple[str, ...]:
+        """Return the linker's flags, and what else decides what it makes, for a library's key."""
+        if not self.emulated:
+            return LINK_FLAGS
+        return (*_EMULATED_LINK_FLAGS, sources.digest([*self._runtime_sources()]))
+
+    def _runtime_sources(self) -> Iterator[tuple[str, str]]:
+        text = (self.csrc / _EMULATED_RUNTIME).read_text(encoding="utf-8")
+        yield "runtime", text
+        for name in sources.headers(text, self.csrc):
+            yield name, (self.csrc / name).read_text(encoding="utf-8")
 
     def compile_command(self, arch: str) -> list[str]:
         """Return the compile command; its directory must hold the source."""
         prefix = [self.ccache] if self.ccache else []
         # nvcc itself finds CUDA's headers and libraries, those of its package too.
         headers = [str(self.csrc), *toolchain.cutlass_includes(self.cutlass)]
-        flags = [*FLAGS, f"-gencode={_CODE[arch]}", *(f"-I{directory}" for directory in headers)]
+        flags = [*self._own_flags(arch), *(f"-I{directory}" for directory in headers)]
         return [*prefix, self.nvcc.path, *flags, "-c", SOURCE, "-o", _OBJECT]
 
     def link_command(self, output: str) -> list[str]:
         """Return the link command, for the same directory."""
+        if self.emulated:
+            runtime = [str(self.csrc / _EMULATED_RUNTIME), f"-I{self.csrc}"]
+            return [self.nvcc.path, *_EMULATED_LINK_FLAGS, *runtime, _OBJECT, "-o", output]
         return [self.nvcc.path, *LINK_FLAGS, _OBJECT, "-o", output]
 
 
-def find_tools() -> Tools:
+def find_tools(emulated: bool = False) -> Tools:
     """Find nvcc, CUTLASS and our headers.
+
+    Args:
+        emulated: build kernels for the machine of emulator/, not for a GPU.
 
     Raises:
         MissingToolError: one of them is missing or does not work.
@@ -123,7 +157,7 @@ def find_tools() -> Tools:
             "reinstall flux-overlap"
         )
     ccache = shutil.which("ccache") if env.CCACHE.get() else None
-    return Tools(nvcc, cutlass, csrc, ccache)
+    return Tools(nvcc, cutlass, csrc, ccache, emulated)
 
 
 @dataclass(frozen=True)
@@ -160,7 +194,7 @@ def make_unit(configs: Sequence[GemmConfig], tools: Tools, traced: bool = False)
         hashed,
         cutlass=tools.cutlass.version or "unknown",
         nvcc=tools.nvcc.version or "unknown",
-        flags=(*tools.flags(configs[0].arch), *LINK_FLAGS),
+        flags=(*tools.flags(configs[0].arch), *tools.link_inputs()),
     )
     return Unit(tuple(configs), hashed, key, traced)
 

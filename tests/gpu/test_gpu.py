@@ -1,4 +1,5 @@
-"""The kernels on a GPU, with all ranks on it: `pytest -m gpu`, after `make kernels`.
+"""The kernels with all ranks on one GPU: `pytest -m gpu`, after `make kernels`. Without a GPU,
+those for sm_80 on the PTX machine (emulator/).
 
 FLUX_TEST_CASES random cases per op and world (12 if unset). Cases named small are for
 compute-sanitizer, under which everything takes far longer.
@@ -7,14 +8,15 @@ compute-sanitizer, under which everything takes far longer.
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
 from flux import _C, Knobs, PeerTimeoutError
-from flux.transport.device import CudaDevice
+from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import CASES, OnDevice, cuda_device, random_problem
+from gpu_cases import cases_on, finish, gpu, inputs_on, random_problem
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
 from reference import Problem
@@ -27,25 +29,19 @@ from virtual_cases import (
     topology_of,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("poisoned")]
+
+device = gpu
 
 
-@pytest.fixture(scope="module")
-def device() -> CudaDevice:
-    return cuda_device()
-
-
-def run_case(device: CudaDevice, rng: random.Random, op: str, world: int, most: int) -> None:
+def run_case(device: Device, rng: random.Random, op: str, world: int, most: int) -> None:
     topology, knobs = topology_of(rng, world), knobs_of(rng, world)
     p = random_problem(device, rng, op, world, most)
     with VirtualWorld(world, device) as ranks:
         ops = [p.build(ranks.rank(r), tuning=knobs, topology=topology) for r in range(world)]
         for call in range(3):
-            inputs = OnDevice(p, rng.randint(1, p.max_m), world, call, bias=rng.random() < 0.5)
+            m, bias = rng.randint(1, p.max_m), rng.random() < 0.5
+            inputs = inputs_on(device)(p, m, world, call, bias=bias)
             outs = call_all(ranks, ops, inputs, p.gathers and rng.random() < 0.5)
             for r in range(world):
                 ops[r].wait()
@@ -56,44 +52,44 @@ def run_case(device: CudaDevice, rng: random.Random, op: str, world: int, most: 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_random_cases(device: CudaDevice, op: str, world: int) -> None:
+def test_random_cases(device: Device, op: str, world: int) -> None:
     rng = random.Random(f"gpu {op} {world}")
-    for _ in range(CASES):
+    for _ in range(cases_on(device)):
         run_case(device, rng, op, world, 700)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_cases_of_the_cpu_backend_match_float64(device: CudaDevice, op: str, world: int) -> None:
+def test_cases_of_the_cpu_backend_match_float64(device: Device, op: str, world: int) -> None:
     """The cases of the CPU backend, as far as kernels for them are built."""
-    cases = random_cases(20, op, world, CASES)
+    cases = random_cases(20, op, world, cases_on(device))
     cases += every_dtype_layout_and_weight_order(op, "fused")
     cases += every_combination_of_knobs(op, world)[::5]
-    check_cases(device, world, cases, torch.cuda.synchronize, OnDevice)
+    check_cases(device, world, cases, partial(finish, device), inputs_on(device))
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("op", OPS)
-def test_float8_ops_match_float64(device: CudaDevice, op: str, scaling: str) -> None:
+def test_float8_ops_match_float64(device: Device, op: str, scaling: str) -> None:
     p = Problem(op, 1000, (1024,), 768, torch.float8_e4m3fn, scaling=scaling)
     calls = tuple(Call(m, seed=m, gather=p.gathers) for m in (1000, 1, 333))
     case = Case(p, Knobs(), calls)
     if on_one_device(device, case, 2).problem != p:
         pytest.skip("no float8 kernels are built: make kernels SET=default")
-    check_cases(device, 2, [case], torch.cuda.synchronize, OnDevice)
+    check_cases(device, 2, [case], partial(finish, device), inputs_on(device))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_small_problem_matches_float64(device: CudaDevice, op: str) -> None:
+def test_small_problem_matches_float64(device: Device, op: str) -> None:
     run_case(device, random.Random(op), op, 2, 200)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("direction", ["push", "pull"])
-def test_back_to_back_calls_repeat_bitwise(device: CudaDevice, op: str, direction: str) -> None:
+def test_back_to_back_calls_repeat_bitwise(device: Device, op: str, direction: str) -> None:
     world, p = 4, Problem(op, 1100, (512,), 256, torch.bfloat16)
     rng = random.Random(3)
-    everything = [OnDevice(p, rng.randint(1, 1100), world, seed=i) for i in range(12)]
+    everything = [inputs_on(device)(p, rng.randint(1, 1100), world, seed=i) for i in range(12)]
     found = []
     for _ in range(2):
         with VirtualWorld(world, device) as ranks:
@@ -112,11 +108,11 @@ def test_back_to_back_calls_repeat_bitwise(device: CudaDevice, op: str, directio
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_a_rank_that_does_not_call_is_noticed(device: CudaDevice, op: str) -> None:
+def test_a_rank_that_does_not_call_is_noticed(device: Device, op: str) -> None:
     p = Problem(op, 512, (512,), 512, torch.bfloat16)
     with VirtualWorld(2, device) as ranks:
         ops = [p.build(ranks.rank(r), timeout_s=0.5) for r in range(2)]
-        inputs = OnDevice(p, 512, 2, seed=1)
+        inputs = inputs_on(device)(p, 512, 2, seed=1)
         good = call_all(ranks, ops, inputs)
         ops[0].wait()
         inputs.check(good[0], 0)
@@ -128,7 +124,7 @@ def test_a_rank_that_does_not_call_is_noticed(device: CudaDevice, op: str) -> No
             o.close()
 
 
-def test_every_built_plain_kernel_multiplies(device: CudaDevice) -> None:
+def test_every_built_plain_kernel_multiplies(device: Device) -> None:
     stream = device.current_stream()
     seen = 0
     for built in device.registry.kernels.values():
@@ -138,15 +134,18 @@ def test_every_built_plain_kernel_multiplies(device: CudaDevice) -> None:
         kernel = _C.Kernel(str(built.library), built.symbol)
         kernel.prepare(device.index)
         for m, n, k in ((1, 8, 8), (130, 520, 264), (1000, 768, 1536)):
-            a, b = (torch.randn(s, k, device="cuda").bfloat16() for s in (m, n))
-            out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+            where = device.torch_device
+            a, b = (torch.randn(s, k, device=where).bfloat16() for s in (m, n))
+            out = torch.full((m, n), float("nan"), device=where, dtype=torch.bfloat16)
             args = _C.GemmArgs()
             args.m, args.n, args.k, args.alpha = m, n, k, 1.0
             args.a, args.lda, args.b, args.ldb = a.data_ptr(), k, b.data_ptr(), k
             args.d, args.ldd, args.device = out.data_ptr(), n, device.index
-            room = torch.zeros(kernel.workspace_bytes(args) + 1, device="cuda", dtype=torch.uint8)
+            room = device.zeros(kernel.workspace_bytes(args) + 1, torch.uint8)
             args.workspace, args.workspace_bytes = room.data_ptr(), room.numel()
+            device.keep(a, b, out)
             kernel.launch(args, stream)
+            finish(device)
             right = a.double() @ b.double().t()
             torch.testing.assert_close(out.double(), right, rtol=8e-3, atol=2e-2)
         seen += 1

@@ -4,16 +4,56 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from emulated_cases import OnEmulated
 from flux.kernels.legality import GemmProblem
-from flux.transport.device import CudaDevice
+from flux.transport.device import CudaDevice, Device
+from ptx_device import PtxDevice, ptx_device
 from reference import Problem
 from virtual_cases import Transferred
 
 CASES = int(os.environ.get("FLUX_TEST_CASES", "12"))
+EMULATED_CASES = 2  # of the random ones that a PTX machine runs
+
+
+@pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu), "ptx"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """The current CUDA device, and flux's kernels for sm_80 on the PTX machine."""
+    if request.param == "cuda":
+        yield cuda_device()
+        return
+    library, kernels = (request.getfixturevalue(name) for name in ("emulator", "ptx_kernels"))
+    with ptx_device(library, kernels) as device:
+        yield device
+
+
+def finish(device: Device) -> None:
+    """Wait until all results may be read."""
+    if isinstance(device, PtxDevice):
+        device.finish()
+    else:
+        torch.cuda.synchronize()
+
+
+def inputs_on(device: Device) -> Callable[..., Transferred]:
+    """A constructor of inputs on that device: see ``Inputs``."""
+
+    def make(*arguments: Any, **options: Any) -> Transferred:
+        if isinstance(device, PtxDevice):
+            return OnEmulated(device, *arguments, **options)
+        return OnDevice(*arguments, **options)
+
+    return make
+
+
+def cases_on(device: Device) -> int:
+    """How many random cases a test runs."""
+    return min(CASES, EMULATED_CASES) if isinstance(device, PtxDevice) else CASES
 
 
 def cuda_device() -> CudaDevice:
@@ -38,9 +78,7 @@ def aligned(rng: random.Random, world: int, most: int) -> int:
     return 8 * world * rng.randint(1, max(1, most // (8 * world)))
 
 
-def random_problem(
-    device: CudaDevice, rng: random.Random, op: str, world: int, most: int
-) -> Problem:
+def random_problem(device: Device, rng: random.Random, op: str, world: int, most: int) -> Problem:
     """A problem with sizes up to ``most``, in a dtype that a kernel is built for."""
     sizes = (rng.randint(1, most), aligned(rng, world, most), aligned(rng, world, most))
     dtype = rng.choice([torch.bfloat16, torch.float16] if CASES > 1 else [torch.bfloat16])

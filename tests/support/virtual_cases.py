@@ -128,18 +128,20 @@ def _is_built(device: Device, p: Problem, world: int, reduce: str) -> bool:
     """Whether there is a kernel for the problem on every rank."""
     op = "ag_gemm" if p.gathers else "gemm_rs"
     for n in p.n:
-        sizes = (n // world, p.k) if p.gathers else (n, p.k // world)
-        found = device.registry.candidates(
-            op,
-            DTYPES[p.dtype].short,
-            device.capability,
-            GemmProblem(p.max_m, max(sizes[0], 1), max(sizes[1], 1), world),
-            weight="kn" if p.transpose_weight else "nk",
-            scaling=p.scaling,
-            reduce=reduce,
-        )
-        if not found:
-            return False
+        whole = n if p.gathers else p.k
+        for share in {max(whole // world, 1), -(-whole // world)}:  # the ranks' shares differ
+            sizes = (share, p.k) if p.gathers else (n, share)
+            found = device.registry.candidates(
+                op,
+                DTYPES[p.dtype].short,
+                device.capability,
+                GemmProblem(p.max_m, *sizes, world),
+                weight="kn" if p.transpose_weight else "nk",
+                scaling=p.scaling,
+                reduce=reduce,
+            )
+            if not found:
+                return False
     return True
 
 

@@ -27,7 +27,7 @@ from flux import _C
 from flux.backends.cached_call import CachedCall
 from flux.backends.cuda import nvtx
 from flux.backends.cuda.op_kernels import OpKernel, op_kernel
-from flux.backends.cuda.operands import Fit
+from flux.backends.cuda.operands import Fit, row_step
 from flux.backends.epilogue import ACTIVATE, spoil
 from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
 from flux.core.call import Call
@@ -310,7 +310,8 @@ class CudaBackend:
         rows = call.m if full else self._rows_of(call.m)
         out = self._empty(rows, self.spec.n[0])
         scale = 0 if call.scale_x is None else self._address(call.scale_x)
-        x = (self._address(call.x), call.x.stride(0), call.x.shape[1], scale)
+        step = row_step(call.x.shape, call.x.stride())
+        x = (self._address(call.x), step, call.x.shape[1], scale)
         operand = self._operand(call, 0, out)
         self._make_room(schedule, stream, [operand], call.x.shape[1])
         if self.peers.idle:
@@ -361,7 +362,7 @@ class CudaBackend:
         at, ld, k = out.data_ptr(), last.columns, last.x_shape[1]
         operand = (weight.data_ptr(), last.weight_ld, ld, at, ld, last.bias_ptr, 0)
         self._make_room(last.schedule, stream, [operand], k)
-        given = (x.data_ptr(), last.x_stride[0], k, 0)
+        given = (x.data_ptr(), row_step(last.x_shape, last.x_stride), k, 0)
         if self.spec.op.gathers:
             self.native.ag_gemm(last.schedule.native, stream, given, [operand], 0, [])
         else:

@@ -15,11 +15,20 @@ each. Two things follow:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from flux.core.call import Call
+
+
+def row_step(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the elements from one row of [rows, columns] to the next.
+
+    The stride of a single row may be anything, also what kernels cannot load: it has none.
+    """
+    return stride[0] if shape[0] > 1 else shape[1]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from emulated import EmulatedDevice, build, emulated_device
+from emulated import ROOT, EmulatedDevice, build, emulated_device
+from flux.kernels import driver
+from flux.kernels.build import MissingToolError, find_tools
+from flux.kernels.sets import config_set
 from side_by_side import built_once
 
 
@@ -15,6 +18,30 @@ from side_by_side import built_once
 def emulator(pytestconfig: pytest.Config) -> Path:
     """The emulator of GPU and NCCL, as a shared library."""
     return built_once(pytestconfig, "emulator", build)
+
+
+def _build_ptx_kernels(folder: Path) -> Path:
+    """The minimal set for sm_80, in the checkout: it is built again when its sources change."""
+    root = ROOT / "build" / "emulated-kernels"
+    root.mkdir(parents=True, exist_ok=True)
+    tools = find_tools(emulated=True)
+    units = driver.plan(config_set("minimal", ["80"]), root, tools).units
+    for outcome in driver.build_all(
+        units, root, tools, driver.job_limit(len(units)), driver.Observer()
+    ):
+        assert not outcome.error, outcome.error
+    driver.remove_superseded(root, tools)
+    return root
+
+
+@pytest.fixture(scope="session")
+def ptx_kernels(pytestconfig: pytest.Config) -> Path:
+    """Kernel libraries for the PTX machine; skips the test where nvcc or CUTLASS is missing."""
+    try:
+        find_tools(emulated=True)
+    except MissingToolError as error:
+        pytest.skip(str(error))
+    return built_once(pytestconfig, "ptx-kernels", _build_ptx_kernels)
 
 
 @pytest.fixture(scope="module")

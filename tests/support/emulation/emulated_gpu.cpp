@@ -169,7 +169,9 @@ int cuStreamCreateWithPriority(void** stream, unsigned, int) {
 }
 int cuStreamDestroy_v2(void* stream) {
   log_call("stream_destroy", stream);
-  delete stream_of(stream);
+  Stream* destroyed = stream_of(stream);
+  if (destroyed != stream) return kLaunchFailure;
+  delete destroyed;
   return 0;
 }
 int cuStreamSynchronize(void* stream) {

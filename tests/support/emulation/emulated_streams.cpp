@@ -12,6 +12,12 @@ std::atomic<int> streams_made{0};
 // Everything is submitted in one order, that of the hardware queues too.
 std::mutex submitting;
 
+std::mutex listing;
+std::set<const Stream*>& streams() {  // that have not been destroyed
+  static auto* const all = new std::set<const Stream*>;
+  return *all;
+}
+
 }  // namespace
 
 struct Stream::Entry {
@@ -33,10 +39,17 @@ Stream::Stream(bool is_default)
     : is_default_(is_default),
       number_(is_default ? 0 : ++streams_made),
       thread_([this] { work(); }) {
-  if (!is_default_) ++device().streams_alive;
+  if (is_default_) return;
+  ++device().streams_alive;
+  const std::lock_guard<std::mutex> lock(listing);
+  streams().insert(this);
 }
 
 Stream::~Stream() {
+  {
+    const std::lock_guard<std::mutex> lock(listing);
+    streams().erase(this);
+  }
   auto last = std::make_shared<Entry>();
   last->over = true;
   {
@@ -50,7 +63,12 @@ Stream::~Stream() {
 
 Stream* stream_of(void* handle) {
   static auto* const by_default = new Stream(true);
-  return handle == nullptr ? by_default : static_cast<Stream*>(handle);
+  if (handle == nullptr) return by_default;
+  auto* const stream = static_cast<Stream*>(handle);
+  const std::lock_guard<std::mutex> lock(listing);
+  if (streams().count(stream) != 0) return stream;
+  device().fail("a stream is used after it was destroyed");
+  return by_default;
 }
 
 std::uintptr_t Stream::handle() const {

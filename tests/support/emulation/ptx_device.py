@@ -1,9 +1,11 @@
-"""The emulated GPU with flux's own kernels: streams and driver of emulated_gpu.cpp, and a machine that
-executes the kernels' PTX."""
+"""The emulated GPU with flux's own kernels: streams and driver of emulated_gpu.cpp, and a machine
+that executes the kernels' PTX."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -69,3 +71,15 @@ class PtxDevice(EmulatedDevice):
         """Raise the first error of a kernel."""
         if self.cuda.error():
             raise PtxError(self.cuda.error())
+
+
+@contextmanager
+def ptx_device(library: Path, kernels: Path) -> Iterator[PtxDevice]:
+    """A device on which nothing illegal has been done in the end."""
+    device = PtxDevice(library, kernels)
+    before = device.streams()  # a test that failed may have left some
+    yield device
+    device.check()
+    assert not device.error()
+    device.close()
+    assert device.streams() == before
