@@ -43,7 +43,9 @@ WORKERS := $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
 STRESS := 10
 STRESS_TESTS = $(addprefix tests/,$(addsuffix .py, \
   cpu/test_races cpu/test_every_op cpu/test_endings layers/test_megatron_gpt hosts/test_network \
-  layers/test_compile layers/test_megatron_compile project/test_tsan \
+  layers/test_compile layers/test_compile_layers layers/test_gradcheck layers/test_replace_linears \
+  layers/test_megatron_compile project/test_tsan bench/test_bench_op bench/test_bench_suite \
+  tune/test_tuner kernels/test_device_compile gpu/test_gpu \
   gpu/test_cuda_backend gpu/test_cuda_nodes core/test_fuzz_files))
 SET := minimal
 ARCHS := 80,90a

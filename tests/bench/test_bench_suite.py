@@ -34,6 +34,7 @@ from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch.progress import Progress
 from flux.launch.spawn import RankFailedError
+from harness import stress_only
 from peer_cases import Stub
 from scripts import ROOT, SUPPORT, start_interruptible, under_torchrun
 
@@ -260,6 +261,7 @@ def test_usage_errors_measure_nothing(
 # -- torchrun, hosts -------------------------------------------------------------------------------
 
 
+@stress_only
 @pytest.mark.timeout(400)
 def test_suite_under_torchrun(shapes: str, tmp_path: Path) -> None:
     target, html = tmp_path / "out.json", tmp_path / "out.html"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flux import Knobs
-from harness import STRESS, run_ranks
+from harness import STRESS, more, run_ranks
 from op_cases import same_bits
 from reference import Inputs, Problem
 
@@ -75,7 +75,7 @@ def delayed(rank: int, world: int, op_name: str, calls: int) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [*more(2), 4])
 def test_delayed_tiles_are_waited_for(world: int, op: str) -> None:
     run_ranks(world, delayed, op, len(SIZES) * STRESS, timeout=200.0 * STRESS)
 

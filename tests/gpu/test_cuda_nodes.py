@@ -18,7 +18,7 @@ from fake_nvshmem import puts_of
 from flux import _C, Knobs, PeerTimeoutError, Topology
 from flux.transport.base import Memory
 from flux.transport.virtual import VirtualWorld
-from harness import STRESS
+from harness import STRESS, more
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
@@ -219,8 +219,9 @@ def test_one_sided_puts_work_on_several_streams(
 @pytest.mark.parametrize(
     ("op", "how", "puts"),
     [
-        *((op, how, False) for op in OPS for how in ("wait", "close")),
-        *((op, how, True) for op in ("gemm_rs", "gemm_ar") for how in ("wait", "close")),
+        *((op, "wait", False) for op in OPS),
+        *((op, "close", False) for op in ("ag_gemm", *more("gemm_rs", "gemm_ar"))),
+        *((op, how, True) for op in ("gemm_rs", *more("gemm_ar")) for how in ("wait", "close")),
     ],
 )
 def test_a_node_that_does_not_call_is_noticed(

@@ -124,6 +124,24 @@ def test_a_rank_that_does_not_call_is_noticed(device: Device, op: str) -> None:
             o.close()
 
 
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+def test_the_stride_of_a_single_row_means_nothing(device: Device, op: str) -> None:
+    """Kernels load whole vectors, and torch counts one row of any stride as contiguous."""
+    p = Problem(op, 8, (64,), 32, torch.bfloat16)
+    with VirtualWorld(2, device) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(2)]
+        for seed in (1, 2):  # the second call is a repetition
+            inputs = inputs_on(device)(p, 1, 2, seed)
+            given = [inputs.local(r) for r in range(2)]
+            odd = [x.new_zeros(1, 17)[:, :16].copy_(x) for x, _, _ in given]
+            outs = ranks.run(lambda r, x=odd, g=given: [ops[r](x[r], *g[r][1:])])
+            for r in range(2):
+                ops[r].wait()
+                inputs.check(outs[r], r)
+        for o in ops:
+            o.close()
+
+
 def test_every_built_plain_kernel_multiplies(device: Device) -> None:
     stream = device.current_stream()
     seen = 0

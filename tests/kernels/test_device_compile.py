@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness import stress_only
+
 CSRC = Path(__file__).parents[2] / "csrc"
 CHECK = CSRC / "tests" / "check_device.cu"
 
@@ -33,6 +35,7 @@ def test_the_check_names_every_core_function() -> None:
     assert all(f'#include "core/{header.name}"' in source for header in headers)
 
 
+@stress_only  # the kernels of the PTX machine include it
 def test_core_compiles_for_the_device(tmp_path: Path) -> None:
     nvcc = find_nvcc()
     if nvcc is None:

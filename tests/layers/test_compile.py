@@ -19,7 +19,7 @@ import harness
 from compile_cases import Block, D, S, passes_only, plan
 from flux.layers import close_pools
 from flux.ops.pool import OpPool
-from harness import STRESS, run_ranks
+from harness import STRESS, more, run_ranks
 
 harness.PRELOAD += [
     "torch.distributed.tensor.parallel",
@@ -157,7 +157,7 @@ def _each_case(rank: int, world: int) -> None:
     close_pools()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, *more(3)])
 def test_each_pattern_becomes_a_flux_op(world: int) -> None:
     run_ranks(world, _each_case, timeout=120.0)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import harness
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools, replace_linears
 from flux.ops.pool import pool_of
-from harness import run_ranks
+from harness import run_ranks, stress_only
 
 harness.PRELOAD += [
     "torch.distributed.tensor.parallel",
@@ -86,6 +86,7 @@ def test_layers_with_activation_checkpointing_match_eager() -> None:
     run_ranks(2, _compiled, "aot_eager", True, True)
 
 
+@stress_only
 @pytest.mark.timeout(300)
 def test_layers_with_inductor_match_eager() -> None:
     run_ranks(2, _compiled, "inductor", True, False, timeout=280.0)

@@ -20,7 +20,7 @@ import flux
 from flux import _C
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
 from flux.layers.compiled import Named, column_linear, row_linear
-from harness import run_ranks
+from harness import more, run_ranks
 
 F64 = torch.float64
 
@@ -133,7 +133,7 @@ def _ag_gemm(rank: int, world: int, m: int, transpose: bool) -> None:
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["nk", "kn"])
-@pytest.mark.parametrize(("world", "m"), [(2, 4), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("world", "m"), [*more((2, 4), (2, 3)), (3, 2)])
 def test_gradients_of_ag_gemm(world: int, m: int, transpose: bool) -> None:
     run_ranks(world, _ag_gemm, m, transpose)
 
@@ -155,7 +155,7 @@ def _reducing(rank: int, world: int, kind: str, m: int, reduce: str, transpose: 
 @pytest.mark.parametrize("reduce", ["sum", "avg"])
 @pytest.mark.parametrize("transpose", [False, True], ids=["nk", "kn"])
 @pytest.mark.parametrize("kind", ["GemmRS", "GemmAR"])
-@pytest.mark.parametrize(("world", "m"), [(2, 3), (3, 4)])
+@pytest.mark.parametrize(("world", "m"), [*more((2, 3)), (3, 4)])
 def test_gradients_of_gemm_rs_and_gemm_ar(
     world: int, m: int, kind: str, transpose: bool, reduce: str
 ) -> None:
@@ -180,7 +180,7 @@ def _column(rank: int, world: int, split: bool, whole: bool) -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "gather_output"])
 @pytest.mark.parametrize("split", [False, True], ids=["", "sequence_parallel"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [*more(2), 3])
 def test_gradients_of_the_column_layer(world: int, split: bool, whole: bool) -> None:
     run_ranks(world, _column, split, whole)
 
@@ -200,7 +200,7 @@ def _row(rank: int, world: int, split: bool, parallel: bool) -> None:
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["whole", "input_is_parallel"])
 @pytest.mark.parametrize("split", [False, True], ids=["", "sequence_parallel"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [*more(2), 3])
 def test_gradients_of_the_row_layer(world: int, split: bool, parallel: bool) -> None:
     run_ranks(world, _row, split, parallel)
 

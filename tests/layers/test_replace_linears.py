@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 import harness
 from flux.layers import close_pools, eligible, replace_linears
 from flux.ops.pool import pool_of
-from harness import run_ranks
+from harness import more, run_ranks
 
 # DTensors import them at their first use: once, in the server that ranks are forked from.
 harness.PRELOAD += ["torch.distributed.tensor.parallel", "torch._dynamo"]
@@ -166,7 +166,7 @@ def _dtensor_styles() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(_plans()))
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *more(4)])
 def test_planned_model_matches_torch(world: int, name: str) -> None:
     run_ranks(world, _trained, name)
 

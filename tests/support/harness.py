@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -48,6 +49,14 @@ BUSY = 3.0 if "PYTEST_XDIST_WORKER" in os.environ else 1.0
 """Factor on limits of a few seconds: other tests that run beside one make it wait for a core."""
 
 STRESS = int(os.environ.get("FLUX_TEST_STRESS", "1"))
+
+
+def more(*values: Any) -> tuple[Any, ...]:
+    """Parameters that only ``make stress`` runs."""
+    return values if STRESS > 1 else ()
+
+
+stress_only = pytest.mark.skipif(STRESS == 1, reason="make stress runs it")
 """How many times more calls and cases the longest tests run: `make stress` sets it."""
 
 _context = multiprocessing.get_context("forkserver")

@@ -30,6 +30,7 @@ from flux.tune.journal import BusyError, Journal, run_id
 from flux.tune.machine import survey
 from flux.tune.space import load_space
 from flux.tune.tuner import Observer, Options, Search, Tuner, describe, make_search
+from harness import STRESS, stress_only
 from scripts import SUPPORT, under_torchrun
 
 # -- halving ---------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ def test_killed_search_resumes_and_keeps_the_cache_intact(tmp_path: Path) -> Non
     rng = random.Random(5)
     arguments, variables = command(tmp_path)
     journal_bytes = 0
-    for _ in range(4):
+    for _ in range(2 if STRESS == 1 else 6):
         process = subprocess.Popen(
             arguments, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -375,6 +376,7 @@ def _text(path: Path) -> str:
         return ""
 
 
+@stress_only
 @pytest.mark.timeout(300)
 def test_under_torchrun_workers_are_replaced_too(tmp_path: Path) -> None:
     """Each of torchrun's ranks supervises one worker; a candidate kills one of them."""
