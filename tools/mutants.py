@@ -7,7 +7,7 @@ A mutant is a patch in tests/mutants with three lines in front:
     tests: the tests that are to find it, as pytest takes them
 
 It is applied to a copy of the tree in build/mutants, in which its tests run until the first
-failure. flux._C is compiled anew when the patch touches csrc.
+failure. flux._C is compiled anew when the patch touches csrc. Kernels run on the PTX machine.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Tree:
     """A copy of the working tree, to which patches are applied.
 
     Args:
-        root: the checkout; what git ignores is not copied, but for flux._C.
+        root: the checkout; what git ignores is not copied, but for flux._C and the PTX machine.
         work: the copy is made here. It is kept for the next time, with its build directory.
     """
 
@@ -98,7 +98,8 @@ class Tree:
         names = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout
         present = [name for name in names.split("\0") if name and (root / name).is_file()]
         self.extension = [path.name for path in (root / "flux").glob("_C*.so")]
-        kept = {*present, *(f"flux/{name}" for name in self.extension)}
+        machine = [f"emulator/{path.name}" for path in (root / "emulator").glob("_machine*.so")]
+        kept = {*present, *(f"flux/{name}" for name in self.extension), *machine}
         for path in [path for path in self.path.rglob("*") if path.is_file()]:
             name = path.relative_to(self.path).as_posix()
             if name not in kept and not name.startswith("build/"):
@@ -186,7 +187,8 @@ class Tree:
         try:
             if problem := self.apply(mutant):
                 return replace(result, note=problem)
-            if any(name.startswith("csrc/") for name in mutant.touched):
+            # Kernels in csrc/cuda are built by the tests that run them.
+            if any(re.match(r"csrc/(?!cuda/)", name) for name in mutant.touched):
                 self.build()
                 result = replace(result, build_s=time.monotonic() - begin)
             result = self.test(mutant.tests, result)

@@ -18,8 +18,10 @@ class CudaDevice {
   static constexpr int kMostThreads = 2048;       // of a multiprocessor
 
   // Streams belong to whoever emulates the driver. It runs a body when all that was put on the
-  // stream before is done, and is told of the first error.
-  using RunOnStream = void(void* stream, void (*body)(void*), void* argument);
+  // stream before is done, and again whenever a graph that captured it is replayed; in the end it
+  // releases the argument. It is told of the first error.
+  using RunOnStream = void(void* stream, void (*body)(void*), void* argument,
+                           void (*release)(void*));
   using FailDevice = void(const char* text);
 
   static CudaDevice& instance();

@@ -228,7 +228,8 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   request.seed = seed == 0 ? 0 : seed + launches_++;
   request.max_statements = max_statements;
   request.real_time = true;  // peers are other threads, or processes
-  auto* work = new std::function<void()>([this, module, kernel, request = std::move(request)] {
+  using Work = std::function<void()>;
+  auto work = std::make_unique<Work>([this, module, kernel, request = std::move(request)] {
     try {
       const Counters done = machine.launch(module, kernel, request);
       const std::lock_guard<std::mutex> lock(reporting_);
@@ -239,16 +240,13 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
       fail(problem.what());
     }
   });
-  const auto run = [](void* argument) {
-    const std::unique_ptr<std::function<void()>> body(
-        static_cast<std::function<void()>*>(argument));
-    (*body)();
-  };
   if (run_ == nullptr) {
-    run(work);
+    (*work)();
     return error().empty();
   }
-  run_(stream, run, work);
+  run_(
+      stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, work.release(),
+      [](void* argument) { delete static_cast<Work*>(argument); });
   return true;
 }
 

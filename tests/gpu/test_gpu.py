@@ -68,6 +68,13 @@ def test_cases_of_the_cpu_backend_match_float64(device: Device, op: str, world: 
     check_cases(device, world, cases, partial(finish, device), inputs_on(device))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_two_nodes_match_float64(device: Device, op: str) -> None:
+    """Their rows cross by a remote that copies."""
+    cases = random_cases(50, op, 4, cases_on(device))
+    check_cases(device, 4, cases, partial(finish, device), inputs_on(device), nodes=2)
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("op", OPS)
 def test_float8_ops_match_float64(device: Device, op: str, scaling: str) -> None:

@@ -106,6 +106,24 @@ def test_replays_with_changing_inputs_among_eager_calls(
             calls.close()
 
 
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_replays_of_flux_kernels(ptx: EmulatedDevice, op: str, direction: str) -> None:
+    """The kernels themselves, and the one in which ranks of a captured call meet."""
+    p = Problem(op, max(ROWS), (64,), 48, BF16)
+    with VirtualWorld(2, ptx) as ranks:
+        calls = Calls(ranks, p, tuning=Knobs(direction=direction))
+        captured = Captured(calls, ROWS)
+        for replay in range(2):
+            inputs = calls.inputs(7, 1000 + replay)
+            _, outs = calls.make(inputs)
+            ptx.finish()
+            calls.check(inputs, outs)
+            captured.replay(seed=10 * replay)
+        captured.graph.close()
+        calls.close()
+
+
 def test_graphs_of_several_sizes_share_an_op(device: EmulatedDevice) -> None:
     device.set_delay(300)
     with VirtualWorld(3, device) as ranks:

@@ -24,7 +24,7 @@ from flux.backends.cuda.backend import GRACE_S
 from flux.transport import symm_mem
 from flux.transport.virtual import VirtualWorld
 from flux.transport.watch import LOOK_S
-from harness import BUSY, fresh_ranks
+from harness import BUSY, STRESS, fresh_ranks, more
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
@@ -38,8 +38,10 @@ def library(emulator: Path) -> Path:
     return emulator
 
 
-def _cases(rank: int, world: int, library: Path, cases: list[Case]) -> int:
-    device = emulate(rank, library)
+def _cases(
+    rank: int, world: int, library: Path, cases: list[Case], kernels: Path | None = None
+) -> int:
+    device = emulate(rank, library, kernels)
     calls = 0
     for case in (on_one_device(device, c, world) for c in cases):
         device.set_delay(int(case.delay_s * 1e7))
@@ -54,6 +56,7 @@ def _cases(rank: int, world: int, library: Path, cases: list[Case]) -> int:
                 inputs.check(got, rank)
                 calls += 1
     device.set_delay(0)
+    assert not device.error()
     device.close()
     assert device.streams() == 0
     return calls
@@ -64,6 +67,14 @@ def _cases(rank: int, world: int, library: Path, cases: list[Case]) -> int:
 def test_random_cases(library: Path, op: str, world: int) -> None:
     cases = random_cases(30 + OPS.index(op), op, world, 8)
     assert run(world, _cases, library, cases) == [sum(len(c.calls) for c in cases)] * world
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, *more(4)])
+def test_flux_kernels_in_processes(library: Path, ptx_kernels: Path, op: str, world: int) -> None:
+    cases = random_cases(40 + OPS.index(op), op, world, 2 * STRESS)
+    calls = sum(len(c.calls) for c in cases)
+    assert run(world, _cases, library, cases, ptx_kernels) == [calls] * world
 
 
 def _stress(rank: int, world: int, library: Path, op: str, direction: str) -> list[torch.Tensor]:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from emulated import EmulatedDevice
 from emulated_cases import OnEmulated
 from flux.kernels.legality import GemmProblem
 from flux.transport.device import CudaDevice, Device
-from ptx_device import PtxDevice, ptx_device
 from reference import Problem
 from virtual_cases import Transferred
 
@@ -24,17 +24,12 @@ EMULATED_CASES = 2  # of the random ones that a PTX machine runs
 @pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu), "ptx"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
     """The current CUDA device, and flux's kernels for sm_80 on the PTX machine."""
-    if request.param == "cuda":
-        yield cuda_device()
-        return
-    library, kernels = (request.getfixturevalue(name) for name in ("emulator", "ptx_kernels"))
-    with ptx_device(library, kernels) as device:
-        yield device
+    yield cuda_device() if request.param == "cuda" else request.getfixturevalue("ptx")
 
 
 def finish(device: Device) -> None:
     """Wait until all results may be read."""
-    if isinstance(device, PtxDevice):
+    if isinstance(device, EmulatedDevice):
         device.finish()
     else:
         torch.cuda.synchronize()
@@ -44,7 +39,7 @@ def inputs_on(device: Device) -> Callable[..., Transferred]:
     """A constructor of inputs on that device: see ``Inputs``."""
 
     def make(*arguments: Any, **options: Any) -> Transferred:
-        if isinstance(device, PtxDevice):
+        if isinstance(device, EmulatedDevice):
             return OnEmulated(device, *arguments, **options)
         return OnDevice(*arguments, **options)
 
@@ -53,7 +48,7 @@ def inputs_on(device: Device) -> Callable[..., Transferred]:
 
 def cases_on(device: Device) -> int:
     """How many random cases a test runs."""
-    return min(CASES, EMULATED_CASES) if isinstance(device, PtxDevice) else CASES
+    return min(CASES, EMULATED_CASES) if isinstance(device, EmulatedDevice) else CASES
 
 
 def cuda_device() -> CudaDevice:

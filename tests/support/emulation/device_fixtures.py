@@ -45,6 +45,15 @@ def ptx_kernels(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="module")
+def ptx(emulator: Path, ptx_kernels: Path) -> Iterator[EmulatedDevice]:
+    """An emulated device with flux's own kernels."""
+    from ptx_device import ptx_device  # needs the PTX machine, which only make test builds
+
+    with ptx_device(emulator, ptx_kernels) as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
 def device(emulator: Path) -> Iterator[EmulatedDevice]:
     """An emulated device."""
     with emulated_device(emulator) as device:

@@ -426,6 +426,9 @@ class EmulatedDevice:
     def keep(self, *tensors: torch.Tensor) -> None:
         self._kept += tensors
 
+    def know(self, *tensors: torch.Tensor) -> None:
+        """Let kernels access memory that peers share; stand-ins access any."""
+
     @contextmanager
     def capture(self) -> Iterator[EmulatedGraph]:
         """Capture what is put on the current stream, and on streams that follow it."""

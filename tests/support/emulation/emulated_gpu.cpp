@@ -90,8 +90,10 @@ void emulator_put(void* stream, void (*body)()) {
   made.leaves_at_start = true;
   stream_of(stream)->put(std::move(made));
 }
-void emulator_run(void* stream, void (*body)(void*), void* argument) {
-  Item made = item("run", [=] { body(argument); });
+// Runs it as often as a graph that captured it is replayed; `release` gets the argument in the end.
+void emulator_run(void* stream, void (*body)(void*), void* argument, void (*release)(void*)) {
+  Item made =
+      item("run", [body, held = std::shared_ptr<void>(argument, release)] { body(held.get()); });
   made.leaves_at_start = true;
   stream_of(stream)->put(std::move(made));
 }

@@ -20,7 +20,7 @@
 #include <vector>
 
 extern "C" {
-void emulator_run(void* stream, void (*body)(void*), void* argument);
+void emulator_run(void* stream, void (*body)(void*), void* argument, void (*release)(void*));
 void emulator_dawdle();
 }
 
@@ -95,8 +95,10 @@ bool advance(Communicator& c, Operation* o) {
   return true;
 }
 
+void drop_group(void* argument) { delete static_cast<Group*>(argument); }
+
 void run_group(void* argument) {
-  const std::unique_ptr<Group> group(static_cast<Group*>(argument));
+  auto* group = static_cast<Group*>(argument);
   Communicator& c = *group->of;
   emulator_dawdle();
   bool more = true;
@@ -203,7 +205,7 @@ int ncclGroupEnd() {
   for (const Group& group : pending) {
     if (result != kSuccess) break;
     ++group.of->under_way;
-    emulator_run(group.stream, &run_group, new Group(group));
+    emulator_run(group.stream, &run_group, new Group(group), &drop_group);
   }
   pending.clear();
   return result != kSuccess ? result : kInProgress;

@@ -27,12 +27,18 @@ def map_shared(
 ) -> tuple[Any, list[torch.Tensor]]:
     """Memory of the host in place of torch's."""
     memory = shm.allocate(exchange, [True] * exchange.world, 0, size, "device")
+    device.know(*memory.data)
     return memory, [data[:size] for data in memory.data]
 
 
-def emulate(rank: int, library: Path) -> EmulatedDevice:
-    """Place ops of this process on an emulated device."""
-    device = EmulatedDevice(library)
+def emulate(rank: int, library: Path, kernels: Path | None = None) -> EmulatedDevice:
+    """Place ops of this process on an emulated device; ``kernels``: with these, of flux."""
+    if kernels is None:
+        device = EmulatedDevice(library)
+    else:
+        from ptx_device import PtxDevice  # needs the PTX machine, which only make test builds
+
+        device = PtxDevice(library, kernels)
     device.identity = f"emulated {rank}"
     symm_mem._map_everywhere = map_shared  # type: ignore[assignment]
     symm_mem.open_symm_mem = lambda exchange: symm_mem.SymmMem(exchange, device)  # type: ignore

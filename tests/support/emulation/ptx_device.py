@@ -38,24 +38,25 @@ class PtxDevice(EmulatedDevice):
         super().reset()
         self.cuda.clear()
 
-    def _know(self, *tensors: torch.Tensor) -> None:
+    def know(self, *tensors: torch.Tensor) -> None:
+        """Let kernels access the memory of these tensors."""
         for tensor in tensors:
             address, size = extent(tensor)
             if size:
                 self.cuda.machine.add_memory(address, size, f"a tensor of {tuple(tensor.shape)}")
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        self._know(*tensors)
+        self.know(*tensors)
         super().keep(*tensors)
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         memory = super().zeros(count, dtype)
-        self._know(memory)
+        self.know(memory)
         return memory
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         memory = super().pinned(count, dtype)
-        self._know(memory)
+        self.know(memory)
         return memory
 
     def finish(self) -> None:

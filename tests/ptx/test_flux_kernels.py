@@ -1,0 +1,81 @@
+"""Flux's kernels for sm_80 on the PTX machine: what only a machine can ask of them.
+
+As parts of ops, beside a GPU's: tests/gpu/test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from flux.transport.virtual import VirtualWorld
+from harness import STRESS
+from matrix import OPS
+from ptx_device import PtxDevice
+from reference import Inputs, Problem
+from virtual_cases import call_all
+
+BF16 = torch.bfloat16
+
+
+def results(device: PtxDevice, p: Problem, m: int, world: int) -> list[torch.Tensor]:
+    """Of one call of all ranks, compared with float64."""
+    inputs = Inputs(p, m, world, seed=m)
+    with VirtualWorld(world, device) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(world)]
+        outs = call_all(ranks, ops, inputs)
+        device.finish()
+        for r, op in enumerate(ops):
+            op.wait()
+            inputs.check(outs[r], r)
+            op.close()
+    return [part for of_rank in outs for part in of_rank]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("m", [1, 131, 300])
+def test_no_order_of_warps_changes_a_bit(ptx: PtxDevice, op: str, m: int) -> None:
+    p, found = Problem(op, 300, (160,), 96, BF16), []
+    try:
+        for seed in range(3 * STRESS):
+            ptx.cuda.seed = 1000 * seed
+            found.append(results(ptx, p, m, 2))
+    finally:
+        ptx.cuda.seed = 0
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.alone
+def test_a_call_takes_seconds(ptx: PtxDevice) -> None:
+    p = Problem("ag_gemm", 256, (512,), 512, BF16)
+    results(ptx, p, 256, 2)  # reads the PTX
+    begin = time.monotonic()
+    results(ptx, p, 256, 2)
+    assert time.monotonic() - begin < 3.0
+
+
+def test_memory_that_was_freed_is_named(ptx: PtxDevice) -> None:
+    """The first error is kept, with kernel and source line, and no later kernel runs."""
+    p = Problem("gemm_rs", 64, (64,), 64, BF16)
+    inputs = Inputs(p, 64, 2, seed=1)
+    ranks = VirtualWorld(2, ptx)
+    ops = [p.build(ranks.rank(r), timeout_s=0.5) for r in range(2)]
+    know, ptx.know = ptx.know, lambda *tensors: None  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RuntimeError) as raised:  # of the driver, as after a fault on a GPU
+            call_all(ranks, ops, inputs)
+            ptx.finish()
+    finally:
+        ptx.know = know  # type: ignore[method-assign]
+    assert ptx.cuda.error() in str(raised.value)
+    text = ptx.cuda.error()
+    assert "outside of global memory" in text and "by thread" in text
+    assert "flux_gemm_rs_sm80" in text and ".h:" in text
+    ptx.clear_error()
+    ptx.cuda.clear()
+    for op in ops:
+        op.close()
+    ranks.close()
