@@ -10,6 +10,8 @@ import time
 import pytest
 import torch
 
+from emulator import extent
+from flux import _C
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS
 from matrix import OPS
@@ -57,25 +59,28 @@ def test_a_call_takes_seconds(ptx: PtxDevice) -> None:
     assert time.monotonic() - begin < 3.0
 
 
-def test_memory_that_was_freed_is_named(ptx: PtxDevice) -> None:
-    """The first error is kept, with kernel and source line, and no later kernel runs."""
-    p = Problem("gemm_rs", 64, (64,), 64, BF16)
-    inputs = Inputs(p, 64, 2, seed=1)
-    ranks = VirtualWorld(2, ptx)
-    ops = [p.build(ranks.rank(r), timeout_s=0.5) for r in range(2)]
-    know, ptx.know = ptx.know, lambda *tensors: None  # type: ignore[method-assign]
+def test_memory_that_is_not_known_is_named(ptx: PtxDevice) -> None:
+    """The first error is kept, with kernel and source line, and the driver fails from then on."""
+    (built,) = (k for k in ptx.registry.kernels.values() if k.config.op == "ag_gemm")
+    kernel = _C.Kernel(str(built.library), built.symbol)
+    kernel.prepare(0)
+    a, b, out = (torch.zeros(128, 128, dtype=BF16) for _ in range(3))
+    ptx.know(a, b, out)  # in place of what other tests had there
+    ptx.cuda.machine.remove_memory(extent(a)[0])
+    args = _C.GemmArgs()
+    args.m = args.n = args.k = args.lda = args.ldb = args.ldd = 128
+    args.alpha, args.device, args.order.world = 1.0, 0, 1
+    args.a, args.b, args.d = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    kernel.launch(args, 0)
     try:
-        with pytest.raises(RuntimeError) as raised:  # of the driver, as after a fault on a GPU
-            call_all(ranks, ops, inputs)
+        with pytest.raises(RuntimeError) as raised:
             ptx.finish()
+        text = ptx.cuda.error()
+        assert text in str(raised.value)
+        assert "outside of global memory" in text and "by thread" in text
+        assert built.symbol in text and ".h:" in text
+        with pytest.raises(RuntimeError, match="outside of global memory"):
+            ptx.driver.ready(0)
     finally:
-        ptx.know = know  # type: ignore[method-assign]
-    assert ptx.cuda.error() in str(raised.value)
-    text = ptx.cuda.error()
-    assert "outside of global memory" in text and "by thread" in text
-    assert "flux_gemm_rs_sm80" in text and ".h:" in text
-    ptx.clear_error()
-    ptx.cuda.clear()
-    for op in ops:
-        op.close()
-    ranks.close()
+        ptx.clear_error()
+        ptx.cuda.clear()
