@@ -57,7 +57,7 @@ std::string said;
 
 // Of an emulated device.
 struct Device {
-  void (*run)(void* stream, void (*body)(void*), void* argument) = nullptr;
+  void (*run)(void* stream, void (*body)(void*), void* argument, void (*release)(void*)) = nullptr;
   void (*dawdle)() = nullptr;
 };
 Device emulated;
@@ -67,11 +67,10 @@ int on_stream(void* stream, std::function<void()> body) {
     body();
     return FLUX_OK;
   }
-  const auto call = [](void* argument) {
-    const std::unique_ptr<std::function<void()>> one(static_cast<std::function<void()>*>(argument));
-    (*one)();
-  };
-  emulated.run(stream, call, new std::function<void()>(std::move(body)));
+  using Body = std::function<void()>;
+  emulated.run(
+      stream, [](void* argument) { (*static_cast<Body*>(argument))(); }, new Body(std::move(body)),
+      [](void* argument) { delete static_cast<Body*>(argument); });
   return FLUX_OK;
 }
 
