@@ -1,10 +1,7 @@
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
-#include <optional>
-#include <shared_mutex>
 
 #include "cuda/runtime/emulated_cuda.h"
 #include "device.h"
