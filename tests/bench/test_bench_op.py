@@ -30,7 +30,13 @@ from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch import spawn
 from harness import more, nothing_left_in_shared_memory, run_ranks
-from scripts import forked, start_forked_command, start_interruptible, under_torchrun
+from scripts import (
+    forked,
+    processes_of_session,
+    start_forked_command,
+    start_interruptible,
+    under_torchrun,
+)
 
 FLUX = [sys.executable, "-m", "flux"]
 SHAPE = ["--m", "13", "--n", "10", "--k", "9"]
@@ -420,7 +426,7 @@ COMMANDS = {
     "bench op": [*PROBLEM, "--op", "gemm_rs", "--repeats", "3"],
     "bench suite": ["--shapes", "SHAPES", "--repeats", "3"],
     "trace op": [*PROBLEM, "--op", "gemm_rs"],
-    "tune": [*PROBLEM, "--op", "gemm_rs"],
+    "tune": [*PROBLEM, "--op", "gemm_rs", "--budget", "2s"],
 }
 
 
@@ -431,23 +437,13 @@ def _arguments(command: str, folder: Path) -> list[str]:
     return ["-m", "flux", *command.split(), *words]
 
 
-def _session(number: int) -> list[int]:
-    """The processes of a session that have not ended."""
-    found = []
-    for pid in psutil.pids():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getsid(pid) == number and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
-    return found
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_listens_beyond_its_host(command: str, tmp_path: Path) -> None:
     seen: set[tuple[str, int]] = set()
     settings = {"FLUX_TUNE_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     process = start_forked_command(_arguments(command, tmp_path), tmp_path, settings, tmp_path)
     while process.is_alive():
-        for pid in _session(process.pid):
+        for pid in processes_of_session(process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 seen |= _listening(pid)
         time.sleep(0.05)  # the cores are the command's
@@ -461,7 +457,7 @@ def test_no_rank_outlives_its_command(number: signal.Signals, tmp_path: Path) ->
     """Whenever the command is ended: ranks start, meet, wait or run then."""
     for most in (0, 2):  # processes of the session, beside the command, at the moment
         process = start_forked_command(_arguments("bench op", tmp_path), tmp_path, cwd=tmp_path)
-        while len(_session(process.pid)) <= most + 1 and process.is_alive():
+        while len(processes_of_session(process.pid)) <= most + 1 and process.is_alive():
             time.sleep(0.01)
         time.sleep(random.random() * 0.5)
         with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
@@ -469,6 +465,6 @@ def test_no_rank_outlives_its_command(number: signal.Signals, tmp_path: Path) ->
         process.join(20)
         assert process.exitcode is not None
         deadline = time.monotonic() + 5
-        while (left := _session(process.pid)) and time.monotonic() < deadline:
+        while (left := processes_of_session(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not left

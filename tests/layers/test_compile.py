@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import flux
 import harness
-from compile_cases import Block, D, S, passes_only, plan
+from compile_cases import Block, D, S, passes_only, plan, quick_inductor
 from flux.layers import close_pools
 from flux.ops.pool import OpPool
 from harness import STRESS, more, run_ranks
@@ -53,7 +53,7 @@ def _results(run: Any, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Te
 
 
 def _block(rank: int, world: int, sequence: bool, real: bool) -> None:
-    """Run half of the block with generated code: the compiler takes 4 s for each loop."""
+    """``real``: half of the block, with Inductor's code instead of its passes alone."""
     torch._dynamo.reset()
     flux.compile.clear_report()
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
@@ -64,7 +64,7 @@ def _block(rank: int, world: int, sequence: bool, real: bool) -> None:
     x = torch.randn(2, S // world if sequence else S, D, dtype=torch.float64)
     whole = model.half if real else model
     want = _results(whole, model, x)
-    with flux.compile.enable():
+    with flux.compile.enable(), quick_inductor():
         compiled = torch.compile(whole, fullgraph=True, backend="inductor" if real else passes_only)
         _results(compiled, model, x)
     assert not flux.compile.enabled()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+
+from harness import STRESS
 
 B, S, D, HEADS = 2, 8, 16, 4
 
@@ -69,6 +73,22 @@ def plan(sequence: bool) -> dict[str, Any]:
             styles[name] = PrepareModuleInput(**whole)
         styles |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
     return styles
+
+
+@contextmanager
+def quick_inductor() -> Iterator[None]:
+    """Inductor that generates no loops, if this torch can: each operator is called as it is.
+
+    The C++ compiler takes 2 to 4 s of a core for each loop. Ours are calls in any case; passes,
+    schedules and buffers are those of Inductor. `make stress` generates the loops.
+    """
+    from torch._inductor import config
+
+    if STRESS > 1 or not hasattr(config, "fallback_by_default"):  # torch 2.9
+        yield
+        return
+    with config.patch(fallback_by_default=True):
+        yield
 
 
 def passes_only(gm: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -133,6 +133,18 @@ def start_forked_command(
     return start_forked(_become, arguments, environment, str(folder), str(cwd), daemon=False)
 
 
+def processes_of_session(number: int) -> list[int]:
+    """The processes of a session that have not ended; a forked command leads its own."""
+    import psutil  # a bare machine with a GPU may lack it
+
+    found = []
+    for pid in psutil.pids():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(pid) == number and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
+
+
 @dataclass
 class Ended:
     """How processes ended: the first status that is not 0, all that they printed, their numbers."""

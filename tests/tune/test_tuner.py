@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +28,13 @@ from flux.tune.machine import survey
 from flux.tune.space import load_space
 from flux.tune.tuner import Observer, Options, Search, Tuner, describe, make_search
 from harness import STRESS, stress_only
-from scripts import SUPPORT, under_torchrun
+from scripts import (
+    SUPPORT,
+    forked,
+    processes_of_session,
+    start_forked_command,
+    under_torchrun,
+)
 
 # -- halving ---------------------------------------------------------------------------------------
 
@@ -309,14 +312,13 @@ def test_a_budget_ends_the_search_and_a_later_run_goes_on(tmp_path: Path) -> Non
 
 # -- killed processes ------------------------------------------------------------------------------
 
-COMMAND = [sys.executable, "-m", "flux", "tune", "--op", "ag_gemm", "--m", "8,24", "--n", "16"]
+COMMAND = ["-m", "flux", "tune", "--op", "ag_gemm", "--m", "8,24", "--n", "16", "--k", "16"]
 
 
-def command(folder: Path, *more: str) -> tuple[list[str], dict[str, str]]:
+def command(folder: Path) -> tuple[list[str], dict[str, str]]:
     space = folder / "space.toml"
     space.write_text(SPACE)
-    variables = {**os.environ, "FLUX_TUNE_CACHE": str(folder / "cache")}
-    return [*COMMAND, "--k", "16", "--space", str(space), *more], variables
+    return [*COMMAND, "--space", str(space)], {"FLUX_TUNE_CACHE": str(folder / "cache")}
 
 
 @pytest.mark.timeout(400)
@@ -325,12 +327,10 @@ def test_killed_search_resumes_and_keeps_the_cache_intact(tmp_path: Path) -> Non
     arguments, variables = command(tmp_path)
     journal_bytes = 0
     for _ in range(2 if STRESS == 1 else 6):
-        process = subprocess.Popen(
-            arguments, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(rng.uniform(1.0, 6.0))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process = start_forked_command(arguments, tmp_path, variables)
+        time.sleep(rng.uniform(0.2, 3.0))
+        process.kill()
+        process.join()
         cache = Cache(tmp_path / "cache")
         list(cache.entries())
         assert cache.damaged() == []
@@ -339,9 +339,7 @@ def test_killed_search_resumes_and_keeps_the_cache_intact(tmp_path: Path) -> Non
         if journals:
             assert size >= journal_bytes - 4096, "what was written down is lost"
             journal_bytes = size
-    done = subprocess.run(
-        [*arguments, "--json"], env=variables, capture_output=True, text=True, timeout=280
-    )
+    done = forked(*arguments, "--json", timeout_s=280, settings=variables)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [document["settled"] for document in found] == [True, True]
@@ -352,28 +350,16 @@ def test_killed_search_resumes_and_keeps_the_cache_intact(tmp_path: Path) -> Non
 
 def test_workers_end_when_the_tuner_is_killed(tmp_path: Path) -> None:
     arguments, variables = command(tmp_path)
-    process = subprocess.Popen(arguments, env=variables, stdout=subprocess.DEVNULL)
-    time.sleep(5)
+    process = start_forked_command(arguments, tmp_path, variables)
+    while len(processes_of_session(process.pid)) < 4:  # itself, what it forks from, two workers
+        assert process.is_alive(), (tmp_path / "err").read_text()
+        time.sleep(0.05)
     process.kill()
-    process.wait()
+    process.join()
     deadline = time.monotonic() + 60
-    while True:
-        alive = [
-            path.parent.name
-            for path in Path("/proc").glob("[0-9]*/environ")
-            if str(tmp_path) in _text(path)
-        ]
-        if not alive:
-            break
+    while alive := processes_of_session(process.pid):
         assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.2)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 @stress_only
