@@ -42,10 +42,11 @@ CORE_TESTS = $(sort $(wildcard tests/core/test_core_*.py)) $(addprefix tests/,$(
 WORKERS := $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
 STRESS := 10
 STRESS_TESTS = $(addprefix tests/,$(addsuffix .py, \
-  cpu/test_races cpu/test_every_op cpu/test_endings layers/test_megatron_gpt hosts/test_network \
+  cpu/test_races cpu/test_every_op cpu/test_endings cpu/test_faults cpu/test_topology_orders \
+  hosts/test_network layers/test_library layers/test_megatron_gpt layers/test_megatron_layers \
   layers/test_compile layers/test_compile_layers layers/test_gradcheck layers/test_replace_linears \
   layers/test_megatron_compile project/test_tsan bench/test_bench_op bench/test_bench_suite \
-  tune/test_tuner kernels/test_device_compile gpu/test_gpu \
+  tune/test_tuner tune/test_tune_gpu kernels/test_device_compile gpu/test_gpu gpu/test_symm_mem \
   gpu/test_cuda_backend gpu/test_cuda_nodes core/test_fuzz_files))
 SET := minimal
 ARCHS := 80,90a

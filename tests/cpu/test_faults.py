@@ -31,6 +31,7 @@ from harness import (
     fresh_ranks,
     held,
     join_group,
+    more,
     nothing_left_in_shared_memory,
     run_ranks,
     shared_mappings,
@@ -127,8 +128,13 @@ KNOBS = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "gemm", "copying"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "when"),
+    [
+        *((2, when) for when in ("before", "gemm", "copying")),
+        *((world, when) for world in (3, 4) for when in (*more("before"), "gemm", "copying")),
+    ],
+)
 def test_killed_rank_raises_on_survivors(world: int, when: str) -> None:
     with nothing_left_in_shared_memory(), contextlib.ExitStack() as stack:
         groups = {op: stack.enter_context(fresh_ranks(world)) for op in OPS}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import flux
-from harness import run_ranks
+from harness import more, run_ranks
 
 MESHES = [flux.Topology(2, 1, 2), flux.Topology(1, 2, 2), flux.Topology(2, 2, 1)]
-WIDE = [flux.Topology(2, 2, 2), flux.Topology(4, 1, 2)]
+WIDE = [flux.Topology(2, 2, 2), *more(flux.Topology(4, 1, 2))]
 
 
 def _orders(rank: int, world: int, mesh: flux.Topology) -> None:

@@ -65,7 +65,7 @@ def _cases(
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_random_cases(library: Path, op: str, world: int) -> None:
-    cases = random_cases(30 + OPS.index(op), op, world, 8)
+    cases = random_cases(30 + OPS.index(op), op, world, 4 * STRESS)
     assert run(world, _cases, library, cases) == [sum(len(c.calls) for c in cases)] * world
 
 
@@ -112,7 +112,7 @@ def _virtual(library: Path, world: int, op: str, direction: str) -> list[list[to
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("direction", ["push", "pull"])
+@pytest.mark.parametrize("direction", ["push", *more("pull")])
 def test_processes_give_the_bits_of_virtual_ranks(library: Path, op: str, direction: str) -> None:
     world = 3
     processes = run(world, _stress, library, op, direction)

@@ -14,7 +14,7 @@ import torch
 import gpt_cases
 import megatron_cases as mc
 from gpt_cases import GPTCase, build, check_training
-from harness import run_ranks
+from harness import more, run_ranks
 from scripts import ROOT, run_script
 
 # World, sequence parallelism, tied embeddings.
@@ -34,9 +34,8 @@ def test_same_losses_as_megatron(world: int, sp: bool, tied: bool) -> None:
     "case",
     [
         GPTCase(True, True, accumulate=True),
-        GPTCase(False, False, accumulate=True),
-        GPTCase(True, False, recompute="full"),
         GPTCase(False, True, recompute="full"),
+        *more(GPTCase(False, False, accumulate=True), GPTCase(True, False, recompute="full")),
         # Without biases: Megatron's recomputation of an MLP that returns one does not end.
         GPTCase(True, False, recompute="core_attn,mlp", accumulate=True, swiglu=True),
     ],

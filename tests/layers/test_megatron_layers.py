@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import megatron_cases as mc
-from harness import run_ranks
+from harness import more, run_ranks
 from megatron_cases import LayerCase
-
-WORLDS = (2, 4)
 
 
 def _every_form() -> list[LayerCase]:
@@ -50,8 +48,9 @@ def _check(rank: int, world: int, cases: list[LayerCase]) -> int:
     return len(cases)
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "kind"), [(4, "column"), (2, "row"), *more((2, "column"), (4, "row"))]
+)
 def test_equal_to_megatron(world: int, kind: str) -> None:
     cases = [case for case in _every_form() if case.kind == kind]
     assert len(cases) > 15

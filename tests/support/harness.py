@@ -49,6 +49,7 @@ BUSY = 3.0 if "PYTEST_XDIST_WORKER" in os.environ else 1.0
 """Factor on limits of a few seconds: other tests that run beside one make it wait for a core."""
 
 STRESS = int(os.environ.get("FLUX_TEST_STRESS", "1"))
+"""How many times more calls and cases the longest tests run: `make stress` sets it."""
 
 
 def more(*values: Any) -> tuple[Any, ...]:
@@ -57,7 +58,6 @@ def more(*values: Any) -> tuple[Any, ...]:
 
 
 stress_only = pytest.mark.skipif(STRESS == 1, reason="make stress runs it")
-"""How many times more calls and cases the longest tests run: `make stress` sets it."""
 
 _context = multiprocessing.get_context("forkserver")
 _counter = itertools.count()

@@ -30,8 +30,7 @@ from flux.tune import kernels, machine
 from flux.tune.journal import Journal, run_id
 from flux.tune.space import Candidate, load_space
 from flux.tune.tuner import Options, Search, Tuner, describe, make_search
-from harness import fresh_ranks
-from matrix import OPS
+from harness import fresh_ranks, more, stress_only
 from reference import Inputs, Problem
 from scripts import SUPPORT, run_script
 
@@ -121,7 +120,7 @@ def _as_tuned(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["gemm_rs", *more("ag_gemm", "gemm_ar")])
 def test_an_op_runs_the_tuned_winner(here: None, emulator: Path, tmp_path: Path, op: str) -> None:
     search, cache = tune(tmp_path, tune_gpus.Maker(emulator), op)
     winner = search.winner
@@ -149,7 +148,7 @@ def test_an_op_runs_the_tuned_winner(here: None, emulator: Path, tmp_path: Path,
         ("stale", "elements are wrong"),
         ("hangs", "PeerTimeoutError"),
         ("faults", "rank 1: RuntimeError: CUDA error: an illegal memory access"),
-        ("dies", "rank 1: killed by SIGSEGV"),
+        *more(("dies", "rank 1: killed by SIGSEGV")),
     ],
 )
 def test_bad_candidates_are_excluded_with_the_reason(
@@ -197,6 +196,7 @@ if __name__ == "__main__":
     assert "winner 4 {" in found and "its ranks failed: rank 1: killed by SIGSEGV" in found
 
 
+@stress_only
 @pytest.mark.timeout(300)
 def test_candidates_share_what_memory_is_free(here: None, emulator: Path, tmp_path: Path) -> None:
     """With room for the anchor, one, and one that is checked beside them: a fourth would fail."""
