@@ -10,9 +10,11 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -43,6 +45,7 @@ struct Dim {
 struct Launch {
   Dim grid;
   Dim block;
+  std::optional<Dim> cluster;  // in blocks; without: what the kernel asks for, or one block
   std::vector<std::uint8_t> params;
   std::uint64_t dynamic_shared = 0;              // bytes
   int resident = 8;                              // most blocks that run at a time
@@ -57,9 +60,11 @@ struct Counters {
 };
 
 struct Block;
+struct Cluster;
 struct Warp;
 struct Context;
 struct Op;
+class Engine;
 
 enum class Outcome : std::uint8_t {
   kNext,
@@ -90,6 +95,7 @@ struct Op {
   Type from = Type::kNone;  // of the source, where it differs
   Space space = Space::kGeneric;
   int number = 0;  // what the handler makes of it: lanes of a vector, a width, ...
+  int position = -1;  // a second one of these
   int label = -1;
   bool flag = false;
   std::vector<Value> targets;
@@ -117,6 +123,7 @@ struct Copy {                // cp.async of one thread
   std::uint64_t source = 0;
   std::uint32_t bytes = 0;
   std::uint32_t filled = 0;  // bytes that come from the source; the others are zero
+  std::uint64_t number = 0;  // among the copies of its thread
 };
 
 struct Warp {
@@ -131,6 +138,12 @@ struct Warp {
   std::vector<std::uint8_t> local;                                // of all lanes
   std::array<std::vector<Copy>, kLanes> copies;                   // not committed
   std::array<std::deque<std::vector<Copy>>, kLanes> copy_groups;  // committed, oldest first
+  std::array<std::uint64_t, kLanes> copies_started{};             // in all
+  std::array<std::uint64_t, kLanes> bulk_groups{};                // of bulk copies, committed
+  Mask at_cluster_barrier = 0;     // lanes that have arrived and not waited
+  Mask cluster_barrier_phase = 0;  // parity of the phase that they arrived in
+  int refused_waits = 0;           // mbarrier.try_wait that returned false, since one was true
+  std::uint64_t max_registers = 0;  // of a thread: setmaxnreg
 };
 
 struct Barrier {
@@ -148,6 +161,23 @@ struct Block {
   std::array<Barrier, 16> barriers;
   std::vector<Warp> warps;
   std::uint32_t running = 0;  // warps with threads
+  Cluster* cluster = nullptr;
+  std::uint32_t rank = 0;    // in the cluster
+  std::uint32_t number = 0;  // in the order of their start
+  // Objects in shared memory, by offset, as they were last written: memory that differs has been
+  // overwritten (mbarrier.cpp).
+  std::map<std::uint64_t, std::uint64_t> mbarriers;
+  std::uint64_t free_registers = 0;  // given back by setmaxnreg.dec
+};
+
+// Blocks that run together and see the shared memory of each other. It ends as a whole.
+struct Cluster {
+  Dim index;
+  std::vector<std::unique_ptr<Block>> blocks;  // by rank
+  // barrier.cluster: it completes when all threads that have not exited have arrived.
+  std::uint64_t threads = 0, arrived = 0;
+  bool phase = false;  // parity
+  std::uint32_t running = 0;  // blocks with threads
 };
 
 struct Allocation {
@@ -197,6 +227,10 @@ struct Context {
   Mask taken = 0;
   bool slept = false;  // the statement was nanosleep
   std::array<Lanes, 8> scratch;
+  Dim cluster{};                      // in blocks
+  bool explicit_cluster = false;      // the launch or the kernel says how large
+  Engine* engine = nullptr;           // performs what is asynchronous
+  std::mt19937_64* random = nullptr;  // null without a seed
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;
   [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;
@@ -245,9 +279,45 @@ inline std::uint64_t cut(std::uint64_t bits, int bytes) {
 // Returns the integer that a register holds as a value of this type.
 std::int64_t integer(std::uint64_t bits, Type type);
 
+// Returns what is wrong with [address, address + bytes): it must lie in one allocation. Empty: nothing.
+std::string outside_global(const Allocations& memory, std::uint64_t address, std::uint64_t bytes);
 // Host address of `bytes` bytes at a generic address, for a lane. Throws PtxError.
 std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                  std::uint64_t bytes);
+
+// Returns the address that operand `number`, [register + offset], names for a lane.
+inline std::uint64_t address_of(const Op& op, int number, const Lanes& base, int lane) {
+  return base[lane] + static_cast<std::uint64_t>(op.values[number].offset);
+}
+
+// -- clusters ---------------------------------------------------------------------------------------
+
+// A shared::cluster address has 32 bits: an offset, and above it a rank in the cluster plus one. Zero
+// stands for the block of the thread, so that a shared::cta address is one too.
+constexpr int kRankShift = 24;
+constexpr std::uint64_t kOffsetMask = (std::uint64_t{1} << kRankShift) - 1;
+
+// A place in the shared memory of a block of the cluster.
+struct Place {
+  Block* block = nullptr;
+  std::uint64_t offset = 0;
+};
+
+// Returns where an address lies that must be one of shared memory: of the thread's own block (kShared),
+// or of any block of its cluster that has not ended (kCluster, kGeneric). Throws PtxError.
+Place shared_place(Context& c, const Op& op, int lane, Space space, std::uint64_t address);
+// The same for `bytes` bytes, which must lie in shared memory and be aligned to `align`.
+Place shared_range(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+                   std::uint64_t bytes, std::uint64_t align);
+
+// Whether all lanes that a statement names, and that still run, are there. Others come later.
+bool have_met(Context& c, const Op& op, Mask mask, Mask named);
+// Takes lanes that exit out of the barrier of their cluster.
+void leave_cluster(Warp& warp, Mask mask);
+// Returns how many registers a thread has when a kernel starts.
+std::uint64_t registers_at_start(const Kernel& kernel, const Launch& launch);
+// Performs the copies (cp.async) of a lane that were started before the one of this number.
+void perform_copies(Warp& warp, int lane, std::uint64_t before);
 
 // -- half precision ---------------------------------------------------------------------------------
 
@@ -266,9 +336,15 @@ bool decode_convert(const Statement& s, Op& op);
 bool decode_memory(const Statement& s, Op& op);
 bool decode_warp(const Statement& s, Op& op);
 bool decode_matrix(const Statement& s, Op& op);
+bool decode_cluster(const Statement& s, Op& op);
+bool decode_mbarrier(const Statement& s, Op& op);
+bool decode_bulk(const Statement& s, Op& op);
+bool decode_tensor(const Statement& s, Op& op);
 
 // Whether a statement has a modifier.
 bool has(const Statement& s, const char* modifier);
+// Whether all modifiers of a statement are among these.
+bool has_only(const Statement& s, std::initializer_list<const char*> known);
 // The state space that a statement names, or kGeneric.
 Space space_of(const Statement& s);
 // The last modifier that is a type, or kNone.

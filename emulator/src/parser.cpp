@@ -241,14 +241,22 @@ class Parser {
     if (name == ".maxntid" || name == ".reqntid") {
       kernel_->max_threads = static_cast<int>(integer());
       while (accept(",")) kernel_->max_threads *= static_cast<int>(integer());
-    } else if (name == ".minnctapersm" || name == ".maxclusterrank" || name == ".maxnreg" ||
-               name == ".reqnctapercluster") {
-      integer();
-      while (accept(",")) integer();
+    } else if (name == ".minnctapersm") {
+      kernel_->min_blocks = static_cast<int>(integer());
+    } else if (name == ".maxnreg") {
+      kernel_->max_registers = static_cast<int>(integer());
+    } else if (name == ".maxclusterrank") {
+      kernel_->max_cluster = static_cast<int>(integer());
+    } else if (name == ".reqnctapercluster") {
+      do kernel_->cluster.push_back(static_cast<std::uint32_t>(integer()));
+      while (accept(","));
+      kernel_->cluster.resize(3, 1);
+    } else if (name == ".explicitcluster") {
+      kernel_->explicit_cluster = true;
     } else if (name == ".pragma") {
       take();
       expect(";");
-    } else if (name != ".explicitcluster" && name != ".noreturn") {
+    } else if (name != ".noreturn") {
       --at_;
       fail("unknown attribute " + name);
     }
