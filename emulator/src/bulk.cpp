@@ -8,8 +8,7 @@ namespace emulator {
 
 Place mbarrier_of(Context& c, const Op& op, int number, Mask mask, int lane, const Place& target) {
   const Lanes& base = read(c, op, number, mask);
-  const Place place =
-      shared_range(c, op, lane, op.space, address_of(op, number, base, lane), 8, 8);
+  const Place place = shared_range(c, op, lane, op.space, address_of(op, number, base, lane), 8, 8);
   if (place.block != target.block) {
     c.fail(op, lane, "the mbarrier is not in the block that the copy goes to");
   }
@@ -228,12 +227,13 @@ bool decode_copy(const Statement& s, Op& op) {
   if (!has(s, kReports)) return false;
   if (goes(s, 3, "shared::cluster", "shared::cta")) {
     op.handler = send_bytes;
-    return operands == 4 && has_only(s, {"async", "bulk", "shared::cluster", "shared::cta", kReports});
+    return operands == 4 &&
+           has_only(s, {"async", "bulk", "shared::cluster", "shared::cta", kReports});
   }
   op.flag = has(s, "multicast::cluster");
   op.handler = load_bytes;
-  const bool known = goes(s, 3, "shared::cluster", "global") ||
-                     (goes(s, 3, "shared::cta", "global") && !op.flag);
+  const bool known =
+      goes(s, 3, "shared::cluster", "global") || (goes(s, 3, "shared::cta", "global") && !op.flag);
   return known && operands == (op.flag ? 5u : 4u) &&
          has_only(s, {"async", "bulk", "shared::cluster", "shared::cta", "global", kReports,
                       "multicast::cluster", "L2::cache_hint"});

@@ -32,7 +32,8 @@ Place shared_place(Context& c, const Op& op, int lane, Space space, std::uint64_
            "the address " + std::to_string(address) + " is not one of shared memory of the " +
                std::to_string(blocks.size()) + " blocks of the cluster");
   }
-  const std::string whose = "shared memory of block " + std::to_string(rank - 1) + " of the cluster";
+  const std::string whose =
+      "shared memory of block " + std::to_string(rank - 1) + " of the cluster";
   if (space == Space::kShared) {
     c.fail(op, lane, "shared::cta is the thread's own block, and the address is in " + whose);
   }
@@ -116,9 +117,9 @@ Outcome map_address(Context& c, const Op& op, Mask mask) {
     const Place place = shared_place(c, op, l, own, address_of(op, 0, base, l));
     const std::uint64_t rank = static_cast<std::uint32_t>(ranks[l]);
     if (rank >= size) {
-      c.fail(op, l,
-             "rank " + std::to_string(rank) + " in a cluster of " + std::to_string(size) +
-                 " blocks");
+      c.fail(
+          op, l,
+          "rank " + std::to_string(rank) + " in a cluster of " + std::to_string(size) + " blocks");
     }
     d[l] = (generic ? kSharedWindow : 0) + ((rank + 1) << kRankShift) + place.offset;
   });

@@ -109,8 +109,8 @@ class Decoding {
   Op one(const Statement& s) {
     Op op;
     for (const Decoder family :
-         {decode_scalar, decode_convert, decode_memory, decode_cluster, decode_mbarrier, decode_bulk,
-          decode_tensor, decode_warp, decode_matrix}) {
+         {decode_scalar, decode_convert, decode_memory, decode_cluster, decode_mbarrier,
+          decode_bulk, decode_tensor, decode_warp, decode_matrix}) {
       op = Op();  // what a family that does not know the statement left there
       op.statement = &s;
       op.type = last_type(s);

@@ -36,9 +36,9 @@ struct Transfer {
   std::function<void(Context&, Bytes&)> read;  // fills `data`; may be empty
   std::function<void(Context&, const Bytes&)> write;
   Bytes data;
-  Block* source = nullptr;  // whose shared memory is read
-  Block* target = nullptr;  // whose shared memory is written
-  Place mbarrier;           // without a block: none
+  Block* source = nullptr;     // whose shared memory is read
+  Block* target = nullptr;     // whose shared memory is written
+  Place mbarrier;              // without a block: none
   std::uint64_t reported = 0;  // bytes that it counts
   // Of a transfer that belongs to a bulk group: the thread and how many groups it had committed.
   const Warp* owner = nullptr;

@@ -91,8 +91,8 @@ class Execution {
     const Dim& first = cluster->index;
     for (std::uint32_t rank = 0; rank < size.count(); ++rank) {
       const Dim in = position(rank, size);
-      auto block = start_block(
-          {first.x * size.x + in.x, first.y * size.y + in.y, first.z * size.z + in.z});
+      auto block =
+          start_block({first.x * size.x + in.x, first.y * size.y + in.y, first.z * size.z + in.z});
       block->cluster = cluster.get();
       block->rank = rank;
       cluster->blocks.push_back(std::move(block));
@@ -398,6 +398,11 @@ const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
 }
 
 Mask read_predicate(Context& c, const Op& op, const Value& v, Mask mask) {
+  if (v.kind == Value::Kind::kSpecial) {  // %is_explicit_cluster
+    Lanes lanes;
+    v.special(c, lanes);
+    return lanes[0] != 0 ? ~Mask{0} : 0;
+  }
   const Mask missing = mask & ~c.warp->predicates_written[v.index];
   if (missing != 0) {
     c.fail(op, std::countr_zero(missing),

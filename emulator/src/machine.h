@@ -94,7 +94,7 @@ struct Op {
   Type type = Type::kNone;  // of the operation
   Type from = Type::kNone;  // of the source, where it differs
   Space space = Space::kGeneric;
-  int number = 0;  // what the handler makes of it: lanes of a vector, a width, ...
+  int number = 0;     // what the handler makes of it: lanes of a vector, a width, ...
   int position = -1;  // a second one of these
   int label = -1;
   bool flag = false;
@@ -140,9 +140,9 @@ struct Warp {
   std::array<std::deque<std::vector<Copy>>, kLanes> copy_groups;  // committed, oldest first
   std::array<std::uint64_t, kLanes> copies_started{};             // in all
   std::array<std::uint64_t, kLanes> bulk_groups{};                // of bulk copies, committed
-  Mask at_cluster_barrier = 0;     // lanes that have arrived and not waited
-  Mask cluster_barrier_phase = 0;  // parity of the phase that they arrived in
-  int refused_waits = 0;           // mbarrier.try_wait that returned false, since one was true
+  Mask at_cluster_barrier = 0;      // lanes that have arrived and not waited
+  Mask cluster_barrier_phase = 0;   // parity of the phase that they arrived in
+  int refused_waits = 0;            // mbarrier.try_wait that returned false, since one was true
   std::uint64_t max_registers = 0;  // of a thread: setmaxnreg
 };
 
@@ -176,7 +176,7 @@ struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;  // by rank
   // barrier.cluster: it completes when all threads that have not exited have arrived.
   std::uint64_t threads = 0, arrived = 0;
-  bool phase = false;  // parity
+  bool phase = false;         // parity
   std::uint32_t running = 0;  // blocks with threads
 };
 

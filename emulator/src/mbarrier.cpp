@@ -127,9 +127,8 @@ bool is_awaited(Context& c, const Place& place) {
       const bool fixed = address.kind == Value::Kind::kConstant;
       const Lanes& base = fixed ? *address.constant : warp.registers[address.index];
       bool found = false;
-      each(fixed ? group.mask : group.mask & warp.written[address.index], [&](int l) {
-        found |= (address_of(op, 0, base, l) & kOffsetMask) == place.offset;
-      });
+      each(fixed ? group.mask : group.mask & warp.written[address.index],
+           [&](int l) { found |= (address_of(op, 0, base, l) & kOffsetMask) == place.offset; });
       if (found) return true;
     }
   }
@@ -139,7 +138,8 @@ bool is_awaited(Context& c, const Place& place) {
 Outcome invalidate(Context& c, const Op& op, Mask mask) {
   each_place(c, op, mask, [&](int, const Place& place) {
     load_mbarrier(place);
-    if (is_awaited(c, place)) throw MbarrierError("mbarrier.inval of an object with waiting threads");
+    if (is_awaited(c, place))
+      throw MbarrierError("mbarrier.inval of an object with waiting threads");
     place.block->mbarriers.erase(place.offset);
   });
   return Outcome::kNext;
@@ -205,8 +205,8 @@ Outcome wait(Context& c, const Op& op, Mask mask) {
     done |= Mask{m.phase != parity} << l;
   });
   if (done == 0 && op.flag) {
-    const bool refuses = c.random != nullptr && c.warp->refused_waits < kMostRefusals &&
-                         (*c.random)() % 4 == 0;
+    const bool refuses =
+        c.random != nullptr && c.warp->refused_waits < kMostRefusals && (*c.random)() % 4 == 0;
     if (!refuses && c.group->mask != mask) {  // lanes whose predicate is false do not wait
       c.taken = mask;
       return Outcome::kJump;

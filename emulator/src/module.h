@@ -112,12 +112,12 @@ struct Kernel {
   std::vector<Variable> locals;
   std::uint64_t local_bytes = 0;
   std::vector<Statement> statements;
-  int max_threads = 0;  // .maxntid or .reqntid; 0: not given
-  int min_blocks = 0;             // .minnctapersm
-  int max_registers = 0;          // .maxnreg
+  int max_threads = 0;                 // .maxntid or .reqntid; 0: not given
+  int min_blocks = 0;                  // .minnctapersm
+  int max_registers = 0;               // .maxnreg
   std::vector<std::uint32_t> cluster;  // .reqnctapercluster, three sizes; empty: not given
-  bool explicit_cluster = false;  // .explicitcluster: the launch or the kernel says how large
-  int max_cluster = 0;            // .maxclusterrank
+  bool explicit_cluster = false;       // .explicitcluster: the launch or the kernel says how large
+  int max_cluster = 0;                 // .maxclusterrank
 };
 
 struct Module {

@@ -107,8 +107,7 @@ void swizzle(const TensorMap& map, const Place& place, B& data) {
 Place place_of(Context& c, const Op& op, Space space, std::uint64_t address, int lane,
                const TensorMap& map) {
   const std::uint64_t bytes = map.bytes();
-  const std::uint64_t needed =
-      map.swizzle == 0 ? bytes : (bytes + kAlign - 1) / kAlign * kAlign;
+  const std::uint64_t needed = map.swizzle == 0 ? bytes : (bytes + kAlign - 1) / kAlign * kAlign;
   return shared_range(c, op, lane, space, address, needed, kAlign);
 }
 
@@ -225,8 +224,9 @@ bool decode_load(const Statement& s, Op& op) {
   return s.opcode[6] == "global" && (own || s.opcode[5] == "shared::cluster") &&
          has(s, "mbarrier::complete_tx::bytes") && !(own && op.flag) &&
          has_operands(s, 1, op.flag ? 4 : 3) &&
-         are_known(s, {"async", "bulk", "tensor", "shared::cluster", "shared::cta", "global", "tile",
-                       "mbarrier::complete_tx::bytes", "multicast::cluster", "L2::cache_hint"});
+         are_known(s,
+                   {"async", "bulk", "tensor", "shared::cluster", "shared::cta", "global", "tile",
+                    "mbarrier::complete_tx::bytes", "multicast::cluster", "L2::cache_hint"});
 }
 
 bool decode_store(const Statement& s, Op& op) {
@@ -257,7 +257,8 @@ bool decode_tensor(const Statement& s, Op& op) {
                                                   "global", "tile", "L2::cache_hint"});
   }
   const std::size_t first = s.opcode[1] == "reduce" ? 6 : 5;
-  if (s.opcode[first] == "global" && s.opcode[first + 1] == "shared::cta") return decode_store(s, op);
+  if (s.opcode[first] == "global" && s.opcode[first + 1] == "shared::cta")
+    return decode_store(s, op);
   return s.opcode[1] != "reduce" && decode_load(s, op);
 }
 

@@ -49,7 +49,8 @@ std::string reason_invalid(const void* map, const TensorMapRequest& r) {
   }
   for (unsigned i = 0; i < r.rank; ++i) {
     const std::string of = " of dimension " + text(i);
-    if (r.sizes[i] == 0 || r.sizes[i] > std::uint64_t{1} << 32) return "size " + text(r.sizes[i]) + of;
+    if (r.sizes[i] == 0 || r.sizes[i] > std::uint64_t{1} << 32)
+      return "size " + text(r.sizes[i]) + of;
     if (r.box[i] == 0 || r.box[i] > 256) return "box " + text(r.box[i]) + of;
     if (r.steps[i] == 0 || r.steps[i] > 8) return "element stride " + text(r.steps[i]) + of;
     if (i == 0) continue;

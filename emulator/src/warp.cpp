@@ -280,9 +280,9 @@ bool decode_lanes(const Statement& s, Op& op) {
 
 // Fences but those of tensor maps that kernels change.
 bool is_fence(const Statement& s) {
-  return has_only(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys",
-                      "proxy", "alias", "async", "global", "shared::cta", "shared::cluster",
-                      "mbarrier_init"});
+  return has_only(
+      s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys", "proxy", "alias",
+          "async", "global", "shared::cta", "shared::cluster", "mbarrier_init"});
 }
 
 }  // namespace

@@ -11,15 +11,26 @@ from emulator import Device, Module
 LANES = 32
 
 
-def kernel(body: str, params: int, outside: str = "") -> str:
-    """Return a kernel ``k`` whose parameters are pointers p0, p1, ...; %rd0 is 8 * tid.x."""
-    names = ", ".join(f".param .u64 p{number}" for number in range(params))
+def kernel(body: str, params: int, outside: str = "", maps: int = 0, attributes: str = "") -> str:
+    """Return a kernel ``k``; %rd0 is 8 * tid.x.
+
+    Args:
+        body: its statements, but the last ``ret``.
+        params: number of pointers p0, p1, ... among its parameters.
+        outside: declarations before the kernel.
+        maps: number of tensor maps m0, m1, ... behind the pointers.
+        attributes: of the kernel, as in ``.maxntid 128``.
+    """
+    declared = [f".param .u64 p{number}" for number in range(params)]
+    declared += [f".param .align 64 .b8 m{number}[128]" for number in range(maps)]
+    names = ", ".join(declared)
     return f"""
-.version 9.0
-.target sm_80
+.version 8.7
+.target sm_90a
 .address_size 64
 {outside}
 .visible .entry k({names})
+{attributes}
 {{
     .reg .pred %p<16>;
     .reg .b16 %h<32>;
@@ -33,6 +44,15 @@ def kernel(body: str, params: int, outside: str = "") -> str:
     ret;
 }}
 """
+
+
+def await_phase(barrier: str, parity: object, label: str) -> str:
+    """Return a loop until the phase of this parity is complete; it uses %p15."""
+    return f"""
+    {label}:
+        mbarrier.try_wait.parity.shared::cta.b64 %p15, [{barrier}], {parity};
+        @!%p15 bra {label};
+    """
 
 
 def run(text: str, tensors: list[torch.Tensor], **options: Any) -> dict[str, int]:
