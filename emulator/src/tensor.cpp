@@ -142,6 +142,16 @@ Outcome load_box(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// Integers of a map take part in and, or and xor as their bits.
+Reducer reducer_of(const TensorMap& map, Action action) {
+  const bool bitwise = action == kAnd || action == kOr || action == kXor;
+  const Type type = element_type(map.type)->type;
+  if (!bitwise || is_float(type)) return emulator::reducer_of(action, type);
+  return emulator::reducer_of(action, bytes_of(type) == 4   ? Type::kB32
+                                      : bytes_of(type) == 8 ? Type::kB64
+                                                            : type);
+}
+
 // [map, {coordinates}], [source] {, policy}, as copy or as reduction by the type of the map (op.flag)
 Outcome store_box(Context& c, const Op& op, Mask mask) {
   const int behind = 1 + op.number;
@@ -152,7 +162,7 @@ Outcome store_box(Context& c, const Op& op, Mask mask) {
         place_of(c, op, Space::kShared, address_of(op, behind, source, l), l, box.map);
     Reducer reduce = nullptr;
     if (op.flag) {
-      reduce = reducer_of(static_cast<Action>(op.position), element_type(box.map.type)->type);
+      reduce = reducer_of(box.map, static_cast<Action>(op.position));
       if (reduce == nullptr) c.fail(op, l, "no such reduction of the type of the tensor map");
     }
     Transfer transfer;
