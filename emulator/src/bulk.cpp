@@ -239,6 +239,12 @@ bool decode_copy(const Statement& s, Op& op) {
                       "multicast::cluster", "L2::cache_hint"});
 }
 
+// Whether shared memory of a cluster has a reduction: those of 32 bits, and sums of 64.
+bool is_of_cluster(Action action, Type type) {
+  return type == Type::kB32 || type == Type::kU32 || type == Type::kS32 ||
+         (type == Type::kU64 && action == kAdd);
+}
+
 bool decode_reduction(const Statement& s, Op& op) {
   op.number = action_of(s);
   op.flag = true;
@@ -249,18 +255,16 @@ bool decode_reduction(const Statement& s, Op& op) {
   const bool is_half = op.type == Type::kF16 || op.type == Type::kBf16;
   if (goes(s, 4, "global", "shared::cta")) {
     op.handler = store_bytes;
-    // Sums of 16-bit floats have to say .noftz.
-    return operands == 3 && has(s, "bulk_group") &&
+    // Sums of 16-bit floats have to say .noftz, and those of 64 bits are .u64.
+    return operands == 3 && (op.type != Type::kS64 || op.number != kAdd) && has(s, "bulk_group") &&
            has(s, "noftz") == (is_half && op.number == kAdd) &&
            has_only(s, {"reduce", "async", "bulk", "global", "shared::cta", "bulk_group",
                         "L2::cache_hint", "noftz", action.c_str(), type.c_str()});
   }
   op.space = Space::kCluster;
   op.handler = send_bytes;
-  const bool wide = op.type == Type::kU64 && op.number == kAdd;
-  const bool narrow = op.type == Type::kB32 || op.type == Type::kU32 || op.type == Type::kS32;
   return goes(s, 4, "shared::cluster", "shared::cta") && operands == 4 && has(s, kReports) &&
-         (narrow || wide) &&
+         is_of_cluster(static_cast<Action>(op.number), op.type) &&
          has_only(s, {"reduce", "async", "bulk", "shared::cluster", "shared::cta", kReports,
                       action.c_str(), type.c_str()});
 }
@@ -290,8 +294,10 @@ bool decode_store_async(const Statement& s, Op& op) {
   op.number = action_of(s);
   if (op.number < 0 || reducer_of(static_cast<Action>(op.number), op.type) == nullptr) return false;
   const std::string action = s.opcode[s.opcode.size() - 2];
-  return !is_float(op.type) && has_only(s, {"async", "relaxed", "cluster", "shared::cluster",
-                                            kReports, action.c_str(), type.c_str()});
+  const bool signed_sum = op.type == Type::kS64 && op.number == kAdd;
+  return (signed_sum || is_of_cluster(static_cast<Action>(op.number), op.type)) &&
+         has_only(s, {"async", "relaxed", "cluster", "shared::cluster", kReports, action.c_str(),
+                      type.c_str()});
 }
 
 }  // namespace

@@ -266,9 +266,19 @@ bool decode_copies(const Statement& s, Op& op) {
          has_only(s, {"async", "mbarrier", "arrive", "noinc", "shared", "shared::cta", "b64"});
 }
 
+// Semantics are said together with their scope, or neither is.
+bool has_scope(const Statement& s) {
+  const bool semantics = has(s, "release") || has(s, "relaxed") || has(s, "acquire");
+  return semantics == (has(s, "cta") || has(s, "cluster"));
+}
+
 bool decode_arrival(const Statement& s, Op& op) {
+  const bool complete = !has(s, "noComplete");
+  const bool has_state = s.operands.empty() || s.operands[0].kind != Operand::Kind::kSink;
+  if (op.space == Space::kCluster && (has_state || !complete)) return false;
+  if (!complete && (has(s, "relaxed") || has(s, "cluster") || has(s, "expect_tx"))) return false;
   op.number = (s.opcode[1] == "arrive_drop" ? kDrop : 0) | (has(s, "expect_tx") ? kExpect : 0) |
-              (has(s, "noComplete") ? kNoComplete : 0);
+              (complete ? 0 : kNoComplete);
   op.handler = arrive;
   return has_only(s, {"arrive", "arrive_drop", "expect_tx", "noComplete", "release", "relaxed",
                       "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"});
@@ -309,6 +319,7 @@ void arrive_once(const Place& place) {
 bool decode_mbarrier(const Statement& s, Op& op) {
   if (s.opcode[0] == "cp" && has(s, "mbarrier")) return decode_copies(s, op);
   if (s.opcode[0] != "mbarrier" || s.opcode.size() < 3 || s.opcode.back() != "b64") return false;
+  if (!has_scope(s)) return false;
   const std::string& what = s.opcode[1];
   op.space = space_of(s);
   if (what == "arrive" || what == "arrive_drop") return decode_arrival(s, op);

@@ -280,9 +280,15 @@ bool decode_lanes(const Statement& s, Op& op) {
 
 // Fences but those of tensor maps that kernels change.
 bool is_fence(const Statement& s) {
-  return has_only(
-      s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys", "proxy", "alias",
-          "async", "global", "shared::cta", "shared::cluster", "mbarrier_init"});
+  if (has(s, "mbarrier_init")) {
+    return s.opcode.size() == 4 && has_only(s, {"mbarrier_init", "release", "cluster"});
+  }
+  if (has(s, "proxy")) {
+    return (has(s, "alias") || has(s, "async")) &&
+           has_only(s, {"proxy", "alias", "async", "global", "shared::cta", "shared::cluster"});
+  }
+  return (has(s, "cta") || has(s, "cluster") || has(s, "gpu") || has(s, "sys")) &&
+         has_only(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys"});
 }
 
 }  // namespace
