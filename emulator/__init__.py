@@ -84,7 +84,7 @@ class Device:
         steps: Sequence[int] | None = None,
         fill_nan: bool = False,
         interleave: int = 0,
-        type: str | None = None,
+        element: str | None = None,
     ) -> bytes:
         """Return the 128 bytes of a tensor map for TMA, as ``cuTensorMapEncodeTiled`` makes them.
 
@@ -95,7 +95,7 @@ class Device:
             steps: every how many elements of a box are copied, in the tensor's order.
             fill_nan: load NaN for elements outside of the tensor, instead of zero.
             interleave: a value of ``CUtensorMapInterleave``.
-            type: name of the element type, where torch has another one: ``"uint32"``, ``"uint64"``.
+            element: name of the type of elements, if not the tensor's: ``"uint32"``, ``"uint64"``.
 
         Raises:
             ValueError: the driver would refuse it, or the machine does not know it.
@@ -107,7 +107,7 @@ class Device:
         if tensor.stride(-1) != 1:
             raise ValueError("the last dimension of a tensor behind a map must be contiguous")
         return _machine.tensor_map(
-            type=_ELEMENTS[type or str(tensor.dtype).removeprefix("torch.")],
+            type=_ELEMENTS[element or str(tensor.dtype).removeprefix("torch.")],
             address=int(tensor.data_ptr()),
             sizes=list(tensor.shape[::-1]),
             strides=[stride * width for stride in tensor.stride()[-2::-1]],

@@ -16,8 +16,8 @@ std::string name_of(const Dim& d) {
 }  // namespace
 
 void fail(const Context& c, const Origin& origin, const std::string& why) {
-  c.fail(*origin.op, why + ", by what thread " + std::to_string(origin.thread) + " of block " +
-                         name_of(origin.block) + " started");
+  c.fail(*origin.op, why + ", in an operation that thread " + std::to_string(origin.thread) +
+                         " of block " + name_of(origin.block) + " started");
 }
 
 std::uint8_t* global(const Context& c, const Origin& origin, std::uint64_t address,

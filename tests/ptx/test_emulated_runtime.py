@@ -1,4 +1,4 @@
-"""What emulated libraries ask of the CUDA runtime for kernels of sm_90: clusters and tensor maps."""
+"""The CUDA runtime of emulated libraries for sm_90: clusters and tensor maps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LIBRARY = r"""
 #include <cuda_runtime.h>
 #include <cstdint>
 
-// Each block of a cluster copies its rows of a matrix: a tile of 8 x 64 bf16 for each column of tiles,
-// by way of its neighbour's shared memory.
+// Copies a matrix by tiles of 8 x 64 bf16: each block loads the tile of the next block of its
+// cluster into the shared memory of that block, which stores it.
 __global__ void __launch_bounds__(128) copy(const __grid_constant__ CUtensorMap from,
                                             const __grid_constant__ CUtensorMap to) {
   __shared__ alignas(1024) unsigned char tile[1024];

@@ -1,4 +1,4 @@
-"""Bulk copies of bytes by the PTX machine's asynchronous engine, and what may not be done with them."""
+"""Bulk copies of bytes on the PTX machine: results, order, and what is not allowed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ptx_text import LANES, await_phase, kernel, run
 
 SEEDS = range(5)
 SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
-# %r1: shared memory; two mbarriers for one arrival lie at its start, data from 128 on. Other threads
-# than the first of a block skip to END.
+# %r1: shared memory: two mbarriers for one arrival each, and data from 128 on. Only the first
+# thread of a block goes on.
 BEGIN = f"""
     .shared .align 128 .b8 memory[2048];
     mov.u32 %r1, memory;
@@ -291,8 +291,14 @@ def test_threads_may_spin_for_what_a_store_writes(seed: int) -> None:
             "1024 bytes outside of global memory(.|\n)*started",
         ),
         (f"{LOAD} [%r1+128], [%rd1], 16, [%r1+64];" + await_phase("%r1", 0, "W"), "no mbarrier"),
-        (f"{LOAD} [%r1+128], [%rd1], 16, [%r1];", "has ended while its shared memory is still written"),
-        (f"{STORE} [%rd2], [%r1+128], 16; cp.async.bulk.commit_group;", "ended while its shared .*read"),
+        (
+            f"{LOAD} [%r1+128], [%rd1], 16, [%r1];",
+            "has ended while its shared memory is still written",
+        ),
+        (
+            f"{STORE} [%rd2], [%r1+128], 16; cp.async.bulk.commit_group;",
+            "ended while its shared .*read",
+        ),
         (
             f"mov.u16 %h1, 2; {LOAD}.multicast::cluster [%r1+128], [%rd1], 16, [%r1], %h1;",
             "multicast to rank 1 of a cluster of 1 blocks",

@@ -46,8 +46,9 @@ INIT = first("mbarrier.init.shared::cta.b64 [%r1], {count};", "READY") + "bar.sy
 @pytest.mark.parametrize("seed", SEEDS)
 def test_consumers_wait_for_producers(seed: int) -> None:
     """Warp 1 hands a word on to warp 0, four times, through one slot and two objects."""
+    both = "mbarrier.init.shared.b64 [%r1], 32; mbarrier.init.shared.b64 [memory+8], 32;"
     body = f"""
-        {first("mbarrier.init.shared.b64 [%r1], 32; mbarrier.init.shared.b64 [memory+8], 32;", "READY")}
+        {first(both, "READY")}
         bar.sync 0;
         mov.u32 %r10, 0;
         setp.ge.u32 %p1, %r0, 32;
@@ -83,29 +84,30 @@ def test_consumers_wait_for_producers(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_states_and_counts(seed: int) -> None:
     """Arrivals return the state before; test_wait never waits."""
+    steps = """
+        mbarrier.arrive.shared.b64 %rd10, [%r1], 3;
+        mbarrier.pending_count.b64 %r10, %rd10;
+        mad.lo.u32 %r20, %r20, 10, %r10;
+        mbarrier.arrive.noComplete.release.cta.shared.b64 %rd11, [%r1], 4;
+        mbarrier.pending_count.b64 %r10, %rd11;
+        mad.lo.u32 %r20, %r20, 10, %r10;
+        mbarrier.test_wait.shared::cta.b64 %p1, [%r1], %rd11;
+        selp.u32 %r10, 1, 2, %p1;
+        mad.lo.u32 %r20, %r20, 10, %r10;
+        mbarrier.arrive_drop.shared::cta.b64 %rd12, [%r1];
+        mbarrier.test_wait.acquire.cta.shared::cta.b64 %p1, [%r1], %rd12;
+        selp.u32 %r10, 1, 2, %p1;
+        mad.lo.u32 %r20, %r20, 10, %r10;
+        mbarrier.arrive.shared.b64 %rd13, [%r1];
+        mbarrier.pending_count.b64 %r10, %rd13;
+        mad.lo.u32 %r20, %r20, 10, %r10;
+        mbarrier.test_wait.parity.shared::cta.b64 %p1, [%r1], 1;
+        selp.u32 %r10, 1, 2, %p1;
+        mad.lo.u32 %r20, %r20, 10, %r10;
+    """
     body = f"""
         {INIT.format(count=8)}
-        {first('''
-            mbarrier.arrive.shared.b64 %rd10, [%r1], 3;
-            mbarrier.pending_count.b64 %r10, %rd10;
-            mad.lo.u32 %r20, %r20, 10, %r10;
-            mbarrier.arrive.noComplete.release.cta.shared.b64 %rd11, [%r1], 4;
-            mbarrier.pending_count.b64 %r10, %rd11;
-            mad.lo.u32 %r20, %r20, 10, %r10;
-            mbarrier.test_wait.shared::cta.b64 %p1, [%r1], %rd11;
-            selp.u32 %r10, 1, 2, %p1;
-            mad.lo.u32 %r20, %r20, 10, %r10;
-            mbarrier.arrive_drop.shared::cta.b64 %rd12, [%r1];
-            mbarrier.test_wait.acquire.cta.shared::cta.b64 %p1, [%r1], %rd12;
-            selp.u32 %r10, 1, 2, %p1;
-            mad.lo.u32 %r20, %r20, 10, %r10;
-            mbarrier.arrive.shared.b64 %rd13, [%r1];
-            mbarrier.pending_count.b64 %r10, %rd13;
-            mad.lo.u32 %r20, %r20, 10, %r10;
-            mbarrier.test_wait.parity.shared::cta.b64 %p1, [%r1], 1;
-            selp.u32 %r10, 1, 2, %p1;
-            mad.lo.u32 %r20, %r20, 10, %r10;
-        ''', "DONE")}
+        {first(steps, "DONE")}
     """
     # 8 pending, then 5; not complete; complete; 7 are expected after the drop; phase 1 is not.
     assert threads(body, seed)[0] == 852172
@@ -113,26 +115,27 @@ def test_states_and_counts(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_phase_needs_its_bytes(seed: int) -> None:
-    """The tx-count may be negative for a while; the phase ends when it and the arrivals are zero."""
+    """The tx-count may be negative; the phase ends when it and the pending count are zero."""
     probe = """
         mbarrier.test_wait.parity.shared::cta.b64 %p1, [%r1], 0;
         selp.u32 %r10, 1, 2, %p1;
         mad.lo.u32 %r20, %r20, 10, %r10;
     """
+    steps = f"""
+        mbarrier.complete_tx.relaxed.cluster.shared::cta.b64 [%r1], 16;
+        mbarrier.arrive.expect_tx.shared::cta.b64 %rd10, [%r1], 24;
+        {probe}
+        mbarrier.arrive.shared::cta.b64 %rd10, [%r1];
+        {probe}
+        mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 8;
+        mbarrier.complete_tx.shared::cta.b64 [%r1], 8;
+        {probe}
+        mbarrier.complete_tx.shared::cta.b64 [%r1], 8;
+        {probe}
+    """
     body = f"""
         {INIT.format(count=2)}
-        {first(f'''
-            mbarrier.complete_tx.relaxed.cluster.shared::cta.b64 [%r1], 16;
-            mbarrier.arrive.expect_tx.shared::cta.b64 %rd10, [%r1], 24;
-            {probe}
-            mbarrier.arrive.shared::cta.b64 %rd10, [%r1];
-            {probe}
-            mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r1], 8;
-            mbarrier.complete_tx.shared::cta.b64 [%r1], 8;
-            {probe}
-            mbarrier.complete_tx.shared::cta.b64 [%r1], 8;
-            {probe}
-        ''', "DONE")}
+        {first(steps, "DONE")}
     """
     assert threads(body, seed)[0] == 2221
 
@@ -215,15 +218,24 @@ def once(statements: str) -> str:
         (first("mbarrier.init.shared.b64 [%r1], 1048576;", "D"), "for 1048576 arrivals"),
         (first("mbarrier.init.shared.b64 [%r1], 0;", "D"), "for 0 arrivals"),
         (first("mbarrier.init.shared.b64 [%r1+4], 1;", "D"), "not aligned to 8 bytes"),
-        (once("mbarrier.expect_tx.shared.b64 [%r1], 1048576;"), "tx-count of an mbarrier becomes 1048576"),
+        (
+            once("mbarrier.expect_tx.shared.b64 [%r1], 1048576;"),
+            "tx-count of an mbarrier becomes 1048576",
+        ),
         (once("mbarrier.complete_tx.shared.b64 [%r1], 1048576;"), "becomes -1048576"),
         (once("mbarrier.arrive.noComplete.shared.b64 %rd9, [%r1], 1;"), "noComplete completes"),
         (once("mbarrier.test_wait.parity.shared.b64 %p1, [%r1], 2;"), "a parity of 2"),
         (once("mov.u64 %rd9, 7; mbarrier.test_wait.shared.b64 %p1, [%r1], %rd9;"), "no state"),
-        (once("mbarrier.inval.shared.b64 [%r1]; mbarrier.arrive.shared.b64 _, [%r1];"), "no mbarrier"),
+        (
+            once("mbarrier.inval.shared.b64 [%r1]; mbarrier.arrive.shared.b64 _, [%r1];"),
+            "no mbarrier",
+        ),
         (once("mbarrier.arrive_drop.shared.b64 _, [%r1], 2;"), "drop out than an mbarrier expects"),
         (once(await_phase("%r1", 0, "W")), r"deadlock(.|\n)*mbarrier.try_wait"),
-        (once("mbarrier.try_wait.parity.shared::cluster.b64 %p1, [%r1], 0;"), "unknown instruction"),
+        (
+            once("mbarrier.try_wait.parity.shared::cluster.b64 %p1, [%r1], 0;"),
+            "unknown instruction",
+        ),
         (once("mbarrier.arrive.acquire.cta.shared.b64 _, [%r1];"), "unknown instruction"),
         (once("mbarrier.arrive.multicast.shared.b64 _, [%r1];"), "unknown instruction"),
     ],

@@ -15,8 +15,8 @@ SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 LOADED = "shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 DONE = "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
 BYTES = 16384  # of shared memory for data
-# %rd10, %rd11: the tensor maps; %r1: shared memory, an mbarrier for one arrival at its start and data
-# from 1024 on; %r2: rank in the cluster. Other threads than the first skip to END.
+# %rd10, %rd11: the tensor maps; %r1: shared memory: an mbarrier for one arrival, and data from 1024
+# on; %r2: rank in the cluster. Only the first thread of a block goes on.
 BEGIN = f"""
     .shared .align 1024 .b8 memory[{1024 + BYTES}];
     mov.u32 %r1, memory;
@@ -40,13 +40,10 @@ READY:
 def launch(body: str, first: object, second: object, raw: torch.Tensor, **options: object) -> None:
     """Run ``body`` with tensor maps, given as tuples (tensor, keywords of ``tensor_map``)."""
     device = Device()
-    maps = [
-        m if isinstance(m, bytes) else device.tensor_map(m[0], **m[1])  # type: ignore[index]
-        for m in (first, second)
-    ]
+    maps = [m if isinstance(m, bytes) else device.tensor_map(m[0], **m[1]) for m in (first, second)]
     settings: dict[str, object] = {"grid": 1, "block": LANES, **options}
     text = f"{BEGIN} {body} END: {SYNC}"
-    device.launch(Module(kernel(text, 1, maps=2)), "k", args=[raw, *maps], **settings)  # type: ignore[arg-type]
+    device.launch(Module(kernel(text, 1, maps=2)), "k", args=[raw, *maps], **settings)
 
 
 def at(coordinates: tuple[int, ...]) -> str:
@@ -135,9 +132,9 @@ def test_boxes_are_stored(
 
 
 def swizzled(packed: torch.Tensor, span: int) -> torch.Tensor:
-    """Return bytes as a swizzle lays them: chunk c of line l is at c ^ (l modulo the chunks of a span).
+    """Return bytes as a swizzle lays them.
 
-    Lines have 128 bytes: a span of 64 bytes has two rows in a line, and its pattern changes by line.
+    In a line of 128 bytes, line l, chunk c of 16 bytes is at c ^ (l modulo the chunks of a span).
     """
     chunks = packed.view(-1, 8, 16)  # [line, chunk, byte]
     found = torch.empty_like(chunks)
@@ -182,7 +179,7 @@ def test_boxes_go_to_all_blocks_of_a_cluster(seed: int) -> None:
         shl.b32 %r3, %r2, 3;
         shl.b32 %r4, %r2, 10;
         add.u32 %r4, %r4, %r1;
-        cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint
+        cp.async.bulk.tensor.2d.{LOADED}.multicast::cluster.L2::cache_hint
             [%r4+1024], [%rd10, {{0, %r3}}], [%r1], %h1, %rd5;
         {await_phase("%r1", 0, "FULL")}
         shl.b32 %r3, %r2, 4;
@@ -224,7 +221,7 @@ def test_boxes_are_reduced(action: str, dtype: torch.dtype, name: str | None, se
             [%rd11, {{0, 4}}], [%r1+1024];
         {DONE}
     """
-    options = {"box": (8, 16), **({"type": name} if name else {})}
+    options = {"box": (8, 16), **({"element": name} if name else {})}
     launch(body, (source, options), (view, options), torch.zeros(8), seed=seed)
     old, by = before[4:10, :14], source[:6, :14]
     expected = {
@@ -274,7 +271,7 @@ TENSOR = filled((16, 32), torch.float32)
 )
 def test_maps_that_the_driver_refuses(options: dict[str, object], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        Device().tensor_map(TENSOR, **options)  # type: ignore[arg-type]
+        Device().tensor_map(TENSOR, **options)
 
 
 def test_memory_that_the_driver_refuses() -> None:
@@ -297,15 +294,24 @@ WAIT = await_phase("%r1", 0, "W")
     [
         (f"{LOAD} [%r1+1040], [%rd10, {{0, 0}}], [%r1];", "not aligned to 128 bytes"),
         (f"{LOAD} [%r1+1024], [%rd1, {{0, 0}}], [%r1];", "no tensor map has been encoded"),
-        (f"add.s64 %rd10, %rd10, 8; {LOAD} [%r1+1024], [%rd10, {{0, 0}}], [%r1];", "not aligned to 64"),
+        (
+            f"add.s64 %rd10, %rd10, 8; {LOAD} [%r1+1024], [%rd10, {{0, 0}}], [%r1];",
+            "not aligned to 64",
+        ),
         (
             "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
             " [%r1+1024], [%rd10, {0, 0, 0}], [%r1];",
             "a tensor map of 2 dimensions for a copy of 3",
         ),
-        (f"{LOAD} [%r1+{1024 + BYTES - 128}], [%rd10, {{0, 0}}], [%r1];", "of shared memory, which has"),
+        (
+            f"{LOAD} [%r1+{1024 + BYTES - 128}], [%rd10, {{0, 0}}], [%r1];",
+            "of shared memory, which has",
+        ),
         (f"{LOAD} [%r1+1024], [%rd10, {{0, 0}}], [%r1]; {WAIT}", "deadlock"),
-        (f"{LOAD} [%r1+1024], [%rd10, {{0, 0}}], [%r1];", "ended while its shared memory is still written"),
+        (
+            f"{LOAD} [%r1+1024], [%rd10, {{0, 0}}], [%r1];",
+            "ended while its shared memory is still written",
+        ),
         (
             "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd10, {0, 0}], [%r1+1024];",
             "ended while its shared memory is still read",
