@@ -33,7 +33,10 @@ void Engine::start(Context& c, const Op& op, int lane, Transfer transfer) {
   transfer.read_due = transfer.write_due = round_ + kMostRounds;
   if (random_ != nullptr) {
     // Half of the steps are due soon, the others at any time.
-    const auto some = [&] { return round_ + (*random_)() % ((*random_)() % 2 ? 3 : kMostRounds); };
+    const auto some = [&] {
+      const bool soon = (*random_)() % 2 == 0;
+      return round_ + (*random_)() % (soon ? 3 : kMostRounds);
+    };
     transfer.write_due = some();
     transfer.read_due = std::min(some(), transfer.write_due);
   }
