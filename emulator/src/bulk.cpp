@@ -221,22 +221,23 @@ bool decode_copy(const Statement& s, Op& op) {
   if (goes(s, 3, "global", "shared::cta")) {
     op.handler = store_bytes;
     return operands == 3 && has(s, "bulk_group") &&
-           has_only(s, {"async", "bulk", "global", "shared::cta", "bulk_group", "L2::cache_hint"});
+           has_no_other(s,
+                        {"async", "bulk", "global", "shared::cta", "bulk_group", "L2::cache_hint"});
   }
   op.space = s.opcode[3] == "shared::cta" ? Space::kShared : Space::kCluster;
   if (!has(s, kReports)) return false;
   if (goes(s, 3, "shared::cluster", "shared::cta")) {
     op.handler = send_bytes;
     return operands == 4 &&
-           has_only(s, {"async", "bulk", "shared::cluster", "shared::cta", kReports});
+           has_no_other(s, {"async", "bulk", "shared::cluster", "shared::cta", kReports});
   }
   op.flag = has(s, "multicast::cluster");
   op.handler = load_bytes;
   const bool known =
       goes(s, 3, "shared::cluster", "global") || (goes(s, 3, "shared::cta", "global") && !op.flag);
   return known && operands == (op.flag ? 5u : 4u) &&
-         has_only(s, {"async", "bulk", "shared::cluster", "shared::cta", "global", kReports,
-                      "multicast::cluster", "L2::cache_hint"});
+         has_no_other(s, {"async", "bulk", "shared::cluster", "shared::cta", "global", kReports,
+                          "multicast::cluster", "L2::cache_hint"});
 }
 
 // Whether shared memory of a cluster has a reduction: those of 32 bits, and sums of 64.
@@ -258,15 +259,15 @@ bool decode_reduction(const Statement& s, Op& op) {
     // Sums of 16-bit floats have to say .noftz, and those of 64 bits are .u64.
     return operands == 3 && (op.type != Type::kS64 || op.number != kAdd) && has(s, "bulk_group") &&
            has(s, "noftz") == (is_half && op.number == kAdd) &&
-           has_only(s, {"reduce", "async", "bulk", "global", "shared::cta", "bulk_group",
-                        "L2::cache_hint", "noftz", action.c_str(), type.c_str()});
+           has_no_other(s, {"reduce", "async", "bulk", "global", "shared::cta", "bulk_group",
+                            "L2::cache_hint", "noftz", action.c_str(), type.c_str()});
   }
   op.space = Space::kCluster;
   op.handler = send_bytes;
   return goes(s, 4, "shared::cluster", "shared::cta") && operands == 4 && has(s, kReports) &&
          is_of_cluster(static_cast<Action>(op.number), op.type) &&
-         has_only(s, {"reduce", "async", "bulk", "shared::cluster", "shared::cta", kReports,
-                      action.c_str(), type.c_str()});
+         has_no_other(s, {"reduce", "async", "bulk", "shared::cluster", "shared::cta", kReports,
+                          action.c_str(), type.c_str()});
 }
 
 bool decode_groups(const Statement& s, Op& op) {
@@ -276,7 +277,7 @@ bool decode_groups(const Statement& s, Op& op) {
   }
   op.flag = has(s, "read");
   op.handler = await_groups;
-  return s.operands.size() == 1 && has_only(s, {"async", "bulk", "wait_group", "read"});
+  return s.operands.size() == 1 && has_no_other(s, {"async", "bulk", "wait_group", "read"});
 }
 
 bool decode_store_async(const Statement& s, Op& op) {
@@ -289,15 +290,16 @@ bool decode_store_async(const Statement& s, Op& op) {
   const std::string type = s.opcode.back();
   if (!op.flag) {
     return bytes_of(op.type) >= 4 && bytes_of(op.type) <= 8 &&
-           has_only(s, {"async", "weak", "shared::cluster", kReports, "v2", "v4", type.c_str()});
+           has_no_other(s,
+                        {"async", "weak", "shared::cluster", kReports, "v2", "v4", type.c_str()});
   }
   op.number = action_of(s);
   if (op.number < 0 || reducer_of(static_cast<Action>(op.number), op.type) == nullptr) return false;
   const std::string action = s.opcode[s.opcode.size() - 2];
   const bool signed_sum = op.type == Type::kS64 && op.number == kAdd;
   return (signed_sum || is_of_cluster(static_cast<Action>(op.number), op.type)) &&
-         has_only(s, {"async", "relaxed", "cluster", "shared::cluster", kReports, action.c_str(),
-                      type.c_str()});
+         has_no_other(s, {"async", "relaxed", "cluster", "shared::cluster", kReports,
+                          action.c_str(), type.c_str()});
 }
 
 }  // namespace
@@ -311,7 +313,7 @@ bool decode_bulk(const Statement& s, Op& op) {
   if (s.opcode[3] == "commit_group" || s.opcode[3] == "wait_group") return decode_groups(s, op);
   if (s.opcode[3] == "prefetch") {
     op.handler = prefetch;
-    return has_only(s, {"async", "bulk", "prefetch", "L2", "global", "L2::cache_hint"});
+    return has_no_other(s, {"async", "bulk", "prefetch", "L2", "global", "L2::cache_hint"});
   }
   return decode_copy(s, op);
 }

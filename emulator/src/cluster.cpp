@@ -190,10 +190,10 @@ bool decode_barrier(const Statement& s, Op& op) {
   if (s.opcode.size() < 3 || !s.operands.empty()) return false;
   if (s.opcode[2] == "arrive") {
     op.handler = arrive_at_cluster;
-    return has_only(s, {"cluster", "arrive", "release", "relaxed", "aligned"});
+    return has_no_other(s, {"cluster", "arrive", "release", "relaxed", "aligned"});
   }
   op.handler = wait_at_cluster;
-  return s.opcode[2] == "wait" && has_only(s, {"cluster", "wait", "acquire", "aligned"});
+  return s.opcode[2] == "wait" && has_no_other(s, {"cluster", "wait", "acquire", "aligned"});
 }
 
 }  // namespace
@@ -212,11 +212,11 @@ bool decode_cluster(const Statement& s, Op& op) {
   op.space = space_of(s);
   if (name == "mapa") {
     op.handler = map_address;
-    return has_only(s, {"shared::cluster", "u32", "u64"});
+    return has_no_other(s, {"shared::cluster", "u32", "u64"});
   }
   if (name == "getctarank") {
     op.handler = rank_of_address;
-    return has_only(s, {"shared::cluster", "u32", "u64"});
+    return has_no_other(s, {"shared::cluster", "u32", "u64"});
   }
   if (name == "isspacep") {
     op.handler = is_in_space;
@@ -227,7 +227,7 @@ bool decode_cluster(const Statement& s, Op& op) {
     op.flag = has(s, "inc");
     op.handler = set_registers;
     return (op.flag != has(s, "dec")) && has(s, "sync") && has(s, "aligned") &&
-           has_only(s, {"inc", "dec", "sync", "aligned", "u32"});
+           has_no_other(s, {"inc", "dec", "sync", "aligned", "u32"});
   }
   return false;
 }

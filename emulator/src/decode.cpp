@@ -247,7 +247,7 @@ bool has(const Statement& s, const char* modifier) {
   return std::find(s.opcode.begin() + 1, s.opcode.end(), modifier) != s.opcode.end();
 }
 
-bool has_only(const Statement& s, std::initializer_list<const char*> known) {
+bool has_no_other(const Statement& s, std::initializer_list<const char*> known) {
   return std::all_of(s.opcode.begin() + 1, s.opcode.end(), [&](const std::string& modifier) {
     return std::find(known.begin(), known.end(), modifier) != known.end();
   });

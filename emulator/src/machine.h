@@ -343,8 +343,8 @@ bool decode_tensor(const Statement& s, Op& op);
 
 // Whether a statement has a modifier.
 bool has(const Statement& s, const char* modifier);
-// Whether all modifiers of a statement are among these.
-bool has_only(const Statement& s, std::initializer_list<const char*> known);
+// Whether a statement has no modifiers but these.
+bool has_no_other(const Statement& s, std::initializer_list<const char*> known);
 // The state space that a statement names, or kGeneric.
 Space space_of(const Statement& s);
 // The last modifier that is a type, or kNone.

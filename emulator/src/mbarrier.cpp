@@ -263,7 +263,7 @@ bool decode_copies(const Statement& s, Op& op) {
   op.flag = has(s, "noinc");
   op.handler = arrive_behind_copies;
   return has(s, "async") && has(s, "arrive") && op.space != Space::kCluster &&
-         has_only(s, {"async", "mbarrier", "arrive", "noinc", "shared", "shared::cta", "b64"});
+         has_no_other(s, {"async", "mbarrier", "arrive", "noinc", "shared", "shared::cta", "b64"});
 }
 
 // Semantics are said together with their scope, or neither is.
@@ -280,8 +280,8 @@ bool decode_arrival(const Statement& s, Op& op) {
   op.number = (s.opcode[1] == "arrive_drop" ? kDrop : 0) | (has(s, "expect_tx") ? kExpect : 0) |
               (complete ? 0 : kNoComplete);
   op.handler = arrive;
-  return has_only(s, {"arrive", "arrive_drop", "expect_tx", "noComplete", "release", "relaxed",
-                      "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"});
+  return has_no_other(s, {"arrive", "arrive_drop", "expect_tx", "noComplete", "release", "relaxed",
+                          "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"});
 }
 
 bool decode_wait(const Statement& s, Op& op) {
@@ -289,8 +289,8 @@ bool decode_wait(const Statement& s, Op& op) {
   op.number = has(s, "parity") ? 1 : 0;
   op.handler = wait;
   return op.space != Space::kCluster &&
-         has_only(s, {"test_wait", "try_wait", "parity", "acquire", "relaxed", "cta", "cluster",
-                      "shared", "shared::cta", "b64"});
+         has_no_other(s, {"test_wait", "try_wait", "parity", "acquire", "relaxed", "cta", "cluster",
+                          "shared", "shared::cta", "b64"});
 }
 
 }  // namespace
@@ -326,17 +326,18 @@ bool decode_mbarrier(const Statement& s, Op& op) {
   if (what == "test_wait" || what == "try_wait") return decode_wait(s, op);
   if (what == "pending_count") {
     op.handler = pending_count;
-    return has_only(s, {"pending_count", "b64"});
+    return has_no_other(s, {"pending_count", "b64"});
   }
   op.written = 0;
   if (what == "expect_tx" || what == "complete_tx") {
     op.flag = what == "complete_tx";
     op.handler = count_bytes;
-    return has_only(s, {"expect_tx", "complete_tx", "relaxed", "cta", "cluster", "shared",
-                        "shared::cta", "shared::cluster", "b64"});
+    return has_no_other(s, {"expect_tx", "complete_tx", "relaxed", "cta", "cluster", "shared",
+                            "shared::cta", "shared::cluster", "b64"});
   }
   op.handler = what == "init" ? initialise : what == "inval" ? invalidate : nullptr;
-  return op.handler != nullptr && has_only(s, {"init", "inval", "shared", "shared::cta", "b64"});
+  return op.handler != nullptr &&
+         has_no_other(s, {"init", "inval", "shared", "shared::cta", "b64"});
 }
 
 }  // namespace emulator

@@ -215,7 +215,7 @@ bool are_known(const Statement& s, std::initializer_list<const char*> known) {
   std::erase_if(others, [&](const std::string& m) { return m.size() == 2 && m[1] == 'd'; });
   Statement without;
   without.opcode = std::move(others);
-  return has_only(without, known);
+  return has_no_other(without, known);
 }
 
 bool has_operands(const Statement& s, std::size_t map, std::size_t count) {
@@ -256,7 +256,7 @@ bool decode_tensor(const Statement& s, Op& op) {
   if (s.opcode[0] == "prefetch" && has(s, "tensormap")) {
     op.space = Space::kGeneric;
     op.handler = prefetch_map;
-    return has_only(s, {"tensormap", "param", "const"});
+    return has_no_other(s, {"tensormap", "param", "const"});
   }
   if (s.opcode[0] != "cp" || !has(s, "tensor") || s.opcode.size() < 7) return false;
   op.number = rank_of(s);

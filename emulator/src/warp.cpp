@@ -281,14 +281,14 @@ bool decode_lanes(const Statement& s, Op& op) {
 // Fences but those of tensor maps that kernels change.
 bool is_fence(const Statement& s) {
   if (has(s, "mbarrier_init")) {
-    return s.opcode.size() == 4 && has_only(s, {"mbarrier_init", "release", "cluster"});
+    return s.opcode.size() == 4 && has_no_other(s, {"mbarrier_init", "release", "cluster"});
   }
   if (has(s, "proxy")) {
     return (has(s, "alias") || has(s, "async")) &&
-           has_only(s, {"proxy", "alias", "async", "global", "shared::cta", "shared::cluster"});
+           has_no_other(s, {"proxy", "alias", "async", "global", "shared::cta", "shared::cluster"});
   }
   return (has(s, "cta") || has(s, "cluster") || has(s, "gpu") || has(s, "sys")) &&
-         has_only(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys"});
+         has_no_other(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys"});
 }
 
 }  // namespace
