@@ -1,38 +1,10 @@
 // Conversions between types, and between generic addresses and those of a state space.
 #include <cmath>
 
+#include "formats.h"
 #include "machine.h"
 
 namespace emulator {
-
-float float_of_half(std::uint16_t bits) {
-  const std::uint32_t sign = std::uint32_t{bits & 0x8000u} << 16;
-  const std::uint32_t exponent = bits >> 10 & 0x1F, fraction = bits & 0x3FF;
-  if (exponent == 0)
-    return std::copysign(std::ldexp(static_cast<float>(fraction), -24),
-                         std::bit_cast<float>(sign | 0x3F800000));
-  if (exponent == 31) return std::bit_cast<float>(sign | 0x7F800000 | fraction << 13);
-  return std::bit_cast<float>(sign | (exponent + 112) << 23 | fraction << 13);
-}
-
-std::uint16_t half_of_float(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000);
-  if (std::isnan(value)) return 0x7FFF;
-  const float size = std::fabs(value);
-  if (size >= 65520.0f) return sign | 0x7C00;
-  if (size < 0x1p-14f) {  // subnormal, in steps of 2^-24; the addition rounds
-    return sign | static_cast<std::uint16_t>(std::nearbyint(std::ldexp(size, 24)));
-  }
-  const std::uint32_t rounded = (bits & 0x7FFFFFFF) + 0xFFF + (bits >> 13 & 1);
-  return sign | static_cast<std::uint16_t>((rounded >> 13) - (112u << 10));
-}
-
-std::uint16_t bf16_of_float(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  if (std::isnan(value)) return 0x7FFF;
-  return static_cast<std::uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
 
 std::int64_t integer(std::uint64_t bits, Type type) {
   switch (type) {
@@ -57,21 +29,6 @@ std::int64_t integer(std::uint64_t bits, Type type) {
 }
 
 namespace {
-
-enum class Rounding : char { kNearest, kZero, kDown, kUp };
-
-double rounded(double value, Rounding mode) {
-  switch (mode) {
-    case Rounding::kZero:
-      return std::trunc(value);
-    case Rounding::kDown:
-      return std::floor(value);
-    case Rounding::kUp:
-      return std::ceil(value);
-    default:
-      return std::nearbyint(value);
-  }
-}
 
 // The value of a register as a double, which holds all values but those of 64-bit integers.
 double wide(std::uint64_t bits, Type type) {

@@ -75,7 +75,7 @@ class Decoding {
   Op one(const Statement& s) {
     Op op;
     for (const Decoder family :
-         {decode_scalar, decode_convert, decode_memory, decode_warp, decode_matrix}) {
+         {decode_scalar, decode_convert, decode_memory, decode_warp, decode_matrix, decode_wgmma}) {
       op = Op();  // what a family that does not know the statement left there
       op.statement = &s;
       op.type = last_type(s);

@@ -132,6 +132,7 @@ class Execution {
 
   Outcome execute(Warp& warp, Group& group, const Op& op, Mask mask) {
     if (mask == 0) return Outcome::kNext;
+    if (warp.matrices != nullptr) check_matrix_registers(context_, op);
     const Outcome outcome = op.handler(context_, op, mask);
     if (outcome == Outcome::kWait) return outcome;
     const auto threads = static_cast<std::uint64_t>(std::popcount(mask));
@@ -175,11 +176,13 @@ class Execution {
     }
   }
 
-  static void exit(Warp& warp, Mask mask) {
+  void exit(Warp& warp, Mask mask) {
     warp.alive &= ~mask;
     for (Group& group : warp.groups) group.mask &= ~mask;
     std::erase_if(warp.groups, [](const Group& group) { return group.mask == 0; });
-    if (warp.groups.empty()) --warp.block->running;
+    if (!warp.groups.empty()) return;
+    --warp.block->running;
+    if (warp.block->warpgroups != nullptr) leave_warpgroup(context_, warp);
   }
 
   std::string where(const Warp& warp, const Group& group) const {

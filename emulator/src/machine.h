@@ -60,6 +60,9 @@ struct Block;
 struct Warp;
 struct Context;
 struct Op;
+struct MatrixOp;      // a decoded statement of wgmma: wgmma.h
+struct WarpMatrices;  // what wgmma has in flight in a warp
+struct WarpgroupLog;
 
 enum class Outcome : std::uint8_t {
   kNext,
@@ -94,7 +97,8 @@ struct Op {
   bool flag = false;
   std::vector<Value> targets;
   std::vector<Value> values;
-  int written = 1;  // how many of the statement's operands are targets
+  int written = 1;                         // how many of the statement's operands are targets
+  std::shared_ptr<const MatrixOp> matrix;  // of wgmma
 };
 
 struct Program {
@@ -131,6 +135,7 @@ struct Warp {
   std::vector<std::uint8_t> local;                                // of all lanes
   std::array<std::vector<Copy>, kLanes> copies;                   // not committed
   std::array<std::deque<std::vector<Copy>>, kLanes> copy_groups;  // committed, oldest first
+  std::shared_ptr<WarpMatrices> matrices;                         // if it has executed wgmma
 };
 
 struct Barrier {
@@ -147,7 +152,8 @@ struct Block {
   std::vector<std::uint8_t> shared;
   std::array<Barrier, 16> barriers;
   std::vector<Warp> warps;
-  std::uint32_t running = 0;  // warps with threads
+  std::uint32_t running = 0;                              // warps with threads
+  std::shared_ptr<std::vector<WarpgroupLog>> warpgroups;  // if one has executed wgmma
 };
 
 struct Allocation {
@@ -266,6 +272,12 @@ bool decode_convert(const Statement& s, Op& op);
 bool decode_memory(const Statement& s, Op& op);
 bool decode_warp(const Statement& s, Op& op);
 bool decode_matrix(const Statement& s, Op& op);
+bool decode_wgmma(const Statement& s, Op& op);
+
+// Checks what a statement does to registers that wgmma has in use. For warps with `matrices`.
+void check_matrix_registers(Context& c, const Op& op);
+// Checks that a warp that ends has executed what its warpgroup has. For blocks with `warpgroups`.
+void leave_warpgroup(Context& c, const Warp& warp);
 
 // Whether a statement has a modifier.
 bool has(const Statement& s, const char* modifier);
