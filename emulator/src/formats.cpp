@@ -1,6 +1,5 @@
 #include "formats.h"
 
-#include <array>
 #include <bit>
 #include <cfenv>
 #include <cmath>
@@ -106,18 +105,6 @@ Format format_of(const std::string& name) {
   return Format::kNone;
 }
 
-int bytes_of(Format format) {
-  switch (format) {
-    case Format::kF16:
-    case Format::kBf16:
-      return 2;
-    case Format::kTf32:
-      return 4;
-    default:
-      return 1;
-  }
-}
-
 double rounded(double value, Rounding mode) {
   switch (mode) {
     case Rounding::kZero:
@@ -145,15 +132,6 @@ RoundingScope::~RoundingScope() {
   if (changed_) std::fesetround(FE_TONEAREST);
 }
 
-float float_of_half(std::uint16_t bits) {
-  const std::uint32_t sign = std::uint32_t{bits & 0x8000u} << 16;
-  const std::uint32_t size = std::uint32_t{bits & 0x7FFFu} << 13;
-  // The exponent is 112 too small; a product with 2^112 is exact, also of subnormal numbers.
-  const float value = std::bit_cast<float>(size) * 0x1p112f;
-  const std::uint32_t special = size >= 0x0F800000 ? 0x7F800000 : 0;
-  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | special | sign);
-}
-
 std::uint16_t half_of_float(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000);
@@ -173,14 +151,8 @@ std::uint16_t bf16_of_float(float value) {
   return static_cast<std::uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-float float_of_e4m3(std::uint8_t bits) {
-  static const auto table = table_of(kE4m3);
-  return table[bits];
-}
-float float_of_e5m2(std::uint8_t bits) {
-  static const auto table = table_of(kE5m2);
-  return table[bits];
-}
+const std::array<float, 256> kE4m3Values = table_of(kE4m3);
+const std::array<float, 256> kE5m2Values = table_of(kE5m2);
 std::uint8_t e4m3_of_float(float value) { return byte_of(kE4m3, value); }
 std::uint8_t e5m2_of_float(float value) { return byte_of(kE5m2, value); }
 
@@ -199,7 +171,5 @@ std::uint32_t tf32_of_float(float value, Rounding mode, Overflow overflow) {
   const double found = rounded_to(kTf32, value, mode, overflow);
   return std::bit_cast<std::uint32_t>(static_cast<float>(found));
 }
-
-float cut_to_tf32(std::uint32_t bits) { return std::bit_cast<float>(bits & 0xFFFFE000); }
 
 }  // namespace emulator

@@ -257,7 +257,14 @@ std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t 
 
 // -- half precision ---------------------------------------------------------------------------------
 
-float float_of_half(std::uint16_t bits);
+inline float float_of_half(std::uint16_t bits) {
+  const std::uint32_t sign = std::uint32_t{bits & 0x8000u} << 16;
+  const std::uint32_t size = std::uint32_t{bits & 0x7FFFu} << 13;
+  // The exponent is 112 too small; a product with 2^112 is exact, also of subnormal numbers.
+  const float value = std::bit_cast<float>(size) * 0x1p112f;
+  const std::uint32_t special = size >= 0x0F800000 ? 0x7F800000 : 0;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | special | sign);
+}
 std::uint16_t half_of_float(float value);  // to nearest, ties to even
 inline float float_of_bf16(std::uint16_t bits) {
   return std::bit_cast<float>(std::uint32_t{bits} << 16);

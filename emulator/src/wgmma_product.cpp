@@ -4,6 +4,7 @@
 // descriptors, strides and canonical layouts.
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "wgmma.h"
 
@@ -60,82 +61,84 @@ std::uint32_t offset_of(const Descriptor& d, bool is_mn_major, int elements, int
          c / 8 * d.stride;
 }
 
-// Elements of a chunk as numbers of the type that products are computed in.
-template <class T>
-void widen(const std::uint8_t* bytes, Format format, T* out) {
-  const auto halves = [&](auto convert) {
-    for (int i = 0; i < 8; ++i) {
-      std::uint16_t bits;
-      std::memcpy(&bits, bytes + 2 * i, 2);
-      out[i] = static_cast<T>(convert(bits));
-    }
-  };
-  const auto each_byte = [&](auto convert) {
-    for (int i = 0; i < 16; ++i) out[i] = static_cast<T>(convert(bytes[i]));
-  };
-  switch (format) {
-    case Format::kF16:
-      return halves(float_of_half);
-    case Format::kBf16:
-      return halves(float_of_bf16);
-    case Format::kE4m3:
-      return each_byte(float_of_e4m3);
-    case Format::kE5m2:
-      return each_byte(float_of_e5m2);
-    case Format::kS8:
-      return each_byte([](std::uint8_t byte) { return static_cast<std::int8_t>(byte); });
-    case Format::kU8:
-      return each_byte([](std::uint8_t byte) { return byte; });
-    default:
-      for (int i = 0; i < 4; ++i) {
-        std::uint32_t bits;
-        std::memcpy(&bits, bytes + 4 * i, 4);
-        out[i] = static_cast<T>(cut_to_tf32(bits));
-      }
+// An element of a format as a number of the type that products are computed in.
+template <Format kFormat>
+auto element(const std::uint8_t* bytes) {
+  if constexpr (kFormat == Format::kF16 || kFormat == Format::kBf16) {
+    std::uint16_t bits;
+    std::memcpy(&bits, bytes, 2);
+    return kFormat == Format::kF16 ? float_of_half(bits) : float_of_bf16(bits);
+  } else if constexpr (kFormat == Format::kTf32) {
+    std::uint32_t bits;
+    std::memcpy(&bits, bytes, 4);
+    return cut_to_tf32(bits);
+  } else if constexpr (kFormat == Format::kE4m3) {
+    return float_of_e4m3(*bytes);
+  } else if constexpr (kFormat == Format::kE5m2) {
+    return float_of_e5m2(*bytes);
+  } else if constexpr (kFormat == Format::kS8) {
+    return std::int32_t{static_cast<std::int8_t>(*bytes)};
+  } else {
+    return std::int32_t{*bytes};
   }
 }
 
-// Reads rows [first, first + rows) of a matrix: out[k * rows + row].
-template <class T>
-void read_tile(Context& c, const Op& op, std::uint64_t bits, Format format, bool is_mn_major,
-               int first, int rows, int depth, T* out) {
+// Reads rows [first, first + rows) of a matrix: out[k * rows + row]. Eight rows at a time: they are
+// written side by side.
+template <Format kFormat, class T>
+void read_tile(Context& c, const Op& op, std::uint64_t bits, bool is_mn_major, int first, int rows,
+               int depth, T* out) {
   const Descriptor descriptor(bits);
   const std::vector<std::uint8_t>& shared = c.warp->block->shared;
-  const int elements = kChunk / bytes_of(format);
-  const int row_step = is_mn_major ? elements : 1, column_step = is_mn_major ? 1 : elements;
-  T chunk[kChunk];
-  for (int row = 0; row < rows; row += row_step) {
-    for (int column = 0; column < depth; column += column_step) {
-      const std::uint32_t address =
-          descriptor.address(offset_of(descriptor, is_mn_major, elements, first + row, column));
-      if (address + kChunk > shared.size()) {
-        c.fail(op, 0,
-               "a matrix descriptor leads to address " + std::to_string(address) +
-                   " of shared memory, which has " + std::to_string(shared.size()));
+  constexpr int kBytes = bytes_of(kFormat), kElements = kChunk / kBytes;
+  const auto chunk = [&](int row, int column) {
+    const std::uint32_t address =
+        descriptor.address(offset_of(descriptor, is_mn_major, kElements, first + row, column));
+    if (address + kChunk > shared.size()) {
+      c.fail(op, 0,
+             "a matrix descriptor leads to address " + std::to_string(address) +
+                 " of shared memory, which has " + std::to_string(shared.size()));
+    }
+    return shared.data() + address;
+  };
+  if (is_mn_major) {  // of 16-bit types only, with eight elements in a chunk
+    for (int column = 0; column < depth; ++column) {
+      for (int row = 0; row < rows; row += kElements) {
+        const std::uint8_t* from = chunk(row, column);
+        T* to = out + column * rows + row;
+        for (int i = 0; i < kElements; ++i) to[i] = element<kFormat>(from + i * kBytes);
       }
-      if (is_mn_major) {  // 8 rows of N are a multiple of a chunk of 16-bit elements
-        widen(shared.data() + address, format, out + column * rows + row);
-      } else {
-        widen(shared.data() + address, format, chunk);
-        for (int i = 0; i < elements; ++i) out[(column + i) * rows + row] = chunk[i];
+    }
+    return;
+  }
+  for (int row = 0; row < rows; row += 8) {
+    for (int column = 0; column < depth; column += kElements) {
+      T values[8][kElements];
+      for (int r = 0; r < 8; ++r) {
+        const std::uint8_t* from = chunk(row + r, column);
+        for (int i = 0; i < kElements; ++i) values[r][i] = element<kFormat>(from + i * kBytes);
+      }
+      T* to = out + column * rows + row;
+      for (int i = 0; i < kElements; ++i) {
+        for (int r = 0; r < 8; ++r) to[i * rows + r] = values[r][i];
       }
     }
   }
 }
 
 // A in registers: four of them, whatever the type. Register r holds row lane / 4 + 8 (r % 2).
-template <class T>
-void read_fragment(Context& c, const Op& op, Format format, T* out) {
-  const int bytes = bytes_of(format), elements = 4 / bytes;
+template <Format kFormat, class T>
+void read_fragment(Context& c, const Op& op, T* out) {
+  constexpr int kBytes = bytes_of(kFormat), kElements = 4 / kBytes;
   for (int r = 0; r < 4; ++r) {
     const Lanes& lanes = read(c, op, r, ~Mask{0});
     for (int lane = 0; lane < kLanes; ++lane) {
-      std::uint8_t padded[kChunk] = {};
-      std::memcpy(padded, &lanes[lane], 4);
-      T parts[kChunk];
-      widen(padded, format, parts);
-      const int row = lane / 4 + 8 * (r % 2), column = elements * (lane % 4) + r / 2 * 4 * elements;
-      for (int i = 0; i < elements; ++i) out[(column + i) * kRows + row] = parts[i];
+      std::uint8_t bytes[4];
+      std::memcpy(bytes, &lanes[lane], 4);
+      const int row = lane / 4 + 8 * (r % 2), column = kElements * (lane % 4 + r / 2 * 4);
+      for (int i = 0; i < kElements; ++i) {
+        out[(column + i) * kRows + row] = element<kFormat>(bytes + i * kBytes);
+      }
     }
   }
 }
@@ -166,16 +169,12 @@ void accumulate(const T* a, const T* b, T* d, int n, int depth) {
 
 // Calls f(register, lane, part, index in d) for each element that the warp holds of D. A register
 // holds one element, or two of f16.
-template <class F>
-void each_accumulator(int n, int parts, F&& f) {
-  for (int r = 0; r < n / 2 / parts; ++r) {
+template <int kParts, class F>
+void each_accumulator(int n, F&& f) {
+  for (int element = 0; element < n / 2; ++element) {  // of a lane
+    const int row = element / 2 % 2 * 8, column = element / 4 * 8 + element % 2;
     for (int lane = 0; lane < kLanes; ++lane) {
-      for (int part = 0; part < parts; ++part) {
-        const int element = r * parts + part;  // of the lane
-        const int row = lane / 4 + element / 2 % 2 * 8;
-        const int column = element / 4 * 8 + 2 * (lane % 4) + element % 2;
-        f(r, lane, part, row * n + column);
-      }
+      f(element / kParts, lane, element % kParts, (row + lane / 4) * n + column + 2 * (lane % 4));
     }
   }
 }
@@ -187,17 +186,40 @@ struct Tiles {
   T d[kRows * kMostColumns];
 };
 
+// Calls f with a format that is a constant of the compiler. T: float, or int for s8 and u8.
+template <class T, class F>
+void with_format(Format format, F&& f) {
+  if constexpr (std::is_integral_v<T>) {
+    if (format == Format::kS8) return f(std::integral_constant<Format, Format::kS8>{});
+    return f(std::integral_constant<Format, Format::kU8>{});
+  } else {
+    switch (format) {
+      case Format::kF16:
+        return f(std::integral_constant<Format, Format::kF16>{});
+      case Format::kBf16:
+        return f(std::integral_constant<Format, Format::kBf16>{});
+      case Format::kE4m3:
+        return f(std::integral_constant<Format, Format::kE4m3>{});
+      case Format::kE5m2:
+        return f(std::integral_constant<Format, Format::kE5m2>{});
+      default:
+        return f(std::integral_constant<Format, Format::kTf32>{});
+    }
+  }
+}
+
 template <class T>
 void multiply(Context& c, const Product& product, Tiles<T>& tiles) {
   const Op& op = *product.op;
   const MatrixOp& m = *op.matrix;
-  if (m.from_registers) {
-    read_fragment(c, op, m.a, tiles.a);
-  } else {
+  with_format<T>(m.a, [&](auto format) {
+    if (m.from_registers) return read_fragment<format()>(c, op, tiles.a);
     const int first = c.warp->index % 4 * kRows;
-    read_tile(c, op, product.a, m.a, m.is_m_major, first, kRows, m.k, tiles.a);
-  }
-  read_tile(c, op, product.b, m.b, m.is_n_major, 0, m.n, m.k, tiles.b);
+    read_tile<format()>(c, op, product.a, m.is_m_major, first, kRows, m.k, tiles.a);
+  });
+  with_format<T>(m.b, [&](auto format) {
+    read_tile<format()>(c, op, product.b, m.is_n_major, 0, m.n, m.k, tiles.b);
+  });
   if (m.negates) {
     for (int i = 0; i < m.k * kRows; ++i) tiles.a[i] = -tiles.a[i];
   }
@@ -206,29 +228,30 @@ void multiply(Context& c, const Product& product, Tiles<T>& tiles) {
 
 // Sums in float. Hardware rounds otherwise: the sum of a product's K terms may be cut to fewer bits,
 // for e4m3 and e5m2 to about 14. D of f16 is rounded once, at the end.
+template <bool kHalf>
 void multiply_floats(Context& c, const Product& product) {
   thread_local Tiles<float> tiles;
-  const MatrixOp& m = *product.op->matrix;
-  const bool half = m.d == Type::kF16;
+  constexpr int kParts = kHalf ? 2 : 1;
+  const int n = product.op->matrix->n;
   std::vector<Lanes>& registers = c.warp->registers;
   const std::vector<Value>& targets = product.op->targets;
   if (product.adds) {
-    each_accumulator(m.n, half ? 2 : 1, [&](int r, int lane, int part, int at) {
+    each_accumulator<kParts>(n, [&](int r, int lane, int part, int at) {
       const std::uint64_t bits = registers[targets[r].index][lane];
-      tiles.d[at] =
-          half ? float_of_half(static_cast<std::uint16_t>(bits >> 16 * part)) : get<float>(bits);
+      tiles.d[at] = kHalf ? float_of_half(static_cast<std::uint16_t>(bits >> 16 * part))
+                          : get<float>(bits);
     });
   } else {
-    std::fill_n(tiles.d, kRows * m.n, 0.0f);
+    std::fill_n(tiles.d, kRows * n, 0.0f);
   }
   multiply(c, product, tiles);
-  each_accumulator(m.n, half ? 2 : 1, [&](int r, int lane, int part, int at) {
+  each_accumulator<kParts>(n, [&](int r, int lane, int part, int at) {
     std::uint64_t& bits = registers[targets[r].index][lane];
-    if (!half) {
-      bits = bits_of(tiles.d[at]);
-    } else {
+    if constexpr (kHalf) {
       const std::uint64_t before = part == 0 ? 0 : bits;
       bits = before | std::uint64_t{half_of_float(tiles.d[at])} << 16 * part;
+    } else {
+      bits = bits_of(tiles.d[at]);
     }
   });
 }
@@ -240,7 +263,7 @@ void multiply_integers(Context& c, const Product& product) {
   const MatrixOp& m = *product.op->matrix;
   std::fill_n(tiles.d, kRows * m.n, 0);
   multiply(c, product, tiles);
-  each_accumulator(m.n, 1, [&](int r, int lane, int, int at) {
+  each_accumulator<1>(m.n, [&](int r, int lane, int, int at) {
     std::uint64_t& bits = c.warp->registers[product.op->targets[r].index][lane];
     std::int64_t sum = tiles.d[at];
     if (product.adds) sum += get<std::int32_t>(bits);
@@ -253,10 +276,13 @@ void multiply_integers(Context& c, const Product& product) {
 }  // namespace
 
 void perform(Context& c, const Product& product) {
-  if (product.op->matrix->d == Type::kS32) {
-    multiply_integers(c, product);
-  } else {
-    multiply_floats(c, product);
+  switch (product.op->matrix->d) {
+    case Type::kS32:
+      return multiply_integers(c, product);
+    case Type::kF16:
+      return multiply_floats<true>(c, product);
+    default:
+      return multiply_floats<false>(c, product);
   }
 }
 
