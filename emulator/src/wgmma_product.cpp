@@ -230,7 +230,8 @@ void multiply(Context& c, const Product& product, Tiles<T>& tiles) {
 // for e4m3 and e5m2 to about 14. D of f16 is rounded once, at the end.
 template <bool kHalf>
 void multiply_floats(Context& c, const Product& product) {
-  thread_local Tiles<float> tiles;
+  thread_local Tiles<float> of_thread;
+  Tiles<float>& tiles = of_thread;  // looked up once
   constexpr int kParts = kHalf ? 2 : 1;
   const int n = product.op->matrix->n;
   std::vector<Lanes>& registers = c.warp->registers;
@@ -259,7 +260,8 @@ void multiply_floats(Context& c, const Product& product) {
 // The products of at most 32 pairs of bytes never overflow; their sum with D wraps around, or
 // becomes the nearest number with .satfinite.
 void multiply_integers(Context& c, const Product& product) {
-  thread_local Tiles<std::int32_t> tiles;
+  thread_local Tiles<std::int32_t> of_thread;
+  Tiles<std::int32_t>& tiles = of_thread;
   const MatrixOp& m = *product.op->matrix;
   std::fill_n(tiles.d, kRows * m.n, 0);
   multiply(c, product, tiles);

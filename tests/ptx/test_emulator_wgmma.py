@@ -1,4 +1,4 @@
-"""wgmma of the PTX machine: layouts and types against torch, asynchrony, and what must not be done."""
+"""wgmma of the PTX machine: layouts and types against torch, asynchrony, and forbidden uses."""
 
 from __future__ import annotations
 
