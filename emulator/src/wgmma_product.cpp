@@ -173,8 +173,8 @@ template <int kParts, class F>
 void each_accumulator(int n, F&& f) {
   for (int element = 0; element < n / 2; ++element) {  // of a lane
     const int row = element / 2 % 2 * 8, column = element / 4 * 8 + element % 2;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      f(element / kParts, lane, element % kParts, (row + lane / 4) * n + column + 2 * (lane % 4));
+    for (int lane = 0, at = row * n + column; lane < kLanes; lane += 4, at += n) {
+      for (int i = 0; i < 4; ++i) f(element / kParts, lane + i, element % kParts, at + 2 * i);
     }
   }
 }
@@ -185,6 +185,13 @@ struct Tiles {
   T b[kMostDepth * kMostColumns];
   T d[kRows * kMostColumns];
 };
+
+// Not inlined: the compiler would look the thread's memory up for each element.
+template <class T>
+[[gnu::noinline]] Tiles<T>& tiles_of_thread() {
+  thread_local Tiles<T> tiles;
+  return tiles;
+}
 
 // Calls f with a format that is a constant of the compiler. T: float, or int for s8 and u8.
 template <class T, class F>
@@ -230,8 +237,7 @@ void multiply(Context& c, const Product& product, Tiles<T>& tiles) {
 // for e4m3 and e5m2 to about 14. D of f16 is rounded once, at the end.
 template <bool kHalf>
 void multiply_floats(Context& c, const Product& product) {
-  thread_local Tiles<float> of_thread;
-  Tiles<float>& tiles = of_thread;  // looked up once
+  Tiles<float>& tiles = tiles_of_thread<float>();
   constexpr int kParts = kHalf ? 2 : 1;
   const int n = product.op->matrix->n;
   std::vector<Lanes>& registers = c.warp->registers;
@@ -260,8 +266,7 @@ void multiply_floats(Context& c, const Product& product) {
 // The products of at most 32 pairs of bytes never overflow; their sum with D wraps around, or
 // becomes the nearest number with .satfinite.
 void multiply_integers(Context& c, const Product& product) {
-  thread_local Tiles<std::int32_t> of_thread;
-  Tiles<std::int32_t>& tiles = of_thread;
+  Tiles<std::int32_t>& tiles = tiles_of_thread<std::int32_t>();
   const MatrixOp& m = *product.op->matrix;
   std::fill_n(tiles.d, kRows * m.n, 0);
   multiply(c, product, tiles);
