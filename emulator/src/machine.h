@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "formats.h"
 #include "module.h"
 
 namespace emulator {
@@ -54,6 +55,24 @@ struct Launch {
 struct Counters {
   std::uint64_t statements = 0;    // of warps
   std::uint64_t instructions = 0;  // of threads
+};
+
+// Of setp. Those that end in U are true for operands one of which is NaN.
+enum class Comparison : std::uint8_t {
+  kEq,
+  kNe,
+  kLt,
+  kLe,
+  kGt,
+  kGe,
+  kNumbers,
+  kEqU,
+  kNeU,
+  kLtU,
+  kLeU,
+  kGtU,
+  kGeU,
+  kNan
 };
 
 struct Block;
@@ -99,6 +118,12 @@ struct Op {
   std::vector<Value> values;
   int written = 1;                         // how many of the statement's operands are targets
   std::shared_ptr<const MatrixOp> matrix;  // of wgmma
+  // Of arithmetic and conversion:
+  Rounding rounding = Rounding::kNearest;
+  Comparison comparison = Comparison::kEq;
+  bool flushes = false;    // .ftz
+  bool saturates = false;  // .sat or .satfinite
+  bool relu = false;
 };
 
 struct Program {
@@ -275,6 +300,8 @@ std::uint16_t bf16_of_float(float value);
 
 using Decoder = bool (*)(const Statement&, Op&);
 bool decode_scalar(const Statement& s, Op& op);
+bool decode_bits(const Statement& s, Op& op);
+bool decode_float(const Statement& s, Op& op);
 bool decode_convert(const Statement& s, Op& op);
 bool decode_memory(const Statement& s, Op& op);
 bool decode_warp(const Statement& s, Op& op);
@@ -288,6 +315,14 @@ void leave_warpgroup(Context& c, const Warp& warp);
 
 // Whether a statement has a modifier.
 bool has(const Statement& s, const char* modifier);
+// Whether all its modifiers but types are in a list, which has a space on both sides of each.
+bool has_only(const Statement& s, const char* modifiers);
+// .rn, .rz, .rm, .rp or .rna; without them to nearest.
+Rounding rounding_of(const Statement& s);
+// The comparison that a modifier of setp names.
+bool read_comparison(const std::string& name, Comparison& found);
+// Writes both targets of setp, combined with its third operand if op.number says so (and, or, xor).
+void combine_predicates(Context& c, const Op& op, Mask mask, Mask first, Mask second);
 // The state space that a statement names, or kGeneric.
 Space space_of(const Statement& s);
 // The last modifier that is a type, or kNone.

@@ -245,8 +245,8 @@ void multiply_floats(Context& c, const Product& product) {
   if (product.adds) {
     each_accumulator<kParts>(n, [&](int r, int lane, int part, int at) {
       const std::uint64_t bits = registers[targets[r].index][lane];
-      tiles.d[at] = kHalf ? float_of_half(static_cast<std::uint16_t>(bits >> 16 * part))
-                          : get<float>(bits);
+      tiles.d[at] =
+          kHalf ? float_of_half(static_cast<std::uint16_t>(bits >> 16 * part)) : get<float>(bits);
     });
   } else {
     std::fill_n(tiles.d, kRows * n, 0.0f);
