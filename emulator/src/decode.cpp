@@ -75,8 +75,9 @@ class Decoding {
  private:
   Op one(const Statement& s) {
     Op op;
-    for (const Decoder family : {decode_scalar, decode_bits, decode_float, decode_convert,
-                                 decode_memory, decode_warp, decode_matrix, decode_wgmma}) {
+    for (const Decoder family :
+         {decode_scalar, decode_bits, decode_float, decode_convert, decode_memory, decode_warp,
+          decode_matrix, decode_wgmma, decode_multimem}) {
       op = Op();  // what a family that does not know the statement left there
       op.statement = &s;
       op.type = last_type(s);

@@ -219,13 +219,23 @@ class Execution {
 }  // namespace
 
 void Machine::add_memory(std::uint64_t address, std::uint64_t bytes, std::string name) {
+  add(address, {address + bytes, std::move(name), {}});
+}
+
+void Machine::add_multicast(std::uint64_t address, std::uint64_t bytes,
+                            std::vector<std::uint64_t> members) {
+  if (members.empty()) throw PtxError("multicast memory without members");
+  add(address, {address + bytes, "multicast memory", std::move(members)});
+}
+
+void Machine::add(std::uint64_t address, Allocation allocation) {
   const std::lock_guard<std::mutex> lock(changing_);
   auto changed = std::make_shared<Allocations>(*memory_);
   // What lay there before has been freed since.
   auto old = changed->lower_bound(address);
   if (old != changed->begin() && std::prev(old)->second.end > address) --old;
-  while (old != changed->end() && old->first < address + bytes) old = changed->erase(old);
-  (*changed)[address] = {address + bytes, std::move(name)};
+  while (old != changed->end() && old->first < allocation.end) old = changed->erase(old);
+  (*changed)[address] = std::move(allocation);
   memory_ = std::move(changed);
 }
 

@@ -184,6 +184,7 @@ struct Block {
 struct Allocation {
   std::uint64_t end;
   std::string name;
+  std::vector<std::uint64_t> members;  // of multicast memory: addresses of what it stands for
 };
 using Allocations = std::map<std::uint64_t, Allocation>;  // of global memory, by address
 
@@ -194,6 +195,9 @@ class Machine {
   // of allocations are errors.
   void add_memory(std::uint64_t address, std::uint64_t bytes, std::string name);
   void remove_memory(std::uint64_t address);
+  // Makes an address stand for the same offset of several allocations, for multimem only.
+  void add_multicast(std::uint64_t address, std::uint64_t bytes,
+                     std::vector<std::uint64_t> members);
   // What is known now. Kernels look it up again and again, so it is replaced and never changed.
   std::shared_ptr<const Allocations> memory() const;
 
@@ -210,6 +214,8 @@ class Machine {
   };
   Loaded& load(const std::shared_ptr<const Module>& module);
   const Program& program(Loaded& loaded, const Kernel& kernel);
+
+  void add(std::uint64_t address, Allocation allocation);
 
   mutable std::mutex changing_;  // guards memory_, but not what it points to
   std::shared_ptr<const Allocations> memory_ = std::make_shared<Allocations>();
@@ -307,6 +313,7 @@ bool decode_memory(const Statement& s, Op& op);
 bool decode_warp(const Statement& s, Op& op);
 bool decode_matrix(const Statement& s, Op& op);
 bool decode_wgmma(const Statement& s, Op& op);
+bool decode_multimem(const Statement& s, Op& op);
 
 // Checks what a statement does to registers that wgmma has in use. For warps with `matrices`.
 void check_matrix_registers(Context& c, const Op& op);

@@ -17,7 +17,10 @@ void check_global(const Context& c, const Op& op, int lane, std::uint64_t addres
   std::string near = "no allocation lies before it";
   if (next != c.memory->begin()) {
     const auto& [begin, allocation] = *--next;
-    if (address + bytes <= allocation.end) return;
+    if (address + bytes <= allocation.end) {
+      if (allocation.members.empty()) return;
+      c.fail(op, lane, "a multicast address, which only multimem may access");
+    }
     near = std::to_string(address - begin) + " bytes behind the start of " + allocation.name +
            ", which has " + std::to_string(allocation.end - begin);
   }
