@@ -118,6 +118,7 @@ struct Op {
   std::vector<Value> values;
   int written = 1;                         // how many of the statement's operands are targets
   std::shared_ptr<const MatrixOp> matrix;  // of wgmma
+  Format format_a = Format::kNone, format_b = Format::kNone;  // of mma.sync
   // Of arithmetic and conversion:
   Rounding rounding = Rounding::kNearest;
   Comparison comparison = Comparison::kEq;

@@ -4,8 +4,8 @@
 // descriptors, strides and canonical layouts.
 #include <algorithm>
 #include <limits>
-#include <type_traits>
 
+#include "elements.h"
 #include "wgmma.h"
 
 namespace emulator {
@@ -59,28 +59,6 @@ std::uint32_t offset_of(const Descriptor& d, bool is_mn_major, int elements, int
   if (d.width == 1) return chunk * d.stride + c % 8 * kChunk + c / 8 * d.leading;
   return chunk % d.width * kChunk + chunk / d.width * d.leading + c % 8 * d.width * kChunk +
          c / 8 * d.stride;
-}
-
-// An element of a format as a number of the type that products are computed in.
-template <Format kFormat>
-auto element(const std::uint8_t* bytes) {
-  if constexpr (kFormat == Format::kF16 || kFormat == Format::kBf16) {
-    std::uint16_t bits;
-    std::memcpy(&bits, bytes, 2);
-    return kFormat == Format::kF16 ? float_of_half(bits) : float_of_bf16(bits);
-  } else if constexpr (kFormat == Format::kTf32) {
-    std::uint32_t bits;
-    std::memcpy(&bits, bytes, 4);
-    return cut_to_tf32(bits);
-  } else if constexpr (kFormat == Format::kE4m3) {
-    return float_of_e4m3(*bytes);
-  } else if constexpr (kFormat == Format::kE5m2) {
-    return float_of_e5m2(*bytes);
-  } else if constexpr (kFormat == Format::kS8) {
-    return std::int32_t{static_cast<std::int8_t>(*bytes)};
-  } else {
-    return std::int32_t{*bytes};
-  }
 }
 
 // Reads rows [first, first + rows) of a matrix: out[k * rows + row]. Eight rows at a time: they are
@@ -191,28 +169,6 @@ template <class T>
 [[gnu::noinline]] Tiles<T>& tiles_of_thread() {
   thread_local Tiles<T> tiles;
   return tiles;
-}
-
-// Calls f with a format that is a constant of the compiler. T: float, or int for s8 and u8.
-template <class T, class F>
-void with_format(Format format, F&& f) {
-  if constexpr (std::is_integral_v<T>) {
-    if (format == Format::kS8) return f(std::integral_constant<Format, Format::kS8>{});
-    return f(std::integral_constant<Format, Format::kU8>{});
-  } else {
-    switch (format) {
-      case Format::kF16:
-        return f(std::integral_constant<Format, Format::kF16>{});
-      case Format::kBf16:
-        return f(std::integral_constant<Format, Format::kBf16>{});
-      case Format::kE4m3:
-        return f(std::integral_constant<Format, Format::kE4m3>{});
-      case Format::kE5m2:
-        return f(std::integral_constant<Format, Format::kE5m2>{});
-      default:
-        return f(std::integral_constant<Format, Format::kTf32>{});
-    }
-  }
 }
 
 template <class T>
