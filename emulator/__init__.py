@@ -124,6 +124,20 @@ class Device:
         self._machine.remove_memory(address)
         del self._kept[address]
 
+    def add_multicast(self, address: int, tensors: Sequence[Any]) -> None:
+        """Let an address stand for the same offset of several tensors of equal size.
+
+        Only ``multimem`` may access it. It takes the members in this order.
+
+        Raises:
+            ValueError: the tensors differ in size.
+        """
+        sizes = {tensor.numel() * tensor.element_size() for tensor in tensors}
+        if len(sizes) != 1:
+            raise ValueError("members of multicast memory must have the same size")
+        members = [self.register(tensor, f"member {i}") for i, tensor in enumerate(tensors)]
+        self._machine.add_multicast(address, sizes.pop(), members)
+
     def launch(
         self,
         module: Module,

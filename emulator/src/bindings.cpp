@@ -110,6 +110,8 @@ PYBIND11_MODULE(_machine, m) {
       .def("add_memory", &Machine::add_memory, py::arg("address"), py::arg("bytes"),
            py::arg("name"))
       .def("remove_memory", &Machine::remove_memory, py::arg("address"))
+      .def("add_multicast", &Machine::add_multicast, py::arg("address"), py::arg("bytes"),
+           py::arg("members"))
       .def("launch", &launch, py::arg("module"), py::arg("kernel"), py::arg("grid"),
            py::arg("block"), py::arg("params"), py::arg("dynamic_shared") = 0,
            py::arg("resident") = 8, py::arg("seed") = 0, py::arg("max_statements") = 1'000'000'000,

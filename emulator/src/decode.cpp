@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <chrono>
+#include <string_view>
 
 #include "machine.h"
 
@@ -109,8 +110,9 @@ class Decoding {
   Op one(const Statement& s) {
     Op op;
     for (const Decoder family :
-         {decode_scalar, decode_convert, decode_memory, decode_cluster, decode_mbarrier,
-          decode_bulk, decode_tensor, decode_warp, decode_matrix}) {
+         {decode_scalar, decode_bits, decode_float, decode_convert, decode_memory, decode_cluster,
+          decode_mbarrier, decode_bulk, decode_tensor, decode_warp, decode_matrix, decode_wgmma,
+          decode_multimem}) {
       op = Op();  // what a family that does not know the statement left there
       op.statement = &s;
       op.type = last_type(s);
@@ -251,6 +253,20 @@ bool has_no_other(const Statement& s, std::initializer_list<const char*> known) 
   return std::all_of(s.opcode.begin() + 1, s.opcode.end(), [&](const std::string& modifier) {
     return std::find(known.begin(), known.end(), modifier) != known.end();
   });
+}
+
+bool has_only(const Statement& s, const char* modifiers) {
+  return std::all_of(s.opcode.begin() + 1, s.opcode.end(), [&](const std::string& part) {
+    return type_of(part) != Type::kNone ||
+           std::string_view(modifiers).find(" " + part + " ") != std::string_view::npos;
+  });
+}
+
+Rounding rounding_of(const Statement& s) {
+  if (has(s, "rz")) return Rounding::kZero;
+  if (has(s, "rm")) return Rounding::kDown;
+  if (has(s, "rp")) return Rounding::kUp;
+  return has(s, "rna") ? Rounding::kAway : Rounding::kNearest;
 }
 
 Space space_of(const Statement& s) {

@@ -200,6 +200,7 @@ class Execution {
 
   Outcome execute(Warp& warp, Group& group, const Op& op, Mask mask) {
     if (mask == 0) return Outcome::kNext;
+    if (warp.matrices != nullptr) check_matrix_registers(context_, op);
     const Outcome outcome = op.handler(context_, op, mask);
     if (outcome == Outcome::kWait) return outcome;
     const auto threads = static_cast<std::uint64_t>(std::popcount(mask));
@@ -257,7 +258,10 @@ class Execution {
     warp.alive &= ~mask;
     for (Group& group : warp.groups) group.mask &= ~mask;
     std::erase_if(warp.groups, [](const Group& group) { return group.mask == 0; });
-    if (!warp.groups.empty() || --warp.block->running != 0) return;
+    if (!warp.groups.empty()) return;
+    --warp.block->running;
+    if (warp.block->warpgroups != nullptr) leave_warpgroup(context_, warp);
+    if (warp.block->running != 0) return;
     --warp.block->cluster->running;
     engine_.block_ended(context_, *warp.block);
   }
@@ -296,13 +300,23 @@ class Execution {
 }  // namespace
 
 void Machine::add_memory(std::uint64_t address, std::uint64_t bytes, std::string name) {
+  add(address, {address + bytes, std::move(name), {}});
+}
+
+void Machine::add_multicast(std::uint64_t address, std::uint64_t bytes,
+                            std::vector<std::uint64_t> members) {
+  if (members.empty()) throw PtxError("multicast memory without members");
+  add(address, {address + bytes, "multicast memory", std::move(members)});
+}
+
+void Machine::add(std::uint64_t address, Allocation allocation) {
   const std::lock_guard<std::mutex> lock(changing_);
   auto changed = std::make_shared<Allocations>(*memory_);
   // What lay there before has been freed since.
   auto old = changed->lower_bound(address);
   if (old != changed->begin() && std::prev(old)->second.end > address) --old;
-  while (old != changed->end() && old->first < address + bytes) old = changed->erase(old);
-  (*changed)[address] = {address + bytes, std::move(name)};
+  while (old != changed->end() && old->first < allocation.end) old = changed->erase(old);
+  (*changed)[address] = std::move(allocation);
   memory_ = std::move(changed);
 }
 

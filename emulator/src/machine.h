@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "formats.h"
 #include "module.h"
 
 namespace emulator {
@@ -59,12 +60,33 @@ struct Counters {
   std::uint64_t instructions = 0;  // of threads
 };
 
+// Of setp. Those that end in U are true for operands one of which is NaN.
+enum class Comparison : std::uint8_t {
+  kEq,
+  kNe,
+  kLt,
+  kLe,
+  kGt,
+  kGe,
+  kNumbers,
+  kEqU,
+  kNeU,
+  kLtU,
+  kLeU,
+  kGtU,
+  kGeU,
+  kNan
+};
+
 struct Block;
 struct Cluster;
 struct Warp;
 struct Context;
 struct Op;
 class Engine;
+struct MatrixOp;      // a decoded statement of wgmma: wgmma.h
+struct WarpMatrices;  // what wgmma has in flight in a warp
+struct WarpgroupLog;
 
 enum class Outcome : std::uint8_t {
   kNext,
@@ -100,7 +122,15 @@ struct Op {
   bool flag = false;
   std::vector<Value> targets;
   std::vector<Value> values;
-  int written = 1;  // how many of the statement's operands are targets
+  int written = 1;                         // how many of the statement's operands are targets
+  std::shared_ptr<const MatrixOp> matrix;  // of wgmma
+  Format format_a = Format::kNone, format_b = Format::kNone;  // of mma.sync
+  // Of arithmetic and conversion:
+  Rounding rounding = Rounding::kNearest;
+  Comparison comparison = Comparison::kEq;
+  bool flushes = false;    // .ftz
+  bool saturates = false;  // .sat or .satfinite
+  bool relu = false;
 };
 
 struct Program {
@@ -144,6 +174,7 @@ struct Warp {
   Mask cluster_barrier_phase = 0;   // parity of the phase that they arrived in
   int refused_waits = 0;            // mbarrier.try_wait that returned false, since one was true
   std::uint64_t max_registers = 0;  // of a thread: setmaxnreg
+  std::shared_ptr<WarpMatrices> matrices;  // if it has executed wgmma
 };
 
 struct Barrier {
@@ -160,7 +191,8 @@ struct Block {
   std::vector<std::uint8_t> shared;
   std::array<Barrier, 16> barriers;
   std::vector<Warp> warps;
-  std::uint32_t running = 0;  // warps with threads
+  std::uint32_t running = 0;                              // warps with threads
+  std::shared_ptr<std::vector<WarpgroupLog>> warpgroups;  // if one has executed wgmma
   Cluster* cluster = nullptr;
   std::uint32_t rank = 0;    // in the cluster
   std::uint32_t number = 0;  // in the order of their start
@@ -183,6 +215,7 @@ struct Cluster {
 struct Allocation {
   std::uint64_t end;
   std::string name;
+  std::vector<std::uint64_t> members;  // of multicast memory: addresses of what it stands for
 };
 using Allocations = std::map<std::uint64_t, Allocation>;  // of global memory, by address
 
@@ -193,6 +226,9 @@ class Machine {
   // of allocations are errors.
   void add_memory(std::uint64_t address, std::uint64_t bytes, std::string name);
   void remove_memory(std::uint64_t address);
+  // Makes an address stand for the same offset of several allocations, for multimem only.
+  void add_multicast(std::uint64_t address, std::uint64_t bytes,
+                     std::vector<std::uint64_t> members);
   // What is known now. Kernels look it up again and again, so it is replaced and never changed.
   std::shared_ptr<const Allocations> memory() const;
 
@@ -209,6 +245,8 @@ class Machine {
   };
   Loaded& load(const std::shared_ptr<const Module>& module);
   const Program& program(Loaded& loaded, const Kernel& kernel);
+
+  void add(std::uint64_t address, Allocation allocation);
 
   mutable std::mutex changing_;  // guards memory_, but not what it points to
   std::shared_ptr<const Allocations> memory_ = std::make_shared<Allocations>();
@@ -321,7 +359,14 @@ void perform_copies(Warp& warp, int lane, std::uint64_t before);
 
 // -- half precision ---------------------------------------------------------------------------------
 
-float float_of_half(std::uint16_t bits);
+inline float float_of_half(std::uint16_t bits) {
+  const std::uint32_t sign = std::uint32_t{bits & 0x8000u} << 16;
+  const std::uint32_t size = std::uint32_t{bits & 0x7FFFu} << 13;
+  // The exponent is 112 too small; a product with 2^112 is exact, also of subnormal numbers.
+  const float value = std::bit_cast<float>(size) * 0x1p112f;
+  const std::uint32_t special = size >= 0x0F800000 ? 0x7F800000 : 0;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | special | sign);
+}
 std::uint16_t half_of_float(float value);  // to nearest, ties to even
 inline float float_of_bf16(std::uint16_t bits) {
   return std::bit_cast<float>(std::uint32_t{bits} << 16);
@@ -332,6 +377,8 @@ std::uint16_t bf16_of_float(float value);
 
 using Decoder = bool (*)(const Statement&, Op&);
 bool decode_scalar(const Statement& s, Op& op);
+bool decode_bits(const Statement& s, Op& op);
+bool decode_float(const Statement& s, Op& op);
 bool decode_convert(const Statement& s, Op& op);
 bool decode_memory(const Statement& s, Op& op);
 bool decode_warp(const Statement& s, Op& op);
@@ -341,10 +388,26 @@ bool decode_mbarrier(const Statement& s, Op& op);
 bool decode_bulk(const Statement& s, Op& op);
 bool decode_tensor(const Statement& s, Op& op);
 
-// Whether a statement has a modifier.
-bool has(const Statement& s, const char* modifier);
 // Whether a statement has no modifiers but these.
 bool has_no_other(const Statement& s, std::initializer_list<const char*> known);
+bool decode_wgmma(const Statement& s, Op& op);
+bool decode_multimem(const Statement& s, Op& op);
+
+// Checks what a statement does to registers that wgmma has in use. For warps with `matrices`.
+void check_matrix_registers(Context& c, const Op& op);
+// Checks that a warp that ends has executed what its warpgroup has. For blocks with `warpgroups`.
+void leave_warpgroup(Context& c, const Warp& warp);
+
+// Whether a statement has a modifier.
+bool has(const Statement& s, const char* modifier);
+// Whether all its modifiers but types are in a list, which has a space on both sides of each.
+bool has_only(const Statement& s, const char* modifiers);
+// .rn, .rz, .rm, .rp or .rna; without them to nearest.
+Rounding rounding_of(const Statement& s);
+// The comparison that a modifier of setp names.
+bool read_comparison(const std::string& name, Comparison& found);
+// Writes both targets of setp, combined with its third operand if op.number says so (and, or, xor).
+void combine_predicates(Context& c, const Op& op, Mask mask, Mask first, Mask second);
 // The state space that a statement names, or kGeneric.
 Space space_of(const Statement& s);
 // The last modifier that is a type, or kNone.

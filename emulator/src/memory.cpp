@@ -14,9 +14,8 @@ namespace {
 // Fails if [address, address + bytes) is not inside of one allocation.
 void check_global(const Context& c, const Op& op, int lane, std::uint64_t address,
                   std::uint64_t bytes) {
-  auto next = c.memory->upper_bound(address);
-  if (next != c.memory->begin() && address + bytes <= std::prev(next)->second.end) return;
-  c.fail(op, lane, outside_global(*c.memory, address, bytes));
+  const std::string problem = outside_global(*c.memory, address, bytes);
+  if (!problem.empty()) c.fail(op, lane, problem);
 }
 
 }  // namespace
@@ -26,7 +25,10 @@ std::string outside_global(const Allocations& memory, std::uint64_t address, std
   std::string near = "no allocation lies before it";
   if (next != memory.begin()) {
     const auto& [begin, allocation] = *--next;
-    if (address + bytes <= allocation.end) return "";
+    if (address + bytes <= allocation.end) {
+      return allocation.members.empty() ? ""
+                                        : "a multicast address, which only multimem may access";
+    }
     near = std::to_string(address - begin) + " bytes behind the start of " + allocation.name +
            ", which has " + std::to_string(allocation.end - begin);
   }

@@ -62,16 +62,16 @@ def run(text: str, tensors: list[torch.Tensor], **options: Any) -> dict[str, int
 
 
 def apply(statement: str, operands: list[torch.Tensor], width: int, out: int) -> torch.Tensor:
-    """Execute ``statement`` on 32 lanes.
+    """Execute ``statement`` on a thread for each value of an operand.
 
     Args:
         statement: with {d} for its target and {0}, {1}, ... for its operands.
-        operands: [32] int64 each: the bits of a value.
+        operands: [threads] int64 each: the bits of a value.
         width: bits of an operand.
         out: bits of the result.
 
     Returns:
-        [32] int64, the result's bits.
+        [threads] int64, the result's bits.
     """
     names = {8: "%h", 16: "%h", 32: "%r", 64: "%rd"}
     lines = []
@@ -89,6 +89,7 @@ def apply(statement: str, operands: list[torch.Tensor], width: int, out: int) ->
         "add.s64 %rd1, %rd1, %rd0;",
         f"st.global.b{out} [%rd1], {target};",
     ]
-    result = torch.zeros(LANES, dtype=torch.int64)
-    run(kernel("\n    ".join(lines), len(operands) + 1), [*operands, result])
+    threads = len(operands[0])
+    result = torch.zeros(threads, dtype=torch.int64)
+    run(kernel("\n    ".join(lines), len(operands) + 1), [*operands, result], block=threads)
     return result
