@@ -315,6 +315,7 @@ bool decode_warp(const Statement& s, Op& op);
 bool decode_matrix(const Statement& s, Op& op);
 bool decode_wgmma(const Statement& s, Op& op);
 bool decode_multimem(const Statement& s, Op& op);
+bool decode_call(const Statement& s, Op& op);
 
 // Checks what a statement does to registers that wgmma has in use. For warps with `matrices`.
 void check_matrix_registers(Context& c, const Op& op);
