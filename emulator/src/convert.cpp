@@ -349,8 +349,9 @@ bool decode_convert(const Statement& s, Op& op) {
     to_whole = true;
   }
   if (from_float && to_half && !to_whole) {
-    // f16 to bf16 and the like: without a rounding mode only where the type stays.
-    return op.from == op.type ? false : decode_halves(s, op);
+    if (op.from != op.type) return decode_halves(s, op);
+    op.handler = float_to_float;
+    return has_only(s, " sat ");
   }
   if (!has_only(s, from_float || to_float ? " rn rz rm rp rni rzi rmi rpi ftz sat " : " sat ")) {
     return false;

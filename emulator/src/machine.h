@@ -392,6 +392,7 @@ bool decode_tensor(const Statement& s, Op& op);
 bool has_no_other(const Statement& s, std::initializer_list<const char*> known);
 bool decode_wgmma(const Statement& s, Op& op);
 bool decode_multimem(const Statement& s, Op& op);
+bool decode_call(const Statement& s, Op& op);
 
 // Checks what a statement does to registers that wgmma has in use. For warps with `matrices`.
 void check_matrix_registers(Context& c, const Op& op);

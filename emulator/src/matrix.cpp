@@ -81,21 +81,27 @@ void read_operand(Context& c, const Op& op, int first, int registers, bool is_a,
   }
 }
 
-// One element of D, from the bits of C.
+// A row of B has eight elements side by side, so that the compiler vectorises the inner loop.
 template <class T>
-std::uint64_t sum(const Op& op, std::uint64_t before, const T (*a)[kRows], const T (*b)[kRows],
-                  int row, int column) {
-  if constexpr (std::is_integral_v<T>) {
-    std::int64_t total = get<std::int32_t>(before);
-    for (int k = 0; k < op.number; ++k) total += std::int64_t{a[k][row]} * b[k][column];
-    using Limits = std::numeric_limits<std::int32_t>;
-    if (op.flag) total = std::clamp<std::int64_t>(total, Limits::min(), Limits::max());
-    return cut(static_cast<std::uint64_t>(total), 4);
-  } else {
-    const bool half = op.type == Type::kF16;
-    T total = half ? float_of_half(static_cast<std::uint16_t>(before)) : get<float>(before);
-    for (int k = 0; k < op.number; ++k) total += a[k][row] * b[k][column];
-    return half ? half_of_float(total) : bits_of(total);
+void accumulate(const T (*a)[kRows], const T (*b)[kRows], int depth, T (*d)[kColumns]) {
+  for (int row = 0; row < kRows; ++row) {
+    T sums[kColumns];
+    for (int column = 0; column < kColumns; ++column) sums[column] = d[row][column];
+    for (int k = 0; k < depth; ++k) {
+      const T left = a[k][row];
+      for (int column = 0; column < kColumns; ++column) sums[column] += left * b[k][column];
+    }
+    for (int column = 0; column < kColumns; ++column) d[row][column] = sums[column];
+  }
+}
+
+// Calls f(register, lane, part, row, column) for each element of D: one in a register, or two of f16.
+template <class F>
+void each_element(bool half, F&& f) {
+  for (int i = 0; i < 4; ++i) {  // of a lane
+    for (int lane = 0; lane < kLanes; ++lane) {
+      f(half ? i / 2 : i, lane, half ? i % 2 : 0, lane / 4 + i / 2 * 8, 2 * (lane % 4) + i % 2);
+    }
   }
 }
 
@@ -113,23 +119,32 @@ Outcome multiply(Context& c, const Op& op, Mask mask) {
   with_format<T>(op.format_b, [&](auto format) {
     read_operand<format()>(c, op, registers_a, registers_b, false, b);
   });
-  Lanes before[4];
-  const int registers_d = half ? 2 : 4;
-  for (int r = 0; r < registers_d; ++r) {
-    before[r] = read(c, op, registers_a + registers_b + r, mask);
+  const Lanes* before[4];
+  for (int r = 0; r < (half ? 2 : 4); ++r) {
+    before[r] = &read(c, op, registers_a + registers_b + r, mask);
   }
-  for (int r = 0; r < registers_d; ++r) {
-    Lanes& d = write(c, op, r, mask);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      std::uint64_t out = 0;
-      for (int part = 0; part < (half ? 2 : 1); ++part) {
-        const int element = half ? 2 * r + part : r;
-        const int row = lane / 4 + element / 2 * 8, column = 2 * (lane % 4) + element % 2;
-        out |= sum<T>(op, before[r][lane] >> (16 * part), a, b, row, column) << (16 * part);
-      }
-      d[lane] = out;
+  T d[kRows][kColumns] = {};
+  each_element(half, [&](int r, int lane, int part, int row, int column) {
+    const std::uint64_t bits = (*before[r])[lane] >> (16 * part);
+    if constexpr (std::is_same_v<T, float>) {
+      d[row][column] = half ? float_of_half(static_cast<std::uint16_t>(bits)) : get<float>(bits);
     }
-  }
+  });
+  accumulate(a, b, depth, d);
+  Lanes results[4] = {};
+  each_element(half, [&](int r, int lane, int part, int row, int column) {
+    const T value = d[row][column];
+    if constexpr (std::is_same_v<T, float>) {
+      results[r][lane] |=
+          half ? std::uint64_t{half_of_float(value)} << (16 * part) : bits_of(value);
+    } else {
+      const std::int64_t total = std::int64_t{value} + get<std::int32_t>((*before[r])[lane]);
+      using Limits = std::numeric_limits<std::int32_t>;
+      results[r][lane] = bits_of(static_cast<std::int32_t>(
+          op.flag ? std::clamp<std::int64_t>(total, Limits::min(), Limits::max()) : total));
+    }
+  });
+  for (int r = 0; r < (half ? 2 : 4); ++r) write(c, op, r, mask) = results[r];
   return Outcome::kNext;
 }
 

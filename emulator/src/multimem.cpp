@@ -180,6 +180,13 @@ Outcome change(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// A scope stands behind an order; .weak has none.
+bool has_order(const Statement& s) {
+  const bool ordered = has(s, "relaxed") || has(s, "acquire") || has(s, "release");
+  const bool scoped = has(s, "cta") || has(s, "cluster") || has(s, "gpu") || has(s, "sys");
+  return !(has(s, "weak") && ordered) && (!scoped || ordered);
+}
+
 // PTX ISA, multimem: which vectors and operations a type has.
 bool has_vector(Type type, int count) {
   if (halves_of(type) == 1) return count == 2 || count == 4 || count == 8;
@@ -211,7 +218,7 @@ bool decode_multimem(const Statement& s, Op& op) {
              : kind == kStore ? "release weak "
                               : "release ";
   if (kind != kStore) allowed += "add min max and or xor ";
-  if (!has_only(s, allowed.c_str()) || !is_element(op.type)) return false;
+  if (!has_only(s, allowed.c_str()) || !has_order(s) || !is_element(op.type)) return false;
   const int count = has(s, "v2") ? 2 : has(s, "v4") ? 4 : has(s, "v8") ? 8 : 1;
   const std::size_t list = kind == kLoad ? 0 : 1;
   if (s.operands.size() != 2) return false;
@@ -222,7 +229,7 @@ bool decode_multimem(const Statement& s, Op& op) {
   if (!has_vector(op.type, count)) return false;
   op.written = kind == kLoad ? 1 : 0;
   op.flag = has(s, "acc::f32");
-  if (op.flag && halves_of(op.type) == 0) return false;
+  if (op.flag && (halves_of(op.type) == 0 || !has(s, "add"))) return false;
   constexpr const char* kActions[] = {"add", "min", "max", "and", "or", "xor"};
   op.number = -1;
   for (int i = 0; i < 6; ++i) {

@@ -1,10 +1,11 @@
-"""Number formats of the PTX machine: small floats, rounding modes, saturation, subnormal numbers."""
+"""Number formats of the PTX machine: small floats, rounding, saturation, subnormal numbers."""
 
 from __future__ import annotations
 
 import math
 import random
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -161,7 +162,7 @@ def test_arithmetic_rounds_as_it_is_told(kind: str, mode: str) -> None:
     b = [x or 1.0 for x in b]
     exact = [[Fraction(x) for x in v] for v in (a, b, c)]
     bits = [bits_of(v, kind) for v in (a, b, c)]
-    cases = {
+    cases: dict[str, tuple[int, Callable[..., Fraction]]] = {
         "add": (2, lambda x, y: x + y),
         "sub": (2, lambda x, y: x - y),
         "mul": (2, lambda x, y: x * y),
@@ -253,6 +254,8 @@ def test_results_are_clamped_to_zero_and_one() -> None:
     found = single("add.sat.f32 {d}, {0}, {1};", SPECIAL, [0.0] * 10)
     assert found[:3] == [0, 1, 0] and found[7:] == [0.25, 1, 0]
     assert single("cvt.sat.f32.f32 {d}, {0};", SPECIAL)[7:] == [0.25, 1, 0]
+    half = apply("cvt.sat.f16.f16 {d}, {0};", [bits_of([-1.0, 0.25, 7.0], "f16")], 16, 16)
+    assert values_of(half, "f16") == [0, 0.25, 1]
     found = single("fma.rn.ftz.sat.f32 {d}, {0}, {0}, {0};", SPECIAL)
     assert found[0] == 0 and found[5:] == [0, 0, 0.3125, 1, 1]
 

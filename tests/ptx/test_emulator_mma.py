@@ -105,8 +105,6 @@ def test_integers_wrap_around_or_saturate() -> None:
     ],
 )
 def test_what_is_not_known_is_an_error(kind: str) -> None:
+    a, b = (torch.zeros(rows, 16).half() for rows in (16, 8))
     with pytest.raises(PtxError, match="unknown instruction"):
-        multiply(
-            f"mma.sync.aligned.{kind}", *(torch.zeros(n, 16).half() for n in (16, 8)),
-            torch.zeros(16, 8),
-        )  # fmt: skip
+        multiply(f"mma.sync.aligned.{kind}", a, b, torch.zeros(16, 8))

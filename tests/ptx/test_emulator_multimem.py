@@ -13,7 +13,7 @@ MEMBERS = 3
 
 
 def run(body: str, members: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Run ``body`` with %rd2: the multicast address of the thread's 16 bytes; %rd4: those of out."""
+    """Run ``body``; %rd2 is the multicast address of the thread's 16 bytes, %rd4 that of out."""
     out = torch.zeros(LANES, 4, dtype=torch.int32) if out is None else out
     device = Device()
     device.add_multicast(ADDRESS, members)
@@ -82,12 +82,14 @@ def test_extremes(operation: str) -> None:
     members = draw(torch.bfloat16)
     stack = torch.stack(members)
     wanted = stack.amin(0) if operation == "min" else stack.amax(0)
-    body = f"multimem.ld_reduce.weak.global.{operation}.v8.bf16 {{%h0, %h1, %h2, %h3, %h4, %h5, %h6, %h7}}, [%rd2];"
+    eight = "{%h0, %h1, %h2, %h3, %h4, %h5, %h6, %h7}"
+    body = f"multimem.ld_reduce.weak.global.{operation}.v8.bf16 {eight}, [%rd2];"
     body += " ".join(f"st.global.b16 [%rd4+{2 * i}], %h{i};" for i in range(8))
     assert torch.equal(run(body, members).view(torch.bfloat16).flatten(), wanted)
     ints = draw(torch.int32)
     wanted = getattr(torch.stack(ints), f"a{operation}")(0)
-    body = f"multimem.ld_reduce.relaxed.sys.{operation}.s32 %r10, [%rd2+4]; st.global.b32 [%rd4], %r10;"
+    body = f"multimem.ld_reduce.relaxed.sys.{operation}.s32 %r10, [%rd2+4];"
+    body += "st.global.b32 [%rd4], %r10;"
     assert torch.equal(run(body, ints)[:, 0], wanted.view(LANES, 4)[:, 1])
 
 
@@ -115,7 +117,11 @@ def test_stores_reach_every_member() -> None:
     members = draw(torch.float32)
     load = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd4];"
     given = torch.randn(LANES, 4)
-    run(f"{load} multimem.st.relaxed.sys.global.v4.f32 [%rd2], {{%f1, %f2, %f3, %f4}};", members, given)
+    run(
+        f"{load} multimem.st.relaxed.sys.global.v4.f32 [%rd2], {{%f1, %f2, %f3, %f4}};",
+        members,
+        given,
+    )
     assert all(torch.equal(m.view(LANES, 4), given) for m in members)
 
 
@@ -126,7 +132,7 @@ def test_reductions_of_floats_are_added_by_every_thread() -> None:
     run(first + body, members)
     assert [m.tolist() for m in members] == [[32, 64, 0, 0], [33, 65, 1, 1]]
     halves = [torch.zeros(8, dtype=torch.float16)]
-    run(first + "mov.b32 %r1, 0x40003C00; multimem.red.sys.add.f16x2 [%rd2], %r1;", halves)
+    run(first + "mov.b32 %r1, 0x40003C00; multimem.red.relaxed.sys.add.f16x2 [%rd2], %r1;", halves)
     assert halves[0].tolist() == [32, 64, 0, 0, 0, 0, 0, 0]
 
 
@@ -165,6 +171,9 @@ def test_a_member_that_is_gone_is_an_error() -> None:
         "multimem.ld_reduce.relaxed.sys.global.add.acc::f64.f16x2 %r1, [%rd2];",
         "multimem.ld_reduce.relaxed.sys.global.add.f16 %h1, [%rd2];",
         "multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%f1, %f2}, [%rd2];",
+        "multimem.ld_reduce.relaxed.sys.global.min.acc::f32.v2.f16x2 {%r1, %r2}, [%rd2];",
+        "multimem.ld_reduce.sys.global.add.f32 %f1, [%rd2];",
+        "multimem.ld_reduce.weak.sys.global.add.f32 %f1, [%rd2];",
         "multimem.ld_reduce.relaxed.sys.shared.add.f32 %f1, [%rd2];",
         "multimem.ld_reduce.relaxed.sys.global.f32 %f1, [%rd2];",
         "multimem.red.relaxed.sys.global.max.f16x2 [%rd2], %r1;",

@@ -73,7 +73,8 @@ class Tile:
         """Write a matrix [rows, depth] to the bytes of shared memory."""
         size = matrix.element_size()
         raw = matrix.contiguous().view(torch.uint8).numpy().reshape(*matrix.shape, size)
-        at = self.addresses(*matrix.shape, size)
+        rows, depth = matrix.shape
+        at = self.addresses(rows, depth, size)
         for byte in range(size):
             image[at + byte] = raw[..., byte]
 
