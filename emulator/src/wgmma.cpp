@@ -6,6 +6,7 @@
 #include "wgmma.h"
 
 #include <algorithm>
+#include <span>
 
 namespace emulator {
 namespace {
@@ -191,27 +192,42 @@ Outcome commit(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// The warps of the calling warp's warpgroup.
+std::span<Warp> warpgroup_of(const Context& c) {
+  const std::size_t first = c.warp->index / kWarps * kWarps;
+  std::vector<Warp>& warps = c.warp->block->warps;
+  return std::span(warps).subspan(first, std::min<std::size_t>(kWarps, warps.size() - first));
+}
+
+// Performs the products up to a number, of all warps of the warpgroup: one of them may tell others
+// then that shared memory is free. Returns false if some warp has not executed them yet.
+bool perform_up_to(Context& c, std::uint64_t number) {
+  const std::span<Warp> warps = warpgroup_of(c);
+  const auto is_behind = [number](const Warp& warp) {
+    return warp.matrices == nullptr || warp.matrices->executed < number;
+  };
+  if (std::any_of(warps.begin(), warps.end(), is_behind)) return false;
+  Warp* const caller = c.warp;
+  for (Warp& warp : warps) {
+    c.warp = &warp;
+    WarpMatrices& m = *warp.matrices;
+    while (!m.left.empty() && m.left.front().number <= number) perform_oldest(c, m);
+  }
+  c.warp = caller;
+  return true;
+}
+
 Outcome await_groups(Context& c, const Op& op, Mask mask) {
   if (!is_whole(c, op, mask)) return Outcome::kWait;
   WarpMatrices& m = matrices_of(c);
   const std::uint64_t most = read(c, op, 0, mask)[0];
-  const std::uint64_t target = m.groups.size() > most ? m.groups[m.groups.size() - most - 1] : 0;
-  Warp* own = c.warp;
-  const std::size_t first = own->index / 4 * 4;
-  auto& warps = own->block->warps;
-  for (std::size_t w = first; w < first + 4 && w < warps.size(); ++w) {
-    if (target > 0 && (warps[w].matrices == nullptr || warps[w].matrices->executed < target))
-      return Outcome::kWait;
+  if (m.groups.size() > most) {
+    const std::uint64_t last = *(m.groups.end() - static_cast<std::ptrdiff_t>(most) - 1);
+    if (!perform_up_to(c, last)) return Outcome::kWait;
+    m.waited_for = last;
+    m.groups.erase(m.groups.begin(), m.groups.end() - static_cast<std::ptrdiff_t>(most));
   }
-  for (std::size_t w = first; w < first + 4 && w < warps.size() && target > 0; ++w) {
-    c.warp = &warps[w];
-    WarpMatrices& other = *warps[w].matrices;
-    while (!other.left.empty() && other.left.front().number <= target) perform_oldest(c, other);
-  }
-  c.warp = own;
   log_statement(c, op, {});
-  for (; m.groups.size() > most; m.groups.pop_front()) m.waited_for = m.groups.front();
-  while (!m.left.empty() && m.left.front().number <= m.waited_for) perform_oldest(c, m);
   return Outcome::kNext;
 }
 
