@@ -20,6 +20,24 @@ __all__ = ["CudaDevice", "Device", "Module", "PtxError", "cuda_device", "extent"
 
 Size = int | Sequence[int]
 
+# CUtensorMapDataType of types of torch; float8 is copied as bytes, as CUTLASS does.
+_ELEMENTS = {
+    "uint8": 0,
+    "int8": 0,
+    "float8_e4m3fn": 0,
+    "float8_e5m2": 0,
+    "uint16": 1,
+    "int16": 1,
+    "uint32": 2,
+    "int32": 3,
+    "uint64": 4,
+    "int64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+
 
 @cache
 def cuda_device() -> CudaDevice:
@@ -57,11 +75,68 @@ class Device:
         self._kept[address] = tensor
         return address
 
+    def tensor_map(
+        self,
+        tensor: Any,
+        *,
+        box: Sequence[int],
+        swizzle: int = 0,
+        steps: Sequence[int] | None = None,
+        fill_nan: bool = False,
+        interleave: int = 0,
+        element: str | None = None,
+    ) -> bytes:
+        """Return the 128 bytes of a tensor map for TMA, as ``cuTensorMapEncodeTiled`` makes them.
+
+        Args:
+            tensor: one to five dimensions, the last of them contiguous; it is registered.
+            box: elements of a copy in each dimension, in the tensor's order.
+            swizzle: bytes after which chunks of 16 bytes change places: 0, 32, 64 or 128.
+            steps: every how many elements of a box are copied, in the tensor's order.
+            fill_nan: load NaN for elements outside of the tensor, instead of zero.
+            interleave: a value of ``CUtensorMapInterleave``.
+            element: name of the type of elements, if not the tensor's: ``"uint32"``, ``"uint64"``.
+
+        Raises:
+            ValueError: the driver would refuse it, or the machine does not know it.
+        """
+        extent_address, size = extent(tensor)
+        self._machine.add_memory(extent_address, size, "a tensor behind a map")
+        self._kept[extent_address] = tensor
+        width = tensor.element_size()
+        if tensor.stride(-1) != 1:
+            raise ValueError("the last dimension of a tensor behind a map must be contiguous")
+        return _machine.tensor_map(
+            type=_ELEMENTS[element or str(tensor.dtype).removeprefix("torch.")],
+            address=int(tensor.data_ptr()),
+            sizes=list(tensor.shape[::-1]),
+            strides=[stride * width for stride in tensor.stride()[-2::-1]],
+            box=list(box[::-1]),
+            steps=list((steps or [1] * tensor.dim())[::-1]),
+            interleave=interleave,
+            swizzle={0: 0, 32: 1, 64: 2, 128: 3}.get(swizzle, swizzle),
+            fill=int(fill_nan),
+        )
+
     def release(self, tensor: Any) -> None:
         """Take back what ``register`` gave. Later accesses are errors."""
         address = int(tensor.data_ptr())
         self._machine.remove_memory(address)
         del self._kept[address]
+
+    def add_multicast(self, address: int, tensors: Sequence[Any]) -> None:
+        """Let an address stand for the same offset of several tensors of equal size.
+
+        Only ``multimem`` may access it. It takes the members in this order.
+
+        Raises:
+            ValueError: the tensors differ in size.
+        """
+        sizes = {tensor.numel() * tensor.element_size() for tensor in tensors}
+        if len(sizes) != 1:
+            raise ValueError("members of multicast memory must have the same size")
+        members = [self.register(tensor, f"member {i}") for i, tensor in enumerate(tensors)]
+        self._machine.add_multicast(address, sizes.pop(), members)
 
     def launch(
         self,
@@ -71,6 +146,7 @@ class Device:
         grid: Size,
         block: Size,
         args: Sequence[object],
+        cluster: Size | None = None,
         dynamic_shared: int = 0,
         resident: int = 8,
         seed: int = 0,
@@ -85,6 +161,7 @@ class Device:
             block: threads of a block, one to three sizes.
             args: one for each parameter: a tensor (its address; it is registered), an int, a float,
                 a bool, or the bytes of a struct.
+            cluster: blocks of a cluster, one to three sizes; without: what the kernel asks for.
             dynamic_shared: bytes of dynamic shared memory.
             resident: how many blocks run at a time.
             seed: decides the order of warps; 0: in turn.
@@ -107,6 +184,7 @@ class Device:
             resident=resident,
             seed=seed,
             max_statements=max_statements,
+            cluster=None if cluster is None else _three(cluster),
         )
 
     def _pack(self, module: Module, kernel: str, args: Sequence[object]) -> bytes:

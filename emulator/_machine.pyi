@@ -8,10 +8,23 @@ class Module:
     def kernels(self) -> list[str]: ...
     def params(self, kernel: str) -> list[tuple[int, int]]: ...
 
+def tensor_map(
+    type: int,
+    address: int,
+    sizes: list[int],
+    strides: list[int],
+    box: list[int],
+    steps: list[int],
+    interleave: int,
+    swizzle: int,
+    fill: int,
+) -> bytes: ...
+
 class Machine:
     def __init__(self) -> None: ...
     def add_memory(self, address: int, bytes: int, name: str) -> None: ...
     def remove_memory(self, address: int) -> None: ...
+    def add_multicast(self, address: int, bytes: int, members: list[int]) -> None: ...
     def launch(
         self,
         module: Module,
@@ -23,6 +36,7 @@ class Machine:
         resident: int = ...,
         seed: int = ...,
         max_statements: int = ...,
+        cluster: tuple[int, int, int] | None = ...,
     ) -> dict[str, int]: ...
 
 class CudaDevice:

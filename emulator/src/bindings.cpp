@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "device.h"
+#include "tensor_map.h"
 
 namespace py = pybind11;
 
@@ -33,10 +34,11 @@ void attach(CudaDevice& device, std::uintptr_t run, std::uintptr_t fail) {
 py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const std::string& kernel,
                 const Triple& grid, const Triple& block, const py::bytes& params,
                 std::uint64_t dynamic_shared, int resident, std::uint64_t seed,
-                std::uint64_t max_statements) {
+                std::uint64_t max_statements, const std::optional<Triple>& cluster) {
   Launch request;
   request.grid = {grid[0], grid[1], grid[2]};
   request.block = {block[0], block[1], block[2]};
+  if (cluster) request.cluster = Dim{(*cluster)[0], (*cluster)[1], (*cluster)[2]};
   const std::string bytes = params;
   request.params.assign(bytes.begin(), bytes.end());
   request.dynamic_shared = dynamic_shared;
@@ -59,6 +61,31 @@ py::list params_of(const Module& module, const std::string& name) {
   return found;
 }
 
+// Returns the 128 bytes of a map; raises ValueError where the driver would refuse it.
+py::bytes tensor_map(int type, std::uintptr_t address, const std::vector<std::uint64_t>& sizes,
+                     const std::vector<std::uint64_t>& strides, const std::vector<unsigned>& box,
+                     const std::vector<unsigned>& steps, int interleave, int swizzle, int fill) {
+  if (box.size() != sizes.size() || steps.size() != sizes.size() ||
+      strides.size() + 1 != sizes.size()) {
+    throw py::value_error("a tensor map needs a box, steps and strides of all dimensions");
+  }
+  alignas(64) char bytes[128];
+  std::string why;
+  const TensorMapRequest request{type,
+                                 static_cast<unsigned>(sizes.size()),
+                                 reinterpret_cast<const void*>(address),
+                                 sizes.data(),
+                                 strides.data(),
+                                 box.data(),
+                                 steps.data(),
+                                 interleave,
+                                 swizzle,
+                                 0,
+                                 fill};
+  if (encode_tiled(bytes, request, &why) != 0) throw py::value_error(why);
+  return py::bytes(bytes, sizeof(bytes));
+}
+
 std::vector<std::string> kernels_of(const Module& module) {
   std::vector<std::string> names;
   for (const auto& kernel : module.kernels) names.push_back(kernel->name);
@@ -75,14 +102,20 @@ PYBIND11_MODULE(_machine, m) {
       .def_readonly("target", &Module::target)
       .def_property_readonly("kernels", &kernels_of)
       .def("params", &params_of, py::arg("kernel"));
+  m.def("tensor_map", &tensor_map, py::arg("type"), py::arg("address"), py::arg("sizes"),
+        py::arg("strides"), py::arg("box"), py::arg("steps"), py::arg("interleave"),
+        py::arg("swizzle"), py::arg("fill"));
   py::class_<Machine>(m, "Machine")
       .def(py::init<>())
       .def("add_memory", &Machine::add_memory, py::arg("address"), py::arg("bytes"),
            py::arg("name"))
       .def("remove_memory", &Machine::remove_memory, py::arg("address"))
+      .def("add_multicast", &Machine::add_multicast, py::arg("address"), py::arg("bytes"),
+           py::arg("members"))
       .def("launch", &launch, py::arg("module"), py::arg("kernel"), py::arg("grid"),
            py::arg("block"), py::arg("params"), py::arg("dynamic_shared") = 0,
-           py::arg("resident") = 8, py::arg("seed") = 0, py::arg("max_statements") = 1'000'000'000);
+           py::arg("resident") = 8, py::arg("seed") = 0, py::arg("max_statements") = 1'000'000'000,
+           py::arg("cluster") = py::none());
   py::class_<CudaDevice, std::unique_ptr<CudaDevice, py::nodelete>>(m, "CudaDevice")
       .def_static("instance", &CudaDevice::instance, py::return_value_policy::reference)
       .def("attach", &attach, py::arg("run"), py::arg("fail"))

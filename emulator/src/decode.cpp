@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <chrono>
+#include <string_view>
 
 #include "machine.h"
 
@@ -10,6 +11,15 @@ std::uint32_t thread(const Context& c, int lane, int axis) {
   const Dim& d = c.launch.block;
   const auto t = static_cast<std::uint32_t>(c.thread_of(lane));
   return axis == 0 ? t % d.x : axis == 1 ? t / d.x % d.y : t / d.x / d.y;
+}
+
+// A block's place in its cluster. Clusters are blocks next to each other, so %ctaid stays what it is.
+Dim in_cluster(const Context& c) {
+  const Dim& i = c.warp->block->index;
+  return {i.x % c.cluster.x, i.y % c.cluster.y, i.z % c.cluster.z};
+}
+std::uint32_t multiprocessors(const Context& c) {
+  return static_cast<std::uint32_t>(std::max(1, c.launch.resident));
 }
 
 template <class F>
@@ -35,6 +45,26 @@ constexpr SpecialRow kSpecials[] = {
     {"%nctaid.x", [](const Context& c, Lanes& o) { o.fill(c.launch.grid.x); }},
     {"%nctaid.y", [](const Context& c, Lanes& o) { o.fill(c.launch.grid.y); }},
     {"%nctaid.z", [](const Context& c, Lanes& o) { o.fill(c.launch.grid.z); }},
+    {"%clusterid.x", [](const Context& c, Lanes& o) { o.fill(c.warp->block->cluster->index.x); }},
+    {"%clusterid.y", [](const Context& c, Lanes& o) { o.fill(c.warp->block->cluster->index.y); }},
+    {"%clusterid.z", [](const Context& c, Lanes& o) { o.fill(c.warp->block->cluster->index.z); }},
+    {"%nclusterid.x", [](const Context& c, Lanes& o) { o.fill(c.launch.grid.x / c.cluster.x); }},
+    {"%nclusterid.y", [](const Context& c, Lanes& o) { o.fill(c.launch.grid.y / c.cluster.y); }},
+    {"%nclusterid.z", [](const Context& c, Lanes& o) { o.fill(c.launch.grid.z / c.cluster.z); }},
+    {"%cluster_ctaid.x", [](const Context& c, Lanes& o) { o.fill(in_cluster(c).x); }},
+    {"%cluster_ctaid.y", [](const Context& c, Lanes& o) { o.fill(in_cluster(c).y); }},
+    {"%cluster_ctaid.z", [](const Context& c, Lanes& o) { o.fill(in_cluster(c).z); }},
+    {"%cluster_nctaid.x", [](const Context& c, Lanes& o) { o.fill(c.cluster.x); }},
+    {"%cluster_nctaid.y", [](const Context& c, Lanes& o) { o.fill(c.cluster.y); }},
+    {"%cluster_nctaid.z", [](const Context& c, Lanes& o) { o.fill(c.cluster.z); }},
+    {"%cluster_ctarank", [](const Context& c, Lanes& o) { o.fill(c.warp->block->rank); }},
+    {"%cluster_nctarank", [](const Context& c, Lanes& o) { o.fill(c.cluster.count()); }},
+    {"%is_explicit_cluster", [](const Context& c, Lanes& o) { o.fill(c.explicit_cluster); }},
+    // Blocks are dealt out to as many multiprocessors as blocks run at a time.
+    {"%nsmid", [](const Context& c, Lanes& o) { o.fill(multiprocessors(c)); }},
+    {"%smid",
+     [](const Context& c, Lanes& o) { o.fill(c.warp->block->number % multiprocessors(c)); }},
+    {"%nwarpid", [](const Context& c, Lanes& o) { o.fill(c.warp->block->warps.size()); }},
     {"%laneid", [](const Context&, Lanes& o) { all(o, [](int l) { return l; }); }},
     {"%warpid", [](const Context& c, Lanes& o) { o.fill(c.warp->index); }},
     {"%lanemask_eq", [](const Context&, Lanes& o) { all(o, [](int l) { return 1u << l; }); }},
@@ -67,7 +97,12 @@ class Decoding {
     for (const Variable& v : module_.variables) {
       if (v.is_dynamic) program.shared_bytes = std::max(program.shared_bytes, behind_shared(v));
     }
-    for (const Statement& s : kernel_.statements) program.ops.push_back(one(s));
+    for (const Statement& s : kernel_.statements) {
+      Op op = one(s);
+      // Lanes that a statement without a label sends to one stay where they are.
+      if (op.label < 0) op.label = static_cast<int>(program.ops.size());
+      program.ops.push_back(std::move(op));
+    }
     return program;
   }
 
@@ -75,7 +110,9 @@ class Decoding {
   Op one(const Statement& s) {
     Op op;
     for (const Decoder family :
-         {decode_scalar, decode_convert, decode_memory, decode_warp, decode_matrix}) {
+         {decode_scalar, decode_bits, decode_float, decode_convert, decode_memory, decode_cluster,
+          decode_mbarrier, decode_bulk, decode_tensor, decode_warp, decode_matrix, decode_wgmma,
+          decode_multimem, decode_call}) {
       op = Op();  // what a family that does not know the statement left there
       op.statement = &s;
       op.type = last_type(s);
@@ -212,9 +249,30 @@ bool has(const Statement& s, const char* modifier) {
   return std::find(s.opcode.begin() + 1, s.opcode.end(), modifier) != s.opcode.end();
 }
 
+bool has_no_other(const Statement& s, std::initializer_list<const char*> known) {
+  return std::all_of(s.opcode.begin() + 1, s.opcode.end(), [&](const std::string& modifier) {
+    return std::find(known.begin(), known.end(), modifier) != known.end();
+  });
+}
+
+bool has_only(const Statement& s, const char* modifiers) {
+  return std::all_of(s.opcode.begin() + 1, s.opcode.end(), [&](const std::string& part) {
+    return type_of(part) != Type::kNone ||
+           std::string_view(modifiers).find(" " + part + " ") != std::string_view::npos;
+  });
+}
+
+Rounding rounding_of(const Statement& s) {
+  if (has(s, "rz")) return Rounding::kZero;
+  if (has(s, "rm")) return Rounding::kDown;
+  if (has(s, "rp")) return Rounding::kUp;
+  return has(s, "rna") ? Rounding::kAway : Rounding::kNearest;
+}
+
 Space space_of(const Statement& s) {
   if (has(s, "global")) return Space::kGlobal;
   if (has(s, "shared") || has(s, "shared::cta")) return Space::kShared;
+  if (has(s, "shared::cluster")) return Space::kCluster;
   if (has(s, "local")) return Space::kLocal;
   if (has(s, "param")) return Space::kParam;
   if (has(s, "const")) return Space::kConst;

@@ -12,10 +12,10 @@ namespace emulator {
 
 class CudaDevice {
  public:
-  // Limits of an A100, which are less than an H200's.
-  static constexpr int kMostShared = 163 * 1024;  // bytes of a block
-  static constexpr int kReserved = 1024;          // bytes that a block takes beside its own
-  static constexpr int kMostThreads = 2048;       // of a multiprocessor
+  // Shared memory of a block, bytes: an A100's, and an H200's for kernels of sm_90.
+  static constexpr int kMostShared = 163 * 1024, kMostSharedSm90 = 227 * 1024;
+  static constexpr int kReserved = 1024;     // bytes that a block takes beside its own
+  static constexpr int kMostThreads = 2048;  // of a multiprocessor
 
   // Streams belong to whoever emulates the driver. It runs a body when all that was put on the
   // stream before is done, and again whenever a graph that captured it is replayed; in the end it

@@ -4,12 +4,45 @@
 #include <chrono>
 #include <thread>
 
+#include "engine.h"
+
 namespace emulator {
 namespace {
 
 // Statements that a group executes before it is the turn of others.
 constexpr int kTurn = 256;
 constexpr std::chrono::microseconds kNap{20};
+
+// Returns how many blocks a cluster has, as the launch or the kernel says, or one. Throws PtxError.
+Dim cluster_of(const Kernel& kernel, const Launch& launch) {
+  constexpr std::uint64_t kMost = 16;  // of sm_90, beyond the portable 8
+  const auto text = [](const Dim& d) {
+    return std::to_string(d.x) + " x " + std::to_string(d.y) + " x " + std::to_string(d.z);
+  };
+  const auto refuse = [&](const std::string& why) {
+    throw PtxError(kernel.name + " cannot run in clusters: " + why);
+  };
+  Dim size = launch.cluster.value_or(Dim{});
+  if (!kernel.cluster.empty()) {
+    const Dim asked{kernel.cluster[0], kernel.cluster[1], kernel.cluster[2]};
+    if (!launch.cluster) size = asked;
+    if (size.x != asked.x || size.y != asked.y || size.z != asked.z) {
+      refuse("it asks for " + text(asked) + " blocks, the launch for " + text(size));
+    }
+  } else if (kernel.explicit_cluster && !launch.cluster) {
+    refuse("it has .explicitcluster, and the launch does not say how large one is");
+  }
+  if (size.count() == 0 || size.count() > kMost) refuse("one of " + text(size) + " blocks");
+  if (kernel.max_cluster > 0 && size.count() > static_cast<std::uint64_t>(kernel.max_cluster)) {
+    refuse(text(size) + " are more than its .maxclusterrank of " +
+           std::to_string(kernel.max_cluster));
+  }
+  const Dim& g = launch.grid;
+  if (g.x % size.x != 0 || g.y % size.y != 0 || g.z % size.z != 0) {
+    refuse("a grid of " + text(g) + " blocks is not divisible by " + text(size));
+  }
+  return size;
+}
 
 class Execution {
  public:
@@ -18,27 +51,63 @@ class Execution {
         program_(program),
         launch_(launch),
         context_{nullptr, program, launch, counters_, nullptr, nullptr, 0, false, {}},
-        random_(launch.seed) {}
+        random_(launch.seed),
+        engine_(launch.seed == 0 ? nullptr : &random_) {
+    context_.cluster = cluster_of(*program.kernel, launch);
+    context_.explicit_cluster = launch.cluster.has_value() || !program.kernel->cluster.empty();
+    context_.engine = &engine_;
+    context_.random = launch.seed == 0 ? nullptr : &random_;
+  }
 
   Counters run() {
-    const std::uint64_t count = launch_.grid.count();
-    while (next_ < count || !blocks_.empty()) {
-      while (next_ < count && static_cast<int>(blocks_.size()) < launch_.resident) start();
-      if (!round()) deadlock();
-      std::erase_if(blocks_, [](const auto& block) { return block->running == 0; });
+    const std::uint64_t size = context_.cluster.count(), count = launch_.grid.count() / size;
+    const auto room = static_cast<std::uint64_t>(std::max(0, launch_.resident));
+    while (next_ < count || !clusters_.empty()) {
+      while (next_ < count && (clusters_.empty() || running() + size <= room)) start_cluster();
+      if (!round() && !engine_.advance(context_)) deadlock();
+      std::erase_if(clusters_, [](const auto& cluster) { return cluster->running == 0; });
     }
+    engine_.finish(context_);
     return counters_;
   }
 
  private:
-  void start() {
+  std::uint64_t running() const {
+    std::uint64_t blocks = 0;
+    for (const auto& cluster : clusters_) blocks += cluster->running;
+    return blocks;
+  }
+
+  static Dim position(std::uint64_t number, const Dim& sizes) {
+    return {static_cast<std::uint32_t>(number % sizes.x),
+            static_cast<std::uint32_t>(number / sizes.x % sizes.y),
+            static_cast<std::uint32_t>(number / sizes.x / sizes.y)};
+  }
+
+  void start_cluster() {
+    const Dim &g = launch_.grid, &size = context_.cluster;
+    auto cluster = std::make_unique<Cluster>();
+    cluster->index = position(next_++, {g.x / size.x, g.y / size.y, g.z / size.z});
+    const Dim& first = cluster->index;
+    for (std::uint32_t rank = 0; rank < size.count(); ++rank) {
+      const Dim in = position(rank, size);
+      auto block =
+          start_block({first.x * size.x + in.x, first.y * size.y + in.y, first.z * size.z + in.z});
+      block->cluster = cluster.get();
+      block->rank = rank;
+      cluster->blocks.push_back(std::move(block));
+    }
+    cluster->running = static_cast<std::uint32_t>(size.count());
+    cluster->threads = launch_.block.count() * size.count();
+    clusters_.push_back(std::move(cluster));
+  }
+
+  std::unique_ptr<Block> start_block(const Dim& index) {
     auto block = std::make_unique<Block>();
-    const Dim& g = launch_.grid;
-    block->index = {static_cast<std::uint32_t>(next_ % g.x),
-                    static_cast<std::uint32_t>(next_ / g.x % g.y),
-                    static_cast<std::uint32_t>(next_ / g.x / g.y)};
-    ++next_;
+    block->index = index;
+    block->number = started_++;
     const Kernel& kernel = *program_.kernel;
+    const std::uint64_t registers = registers_at_start(kernel, launch_);
     block->shared.assign(program_.shared_bytes + launch_.dynamic_shared, 0xCD);
     const auto threads = static_cast<int>(launch_.block.count());
     block->warps.resize((threads + kLanes - 1) / kLanes);
@@ -54,9 +123,10 @@ class Execution {
       warp.predicates.resize(kernel.predicates.size());
       warp.predicates_written.resize(kernel.predicates.size());
       warp.local.assign(kernel.local_bytes * kLanes, 0xCD);
+      warp.max_registers = registers;
     }
     block->running = static_cast<std::uint32_t>(block->warps.size());
-    blocks_.push_back(std::move(block));
+    return block;
   }
 
   // Gives each warp a turn, in an order of this round. Returns whether one of them got anywhere.
@@ -64,14 +134,12 @@ class Execution {
   bool round() {
     memory_ = machine_.memory();
     context_.memory = memory_.get();
+    bool moved = !engine_.empty() && engine_.tick(context_), awake = moved;
     std::vector<Warp*> warps;
-    for (const auto& block : blocks_) {
-      for (Warp& warp : block->warps) {
-        if (!warp.groups.empty()) warps.push_back(&warp);
-      }
-    }
+    each_warp([&](Warp& warp) {
+      if (!warp.groups.empty()) warps.push_back(&warp);
+    });
     if (launch_.seed != 0) std::shuffle(warps.begin(), warps.end(), random_);
-    bool moved = false, awake = false;
     for (Warp* warp : warps) {
       context_.slept = false;
       const bool got_on = turn(*warp);
@@ -132,6 +200,7 @@ class Execution {
 
   Outcome execute(Warp& warp, Group& group, const Op& op, Mask mask) {
     if (mask == 0) return Outcome::kNext;
+    if (warp.matrices != nullptr) check_matrix_registers(context_, op);
     const Outcome outcome = op.handler(context_, op, mask);
     if (outcome == Outcome::kWait) return outcome;
     const auto threads = static_cast<std::uint64_t>(std::popcount(mask));
@@ -175,11 +244,26 @@ class Execution {
     }
   }
 
-  static void exit(Warp& warp, Mask mask) {
+  template <class F>
+  void each_warp(F&& f) const {
+    for (const auto& cluster : clusters_) {
+      for (const auto& block : cluster->blocks) {
+        for (Warp& warp : block->warps) f(warp);
+      }
+    }
+  }
+
+  void exit(Warp& warp, Mask mask) {
+    leave_cluster(warp, mask);
     warp.alive &= ~mask;
     for (Group& group : warp.groups) group.mask &= ~mask;
     std::erase_if(warp.groups, [](const Group& group) { return group.mask == 0; });
-    if (warp.groups.empty()) --warp.block->running;
+    if (!warp.groups.empty()) return;
+    --warp.block->running;
+    if (warp.block->warpgroups != nullptr) leave_warpgroup(context_, warp);
+    if (warp.block->running != 0) return;
+    --warp.block->cluster->running;
+    engine_.block_ended(context_, *warp.block);
   }
 
   std::string where(const Warp& warp, const Group& group) const {
@@ -194,11 +278,9 @@ class Execution {
 
   [[noreturn]] void deadlock() const {
     std::string text = "deadlock: every thread waits";
-    for (const auto& block : blocks_) {
-      for (const Warp& warp : block->warps) {
-        for (const Group& group : warp.groups) text += "\n  " + where(warp, group);
-      }
-    }
+    each_warp([&](const Warp& warp) {
+      for (const Group& group : warp.groups) text += "\n  " + where(warp, group);
+    });
     throw PtxError(text);
   }
 
@@ -209,20 +291,32 @@ class Execution {
   Counters counters_;
   Context context_;
   std::mt19937_64 random_;
-  std::uint64_t next_ = 0;  // block to be started
-  std::vector<std::unique_ptr<Block>> blocks_;
+  Engine engine_;
+  std::uint64_t next_ = 0;     // cluster to be started
+  std::uint32_t started_ = 0;  // blocks
+  std::vector<std::unique_ptr<Cluster>> clusters_;
 };
 
 }  // namespace
 
 void Machine::add_memory(std::uint64_t address, std::uint64_t bytes, std::string name) {
+  add(address, {address + bytes, std::move(name), {}});
+}
+
+void Machine::add_multicast(std::uint64_t address, std::uint64_t bytes,
+                            std::vector<std::uint64_t> members) {
+  if (members.empty()) throw PtxError("multicast memory without members");
+  add(address, {address + bytes, "multicast memory", std::move(members)});
+}
+
+void Machine::add(std::uint64_t address, Allocation allocation) {
   const std::lock_guard<std::mutex> lock(changing_);
   auto changed = std::make_shared<Allocations>(*memory_);
   // What lay there before has been freed since.
   auto old = changed->lower_bound(address);
   if (old != changed->begin() && std::prev(old)->second.end > address) --old;
-  while (old != changed->end() && old->first < address + bytes) old = changed->erase(old);
-  (*changed)[address] = {address + bytes, std::move(name)};
+  while (old != changed->end() && old->first < allocation.end) old = changed->erase(old);
+  (*changed)[address] = std::move(allocation);
   memory_ = std::move(changed);
 }
 
@@ -318,6 +412,11 @@ const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
 }
 
 Mask read_predicate(Context& c, const Op& op, const Value& v, Mask mask) {
+  if (v.kind == Value::Kind::kSpecial) {  // %is_explicit_cluster
+    Lanes lanes;
+    v.special(c, lanes);
+    return lanes[0] != 0 ? ~Mask{0} : 0;
+  }
   const Mask missing = mask & ~c.warp->predicates_written[v.index];
   if (missing != 0) {
     c.fail(op, std::countr_zero(missing),

@@ -10,13 +10,16 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "formats.h"
 #include "module.h"
 
 namespace emulator {
@@ -43,6 +46,7 @@ struct Dim {
 struct Launch {
   Dim grid;
   Dim block;
+  std::optional<Dim> cluster;  // in blocks; without: what the kernel asks for, or one block
   std::vector<std::uint8_t> params;
   std::uint64_t dynamic_shared = 0;              // bytes
   int resident = 8;                              // most blocks that run at a time
@@ -56,10 +60,33 @@ struct Counters {
   std::uint64_t instructions = 0;  // of threads
 };
 
+// Of setp. Those that end in U are true for operands one of which is NaN.
+enum class Comparison : std::uint8_t {
+  kEq,
+  kNe,
+  kLt,
+  kLe,
+  kGt,
+  kGe,
+  kNumbers,
+  kEqU,
+  kNeU,
+  kLtU,
+  kLeU,
+  kGtU,
+  kGeU,
+  kNan
+};
+
 struct Block;
+struct Cluster;
 struct Warp;
 struct Context;
 struct Op;
+class Engine;
+struct MatrixOp;      // a decoded statement of wgmma: wgmma.h
+struct WarpMatrices;  // what wgmma has in flight in a warp
+struct WarpgroupLog;
 
 enum class Outcome : std::uint8_t {
   kNext,
@@ -89,12 +116,21 @@ struct Op {
   Type type = Type::kNone;  // of the operation
   Type from = Type::kNone;  // of the source, where it differs
   Space space = Space::kGeneric;
-  int number = 0;  // what the handler makes of it: lanes of a vector, a width, ...
+  int number = 0;     // what the handler makes of it: lanes of a vector, a width, ...
+  int position = -1;  // a second one of these
   int label = -1;
   bool flag = false;
   std::vector<Value> targets;
   std::vector<Value> values;
-  int written = 1;  // how many of the statement's operands are targets
+  int written = 1;                         // how many of the statement's operands are targets
+  std::shared_ptr<const MatrixOp> matrix;  // of wgmma
+  Format format_a = Format::kNone, format_b = Format::kNone;  // of mma.sync
+  // Of arithmetic and conversion:
+  Rounding rounding = Rounding::kNearest;
+  Comparison comparison = Comparison::kEq;
+  bool flushes = false;    // .ftz
+  bool saturates = false;  // .sat or .satfinite
+  bool relu = false;
 };
 
 struct Program {
@@ -117,6 +153,7 @@ struct Copy {                // cp.async of one thread
   std::uint64_t source = 0;
   std::uint32_t bytes = 0;
   std::uint32_t filled = 0;  // bytes that come from the source; the others are zero
+  std::uint64_t number = 0;  // among the copies of its thread
 };
 
 struct Warp {
@@ -131,6 +168,13 @@ struct Warp {
   std::vector<std::uint8_t> local;                                // of all lanes
   std::array<std::vector<Copy>, kLanes> copies;                   // not committed
   std::array<std::deque<std::vector<Copy>>, kLanes> copy_groups;  // committed, oldest first
+  std::array<std::uint64_t, kLanes> copies_started{};             // in all
+  std::array<std::uint64_t, kLanes> bulk_groups{};                // of bulk copies, committed
+  Mask at_cluster_barrier = 0;      // lanes that have arrived and not waited
+  Mask cluster_barrier_phase = 0;   // parity of the phase that they arrived in
+  int refused_waits = 0;            // mbarrier.try_wait that returned false, since one was true
+  std::uint64_t max_registers = 0;  // of a thread: setmaxnreg
+  std::shared_ptr<WarpMatrices> matrices;  // if it has executed wgmma
 };
 
 struct Barrier {
@@ -147,12 +191,31 @@ struct Block {
   std::vector<std::uint8_t> shared;
   std::array<Barrier, 16> barriers;
   std::vector<Warp> warps;
-  std::uint32_t running = 0;  // warps with threads
+  std::uint32_t running = 0;                              // warps with threads
+  std::shared_ptr<std::vector<WarpgroupLog>> warpgroups;  // if one has executed wgmma
+  Cluster* cluster = nullptr;
+  std::uint32_t rank = 0;    // in the cluster
+  std::uint32_t number = 0;  // in the order of their start
+  // Objects in shared memory, by offset, as they were last written: memory that differs has been
+  // overwritten (mbarrier.cpp).
+  std::map<std::uint64_t, std::uint64_t> mbarriers;
+  std::uint64_t free_registers = 0;  // given back by setmaxnreg.dec
+};
+
+// Blocks that run together and see the shared memory of each other. It ends as a whole.
+struct Cluster {
+  Dim index;
+  std::vector<std::unique_ptr<Block>> blocks;  // by rank
+  // barrier.cluster: it completes when all threads that have not exited have arrived.
+  std::uint64_t threads = 0, arrived = 0;
+  bool phase = false;         // parity
+  std::uint32_t running = 0;  // blocks with threads
 };
 
 struct Allocation {
   std::uint64_t end;
   std::string name;
+  std::vector<std::uint64_t> members;  // of multicast memory: addresses of what it stands for
 };
 using Allocations = std::map<std::uint64_t, Allocation>;  // of global memory, by address
 
@@ -163,6 +226,9 @@ class Machine {
   // of allocations are errors.
   void add_memory(std::uint64_t address, std::uint64_t bytes, std::string name);
   void remove_memory(std::uint64_t address);
+  // Makes an address stand for the same offset of several allocations, for multimem only.
+  void add_multicast(std::uint64_t address, std::uint64_t bytes,
+                     std::vector<std::uint64_t> members);
   // What is known now. Kernels look it up again and again, so it is replaced and never changed.
   std::shared_ptr<const Allocations> memory() const;
 
@@ -179,6 +245,8 @@ class Machine {
   };
   Loaded& load(const std::shared_ptr<const Module>& module);
   const Program& program(Loaded& loaded, const Kernel& kernel);
+
+  void add(std::uint64_t address, Allocation allocation);
 
   mutable std::mutex changing_;  // guards memory_, but not what it points to
   std::shared_ptr<const Allocations> memory_ = std::make_shared<Allocations>();
@@ -197,6 +265,10 @@ struct Context {
   Mask taken = 0;
   bool slept = false;  // the statement was nanosleep
   std::array<Lanes, 8> scratch;
+  Dim cluster{};                      // in blocks
+  bool explicit_cluster = false;      // the launch or the kernel says how large
+  Engine* engine = nullptr;           // performs what is asynchronous
+  std::mt19937_64* random = nullptr;  // null without a seed
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;
   [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;
@@ -245,13 +317,56 @@ inline std::uint64_t cut(std::uint64_t bits, int bytes) {
 // Returns the integer that a register holds as a value of this type.
 std::int64_t integer(std::uint64_t bits, Type type);
 
+// Returns what is wrong with [address, address + bytes): it must lie in one allocation. Empty: nothing.
+std::string outside_global(const Allocations& memory, std::uint64_t address, std::uint64_t bytes);
 // Host address of `bytes` bytes at a generic address, for a lane. Throws PtxError.
 std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                  std::uint64_t bytes);
 
+// Returns the address that operand `number`, [register + offset], names for a lane.
+inline std::uint64_t address_of(const Op& op, int number, const Lanes& base, int lane) {
+  return base[lane] + static_cast<std::uint64_t>(op.values[number].offset);
+}
+
+// -- clusters ---------------------------------------------------------------------------------------
+
+// A shared::cluster address has 32 bits: an offset, and above it a rank in the cluster plus one. Zero
+// stands for the block of the thread, so that a shared::cta address is one too.
+constexpr int kRankShift = 24;
+constexpr std::uint64_t kOffsetMask = (std::uint64_t{1} << kRankShift) - 1;
+
+// A place in the shared memory of a block of the cluster.
+struct Place {
+  Block* block = nullptr;
+  std::uint64_t offset = 0;
+};
+
+// Returns where an address lies that must be one of shared memory: of the thread's own block (kShared),
+// or of any block of its cluster that has not ended (kCluster, kGeneric). Throws PtxError.
+Place shared_place(Context& c, const Op& op, int lane, Space space, std::uint64_t address);
+// The same for `bytes` bytes, which must lie in shared memory and be aligned to `align`.
+Place shared_range(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+                   std::uint64_t bytes, std::uint64_t align);
+
+// Whether all lanes that a statement names, and that still run, are there. Others come later.
+bool have_met(Context& c, const Op& op, Mask mask, Mask named);
+// Takes lanes that exit out of the barrier of their cluster.
+void leave_cluster(Warp& warp, Mask mask);
+// Returns how many registers a thread has when a kernel starts.
+std::uint64_t registers_at_start(const Kernel& kernel, const Launch& launch);
+// Performs the copies (cp.async) of a lane that were started before the one of this number.
+void perform_copies(Warp& warp, int lane, std::uint64_t before);
+
 // -- half precision ---------------------------------------------------------------------------------
 
-float float_of_half(std::uint16_t bits);
+inline float float_of_half(std::uint16_t bits) {
+  const std::uint32_t sign = std::uint32_t{bits & 0x8000u} << 16;
+  const std::uint32_t size = std::uint32_t{bits & 0x7FFFu} << 13;
+  // The exponent is 112 too small; a product with 2^112 is exact, also of subnormal numbers.
+  const float value = std::bit_cast<float>(size) * 0x1p112f;
+  const std::uint32_t special = size >= 0x0F800000 ? 0x7F800000 : 0;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | special | sign);
+}
 std::uint16_t half_of_float(float value);  // to nearest, ties to even
 inline float float_of_bf16(std::uint16_t bits) {
   return std::bit_cast<float>(std::uint32_t{bits} << 16);
@@ -262,13 +377,38 @@ std::uint16_t bf16_of_float(float value);
 
 using Decoder = bool (*)(const Statement&, Op&);
 bool decode_scalar(const Statement& s, Op& op);
+bool decode_bits(const Statement& s, Op& op);
+bool decode_float(const Statement& s, Op& op);
 bool decode_convert(const Statement& s, Op& op);
 bool decode_memory(const Statement& s, Op& op);
 bool decode_warp(const Statement& s, Op& op);
 bool decode_matrix(const Statement& s, Op& op);
+bool decode_cluster(const Statement& s, Op& op);
+bool decode_mbarrier(const Statement& s, Op& op);
+bool decode_bulk(const Statement& s, Op& op);
+bool decode_tensor(const Statement& s, Op& op);
+
+// Whether a statement has no modifiers but these.
+bool has_no_other(const Statement& s, std::initializer_list<const char*> known);
+bool decode_wgmma(const Statement& s, Op& op);
+bool decode_multimem(const Statement& s, Op& op);
+bool decode_call(const Statement& s, Op& op);
+
+// Checks what a statement does to registers that wgmma has in use. For warps with `matrices`.
+void check_matrix_registers(Context& c, const Op& op);
+// Checks that a warp that ends has executed what its warpgroup has. For blocks with `warpgroups`.
+void leave_warpgroup(Context& c, const Warp& warp);
 
 // Whether a statement has a modifier.
 bool has(const Statement& s, const char* modifier);
+// Whether all its modifiers but types are in a list, which has a space on both sides of each.
+bool has_only(const Statement& s, const char* modifiers);
+// .rn, .rz, .rm, .rp or .rna; without them to nearest.
+Rounding rounding_of(const Statement& s);
+// The comparison that a modifier of setp names.
+bool read_comparison(const std::string& name, Comparison& found);
+// Writes both targets of setp, combined with its third operand if op.number says so (and, or, xor).
+void combine_predicates(Context& c, const Op& op, Mask mask, Mask first, Mask second);
 // The state space that a statement names, or kGeneric.
 Space space_of(const Statement& s);
 // The last modifier that is a type, or kNone.

@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "machine.h"
+#include "reduction.h"
 
 namespace emulator {
 namespace {
@@ -13,19 +14,26 @@ namespace {
 // Fails if [address, address + bytes) is not inside of one allocation.
 void check_global(const Context& c, const Op& op, int lane, std::uint64_t address,
                   std::uint64_t bytes) {
-  auto next = c.memory->upper_bound(address);
-  std::string near = "no allocation lies before it";
-  if (next != c.memory->begin()) {
-    const auto& [begin, allocation] = *--next;
-    if (address + bytes <= allocation.end) return;
-    near = std::to_string(address - begin) + " bytes behind the start of " + allocation.name +
-           ", which has " + std::to_string(allocation.end - begin);
-  }
-  c.fail(op, lane,
-         "access of " + std::to_string(bytes) + " bytes outside of global memory: " + near);
+  const std::string problem = outside_global(*c.memory, address, bytes);
+  if (!problem.empty()) c.fail(op, lane, problem);
 }
 
 }  // namespace
+
+std::string outside_global(const Allocations& memory, std::uint64_t address, std::uint64_t bytes) {
+  auto next = memory.upper_bound(address);
+  std::string near = "no allocation lies before it";
+  if (next != memory.begin()) {
+    const auto& [begin, allocation] = *--next;
+    if (address + bytes <= allocation.end) {
+      return allocation.members.empty() ? ""
+                                        : "a multicast address, which only multimem may access";
+    }
+    near = std::to_string(address - begin) + " bytes behind the start of " + allocation.name +
+           ", which has " + std::to_string(allocation.end - begin);
+  }
+  return "access of " + std::to_string(bytes) + " bytes outside of global memory: " + near;
+}
 
 std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                  std::uint64_t bytes) {
@@ -41,13 +49,12 @@ std::uint8_t* at(Context& c, const Op& op, int lane, Space space, std::uint64_t 
            "access of " + std::to_string(bytes) + " bytes at " + std::to_string(offset) + " of " +
                what + ", which has " + std::to_string(size));
   };
-  if (space == Space::kGeneric && address >= kSharedWindow) {
-    space = Space::kShared;
-    address -= kSharedWindow;
-  }
-  if (space == Space::kShared) {
-    std::vector<std::uint8_t>& shared = c.warp->block->shared;
-    return inside(shared.data(), address & 0xFFFFFFFF, shared.size(), "shared memory");
+  const bool generic = space == Space::kGeneric && address >= kSharedWindow;
+  if (generic || space == Space::kShared || space == Space::kCluster) {
+    Place place{c.warp->block, address & 0xFFFFFFFF};
+    if (place.offset > kOffsetMask) place = shared_place(c, op, lane, space, address);
+    std::vector<std::uint8_t>& shared = place.block->shared;
+    return inside(shared.data(), place.offset, shared.size(), "shared memory");
   }
   if (address >= kLocalWindow) {
     const std::uint64_t size = c.program.kernel->local_bytes;
@@ -104,10 +111,6 @@ std::uint64_t extended(Context& c, const Value& target, std::uint64_t bits, Type
   return cut(static_cast<std::uint64_t>(integer(bits, type)), bytes);
 }
 
-std::uint64_t address_of(const Op& op, int number, const Lanes& base, int lane) {
-  return base[lane] + static_cast<std::uint64_t>(op.values[number].offset);
-}
-
 Outcome load(Context& c, const Op& op, Mask mask) {
   const Lanes base = read(c, op, 0, mask);  // a copy: the target may be the base
   const int bytes = bytes_of(op.type), count = static_cast<int>(op.targets.size());
@@ -131,34 +134,6 @@ Outcome store(Context& c, const Op& op, Mask mask) {
     }
   });
   return Outcome::kNext;
-}
-
-enum Action { kAdd, kExchange, kSwapIf, kMin, kMax, kAnd, kOr, kXor, kIncrement, kDecrement };
-
-template <class T>
-T changed(Action action, T old, T by, T with) {
-  switch (action) {
-    case kAdd:
-      return static_cast<T>(old + by);
-    case kExchange:
-      return by;
-    case kSwapIf:
-      return old == by ? with : old;
-    case kMin:
-      return std::min(old, by);
-    case kMax:
-      return std::max(old, by);
-    default:
-      break;
-  }
-  if constexpr (std::is_unsigned_v<T>) {
-    if (action == kAnd) return old & by;
-    if (action == kOr) return old | by;
-    if (action == kXor) return old ^ by;
-    if (action == kIncrement) return old >= by ? 0 : old + 1;
-    if (action == kDecrement) return old == 0 || old > by ? by : old - 1;
-  }
-  return old;
 }
 
 template <class T>
@@ -200,13 +175,8 @@ Handler atomic_of(Type type) {
 }
 
 bool decode_atomic(const Statement& s, Op& op) {
-  constexpr const char* kActions[] = {"add", "exch", "cas", "min", "max",
-                                      "and", "or",   "xor", "inc", "dec"};
-  op.number = -1;
-  for (int i = 0; i < 10; ++i) {
-    if (has(s, kActions[i])) op.number = i;
-  }
-  if (op.number < 0) return false;
+  op.number = action_of(s);
+  if (op.number < 0 || has(s, "async")) return false;
   const bool real = is_float(op.type);
   if (real && op.number != kAdd) return false;
   op.handler = atomic_of(op.type);
@@ -223,7 +193,8 @@ Outcome copy(Context& c, const Op& op, Mask mask) {
   const Lanes filled = partial ? read(c, op, 3, mask) : bytes;
   each(mask, [&](int l) {
     const Copy one{address_of(op, 0, target, l), address_of(op, 1, source, l),
-                   static_cast<std::uint32_t>(bytes[l]), static_cast<std::uint32_t>(filled[l])};
+                   static_cast<std::uint32_t>(bytes[l]), static_cast<std::uint32_t>(filled[l]),
+                   c.warp->copies_started[l]++};
     at(c, op, l, Space::kShared, one.target, one.bytes);
     if (one.filled != 0) at(c, op, l, Space::kGlobal, one.source, one.bytes);
     c.warp->copies[l].push_back(one);
@@ -239,14 +210,16 @@ Outcome commit(Context& c, const Op&, Mask mask) {
   return Outcome::kNext;
 }
 
-void perform(Context& c, const std::vector<Copy>& copies) {
-  for (const Copy& one : copies) {
-    std::uint8_t* to = c.warp->block->shared.data() + one.target;
-    std::memset(to, 0, one.bytes);
-    if (one.filled != 0) {
-      std::memcpy(to, reinterpret_cast<const void*>(one.source), std::min(one.filled, one.bytes));
-    }
+void perform(Block& block, const Copy& one) {
+  std::uint8_t* to = block.shared.data() + (one.target & kOffsetMask);
+  std::memset(to, 0, one.bytes);
+  if (one.filled != 0) {
+    std::memcpy(to, reinterpret_cast<const void*>(one.source), std::min(one.filled, one.bytes));
   }
+}
+
+void perform(Context& c, const std::vector<Copy>& copies) {
+  for (const Copy& one : copies) perform(*c.warp->block, one);
 }
 
 Outcome await_copies(Context& c, const Op& op, Mask mask) {
@@ -277,9 +250,21 @@ bool decode_copy(const Statement& s, Op& op) {
 
 }  // namespace
 
+void perform_copies(Warp& warp, int lane, std::uint64_t before) {
+  const auto some = [&](std::vector<Copy>& copies) {
+    std::erase_if(copies, [&](const Copy& one) {
+      if (one.number >= before) return false;
+      perform(*warp.block, one);
+      return true;
+    });
+  };
+  for (std::vector<Copy>& copies : warp.copy_groups[lane]) some(copies);
+  some(warp.copies[lane]);
+}
+
 bool decode_memory(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
-  if (has(s, "shared::cluster")) return false;
+  if (name == "st" && has(s, "async")) return false;
   op.space = space_of(s);
   if (name == "cp") return decode_copy(s, op);
   if (name == "atom" || name == "red") return decode_atomic(s, op);

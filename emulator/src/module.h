@@ -45,7 +45,8 @@ int bytes_of(Type type);
 bool is_signed(Type type);
 bool is_float(Type type);
 
-enum class Space : std::uint8_t { kGeneric, kGlobal, kShared, kLocal, kParam, kConst };
+// kShared is shared::cta, kCluster is shared::cluster.
+enum class Space : std::uint8_t { kGeneric, kGlobal, kShared, kCluster, kLocal, kParam, kConst };
 
 struct Variable {
   std::string name;
@@ -111,7 +112,12 @@ struct Kernel {
   std::vector<Variable> locals;
   std::uint64_t local_bytes = 0;
   std::vector<Statement> statements;
-  int max_threads = 0;  // .maxntid or .reqntid; 0: not given
+  int max_threads = 0;                 // .maxntid or .reqntid; 0: not given
+  int min_blocks = 0;                  // .minnctapersm
+  int max_registers = 0;               // .maxnreg
+  std::vector<std::uint32_t> cluster;  // .reqnctapercluster, three sizes; empty: not given
+  bool explicit_cluster = false;       // .explicitcluster: the launch or the kernel says how large
+  int max_cluster = 0;                 // .maxclusterrank
 };
 
 struct Module {

@@ -1,5 +1,3 @@
-#include <array>
-#include <bit>
 #include <map>
 #include <sstream>
 
@@ -8,25 +6,6 @@
 
 namespace emulator {
 namespace {
-
-struct TypeRow {
-  const char* name;
-  Type type;
-  int bytes;
-};
-
-constexpr std::array kTypes{
-    TypeRow{"pred", Type::kPred, 1},   TypeRow{"b8", Type::kB8, 1},
-    TypeRow{"b16", Type::kB16, 2},     TypeRow{"b32", Type::kB32, 4},
-    TypeRow{"b64", Type::kB64, 8},     TypeRow{"b128", Type::kB128, 16},
-    TypeRow{"u8", Type::kU8, 1},       TypeRow{"u16", Type::kU16, 2},
-    TypeRow{"u32", Type::kU32, 4},     TypeRow{"u64", Type::kU64, 8},
-    TypeRow{"s8", Type::kS8, 1},       TypeRow{"s16", Type::kS16, 2},
-    TypeRow{"s32", Type::kS32, 4},     TypeRow{"s64", Type::kS64, 8},
-    TypeRow{"f16", Type::kF16, 2},     TypeRow{"bf16", Type::kBf16, 2},
-    TypeRow{"f32", Type::kF32, 4},     TypeRow{"f64", Type::kF64, 8},
-    TypeRow{"f16x2", Type::kF16x2, 4}, TypeRow{"bf16x2", Type::kBf16x2, 4},
-};
 
 std::vector<std::string> split_at_dots(const std::string& word) {
   std::vector<std::string> parts;
@@ -116,7 +95,7 @@ class Parser {
       is_extern |= take().text == ".extern";
     }
     if (accept(".entry")) return entry();
-    if (is(".func")) fail("functions are not supported: everything must be inlined");
+    if (accept(".func")) return function();
     const Space space = space_of(take().text);
     for (Variable& v : declaration(space, is_extern)) module_->variables.push_back(std::move(v));
   }
@@ -205,6 +184,23 @@ class Parser {
     }
   }
 
+  // A declaration, such as that of vprintf. Which functions are known is seen at their calls.
+  void function() {
+    if (accept("(")) skip_to(")");
+    word();
+    if (accept("(")) skip_to(")");
+    while (accept(".noreturn")) {
+    }
+    if (!accept(";")) fail("functions are not supported: everything must be inlined");
+  }
+
+  void skip_to(const char* end) {
+    while (!accept(end)) {
+      if (peek().kind == Token::Kind::kEnd) fail(std::string("expected '") + end + "'");
+      ++at_;
+    }
+  }
+
   // -- kernels -----------------------------------------------------------------------------------
 
   void entry() {
@@ -241,14 +237,22 @@ class Parser {
     if (name == ".maxntid" || name == ".reqntid") {
       kernel_->max_threads = static_cast<int>(integer());
       while (accept(",")) kernel_->max_threads *= static_cast<int>(integer());
-    } else if (name == ".minnctapersm" || name == ".maxclusterrank" || name == ".maxnreg" ||
-               name == ".reqnctapercluster") {
-      integer();
-      while (accept(",")) integer();
+    } else if (name == ".minnctapersm") {
+      kernel_->min_blocks = static_cast<int>(integer());
+    } else if (name == ".maxnreg") {
+      kernel_->max_registers = static_cast<int>(integer());
+    } else if (name == ".maxclusterrank") {
+      kernel_->max_cluster = static_cast<int>(integer());
+    } else if (name == ".reqnctapercluster") {
+      do kernel_->cluster.push_back(static_cast<std::uint32_t>(integer()));
+      while (accept(","));
+      kernel_->cluster.resize(3, 1);
+    } else if (name == ".explicitcluster") {
+      kernel_->explicit_cluster = true;
     } else if (name == ".pragma") {
       take();
       expect(";");
-    } else if (name != ".explicitcluster" && name != ".noreturn") {
+    } else if (name != ".noreturn") {
       --at_;
       fail("unknown attribute " + name);
     }
@@ -290,6 +294,10 @@ class Parser {
     if (is(".shared") || is(".local")) {
       const Space space = space_of(take().text);
       for (Variable& v : declaration(space, false)) place(std::move(v));
+      return;
+    }
+    if (accept(".param")) {
+      for (Variable& v : declaration(Space::kLocal, false)) place_argument(std::move(v));
       return;
     }
     if (peek().kind == Token::Kind::kWord && is(":", 1)) {
@@ -346,6 +354,16 @@ class Parser {
     (shared ? kernel_->shared : kernel_->locals).push_back(std::move(v));
   }
 
+  // An argument of a call lies in the thread's local memory. Each scope has its own of a name.
+  void place_argument(Variable v) {
+    Operand operand;
+    operand.kind = Operand::Kind::kSymbol;
+    operand.name = v.name + "#" + std::to_string(kernel_->locals.size());
+    scopes_.back().names[v.name] = operand;
+    v.name = operand.name;
+    place(std::move(v));
+  }
+
   // -- statements --------------------------------------------------------------------------------
 
   void statement() {
@@ -359,10 +377,32 @@ class Parser {
       s.guard = guard.index;
     }
     s.opcode = split_at_dots(word());
+    if (s.opcode[0] == "call") return call(std::move(s));
     while (!accept(";")) {
       s.operands.push_back(operand());
       if (!is(";")) expect(",");
     }
+    kernel_->statements.push_back(std::move(s));
+  }
+
+  // call (results), function, (arguments): lists of variables, and the name as a sink.
+  void call(Statement s) {
+    Operand results, name, arguments;
+    results.kind = arguments.kind = Operand::Kind::kList;
+    if (accept("(")) {
+      while (!accept(")")) results.parts.push_back(operand());
+      expect(",");
+    }
+    name.name = word();
+    if (accept(",")) {
+      expect("(");
+      while (!accept(")")) {
+        arguments.parts.push_back(operand());
+        accept(",");
+      }
+    }
+    expect(";");
+    s.operands = {results, name, arguments};
     kernel_->statements.push_back(std::move(s));
   }
 
@@ -483,47 +523,6 @@ class Parser {
 };
 
 }  // namespace
-
-Type type_of(const std::string& name) {
-  for (const TypeRow& row : kTypes) {
-    if (name == row.name) return row.type;
-  }
-  return Type::kNone;
-}
-
-int bytes_of(Type type) {
-  for (const TypeRow& row : kTypes) {
-    if (type == row.type) return row.bytes;
-  }
-  return 0;
-}
-
-bool is_signed(Type type) {
-  return type == Type::kS8 || type == Type::kS16 || type == Type::kS32 || type == Type::kS64;
-}
-
-bool is_float(Type type) { return type >= Type::kF16; }
-
-const Kernel& Module::kernel(const std::string& name) const {
-  for (const auto& kernel : kernels) {
-    if (kernel->name == name) return *kernel;
-  }
-  throw PtxError("the module has no kernel " + name);
-}
-
-std::string Module::describe(const Kernel& kernel, const Statement& statement) const {
-  std::string text = kernel.name + ", PTX line " + std::to_string(statement.line);
-  if (const auto file = files.find(statement.source.file);
-      file != files.end() && statement.source.line > 0) {
-    text += " (" + file->second + ":" + std::to_string(statement.source.line) + ")";
-  }
-  if (statement.line <= static_cast<int>(lines.size())) {
-    const std::string& line = lines[statement.line - 1];
-    const auto begin = line.find_first_not_of(" \t");
-    text += ": " + (begin == std::string::npos ? line : line.substr(begin));
-  }
-  return text;
-}
 
 std::unique_ptr<Module> parse(const std::string& text) { return Parser(text).run(); }
 

@@ -5,6 +5,7 @@
 
 #include "cuda/runtime/emulated_cuda.h"
 #include "device.h"
+#include "tensor_map.h"
 
 namespace emulator {
 namespace {
@@ -15,6 +16,7 @@ constexpr int kInvalidValue = 1;
 constexpr int kInvalidConfiguration = 9;
 constexpr int kInvalidDeviceFunction = 98;
 constexpr int kLaunchFailure = 719;
+constexpr int kInvalidClusterSize = 912;
 
 // Fatbinaries, as cuobjdump and the linker see them: a header, then entries with headers.
 constexpr std::uint32_t kMagic = 0xBA55ED50;
@@ -65,6 +67,7 @@ struct LibraryKernel {
   Library* library;
   std::string name;
   int dynamic_shared = 48 * 1024;  // that a launch may have
+  bool large_clusters = false;     // of more than eight blocks
 };
 
 std::mutex registering;  // guards what follows
@@ -75,6 +78,13 @@ struct Found {
   std::shared_ptr<const Module> module;
   const Kernel* kernel;
   int dynamic_shared;
+  bool large_clusters;
+
+  // Shared memory of a block of this kernel, bytes.
+  int most_shared() const {
+    return module->target.starts_with("sm_90") ? CudaDevice::kMostSharedSm90
+                                               : CudaDevice::kMostShared;
+  }
 };
 
 Found find(const void* host) {
@@ -85,8 +95,8 @@ Found find(const void* host) {
   if (library.module == nullptr) {
     library.module = std::shared_ptr<const Module>(parse(ptx_of(library.fatbinary)));
   }
-  return {library.module, &library.module->kernel(found->second.name),
-          found->second.dynamic_shared};
+  return {library.module, &library.module->kernel(found->second.name), found->second.dynamic_shared,
+          found->second.large_clusters};
 }
 
 // Runs a call; an error becomes the device's first one.
@@ -118,8 +128,20 @@ void add_kernel(void* handle, const void* host, const char* name) {
   kernels[host] = {static_cast<Library*>(handle), name};
 }
 
-int launch(const void* host, const unsigned grid[3], const unsigned block[3], std::size_t shared,
-           void* stream, void** arguments) {
+// Returns the size of a kernel's clusters: the launch's, the kernel's own, or one block.
+Dim cluster_of(const Kernel& kernel, const unsigned* given) {
+  if (given != nullptr) return {given[0], given[1], given[2]};
+  if (kernel.cluster.empty()) return {};
+  return {kernel.cluster[0], kernel.cluster[1], kernel.cluster[2]};
+}
+
+bool fits(const Found& found, const Dim& cluster) {
+  const std::uint64_t blocks = cluster.count();
+  return blocks >= 1 && blocks <= (found.large_clusters ? 16u : 8u);
+}
+
+int launch(const void* host, const unsigned grid[3], const unsigned block[3],
+           const unsigned* cluster, std::size_t shared, void* stream, void** arguments) {
   return guarded(kInvalidDeviceFunction, [&] {
     const Found found = find(host);
     if (shared > static_cast<std::size_t>(found.dynamic_shared)) return kInvalidValue;
@@ -127,6 +149,12 @@ int launch(const void* host, const unsigned grid[3], const unsigned block[3], st
     request.grid = {grid[0], grid[1], grid[2]};
     request.block = {block[0], block[1], block[2]};
     if (request.grid.count() == 0 || request.block.count() == 0) return kInvalidConfiguration;
+    if (cluster != nullptr) request.cluster = cluster_of(*found.kernel, cluster);
+    const Dim size = cluster_of(*found.kernel, cluster);
+    if (!fits(found, size)) return kInvalidClusterSize;
+    if (grid[0] % size.x != 0 || grid[1] % size.y != 0 || grid[2] % size.z != 0) {
+      return kInvalidConfiguration;
+    }
     request.dynamic_shared = shared;
     request.params.resize(found.kernel->param_bytes);
     for (std::size_t i = 0; i < found.kernel->params.size(); ++i) {
@@ -155,31 +183,74 @@ int most_threads(const void* host, int* threads) {
 }
 
 int allow_shared(const void* host, int bytes) {
-  if (bytes < 0 || bytes > CudaDevice::kMostShared) return kInvalidValue;
+  return guarded(kInvalidDeviceFunction, [&] {
+    if (bytes < 0 || bytes > find(host).most_shared()) return kInvalidValue;
+    const std::lock_guard<std::mutex> lock(registering);
+    kernels.at(host).dynamic_shared = bytes;
+    return kSuccess;
+  });
+}
+
+int allow_large_clusters(const void* host, int yes) {
   const std::lock_guard<std::mutex> lock(registering);
   const auto found = kernels.find(host);
   if (found == kernels.end()) return kInvalidDeviceFunction;
-  found->second.dynamic_shared = bytes;
+  found->second.large_clusters = yes != 0;
   return kSuccess;
+}
+
+int blocks_that_fit(const Found& found, int threads, std::size_t shared) {
+  const std::uint64_t of_block = found.kernel->shared_bytes + shared + CudaDevice::kReserved;
+  const auto by_shared = static_cast<int>((found.most_shared() + CudaDevice::kReserved) / of_block);
+  return std::min(by_shared, CudaDevice::kMostThreads / threads);
 }
 
 int blocks_per_multiprocessor(const void* host, int threads, std::size_t shared, int* blocks) {
   return guarded(kInvalidDeviceFunction, [&] {
     if (threads <= 0) return kInvalidValue;
-    const std::uint64_t of_block = find(host).kernel->shared_bytes + shared + CudaDevice::kReserved;
-    const auto by_shared =
-        static_cast<int>((CudaDevice::kMostShared + CudaDevice::kReserved) / of_block);
-    *blocks = std::min(by_shared, CudaDevice::kMostThreads / threads);
+    *blocks = blocks_that_fit(find(host), threads, shared);
     return kSuccess;
   });
 }
 
+// Multiprocessors are not parted into groups here, so none is left over.
+int most_clusters(const void* host, const unsigned* cluster, int threads, std::size_t shared,
+                  int* clusters) {
+  return guarded(kInvalidDeviceFunction, [&] {
+    if (threads <= 0) return kInvalidValue;
+    const Found found = find(host);
+    const Dim size = cluster_of(*found.kernel, cluster);
+    if (!fits(found, size)) return kInvalidClusterSize;
+    *clusters = CudaDevice::instance().multiprocessors * blocks_that_fit(found, threads, shared) /
+                static_cast<int>(size.count());
+    return kSuccess;
+  });
+}
+
+int encode(void* map, int type, unsigned rank, void* address, const std::uint64_t* sizes,
+           const std::uint64_t* strides, const unsigned* box, const unsigned* steps, int interleave,
+           int swizzle, int promotion, int fill) {
+  std::string why;
+  return encode_tiled(
+      map, {type, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill},
+      &why);
+}
+
 int multiprocessors() { return CudaDevice::instance().multiprocessors; }
 
-constexpr FluxEmulatedCuda kTable = {
-    load,           unload,       add_kernel,   launch,
-    shared_bytes,   most_threads, allow_shared, blocks_per_multiprocessor,
-    multiprocessors};
+constexpr FluxEmulatedCuda kTable = {load,
+                                     unload,
+                                     add_kernel,
+                                     launch,
+                                     shared_bytes,
+                                     most_threads,
+                                     allow_shared,
+                                     blocks_per_multiprocessor,
+                                     multiprocessors,
+
+                                     allow_large_clusters,
+                                     most_clusters,
+                                     encode};
 
 }  // namespace
 

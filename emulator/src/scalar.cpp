@@ -1,7 +1,7 @@
-// Arithmetic, logic, comparison and data movement between registers.
+// Arithmetic of integers, logic, comparison and data movement between registers.
 #include <algorithm>
-#include <cmath>
 #include <functional>
+#include <limits>
 #include <type_traits>
 
 #include "machine.h"
@@ -38,57 +38,27 @@ Outcome ternary(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
-// Sixteen-bit floats, one or two in a register: computed in float and rounded once.
-template <bool kBf16, int kCount, class F>
-Outcome halves(Context& c, const Op& op, Mask mask) {
-  const auto widen = [](std::uint16_t h) { return kBf16 ? float_of_bf16(h) : float_of_half(h); };
-  const auto narrow = [](float f) { return kBf16 ? bf16_of_float(f) : half_of_float(f); };
-  const auto count = static_cast<int>(op.values.size());
-  const Lanes* in[3] = {};
-  for (int i = 0; i < count; ++i) in[i] = &read(c, op, i, mask);
-  Lanes& d = write(c, op, 0, mask);
-  each(mask, [&](int l) {
-    std::uint64_t bits = 0;
-    for (int part = 0; part < kCount; ++part) {
-      float x[3] = {};
-      for (int i = 0; i < count; ++i) {
-        x[i] = widen(static_cast<std::uint16_t>((*in[i])[l] >> (16 * part)));
-      }
-      bits |= std::uint64_t{narrow(F{}(x[0], x[1], x[2]))} << (16 * part);
-    }
-    d[l] = bits;
-  });
-  return Outcome::kNext;
-}
-
 // Overflow of a signed sum wraps around, as on the device.
 template <class T>
-using Wrapping = typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>,
-                                             std::type_identity<T>>::type;
+using Wrapping = std::make_unsigned_t<T>;
 
 struct Add {
   template <class T>
   T operator()(T a, T b) const {
     return static_cast<T>(static_cast<Wrapping<T>>(a) + static_cast<Wrapping<T>>(b));
   }
-  float operator()(float a, float b, float) const { return a + b; }
 };
 struct Sub {
   template <class T>
   T operator()(T a, T b) const {
     return static_cast<T>(static_cast<Wrapping<T>>(a) - static_cast<Wrapping<T>>(b));
   }
-  float operator()(float a, float b, float) const { return a - b; }
 };
 struct Mul {
   template <class T>
   T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return a * b;
-    else
-      return static_cast<T>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
+    return static_cast<T>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
   }
-  float operator()(float a, float b, float) const { return a * b; }
 };
 struct MulHigh {
   template <class T>
@@ -101,15 +71,11 @@ struct MulHigh {
 struct Div {
   template <class T>
   T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>) {
-      return a / b;
-    } else {
-      if (b == 0) return static_cast<T>(-1);
-      if constexpr (std::is_signed_v<T>) {
-        if (b == -1) return Sub{}(T{0}, a);
-      }
-      return static_cast<T>(a / b);
+    if (b == 0) return static_cast<T>(-1);
+    if constexpr (std::is_signed_v<T>) {
+      if (b == -1) return Sub{}(T{0}, a);
     }
+    return static_cast<T>(a / b);
   }
 };
 struct Rem {
@@ -125,22 +91,14 @@ struct Rem {
 struct Min {
   template <class T>
   T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return std::fmin(a, b);
-    else
-      return std::min(a, b);
+    return std::min(a, b);
   }
-  float operator()(float a, float b, float) const { return std::fmin(a, b); }
 };
 struct Max {
   template <class T>
   T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return std::fmax(a, b);
-    else
-      return std::max(a, b);
+    return std::max(a, b);
   }
-  float operator()(float a, float b, float) const { return std::fmax(a, b); }
 };
 struct And {
   template <class T>
@@ -163,22 +121,14 @@ struct Xor {
 struct Neg {
   template <class T>
   T operator()(T a) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return -a;
-    else
-      return Sub{}(T{0}, a);
+    return Sub{}(T{0}, a);
   }
-  float operator()(float a, float, float) const { return -a; }
 };
 struct Abs {
   template <class T>
   T operator()(T a) const {
-    if constexpr (std::is_floating_point_v<T>)
-      return std::fabs(a);
-    else
-      return a < 0 ? Sub{}(T{0}, a) : a;
+    return a < 0 ? Sub{}(T{0}, a) : a;
   }
-  float operator()(float a, float, float) const { return std::fabs(a); }
 };
 struct MulAdd {
   template <class T>
@@ -192,10 +142,20 @@ struct MulHighAdd {
     return Add{}(MulHigh{}(a, b), c);
   }
 };
-struct Fma {
+struct AddSaturating {  // of s32
   template <class T>
-  T operator()(T a, T b, T c) const {
-    return std::fma(a, b, c);
+  T operator()(T a, T b) const {
+    using Limits = std::numeric_limits<T>;
+    return static_cast<T>(std::clamp<std::int64_t>(
+        static_cast<std::int64_t>(a) + static_cast<std::int64_t>(b), Limits::min(), Limits::max()));
+  }
+};
+struct SubSaturating {
+  template <class T>
+  T operator()(T a, T b) const {
+    using Limits = std::numeric_limits<T>;
+    return static_cast<T>(std::clamp<std::int64_t>(
+        static_cast<std::int64_t>(a) - static_cast<std::int64_t>(b), Limits::min(), Limits::max()));
   }
 };
 template <class T>
@@ -204,17 +164,6 @@ T reversed(T a) {
   for (unsigned i = 0; i < 8 * sizeof(T); ++i) out |= ((a >> i) & 1) << (8 * sizeof(T) - 1 - i);
   return out;
 }
-struct Lop3 {  // unused bits of the table are zero
-  std::uint32_t operator()(std::uint32_t a, std::uint32_t b, std::uint32_t c,
-                           std::uint32_t table) const {
-    std::uint32_t out = 0;
-    for (int entry = 0; entry < 8; ++entry) {
-      if ((table >> entry & 1) == 0) continue;
-      out |= (entry & 4 ? a : ~a) & (entry & 2 ? b : ~b) & (entry & 1 ? c : ~c);
-    }
-    return out;
-  }
-};
 // A shift by the width or more gives zero, or the sign.
 template <class T, bool kLeft>
 Outcome shift(Context& c, const Op& op, Mask mask) {
@@ -254,36 +203,9 @@ Outcome compare(Context& c, const Op& op, Mask mask) {
   const Lanes& b = read(c, op, 1, mask);
   Mask bits = 0;
   each(mask, [&](int l) { bits |= Mask{F{}(get<T>(a[l]), get<T>(b[l]))} << l; });
-  Mask inverse = ~bits;
-  if (op.number != 0) {  // combined with a predicate: setp.lt.and
-    const Mask other = read_predicate(c, op, op.values[2], mask);
-    const auto combine = [&](Mask m) {
-      return op.number == 1 ? m & other : op.number == 2 ? m | other : m ^ other;
-    };
-    bits = combine(bits);
-    inverse = combine(inverse);
-  }
-  write_predicate(c, op.targets[0], mask, bits);
-  if (op.targets.size() > 1) write_predicate(c, op.targets[1], mask, inverse);
+  combine_predicates(c, op, mask, bits, ~bits);
   return Outcome::kNext;
 }
-
-template <class F, bool kUnordered>
-struct Ordered {
-  template <class T>
-  bool operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>) {
-      if (std::isnan(a) || std::isnan(b)) return kUnordered;
-    }
-    return F{}(a, b);
-  }
-};
-struct Always {
-  template <class T>
-  bool operator()(T, T) const {
-    return true;
-  }
-};
 
 Outcome predicates(Context& c, const Op& op, Mask mask) {
   const Mask a = read_predicate(c, op, op.values[0], mask);
@@ -338,85 +260,6 @@ Outcome select(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
-template <class T>
-Outcome insert_field(Context& c, const Op& op, Mask mask) {
-  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
-  const Lanes &p = read(c, op, 2, mask), &n = read(c, op, 3, mask);
-  Lanes& d = write(c, op, 0, mask);
-  constexpr std::uint32_t kWidth = 8 * sizeof(T);
-  each(mask, [&](int l) {
-    const std::uint32_t begin = p[l] & 0xFF, count = n[l] & 0xFF;
-    T out = get<T>(b[l]);
-    for (std::uint32_t i = 0; i < count && begin + i < kWidth; ++i) {
-      const T bit = T{1} << (begin + i);
-      out = (get<T>(a[l]) >> i & 1) != 0 ? out | bit : out & ~bit;
-    }
-    d[l] = bits_of(out);
-  });
-  return Outcome::kNext;
-}
-
-template <class T>
-Outcome extract_field(Context& c, const Op& op, Mask mask) {
-  const Lanes &a = read(c, op, 0, mask), &p = read(c, op, 1, mask), &n = read(c, op, 2, mask);
-  Lanes& d = write(c, op, 0, mask);
-  constexpr std::uint32_t kLast = 8 * sizeof(T) - 1;
-  using Bits = std::make_unsigned_t<T>;
-  each(mask, [&](int l) {
-    const std::uint32_t begin = p[l] & 0xFF, count = n[l] & 0xFF;
-    const Bits value = get<Bits>(a[l]);
-    const bool sign =
-        std::is_signed_v<T> && count != 0 && (value >> std::min(begin + count - 1, kLast) & 1) != 0;
-    Bits out = 0;
-    for (std::uint32_t i = 0; i <= kLast; ++i) {
-      const bool bit = i < count && begin + i <= kLast ? (value >> (begin + i) & 1) != 0 : sign;
-      out |= static_cast<Bits>(bit) << i;
-    }
-    d[l] = bits_of(out);
-  });
-  return Outcome::kNext;
-}
-
-Outcome permute(Context& c, const Op& op, Mask mask) {
-  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask), &s = read(c, op, 2, mask);
-  Lanes& d = write(c, op, 0, mask);
-  each(mask, [&](int l) {
-    const std::uint64_t bytes = (a[l] & 0xFFFFFFFF) | b[l] << 32;
-    std::uint64_t out = 0;
-    for (int i = 0; i < 4; ++i) {
-      const auto pick = s[l] >> (4 * i) & 0xF;
-      auto byte = bytes >> (8 * (pick & 7)) & 0xFF;
-      if ((pick & 8) != 0) byte = byte & 0x80 ? 0xFF : 0;
-      out |= byte << (8 * i);
-    }
-    d[l] = out;
-  });
-  return Outcome::kNext;
-}
-
-Outcome look_up(Context& c, const Op& op, Mask mask) {
-  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
-  const Lanes &e = read(c, op, 2, mask), &t = read(c, op, 3, mask);
-  Lanes& d = write(c, op, 0, mask);
-  each(mask, [&](int l) {
-    d[l] = Lop3{}(get<std::uint32_t>(a[l]), get<std::uint32_t>(b[l]), get<std::uint32_t>(e[l]),
-                  get<std::uint32_t>(t[l]));
-  });
-  return Outcome::kNext;
-}
-
-template <bool kLeft, bool kWrap>
-Outcome funnel(Context& c, const Op& op, Mask mask) {
-  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask), &s = read(c, op, 2, mask);
-  Lanes& d = write(c, op, 0, mask);
-  each(mask, [&](int l) {
-    const std::uint64_t both = (b[l] & 0xFFFFFFFF) << 32 | (a[l] & 0xFFFFFFFF);
-    const std::uint64_t by = kWrap ? s[l] & 31 : std::min<std::uint64_t>(s[l] & 0xFFFFFFFF, 32);
-    d[l] = (kLeft ? both << by >> 32 : both >> by) & 0xFFFFFFFF;
-  });
-  return Outcome::kNext;
-}
-
 // -- choice of a handler -----------------------------------------------------------------------------
 
 // Calls f with a value of the C++ type of `type`; bits count as unsigned.
@@ -443,37 +286,6 @@ Handler by_integer(Type type, F&& f) {
   }
 }
 template <class F>
-Handler by_float(Type type, F&& f) {
-  if (type == Type::kF32) return f(float{});
-  if (type == Type::kF64) return f(double{});
-  return nullptr;
-}
-
-template <class F>
-Handler of_halves(Type type) {
-  switch (type) {
-    case Type::kF16:
-      return halves<false, 1, F>;
-    case Type::kBf16:
-      return halves<true, 1, F>;
-    case Type::kF16x2:
-      return halves<false, 2, F>;
-    case Type::kBf16x2:
-      return halves<true, 2, F>;
-    default:
-      return nullptr;
-  }
-}
-
-template <class F>
-Handler arithmetic(Type type) {
-  const auto pick = [](auto t) -> Handler { return binary<decltype(t), F>; };
-  if (const Handler h = by_integer(type, pick)) return h;
-  if (const Handler h = by_float(type, pick)) return h;
-  if constexpr (std::is_invocable_v<F, float, float, float>) return of_halves<F>(type);
-  return nullptr;
-}
-template <class F>
 Handler of_integers(Type type) {
   return by_integer(type, [](auto t) -> Handler { return binary<decltype(t), F>; });
 }
@@ -483,22 +295,13 @@ Handler of_bits(Type type, F) {  // one operand, as unsigned
                     [](auto t) -> Handler { return unary<std::make_unsigned_t<decltype(t)>, F>; });
 }
 template <class F>
-Handler of_one_float(Type type, F) {
-  return by_float(type, [](auto t) -> Handler { return unary<decltype(t), F>; });
-}
-template <class F>
-Handler of_one(Type type) {
-  const auto pick = [](auto t) -> Handler { return unary<decltype(t), F>; };
-  if (const Handler h = by_integer(type, pick)) return h;
-  if (const Handler h = by_float(type, pick)) return h;
-  return of_halves<F>(type);
+Handler of_signed(Type type) {
+  return by_integer(type, [](auto t) -> Handler { return unary<decltype(t), F>; });
 }
 
-template <class F, bool kUnordered = false>
+template <class F>
 Handler comparison(Type type) {
-  const auto pick = [](auto t) -> Handler { return compare<decltype(t), Ordered<F, kUnordered>>; };
-  if (const Handler h = by_integer(type, pick)) return h;
-  return by_float(type, pick);
+  return by_integer(type, [](auto t) -> Handler { return compare<decltype(t), F>; });
 }
 
 Handler comparison(const std::string& name, Type type) {
@@ -508,13 +311,6 @@ Handler comparison(const std::string& name, Type type) {
   if (name == "le" || name == "ls") return comparison<std::less_equal<>>(type);
   if (name == "gt" || name == "hi") return comparison<std::greater<>>(type);
   if (name == "ge" || name == "hs") return comparison<std::greater_equal<>>(type);
-  if (name == "equ") return comparison<std::equal_to<>, true>(type);
-  if (name == "neu") return comparison<std::not_equal_to<>, true>(type);
-  if (name == "ltu") return comparison<std::less<>, true>(type);
-  if (name == "leu") return comparison<std::less_equal<>, true>(type);
-  if (name == "gtu") return comparison<std::greater<>, true>(type);
-  if (name == "geu") return comparison<std::greater_equal<>, true>(type);
-  if (name == "num") return comparison<Always, false>(type);
   return nullptr;
 }
 
@@ -538,15 +334,11 @@ Handler multiplication(const Statement& s, Type type, bool adds) {
     }
   }
   const bool high = has(s, "hi");
-  if (!adds) return high ? of_integers<MulHigh>(type) : arithmetic<Mul>(type);
+  if (!adds) return high ? of_integers<MulHigh>(type) : of_integers<Mul>(type);
   return by_integer(type, [&](auto t) -> Handler {
     return high ? ternary<decltype(t), MulHighAdd> : ternary<decltype(t), MulAdd>;
   });
 }
-
-struct FmaHalves {
-  float operator()(float a, float b, float c) const { return std::fma(a, b, c); }
-};
 
 bool is_logic(const std::string& name, Type type, Op& op) {
   const int number = name == "and"   ? 0
@@ -567,66 +359,99 @@ bool is_logic(const std::string& name, Type type, Op& op) {
   return true;
 }
 
+struct Modifiers {
+  const char* name;
+  const char* all;  // with a space on both sides of each
+};
+constexpr Modifiers kModifiers[] = {
+    {"add", " sat "},
+    {"sub", " sat "},
+    {"mul", " lo hi wide "},
+    {"mad", " lo hi wide "},
+};
+
+bool has_known_modifiers(const Statement& s) {
+  if (s.opcode[0] == "setp") {
+    return s.opcode.size() > 2 && has_only(s, (" " + s.opcode[1] + " and or xor ").c_str());
+  }
+  for (const Modifiers& row : kModifiers) {
+    if (s.opcode[0] == row.name) return has_only(s, row.all);
+  }
+  return has_only(s, " ");
+}
+
+Handler sum(const std::string& name, Type type, bool saturates) {
+  if (saturates && type != Type::kS32) return nullptr;
+  if (name == "add") return saturates ? of_integers<AddSaturating>(type) : of_integers<Add>(type);
+  return saturates ? of_integers<SubSaturating>(type) : of_integers<Sub>(type);
+}
+
+Handler shift_of(const std::string& name, Type type) {
+  const bool left = name == "shl";
+  return by_integer(type, [&](auto t) -> Handler {
+    return left ? shift<decltype(t), true> : shift<decltype(t), false>;
+  });
+}
+
+Handler arithmetic(const Statement& s, Type type) {
+  const std::string& name = s.opcode[0];
+  if (name == "add" || name == "sub") return sum(name, type, has(s, "sat"));
+  if (name == "mul") return multiplication(s, type, false);
+  if (name == "mad") return multiplication(s, type, true);
+  if (name == "min") return of_integers<Min>(type);
+  if (name == "max") return of_integers<Max>(type);
+  if (name == "rem") return of_integers<Rem>(type);
+  if (name == "div") return of_integers<Div>(type);
+  if (name == "neg") return of_signed<Neg>(type);
+  if (name == "abs") return of_signed<Abs>(type);
+  if (name == "popc") return of_bits(type, [](auto a) { return std::popcount(a); });
+  if (name == "clz") return of_bits(type, [](auto a) { return std::countl_zero(a); });
+  if (name == "brev") return of_bits(type, [](auto a) { return reversed(a); });
+  if (name == "shl" || name == "shr") return shift_of(name, type);
+  return nullptr;
+}
+
 }  // namespace
 
 bool decode_scalar(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
   const Type type = op.type;
-  if (has(s, "sat") || has(s, "rz") || has(s, "rm") || has(s, "rp")) return false;
-  if (is_logic(name, type, op)) return op.handler != nullptr;
-  if (name == "add") op.handler = arithmetic<Add>(type);
-  if (name == "sub") op.handler = arithmetic<Sub>(type);
-  if (name == "mul") op.handler = multiplication(s, type, false);
-  if (name == "mad") op.handler = multiplication(s, type, true);
-  if (name == "min") op.handler = arithmetic<Min>(type);
-  if (name == "max") op.handler = arithmetic<Max>(type);
-  if (name == "rem") op.handler = of_integers<Rem>(type);
-  if (name == "div") op.handler = arithmetic<Div>(type);
-  if (name == "neg") op.handler = of_one<Neg>(type);
-  if (name == "abs") op.handler = of_one<Abs>(type);
-  if (name == "popc") op.handler = of_bits(type, [](auto a) { return std::popcount(a); });
-  if (name == "clz") op.handler = of_bits(type, [](auto a) { return std::countl_zero(a); });
-  if (name == "brev") op.handler = of_bits(type, [](auto a) { return reversed(a); });
-  if (name == "ex2") op.handler = of_one_float(type, [](auto a) { return std::exp2(a); });
-  if (name == "lg2") op.handler = of_one_float(type, [](auto a) { return std::log2(a); });
-  if (name == "rcp") op.handler = of_one_float(type, [](auto a) { return 1 / a; });
-  if (name == "sqrt") op.handler = of_one_float(type, [](auto a) { return std::sqrt(a); });
-  if (name == "rsqrt") op.handler = of_one_float(type, [](auto a) { return 1 / std::sqrt(a); });
-  if (name == "tanh") op.handler = of_one_float(type, [](auto a) { return std::tanh(a); });
-  if (name == "sin") op.handler = of_one_float(type, [](auto a) { return std::sin(a); });
-  if (name == "cos") op.handler = of_one_float(type, [](auto a) { return std::cos(a); });
+  if (!has_known_modifiers(s)) return false;
   if (name == "selp") op.handler = select;
   if (name == "mov") op.handler = type == Type::kPred ? move_predicate : move;
-  if (name == "prmt") op.handler = permute;
-  if (name == "lop3") op.handler = look_up;
-  if (name == "fma") {
-    op.handler = by_float(type, [](auto t) -> Handler { return ternary<decltype(t), Fma>; });
-    if (op.handler == nullptr) op.handler = of_halves<FmaHalves>(type);
-  }
-  if (name == "shl") {
-    op.handler = by_integer(type, [](auto t) -> Handler { return shift<decltype(t), true>; });
-  }
-  if (name == "shr") {
-    op.handler = by_integer(type, [](auto t) -> Handler { return shift<decltype(t), false>; });
-  }
-  if (name == "shf") {
-    const bool left = has(s, "l"), wrap = has(s, "wrap");
-    op.handler = left ? (wrap ? funnel<true, true> : funnel<true, false>)
-                      : (wrap ? funnel<false, true> : funnel<false, false>);
-  }
-  if (name == "bfi") {
-    op.handler = type == Type::kB32   ? insert_field<std::uint32_t>
-                 : type == Type::kB64 ? insert_field<std::uint64_t>
-                                      : nullptr;
-  }
-  if (name == "bfe") {
-    op.handler = by_integer(type, [](auto t) -> Handler { return extract_field<decltype(t)>; });
-  }
+  if (op.handler != nullptr) return true;
+  if (is_float(type)) return false;
+  if (is_logic(name, type, op)) return op.handler != nullptr;
   if (name == "setp") {
     op.handler = comparison(s.opcode[1], type);
     op.number = has(s, "and") ? 1 : has(s, "or") ? 2 : has(s, "xor") ? 3 : 0;
   }
+  if (op.handler == nullptr) op.handler = arithmetic(s, type);
   return op.handler != nullptr;
+}
+
+bool read_comparison(const std::string& name, Comparison& found) {
+  constexpr const char* kNames[] = {"eq",  "ne",  "lt",  "le",  "gt",  "ge",  "num",
+                                    "equ", "neu", "ltu", "leu", "gtu", "geu", "nan"};
+  for (int i = 0; i < 14; ++i) {
+    if (name != kNames[i]) continue;
+    found = static_cast<Comparison>(i);
+    return true;
+  }
+  return false;
+}
+
+void combine_predicates(Context& c, const Op& op, Mask mask, Mask first, Mask second) {
+  if (op.number != 0) {
+    const Mask other = read_predicate(c, op, op.values[2], mask);
+    const auto combine = [&](Mask m) {
+      return op.number == 1 ? m & other : op.number == 2 ? m | other : m ^ other;
+    };
+    first = combine(first);
+    second = combine(second);
+  }
+  write_predicate(c, op.targets[0], mask, first);
+  if (op.targets.size() > 1) write_predicate(c, op.targets[1], mask, second);
 }
 
 }  // namespace emulator

@@ -4,6 +4,20 @@
 #include "machine.h"
 
 namespace emulator {
+
+bool have_met(Context& c, const Op& op, Mask mask, Mask named) {
+  const Mask missing = named & c.warp->alive & ~mask;
+  if (missing == 0) return true;
+  // Lanes that wait elsewhere for this group, or at a barrier, never come.
+  for (const Group& other : c.warp->groups) {
+    if ((other.mask & missing) != 0 && other.barrier >= 0) {
+      c.fail(op, std::countr_zero(missing),
+             "the warp has diverged: another part of it waits at a barrier");
+    }
+  }
+  return false;
+}
+
 namespace {
 
 Outcome branch(Context& c, const Op&, Mask mask) {
@@ -23,20 +37,6 @@ Outcome sleep(Context& c, const Op&, Mask) {
 }
 
 Outcome trap(Context& c, const Op& op, Mask mask) { c.fail(op, std::countr_zero(mask), "trap"); }
-
-// Whether all lanes that a statement names, and that still run, are there. Others come later.
-bool have_met(Context& c, const Op& op, Mask mask, Mask named) {
-  const Mask missing = named & c.warp->alive & ~mask;
-  if (missing == 0) return true;
-  // Lanes that wait elsewhere for this group, or at a barrier, never come.
-  for (const Group& other : c.warp->groups) {
-    if ((other.mask & missing) != 0 && other.barrier >= 0) {
-      c.fail(op, std::countr_zero(missing),
-             "the warp has diverged: another part of it waits at a barrier");
-    }
-  }
-  return false;
-}
 
 Mask named_lanes(Context& c, const Op& op, int number, Mask mask) {
   const Lanes& lanes = read(c, op, number, mask);
@@ -117,7 +117,7 @@ Outcome barrier(Context& c, const Op& op, Mask mask) {
 }
 
 bool decode_barrier(const Statement& s, Op& op) {
-  if (has(s, "cluster")) return false;
+  if (has(s, "cluster")) return false;  // cluster.cpp
   if (has(s, "warp")) {
     op.handler = sync_warp;
     op.written = 0;
@@ -278,6 +278,19 @@ bool decode_lanes(const Statement& s, Op& op) {
   return op.number >= 0;
 }
 
+// Fences but those of tensor maps that kernels change.
+bool is_fence(const Statement& s) {
+  if (has(s, "mbarrier_init")) {
+    return s.opcode.size() == 4 && has_no_other(s, {"mbarrier_init", "release", "cluster"});
+  }
+  if (has(s, "proxy")) {
+    return (has(s, "alias") || has(s, "async")) &&
+           has_no_other(s, {"proxy", "alias", "async", "global", "shared::cta", "shared::cluster"});
+  }
+  return (has(s, "cta") || has(s, "cluster") || has(s, "gpu") || has(s, "sys")) &&
+         has_no_other(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys"});
+}
+
 }  // namespace
 
 bool decode_warp(const Statement& s, Op& op) {
@@ -290,7 +303,8 @@ bool decode_warp(const Statement& s, Op& op) {
   if (name == "trap") op.handler = trap;
   if (name == "nanosleep") op.handler = sleep;
   // Stores are seen at once and in order, so there is nothing that a fence has to wait for.
-  if (name == "membar" || (name == "fence" && !has(s, "mbarrier_init"))) op.handler = rest;
+  const bool fences = name == "membar" || (name == "fence" && is_fence(s));
+  if (fences) op.handler = rest;
   if (name == "griddepcontrol" || name == "prefetch" || name == "prefetchu") op.handler = nothing;
   return op.handler != nullptr;
 }

@@ -11,15 +11,26 @@ from emulator import Device, Module
 LANES = 32
 
 
-def kernel(body: str, params: int, outside: str = "") -> str:
-    """Return a kernel ``k`` whose parameters are pointers p0, p1, ...; %rd0 is 8 * tid.x."""
-    names = ", ".join(f".param .u64 p{number}" for number in range(params))
+def kernel(body: str, params: int, outside: str = "", maps: int = 0, attributes: str = "") -> str:
+    """Return a kernel ``k``; %rd0 is 8 * tid.x.
+
+    Args:
+        body: its statements, but the last ``ret``.
+        params: number of pointers p0, p1, ... among its parameters.
+        outside: declarations before the kernel.
+        maps: number of tensor maps m0, m1, ... behind the pointers.
+        attributes: of the kernel, as in ``.maxntid 128``.
+    """
+    declared = [f".param .u64 p{number}" for number in range(params)]
+    declared += [f".param .align 64 .b8 m{number}[128]" for number in range(maps)]
+    names = ", ".join(declared)
     return f"""
-.version 9.0
-.target sm_80
+.version 8.7
+.target sm_90a
 .address_size 64
 {outside}
 .visible .entry k({names})
+{attributes}
 {{
     .reg .pred %p<16>;
     .reg .b16 %h<32>;
@@ -35,6 +46,15 @@ def kernel(body: str, params: int, outside: str = "") -> str:
 """
 
 
+def await_phase(barrier: str, parity: object, label: str) -> str:
+    """Return a loop until the phase of this parity is complete; it uses %p15."""
+    return f"""
+    {label}:
+        mbarrier.try_wait.parity.shared::cta.b64 %p15, [{barrier}], {parity};
+        @!%p15 bra {label};
+    """
+
+
 def run(text: str, tensors: list[torch.Tensor], **options: Any) -> dict[str, int]:
     """Run kernel ``k`` with these tensors as its arguments."""
     settings: dict[str, Any] = {"grid": 1, "block": LANES, **options}
@@ -42,16 +62,16 @@ def run(text: str, tensors: list[torch.Tensor], **options: Any) -> dict[str, int
 
 
 def apply(statement: str, operands: list[torch.Tensor], width: int, out: int) -> torch.Tensor:
-    """Execute ``statement`` on 32 lanes.
+    """Execute ``statement`` on a thread for each value of an operand.
 
     Args:
         statement: with {d} for its target and {0}, {1}, ... for its operands.
-        operands: [32] int64 each: the bits of a value.
+        operands: [threads] int64 each: the bits of a value.
         width: bits of an operand.
         out: bits of the result.
 
     Returns:
-        [32] int64, the result's bits.
+        [threads] int64, the result's bits.
     """
     names = {8: "%h", 16: "%h", 32: "%r", 64: "%rd"}
     lines = []
@@ -69,6 +89,7 @@ def apply(statement: str, operands: list[torch.Tensor], width: int, out: int) ->
         "add.s64 %rd1, %rd1, %rd0;",
         f"st.global.b{out} [%rd1], {target};",
     ]
-    result = torch.zeros(LANES, dtype=torch.int64)
-    run(kernel("\n    ".join(lines), len(operands) + 1), [*operands, result])
+    threads = len(operands[0])
+    result = torch.zeros(threads, dtype=torch.int64)
+    run(kernel("\n    ".join(lines), len(operands) + 1), [*operands, result], block=threads)
     return result

@@ -13,14 +13,22 @@ struct FluxEmulatedCuda {
   void* (*load)(const void* fatbinary);
   void (*unload)(void* library);
   void (*add_kernel)(void* library, const void* kernel, const char* name);
+  // `cluster` is in blocks; null: the launch does not say.
   int (*launch)(const void* kernel, const unsigned grid[3], const unsigned block[3],
-                std::size_t shared, void* stream, void** arguments);
+                const unsigned* cluster, std::size_t shared, void* stream, void** arguments);
   int (*shared_bytes)(const void* kernel, std::size_t* bytes);  // static ones
   int (*most_threads)(const void* kernel, int* threads);
   int (*allow_shared)(const void* kernel, int bytes);  // dynamic ones
   int (*blocks_per_multiprocessor)(const void* kernel, int threads, std::size_t shared,
                                    int* blocks);
   int (*multiprocessors)();
+  int (*allow_large_clusters)(const void* kernel, int yes);
+  int (*most_clusters)(const void* kernel, const unsigned* cluster, int threads, std::size_t shared,
+                       int* clusters);
+  // cuTensorMapEncodeTiled; returns a CUresult.
+  int (*encode_tiled)(void* map, int type, unsigned rank, void* address, const std::uint64_t* sizes,
+                      const std::uint64_t* strides, const unsigned* box, const unsigned* steps,
+                      int interleave, int swizzle, int promotion, int fill);
 };
 
 // The only symbol of the machine that libraries look up.

@@ -2,8 +2,11 @@
 // what kernels of csrc/cuda and their launches call, passed on to the machine that executes PTX
 // (emulator/src/runtime.cpp). It is linked into the library in the place of NVIDIA's runtime. All
 // symbols are hidden, so that a real runtime may live in the same process.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+
+#include <cstring>
 
 #include "cuda/runtime/emulated_cuda.h"
 
@@ -33,11 +36,40 @@ struct Configuration {
 };
 thread_local Configuration pushed;
 
-cudaError_t launch(const void* kernel, dim3 grid, dim3 block, std::size_t shared, void* stream,
-                   void** arguments) {
+cudaError_t launch(const void* kernel, dim3 grid, dim3 block, const unsigned* cluster,
+                   std::size_t shared, void* stream, void** arguments) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
   const unsigned blocks[] = {grid.x, grid.y, grid.z}, threads[] = {block.x, block.y, block.z};
-  return keep(result(machine()->launch(kernel, blocks, threads, shared, stream, arguments)));
+  return keep(
+      result(machine()->launch(kernel, blocks, threads, cluster, shared, stream, arguments)));
+}
+
+// Reads the attributes of a launch: `cluster` gets three sizes, `given` whether there are any.
+cudaError_t read_attributes(const cudaLaunchConfig_t& config, unsigned* cluster, bool* given) {
+  *given = false;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      const auto& size = attribute.val.clusterDim;
+      cluster[0] = size.x;
+      cluster[1] = size.y;
+      cluster[2] = size.z;
+      *given = true;
+    } else if (attribute.id != cudaLaunchAttributeProgrammaticStreamSerialization) {
+      // Kernels of a stream run one after the other, which that attribute allows.
+      return cudaErrorNotSupported;
+    }
+  }
+  return cudaSuccess;
+}
+
+CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                      const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                      const cuuint32_t* steps, CUtensorMapInterleave interleave,
+                      CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                      CUtensorMapFloatOOBfill fill) {
+  return static_cast<CUresult>(machine()->encode_tiled(
+      map, type, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill));
 }
 
 }  // namespace
@@ -85,22 +117,19 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
                                std::size_t shared, cudaStream_t stream) {
-  return launch(kernel, grid, block, shared, stream, arguments);
+  return launch(kernel, grid, block, nullptr, shared, stream, arguments);
 }
 
 // -- what launches of csrc/cuda call --------------------------------------------------------------
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {
-  for (unsigned i = 0; i < config->numAttrs; ++i) {
-    const cudaLaunchAttribute& attribute = config->attrs[i];
-    if (attribute.id == cudaLaunchAttributeClusterDimension) {
-      const auto& cluster = attribute.val.clusterDim;
-      if (cluster.x * cluster.y * cluster.z != 1) return keep(cudaErrorNotSupported);
-    }
-  }
-  return launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream,
-                arguments);
+  unsigned cluster[3];
+  bool given = false;
+  const cudaError_t status = read_attributes(*config, cluster, &given);
+  if (status != cudaSuccess) return keep(status);
+  return launch(kernel, config->gridDim, config->blockDim, given ? cluster : nullptr,
+                config->dynamicSmemBytes, config->stream, arguments);
 }
 
 cudaError_t cudaGetLastError() {
@@ -134,6 +163,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel)
 }
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) {
+    return keep(result(machine()->allow_large_clusters(kernel, value)));
+  }
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return keep(cudaErrorNotSupported);
   return keep(result(machine()->allow_shared(kernel, value)));
 }
@@ -142,6 +174,31 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
                                                                    unsigned) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
   return keep(result(machine()->blocks_per_multiprocessor(kernel, threads, shared, blocks)));
+}
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
+                                           const cudaLaunchConfig_t* config) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  unsigned cluster[3];
+  bool given = false;
+  const cudaError_t status = read_attributes(*config, cluster, &given);
+  if (status != cudaSuccess) return keep(status);
+  const dim3& block = config->blockDim;
+  return keep(result(machine()->most_clusters(kernel, given ? cluster : nullptr,
+                                              static_cast<int>(block.x * block.y * block.z),
+                                              config->dynamicSmemBytes, clusters)));
+}
+
+// -- what CUTLASS looks up in the driver ----------------------------------------------------------
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  const bool known = machine() != nullptr && std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
+  *entry = known ? reinterpret_cast<void*>(&encode_tiled) : nullptr;
+  if (found != nullptr) {
+    *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  }
+  return cudaSuccess;
 }
 
 }  // extern "C"

@@ -1,0 +1,139 @@
+// Fields of bits, bytes, and shifts of two registers.
+#include <algorithm>
+#include <type_traits>
+
+#include "machine.h"
+
+namespace emulator {
+namespace {
+
+struct Lop3 {  // unused bits of the table are zero
+  std::uint32_t operator()(std::uint32_t a, std::uint32_t b, std::uint32_t c,
+                           std::uint32_t table) const {
+    std::uint32_t out = 0;
+    for (int entry = 0; entry < 8; ++entry) {
+      if ((table >> entry & 1) == 0) continue;
+      out |= (entry & 4 ? a : ~a) & (entry & 2 ? b : ~b) & (entry & 1 ? c : ~c);
+    }
+    return out;
+  }
+};
+template <class T>
+Outcome insert_field(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
+  const Lanes &p = read(c, op, 2, mask), &n = read(c, op, 3, mask);
+  Lanes& d = write(c, op, 0, mask);
+  constexpr std::uint32_t kWidth = 8 * sizeof(T);
+  each(mask, [&](int l) {
+    const std::uint32_t begin = p[l] & 0xFF, count = n[l] & 0xFF;
+    T out = get<T>(b[l]);
+    for (std::uint32_t i = 0; i < count && begin + i < kWidth; ++i) {
+      const T bit = T{1} << (begin + i);
+      out = (get<T>(a[l]) >> i & 1) != 0 ? out | bit : out & ~bit;
+    }
+    d[l] = bits_of(out);
+  });
+  return Outcome::kNext;
+}
+
+template <class T>
+Outcome extract_field(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &p = read(c, op, 1, mask), &n = read(c, op, 2, mask);
+  Lanes& d = write(c, op, 0, mask);
+  constexpr std::uint32_t kLast = 8 * sizeof(T) - 1;
+  using Bits = std::make_unsigned_t<T>;
+  each(mask, [&](int l) {
+    const std::uint32_t begin = p[l] & 0xFF, count = n[l] & 0xFF;
+    const Bits value = get<Bits>(a[l]);
+    const bool sign =
+        std::is_signed_v<T> && count != 0 && (value >> std::min(begin + count - 1, kLast) & 1) != 0;
+    Bits out = 0;
+    for (std::uint32_t i = 0; i <= kLast; ++i) {
+      const bool bit = i < count && begin + i <= kLast ? (value >> (begin + i) & 1) != 0 : sign;
+      out |= static_cast<Bits>(bit) << i;
+    }
+    d[l] = bits_of(out);
+  });
+  return Outcome::kNext;
+}
+
+Outcome permute(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask), &s = read(c, op, 2, mask);
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) {
+    const std::uint64_t bytes = (a[l] & 0xFFFFFFFF) | b[l] << 32;
+    std::uint64_t out = 0;
+    for (int i = 0; i < 4; ++i) {
+      const auto pick = s[l] >> (4 * i) & 0xF;
+      auto byte = bytes >> (8 * (pick & 7)) & 0xFF;
+      if ((pick & 8) != 0) byte = byte & 0x80 ? 0xFF : 0;
+      out |= byte << (8 * i);
+    }
+    d[l] = out;
+  });
+  return Outcome::kNext;
+}
+
+Outcome look_up(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
+  const Lanes &e = read(c, op, 2, mask), &t = read(c, op, 3, mask);
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) {
+    d[l] = Lop3{}(get<std::uint32_t>(a[l]), get<std::uint32_t>(b[l]), get<std::uint32_t>(e[l]),
+                  get<std::uint32_t>(t[l]));
+  });
+  return Outcome::kNext;
+}
+
+template <bool kLeft, bool kWrap>
+Outcome funnel(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask), &s = read(c, op, 2, mask);
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) {
+    const std::uint64_t both = (b[l] & 0xFFFFFFFF) << 32 | (a[l] & 0xFFFFFFFF);
+    const std::uint64_t by = kWrap ? s[l] & 31 : std::min<std::uint64_t>(s[l] & 0xFFFFFFFF, 32);
+    d[l] = (kLeft ? both << by >> 32 : both >> by) & 0xFFFFFFFF;
+  });
+  return Outcome::kNext;
+}
+
+Handler funnel_of(const Statement& s) {
+  const bool left = has(s, "l"), wrap = has(s, "wrap");
+  if (left) return wrap ? funnel<true, true> : funnel<true, false>;
+  return wrap ? funnel<false, true> : funnel<false, false>;
+}
+
+Handler extraction(Type type) {
+  switch (type) {
+    case Type::kU32:
+      return extract_field<std::uint32_t>;
+    case Type::kS32:
+      return extract_field<std::int32_t>;
+    case Type::kU64:
+      return extract_field<std::uint64_t>;
+    case Type::kS64:
+      return extract_field<std::int64_t>;
+    default:
+      return nullptr;
+  }
+}
+
+Handler insertion(Type type) {
+  if (type == Type::kB32) return insert_field<std::uint32_t>;
+  return type == Type::kB64 ? insert_field<std::uint64_t> : nullptr;
+}
+
+}  // namespace
+
+bool decode_bits(const Statement& s, Op& op) {
+  const std::string& name = s.opcode[0];
+  if (!has_only(s, name == "shf" ? " l r clamp wrap " : " ")) return false;
+  if (name == "prmt") op.handler = permute;
+  if (name == "lop3") op.handler = look_up;
+  if (name == "shf") op.handler = funnel_of(s);
+  if (name == "bfi") op.handler = insertion(op.type);
+  if (name == "bfe") op.handler = extraction(op.type);
+  return op.handler != nullptr;
+}
+
+}  // namespace emulator

@@ -1,0 +1,152 @@
+"""The CUDA runtime of emulated libraries for sm_90: clusters and tensor maps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flux.kernels.build import MissingToolError, find_tools
+
+ROOT = Path(__file__).parents[2]
+
+LIBRARY = r"""
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <cstdint>
+
+// Copies a matrix by tiles of 8 x 64 bf16: each block loads the tile of the next block of its
+// cluster into the shared memory of that block, which stores it.
+__global__ void __launch_bounds__(128) copy(const __grid_constant__ CUtensorMap from,
+                                            const __grid_constant__ CUtensorMap to) {
+  __shared__ alignas(1024) unsigned char tile[1024];
+  __shared__ alignas(8) unsigned long long barrier;
+  const auto at = [](const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); };
+  unsigned rank, size, theirs, counter;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at(&barrier)));
+    asm volatile("fence.mbarrier_init.release.cluster;");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 1024;" ::"r"(at(&barrier)));
+  }
+  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+  if (threadIdx.x == 0) {
+    const unsigned next = (rank + 1) % size;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(at(tile)), "r"(next));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(at(&barrier)), "r"(next));
+    const unsigned target = blockIdx.x - rank + next;
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3}], [%4];" ::"r"(theirs), "l"(&from), "r"(64 * blockIdx.y),
+        "r"(8 * target), "r"(counter) : "memory");
+    asm volatile(
+        "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra W; }" ::
+        "r"(at(&barrier)) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&to),
+        "r"(64 * blockIdx.y), "r"(8 * blockIdx.x), "r"(at(tile)) : "memory");
+    asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+  }
+  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
+
+static int encode(CUtensorMap* map, void* address, unsigned rows, unsigned columns) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(
+      "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) return -1;
+  const cuuint64_t sizes[] = {columns, rows}, strides[] = {2 * columns};
+  const cuuint32_t box[] = {64, 8}, steps[] = {1, 1};
+  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, address, sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+struct Config {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t launch{};
+  Config(dim3 grid, unsigned cluster) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {cluster, 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    launch.gridDim = grid;
+    launch.blockDim = 128;
+    launch.attrs = attributes;
+    launch.numAttrs = 2;
+  }
+};
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int copy_matrix(void* from, void* to, unsigned rows, unsigned columns, unsigned cluster) {
+  CUtensorMap maps[2];
+  if (const int status = encode(&maps[0], from, rows, columns)) return 1000 + status;
+  if (const int status = encode(&maps[1], to, rows, columns)) return 1000 + status;
+  Config config(dim3((rows + 7) / 8, (columns + 63) / 64), cluster);
+  void* arguments[] = {&maps[0], &maps[1]};
+  return cudaLaunchKernelExC(&config.launch, reinterpret_cast<const void*>(&copy), arguments);
+}
+EXPORT int clusters(unsigned cluster) {
+  Config config(dim3(cluster), cluster);
+  int found = 0;
+  const cudaError_t status = cudaOccupancyMaxActiveClusters(&found, copy, &config.launch);
+  return status == cudaSuccess ? found : -status;
+}
+EXPORT int allow(int large) {
+  return cudaFuncSetAttribute(copy, cudaFuncAttributeNonPortableClusterSizeAllowed, large);
+}
+EXPORT int shared(int bytes) {
+  return cudaFuncSetAttribute(copy, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+EXPORT int other_entry() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &entry, 12000, cudaEnableDefault, &found);
+  return found;
+}
+"""
+
+# In a process of its own: the device of this one may have streams.
+SCRIPT = """
+import ctypes, sys, torch
+from emulator import cuda_device, extent
+
+device = cuda_device()
+device.multiprocessors, device.resident = 10, 4
+library = ctypes.CDLL(sys.argv[1])
+for seed in range(4):
+    device.seed = seed
+    source = torch.randn(64, 200).bfloat16()  # the last tiles reach beyond it
+    target = torch.zeros_like(source)
+    for tensor in (source, target):
+        device.machine.add_memory(*extent(tensor), "a matrix")
+    addresses = [ctypes.c_void_p(t.data_ptr()) for t in (source, target)]
+    assert library.copy_matrix(*addresses, 64, 200, 4) == 0, device.error()
+    assert not device.error(), device.error()
+    assert torch.equal(source, target)
+assert library.copy_matrix(*addresses, 64, 200, 3) == 9  # cudaErrorInvalidConfiguration
+assert library.copy_matrix(*addresses, 64, 199, 4) == 1001  # rows of no multiple of 16 bytes
+assert library.copy_matrix(*addresses, 128, 200, 16) == 912  # cudaErrorInvalidClusterSize
+assert [library.clusters(size) for size in (1, 2, 4, 16)] == [160, 80, 40, -912]
+assert library.allow(1) == 0 and library.clusters(16) == 10
+assert library.shared(227 * 1024) == 0 and library.shared(227 * 1024 + 1) == 1
+assert library.other_entry() == 1  # cudaDriverEntryPointSymbolNotFound
+"""
+
+
+def test_clusters_and_tensor_maps_of_libraries(tmp_path: Path) -> None:
+    try:
+        tools = find_tools(emulated=True)
+    except MissingToolError as error:
+        pytest.skip(str(error))
+    (tmp_path / "kernels.cu").write_text(LIBRARY)
+    for command in (tools.compile_command("90a"), tools.link_command("copies.so")):
+        subprocess.run(command, cwd=tmp_path, check=True)
+    script = [sys.executable, "-c", SCRIPT, str(tmp_path / "copies.so")]
+    subprocess.run(script, cwd=ROOT, check=True)
