@@ -68,7 +68,7 @@ endif
 # Else ninja would look for a share of these jobs.
 unexport MAKEFLAGS
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-core stress mutants emulator lint format tsan check-device kernels clean distclean FORCE
+.PHONY: help bench test test-core stress mutants emulator lint format tsan check-device kernels emulated-kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -76,7 +76,9 @@ help: ## show this list
 bench: $(NATIVE) ## run the three fused ops next to their unfused baselines, on 2 CPU ranks
 	@for op in $(BENCH_OPS); do $(BIN)/flux bench op --op $$op $(BENCH_SHAPE) $(ARGS); done
 
+# With CUTLASS there, kernels for the PTX machine are built before a test's time runs.
 test: $(NATIVE) $(STAMPS)/emulator ## run the tests
+	@if test -e $(VENV)/cuda-installed; then $(MAKE) -s emulated-kernels; fi
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 test-core: $(NATIVE) ## run the core tests, which CI does with the oldest and the newest torch
@@ -114,6 +116,9 @@ check-device: $(VENV)/requirements-installed ## compile csrc/core for the GPU (w
 kernels: $(VENV)/cuda-installed ## build CUDA kernels into flux/lib/kernels (no GPU needed)
 	$(COMPILE) --set $(SET) $(ARGS)
 	$(if $(filter 1,$(NVSHMEM)),$(COMPILE) --runtime)
+
+emulated-kernels: $(VENV)/cuda-installed ## build kernels that the PTX machine executes
+	$(BIN)/python tools/compile_kernels.py --set minimal --arch 80,90a --emulated --out build/emulated-kernels
 
 clean: ## remove everything that was built; keeps .venv
 	rm -rf build dist *.egg-info flux/_C*.so emulator/_machine*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -38,6 +38,7 @@ def results(
     p: Problem,
     knobs: Knobs,
     by_switch: tuple[bool, bool],
+    calls: int = 12,
 ) -> list[list[torch.Tensor]]:
     """Of calls in a row, each checked; ``by_switch``: whether sums are, and whether anything is."""
     rng = random.Random(size)
@@ -46,7 +47,7 @@ def results(
         for op in ops:
             assert (op._backend.sums_by_switch, op._backend.multicast != 0) == by_switch
         make = small if knobs.reduce == "in_flight" else Inputs
-        everything = [make(p, rng.randint(1, p.max_m), size, i) for i in range(12)]
+        everything = [make(p, rng.randint(1, p.max_m), size, i) for i in range(calls)]
         outs = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
         device.finish()
         for rank, op in enumerate(ops):
@@ -89,6 +90,15 @@ def test_unaligned_rows_bypass_the_switch(device: EmulatedDevice, op: str) -> No
 def test_ordered_sums_do_not_use_the_switch(device: EmulatedDevice) -> None:
     device.set_delay(0)
     results(device, SwitchedWorld, 3, problem("gemm_rs"), Knobs(), (False, True))
+
+
+@pytest.mark.parametrize("op", REDUCING)
+@pytest.mark.parametrize("reduce", ["in_flight", "local"])
+@pytest.mark.parametrize("ptx", ["90a"], indirect=True)  # older GPUs have no such instructions
+def test_kernels_of_flux_access_the_switch(ptx: EmulatedDevice, op: str, reduce: str) -> None:
+    p = Problem(op, 150, (64,), 48, torch.bfloat16)
+    by_switch = (reduce == "in_flight", True)
+    results(ptx, SwitchedWorld, 2, p, Knobs(reduce=reduce), by_switch, calls=3)
 
 
 @pytest.mark.parametrize("op", REDUCING)

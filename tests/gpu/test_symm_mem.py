@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import flux
+from device_fixtures import ARCHS
 from emulated import EmulatedDevice
 from emulated_processes import emulate, run
 from flux import Knobs, PeerDiedError, PeerTimeoutError
@@ -39,9 +40,14 @@ def library(emulator: Path) -> Path:
 
 
 def _cases(
-    rank: int, world: int, library: Path, cases: list[Case], kernels: Path | None = None
+    rank: int,
+    world: int,
+    library: Path,
+    cases: list[Case],
+    kernels: Path | None = None,
+    arch: str = "80",
 ) -> int:
-    device = emulate(rank, library, kernels)
+    device = emulate(rank, library, kernels, arch)
     calls = 0
     for case in (on_one_device(device, c, world) for c in cases):
         device.set_delay(int(case.delay_s * 1e7))
@@ -71,10 +77,13 @@ def test_random_cases(library: Path, op: str, world: int) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, *more(4)])
-def test_flux_kernels_in_processes(library: Path, ptx_kernels: Path, op: str, world: int) -> None:
-    cases = random_cases(40 + OPS.index(op), op, world, 2 * STRESS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_flux_kernels_in_processes(
+    library: Path, ptx_kernels: Path, op: str, world: int, arch: str
+) -> None:
+    cases = random_cases(40 + OPS.index(op), op, world, STRESS)
     calls = sum(len(c.calls) for c in cases)
-    assert run(world, _cases, library, cases, ptx_kernels) == [calls] * world
+    assert run(world, _cases, library, cases, ptx_kernels, arch) == [calls] * world
 
 
 def _stress(rank: int, world: int, library: Path, op: str, direction: str) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from device_fixtures import ARCHS, with_flux_kernels
 from emulated import EmulatedDevice
 from emulated_cases import OnEmulated
 from flux.kernels.legality import GemmProblem
@@ -18,13 +19,17 @@ from reference import Problem
 from virtual_cases import Transferred
 
 CASES = int(os.environ.get("FLUX_TEST_CASES", "12"))
-EMULATED_CASES = 2  # of the random ones that a PTX machine runs
+EMULATED_CASES = 1  # of the random ones that a PTX machine runs as each architecture
 
 
-@pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu), "ptx"])
+@pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu), *ARCHS])
 def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """The current CUDA device, and flux's kernels for sm_80 on the PTX machine."""
-    yield cuda_device() if request.param == "cuda" else request.getfixturevalue("ptx")
+    """The current CUDA device, and the PTX machine as one of each architecture."""
+    if request.param == "cuda":
+        yield cuda_device()
+        return
+    with with_flux_kernels(request, request.param) as device:
+        yield device
 
 
 def finish(device: Device) -> None:

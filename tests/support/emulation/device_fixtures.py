@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from flux.kernels.build import MissingToolError, find_tools
 from flux.kernels.sets import config_set
 from side_by_side import built_once
 
+ARCHS = ["80", "90a"]  # of flux's kernels on the PTX machine
+
 
 @pytest.fixture(scope="session")
 def emulator(pytestconfig: pytest.Config) -> Path:
@@ -20,12 +23,12 @@ def emulator(pytestconfig: pytest.Config) -> Path:
     return built_once(pytestconfig, "emulator", build)
 
 
-def _build_ptx_kernels(folder: Path) -> Path:
-    """The minimal set for sm_80, in the checkout: it is built again when its sources change."""
+def _build_ptx_kernels(_: Path) -> Path:
+    """The minimal set, in the checkout: it is built again when its sources change."""
     root = ROOT / "build" / "emulated-kernels"
     root.mkdir(parents=True, exist_ok=True)
     tools = find_tools(emulated=True)
-    units = driver.plan(config_set("minimal", ["80"]), root, tools).units
+    units = driver.plan(config_set("minimal", ARCHS), root, tools).units
     for outcome in driver.build_all(
         units, root, tools, driver.job_limit(len(units)), driver.Observer()
     ):
@@ -44,12 +47,20 @@ def ptx_kernels(pytestconfig: pytest.Config) -> Path:
     return built_once(pytestconfig, "ptx-kernels", _build_ptx_kernels)
 
 
-@pytest.fixture(scope="module")
-def ptx(emulator: Path, ptx_kernels: Path) -> Iterator[EmulatedDevice]:
-    """An emulated device with flux's own kernels."""
+@contextmanager
+def with_flux_kernels(request: pytest.FixtureRequest, arch: str) -> Iterator[EmulatedDevice]:
+    """An emulated device of this architecture with flux's own kernels."""
+    folders = [request.getfixturevalue(name) for name in ("emulator", "ptx_kernels")]
     from ptx_device import ptx_device  # needs the PTX machine, which only make test builds
 
-    with ptx_device(emulator, ptx_kernels) as device:
+    with ptx_device(*folders, arch) as device:
+        yield device
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def ptx(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+    """An emulated device with flux's own kernels, of each architecture."""
+    with with_flux_kernels(request, request.param) as device:
         yield device
 
 

@@ -31,14 +31,16 @@ def map_shared(
     return memory, [data[:size] for data in memory.data]
 
 
-def emulate(rank: int, library: Path, kernels: Path | None = None) -> EmulatedDevice:
+def emulate(
+    rank: int, library: Path, kernels: Path | None = None, arch: str = "80"
+) -> EmulatedDevice:
     """Place ops of this process on an emulated device; ``kernels``: with these, of flux."""
     if kernels is None:
         device = EmulatedDevice(library)
     else:
         from ptx_device import PtxDevice  # needs the PTX machine, which only make test builds
 
-        device = PtxDevice(library, kernels)
+        device = PtxDevice(library, kernels, arch)
     device.identity = f"emulated {rank}"
     symm_mem._map_everywhere = map_shared  # type: ignore[assignment]
     symm_mem.open_symm_mem = lambda exchange: symm_mem.SymmMem(exchange, device)  # type: ignore

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,21 +15,25 @@ from emulated import EmulatedDevice
 from emulator import PtxError, cuda_device, extent
 from flux.kernels.registry import Registry
 
+CAPABILITIES = {"80": (8, 0), "90a": (9, 0)}  # by architecture
+
 
 class PtxDevice(EmulatedDevice):
-    """A GPU of compute capability 8.0 whose kernels are those of emulated libraries.
+    """A GPU whose kernels are those of emulated libraries.
 
     Args:
         library: emulated_gpu.cpp, built.
         kernels: directory of kernel libraries, built by `flux compile --emulated`.
+        arch: of the GPU, a key of ``CAPABILITIES``. Kernels for others are left out.
     """
 
-    capability = (8, 0)
-
-    def __init__(self, library: Path, kernels: Path) -> None:
+    def __init__(self, library: Path, kernels: Path, arch: str) -> None:
+        self.capability = CAPABILITIES[arch]
         self.cuda = cuda_device()
         super().__init__(library)
-        self.registry = Registry.load([kernels])  # type: ignore[assignment]
+        built = Registry.load([kernels])
+        of_arch = {name: k for name, k in built.kernels.items() if k.config.arch == arch}
+        self.registry = replace(built, kernels=of_arch)  # type: ignore[assignment]
         self.cuda.multiprocessors = self.sm_count
         entries = [getattr(self.library, f"emulator_{name}") for name in ("run", "fail")]
         run, fail = (ctypes.cast(entry, ctypes.c_void_p).value for entry in entries)
@@ -59,6 +64,11 @@ class PtxDevice(EmulatedDevice):
         self.know(memory)
         return memory
 
+    def multicast(self, members: list[int], size: int) -> int:
+        address = super().multicast(members, size)
+        self.cuda.machine.add_multicast(address, size, members)
+        return address
+
     def finish(self) -> None:
         """Wait for the current stream.
 
@@ -75,9 +85,9 @@ class PtxDevice(EmulatedDevice):
 
 
 @contextmanager
-def ptx_device(library: Path, kernels: Path) -> Iterator[PtxDevice]:
+def ptx_device(library: Path, kernels: Path, arch: str) -> Iterator[PtxDevice]:
     """A device on which nothing illegal has been done in the end."""
-    device = PtxDevice(library, kernels)
+    device = PtxDevice(library, kernels, arch)
     before = device.streams()  # a test that failed may have left some
     yield device
     device.check()
