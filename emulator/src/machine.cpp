@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "engine.h"
+#include "order.h"
 #include "races.h"
 
 namespace emulator {
@@ -403,9 +404,17 @@ const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
     case Value::Kind::kRegister: {
       const Mask missing = mask & ~c.warp->written[v.index];
       if (missing != 0) {
+        const auto& loaded = c.warp->order->loaded_nothing;
+        const auto from = loaded.find(v.index);
         c.fail(op, std::countr_zero(missing),
                "register " + c.program.kernel->registers[v.index].name +
-                   " is read but was never written");
+                   " is read but was never written" +
+                   (from == loaded.end()
+                        ? ""
+                        : ", or was loaded from shared memory that was never written (" +
+                              c.program.module->describe(*c.program.kernel,
+                                                         *from->second->statement) +
+                              ")"));
       }
       return c.warp->registers[v.index];
     }

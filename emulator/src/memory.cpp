@@ -118,7 +118,8 @@ Outcome load(Context& c, const Op& op, Mask mask) {
   each(mask, [&](int l) {
     const std::uint64_t address = address_of(op, 0, base, l);
     std::uint8_t* from = at(c, op, l, op.space, address, bytes * count);
-    if (!op.order.strong) note_read(c, op, l, op.space, address, bytes * count);
+    const bool nothing =
+        !op.order.strong && note_read(c, op, l, op.space, address, bytes * count);
     for (int i = 0; i < count; ++i) {
       std::uint64_t bits = 0;
       if (op.order.strong) {
@@ -129,6 +130,7 @@ Outcome load(Context& c, const Op& op, Mask mask) {
         bits = load_bytes(from + i * bytes, bytes);
       }
       write(c, op, i, Mask{1} << l)[l] = extended(c, op.targets[i], bits, op.type);
+      if (nothing) unwrite(c, op, i, Mask{1} << l);
     }
   });
   return Outcome::kNext;

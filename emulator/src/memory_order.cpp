@@ -182,6 +182,17 @@ void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint6
   c.races->note(c, op, lane, request);
 }
 
+void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
+               const Completion& completion) {
+  Races::Request request;
+  request.spot = spot;
+  request.bytes = bytes;
+  request.use = use;
+  request.completion = completion;
+  request.order.strong = use == Use::kAtomic;
+  c.races->note(c, op, lane, request);
+}
+
 void note_product(Context& c, const Op& op, std::uint64_t offset, std::uint64_t number) {
   WarpOrder& warp = *c.warp->order;
   if (warp.products == kNobody) {

@@ -18,6 +18,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -118,6 +119,8 @@ struct WarpOrder {
   std::unique_ptr<std::array<std::array<Fence, 4>, kLanes>> fences;
   // Views that relaxed loads have seen: what a fence behind them acquires.
   std::unique_ptr<std::array<Scoped, kLanes>> seen;
+  // Registers that were last loaded from memory that was never written, by number.
+  std::map<int, const Op*> loaded_nothing;
   Known last, last_async_shared, last_async_global;  // of common: found last
 
   // What these lanes know, and their own accesses so far.

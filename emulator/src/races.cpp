@@ -27,6 +27,7 @@ struct Races::Check {
   WarpOrder& warp;
   Access access;
   bool reads, writes;
+  bool never_written = false;
 };
 
 Races::Races(GlobalOrder& global, const Program& program, const Launch& launch)
@@ -64,7 +65,7 @@ Agent Races::new_agent(const Block& block) {
   return global_.new_agent(*order_, {AgentInfo::Kind::kMbarrier, position, block.index, 0});
 }
 
-void Races::note(Context& c, const Op& op, int lane, const Request& request) {
+bool Races::note(Context& c, const Op& op, int lane, const Request& request) {
   WarpOrder& warp = *c.warp->order;
   std::uint32_t what = static_cast<std::uint32_t>(&op - program_.ops.data()) & Access::kOp;
   if (request.order.strong) {
@@ -80,14 +81,14 @@ void Races::note(Context& c, const Op& op, int lane, const Request& request) {
     access.clock = request.completion.clock;
     access.what |= Access::kLater;
   }
-  const Check check{c,    op,     lane,
+  Check check{c,    op,     lane,
                     request,      warp,
                     access,       request.use != Use::kWrite,
                     request.use != Use::kRead};
   const std::uint64_t begin = request.spot.at, end = begin + request.bytes;
   if (request.spot.block != nullptr) {
     touch(check, request.spot.block->order->shadow, begin, end);
-    return;
+    return check.never_written;
   }
   constexpr std::uint64_t kPage = GlobalOrder::kPage;
   for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
@@ -103,22 +104,25 @@ void Races::note(Context& c, const Op& op, int lane, const Request& request) {
     if (!check.writes || request.order.strong || found->places.empty()) continue;
     for (std::uint64_t at = begin; at < end; ++at) found->places.erase(at);
   }
+  return false;
 }
 
-void Races::touch(const Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end) {
+void Races::touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end) {
   shadow.visit(begin, end, [&](Cell& cell, std::uint64_t at, std::uint32_t bytes) {
     touch_cell(check, shadow, cell, at, bytes);
   });
   if (check.writes) shadow.unite(begin, end);
 }
 
-void Races::touch_cell(const Check& check, Shadow& shadow, Cell& cell, std::uint64_t at,
+void Races::touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at,
                        std::uint32_t bytes) {
   if (cell.write.agent != kNobody) {
     if (!is_ordered(check, cell.write) || !is_fenced(check, cell.write)) {
       check_against(check, cell.write, true, at, bytes);
     }
   } else if (check.reads && check.request.spot.block != nullptr) {
+    check.never_written = true;
+    if (!check.writes && !check.request.async) return;
     check.c.fail(check.op, check.lane,
                  "shared memory that was never written is read, " + std::to_string(bytes) +
                      " bytes at offset " + std::to_string(at));
@@ -325,12 +329,19 @@ bool find_spot(Context& c, const Op& op, int lane, Space space, std::uint64_t ad
   return true;
 }
 
-void note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+bool note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                std::uint64_t bytes) {
   Races::Request request;
-  if (!find_spot(c, op, lane, space, address, &request.spot)) return;
+  if (!find_spot(c, op, lane, space, address, &request.spot)) return false;
   request.bytes = bytes;
-  c.races->note(c, op, lane, request);
+  return c.races->note(c, op, lane, request);
+}
+
+void unwrite(Context& c, const Op& op, int target, Mask lanes) {
+  const Value& v = op.targets[target];
+  if (v.kind != Value::Kind::kRegister) return;
+  c.warp->written[v.index] &= ~lanes;
+  c.warp->order->loaded_nothing[v.index] = &op;
 }
 
 void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t address,

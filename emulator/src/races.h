@@ -8,7 +8,10 @@
 //  * accesses of the async proxy to what was written through the generic one, without a
 //    fence.proxy.async between. Reads that a generic access made need no fence before an asynchronous
 //    write
-//  * reads of shared memory that was never written
+//  * reads of shared memory that was never written: at once if they are asynchronous or atomic. A load
+//    makes the register one that was never written. It is an error where that is read: loops that load
+//    ahead load beyond the end too. ldmatrix may: rows beyond the end of a matrix are multiplied by
+//    mma.sync, and their products are not stored
 //
 // Global memory is shared by the launches of a machine that run at the same time. A launch starts behind
 // all that have ended. What the host, copies and other processes write is "outside": a strong load of a
@@ -163,8 +166,8 @@ class Races {
     bool same = false;       // writes what is there already
     Completion completion;   // of what is performed later
   };
-  // Checks and notes an access. Throws PtxError.
-  void note(Context& c, const Op& op, int lane, const Request& request);
+  // Checks and notes an access. Returns whether a load reads what was never written. Throws PtxError.
+  bool note(Context& c, const Op& op, int lane, const Request& request);
 
   Agent new_agent(const Warp& warp, AgentInfo::Kind kind);
   Agent new_agent(const Block& block);
@@ -172,8 +175,8 @@ class Races {
  private:
   friend class StrongAccess;
   struct Check;
-  void touch(const Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end);
-  void touch_cell(const Check& check, Shadow& shadow, Cell& cell, std::uint64_t at,
+  void touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end);
+  void touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at,
                   std::uint32_t bytes);
   void note_reader(const Check& check, Shadow& shadow, Cell& cell);
   bool replaces(const Check& check, Access& before);
@@ -201,8 +204,11 @@ class Races {
 // Where an address lies; false for memory of a thread's own, and parameters.
 bool find_spot(Context& c, const Op& op, int lane, Space space, std::uint64_t address, Spot* spot);
 
-void note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+// Returns whether some of it was never written.
+bool note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                std::uint64_t bytes);
+// Makes a register that was loaded from there one that was never written.
+void unwrite(Context& c, const Op& op, int target, Mask lanes);
 void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                 std::uint64_t bytes, bool same = false);
 
@@ -252,6 +258,9 @@ Completion bulk_writes(Context& c, int lane);
 void await_bulk(Context& c, int lane, std::uint64_t before, bool only_reads);
 void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes,
                 Use use, const Completion& completion);
+// st.async and red.async: in the generic proxy.
+void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
+               const Completion& completion);
 // wgmma: 16 bytes of a matrix, read by product `number` of the warp; and a wait for products.
 void note_product(Context& c, const Op& op, std::uint64_t offset, std::uint64_t number);
 void await_products(Context& c, const Warp& of, std::uint64_t number);
