@@ -281,6 +281,7 @@ std::string Races::describe(const Access& a, bool writes) const {
   }
   text += " of block " + name_of(info.block);
   const Statement& statement = *program.ops[a.what & Access::kOp].statement;
+  if (info.position.launch != order_->number) text += " of another launch";
   return text + " (" + program.module->describe(*program.kernel, statement) + ")";
 }
 

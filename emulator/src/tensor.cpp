@@ -174,6 +174,8 @@ Reducer reducer_of(const TensorMap& map, Action action) {
 Outcome store_box(Context& c, const Op& op, Mask mask) {
   const int behind = 1 + op.number;
   const Lanes source = read(c, op, behind, mask);
+  std::optional<Box> first;  // of the lanes
+  std::uint64_t first_source = 0;
   each(mask, [&](int l) {
     const Box box = box_of(c, op, 0, mask, l);
     const Place from =
@@ -185,8 +187,17 @@ Outcome store_box(Context& c, const Op& op, Mask mask) {
     }
     Transfer transfer;
     join_group(c, l, transfer);
-    note_box(c, op, l, box.map, from, Use::kRead, bulk_reads(c, l));
-    note_tensor(c, op, l, box, op.flag ? Use::kAtomic : Use::kWrite, bulk_writes(c, l));
+    // CUTLASS has all lanes of a warp start the same store: the same bytes are no conflict.
+    const bool again = first && first->first == box.first && first->map.check == box.map.check &&
+                       address_of(op, behind, source, l) == first_source;
+    if (!again) {
+      note_box(c, op, l, box.map, from, Use::kRead, bulk_reads(c, l));
+      note_tensor(c, op, l, box, op.flag ? Use::kAtomic : Use::kWrite, bulk_writes(c, l));
+    }
+    if (!first) {
+      first = box;
+      first_source = address_of(op, behind, source, l);
+    }
     transfer.source = from.block;
     transfer.read = [map = box.map, from](Context&, Bytes& data) {
       data.resize(map.bytes());
