@@ -151,6 +151,7 @@ class Device:
         resident: int = 8,
         seed: int = 0,
         max_statements: int = 10**9,
+        races: bool = True,
     ) -> dict[str, int]:
         """Run a kernel to its end.
 
@@ -166,6 +167,7 @@ class Device:
             resident: how many blocks run at a time.
             seed: decides the order of warps; 0: in turn.
             max_statements: of all warps, after which a kernel counts as one without an end.
+            races: find accesses that are not ordered, and shared memory that was never written.
 
         Returns:
             ``statements``, executed by warps, and ``instructions``, executed by threads.
@@ -185,6 +187,7 @@ class Device:
             seed=seed,
             max_statements=max_statements,
             cluster=None if cluster is None else _three(cluster),
+            races=races,
         )
 
     def _pack(self, module: Module, kernel: str, args: Sequence[object]) -> bytes:

@@ -34,7 +34,7 @@ void attach(CudaDevice& device, std::uintptr_t run, std::uintptr_t fail) {
 py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const std::string& kernel,
                 const Triple& grid, const Triple& block, const py::bytes& params,
                 std::uint64_t dynamic_shared, int resident, std::uint64_t seed,
-                std::uint64_t max_statements, const std::optional<Triple>& cluster) {
+                std::uint64_t max_statements, const std::optional<Triple>& cluster, bool races) {
   Launch request;
   request.grid = {grid[0], grid[1], grid[2]};
   request.block = {block[0], block[1], block[2]};
@@ -45,6 +45,7 @@ py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const s
   request.resident = resident;
   request.seed = seed;
   request.max_statements = max_statements;
+  request.races = races;
   Counters counters;
   {
     const py::gil_scoped_release release;
@@ -115,7 +116,7 @@ PYBIND11_MODULE(_machine, m) {
       .def("launch", &launch, py::arg("module"), py::arg("kernel"), py::arg("grid"),
            py::arg("block"), py::arg("params"), py::arg("dynamic_shared") = 0,
            py::arg("resident") = 8, py::arg("seed") = 0, py::arg("max_statements") = 1'000'000'000,
-           py::arg("cluster") = py::none());
+           py::arg("cluster") = py::none(), py::arg("races") = true);
   py::class_<CudaDevice, std::unique_ptr<CudaDevice, py::nodelete>>(m, "CudaDevice")
       .def_static("instance", &CudaDevice::instance, py::return_value_policy::reference)
       .def("attach", &attach, py::arg("run"), py::arg("fail"))

@@ -40,8 +40,7 @@ Races::Races(GlobalOrder& global, const Program& program, const Launch& launch)
 Races::~Races() { global_.end(*order_); }
 
 void Races::start(Cluster& cluster, Block& block) {
-  if (cluster_ != &cluster) {
-    cluster_ = &cluster;
+  if (cluster.order == nullptr) {
     ++clusters_;
     cluster.order = std::make_shared<ClusterOrder>();
   }
@@ -66,6 +65,7 @@ Agent Races::new_agent(const Block& block) {
 }
 
 bool Races::note(Context& c, const Op& op, int lane, const Request& request) {
+  if (!launch_.races) return false;
   WarpOrder& warp = *c.warp->order;
   std::uint32_t what = static_cast<std::uint32_t>(&op - program_.ops.data()) & Access::kOp;
   if (request.order.strong) {
@@ -262,7 +262,7 @@ std::string Races::missing(const Check& check, const Access& other) const {
   return std::string("a release and an acquire (or fences) of scope ") + name_of(needed);
 }
 
-std::string Races::describe(const Access& a, bool writes) const {
+std::string Races::describe(const Check& check, const Access& a, bool writes) const {
   const char* what = a.has(Access::kAtomic) ? "atomic" : writes ? "write" : "read";
   if (a.agent == kOutside) return "a write by the host or a copy engine";
   const AgentInfo& info = global_.info(a.agent);
@@ -276,7 +276,10 @@ std::string Races::describe(const Access& a, bool writes) const {
   } else if (info.kind == AgentInfo::Kind::kMbarrier) {
     text += "a copy to the block";
   } else {
-    const int thread = info.warp * kLanes + std::countr_zero(a.lanes);
+    // Of the lanes of its own warp, another one.
+    const Mask own = a.agent == check.warp.agent ? Mask{1} << check.lane : 0;
+    const Mask others = (a.lanes & ~own) != 0 ? a.lanes & ~own : a.lanes;
+    const int thread = info.warp * kLanes + std::countr_zero(others);
     text += "thread " + std::to_string(thread);
   }
   text += " of block " + name_of(info.block);
@@ -309,7 +312,7 @@ void Races::report(const Check& check, const Access& other, bool other_writes, s
   check.c.fail(check.op, check.lane,
                "race: this " + std::string(check.access.has(Access::kLater) ? "asynchronous " : "") +
                    what + " of " + std::to_string(bytes) + " bytes at " + where + " and " +
-                   describe(other, other_writes) + " have no order; missing is " + missing);
+                   describe(check, other, other_writes) + " have no order; missing is " + missing);
 }
 
 // -- for handlers -------------------------------------------------------------------------------------
@@ -373,7 +376,9 @@ StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std:
   GlobalOrder::Shard& shard = global.shard(spot_.at / GlobalOrder::kPage);
   lock_ = std::unique_lock(shard.using_it);
   c.races->note(c, op, lane, request);
-  places_ = &shard.pages[spot_.at / GlobalOrder::kPage]->places;
+  auto& page = shard.pages[spot_.at / GlobalOrder::kPage];
+  if (page == nullptr) page = std::make_unique<GlobalOrder::Page>();
+  places_ = &page->places;
 }
 
 void StrongAccess::loaded(std::uint64_t value) {

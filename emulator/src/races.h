@@ -187,7 +187,7 @@ class Races {
                      std::uint32_t bytes);
   [[noreturn]] void report(const Check& check, const Access& other, bool other_writes,
                            std::uint64_t at, std::uint32_t bytes, const std::string& missing);
-  std::string describe(const Access& a, bool writes) const;
+  std::string describe(const Check& check, const Access& a, bool writes) const;
   std::string missing(const Check& check, const Access& other) const;
 
   GlobalOrder& global_;
@@ -196,7 +196,6 @@ class Races {
   std::shared_ptr<LaunchOrder> order_;
   ViewPtr start_;
   std::uint32_t clusters_ = 0, blocks_ = 0;
-  const Cluster* cluster_ = nullptr;  // started last
 };
 
 // -- for handlers -------------------------------------------------------------------------------------
