@@ -75,10 +75,11 @@ void GlobalOrder::forget(std::uint64_t begin, std::uint64_t end) {
   }
 }
 
-void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end) {
-  forget(begin, end);
-  const std::uint32_t clock = ++outside_;
+void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end, bool finished) {
   if (running_ == 0) return;
+  forget(begin, end);
+  // Nobody knows of a copy that is under way.
+  const std::uint32_t clock = finished ? ++outside_ : ~0u;
   for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
     Shard& one = shard(page);
     const std::lock_guard<std::mutex> lock(one.using_it);
@@ -91,20 +92,6 @@ void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end) {
     });
     found->shadow.unite(first, last);
   }
-}
-
-void GlobalOrder::signalled(std::uint64_t address, std::uint64_t value, std::uint64_t bytes) {
-  if (running_ == 0) return;
-  const std::uint64_t page = address / kPage;
-  Shard& one = shard(page);
-  const std::lock_guard<std::mutex> lock(one.using_it);
-  auto& found = one.pages[page];
-  if (found == nullptr) found = std::make_unique<Page>();
-  SyncPlace place;
-  place.value = value;
-  place.bytes = bytes;
-  place.views.fill(outside());
-  found->places[address] = place;
 }
 
 ViewPtr GlobalOrder::outside() const {

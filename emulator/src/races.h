@@ -91,9 +91,8 @@ class GlobalOrder {
 
   // Memory was freed, or is another's now.
   void forget(std::uint64_t begin, std::uint64_t end);
-  // The host, or a copy engine, has written there: plain bytes, or a word that announces them.
-  void wrote(std::uint64_t begin, std::uint64_t end);
-  void signalled(std::uint64_t address, std::uint64_t value, std::uint64_t bytes);
+  // A copy engine begins to write there, or has written.
+  void wrote(std::uint64_t begin, std::uint64_t end, bool finished);
   // What an outside value orders, as of now.
   ViewPtr outside() const;
   // What a launch that starts now knows.
