@@ -151,6 +151,8 @@ class Device:
         resident: int = 8,
         seed: int = 0,
         max_statements: int = 10**9,
+        races: bool = True,
+        number: int = 0,
     ) -> dict[str, int]:
         """Run a kernel to its end.
 
@@ -166,6 +168,8 @@ class Device:
             resident: how many blocks run at a time.
             seed: decides the order of warps; 0: in turn.
             max_statements: of all warps, after which a kernel counts as one without an end.
+            races: find accesses that are not ordered, and shared memory that was never written.
+            number: of the GPU; launches at the same time with another one need the scope .sys.
 
         Returns:
             ``statements``, executed by warps, and ``instructions``, executed by threads.
@@ -185,6 +189,8 @@ class Device:
             seed=seed,
             max_statements=max_statements,
             cluster=None if cluster is None else _three(cluster),
+            races=races,
+            device=number,
         )
 
     def _pack(self, module: Module, kernel: str, args: Sequence[object]) -> bytes:

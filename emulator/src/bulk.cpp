@@ -2,6 +2,7 @@
 #include "bulk.h"
 
 #include "engine.h"
+#include "races.h"
 #include "reduction.h"
 
 namespace emulator {
@@ -12,6 +13,7 @@ Place mbarrier_of(Context& c, const Op& op, int number, Mask mask, int lane, con
   if (place.block != target.block) {
     c.fail(op, lane, "the mbarrier is not in the block that the copy goes to");
   }
+  touch_mbarrier(c, op, lane, {place.block, place.offset}, Use::kAtomic);
   return place;
 }
 
@@ -75,6 +77,9 @@ Outcome load_bytes(Context& c, const Op& op, Mask mask) {
       transfer.target = block;
       transfer.mbarrier = {block, counter.offset};
       transfer.reported = bytes;
+      const Completion done = completion_of({block, counter.offset});
+      note_async(c, op, l, {nullptr, from}, bytes, Use::kRead, done);
+      note_async(c, op, l, {block, to.offset}, bytes, Use::kWrite, done);
       const Origin origin{&op, c.thread_of(l), c.warp->block->index};
       transfer.read = [=](Context& later, Bytes& data) {
         const std::uint8_t* begin = global(later, origin, from, bytes);
@@ -112,6 +117,9 @@ Outcome send_bytes(Context& c, const Op& op, Mask mask) {
     transfer.target = to.block;
     transfer.mbarrier = mbarrier_of(c, op, 3, mask, l, to);
     transfer.reported = bytes;
+    const Completion done = completion_of({to.block, transfer.mbarrier.offset});
+    note_async(c, op, l, {from.block, from.offset}, bytes, Use::kRead, done);
+    note_async(c, op, l, {to.block, to.offset}, bytes, op.flag ? Use::kAtomic : Use::kWrite, done);
     read_from(transfer, from, bytes);
     const Reducer reduce = op.flag ? reducer_of(static_cast<Action>(op.number), op.type) : nullptr;
     const auto width = static_cast<std::uint64_t>(bytes_of(op.type));
@@ -138,6 +146,9 @@ Outcome store_bytes(Context& c, const Op& op, Mask mask) {
         shared_range(c, op, l, Space::kShared, address_of(op, 1, source, l), bytes, kChunk);
     Transfer transfer;
     join_group(c, l, transfer);
+    note_async(c, op, l, {from.block, from.offset}, bytes, Use::kRead, bulk_reads(c, l));
+    note_async(c, op, l, {nullptr, to}, bytes, op.flag ? Use::kAtomic : Use::kWrite,
+               bulk_writes(c, l));
     read_from(transfer, from, bytes);
     const Origin origin{&op, c.thread_of(l), c.warp->block->index};
     const Reducer reduce = op.flag ? reducer_of(static_cast<Action>(op.number), op.type) : nullptr;
@@ -174,7 +185,10 @@ Outcome await_groups(Context& c, const Op& op, Mask mask) {
   const Lanes left = read(c, op, 0, mask);
   each(mask, [&](int l) {
     const std::uint64_t groups = c.warp->bulk_groups[l], kept = cut(left[l], 4);
-    if (groups > kept) c.engine->complete(c, *c.warp, l, groups - kept, op.flag);
+    if (groups > kept) {
+      c.engine->complete(c, *c.warp, l, groups - kept, op.flag);
+      await_bulk(c, l, groups - kept, op.flag);
+    }
   });
   return Outcome::kNext;
 }
@@ -190,6 +204,8 @@ Outcome store_async(Context& c, const Op& op, Mask mask) {
     transfer.target = to.block;
     transfer.mbarrier = mbarrier_of(c, op, 1 + count, mask, l, to);
     transfer.reported = bytes;
+    note_sent(c, op, l, {to.block, to.offset}, bytes, op.flag ? Use::kAtomic : Use::kWrite,
+              completion_of({to.block, transfer.mbarrier.offset}));
     for (int i = 0; i < count; ++i) {
       const std::uint64_t value = read(c, op, 1 + i, mask)[l];
       for (int b = 0; b < width; ++b) {

@@ -1,7 +1,7 @@
 // Clusters: addresses of shared memory, barrier.cluster, setmaxnreg, fences.
 #include <algorithm>
 
-#include "machine.h"
+#include "races.h"
 
 namespace emulator {
 
@@ -72,6 +72,7 @@ void complete_if_all_came(Cluster& cluster) {
   if (cluster.arrived == 0 || cluster.arrived < cluster.threads) return;
   cluster.arrived = 0;
   cluster.phase = !cluster.phase;
+  complete_in_order(cluster);
 }
 
 Mask in_phase(const Warp& warp, bool phase) {
@@ -89,6 +90,7 @@ Outcome arrive_at_cluster(Context& c, const Op& op, Mask mask) {
   warp.cluster_barrier_phase =
       cluster.phase ? warp.cluster_barrier_phase | mask : warp.cluster_barrier_phase & ~mask;
   cluster.arrived += static_cast<std::uint64_t>(std::popcount(mask));
+  arrive_in_order(c, op, cluster, mask);
   complete_if_all_came(cluster);
   return Outcome::kNext;
 }
@@ -103,6 +105,7 @@ Outcome wait_at_cluster(Context& c, const Op& op, Mask mask) {
   const Mask waiting = mask & in_phase(warp, warp.block->cluster->phase);
   if (op.flag && waiting != 0) return Outcome::kWait;
   warp.at_cluster_barrier &= ~(mask & ~waiting);
+  wait_in_order(c, *warp.block->cluster, mask & ~waiting);
   return waiting == 0 ? Outcome::kNext : keep_waiting(c, waiting);
 }
 
@@ -189,6 +192,7 @@ bool decode_barrier(const Statement& s, Op& op) {
   op.flag = has(s, "aligned");
   if (s.opcode.size() < 3 || !s.operands.empty()) return false;
   if (s.opcode[2] == "arrive") {
+    op.order.releases = !has(s, "relaxed");
     op.handler = arrive_at_cluster;
     return has_no_other(s, {"cluster", "arrive", "release", "relaxed", "aligned"});
   }

@@ -33,6 +33,14 @@ class CudaDevice {
   bool launch(void* stream, const std::shared_ptr<const Module>& module, const std::string& kernel,
               Launch request);
 
+  // A copy engine begins to write to memory, or has written. Copies that nobody tells of are not
+  // looked at.
+  static void wrote(std::uintptr_t address, std::size_t bytes, int finished);
+
+  // The PTX of each library that is loaded, and another text in its place: for tests of bugs.
+  static std::vector<std::string> texts();
+  static void replace_text(std::size_t number, const std::string& text);
+
   void fail(const std::string& text);          // only the first text is kept
   std::string error();                         // empty: none
   void clear();                                // the error and the counters
@@ -42,6 +50,7 @@ class CudaDevice {
   int multiprocessors = 8;
   int resident = 8;  // blocks of a launch that run at a time
   std::uint64_t seed = 0;
+  std::uint32_t device = 0;  // of launches from now on: those of one device are in the scope .gpu
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
 
  private:

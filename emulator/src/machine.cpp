@@ -5,6 +5,8 @@
 #include <thread>
 
 #include "engine.h"
+#include "order.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -52,10 +54,12 @@ class Execution {
         launch_(launch),
         context_{nullptr, program, launch, counters_, nullptr, nullptr, 0, false, {}},
         random_(launch.seed),
-        engine_(launch.seed == 0 ? nullptr : &random_) {
+        engine_(launch.seed == 0 ? nullptr : &random_),
+        races_(machine.order(), program, launch) {
     context_.cluster = cluster_of(*program.kernel, launch);
     context_.explicit_cluster = launch.cluster.has_value() || !program.kernel->cluster.empty();
     context_.engine = &engine_;
+    context_.races = &races_;
     context_.random = launch.seed == 0 ? nullptr : &random_;
   }
 
@@ -95,6 +99,7 @@ class Execution {
           start_block({first.x * size.x + in.x, first.y * size.y + in.y, first.z * size.z + in.z});
       block->cluster = cluster.get();
       block->rank = rank;
+      races_.start(*cluster, *block);
       cluster->blocks.push_back(std::move(block));
     }
     cluster->running = static_cast<std::uint32_t>(size.count());
@@ -292,12 +297,15 @@ class Execution {
   Context context_;
   std::mt19937_64 random_;
   Engine engine_;
+  Races races_;
   std::uint64_t next_ = 0;     // cluster to be started
   std::uint32_t started_ = 0;  // blocks
   std::vector<std::unique_ptr<Cluster>> clusters_;
 };
 
 }  // namespace
+
+Machine::Machine() : order_(std::make_shared<GlobalOrder>()) {}
 
 void Machine::add_memory(std::uint64_t address, std::uint64_t bytes, std::string name) {
   add(address, {address + bytes, std::move(name), {}});
@@ -310,6 +318,7 @@ void Machine::add_multicast(std::uint64_t address, std::uint64_t bytes,
 }
 
 void Machine::add(std::uint64_t address, Allocation allocation) {
+  order_->forget(address, allocation.end);
   const std::lock_guard<std::mutex> lock(changing_);
   auto changed = std::make_shared<Allocations>(*memory_);
   // What lay there before has been freed since.
@@ -395,9 +404,17 @@ const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
     case Value::Kind::kRegister: {
       const Mask missing = mask & ~c.warp->written[v.index];
       if (missing != 0) {
+        const auto& loaded = c.warp->order->loaded_nothing;
+        const auto from = loaded.find(v.index);
         c.fail(op, std::countr_zero(missing),
                "register " + c.program.kernel->registers[v.index].name +
-                   " is read but was never written");
+                   " is read but was never written" +
+                   (from == loaded.end()
+                        ? ""
+                        : ", or was loaded from shared memory that was never written (" +
+                              c.program.module->describe(*c.program.kernel,
+                                                         *from->second->statement) +
+                              ")"));
       }
       return c.warp->registers[v.index];
     }

@@ -53,6 +53,8 @@ struct Launch {
   std::uint64_t seed = 0;                        // decides the order of warps and of their groups
   std::uint64_t max_statements = 1'000'000'000;  // of all warps; then the launch fails
   bool real_time = false;  // %globaltimer is the host's; else it counts statements
+  bool races = true;         // they are errors, and reads of shared memory that was never written
+  std::uint32_t device = 0;  // launches of one device are in the scope .gpu of each other
 };
 
 struct Counters {
@@ -78,6 +80,16 @@ enum class Comparison : std::uint8_t {
   kNan
 };
 
+// Of threads that an access or a fence orders.
+enum class Scope : std::uint8_t { kCta, kCluster, kGpu, kSys };
+
+// How a statement takes part in the order of memory: memory_order.cpp.
+struct MemoryOrder {
+  bool strong = false;  // relaxed, volatile, or more
+  bool acquires = false, releases = false;
+  Scope scope = Scope::kSys;
+};
+
 struct Block;
 struct Cluster;
 struct Warp;
@@ -87,6 +99,11 @@ class Engine;
 struct MatrixOp;      // a decoded statement of wgmma: wgmma.h
 struct WarpMatrices;  // what wgmma has in flight in a warp
 struct WarpgroupLog;
+struct WarpOrder;     // what is ordered before what a warp does: order.h
+struct BlockOrder;    // races.h
+struct ClusterOrder;  // races.h
+class GlobalOrder;
+class Races;
 
 enum class Outcome : std::uint8_t {
   kNext,
@@ -120,6 +137,7 @@ struct Op {
   int position = -1;  // a second one of these
   int label = -1;
   bool flag = false;
+  MemoryOrder order;
   std::vector<Value> targets;
   std::vector<Value> values;
   int written = 1;                         // how many of the statement's operands are targets
@@ -175,6 +193,7 @@ struct Warp {
   int refused_waits = 0;            // mbarrier.try_wait that returned false, since one was true
   std::uint64_t max_registers = 0;  // of a thread: setmaxnreg
   std::shared_ptr<WarpMatrices> matrices;  // if it has executed wgmma
+  std::shared_ptr<WarpOrder> order;
 };
 
 struct Barrier {
@@ -200,6 +219,7 @@ struct Block {
   // overwritten (mbarrier.cpp).
   std::map<std::uint64_t, std::uint64_t> mbarriers;
   std::uint64_t free_registers = 0;  // given back by setmaxnreg.dec
+  std::shared_ptr<BlockOrder> order;
 };
 
 // Blocks that run together and see the shared memory of each other. It ends as a whole.
@@ -210,6 +230,7 @@ struct Cluster {
   std::uint64_t threads = 0, arrived = 0;
   bool phase = false;         // parity
   std::uint32_t running = 0;  // blocks with threads
+  std::shared_ptr<ClusterOrder> order;
 };
 
 struct Allocation {
@@ -222,6 +243,7 @@ using Allocations = std::map<std::uint64_t, Allocation>;  // of global memory, b
 // Several threads may use it at a time: kernels of different streams run side by side.
 class Machine {
  public:
+  Machine();
   // Makes an allocation of global memory known, in place of those that it overlaps. Accesses outside
   // of allocations are errors.
   void add_memory(std::uint64_t address, std::uint64_t bytes, std::string name);
@@ -235,6 +257,9 @@ class Machine {
   // Runs a kernel to its end. Throws PtxError.
   Counters launch(const std::shared_ptr<const Module>& module, const std::string& kernel,
                   const Launch& launch);
+
+  // What orders accesses of its launches to global memory.
+  GlobalOrder& order() const { return *order_; }
 
  private:
   // A module that was launched from. It is kept, because programs refer to it.
@@ -252,6 +277,7 @@ class Machine {
   std::shared_ptr<const Allocations> memory_ = std::make_shared<Allocations>();
   std::mutex loading_;  // guards loaded_; programs stay where they are
   std::map<const Module*, Loaded> loaded_;
+  std::shared_ptr<GlobalOrder> order_;
 };
 
 // What a handler sees: the warp that executes, and what it shares with others.
@@ -269,6 +295,7 @@ struct Context {
   bool explicit_cluster = false;      // the launch or the kernel says how large
   Engine* engine = nullptr;           // performs what is asynchronous
   std::mt19937_64* random = nullptr;  // null without a seed
+  Races* races = nullptr;             // finds accesses that are not ordered
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;
   [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;
@@ -392,6 +419,7 @@ bool decode_tensor(const Statement& s, Op& op);
 bool has_no_other(const Statement& s, std::initializer_list<const char*> known);
 bool decode_wgmma(const Statement& s, Op& op);
 bool decode_multimem(const Statement& s, Op& op);
+bool decode_fence(const Statement& s, Op& op);
 bool decode_call(const Statement& s, Op& op);
 
 // Checks what a statement does to registers that wgmma has in use. For warps with `matrices`.
@@ -399,6 +427,8 @@ void check_matrix_registers(Context& c, const Op& op);
 // Checks that a warp that ends has executed what its warpgroup has. For blocks with `warpgroups`.
 void leave_warpgroup(Context& c, const Warp& warp);
 
+// How a load, a store or an atomic takes part in the order of memory.
+MemoryOrder memory_order_of(const Statement& s);
 // Whether a statement has a modifier.
 bool has(const Statement& s, const char* modifier);
 // Whether all its modifiers but types are in a list, which has a space on both sides of each.

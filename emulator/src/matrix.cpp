@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "elements.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -29,6 +30,11 @@ Outcome move_matrices(Context& c, const Op& op, Mask mask) {
       const int lane = 8 * matrix + row;
       const auto address = base[lane] + static_cast<std::uint64_t>(op.values[0].offset);
       rows[row] = at(c, op, lane, Space::kShared, address, 16);
+      if (loads) {
+        note_read(c, op, lane, Space::kShared, address, 16);
+      } else {
+        note_write(c, op, lane, Space::kShared, address, 16);
+      }
     }
     const Lanes* source = loads ? nullptr : &read(c, op, 1 + matrix, mask);
     Lanes* target = loads ? &write(c, op, matrix, mask) : nullptr;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "engine.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -42,6 +43,7 @@ void update(const Place& place, Mbarrier m) {
   if (m.pending == 0 && m.bytes == 0) {
     m.pending = m.expected;
     m.phase = !m.phase;
+    complete_phase({place.block, place.offset});
   }
   set(place, m);
 }
@@ -108,6 +110,7 @@ Outcome initialise(Context& c, const Op& op, Mask mask) {
     if (count < 1 || count > kMostCount) {
       throw MbarrierError("an mbarrier for " + std::to_string(count) + " arrivals");
     }
+    begin_mbarrier(c, op, l, {place.block, place.offset});
     set(place, {count, count, 0, false});
   });
   return Outcome::kNext;
@@ -136,10 +139,11 @@ bool is_awaited(Context& c, const Place& place) {
 }
 
 Outcome invalidate(Context& c, const Op& op, Mask mask) {
-  each_place(c, op, mask, [&](int, const Place& place) {
+  each_place(c, op, mask, [&](int l, const Place& place) {
     load_mbarrier(place);
     if (is_awaited(c, place))
       throw MbarrierError("mbarrier.inval of an object with waiting threads");
+    touch_mbarrier(c, op, l, {place.block, place.offset}, Use::kWrite);
     place.block->mbarriers.erase(place.offset);
   });
   return Outcome::kNext;
@@ -150,6 +154,7 @@ Outcome count_bytes(Context& c, const Op& op, Mask mask) {
   const Lanes bytes = read(c, op, 1, mask);
   each_place(c, op, mask, [&](int l, const Place& place) {
     Mbarrier m = load_mbarrier(place);
+    touch_mbarrier(c, op, l, {place.block, place.offset}, Use::kAtomic);
     const std::int64_t by = count_in(bytes, l);
     change_bytes(m, op.flag ? -by : by);
     update(place, m);
@@ -168,6 +173,7 @@ Outcome arrive(Context& c, const Op& op, Mask mask) {
       throw MbarrierError("an arrival at another block returns no state");
     }
     Mbarrier m = load_mbarrier(place);
+    arrive_at_mbarrier(c, op, l, {place.block, place.offset});
     const std::uint64_t state = encode(m);
     const std::int64_t count = (op.number & kExpect) != 0 ? 1 : count_in(given, l);
     if ((op.number & kExpect) != 0) change_bytes(m, count_in(given, l));
@@ -202,7 +208,11 @@ Outcome wait(Context& c, const Op& op, Mask mask) {
       throw MbarrierError("waits for what is no state of an mbarrier");
     }
     const bool parity = op.number == 1 ? phases[l] != 0 : decode(phases[l]).phase;
-    done |= Mask{m.phase != parity} << l;
+    const Spot spot{place.block, place.offset};
+    touch_mbarrier(c, op, l, spot, Use::kRead);
+    if (m.phase == parity) return;
+    done |= Mask{1} << l;
+    pass_mbarrier(c, op, l, spot);
   });
   if (done == 0 && op.flag) {
     const bool refuses =
@@ -234,6 +244,7 @@ Outcome pending_count(Context& c, const Op& op, Mask mask) {
 Outcome arrive_behind_copies(Context& c, const Op& op, Mask mask) {
   each_place(c, op, mask, [&](int l, const Place& place) {
     Mbarrier m = load_mbarrier(place);
+    touch_mbarrier(c, op, l, {place.block, place.offset}, Use::kAtomic);
     if (!op.flag) {
       if (m.pending == kMostCount) throw MbarrierError("too many arrivals are pending");
       m.pending += 1;
@@ -243,10 +254,11 @@ Outcome arrive_behind_copies(Context& c, const Op& op, Mask mask) {
     arrival.target = place.block;
     Warp* warp = c.warp;
     const Origin origin{&op, c.thread_of(l), warp->block->index};
-    arrival.write = [place, warp, l, origin, before = warp->copies_started[l]](Context& later,
-                                                                               const Bytes&) {
+    arrival.write = [place, warp, l, origin, before = warp->copies_started[l],
+                     group = warp->order->copies.of(l)](Context& later, const Bytes&) {
       perform_copies(*warp, l, before);
       try {
+        arrive_with_copies(*warp, l, group, {place.block, place.offset});
         arrive_once(place);
       } catch (const MbarrierError& error) {
         fail(later, origin, error.what());
@@ -280,6 +292,8 @@ bool decode_arrival(const Statement& s, Op& op) {
   op.number = (s.opcode[1] == "arrive_drop" ? kDrop : 0) | (has(s, "expect_tx") ? kExpect : 0) |
               (complete ? 0 : kNoComplete);
   op.handler = arrive;
+  op.order = memory_order_of(s);
+  op.order.releases = !has(s, "relaxed");
   return has_no_other(s, {"arrive", "arrive_drop", "expect_tx", "noComplete", "release", "relaxed",
                           "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"});
 }
@@ -288,6 +302,8 @@ bool decode_wait(const Statement& s, Op& op) {
   op.flag = s.opcode[1] == "try_wait";
   op.number = has(s, "parity") ? 1 : 0;
   op.handler = wait;
+  op.order = memory_order_of(s);
+  op.order.acquires = !has(s, "relaxed");
   return op.space != Space::kCluster &&
          has_no_other(s, {"test_wait", "try_wait", "parity", "acquire", "relaxed", "cta", "cluster",
                           "shared", "shared::cta", "b64"});

@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "machine.h"
+#include "races.h"
 #include "reduction.h"
 
 namespace emulator {
@@ -115,10 +116,21 @@ Outcome load(Context& c, const Op& op, Mask mask) {
   const Lanes base = read(c, op, 0, mask);  // a copy: the target may be the base
   const int bytes = bytes_of(op.type), count = static_cast<int>(op.targets.size());
   each(mask, [&](int l) {
-    std::uint8_t* from = at(c, op, l, op.space, address_of(op, 0, base, l), bytes * count);
+    const std::uint64_t address = address_of(op, 0, base, l);
+    std::uint8_t* from = at(c, op, l, op.space, address, bytes * count);
+    const bool nothing =
+        !op.order.strong && note_read(c, op, l, op.space, address, bytes * count);
     for (int i = 0; i < count; ++i) {
-      const std::uint64_t bits = load_bytes(from + i * bytes, bytes);
+      std::uint64_t bits = 0;
+      if (op.order.strong) {
+        StrongAccess access(c, op, l, op.space, address + i * bytes, bytes, Use::kRead);
+        bits = load_bytes(from + i * bytes, bytes);
+        access.loaded(bits);
+      } else {
+        bits = load_bytes(from + i * bytes, bytes);
+      }
       write(c, op, i, Mask{1} << l)[l] = extended(c, op.targets[i], bits, op.type);
+      if (nothing) unwrite(c, op, i, Mask{1} << l);
     }
   });
   return Outcome::kNext;
@@ -128,9 +140,19 @@ Outcome store(Context& c, const Op& op, Mask mask) {
   const Lanes base = read(c, op, 0, mask);
   const int bytes = bytes_of(op.type), count = static_cast<int>(op.values.size()) - 1;
   each(mask, [&](int l) {
-    std::uint8_t* to = at(c, op, l, op.space, address_of(op, 0, base, l), bytes * count);
+    const std::uint64_t address = address_of(op, 0, base, l);
+    std::uint8_t* to = at(c, op, l, op.space, address, bytes * count);
     for (int i = 0; i < count; ++i) {
-      store_bytes(to + i * bytes, read(c, op, 1 + i, Mask{1} << l)[l], bytes);
+      const std::uint64_t bits = cut(read(c, op, 1 + i, Mask{1} << l)[l], bytes);
+      if (op.order.strong) {
+        StrongAccess access(c, op, l, op.space, address + i * bytes, bytes, Use::kWrite);
+        store_bytes(to + i * bytes, bits, bytes);
+        access.stored(bits);
+      } else {
+        const bool same = load_bytes(to + i * bytes, bytes) == bits;
+        note_write(c, op, l, op.space, address + i * bytes, bytes, same);
+        store_bytes(to + i * bytes, bits, bytes);
+      }
     }
   });
   return Outcome::kNext;
@@ -142,12 +164,16 @@ Outcome atomic(Context& c, const Op& op, Mask mask) {
   const bool swaps = op.values.size() > 2;
   const Lanes with = swaps ? read(c, op, 2, mask) : Lanes{};
   each(mask, [&](int l) {
-    std::uint8_t* where = at(c, op, l, op.space, address_of(op, 0, base, l), sizeof(T));
+    const std::uint64_t address = address_of(op, 0, base, l);
+    std::uint8_t* where = at(c, op, l, op.space, address, sizeof(T));
+    StrongAccess access(c, op, l, op.space, address, sizeof(T), Use::kAtomic);
     std::atomic_ref<T> cell(*reinterpret_cast<T*>(where));
-    T old = cell.load();
-    while (!cell.compare_exchange_weak(
-        old, changed<T>(static_cast<Action>(op.number), old, get<T>(by[l]), get<T>(with[l])))) {
-    }
+    T old = cell.load(), next = old;
+    do {
+      next = changed<T>(static_cast<Action>(op.number), old, get<T>(by[l]), get<T>(with[l]));
+    } while (!cell.compare_exchange_weak(old, next));
+    access.loaded(bits_of(old));
+    access.stored(bits_of(next));
     if (!op.targets.empty()) write(c, op, 0, Mask{1} << l)[l] = bits_of(old);
   });
   return Outcome::kNext;
@@ -197,6 +223,7 @@ Outcome copy(Context& c, const Op& op, Mask mask) {
                    c.warp->copies_started[l]++};
     at(c, op, l, Space::kShared, one.target, one.bytes);
     if (one.filled != 0) at(c, op, l, Space::kGlobal, one.source, one.bytes);
+    note_copy(c, op, l, one.target, one.bytes, one.source, std::min(one.filled, one.bytes));
     c.warp->copies[l].push_back(one);
   });
   return Outcome::kNext;
@@ -206,6 +233,7 @@ Outcome commit(Context& c, const Op&, Mask mask) {
   each(mask, [&](int l) {
     c.warp->copy_groups[l].push_back(std::move(c.warp->copies[l]));
     c.warp->copies[l].clear();
+    commit_copies(c, l);
   });
   return Outcome::kNext;
 }
@@ -231,6 +259,7 @@ Outcome await_copies(Context& c, const Op& op, Mask mask) {
       perform(c, c.warp->copies[l]);
       c.warp->copies[l].clear();
     }
+    await_copies_of(c, l, left, op.flag);
   });
   return Outcome::kNext;
 }
@@ -266,6 +295,7 @@ bool decode_memory(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
   if (name == "st" && has(s, "async")) return false;
   op.space = space_of(s);
+  op.order = memory_order_of(s);
   if (name == "cp") return decode_copy(s, op);
   if (name == "atom" || name == "red") return decode_atomic(s, op);
   if (name == "ld" || name == "ldu") op.handler = load;

@@ -5,6 +5,7 @@
 
 #include "cuda/runtime/emulated_cuda.h"
 #include "device.h"
+#include "races.h"
 #include "tensor_map.h"
 
 namespace emulator {
@@ -264,6 +265,25 @@ void CudaDevice::attach(RunOnStream* run, FailDevice* fail) {
   fail_ = fail;
 }
 
+std::vector<std::string> CudaDevice::texts() {
+  const std::lock_guard<std::mutex> lock(registering);
+  std::vector<std::string> found;
+  for (const auto& [library, owned] : libraries) found.push_back(ptx_of(library->fatbinary));
+  return found;
+}
+
+void CudaDevice::replace_text(std::size_t number, const std::string& text) {
+  auto module = std::shared_ptr<const Module>(parse(text));
+  const std::lock_guard<std::mutex> lock(registering);
+  if (number >= libraries.size()) throw PtxError("no library of this number");
+  std::next(libraries.begin(), static_cast<std::ptrdiff_t>(number))->second->module =
+      std::move(module);
+}
+
+void CudaDevice::wrote(std::uintptr_t address, std::size_t bytes, int finished) {
+  instance().machine.order().wrote(address, address + bytes, finished != 0);
+}
+
 void CudaDevice::fail(const std::string& text) {
   {
     const std::lock_guard<std::mutex> lock(reporting_);
@@ -295,6 +315,7 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   request.resident = resident;
   request.seed = seed == 0 ? 0 : seed + launches_++;
   request.max_statements = max_statements;
+  request.device = device;
   request.real_time = true;  // peers are other threads, or processes
   using Work = std::function<void()>;
   auto work = std::make_unique<Work>([this, module, kernel, request = std::move(request)] {

@@ -3,6 +3,7 @@
 
 #include "bulk.h"
 #include "engine.h"
+#include "races.h"
 #include "reduction.h"
 #include "tensor_map.h"
 
@@ -111,6 +112,20 @@ Place place_of(Context& c, const Op& op, Space space, std::uint64_t address, int
   return shared_range(c, op, lane, space, address, needed, kAlign);
 }
 
+// The two sides of a copy, as accesses.
+void note_tensor(Context& c, const Op& op, int lane, const Box& box, Use use,
+                 const Completion& done) {
+  each_run(box, [&](const Run& run) {
+    note_async(c, op, lane, {nullptr, run.address}, run.bytes, use, done);
+  });
+}
+void note_box(Context& c, const Op& op, int lane, const TensorMap& map, const Place& place, Use use,
+              const Completion& done) {
+  for (std::uint64_t i = 0; i < map.bytes(); i += 16) {
+    note_async(c, op, lane, {place.block, map.swizzled(place.offset + i)}, 16, use, done);
+  }
+}
+
 // [target], [map, {coordinates}], [mbarrier] {, mask of ranks} {, policy}
 Outcome load_box(Context& c, const Op& op, Mask mask) {
   const Lanes target = read(c, op, 0, mask);
@@ -125,6 +140,9 @@ Outcome load_box(Context& c, const Op& op, Mask mask) {
       transfer.target = block;
       transfer.mbarrier = {block, counter.offset};
       transfer.reported = box.map.bytes();  // of the whole box, wherever it lies
+      const Completion done = completion_of({block, counter.offset});
+      note_tensor(c, op, l, box, Use::kRead, done);
+      note_box(c, op, l, box.map, {block, to.offset}, Use::kWrite, done);
       const Origin origin{&op, c.thread_of(l), c.warp->block->index};
       transfer.read = [=](Context& later, Bytes& data) {
         data = filled(box.map);
@@ -156,6 +174,8 @@ Reducer reducer_of(const TensorMap& map, Action action) {
 Outcome store_box(Context& c, const Op& op, Mask mask) {
   const int behind = 1 + op.number;
   const Lanes source = read(c, op, behind, mask);
+  std::optional<Box> first;  // of the lanes
+  std::uint64_t first_source = 0;
   each(mask, [&](int l) {
     const Box box = box_of(c, op, 0, mask, l);
     const Place from =
@@ -167,6 +187,17 @@ Outcome store_box(Context& c, const Op& op, Mask mask) {
     }
     Transfer transfer;
     join_group(c, l, transfer);
+    // CUTLASS has all lanes of a warp start the same store: the same bytes are no conflict.
+    const bool again = first && first->first == box.first && first->map.check == box.map.check &&
+                       address_of(op, behind, source, l) == first_source;
+    if (!again) {
+      note_box(c, op, l, box.map, from, Use::kRead, bulk_reads(c, l));
+      note_tensor(c, op, l, box, op.flag ? Use::kAtomic : Use::kWrite, bulk_writes(c, l));
+    }
+    if (!first) {
+      first = box;
+      first_source = address_of(op, behind, source, l);
+    }
     transfer.source = from.block;
     transfer.read = [map = box.map, from](Context&, Bytes& data) {
       data.resize(map.bytes());

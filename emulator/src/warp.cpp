@@ -1,7 +1,7 @@
 // Control flow, barriers, and what the lanes of a warp do together.
 #include <algorithm>
 
-#include "machine.h"
+#include "races.h"
 
 namespace emulator {
 
@@ -29,8 +29,6 @@ Outcome leave(Context&, const Op&, Mask) { return Outcome::kExit; }
 
 Outcome nothing(Context&, const Op&, Mask) { return Outcome::kNext; }
 
-Outcome rest(Context&, const Op&, Mask) { return Outcome::kYield; }
-
 Outcome sleep(Context& c, const Op&, Mask) {
   c.slept = true;
   return Outcome::kYield;
@@ -49,7 +47,9 @@ Mask named_lanes(Context& c, const Op& op, int number, Mask mask) {
 }
 
 Outcome sync_warp(Context& c, const Op& op, Mask mask) {
-  return have_met(c, op, mask, named_lanes(c, op, 0, mask)) ? Outcome::kNext : Outcome::kWait;
+  if (!have_met(c, op, mask, named_lanes(c, op, 0, mask))) return Outcome::kWait;
+  meet_in_warp(c, mask);
+  return Outcome::kNext;
 }
 
 // -- barriers of a block -----------------------------------------------------------------------------
@@ -99,14 +99,19 @@ Outcome barrier(Context& c, const Op& op, Mask mask) {
     group.barrier = static_cast<int>(number);
     group.phase = b.phase;
     arrive(c, op, mask, b);
+    arrive_at_barrier(c, number, mask);
   }
   if (b.phase == group.phase) {
     const std::uint64_t expected = expected_at(c, op, mask);
     if (b.arrived > expected) c.fail(op, lane, "more threads arrive at a barrier than it expects");
-    if (b.arrived == expected) complete(b);
+    if (b.arrived == expected) {
+      complete(b);
+      complete_barrier(*c.warp->block, number);
+    }
   }
   if (!op.flag && b.phase == group.phase) return Outcome::kWait;
   group.barrier = -1;
+  if (!op.flag) leave_barrier(c, number, mask);
   if (op.number == 1) write_predicate(c, op.targets[0], mask, b.last_all ? ~Mask{0} : 0);
   if (op.number == 2) write_predicate(c, op.targets[0], mask, b.last_any ? ~Mask{0} : 0);
   if (op.number == 3) {
@@ -278,33 +283,18 @@ bool decode_lanes(const Statement& s, Op& op) {
   return op.number >= 0;
 }
 
-// Fences but those of tensor maps that kernels change.
-bool is_fence(const Statement& s) {
-  if (has(s, "mbarrier_init")) {
-    return s.opcode.size() == 4 && has_no_other(s, {"mbarrier_init", "release", "cluster"});
-  }
-  if (has(s, "proxy")) {
-    return (has(s, "alias") || has(s, "async")) &&
-           has_no_other(s, {"proxy", "alias", "async", "global", "shared::cta", "shared::cluster"});
-  }
-  return (has(s, "cta") || has(s, "cluster") || has(s, "gpu") || has(s, "sys")) &&
-         has_no_other(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys"});
-}
-
 }  // namespace
 
 bool decode_warp(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
   if (name == "bar" || name == "barrier") return decode_barrier(s, op);
   if (decode_lanes(s, op)) return true;
+  if (name == "membar" || name == "fence") return decode_fence(s, op);
   op.written = 0;
   if (name == "bra") op.handler = branch;
   if (name == "ret" || name == "exit") op.handler = leave;
   if (name == "trap") op.handler = trap;
   if (name == "nanosleep") op.handler = sleep;
-  // Stores are seen at once and in order, so there is nothing that a fence has to wait for.
-  const bool fences = name == "membar" || (name == "fence" && is_fence(s));
-  if (fences) op.handler = rest;
   if (name == "griddepcontrol" || name == "prefetch" || name == "prefetchu") op.handler = nothing;
   return op.handler != nullptr;
 }

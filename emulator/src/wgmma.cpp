@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <span>
 
+#include "races.h"
+
 namespace emulator {
 namespace {
 
@@ -173,6 +175,7 @@ Outcome multiply(Context& c, const Op& op, Mask mask) {
     use.epoch_of_d = m.epoch;
     use.by = &op;
   }
+  note_operands(c, product);
   m.left.push_back(product);
   return Outcome::kNext;
 }
@@ -214,6 +217,7 @@ bool perform_up_to(Context& c, std::uint64_t number) {
     while (!m.left.empty() && m.left.front().number <= number) perform_oldest(c, m);
   }
   c.warp = caller;
+  for (const Warp& warp : warps) await_products(c, warp, number);
   return true;
 }
 

@@ -67,6 +67,8 @@ struct WarpgroupLog {
   std::deque<Entry> entries;
 };
 
+// Notes what the warp's share of a product reads of shared memory. Throws PtxError.
+void note_operands(Context& c, const Product& product);
 // Multiplies the warp's 16 rows. Throws PtxError for addresses outside of shared memory.
 void perform(Context& c, const Product& product);
 

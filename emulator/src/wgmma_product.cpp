@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "elements.h"
+#include "races.h"
 #include "wgmma.h"
 
 namespace emulator {
@@ -100,6 +101,22 @@ void read_tile(Context& c, const Op& op, std::uint64_t bits, bool is_mn_major, i
       for (int i = 0; i < kElements; ++i) {
         for (int r = 0; r < 8; ++r) to[i * rows + r] = values[r][i];
       }
+    }
+  }
+}
+
+// Notes the chunks that read_tile reads.
+void note_tile(Context& c, const Product& product, std::uint64_t bits, bool is_mn_major, int bytes,
+               int first, int rows, int depth) {
+  const Descriptor descriptor(bits);
+  const int elements = kChunk / bytes;
+  const int step_rows = is_mn_major ? elements : 1, step_columns = is_mn_major ? 1 : elements;
+  const std::size_t size = c.warp->block->shared.size();
+  for (int row = 0; row < rows; row += step_rows) {
+    for (int column = 0; column < depth; column += step_columns) {
+      const std::uint32_t address =
+          descriptor.address(offset_of(descriptor, is_mn_major, elements, first + row, column));
+      if (address + kChunk <= size) note_product(c, *product.op, address, product.number);
     }
   }
 }
@@ -237,6 +254,15 @@ void multiply_integers(Context& c, const Product& product) {
 }
 
 }  // namespace
+
+void note_operands(Context& c, const Product& product) {
+  const MatrixOp& m = *product.op->matrix;
+  if (!m.from_registers) {
+    note_tile(c, product, product.a, m.is_m_major, bytes_of(m.a), c.warp->index % 4 * kRows, kRows,
+              m.k);
+  }
+  note_tile(c, product, product.b, m.is_n_major, bytes_of(m.b), 0, m.n, m.k);
+}
 
 void perform(Context& c, const Product& product) {
   switch (product.op->matrix->d) {

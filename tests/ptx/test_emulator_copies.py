@@ -24,6 +24,7 @@ BEGIN = f"""
     mbarrier.init.shared::cta.b64 [%r1+8], 1;
     fence.mbarrier_init.release.cluster;
     st.shared.u32 [%r1+656], 5;
+    fence.proxy.async.shared::cta;
 READY:
     {SYNC}
     @%p1 bra END;
@@ -123,6 +124,7 @@ def test_blocks_send_to_each_other(seed: int) -> None:
         ld.shared.u32 %r8, [%r1+656];
         st.shared.u32 [%r1+128], %r7;
         st.shared.u32 [%r1+132], %r8;
+        fence.proxy.async.shared::cta;
         {stored(512)}
     """
     copy(body, source, target, grid=2, cluster=2, seed=seed)
@@ -187,7 +189,8 @@ def test_reductions_in_global_memory(action: str, dtype: torch.dtype, seed: int)
 def reused(wait: str) -> str:
     """Return a store whose source is overwritten behind ``wait``."""
     return f"""
-        st.shared.u32 [%r1+128], 1;
+        st.shared.v4.u32 [%r1+128], {{1, 1, 1, 1}};
+        fence.proxy.async.shared::cta;
         {STORE} [%rd2], [%r1+128], 16;
         cp.async.bulk.commit_group;
         {wait}
@@ -202,10 +205,10 @@ def test_a_source_is_read_late_but_before_its_wait() -> None:
         target = torch.zeros(4, dtype=torch.int32)
         copy(reused("cp.async.bulk.wait_group.read 0;"), source, target, seed=seed)
         assert target[0] == 1
-        copy(reused(""), source, target, seed=seed)
+        copy(reused(""), source, target, seed=seed, races=False)
         found.add(target[0].item())
     assert 2 in found
-    copy(reused("cp.async.bulk.wait_group.read 1;"), source, target)
+    copy(reused("cp.async.bulk.wait_group.read 1;"), source, target, races=False)
     assert target[0] == 2
 
 
@@ -213,7 +216,8 @@ def test_a_result_is_written_late_but_before_its_wait() -> None:
     """A thread looks at global memory behind .read, and behind the wait for the whole."""
     source = torch.zeros(4, dtype=torch.int32)
     body = f"""
-        st.shared.u32 [%r1+128], 7;
+        st.shared.v4.u32 [%r1+128], {{7, 7, 7, 7}};
+        fence.proxy.async.shared::cta;
         {STORE} [%rd2], [%r1+128], 16;
         cp.async.bulk.commit_group;
         cp.async.bulk.wait_group.read 0;
@@ -224,17 +228,18 @@ def test_a_result_is_written_late_but_before_its_wait() -> None:
         st.global.u32 [%rd1], %r12;
     """
     target = torch.zeros(4, dtype=torch.int32)
-    copy(body, source, target)
+    copy(body, source, target, races=False)
     assert source[0] == 7
     for seed in SEEDS:
         target = torch.zeros(4, dtype=torch.int32)
-        copy(body, source, target, seed=seed + 1)
+        copy(body, source, target, seed=seed + 1, races=False)
         assert source[0] in (7, 77)
 
 
 def test_the_end_of_a_kernel_completes_stores() -> None:
     body = f"""
-        st.shared.u32 [%r1+128], 7;
+        st.shared.v4.u32 [%r1+128], {{7, 7, 7, 7}};
+        fence.proxy.async.shared::cta;
         {STORE} [%rd2], [%r1+128], 16;
         cp.async.bulk.commit_group;
         cp.async.bulk.wait_group.read 0;
@@ -257,7 +262,7 @@ def test_loads_come_in_any_order() -> None:
             {await_phase("%r1", 0, "FULL")}
             {stored()}
         """
-        copy(body, source, target, seed=seed)
+        copy(body, source, target, seed=seed, races=False)
         found.add(target[0].item())
     assert found == {0, 13}
 
@@ -266,14 +271,15 @@ def test_loads_come_in_any_order() -> None:
 def test_threads_may_spin_for_what_a_store_writes(seed: int) -> None:
     """Nobody waits for the store; it is written after some time all the same."""
     body = f"""
-        st.shared.u32 [%r1+128], 7;
+        st.shared.v4.u32 [%r1+128], {{7, 7, 7, 7}};
+        fence.proxy.async.shared::cta;
         {STORE} [%rd2], [%r1+128], 16;
     SPIN:
         ld.volatile.global.u32 %r10, [%rd2];
         setp.ne.u32 %p2, %r10, 7;
         @%p2 bra SPIN;
     """
-    copy(body, torch.zeros(4), torch.zeros(4), seed=seed, max_statements=100_000)
+    copy(body, torch.zeros(4), torch.zeros(4), seed=seed, races=False, max_statements=100_000)
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -318,7 +324,7 @@ def test_threads_may_spin_for_what_a_store_writes(seed: int) -> None:
 def test_misuse_of_copies_fails(body: str, error: str) -> None:
     source, target = pattern(64), torch.zeros(64, dtype=torch.int32)
     with pytest.raises(PtxError, match=error):
-        copy(body, source, target)
+        copy(body, source, target, races=False)
 
 
 def test_an_mbarrier_lies_where_the_bytes_go() -> None:

@@ -150,6 +150,7 @@ class Product:
             add.u32 %r1, %r1, {16 * THREADS};
             setp.lt.u32 %p1, %r1, {shared};
             @%p1 bra FILL;
+            fence.proxy.async.shared::cta;
             bar.sync 0;
             mul.wide.u32 %rd1, %r0, 16;
             add.u64 %rd43, %rd43, %rd1;

@@ -74,6 +74,18 @@ void await_word(std::uintptr_t word, std::uint32_t value) {
   const auto* at = reinterpret_cast<std::uint32_t*>(word);
   while (!flux::epoch_reached(load(at), value) && !device().failed()) nap();
 }
+// Is told when a copy begins to write, and when it has written.
+using Observer = void(std::uintptr_t address, std::size_t bytes, int finished);
+std::atomic<Observer*> observer{nullptr};
+
+template <class Copy>
+void observed(std::uintptr_t to, std::size_t bytes, Copy&& copy) {
+  Observer* const tell = observer;
+  if (tell != nullptr) tell(to, bytes, 0);
+  copy();
+  if (tell != nullptr) tell(to, bytes, 1);
+}
+
 void write_word(std::uintptr_t word, std::uint32_t value) {
   store(reinterpret_cast<std::uint32_t*>(word), value);
 }
@@ -97,6 +109,7 @@ void emulator_run(void* stream, void (*body)(void*), void* argument, void (*rele
   made.leaves_at_start = true;
   stream_of(stream)->put(std::move(made));
 }
+void emulator_observe(Observer* tell) { observer = tell; }
 void emulator_dawdle() { dawdle(); }
 void emulator_fail(const char* text) { device().fail(text); }
 void emulator_reset() { device().reset(); }
@@ -253,7 +266,9 @@ int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, voi
   put_transfer("copy", stream, device().copies_need_room && inside, [=] {
     dawdle();
     std::this_thread::sleep_for(std::chrono::microseconds(device().copy_us));
-    std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+    observed(to, bytes, [=] {
+      std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+    });
   });
   return 0;
 }
@@ -288,7 +303,9 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, const BatchOp* ops, unsi
 int cuMemsetD32Async(std::uintptr_t words, unsigned value, std::size_t count, void* stream) {
   log_call("fill", stream, number("words", count) + ";" + number("to", words));
   put_transfer("fill", stream, device().copies_need_room && device().is_own(words), [=] {
-    for (std::size_t i = 0; i < count; ++i) reinterpret_cast<std::uint32_t*>(words)[i] = value;
+    observed(words, 4 * count, [=] {
+      for (std::size_t i = 0; i < count; ++i) reinterpret_cast<std::uint32_t*>(words)[i] = value;
+    });
   });
   return 0;
 }

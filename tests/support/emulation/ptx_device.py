@@ -4,7 +4,7 @@ that executes the kernels' PTX."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,10 +38,27 @@ class PtxDevice(EmulatedDevice):
         entries = [getattr(self.library, f"emulator_{name}") for name in ("run", "fail")]
         run, fail = (ctypes.cast(entry, ctypes.c_void_p).value for entry in entries)
         self.cuda.attach(run, fail)
+        self.library.emulator_observe(ctypes.c_void_p(self.cuda.observer))
+
+        self.numbers: dict[int, int] = {}
 
     def reset(self) -> None:
         super().reset()
         self.cuda.clear()
+
+    def number_streams(self, streams: Sequence[int]) -> None:
+        """Let each stream be one of a GPU of its own, as scopes of memory see it."""
+        self.numbers = {stream: number for number, stream in enumerate(streams)}
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        before = self.cuda.device
+        self.cuda.device = self.numbers.get(stream, before)
+        try:
+            with super().on_stream(stream):
+                yield
+        finally:
+            self.cuda.device = before
 
     def know(self, *tensors: torch.Tensor) -> None:
         """Let kernels access the memory of these tensors."""

@@ -1,0 +1,111 @@
+// Launches and global memory: what they share of races.h.
+#include <cstdlib>
+#include <new>
+
+#include "races.h"
+
+namespace emulator {
+
+GlobalOrder::GlobalOrder()
+    : chunks_(static_cast<std::atomic<AgentChunk*>*>(
+          std::calloc(kChunks, sizeof(std::atomic<AgentChunk*>)))) {
+  if (chunks_ == nullptr) throw std::bad_alloc();
+}
+
+GlobalOrder::~GlobalOrder() { std::free(chunks_); }
+
+std::shared_ptr<LaunchOrder> GlobalOrder::begin(const Program& program) {
+  const std::lock_guard<std::mutex> lock(starting_);
+  auto launch = std::make_shared<LaunchOrder>();
+  launch->program = &program;
+  launch->number = ++launches_;
+  known_.push_back(launch);
+  ++running_;
+  return launch;
+}
+
+// Whatever starts later comes behind all that has ended: when nothing runs, nothing is left to know.
+void GlobalOrder::end(LaunchOrder& launch) {
+  const std::lock_guard<std::mutex> lock(starting_);
+  launch.ended = ++ended_;
+  if (--running_ > 0) return;
+  for (Shard& shard : shards_) {
+    const std::lock_guard<std::mutex> using_it(shard.using_it);
+    shard.pages.clear();
+  }
+  for (std::uint32_t i = 0; i < next_chunk_; ++i) chunks_[i] = nullptr;
+  next_chunk_ = 1;
+  known_.clear();
+}
+
+Agent GlobalOrder::new_agent(LaunchOrder& launch, const AgentInfo& info) {
+  if (launch.next == launch.last) {
+    const std::uint32_t number = next_chunk_++;
+    if (number >= kChunks) throw PtxError("too many warps at a time to find races among them");
+    launch.chunks.emplace_back();
+    launch.chunks.back().launch = &launch;
+    launch.next = number * AgentChunk::kAgents;
+    launch.last = launch.next + AgentChunk::kAgents;
+    chunks_[number] = &launch.chunks.back();
+  }
+  launch.chunks.back().infos[launch.next % AgentChunk::kAgents] = info;
+  return launch.next++;
+}
+
+const AgentChunk* GlobalOrder::chunk_of(Agent agent) const {
+  return chunks_[agent / AgentChunk::kAgents].load();
+}
+
+void GlobalOrder::forget(std::uint64_t begin, std::uint64_t end) {
+  if (running_ == 0) return;
+  for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
+    Shard& one = shard(page);
+    const std::lock_guard<std::mutex> lock(one.using_it);
+    const auto found = one.pages.find(page);
+    if (found == one.pages.end()) continue;
+    const std::uint64_t first = std::max(begin, page * kPage) - page * kPage;
+    const std::uint64_t last = std::min(end, (page + 1) * kPage) - page * kPage;
+    Shadow& shadow = found->second->shadow;
+    shadow.visit(first, last, [&](Cell& cell, std::uint64_t, std::uint32_t) {
+      shadow.forget_reads(cell);
+      cell.write = {};
+    });
+    std::erase_if(found->second->places,
+                  [&](const auto& place) { return place.first >= begin && place.first < end; });
+  }
+}
+
+void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end, bool finished) {
+  if (running_ == 0) return;
+  forget(begin, end);
+  // Nobody knows of a copy that is under way.
+  const std::uint32_t clock = finished ? ++outside_ : ~0u;
+  for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
+    Shard& one = shard(page);
+    const std::lock_guard<std::mutex> lock(one.using_it);
+    auto& found = one.pages[page];
+    if (found == nullptr) found = std::make_unique<Page>();
+    const std::uint64_t first = std::max(begin, page * kPage) - page * kPage;
+    const std::uint64_t last = std::min(end, (page + 1) * kPage) - page * kPage;
+    found->shadow.visit(first, last, [&](Cell& cell, std::uint64_t, std::uint32_t) {
+      cell.write = {kOutside, clock, 1, 0};
+    });
+    found->shadow.unite(first, last);
+  }
+}
+
+ViewPtr GlobalOrder::outside() const {
+  auto view = std::make_shared<View>();
+  const std::uint32_t clock = outside_;
+  view->known = {{kOutside, clock, clock, 0}};
+  view->ended = ended_;
+  return view;
+}
+
+ViewPtr GlobalOrder::at_start() const {
+  auto view = std::make_shared<View>(*outside());
+  view->async_shared = view->async_global = view->known;
+  return view;
+}
+
+}  // namespace emulator

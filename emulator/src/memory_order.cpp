@@ -1,0 +1,282 @@
+// What statements do to the order of memory: fences, barriers, waits (races.h).
+#include "races.h"
+
+namespace emulator {
+namespace {
+
+Mask bit(int lane) { return Mask{1} << lane; }
+
+Groups& with_agent(Context& c, Groups& groups, AgentInfo::Kind kind) {
+  if (groups.agent == kNobody) groups.agent = c.races->new_agent(*c.warp, kind);
+  return groups;
+}
+
+}  // namespace
+
+// -- cp.async: in the generic proxy, for its thread alone until a wait ---------------------------------
+
+void note_copy(Context& c, const Op& op, int lane, std::uint64_t target, std::uint64_t bytes,
+               std::uint64_t source, std::uint64_t read) {
+  Groups& groups = with_agent(c, c.warp->order->copies, AgentInfo::Kind::kCopies);
+  Races::Request request;
+  request.completion = {groups.agent, groups.of(lane)};
+  if (read != 0) {
+    request.spot = {nullptr, source};
+    request.bytes = read;
+    c.races->note(c, op, lane, request);
+  }
+  request.spot = {c.warp->block, target & kOffsetMask};
+  request.bytes = bytes;
+  request.use = Use::kWrite;
+  c.races->note(c, op, lane, request);
+}
+
+void commit_copies(Context& c, int lane) { ++c.warp->order->copies.committed[lane]; }
+
+void await_copies_of(Context& c, int lane, std::uint64_t left, bool all) {
+  Groups& groups = c.warp->order->copies;
+  if (all) ++groups.committed[lane];  // what is not committed is waited for too
+  const std::uint32_t committed = groups.committed[lane];
+  if (committed > left) {
+    groups.done[lane] =
+        std::max(groups.done[lane], committed - static_cast<std::uint32_t>(left));
+  }
+}
+
+// -- barriers ------------------------------------------------------------------------------------------
+
+void arrive_at_barrier(Context& c, std::size_t number, Mask mask) {
+  WarpOrder& warp = *c.warp->order;
+  ViewPtr& gathered = c.warp->block->order->gathered[number];
+  gathered = join(gathered, warp.view(mask, c.warp->alive));
+  ++warp.clock;
+}
+
+void complete_barrier(Block& block, std::size_t number) {
+  BlockOrder& order = *block.order;
+  order.done[number] = std::move(order.gathered[number]);
+  order.gathered[number] = nullptr;
+}
+
+void leave_barrier(Context& c, std::size_t number, Mask mask) {
+  WarpOrder& warp = *c.warp->order;
+  warp.acquire(c.warp->block->order->done[number], mask, c.warp->alive);
+  for (ViewPtr& of_lane : warp.extra) of_lane = nullptr;
+  warp.has_extra = 0;
+  warp.synced = warp.clock - 1;  // it has waited since it arrived
+}
+
+void meet_in_warp(Context& c, Mask mask) { c.warp->order->meet(mask, c.warp->alive); }
+
+// barrier.cluster.arrive: .relaxed releases only what a fence before it has.
+void arrive_in_order(Context& c, const Op& op, Cluster& cluster, Mask mask) {
+  WarpOrder& warp = *c.warp->order;
+  ViewPtr& gathered = cluster.order->gathered;
+  if (op.order.releases) {
+    gathered = join(gathered, warp.view(mask, c.warp->alive));
+    ++warp.clock;
+    return;
+  }
+  MemoryOrder relaxed = op.order;
+  relaxed.scope = Scope::kCluster;
+  each(mask, [&](int l) {
+    const auto s = static_cast<std::size_t>(Scope::kCluster);
+    gathered = join(gathered, warp.released(relaxed, l, c.warp->alive)[s]);
+  });
+}
+
+void complete_in_order(Cluster& cluster) {
+  cluster.order->done = std::move(cluster.order->gathered);
+  cluster.order->gathered = nullptr;
+}
+
+void wait_in_order(Context& c, const Cluster& cluster, Mask mask) {
+  c.warp->order->acquire(cluster.order->done, mask, c.warp->alive);
+}
+
+// -- mbarriers -----------------------------------------------------------------------------------------
+//
+// Scopes are not looked at: nvcc and CUTLASS use the default, .cta, for arrivals from other blocks too.
+
+void begin_mbarrier(Context& c, const Op& op, int lane, const Spot& spot) {
+  Races::Request request;
+  request.spot = spot;
+  request.bytes = 8;
+  request.use = Use::kWrite;
+  c.races->note(c, op, lane, request);
+  MbarrierOrder& order = spot.block->order->mbarriers[spot.at];
+  order = {};
+  order.agent = c.races->new_agent(*spot.block);
+}
+
+void touch_mbarrier(Context& c, const Op& op, int lane, const Spot& spot, Use use) {
+  Races::Request request;
+  request.spot = spot;
+  request.bytes = 8;
+  request.use = use;
+  request.order.strong = true;
+  c.races->note(c, op, lane, request);
+}
+
+void arrive_at_mbarrier(Context& c, const Op& op, int lane, const Spot& spot) {
+  touch_mbarrier(c, op, lane, spot, Use::kAtomic);
+  WarpOrder& warp = *c.warp->order;
+  ViewPtr& gathered = spot.block->order->mbarriers[spot.at].gathered;
+  gathered = join(gathered, warp.released(op.order, lane, c.warp->alive)[0]);
+  if (op.order.releases) ++warp.clock;
+}
+
+void arrive_with_copies(const Warp& warp, int lane, std::uint32_t group, const Spot& spot) {
+  ViewPtr& gathered = spot.block->order->mbarriers[spot.at].gathered;
+  gathered = join(gathered, Known{warp.order->copies.agent, 0, group, bit(lane)});
+}
+
+void complete_phase(const Spot& spot) {
+  MbarrierOrder& order = spot.block->order->mbarriers[spot.at];
+  ++order.phase;
+  order.done = join(join(order.done, order.gathered),
+                    Known{order.agent, order.phase, order.phase, 0});
+  order.gathered = nullptr;
+}
+
+void pass_mbarrier(Context& c, const Op& op, int lane, const Spot& spot) {
+  Scoped views;
+  views.fill(spot.block->order->mbarriers[spot.at].done);
+  c.warp->order->observe(views, Scope::kCta, op.order, lane, c.warp->alive);
+}
+
+// -- the async proxy -----------------------------------------------------------------------------------
+
+Completion completion_of(const Spot& mbarrier) {
+  const MbarrierOrder& order = mbarrier.block->order->mbarriers[mbarrier.at];
+  return {order.agent, order.phase + 1};
+}
+
+Completion bulk_reads(Context& c, int lane) {
+  Groups& groups = with_agent(c, c.warp->order->bulk_reads, AgentInfo::Kind::kBulkReads);
+  return {groups.agent, static_cast<std::uint32_t>(c.warp->bulk_groups[lane]) + 1};
+}
+
+Completion bulk_writes(Context& c, int lane) {
+  Groups& groups = with_agent(c, c.warp->order->bulk_writes, AgentInfo::Kind::kBulkWrites);
+  return {groups.agent, static_cast<std::uint32_t>(c.warp->bulk_groups[lane]) + 1};
+}
+
+void await_bulk(Context& c, int lane, std::uint64_t before, bool only_reads) {
+  WarpOrder& warp = *c.warp->order;
+  const auto done = static_cast<std::uint32_t>(before);
+  warp.bulk_reads.done[lane] = std::max(warp.bulk_reads.done[lane], done);
+  if (!only_reads) warp.bulk_writes.done[lane] = std::max(warp.bulk_writes.done[lane], done);
+}
+
+void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
+                const Completion& completion) {
+  Races::Request request;
+  request.spot = spot;
+  request.bytes = bytes;
+  request.use = use;
+  request.async = true;
+  request.completion = completion;
+  // Reductions are atomic, element by element, at the scope of the device or wider.
+  request.order.strong = use == Use::kAtomic;
+  c.races->note(c, op, lane, request);
+}
+
+void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
+               const Completion& completion) {
+  Races::Request request;
+  request.spot = spot;
+  request.bytes = bytes;
+  request.use = use;
+  request.completion = completion;
+  request.order.strong = use == Use::kAtomic;
+  c.races->note(c, op, lane, request);
+}
+
+void note_product(Context& c, const Op& op, std::uint64_t offset, std::uint64_t number) {
+  WarpOrder& warp = *c.warp->order;
+  if (warp.products == kNobody) {
+    warp.products = c.races->new_agent(*c.warp, AgentInfo::Kind::kProducts);
+  }
+  Races::Request request;
+  request.spot = {c.warp->block, offset};
+  request.bytes = 16;
+  request.async = request.any_lane = true;
+  request.completion = {warp.products, static_cast<std::uint32_t>(number)};
+  c.races->note(c, op, 0, request);
+}
+
+void await_products(Context& c, const Warp& of, std::uint64_t number) {
+  const auto clock = static_cast<std::uint32_t>(number);
+  c.warp->order->acquire(Known{of.order->products, clock, clock, 0}, c.warp->alive, c.warp->alive);
+}
+
+// -- fences --------------------------------------------------------------------------------------------
+
+namespace {
+
+Outcome fence(Context& c, const Op& op, Mask mask) {
+  c.warp->order->fence(op.order.scope, mask, c.warp->alive);
+  return Outcome::kYield;
+}
+
+// op.number: whether shared memory is meant, and global memory.
+Outcome fence_proxy(Context& c, const Op& op, Mask mask) {
+  c.warp->order->fence_proxy((op.number & 1) != 0, (op.number & 2) != 0, mask, c.warp->alive);
+  return Outcome::kYield;
+}
+
+Outcome fence_alias(Context&, const Op&, Mask) { return Outcome::kYield; }
+
+bool decode_proxy(const Statement& s, Op& op) {
+  if (has(s, "alias")) {
+    op.handler = fence_alias;
+    return has_no_other(s, {"proxy", "alias"});
+  }
+  const bool global = has(s, "global");
+  const bool shared = has(s, "shared::cta") || has(s, "shared::cluster");
+  op.number = shared ? 1 : global ? 2 : 3;
+  op.handler = fence_proxy;
+  return has(s, "async") &&
+         has_no_other(s, {"proxy", "async", "global", "shared::cta", "shared::cluster"});
+}
+
+}  // namespace
+
+MemoryOrder memory_order_of(const Statement& s) {
+  MemoryOrder order;
+  const bool atomic = s.opcode[0] == "atom" || s.opcode[0] == "red";
+  order.acquires = has(s, "acquire") || has(s, "acq_rel");
+  order.releases = has(s, "release") || has(s, "acq_rel");
+  order.strong = atomic || order.acquires || order.releases || has(s, "relaxed") ||
+                 has(s, "volatile") || has(s, "mmio");
+  const bool wide = has(s, "sys") || has(s, "volatile") || has(s, "mmio");
+  order.scope = has(s, "cta") ? Scope::kCta : has(s, "cluster") ? Scope::kCluster
+                : wide        ? Scope::kSys
+                              : Scope::kGpu;
+  return order;
+}
+
+// Fences but those of tensor maps that kernels change.
+bool decode_fence(const Statement& s, Op& op) {
+  op.written = 0;
+  op.handler = fence;
+  if (s.opcode[0] == "membar") {  // .proxy forms are not known
+    op.order.scope = has(s, "cta") ? Scope::kCta : has(s, "gl") ? Scope::kGpu : Scope::kSys;
+    return s.opcode.size() == 2 && has_no_other(s, {"cta", "gl", "sys"});
+  }
+  if (s.opcode[0] != "fence") return false;
+  if (has(s, "mbarrier_init")) {  // orders initialisations alone; here: all that is before it
+    op.order.scope = Scope::kCluster;
+    return s.opcode.size() == 4 && has_no_other(s, {"mbarrier_init", "release", "cluster"});
+  }
+  if (has(s, "proxy")) return decode_proxy(s, op);
+  op.order.scope = has(s, "cta")       ? Scope::kCta
+                   : has(s, "cluster") ? Scope::kCluster
+                   : has(s, "gpu")     ? Scope::kGpu
+                                       : Scope::kSys;
+  return (has(s, "cta") || has(s, "cluster") || has(s, "gpu") || has(s, "sys")) &&
+         has_no_other(s, {"sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "sys"});
+}
+
+}  // namespace emulator

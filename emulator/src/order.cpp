@@ -1,0 +1,270 @@
+#include "order.h"
+
+#include <algorithm>
+
+namespace emulator {
+namespace {
+
+Known joined(const Known& a, const Known& b) {
+  Known out{a.agent, std::max(a.base, b.base), std::max(a.high, b.high), 0};
+  if (a.high > out.base) out.lanes |= a.lanes;
+  if (b.high > out.base) out.lanes |= b.lanes;
+  if (out.lanes == 0 || out.high <= out.base) out = {a.agent, out.base, out.base, 0};
+  return out;
+}
+
+Clocks::const_iterator position_of(const Clocks& clocks, Agent agent) {
+  return std::lower_bound(clocks.begin(), clocks.end(), agent,
+                          [](const Known& k, Agent wanted) { return k.agent < wanted; });
+}
+
+const Known* find(const Clocks& clocks, Agent agent) {
+  const auto at = position_of(clocks, agent);
+  return at != clocks.end() && at->agent == agent ? &*at : nullptr;
+}
+
+bool contains(const Clocks& a, const Clocks& b) {
+  if (b.size() > a.size()) return false;
+  auto at = a.begin();
+  for (const Known& k : b) {
+    while (at != a.end() && at->agent < k.agent) ++at;
+    if (at == a.end() || at->agent != k.agent || joined(*at, k) != *at) return false;
+  }
+  return true;
+}
+
+Clocks joined(const Clocks& a, const Clocks& b) {
+  Clocks out;
+  out.reserve(a.size() + b.size());
+  auto i = a.begin(), j = b.begin();
+  while (i != a.end() && j != b.end()) {
+    if (i->agent == j->agent) {
+      out.push_back(joined(*i++, *j++));
+    } else {
+      out.push_back(i->agent < j->agent ? *i++ : *j++);
+    }
+  }
+  out.insert(out.end(), i, a.end());
+  out.insert(out.end(), j, b.end());
+  return out;
+}
+
+void add(Clocks& clocks, const Known& known) {
+  if (known.agent == kNobody || (known.base == 0 && known.high == 0)) return;
+  const auto at = clocks.begin() + (position_of(clocks, known.agent) - clocks.begin());
+  if (at != clocks.end() && at->agent == known.agent) {
+    *at = joined(*at, known);
+  } else {
+    clocks.insert(at, known);
+  }
+}
+
+// Adds what lanes have waited for of their own copies.
+void add(Clocks& clocks, const Groups& groups, Mask lanes) {
+  if (groups.agent == kNobody) return;
+  std::uint32_t least = ~0u, most = 0;
+  each(lanes, [&](int l) {
+    least = std::min(least, groups.done[l]);
+    most = std::max(most, groups.done[l]);
+  });
+  Known known{groups.agent, 0, most, 0};
+  each(lanes, [&](int l) {
+    if (groups.done[l] == most) known.lanes |= Mask{1} << l;
+  });
+  add(clocks, known);
+  if (least == most) return;
+  each(lanes & ~known.lanes, [&](int l) {
+    if (groups.done[l] > 0) add(clocks, {groups.agent, 0, groups.done[l], Mask{1} << l});
+  });
+}
+
+bool knows(const Groups& groups, const Access& a, int lane) {
+  return groups.agent == a.agent && a.lanes == Mask{1} << lane && a.clock <= groups.done[lane];
+}
+
+}  // namespace
+
+bool covers(const Clocks& clocks, const Access& a) {
+  const Known* known = find(clocks, a.agent);
+  return known != nullptr && known->covers(a);
+}
+
+ViewPtr join(const ViewPtr& a, const ViewPtr& b) {
+  if (a == b || b == nullptr) return a;
+  if (a == nullptr) return b;
+  if (a->ended >= b->ended && contains(a->known, b->known) &&
+      contains(a->async_shared, b->async_shared) && contains(a->async_global, b->async_global)) {
+    return a;
+  }
+  return std::make_shared<const View>(View{joined(a->known, b->known),
+                                           joined(a->async_shared, b->async_shared),
+                                           joined(a->async_global, b->async_global),
+                                           std::max(a->ended, b->ended)});
+}
+
+ViewPtr join(const ViewPtr& a, const Known& known) {
+  if (known.agent == kNobody) return a;
+  auto out = a == nullptr ? std::make_shared<View>() : std::make_shared<View>(*a);
+  add(out->known, known);
+  return out;
+}
+
+ViewPtr WarpOrder::view(Mask lanes, Mask alive) const {
+  ViewPtr joint = common;
+  each(lanes & has_extra, [&](int l) { joint = join(joint, extra[l]); });
+  auto out = std::make_shared<View>(*joint);
+  const bool all = (alive & ~lanes) == 0;
+  add(out->known, all ? Known{agent, clock, clock, 0} : Known{agent, synced, clock, lanes});
+  add(out->known, copies, lanes);
+  add(out->known, bulk_reads, lanes);
+  add(out->known, bulk_writes, lanes);
+  return out;
+}
+
+void WarpOrder::acquire(const ViewPtr& view, Mask lanes, Mask alive) {
+  if (view == nullptr) return;
+  if ((alive & ~lanes) == 0) {
+    const ViewPtr before = common;
+    common = join(common, view);
+    if (common != before) forget();
+    return;
+  }
+  each(lanes, [&](int l) { extra[l] = join(extra[l], view); });
+  has_extra |= lanes;
+}
+
+void WarpOrder::acquire(const Known& known, Mask lanes, Mask alive) {
+  if (known.agent != kNobody) acquire(join(ViewPtr{}, known), lanes, alive);
+}
+
+void WarpOrder::meet(Mask lanes, Mask alive) {
+  if ((alive & ~lanes) != 0) {
+    const ViewPtr joint = view(lanes, alive);
+    each(lanes, [&](int l) { extra[l] = joint; });
+    has_extra |= lanes;
+  } else {
+    const bool has_groups = copies.agent != kNobody || bulk_reads.agent != kNobody;
+    if (has_extra != 0 || has_groups) {
+      acquire(view(lanes, alive), lanes, alive);
+      for (ViewPtr& of_lane : extra) of_lane = nullptr;
+      has_extra = 0;
+    }
+    synced = clock;
+  }
+  ++clock;
+}
+
+void WarpOrder::fence(Scope scope, Mask lanes, Mask alive) {
+  const auto widest = static_cast<std::size_t>(scope);
+  if (seen != nullptr) {
+    each(lanes, [&](int l) {
+      for (std::size_t s = 0; s <= widest; ++s) {
+        acquire((*seen)[l][s], Mask{1} << l, alive);
+        (*seen)[l][s] = nullptr;
+      }
+    });
+  }
+  if (fences == nullptr) fences = std::make_unique<std::array<std::array<Fence, 4>, kLanes>>();
+  each(lanes, [&](int l) {
+    (*fences)[l][widest] = {common,         extra[l],           clock,
+                            synced,         copies.done[l],     bulk_reads.done[l],
+                            bulk_writes.done[l]};
+  });
+  ++clock;
+}
+
+ViewPtr WarpOrder::view(const Fence& fence, int lane) const {
+  auto out = std::make_shared<View>(*join(fence.common, fence.extra));
+  const Mask own = Mask{1} << lane;
+  add(out->known, {agent, fence.synced, fence.clock, own});
+  add(out->known, {copies.agent, 0, fence.copies, own});
+  add(out->known, {bulk_reads.agent, 0, fence.bulk_reads, own});
+  add(out->known, {bulk_writes.agent, 0, fence.bulk_writes, own});
+  return out;
+}
+
+void WarpOrder::fence_proxy(bool shared, bool global, Mask lanes, Mask alive) {
+  const auto with = [&](const ViewPtr& before, const Known& own) {
+    auto out = std::make_shared<View>(*before);
+    Clocks all = out->known;
+    add(all, own);
+    if (shared) out->async_shared = joined(out->async_shared, all);
+    if (global) out->async_global = joined(out->async_global, all);
+    return out;
+  };
+  const bool all = (alive & ~lanes) == 0;
+  if (all) {
+    common = with(common, {agent, clock, clock, 0});
+    each(has_extra, [&](int l) { extra[l] = with(extra[l], {}); });
+    forget();
+  } else {
+    each(lanes, [&](int l) {
+      extra[l] = with(join(common, extra[l]), {agent, synced, clock, Mask{1} << l});
+    });
+    has_extra |= lanes;
+  }
+  ++clock;
+}
+
+Scoped WarpOrder::released(const MemoryOrder& order, int lane, Mask alive) const {
+  Scoped views;
+  const auto widest = static_cast<std::size_t>(order.scope);
+  if (order.releases) {
+    const ViewPtr own = view(Mask{1} << lane, alive);
+    for (std::size_t s = 0; s <= widest; ++s) views[s] = own;
+  } else if (fences != nullptr) {
+    for (std::size_t s = 0; s <= widest; ++s) {  // the last fence that reaches so far
+      const Fence* last = nullptr;
+      for (std::size_t f = s; f < views.size(); ++f) {
+        const Fence& fence = (*fences)[lane][f];
+        if (fence.common != nullptr && (last == nullptr || fence.clock > last->clock)) last = &fence;
+      }
+      if (last != nullptr) views[s] = view(*last, lane);
+    }
+  }
+  return views;
+}
+
+void WarpOrder::observe(const Scoped& views, Scope needed, const MemoryOrder& order, int lane,
+                        Mask alive) {
+  if (order.scope < needed) return;
+  const auto s = static_cast<std::size_t>(needed);
+  if (views[s] == nullptr) return;
+  if (order.acquires) {
+    acquire(views[s], Mask{1} << lane, alive);
+    return;
+  }
+  if (seen == nullptr) seen = std::make_unique<std::array<Scoped, kLanes>>();
+  ViewPtr& before = (*seen)[lane][s];
+  before = join(before, views[s]);
+}
+
+bool WarpOrder::knows(const Access& a, int lane) {
+  if (a.agent == agent && (a.lanes == Mask{1} << lane || a.clock <= synced)) return true;
+  if (last.agent == a.agent && last.covers(a)) return true;
+  if (const Known* known = find(common->known, a.agent); known != nullptr && known->covers(a)) {
+    last = *known;
+    return true;
+  }
+  if ((has_extra >> lane & 1) != 0 && covers(extra[lane]->known, a)) return true;
+  return emulator::knows(copies, a, lane) || emulator::knows(bulk_reads, a, lane) ||
+         emulator::knows(bulk_writes, a, lane);
+}
+
+bool WarpOrder::has_fenced(const Access& a, bool shared, int lane) {
+  Known& recent = shared ? last_async_shared : last_async_global;
+  if (recent.agent == a.agent && recent.covers(a)) return true;
+  if (const Known* known = find(common->async(shared), a.agent);
+      known != nullptr && known->covers(a)) {
+    recent = *known;
+    return true;
+  }
+  return (has_extra >> lane & 1) != 0 && covers(extra[lane]->async(shared), a);
+}
+
+std::uint64_t WarpOrder::ended(int lane) const {
+  const bool more = (has_extra >> lane & 1) != 0;
+  return more ? std::max(common->ended, extra[lane]->ended) : common->ended;
+}
+
+}  // namespace emulator

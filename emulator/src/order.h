@@ -1,0 +1,148 @@
+// What is ordered before what, by clocks.
+//
+// PTX orders memory by causality: an access is ordered behind another one if a chain of program order
+// and synchronisation (barriers, release and acquire, waits for asynchronous work) leads from one to the
+// other. A program without races, whose weak accesses are all ordered so, behaves as if memory were
+// sequentially consistent. So a race is an error at once, whatever value was read; only strong accesses
+// may meet unordered.
+//
+// An agent is what performs accesses: a warp, or something asynchronous that a warp has started. Each has
+// a clock, and an access is (agent, lanes, clock). A warp's clock goes on with each release. A view says up
+// to which clock accesses of other agents are known; it is what a release publishes and an acquire takes.
+// Asynchronous work gets clocks that its completion announces: the phase of an mbarrier, the number
+// of a group. It is noted when it is started, because from then on it may be performed at any time.
+//
+// Clocks of the lanes of one agent are kept as two numbers, one for the lanes of a mask and one for the
+// others. What that cannot hold is rounded up: a race may be missed, but none is made up.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "machine.h"
+
+namespace emulator {
+
+using Agent = std::uint32_t;
+constexpr Agent kNobody = 0;
+// The host, copy engines, other processes, as far as the machine is told of them.
+constexpr Agent kOutside = 1;
+
+// An access as memory remembers it.
+struct Access {
+  static constexpr std::uint32_t kOp = (1u << 20) - 1;  // the number of the statement
+  static constexpr std::uint32_t kStrong = 1u << 20, kAtomic = 1u << 21;
+  static constexpr std::uint32_t kAsync = 1u << 22;  // through the async proxy
+  static constexpr std::uint32_t kLater = 1u << 23;  // was started then, and is performed later
+  static constexpr int kScope = 24, kSize = 26;      // two bits, three bits: log2 of the bytes
+
+  Agent agent = kNobody;
+  std::uint32_t clock = 0;
+  Mask lanes = 0;
+  std::uint32_t what = 0;
+
+  bool has(std::uint32_t flag) const { return (what & flag) != 0; }
+  Scope scope() const { return static_cast<Scope>(what >> kScope & 3); }
+  std::uint32_t size() const { return 1u << (what >> kSize & 7); }
+};
+
+// What is known of an agent: accesses up to clock `high` of the lanes in the mask, up to `base` of others.
+struct Known {
+  Agent agent = kNobody;
+  std::uint32_t base = 0, high = 0;
+  Mask lanes = 0;
+
+  bool covers(const Access& a) const {
+    return a.clock <= base || (a.clock <= high && (a.lanes & ~lanes) == 0);
+  }
+  bool operator==(const Known&) const = default;
+};
+using Clocks = std::vector<Known>;  // by agent
+
+bool covers(const Clocks& clocks, const Access& a);
+
+struct View;
+using ViewPtr = std::shared_ptr<const View>;
+struct View {
+  Clocks known;
+  // What a fence.proxy.async has made known to the async proxy.
+  Clocks async_shared, async_global;
+  std::uint64_t ended = 0;  // all launches that ended up to this number
+
+  const Clocks& async(bool shared) const { return shared ? async_shared : async_global; }
+};
+
+ViewPtr join(const ViewPtr& a, const ViewPtr& b);
+ViewPtr join(const ViewPtr& a, const Known& known);
+
+// Something asynchronous that single threads start and wait for: groups of copies.
+struct Groups {
+  Agent agent = kNobody;
+  std::array<std::uint32_t, kLanes> committed{};
+  std::array<std::uint32_t, kLanes> done{};  // groups that the lane has waited for
+  std::uint32_t of(int lane) const { return committed[lane] + 1; }
+};
+
+// By the scope that is needed to reach from one thread to another.
+using Scoped = std::array<ViewPtr, 4>;
+
+// Where a thread is.
+struct Position {
+  std::uint32_t device = 0, launch = 0, cluster = 0, block = 0;
+  // The narrowest scope that has both.
+  Scope to(const Position& other) const {
+    if (device != other.device) return Scope::kSys;
+    if (launch != other.launch || cluster != other.cluster) return Scope::kGpu;
+    return block != other.block ? Scope::kCluster : Scope::kCta;
+  }
+};
+
+// What a warp knows.
+struct WarpOrder {
+  Agent agent = kNobody;
+  Position position;
+  std::uint32_t clock = 1;
+  std::uint32_t synced = 0;  // the lanes know each other's accesses up to this clock
+  ViewPtr common;            // known to all lanes
+  std::array<ViewPtr, kLanes> extra;
+  Mask has_extra = 0;
+  Groups copies, bulk_reads, bulk_writes;
+  Agent products = kNobody;  // wgmma
+  // As of fences, by their scope: what a relaxed store behind them releases.
+  struct Fence {
+    ViewPtr common, extra;
+    std::uint32_t clock = 0, synced = 0, copies = 0, bulk_reads = 0, bulk_writes = 0;
+  };
+  std::unique_ptr<std::array<std::array<Fence, 4>, kLanes>> fences;
+  // Views that relaxed loads have seen: what a fence behind them acquires.
+  std::unique_ptr<std::array<Scoped, kLanes>> seen;
+  // Registers that were last loaded from memory that was never written, by number.
+  std::map<int, const Op*> loaded_nothing;
+  Known last, last_async_shared, last_async_global;  // of common: found last
+
+  // What these lanes know, and their own accesses so far.
+  ViewPtr view(Mask lanes, Mask alive) const;
+  void acquire(const ViewPtr& view, Mask lanes, Mask alive);
+  void acquire(const Known& known, Mask lanes, Mask alive);
+  // The lanes take what the others of them know (bar.warp.sync, and barriers of all threads).
+  void meet(Mask lanes, Mask alive);
+  void fence(Scope scope, Mask lanes, Mask alive);
+  void fence_proxy(bool shared, bool global, Mask lanes, Mask alive);
+  // What a store by a lane releases, for each scope that a reader may need.
+  Scoped released(const MemoryOrder& order, int lane, Mask alive) const;
+  void observe(const Scoped& views, Scope needed, const MemoryOrder& order, int lane, Mask alive);
+
+  bool knows(const Access& a, int lane);
+  // Whether a fence has made a generic access known to the async proxy.
+  bool has_fenced(const Access& a, bool shared, int lane);
+  std::uint64_t ended(int lane) const;
+
+ private:
+  ViewPtr view(const Fence& fence, int lane) const;
+  void forget() { last = last_async_shared = last_async_global = {}; }
+};
+
+}  // namespace emulator

@@ -1,0 +1,423 @@
+#include "races.h"
+
+#include <bit>
+
+namespace emulator {
+namespace {
+
+const char* name_of(Scope scope) {
+  constexpr const char* kNames[] = {".cta", ".cluster", ".gpu", ".sys"};
+  return kNames[static_cast<int>(scope)];
+}
+
+std::string name_of(const Dim& d) {
+  std::string text = "(";
+  text += std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z);
+  return text += ")";
+}
+
+}  // namespace
+
+// An access that is being checked.
+struct Races::Check {
+  Context& c;
+  const Op& op;
+  int lane;
+  const Request& request;
+  WarpOrder& warp;
+  Access access;
+  bool reads, writes;
+  bool never_written = false;
+};
+
+Races::Races(GlobalOrder& global, const Program& program, const Launch& launch)
+    : global_(global),
+      program_(program),
+      launch_(launch),
+      order_(global.begin(program)),
+      start_(global.at_start()) {}
+
+Races::~Races() { global_.end(*order_); }
+
+void Races::start(Cluster& cluster, Block& block) {
+  if (cluster.order == nullptr) {
+    ++clusters_;
+    cluster.order = std::make_shared<ClusterOrder>();
+  }
+  block.order = std::make_shared<BlockOrder>(block.shared.size());
+  const Position position{launch_.device, order_->number, clusters_, ++blocks_};
+  for (Warp& warp : block.warps) {
+    warp.order = std::make_shared<WarpOrder>();
+    warp.order->position = position;
+    warp.order->agent = new_agent(warp, AgentInfo::Kind::kWarp);
+    warp.order->common = start_;
+  }
+}
+
+Agent Races::new_agent(const Warp& warp, AgentInfo::Kind kind) {
+  return global_.new_agent(*order_,
+                           {kind, warp.order->position, warp.block->index, warp.index});
+}
+
+Agent Races::new_agent(const Block& block) {
+  const Position& position = block.warps[0].order->position;
+  return global_.new_agent(*order_, {AgentInfo::Kind::kMbarrier, position, block.index, 0});
+}
+
+bool Races::note(Context& c, const Op& op, int lane, const Request& request) {
+  if (!launch_.races) return false;
+  WarpOrder& warp = *c.warp->order;
+  std::uint32_t what = static_cast<std::uint32_t>(&op - program_.ops.data()) & Access::kOp;
+  if (request.order.strong) {
+    what |= Access::kStrong | static_cast<std::uint32_t>(request.order.scope) << Access::kScope;
+  }
+  if (request.use == Use::kAtomic) what |= Access::kAtomic;
+  if (request.async) what |= Access::kAsync;
+  const auto width = static_cast<std::uint32_t>(std::bit_width(request.bytes) - 1);
+  what |= std::min(width, 7u) << Access::kSize;
+  Access access{warp.agent, warp.clock, Mask{1} << lane, what};
+  if (request.completion.agent != kNobody) {
+    access.agent = request.completion.agent;
+    access.clock = request.completion.clock;
+    access.what |= Access::kLater;
+  }
+  Check check{c,    op,     lane,
+                    request,      warp,
+                    access,       request.use != Use::kWrite,
+                    request.use != Use::kRead};
+  const std::uint64_t begin = request.spot.at, end = begin + request.bytes;
+  if (request.spot.block != nullptr) {
+    touch(check, request.spot.block->order->shadow, begin, end);
+    return check.never_written;
+  }
+  constexpr std::uint64_t kPage = GlobalOrder::kPage;
+  for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
+    GlobalOrder::Shard& shard = global_.shard(page);
+    // A strong access holds the lock already, of the page that it lies in.
+    std::unique_lock<std::mutex> lock;
+    if (!request.order.strong || request.async) lock = std::unique_lock(shard.using_it);
+    auto& found = shard.pages[page];
+    if (found == nullptr) found = std::make_unique<GlobalOrder::Page>();
+    const std::uint64_t first = std::max(begin, page * kPage) - page * kPage;
+    const std::uint64_t last = std::min(end, (page + 1) * kPage) - page * kPage;
+    touch(check, found->shadow, first, last);
+    if (!check.writes || request.order.strong || found->places.empty()) continue;
+    for (std::uint64_t at = begin; at < end; ++at) found->places.erase(at);
+  }
+  return false;
+}
+
+void Races::touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end) {
+  shadow.visit(begin, end, [&](Cell& cell, std::uint64_t at, std::uint32_t bytes) {
+    touch_cell(check, shadow, cell, at, bytes);
+  });
+  if (check.writes) shadow.unite(begin, end);
+}
+
+void Races::touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at,
+                       std::uint32_t bytes) {
+  if (cell.write.agent != kNobody) {
+    if (!is_ordered(check, cell.write) || !is_fenced(check, cell.write)) {
+      check_against(check, cell.write, true, at, bytes);
+    }
+  } else if (check.reads && check.request.spot.block != nullptr) {
+    check.never_written = true;
+    if (!check.writes && !check.request.async) return;
+    check.c.fail(check.op, check.lane,
+                 "shared memory that was never written is read, " + std::to_string(bytes) +
+                     " bytes at offset " + std::to_string(at));
+  }
+  if (!check.writes) {
+    note_reader(check, shadow, cell);
+    return;
+  }
+  if (cell.read.agent != kNobody && !is_ordered(check, cell.read)) {
+    check_against(check, cell.read, false, at, bytes);
+  }
+  if (cell.readers != 0) {
+    const Readers& readers = shadow.readers(cell);
+    for (std::size_t i = 0; i < readers.count; ++i) {
+      if (!is_ordered(check, readers.reads[i])) {
+        check_against(check, readers.reads[i], false, at, bytes);
+      }
+    }
+  }
+  cell.write = check.access;
+  shadow.forget_reads(cell);
+}
+
+// Whether a read need not be remembered beside this one: what comes behind this one comes behind it.
+bool Races::replaces(const Check& check, Access& before) {
+  const Access& now = check.access;
+  if (before.agent == kNobody) return true;
+  if (before.agent == now.agent) {
+    if (before.clock == now.clock && (before.what & ~Access::kOp) == (now.what & ~Access::kOp)) {
+      before.lanes |= now.lanes;
+      before.what = now.what;
+      return true;
+    }
+    if ((before.lanes & ~now.lanes) == 0 && before.clock <= now.clock) {
+      before = now;
+      return true;
+    }
+  }
+  if (!is_ordered(check, before)) return false;
+  before = now;
+  return true;
+}
+
+void Races::note_reader(const Check& check, Shadow& shadow, Cell& cell) {
+  if (cell.read.agent == kNobody) {
+    cell.read = check.access;
+    return;
+  }
+  if (replaces(check, cell.read)) return;
+  Readers& readers = shadow.readers(cell);
+  for (std::size_t i = 0; i < readers.count; ++i) {
+    if (replaces(check, readers.reads[i])) return;
+  }
+  const std::size_t at =
+      readers.count < Readers::kMost ? readers.count++ : check.warp.clock % Readers::kMost;
+  readers.reads[at] = check.access;
+}
+
+bool Races::has_ended(const Check& check, const Access& other) const {
+  if (other.agent == kOutside) return false;
+  const std::uint64_t ended = global_.chunk_of(other.agent)->launch->ended;
+  return ended != 0 && ended <= check.warp.ended(check.lane);
+}
+
+bool Races::is_ordered(const Check& check, const Access& other) {
+  WarpOrder& warp = check.warp;
+  if (warp.knows(other, check.lane)) return true;
+  if (check.request.any_lane) {
+    if (other.agent == warp.agent) return true;
+    bool found = false;
+    each(warp.has_extra, [&](int l) { found = found || warp.knows(other, l); });
+    if (found) return true;
+  }
+  return has_ended(check, other);
+}
+
+bool Races::is_fenced(const Check& check, const Access& other) {
+  if (!check.request.async || other.has(Access::kAsync)) return true;
+  const bool shared = check.request.spot.block != nullptr;
+  if (check.warp.has_fenced(other, shared, check.lane)) return true;
+  if (check.request.any_lane) {
+    bool found = false;
+    each(check.warp.has_extra,
+         [&](int l) { found = found || check.warp.has_fenced(other, shared, l); });
+    if (found) return true;
+  }
+  return has_ended(check, other);
+}
+
+void Races::check_against(const Check& check, const Access& other, bool other_writes,
+                          std::uint64_t at, std::uint32_t bytes) {
+  const bool ordered = is_ordered(check, other);
+  if (ordered) report(check, other, other_writes, at, bytes, "a fence.proxy.async between them");
+  const Request& request = check.request;
+  const bool both_strong = request.order.strong && other.has(Access::kStrong);
+  if (both_strong) {
+    if (other.size() != (1u << (check.access.what >> Access::kSize & 7))) {
+      report(check, other, other_writes, at, bytes,
+             "an order, as strong accesses of different sizes have none of their own");
+    }
+    const Scope needed = check.warp.position.to(global_.info(other.agent).position);
+    if (request.order.scope >= needed && other.scope() >= needed) return;
+    report(check, other, other_writes, at, bytes,
+           std::string("the scope ") + name_of(needed) + " at both");
+  }
+  if (request.same && other_writes && check.writes && !other.has(Access::kLater)) return;
+  report(check, other, other_writes, at, bytes, missing(check, other));
+}
+
+std::string Races::missing(const Check& check, const Access& other) const {
+  if (other.agent == kOutside) return "an acquire of the signal that announces it";
+  const AgentInfo& info = global_.info(other.agent);
+  switch (info.kind) {
+    case AgentInfo::Kind::kCopies:
+      return "cp.async.wait_group by the thread that copies, and for other threads a barrier behind it";
+    case AgentInfo::Kind::kBulkReads:
+      return "cp.async.bulk.wait_group.read by the thread that copies, and for other threads "
+             "synchronisation behind it";
+    case AgentInfo::Kind::kBulkWrites:
+      return "cp.async.bulk.wait_group (without .read) by the thread that copies, and for other "
+             "threads synchronisation behind it";
+    case AgentInfo::Kind::kProducts:
+      return "wgmma.wait_group, and for other threads synchronisation behind it";
+    case AgentInfo::Kind::kMbarrier:
+      return "a wait for the phase of the mbarrier that counts its bytes";
+    default:
+      break;
+  }
+  const Scope needed = check.warp.position.to(info.position);
+  if (needed == Scope::kCta) {
+    if (other.agent == check.warp.agent) return "a bar.warp.sync (__syncwarp) of both lanes";
+    return "a barrier of both warps (bar.sync), or a release and an acquire";
+  }
+  if (needed == Scope::kCluster) {
+    return "barrier.cluster, or a release and an acquire of scope .cluster";
+  }
+  return std::string("a release and an acquire (or fences) of scope ") + name_of(needed);
+}
+
+std::string Races::describe(const Check& check, const Access& a, bool writes) const {
+  const char* what = a.has(Access::kAtomic) ? "atomic" : writes ? "write" : "read";
+  if (a.agent == kOutside) return "a write by the host or a copy engine";
+  const AgentInfo& info = global_.info(a.agent);
+  const Program& program = *global_.chunk_of(a.agent)->launch->program;
+  std::string text = "the ";
+  if (a.has(Access::kLater)) text += "asynchronous ";
+  text += what;
+  text += " by ";
+  if (info.kind == AgentInfo::Kind::kProducts) {
+    text += "warp " + std::to_string(info.warp);
+  } else if (info.kind == AgentInfo::Kind::kMbarrier) {
+    text += "a copy to the block";
+  } else {
+    // Of the lanes of its own warp, another one.
+    const Mask own = a.agent == check.warp.agent ? Mask{1} << check.lane : 0;
+    const Mask others = (a.lanes & ~own) != 0 ? a.lanes & ~own : a.lanes;
+    const int thread = info.warp * kLanes + std::countr_zero(others);
+    text += "thread " + std::to_string(thread);
+  }
+  text += " of block " + name_of(info.block);
+  const Statement& statement = *program.ops[a.what & Access::kOp].statement;
+  if (info.position.launch != order_->number) text += " of another launch";
+  return text + " (" + program.module->describe(*program.kernel, statement) + ")";
+}
+
+void Races::report(const Check& check, const Access& other, bool other_writes, std::uint64_t at,
+                   std::uint32_t bytes, const std::string& missing) {
+  const Spot& spot = check.request.spot;
+  std::string where;
+  if (spot.block != nullptr) {
+    where = "offset " + std::to_string(at) + " of shared memory";
+    if (spot.block != check.c.warp->block) where += " of block " + name_of(spot.block->index);
+  } else {
+    const std::uint64_t page = spot.at / GlobalOrder::kPage * GlobalOrder::kPage;
+    const std::uint64_t address = at < spot.at % GlobalOrder::kPage
+                                      ? page + GlobalOrder::kPage + at
+                                      : page + at;  // of the page behind it
+    where = "address " + std::to_string(address);
+    auto next = check.c.memory->upper_bound(address);
+    if (next != check.c.memory->begin()) {
+      --next;
+      where = std::to_string(address - next->first) + " bytes behind the start of " +
+              next->second.name;
+    }
+  }
+  const char* what = check.access.has(Access::kAtomic) ? "atomic" : check.writes ? "write" : "read";
+  check.c.fail(check.op, check.lane,
+               "race: this " + std::string(check.access.has(Access::kLater) ? "asynchronous " : "") +
+                   what + " of " + std::to_string(bytes) + " bytes at " + where + " and " +
+                   describe(check, other, other_writes) + " have no order; missing is " + missing);
+}
+
+// -- for handlers -------------------------------------------------------------------------------------
+
+bool find_spot(Context& c, const Op& op, int lane, Space space, std::uint64_t address, Spot* spot) {
+  const bool generic = space == Space::kGeneric;
+  if (space == Space::kShared || space == Space::kCluster || (generic && address >= kSharedWindow)) {
+    *spot = {c.warp->block, address & 0xFFFFFFFF};
+    if (spot->at > kOffsetMask) {
+      const Place place = shared_place(c, op, lane, space, address);
+      *spot = {place.block, place.offset};
+    }
+    return true;
+  }
+  if (space != Space::kGlobal && !generic) return false;
+  if (address >= kParamWindow) return false;
+  *spot = {nullptr, address};
+  return true;
+}
+
+bool note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+               std::uint64_t bytes) {
+  Races::Request request;
+  if (!find_spot(c, op, lane, space, address, &request.spot)) return false;
+  request.bytes = bytes;
+  return c.races->note(c, op, lane, request);
+}
+
+void unwrite(Context& c, const Op& op, int target, Mask lanes) {
+  const Value& v = op.targets[target];
+  if (v.kind != Value::Kind::kRegister) return;
+  c.warp->written[v.index] &= ~lanes;
+  c.warp->order->loaded_nothing[v.index] = &op;
+}
+
+void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+                std::uint64_t bytes, bool same) {
+  Races::Request request;
+  if (!find_spot(c, op, lane, space, address, &request.spot)) return;
+  request.bytes = bytes;
+  request.use = Use::kWrite;
+  request.same = same;
+  c.races->note(c, op, lane, request);
+}
+
+StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+                           std::uint64_t bytes, Use use)
+    : c_(c), op_(op), lane_(lane), bytes_(bytes) {
+  if (!find_spot(c, op, lane, space, address, &spot_)) return;
+  GlobalOrder& global = c.races->global_;
+  Races::Request request;
+  request.spot = spot_;
+  request.bytes = bytes;
+  request.use = use;
+  request.order = op.order;
+  if (spot_.block != nullptr) {
+    places_ = &spot_.block->order->places;
+    c.races->note(c, op, lane, request);
+    return;
+  }
+  GlobalOrder::Shard& shard = global.shard(spot_.at / GlobalOrder::kPage);
+  lock_ = std::unique_lock(shard.using_it);
+  c.races->note(c, op, lane, request);
+  auto& page = shard.pages[spot_.at / GlobalOrder::kPage];
+  if (page == nullptr) page = std::make_unique<GlobalOrder::Page>();
+  places_ = &page->places;
+}
+
+void StrongAccess::loaded(std::uint64_t value) {
+  if (places_ == nullptr) return;
+  auto found = places_->find(spot_.at);
+  const bool known = found != places_->end() && found->second.value == value &&
+                     found->second.bytes == bytes_;
+  WarpOrder& warp = *c_.warp->order;
+  if (!known) {
+    if (spot_.block != nullptr) return;
+    // Kept as it is now: what happens outside before the value changes is not known by it.
+    SyncPlace place;
+    place.value = value;
+    place.bytes = bytes_;
+    place.views.fill(c_.races->global_.outside());
+    found = places_->insert_or_assign(spot_.at, place).first;
+  }
+  const SyncPlace& place = found->second;
+  const Scope needed = place.agent == kNobody ? Scope::kSys : warp.position.to(place.position);
+  warp.observe(place.views, needed, op_.order, lane_, c_.warp->alive);
+}
+
+void StrongAccess::stored(std::uint64_t value) {
+  if (places_ == nullptr) return;
+  WarpOrder& warp = *c_.warp->order;
+  SyncPlace& place = (*places_)[spot_.at];
+  Scoped views = warp.released(op_.order, lane_, c_.warp->alive);
+  const bool atomic = op_.statement->opcode[0] == "atom" || op_.statement->opcode[0] == "red";
+  // A release reaches on: through the same thread's later stores there, and through atomics.
+  const bool same_thread = place.agent == warp.agent && place.lane == lane_;
+  if (place.bytes == bytes_ && (atomic || same_thread)) {
+    const Scope between =
+        place.agent == kNobody ? Scope::kCta : warp.position.to(place.position);
+    for (std::size_t s = 0; s < views.size(); ++s) {
+      views[s] = join(views[s], place.views[std::max(s, static_cast<std::size_t>(between))]);
+    }
+  }
+  place = {value, bytes_, std::move(views), warp.position, warp.agent, lane_};
+  if (op_.order.releases) ++warp.clock;
+}
+
+}  // namespace emulator

@@ -1,0 +1,266 @@
+// Accesses that are not ordered: what handlers tell about memory, and what is reported.
+//
+// The rules are those of order.h. For each byte the last write is kept, and the reads since then
+// (shadow.h). An access is checked against them when it is executed, an asynchronous one when it is
+// started. Reported are
+//  * conflicts that nothing orders, unless both are strong, of the same bytes, and each is in the scope
+//    of the other. Two plain writes of the same value are no conflict
+//  * accesses of the async proxy to what was written through the generic one, without a
+//    fence.proxy.async between. Reads that a generic access made need no fence before an asynchronous
+//    write
+//  * reads of shared memory that was never written: at once if they are asynchronous or atomic. A load
+//    makes the register one that was never written. It is an error where that is read: loops that load
+//    ahead load beyond the end too. ldmatrix may: rows beyond the end of a matrix are multiplied by
+//    mma.sync, and their products are not stored
+//
+// Global memory is shared by the launches of a machine that run at the same time. A launch starts behind
+// all that have ended. What the host, copies and other processes write is "outside": a strong load of a
+// value that no kernel of this machine stored is ordered behind all that has ended and was told of.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include "order.h"
+#include "shadow.h"
+
+namespace emulator {
+
+// Who an agent is, for messages.
+struct AgentInfo {
+  enum class Kind : std::uint8_t { kWarp, kCopies, kBulkReads, kBulkWrites, kProducts, kMbarrier };
+  Kind kind = Kind::kWarp;
+  Position position;
+  Dim block;
+  int warp = 0;
+};
+
+struct LaunchOrder;
+struct AgentChunk {
+  static constexpr std::uint32_t kAgents = 256;
+  LaunchOrder* launch = nullptr;
+  std::array<AgentInfo, kAgents> infos;
+};
+
+struct LaunchOrder {
+  const Program* program = nullptr;
+  std::uint32_t number = 0;
+  std::atomic<std::uint64_t> ended{0};  // when it ended, among the others; 0: it runs
+  std::deque<AgentChunk> chunks;
+  std::uint32_t next = 0, last = 0;  // agents that are left
+};
+
+// A word that strong accesses are made to: what its value releases.
+struct SyncPlace {
+  std::uint64_t value = 0, bytes = 0;
+  Scoped views;
+  Position position;
+  Agent agent = kNobody;  // that stored it
+  int lane = 0;
+};
+using SyncPlaces = std::unordered_map<std::uint64_t, SyncPlace>;
+
+// Global memory, as all launches of a machine see it.
+class GlobalOrder {
+ public:
+  GlobalOrder();
+  ~GlobalOrder();
+  GlobalOrder(const GlobalOrder&) = delete;
+  GlobalOrder& operator=(const GlobalOrder&) = delete;
+
+  static constexpr std::uint64_t kPage = 4096;
+  struct Page {
+    Shadow shadow{kPage};
+    SyncPlaces places;
+  };
+  struct Shard {
+    std::mutex using_it;
+    std::unordered_map<std::uint64_t, std::unique_ptr<Page>> pages;
+  };
+  Shard& shard(std::uint64_t page) { return shards_[page % kShards]; }
+
+  std::shared_ptr<LaunchOrder> begin(const Program& program);
+  void end(LaunchOrder& launch);
+  Agent new_agent(LaunchOrder& launch, const AgentInfo& info);
+  const AgentChunk* chunk_of(Agent agent) const;
+  const AgentInfo& info(Agent agent) const {
+    return chunk_of(agent)->infos[agent % AgentChunk::kAgents];
+  }
+
+  // Memory was freed, or is another's now.
+  void forget(std::uint64_t begin, std::uint64_t end);
+  // A copy engine begins to write there, or has written.
+  void wrote(std::uint64_t begin, std::uint64_t end, bool finished);
+  // What an outside value orders, as of now.
+  ViewPtr outside() const;
+  // What a launch that starts now knows.
+  ViewPtr at_start() const;
+
+ private:
+  static constexpr std::uint64_t kShards = 64;
+  static constexpr std::uint32_t kChunks = 1u << 20;
+
+  std::array<Shard, kShards> shards_;
+  std::atomic<AgentChunk*>* chunks_;  // by agent
+  std::mutex starting_;
+  std::atomic<std::uint32_t> next_chunk_{1};
+  std::atomic<std::uint32_t> running_{0};
+  std::uint32_t launches_ = 0;
+  std::atomic<std::uint64_t> ended_{0};
+  std::atomic<std::uint32_t> outside_{1};
+  std::vector<std::shared_ptr<LaunchOrder>> known_;
+};
+
+struct MbarrierOrder {
+  Agent agent = kNobody;
+  std::uint32_t phase = 0;
+  ViewPtr gathered, done;  // by arrivals of this phase; of the phases before
+};
+
+struct BlockOrder {
+  explicit BlockOrder(std::uint64_t shared_bytes) : shadow(shared_bytes) {}
+  Shadow shadow;
+  SyncPlaces places;
+  std::array<ViewPtr, 16> gathered, done;  // barriers: of this phase, of the one before
+  std::map<std::uint64_t, MbarrierOrder> mbarriers;
+};
+
+struct ClusterOrder {
+  ViewPtr gathered, done;
+};
+
+// Memory that an access names: of a block, or global.
+struct Spot {
+  Block* block = nullptr;
+  std::uint64_t at = 0;
+};
+
+// How asynchronous work ends: with clock `clock` of an agent.
+struct Completion {
+  Agent agent = kNobody;
+  std::uint32_t clock = 0;
+};
+
+enum class Use : std::uint8_t { kRead, kWrite, kAtomic };
+
+// Of one launch.
+class Races {
+ public:
+  Races(GlobalOrder& global, const Program& program, const Launch& launch);
+  ~Races();
+  Races(const Races&) = delete;
+  Races& operator=(const Races&) = delete;
+
+  void start(Cluster& cluster, Block& block);
+
+  struct Request {
+    Spot spot;
+    std::uint64_t bytes = 0;
+    Use use = Use::kRead;
+    MemoryOrder order;
+    bool async = false;      // through the async proxy
+    bool any_lane = false;   // by the warp as a whole
+    bool same = false;       // writes what is there already
+    Completion completion;   // of what is performed later
+  };
+  // Checks and notes an access. Returns whether a load reads what was never written. Throws PtxError.
+  bool note(Context& c, const Op& op, int lane, const Request& request);
+
+  Agent new_agent(const Warp& warp, AgentInfo::Kind kind);
+  Agent new_agent(const Block& block);
+
+ private:
+  friend class StrongAccess;
+  struct Check;
+  void touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end);
+  void touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at,
+                  std::uint32_t bytes);
+  void note_reader(const Check& check, Shadow& shadow, Cell& cell);
+  bool replaces(const Check& check, Access& before);
+  bool is_ordered(const Check& check, const Access& other);
+  bool is_fenced(const Check& check, const Access& other);
+  bool has_ended(const Check& check, const Access& other) const;
+  void check_against(const Check& check, const Access& other, bool other_writes, std::uint64_t at,
+                     std::uint32_t bytes);
+  [[noreturn]] void report(const Check& check, const Access& other, bool other_writes,
+                           std::uint64_t at, std::uint32_t bytes, const std::string& missing);
+  std::string describe(const Check& check, const Access& a, bool writes) const;
+  std::string missing(const Check& check, const Access& other) const;
+
+  GlobalOrder& global_;
+  const Program& program_;
+  const Launch& launch_;
+  std::shared_ptr<LaunchOrder> order_;
+  ViewPtr start_;
+  std::uint32_t clusters_ = 0, blocks_ = 0;
+};
+
+// -- for handlers -------------------------------------------------------------------------------------
+
+// Where an address lies; false for memory of a thread's own, and parameters.
+bool find_spot(Context& c, const Op& op, int lane, Space space, std::uint64_t address, Spot* spot);
+
+// Returns whether some of it was never written.
+bool note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+               std::uint64_t bytes);
+// Makes a register that was loaded from there one that was never written.
+void unwrite(Context& c, const Op& op, int target, Mask lanes);
+void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+                std::uint64_t bytes, bool same = false);
+
+// A strong access of one element, from its check to what its value orders. Other launches do not access
+// the element in between.
+class StrongAccess {
+ public:
+  StrongAccess(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+               std::uint64_t bytes, Use use);
+  void loaded(std::uint64_t value);  // before stored(), of an atomic
+  void stored(std::uint64_t value);
+
+ private:
+  Context& c_;
+  const Op& op_;
+  int lane_;
+  std::uint64_t bytes_;
+  Spot spot_;
+  SyncPlaces* places_ = nullptr;
+  std::unique_lock<std::mutex> lock_;
+};
+
+// cp.async of a lane: what it reads and writes until its group has been waited for.
+void note_copy(Context& c, const Op& op, int lane, std::uint64_t target, std::uint64_t bytes,
+               std::uint64_t source, std::uint64_t read);
+void commit_copies(Context& c, int lane);
+void await_copies_of(Context& c, int lane, std::uint64_t left, bool all);
+
+void arrive_at_barrier(Context& c, std::size_t number, Mask mask);
+void complete_barrier(Block& block, std::size_t number);
+void leave_barrier(Context& c, std::size_t number, Mask mask);
+void arrive_in_order(Context& c, const Op& op, Cluster& cluster, Mask mask);
+void complete_in_order(Cluster& cluster);
+void wait_in_order(Context& c, const Cluster& cluster, Mask mask);
+void meet_in_warp(Context& c, Mask mask);
+
+void begin_mbarrier(Context& c, const Op& op, int lane, const Spot& spot);
+void touch_mbarrier(Context& c, const Op& op, int lane, const Spot& spot, Use use);
+void arrive_at_mbarrier(Context& c, const Op& op, int lane, const Spot& spot);
+void arrive_with_copies(const Warp& warp, int lane, std::uint32_t group, const Spot& spot);
+void complete_phase(const Spot& spot);
+void pass_mbarrier(Context& c, const Op& op, int lane, const Spot& spot);
+
+Completion completion_of(const Spot& mbarrier);
+Completion bulk_reads(Context& c, int lane);
+Completion bulk_writes(Context& c, int lane);
+void await_bulk(Context& c, int lane, std::uint64_t before, bool only_reads);
+void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes,
+                Use use, const Completion& completion);
+// st.async and red.async: in the generic proxy.
+void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
+               const Completion& completion);
+// wgmma: 16 bytes of a matrix, read by product `number` of the warp; and a wait for products.
+void note_product(Context& c, const Op& op, std::uint64_t offset, std::uint64_t number);
+void await_products(Context& c, const Warp& of, std::uint64_t number);
+
+}  // namespace emulator
