@@ -138,6 +138,7 @@ Outcome store_bytes(Context& c, const Op& op, Mask mask) {
         shared_range(c, op, l, Space::kShared, address_of(op, 1, source, l), bytes, kChunk);
     Transfer transfer;
     join_group(c, l, transfer);
+    transfer.bytes = bytes;
     read_from(transfer, from, bytes);
     const Origin origin{&op, c.thread_of(l), c.warp->block->index};
     const Reducer reduce = op.flag ? reducer_of(static_cast<Action>(op.number), op.type) : nullptr;

@@ -198,6 +198,7 @@ Outcome copy(Context& c, const Op& op, Mask mask) {
     at(c, op, l, Space::kShared, one.target, one.bytes);
     if (one.filled != 0) at(c, op, l, Space::kGlobal, one.source, one.bytes);
     c.warp->copies[l].push_back(one);
+    c.bytes += one.bytes;
   });
   return Outcome::kNext;
 }

@@ -167,6 +167,7 @@ Outcome store_box(Context& c, const Op& op, Mask mask) {
     }
     Transfer transfer;
     join_group(c, l, transfer);
+    transfer.bytes = box.map.bytes();
     transfer.source = from.block;
     transfer.read = [map = box.map, from](Context&, Bytes& data) {
       data.resize(map.bytes());

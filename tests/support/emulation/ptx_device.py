@@ -29,6 +29,7 @@ class PtxDevice(EmulatedDevice):
         self.cuda = cuda_device()
         super().__init__(library)
         self.registry = Registry.load([kernels])  # type: ignore[assignment]
+        self.cuda.model = "A100" if self.capability < (9, 0) else "H200"
         self.cuda.multiprocessors = self.sm_count
         entries = [getattr(self.library, f"emulator_{name}") for name in ("run", "fail")]
         run, fail = (ctypes.cast(entry, ctypes.c_void_p).value for entry in entries)
