@@ -111,8 +111,8 @@ class Device:
 
     Args:
         model: ``"H200"`` or ``"A100"``: what a multiprocessor has.
-        multiprocessors: how many of them; without: as many as the model has. Blocks that run at a
-            time need memory of the host, hundreds of megabytes for all of an H200 with large kernels.
+        multiprocessors: how many of them; without: as many as the model has. All blocks that run at
+            a time need memory of the host: up to some gigabytes for large kernels on a whole H200.
         patience: seconds for which kernels may change nothing while blocks wait for room; then it
             is a deadlock.
     """
@@ -235,8 +235,16 @@ class Device:
             PtxError: the kernel did what a device does not allow, or has no end.
             ValueError: an argument does not fit its parameter.
         """
-        found = self._launch(
-            module, kernel, grid, block, args, cluster, dynamic_shared, seed, max_statements, 0
+        found = self._run(
+            module,
+            kernel,
+            grid=grid,
+            block=block,
+            args=args,
+            cluster=cluster,
+            dynamic_shared=dynamic_shared,
+            seed=seed,
+            max_statements=max_statements,
         )
         counters = Counters(module, kernel, found)
         for observe in _observers:
@@ -244,36 +252,17 @@ class Device:
         return counters
 
     def trace(
-        self,
-        module: Module,
-        kernel: str,
-        *,
-        grid: Size,
-        block: Size,
-        args: Sequence[object],
-        cluster: Size | None = None,
-        dynamic_shared: int = 0,
-        seed: int = 0,
-        max_statements: int = 10**9,
-        most_events: int = 2_000_000,
+        self, module: Module, kernel: str, *, most_events: int = 2_000_000, **launch: Any
     ) -> Trace:
         """Run a kernel as ``launch`` does, and return what each warp executed and when.
 
         Args:
+            module: what holds the kernel.
+            kernel: its name, mangled.
             most_events: statements that are recorded; later ones only count as dropped.
+            launch: as for ``launch``.
         """
-        found = self._launch(
-            module,
-            kernel,
-            grid,
-            block,
-            args,
-            cluster,
-            dynamic_shared,
-            seed,
-            max_statements,
-            max(1, most_events),
-        )
+        found = self._run(module, kernel, most_events=max(1, most_events), **launch)
         return Trace(module, kernel, found)
 
     def occupancy(
@@ -283,18 +272,16 @@ class Device:
         x, y, z = _three(block)
         return Occupancy(**self._machine.occupancy(module, kernel, x * y * z, dynamic_shared))
 
-    def _launch(
+    def _run(
         self,
         module: Module,
         kernel: str,
+        *,
         grid: Size,
         block: Size,
         args: Sequence[object],
-        cluster: Size | None,
-        dynamic_shared: int,
-        seed: int,
-        max_statements: int,
-        most_events: int,
+        cluster: Size | None = None,
+        **options: int,
     ) -> dict[str, Any]:
         return self._machine.launch(
             module,
@@ -302,11 +289,8 @@ class Device:
             grid=_three(grid),
             block=_three(block),
             params=self._pack(module, kernel, args),
-            dynamic_shared=dynamic_shared,
-            seed=seed,
-            max_statements=max_statements,
             cluster=None if cluster is None else _three(cluster),
-            most_events=most_events,
+            **options,
         )
 
     def _pack(self, module: Module, kernel: str, args: Sequence[object]) -> bytes:

@@ -100,7 +100,7 @@ class Trace:
         return found
 
     def chrome(self) -> dict[str, Any]:
-        """Return the JSON that Perfetto and chrome://tracing read. A unit of time is a statement."""
+        """Return the JSON that Perfetto and Chrome read. A unit of time is a statement."""
         rows: list[dict[str, Any]] = []
         for number, (x, y, z) in enumerate(self.blocks):
             rows.append(_named("process_name", number, 0, f"block ({x}, {y}, {z})"))

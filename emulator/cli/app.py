@@ -17,7 +17,7 @@ from rich.console import Console
 from emulator.cli.views import PLAIN, complain
 
 if TYPE_CHECKING:
-    from emulator import Device
+    from emulator import Counters, Device, Trace
     from emulator.cli.arguments import Argument
     from emulator.cli.programs import Program
 
@@ -78,10 +78,12 @@ class Request:
     device: Device
     settings: dict[str, Any]
 
-    def run(self, seed: int) -> Any:
+    def run(self, seed: int) -> Counters:
+        """Run it in the order of a seed."""
         return self.device.launch(self.program.module, self.program.kernel, **self._all(seed))
 
-    def trace(self, seed: int, most: int) -> Any:
+    def trace(self, seed: int, most: int) -> Trace:
+        """Run it, and record the first ``most`` statements."""
         return self.device.trace(
             self.program.module, self.program.kernel, most_events=most, **self._all(seed)
         )
@@ -90,6 +92,7 @@ class Request:
         return {**self.settings, "args": [a.value for a in self.arguments], "seed": seed}
 
     def tensors(self) -> dict[str, Any]:
+        """Return the arguments that are tensors, by name."""
         return {a.name: a.value for a in self.arguments if hasattr(a.value, "data_ptr")}
 
 

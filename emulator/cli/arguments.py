@@ -1,12 +1,12 @@
 """Arguments of kernels, as the command takes them.
 
-[NAME:]VALUE
+Each is ``[NAME:]VALUE``, where VALUE is one of
 
-300, -1, 0x10, true      an integer of the parameter's size
-2.0, 1e-3                a float or double
-float32[4,300]=randn     a tensor: zeros, ones, arange, randn, nan, or a number
-x.npy                    a tensor, from a file
-bytes=0102ff             a struct, its bytes in hexadecimal
+* ``300``, ``-1``, ``0x10``, ``true``: an integer of the parameter's size;
+* ``2.0``, ``1e-3``: a float or double;
+* ``float32[4,300]=randn``: a tensor; also zeros, ones, arange, nan, or a number;
+* ``x.npy``: a tensor, from a file;
+* ``bytes=0102ff``: a struct, its bytes in hexadecimal.
 """
 
 from __future__ import annotations

@@ -75,10 +75,11 @@ def show_counters(console: Console, counters: Counters, lines: int) -> None:
     table = Table(title="Lines with the most instructions", title_justify="left")
     for column in ("line", "instructions", "share", "waiting"):
         table.add_column(column, justify="left" if column == "line" else "right")
-    for row in hot:
-        place = f"{Path(row.file).name}:{row.line}" if row.file else f"PTX:{row.line}"
-        share = row.work.instructions / max(1, counters.instructions)
-        table.add_row(place, f"{row.work.instructions:,}", f"{share:.1%}", f"{row.work.waiting:,}")
+    for line in hot:
+        place = f"{Path(line.file).name}:{line.line}" if line.file else f"PTX:{line.line}"
+        count = line.work.instructions
+        share = f"{count / max(1, counters.instructions):.1%}"
+        table.add_row(place, f"{count:,}", share, f"{line.work.waiting:,}")
     console.print(table)
 
 
