@@ -14,8 +14,8 @@ constexpr std::uint64_t kMostOfThread = 255;
 constexpr std::uint64_t kRegisterUnit = 256;  // what a warp is allotted is a multiple of this
 constexpr std::uint64_t kWarpUnit = 4;        // a warp for each of four parts of a multiprocessor
 constexpr std::uint64_t kSharedUnit = 128;    // bytes
-// What ptxas uses beside the values of the PTX: stack pointer, addresses of parameters, constants.
-constexpr std::uint64_t kBesides = 8;
+// What ptxas uses beside the values of the PTX, as for parts of addresses.
+constexpr std::uint64_t kBesides = 6;
 constexpr std::uint64_t kLeastOfThread = 16;
 
 std::uint64_t rounded_up(std::uint64_t value, std::uint64_t unit) {
@@ -42,6 +42,8 @@ void set(Bits& bits, int index, bool on) {
   bits[index / 64] = on ? bits[index / 64] | bit : bits[index / 64] & ~bit;
 }
 
+bool is_in(const Bits& bits, int index) { return (bits[index / 64] >> (index % 64) & 1) != 0; }
+
 class Liveness {
  public:
   explicit Liveness(const Program& program)
@@ -51,6 +53,7 @@ class Liveness {
       if (bytes_of(program.kernel->registers[i].type) > 4) set(wide_, static_cast<int>(i), true);
     }
     before_.assign(program.ops.size() + 1, Bits(words_));
+    find_free();
   }
 
   std::uint64_t most() {
@@ -75,7 +78,8 @@ class Liveness {
     if (jumps) merge(alive, before_[op.label]);
     const auto mark = [&](const std::vector<Value>& values, bool on) {
       for (const Value& v : values) {
-        if (v.kind == Value::Kind::kRegister) set(alive, v.index, on);
+        if (v.kind != Value::Kind::kRegister || is_in(free_, v.index)) continue;
+        set(alive, v.index, on);
       }
     };
     // What wgmma adds to is alive before it too; it is told by its type of statement.
@@ -86,6 +90,32 @@ class Liveness {
     if (alive == before_[pc]) return false;
     before_[pc] = std::move(alive);
     return true;
+  }
+
+  // Values that instructions read from constant memory or make anew: parameters, constants, special
+  // registers, and what is one of them converted.
+  void find_free() {
+    free_.resize(words_);
+    std::vector<int> definitions(program_.kernel->registers.size());
+    for (const Op& op : program_.ops) {
+      for (const Value& v : op.targets) {
+        if (v.kind == Value::Kind::kRegister) ++definitions[v.index];
+      }
+    }
+    for (const Op& op : program_.ops) {
+      const std::string& name = op.statement->opcode[0];
+      const bool is_copy = name == "mov" || name == "cvta" || name == "cvt";
+      const bool is_param = name == "ld" && has(*op.statement, "param");
+      if (op.guard.kind != Value::Kind::kNone || (!is_copy && !is_param)) continue;
+      const bool sources = std::all_of(op.values.begin(), op.values.end(), [&](const Value& v) {
+        return v.kind != Value::Kind::kPredicate &&
+               (v.kind != Value::Kind::kRegister || is_in(free_, v.index));
+      });
+      for (const Value& v : op.targets) {
+        const bool once = v.kind == Value::Kind::kRegister && definitions[v.index] == 1;
+        if (sources && once) set(free_, v.index, true);
+      }
+    }
   }
 
   static void merge(Bits& into, const Bits& from) {
@@ -103,6 +133,7 @@ class Liveness {
 
   const Program& program_;
   std::size_t words_;
+  Bits free_;                 // registers that take no room
   Bits wide_;                 // registers of 64 bits, which count twice
   std::vector<Bits> before_;  // what is alive before a statement
 };
