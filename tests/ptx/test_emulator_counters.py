@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -174,7 +175,7 @@ def test_the_text_of_a_warp(traced: Trace) -> None:
 
 def test_spans_of_a_warp_follow_each_other(traced: Trace) -> None:
     spans = [span for span in traced.spans() if (span.block, span.warp) == (0, 1)]
-    assert all(a.end <= b.begin for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.end <= b.begin for a, b in itertools.pairwise(spans))
     (wait,) = [span for span in spans if span.waits and "try_wait" in span.ptx]
     assert wait.end > wait.begin
 
