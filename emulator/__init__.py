@@ -296,7 +296,10 @@ class Device:
     def _pack(self, module: Module, kernel: str, args: Sequence[object]) -> bytes:
         params = module.params(kernel)
         if len(params) != len(args):
-            raise ValueError(f"{kernel} takes {len(params)} arguments, got {len(args)}")
+            sizes = ", ".join(str(size) for _, size in params)
+            raise ValueError(
+                f"{kernel} takes {len(params)} arguments (bytes: {sizes}), got {len(args)}"
+            )
         packed = bytearray()
         for number, ((offset, size), arg) in enumerate(zip(params, args, strict=True)):
             packed += bytes(offset - len(packed))

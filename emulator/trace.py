@@ -126,7 +126,10 @@ class Trace:
     def _differs(self, a: Event, b: Event) -> bool:
         if a.waits != b.waits:
             return True
-        return self._place(a.statement)[:2] != self._place(b.statement)[:2]
+        file, line, _ = self._place(a.statement)
+        if line == 0:  # there are no source lines
+            return a.statement != b.statement
+        return (file, line) != self._place(b.statement)[:2]
 
     def _span(self, event: Event, end: int) -> Span:
         file, line, ptx = self._place(event.statement)

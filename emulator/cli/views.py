@@ -37,7 +37,8 @@ _BYTES = (
 
 def complain(message: str) -> None:
     """Print an error to stderr."""
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+    console = Console(stderr=True)
+    console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 def show_tensor(console: Console, name: str, tensor: Any) -> None:
@@ -59,7 +60,7 @@ def show_counters(console: Console, counters: Counters, lines: int) -> None:
     table = Table(title="What warps did", title_justify="left")
     table.add_column("")
     for role in roles:
-        table.add_column(role.name, justify="right")
+        table.add_column(f"{role.name}\n{role.does}", justify="right")
     names: dict[str, None] = {}
     for role in roles:
         names |= dict.fromkeys(role.work.nonzero())
