@@ -24,6 +24,7 @@ import cpu_overhead
 import cuda_host_time
 import gpu_tables
 import kernel_choice
+import kernel_counters
 import layers
 import multi_host
 import reliability
@@ -43,6 +44,7 @@ from common import (
 import tuning
 from flux.core.knobs import Op
 
+COUNTERS = RESULTS.parent / "emulated" / "kernel_counters.json"
 HEURISTICS = RESULTS.parent / "heuristics" / "kernel_choice.json"
 FRONT = "{op}_4096x8192x2048_2x1_{link}.json"
 FOLDER = ROOT / "docs" / "results"
@@ -149,6 +151,11 @@ def rated_kernels() -> str:
     return kernel_choice.comparison_table(load(HEURISTICS))
 
 
+def counted_kernels() -> str:
+    """Instructions of fused kernels for a tile, beside a plain one's."""
+    return kernel_counters.table(load(COUNTERS))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
     "front": front,
@@ -160,6 +167,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tuning": tuned,
     "kernel_choice": chosen_kernels,
     "kernel_rating": rated_kernels,
+    "kernel_counters": counted_kernels,
     **conclusions.SENTENCES,
     "soak": reliability.soak,
     "endings": reliability.endings,
@@ -167,7 +175,12 @@ TABLES: dict[str, Callable[[], str]] = {
     **gpu_tables.tables(),
 }
 
-PAGES = (ROOT / "README.md", gpu_tables.FOLDER / "README.md", *sorted(FOLDER.glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "kernels.md",
+    gpu_tables.FOLDER / "README.md",
+    *sorted(FOLDER.glob("*.md")),
+)
 
 
 def filled(text: str, tables: dict[str, Callable[[], str]]) -> str:

@@ -9,14 +9,32 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from emulator import _machine
 from emulator._machine import CudaDevice, Machine, Module, PtxError
+from emulator.counters import Counters, Role, Work, kernel_counters
+from emulator.trace import Trace
 
-__all__ = ["CudaDevice", "Device", "Module", "PtxError", "cuda_device", "extent"]
+__all__ = [
+    "Counters",
+    "CudaDevice",
+    "Device",
+    "Module",
+    "Occupancy",
+    "PtxError",
+    "Role",
+    "Trace",
+    "Work",
+    "cuda_device",
+    "extent",
+    "kernel_counters",
+    "observed",
+]
 
 Size = int | Sequence[int]
 
@@ -39,6 +57,36 @@ _ELEMENTS = {
 }
 
 
+@dataclass(frozen=True)
+class Occupancy:
+    """What a block takes of a multiprocessor.
+
+    Attributes:
+        registers_per_thread: an estimate, where the kernel has no ``setmaxnreg``: see README.md.
+        threads, registers, shared: of a block, as they are allotted; shared memory in bytes.
+        blocks: that fit on a multiprocessor.
+    """
+
+    registers_per_thread: int
+    threads: int
+    registers: int
+    shared: int
+    blocks: int
+
+
+_observers: list[Callable[[Counters], None]] = []
+
+
+@contextmanager
+def observed(observe: Callable[[Counters], None]) -> Iterator[None]:
+    """Call ``observe`` with the counters of each launch on a Device."""
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
+
+
 @cache
 def cuda_device() -> CudaDevice:
     """Return the device of this process on which emulated kernel libraries run.
@@ -56,10 +104,25 @@ def extent(tensor: Any) -> tuple[int, int]:
 
 
 class Device:
-    """A GPU on which kernels run one after the other. Tensors of the CPU are its global memory."""
+    """A GPU on which kernels run. Tensors of the CPU are its global memory.
 
-    def __init__(self) -> None:
+    Launches from several threads of Python share its multiprocessors, as kernels of several streams
+    do: each waits until there is room for its blocks.
+
+    Args:
+        model: ``"H200"`` or ``"A100"``: what a multiprocessor has.
+        multiprocessors: how many of them; without: as many as the model has. All blocks that run at
+            a time need memory of the host: up to some gigabytes for large kernels on a whole H200.
+        patience: seconds for which kernels may change nothing while blocks wait for room; then it
+            is a deadlock.
+    """
+
+    def __init__(
+        self, *, model: str = "H200", multiprocessors: int | None = 8, patience: float = 10.0
+    ) -> None:
         self._machine = Machine()
+        self._machine.configure(model, multiprocessors or _machine.multiprocessors_of(model))
+        self._machine.patience = patience
         self._kept: dict[int, Any] = {}  # by address, so that nobody else gets the memory
 
     def register(self, tensor: Any, name: str = "a tensor") -> int:
@@ -148,12 +211,11 @@ class Device:
         args: Sequence[object],
         cluster: Size | None = None,
         dynamic_shared: int = 0,
-        resident: int = 8,
         seed: int = 0,
         max_statements: int = 10**9,
         races: bool = True,
         number: int = 0,
-    ) -> dict[str, int]:
+    ) -> Counters:
         """Run a kernel to its end.
 
         Args:
@@ -165,38 +227,87 @@ class Device:
                 a bool, or the bytes of a struct.
             cluster: blocks of a cluster, one to three sizes; without: what the kernel asks for.
             dynamic_shared: bytes of dynamic shared memory.
-            resident: how many blocks run at a time.
             seed: decides the order of warps; 0: in turn.
             max_statements: of all warps, after which a kernel counts as one without an end.
             races: find accesses that are not ordered, and shared memory that was never written.
             number: of the GPU; launches at the same time with another one need the scope .sys.
 
         Returns:
-            ``statements``, executed by warps, and ``instructions``, executed by threads.
+            What it executed.
 
         Raises:
             PtxError: the kernel did what a device does not allow, or has no end.
             ValueError: an argument does not fit its parameter.
         """
+        found = self._run(
+            module,
+            kernel,
+            grid=grid,
+            block=block,
+            args=args,
+            cluster=cluster,
+            dynamic_shared=dynamic_shared,
+            seed=seed,
+            max_statements=max_statements,
+            races=races,
+            number=number,
+        )
+        counters = Counters(module, kernel, found)
+        for observe in _observers:
+            observe(counters)
+        return counters
+
+    def trace(
+        self, module: Module, kernel: str, *, most_events: int = 2_000_000, **launch: Any
+    ) -> Trace:
+        """Run a kernel as ``launch`` does, and return what each warp executed and when.
+
+        Args:
+            module: what holds the kernel.
+            kernel: its name, mangled.
+            most_events: statements that are recorded; later ones only count as dropped.
+            launch: as for ``launch``.
+        """
+        found = self._run(module, kernel, most_events=max(1, most_events), **launch)
+        return Trace(module, kernel, found)
+
+    def occupancy(
+        self, module: Module, kernel: str, *, block: Size, dynamic_shared: int = 0
+    ) -> Occupancy:
+        """Return what a block of a kernel takes, and how many fit on a multiprocessor."""
+        x, y, z = _three(block)
+        return Occupancy(**self._machine.occupancy(module, kernel, x * y * z, dynamic_shared))
+
+    def _run(
+        self,
+        module: Module,
+        kernel: str,
+        *,
+        grid: Size,
+        block: Size,
+        args: Sequence[object],
+        cluster: Size | None = None,
+        number: int = 0,
+        **options: int,
+    ) -> dict[str, Any]:
         return self._machine.launch(
             module,
             kernel,
             grid=_three(grid),
             block=_three(block),
             params=self._pack(module, kernel, args),
-            dynamic_shared=dynamic_shared,
-            resident=resident,
-            seed=seed,
-            max_statements=max_statements,
             cluster=None if cluster is None else _three(cluster),
-            races=races,
             device=number,
+            **options,
         )
 
     def _pack(self, module: Module, kernel: str, args: Sequence[object]) -> bytes:
         params = module.params(kernel)
         if len(params) != len(args):
-            raise ValueError(f"{kernel} takes {len(params)} arguments, got {len(args)}")
+            sizes = ", ".join(str(size) for _, size in params)
+            raise ValueError(
+                f"{kernel} takes {len(params)} arguments (bytes: {sizes}), got {len(args)}"
+            )
         packed = bytearray()
         for number, ((offset, size), arg) in enumerate(zip(params, args, strict=True)):
             packed += bytes(offset - len(packed))

@@ -3,6 +3,7 @@
 
 #include "device.h"
 #include "tensor_map.h"
+#include "trace.h"
 
 namespace py = pybind11;
 
@@ -11,17 +12,31 @@ namespace {
 
 using Triple = std::array<std::uint32_t, 3>;
 
+template <class T>
+py::bytes bytes_of_all(const std::vector<T>& all) {
+  return {reinterpret_cast<const char*>(all.data()), all.size() * sizeof(T)};
+}
+
+// Tallies are the bytes of their fields, which emulator/counters.py reads when it needs them.
 py::dict as_dict(const Counters& counters) {
   py::dict found;
   found["statements"] = counters.statements;
   found["instructions"] = counters.instructions;
+  found["blocks"] = counters.blocks;
+  py::list warps;
+  for (const std::vector<Tally>& tallies : counters.warps) warps.append(bytes_of_all(tallies));
+  found["warps"] = warps;
   return found;
 }
 
-py::dict counters_of(CudaDevice& device) {
-  py::dict found;
-  for (const auto& [kernel, counters] : device.counters()) {
-    found[py::str(kernel)] = as_dict(counters);
+py::list counters_of(CudaDevice& device) {
+  py::list found;
+  for (const CudaDevice::Record& record : device.counters()) {
+    py::dict one = as_dict(record.counters);
+    one["module"] = std::const_pointer_cast<Module>(record.module);
+    one["kernel"] = record.kernel;
+    one["launches"] = record.launches;
+    found.append(one);
   }
   return found;
 }
@@ -33,9 +48,9 @@ void attach(CudaDevice& device, std::uintptr_t run, std::uintptr_t fail) {
 
 py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const std::string& kernel,
                 const Triple& grid, const Triple& block, const py::bytes& params,
-                std::uint64_t dynamic_shared, int resident, std::uint64_t seed,
-                std::uint64_t max_statements, const std::optional<Triple>& cluster, bool races,
-                std::uint32_t device) {
+                std::uint64_t dynamic_shared, std::uint64_t seed, std::uint64_t max_statements,
+                const std::optional<Triple>& cluster, bool races, std::uint32_t device,
+                std::uint64_t most_events) {
   Launch request;
   request.grid = {grid[0], grid[1], grid[2]};
   request.block = {block[0], block[1], block[2]};
@@ -43,17 +58,26 @@ py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const s
   const std::string bytes = params;
   request.params.assign(bytes.begin(), bytes.end());
   request.dynamic_shared = dynamic_shared;
-  request.resident = resident;
   request.seed = seed;
   request.max_statements = max_statements;
   request.races = races;
   request.device = device;
+  Events events;
+  events.most = most_events;
+  if (most_events != 0) request.events = &events;
   Counters counters;
   {
     const py::gil_scoped_release release;
     counters = machine.launch(module, kernel, request);
   }
-  return as_dict(counters);
+  py::dict found = as_dict(counters);
+  if (most_events == 0) return found;
+  found["events"] = bytes_of_all(events.all);
+  found["dropped"] = events.dropped;
+  py::list blocks;
+  for (const Dim& b : events.blocks) blocks.append(py::make_tuple(b.x, b.y, b.z));
+  found["blocks_started"] = blocks;
+  return found;
 }
 
 py::list params_of(const Module& module, const std::string& name) {
@@ -61,6 +85,38 @@ py::list params_of(const Module& module, const std::string& name) {
   for (const Variable& v : module.kernel(name).params) {
     found.append(py::make_tuple(v.offset, v.bytes));
   }
+  return found;
+}
+
+// Returns (opcode, line of the PTX, source file, source line) of each statement of a kernel.
+py::list statements_of(const Module& module, const std::string& name) {
+  py::list found;
+  for (const Statement& s : module.kernel(name).statements) {
+    std::string opcode;
+    for (const std::string& part : s.opcode) opcode += (opcode.empty() ? "" : ".") + part;
+    const auto file = module.files.find(s.source.file);
+    found.append(py::make_tuple(opcode, s.line, file == module.files.end() ? "" : file->second,
+                                s.source.line));
+  }
+  return found;
+}
+
+void configure(Machine& machine, const std::string& model, int multiprocessors) {
+  machine.room().configure(model_named(model), multiprocessors);
+}
+
+// What a block of a kernel takes, and how many of them a multiprocessor holds.
+py::dict occupancy(Machine& machine, const std::shared_ptr<Module>& module,
+                   const std::string& kernel, std::uint64_t threads, std::uint64_t dynamic_shared) {
+  const Program& program = machine.program(module, kernel);
+  const DeviceModel& model = machine.room().model();
+  const Footprint block = footprint(model, program, threads, dynamic_shared);
+  py::dict found;
+  found["registers_per_thread"] = registers_of_thread(program, threads);
+  found["threads"] = block.threads;
+  found["registers"] = block.registers;
+  found["shared"] = block.shared;
+  found["blocks"] = blocks_that_fit(model, block);
   return found;
 }
 
@@ -104,7 +160,9 @@ PYBIND11_MODULE(_machine, m) {
            py::arg("text"))
       .def_readonly("target", &Module::target)
       .def_property_readonly("kernels", &kernels_of)
-      .def("params", &params_of, py::arg("kernel"));
+      .def("params", &params_of, py::arg("kernel"))
+      .def("statements", &statements_of, py::arg("kernel"))
+      .def_property_readonly("lines", [](const Module& module) { return module.lines; });
   m.def("tensor_map", &tensor_map, py::arg("type"), py::arg("address"), py::arg("sizes"),
         py::arg("strides"), py::arg("box"), py::arg("steps"), py::arg("interleave"),
         py::arg("swizzle"), py::arg("fill"));
@@ -116,10 +174,20 @@ PYBIND11_MODULE(_machine, m) {
       .def("add_multicast", &Machine::add_multicast, py::arg("address"), py::arg("bytes"),
            py::arg("members"))
       .def("launch", &launch, py::arg("module"), py::arg("kernel"), py::arg("grid"),
-           py::arg("block"), py::arg("params"), py::arg("dynamic_shared") = 0,
-           py::arg("resident") = 8, py::arg("seed") = 0, py::arg("max_statements") = 1'000'000'000,
-           py::arg("cluster") = py::none(), py::arg("races") = true,
-           py::arg("device") = 0);
+           py::arg("block"), py::arg("params"), py::arg("dynamic_shared") = 0, py::arg("seed") = 0,
+           py::arg("max_statements") = 1'000'000'000, py::arg("cluster") = py::none(),
+           py::arg("races") = true, py::arg("device") = 0, py::arg("most_events") = 0)
+      .def("configure", &configure, py::arg("model"), py::arg("multiprocessors"))
+      .def("occupancy", &occupancy, py::arg("module"), py::arg("kernel"), py::arg("threads"),
+           py::arg("dynamic_shared") = 0)
+      .def_property(
+          "patience", [](Machine& m) { return m.room().patience; },
+          [](Machine& m, double seconds) { m.room().patience = seconds; })
+      .def_property_readonly("model", [](Machine& m) { return m.room().model().name; })
+      .def_property_readonly("multiprocessors",
+                             [](Machine& m) { return m.room().multiprocessors(); });
+  m.def("multiprocessors_of",
+        [](const std::string& model) { return model_named(model).multiprocessors; });
   py::class_<CudaDevice, std::unique_ptr<CudaDevice, py::nodelete>>(m, "CudaDevice")
       .def_static("instance", &CudaDevice::instance, py::return_value_policy::reference)
       .def("attach", &attach, py::arg("run"), py::arg("fail"))
@@ -131,8 +199,16 @@ PYBIND11_MODULE(_machine, m) {
       .def_property_readonly(
           "machine", [](CudaDevice& d) -> Machine& { return d.machine; },
           py::return_value_policy::reference)
-      .def_readwrite("multiprocessors", &CudaDevice::multiprocessors)
-      .def_readwrite("resident", &CudaDevice::resident)
+      .def_property(
+          "multiprocessors", [](CudaDevice& d) { return d.machine.room().multiprocessors(); },
+          [](CudaDevice& d, int count) {
+            d.machine.room().configure(d.machine.room().model(), count);
+          })
+      .def_property(
+          "model", [](CudaDevice& d) { return d.machine.room().model().name; },
+          [](CudaDevice& d, const std::string& name) {
+            d.machine.room().configure(model_named(name), d.machine.room().multiprocessors());
+          })
       .def_readwrite("seed", &CudaDevice::seed)
       .def_readwrite("device", &CudaDevice::device)
       .def_property_readonly_static(

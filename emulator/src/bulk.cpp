@@ -149,6 +149,7 @@ Outcome store_bytes(Context& c, const Op& op, Mask mask) {
     note_async(c, op, l, {from.block, from.offset}, bytes, Use::kRead, bulk_reads(c, l));
     note_async(c, op, l, {nullptr, to}, bytes, op.flag ? Use::kAtomic : Use::kWrite,
                bulk_writes(c, l));
+    transfer.bytes = bytes;
     read_from(transfer, from, bytes);
     const Origin origin{&op, c.thread_of(l), c.warp->block->index};
     const Reducer reduce = op.flag ? reducer_of(static_cast<Action>(op.number), op.type) : nullptr;

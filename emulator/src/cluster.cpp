@@ -5,18 +5,6 @@
 
 namespace emulator {
 
-std::uint64_t registers_at_start(const Kernel& kernel, const Launch& launch) {
-  // PTX does not say what ptxas allots. It is as many as fit for the blocks that .minnctapersm asks for,
-  // or what .maxnreg says; setmaxnreg has no more than that to hand around.
-  constexpr std::uint64_t kOfMultiprocessor = 65536, kMost = 248;
-  if (kernel.max_registers > 0) return static_cast<std::uint64_t>(kernel.max_registers);
-  const auto launched = launch.block.count();
-  const auto threads =
-      kernel.max_threads > 0 ? static_cast<std::uint64_t>(kernel.max_threads) : launched;
-  const auto blocks = static_cast<std::uint64_t>(std::max(1, kernel.min_blocks));
-  return std::min(kMost, kOfMultiprocessor / (threads * blocks) / 8 * 8);
-}
-
 Place shared_place(Context& c, const Op& op, int lane, Space space, std::uint64_t address) {
   if (space == Space::kGeneric) {
     if (address < kSharedWindow) c.fail(op, lane, "the address is not one of shared memory");

@@ -18,9 +18,6 @@ Dim in_cluster(const Context& c) {
   const Dim& i = c.warp->block->index;
   return {i.x % c.cluster.x, i.y % c.cluster.y, i.z % c.cluster.z};
 }
-std::uint32_t multiprocessors(const Context& c) {
-  return static_cast<std::uint32_t>(std::max(1, c.launch.resident));
-}
 
 template <class F>
 void all(Lanes& out, F&& f) {
@@ -60,11 +57,9 @@ constexpr SpecialRow kSpecials[] = {
     {"%cluster_ctarank", [](const Context& c, Lanes& o) { o.fill(c.warp->block->rank); }},
     {"%cluster_nctarank", [](const Context& c, Lanes& o) { o.fill(c.cluster.count()); }},
     {"%is_explicit_cluster", [](const Context& c, Lanes& o) { o.fill(c.explicit_cluster); }},
-    // Blocks are dealt out to as many multiprocessors as blocks run at a time.
-    {"%nsmid", [](const Context& c, Lanes& o) { o.fill(multiprocessors(c)); }},
-    {"%smid",
-     [](const Context& c, Lanes& o) { o.fill(c.warp->block->number % multiprocessors(c)); }},
-    {"%nwarpid", [](const Context& c, Lanes& o) { o.fill(c.warp->block->warps.size()); }},
+    {"%nsmid", [](const Context& c, Lanes& o) { o.fill(c.multiprocessors); }},
+    {"%smid", [](const Context& c, Lanes& o) { o.fill(c.warp->block->multiprocessor); }},
+    {"%nwarpid", [](const Context& c, Lanes& o) { o.fill(c.most_warps); }},
     {"%laneid", [](const Context&, Lanes& o) { all(o, [](int l) { return l; }); }},
     {"%warpid", [](const Context& c, Lanes& o) { o.fill(c.warp->index); }},
     {"%lanemask_eq", [](const Context&, Lanes& o) { all(o, [](int l) { return 1u << l; }); }},
@@ -93,7 +88,7 @@ class Decoding {
       : module_(module), kernel_(kernel), addresses_(addresses) {}
 
   Program run() {
-    Program program{&module_, &kernel_, kernel_.shared_bytes, {}};
+    Program program{&module_, &kernel_, kernel_.shared_bytes, {}, 0, false};
     for (const Variable& v : module_.variables) {
       if (v.is_dynamic) program.shared_bytes = std::max(program.shared_bytes, behind_shared(v));
     }
@@ -101,8 +96,11 @@ class Decoding {
       Op op = one(s);
       // Lanes that a statement without a label sends to one stay where they are.
       if (op.label < 0) op.label = static_cast<int>(program.ops.size());
+      op.acts = acts(s);
+      program.hands_registers |= s.opcode[0] == "setmaxnreg";
       program.ops.push_back(std::move(op));
     }
+    program.live = live_registers(program);
     return program;
   }
 

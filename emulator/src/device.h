@@ -12,17 +12,20 @@ namespace emulator {
 
 class CudaDevice {
  public:
-  // Shared memory of a block, bytes: an A100's, and an H200's for kernels of sm_90.
-  static constexpr int kMostShared = 163 * 1024, kMostSharedSm90 = 227 * 1024;
-  static constexpr int kReserved = 1024;     // bytes that a block takes beside its own
-  static constexpr int kMostThreads = 2048;  // of a multiprocessor
-
   // Streams belong to whoever emulates the driver. It runs a body when all that was put on the
   // stream before is done, and again whenever a graph that captured it is replayed; in the end it
   // releases the argument. It is told of the first error.
   using RunOnStream = void(void* stream, void (*body)(void*), void* argument,
                            void (*release)(void*));
   using FailDevice = void(const char* text);
+
+  // What all launches of a kernel did.
+  struct Record {
+    std::shared_ptr<const Module> module;
+    std::string kernel;
+    std::uint64_t launches = 0;
+    Counters counters;
+  };
 
   static CudaDevice& instance();
 
@@ -41,14 +44,12 @@ class CudaDevice {
   static std::vector<std::string> texts();
   static void replace_text(std::size_t number, const std::string& text);
 
-  void fail(const std::string& text);          // only the first text is kept
-  std::string error();                         // empty: none
-  void clear();                                // the error and the counters
-  std::map<std::string, Counters> counters();  // by kernel
+  void fail(const std::string& text);  // only the first text is kept
+  std::string error();                 // empty: none
+  void clear();                        // the error and the counters
+  std::vector<Record> counters();      // of each kernel that was launched
 
   Machine machine;
-  int multiprocessors = 8;
-  int resident = 8;  // blocks of a launch that run at a time
   std::uint64_t seed = 0;
   std::uint32_t device = 0;  // of launches from now on: those of one device are in the scope .gpu
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
@@ -59,7 +60,7 @@ class CudaDevice {
   std::atomic<std::uint64_t> launches_{0};
   std::mutex reporting_;
   std::string error_;
-  std::map<std::string, Counters> counters_;
+  std::map<std::pair<const Module*, std::string>, Record> counters_;
 };
 
 }  // namespace emulator

@@ -30,6 +30,7 @@ std::uint8_t* global(const Context& c, const Origin& origin, std::uint64_t addre
 void Engine::start(Context& c, const Op& op, int lane, Transfer transfer) {
   transfer.origin = {&op, c.thread_of(lane), c.warp->block->index};
   transfer.is_read = !transfer.read;
+  c.bytes += transfer.reported + transfer.bytes;
   transfer.read_due = transfer.write_due = round_ + kMostRounds;
   if (random_ != nullptr) {
     // Half of the steps are due soon, the others at any time.

@@ -40,6 +40,7 @@ struct Transfer {
   Block* target = nullptr;     // whose shared memory is written
   Place mbarrier;              // without a block: none
   std::uint64_t reported = 0;  // bytes that it counts
+  std::uint64_t bytes = 0;     // that it copies, if no mbarrier counts them
   // Of a transfer that belongs to a bulk group: the thread and how many groups it had committed.
   const Warp* owner = nullptr;
   int lane = 0;

@@ -7,6 +7,7 @@
 #include "engine.h"
 #include "order.h"
 #include "races.h"
+#include "trace.h"
 
 namespace emulator {
 namespace {
@@ -48,7 +49,7 @@ Dim cluster_of(const Kernel& kernel, const Launch& launch) {
 
 class Execution {
  public:
-  Execution(const Machine& machine, const Program& program, const Launch& launch)
+  Execution(Machine& machine, const Program& program, const Launch& launch)
       : machine_(machine),
         program_(program),
         launch_(launch),
@@ -61,26 +62,51 @@ class Execution {
     context_.engine = &engine_;
     context_.races = &races_;
     context_.random = launch.seed == 0 ? nullptr : &random_;
+    const Room& room = machine.room();
+    context_.multiprocessors = room.multiprocessors();
+    context_.most_warps = static_cast<int>(room.model().threads / kLanes);
+    tenant_.kernel = program.kernel->name;
+    tenant_.size = context_.cluster.count();
+    tenant_.block = footprint(room.model(), program, launch.block.count(), launch.dynamic_shared);
+    const std::uint64_t warps = (launch.block.count() + kLanes - 1) / kLanes;
+    counters_.warps.assign(warps, std::vector<Tally>(program.ops.size()));
   }
 
   Counters run() {
-    const std::uint64_t size = context_.cluster.count(), count = launch_.grid.count() / size;
-    const auto room = static_cast<std::uint64_t>(std::max(0, launch_.resident));
-    while (next_ < count || !clusters_.empty()) {
-      while (next_ < count && (clusters_.empty() || running() + size <= room)) start_cluster();
+    const Stay stay(machine_.room(), tenant_, launch_.grid.count() / tenant_.size);
+    while (tenant_.waiting != 0 || !clusters_.empty()) {
+      while (tenant_.waiting != 0 && start_cluster()) {
+      }
+      if (clusters_.empty()) {
+        machine_.room().wait(tenant_);
+        continue;
+      }
       if (!round() && !engine_.advance(context_)) deadlock();
-      std::erase_if(clusters_, [](const auto& cluster) { return cluster->running == 0; });
+      end_clusters();
+      if (tenant_.waiting != 0 || tenant_.is_asked || tenant_.has_failed) {
+        machine_.room().check(tenant_, [this] { return standing(); });
+      }
     }
     engine_.finish(context_);
-    return counters_;
+    counters_.blocks = started_;
+    return std::move(counters_);
   }
 
  private:
-  std::uint64_t running() const {
-    std::uint64_t blocks = 0;
-    for (const auto& cluster : clusters_) blocks += cluster->running;
-    return blocks;
-  }
+  // The time in which a kernel takes room, which its end gives back however it comes.
+  class Stay {
+   public:
+    Stay(Room& room, Tenant& tenant, std::uint64_t clusters) : room_(room), tenant_(tenant) {
+      room.enter(tenant, clusters);
+    }
+    Stay(const Stay&) = delete;
+    Stay& operator=(const Stay&) = delete;
+    ~Stay() { room_.leave(tenant_); }
+
+   private:
+    Room& room_;
+    Tenant& tenant_;
+  };
 
   static Dim position(std::uint64_t number, const Dim& sizes) {
     return {static_cast<std::uint32_t>(number % sizes.x),
@@ -88,7 +114,10 @@ class Execution {
             static_cast<std::uint32_t>(number / sizes.x / sizes.y)};
   }
 
-  void start_cluster() {
+  // Returns false if there is no room for another cluster.
+  bool start_cluster() {
+    const auto places = machine_.room().place(tenant_, context_.random);
+    if (!places) return false;
     const Dim &g = launch_.grid, &size = context_.cluster;
     auto cluster = std::make_unique<Cluster>();
     cluster->index = position(next_++, {g.x / size.x, g.y / size.y, g.z / size.z});
@@ -100,11 +129,24 @@ class Execution {
       block->cluster = cluster.get();
       block->rank = rank;
       races_.start(*cluster, *block);
+      block->multiprocessor = (*places)[rank];
       cluster->blocks.push_back(std::move(block));
     }
     cluster->running = static_cast<std::uint32_t>(size.count());
     cluster->threads = launch_.block.count() * size.count();
     clusters_.push_back(std::move(cluster));
+    return true;
+  }
+
+  // A block gives its room back when the whole cluster has ended: others may still read its memory.
+  void end_clusters() {
+    std::erase_if(clusters_, [&](const auto& cluster) {
+      if (cluster->running != 0) return false;
+      for (const auto& block : cluster->blocks) {
+        machine_.room().release(tenant_, block->multiprocessor);
+      }
+      return true;
+    });
   }
 
   std::unique_ptr<Block> start_block(const Dim& index) {
@@ -112,7 +154,7 @@ class Execution {
     block->index = index;
     block->number = started_++;
     const Kernel& kernel = *program_.kernel;
-    const std::uint64_t registers = registers_at_start(kernel, launch_);
+    const std::uint64_t registers = most_registers(kernel, launch_.block.count());
     block->shared.assign(program_.shared_bytes + launch_.dynamic_shared, 0xCD);
     const auto threads = static_cast<int>(launch_.block.count());
     block->warps.resize((threads + kLanes - 1) / kLanes);
@@ -129,8 +171,10 @@ class Execution {
       warp.predicates_written.resize(kernel.predicates.size());
       warp.local.assign(kernel.local_bytes * kLanes, 0xCD);
       warp.max_registers = registers;
+      warp.tallies = counters_.warps[i].data();
     }
     block->running = static_cast<std::uint32_t>(block->warps.size());
+    if (launch_.events != nullptr) launch_.events->blocks.push_back(index);
     return block;
   }
 
@@ -151,6 +195,7 @@ class Execution {
       moved |= got_on;
       awake |= got_on && !context_.slept;
     }
+    tenant_.progress = acted_;
     if (moved && !awake) std::this_thread::sleep_for(kNap);
     return moved;
   }
@@ -207,14 +252,28 @@ class Execution {
     if (mask == 0) return Outcome::kNext;
     if (warp.matrices != nullptr) check_matrix_registers(context_, op);
     const Outcome outcome = op.handler(context_, op, mask);
-    if (outcome == Outcome::kWait) return outcome;
+    Tally& tally = warp.tallies[group.pc];
+    if (launch_.events != nullptr) record(warp, group, mask, outcome);
+    if (outcome == Outcome::kWait) {
+      ++tally.tries;
+      return outcome;
+    }
     const auto threads = static_cast<std::uint64_t>(std::popcount(mask));
     counters_.instructions += threads;
+    tally.executed += 1;
+    tally.threads += threads;
+    tally.bytes += std::exchange(context_.bytes, 0);
+    acted_ += op.acts ? 1 : 0;
     if (++counters_.statements > launch_.max_statements) {
       throw PtxError("no end after " + std::to_string(launch_.max_statements) + " statements; " +
                      where(warp, group));
     }
     return outcome;
+  }
+
+  void record(const Warp& warp, const Group& group, Mask mask, Outcome outcome) {
+    launch_.events->add({counters_.statements, warp.block->number, warp.index, group.pc, mask,
+                         outcome == Outcome::kWait ? std::uint32_t{1} : 0});
   }
 
   void jump(Warp& warp, std::size_t number, Mask taken, int label) {
@@ -281,15 +340,19 @@ class Execution {
     return text + program_.module->describe(*program_.kernel, *program_.ops[group.pc].statement);
   }
 
+  // What threads do that have not ended, by block; warps that do the same in one line.
+  std::string standing() const { return describe_standing(context_, clusters_); }
+
   [[noreturn]] void deadlock() const {
-    std::string text = "deadlock: every thread waits";
-    each_warp([&](const Warp& warp) {
-      for (const Group& group : warp.groups) text += "\n  " + where(warp, group);
-    });
+    std::string text = "deadlock: every thread waits" + standing();
+    if (tenant_.waiting != 0) {
+      text += "\n  " + std::to_string(tenant_.waiting * tenant_.size) +
+              " more blocks have no room on a multiprocessor";
+    }
     throw PtxError(text);
   }
 
-  const Machine& machine_;
+  Machine& machine_;
   std::shared_ptr<const Allocations> memory_;  // as of this round
   const Program& program_;
   const Launch& launch_;
@@ -298,8 +361,10 @@ class Execution {
   std::mt19937_64 random_;
   Engine engine_;
   Races races_;
+  Tenant tenant_;
   std::uint64_t next_ = 0;     // cluster to be started
   std::uint32_t started_ = 0;  // blocks
+  std::uint64_t acted_ = 0;    // statements that others can see
   std::vector<std::unique_ptr<Cluster>> clusters_;
 };
 
@@ -381,11 +446,33 @@ Counters Machine::launch(const std::shared_ptr<const Module>& module, const std:
       (kernel.max_threads > 0 && threads > static_cast<std::uint64_t>(kernel.max_threads))) {
     throw PtxError(name + " cannot run with " + std::to_string(threads) + " threads in a block");
   }
-  const auto decoded = [&]() -> const Program& {
-    const std::lock_guard<std::mutex> lock(loading_);
-    return program(load(module), kernel);
-  };
-  return Execution(*this, decoded(), launch).run();
+  return Execution(*this, program(module, name), launch).run();
+}
+
+const Program& Machine::program(const std::shared_ptr<const Module>& module,
+                                const std::string& name) {
+  const Kernel& kernel = module->kernel(name);
+  const std::lock_guard<std::mutex> lock(loading_);
+  return program(load(module), kernel);
+}
+
+Counters& Counters::operator+=(const Counters& other) {
+  statements += other.statements;
+  instructions += other.instructions;
+  blocks += other.blocks;
+  warps.resize(std::max(warps.size(), other.warps.size()));
+  for (std::size_t warp = 0; warp < other.warps.size(); ++warp) {
+    warps[warp].resize(other.warps[warp].size());
+    for (std::size_t i = 0; i < other.warps[warp].size(); ++i) {
+      const Tally& more = other.warps[warp][i];
+      Tally& all = warps[warp][i];
+      all.executed += more.executed;
+      all.threads += more.threads;
+      all.tries += more.tries;
+      all.bytes += more.bytes;
+    }
+  }
+  return *this;
 }
 
 void Context::fail(const Op& op, const std::string& why) const {
@@ -406,15 +493,15 @@ const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
       if (missing != 0) {
         const auto& loaded = c.warp->order->loaded_nothing;
         const auto from = loaded.find(v.index);
-        c.fail(op, std::countr_zero(missing),
-               "register " + c.program.kernel->registers[v.index].name +
-                   " is read but was never written" +
-                   (from == loaded.end()
-                        ? ""
-                        : ", or was loaded from shared memory that was never written (" +
-                              c.program.module->describe(*c.program.kernel,
-                                                         *from->second->statement) +
-                              ")"));
+        c.fail(
+            op, std::countr_zero(missing),
+            "register " + c.program.kernel->registers[v.index].name +
+                " is read but was never written" +
+                (from == loaded.end()
+                     ? ""
+                     : ", or was loaded from shared memory that was never written (" +
+                           c.program.module->describe(*c.program.kernel, *from->second->statement) +
+                           ")"));
       }
       return c.warp->registers[v.index];
     }

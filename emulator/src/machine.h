@@ -21,6 +21,7 @@
 
 #include "formats.h"
 #include "module.h"
+#include "room.h"
 
 namespace emulator {
 
@@ -43,23 +44,38 @@ struct Dim {
   std::uint64_t count() const { return std::uint64_t{x} * y * z; }
 };
 
+struct Events;  // what warps did: trace.h
+
 struct Launch {
   Dim grid;
   Dim block;
   std::optional<Dim> cluster;  // in blocks; without: what the kernel asks for, or one block
   std::vector<std::uint8_t> params;
   std::uint64_t dynamic_shared = 0;              // bytes
-  int resident = 8;                              // most blocks that run at a time
   std::uint64_t seed = 0;                        // decides the order of warps and of their groups
   std::uint64_t max_statements = 1'000'000'000;  // of all warps; then the launch fails
-  bool real_time = false;  // %globaltimer is the host's; else it counts statements
   bool races = true;         // they are errors, and reads of shared memory that was never written
   std::uint32_t device = 0;  // launches of one device are in the scope .gpu of each other
+  bool real_time = false;    // %globaltimer is the host's; else it counts statements
+  Events* events = nullptr;  // records what is executed, if it is given
+};
+
+// What the warps of one number have made of one statement of a kernel.
+struct Tally {
+  std::uint64_t executed = 0;  // by warps, or parts of them
+  std::uint64_t threads = 0;
+  std::uint64_t tries = 0;  // that had to wait
+  std::uint64_t bytes = 0;  // of copies whose size the statement does not say
 };
 
 struct Counters {
-  std::uint64_t statements = 0;    // of warps
-  std::uint64_t instructions = 0;  // of threads
+  std::uint64_t statements = 0;           // of warps
+  std::uint64_t instructions = 0;         // of threads
+  std::uint64_t blocks = 0;               // that have run
+  std::vector<std::vector<Tally>> warps;  // by number of a warp in its block, by statement
+
+  // Adds those of another launch of the same kernel.
+  Counters& operator+=(const Counters& other);
 };
 
 // Of setp. Those that end in U are true for operands one of which is NaN.
@@ -149,6 +165,7 @@ struct Op {
   bool flushes = false;    // .ftz
   bool saturates = false;  // .sat or .satfinite
   bool relu = false;
+  bool acts = false;  // others can see what it does: it is not one of those that threads wait with
 };
 
 struct Program {
@@ -156,6 +173,8 @@ struct Program {
   const Kernel* kernel = nullptr;
   std::uint64_t shared_bytes = 0;  // in front of dynamic shared memory, its alignment included
   std::vector<Op> ops;
+  std::uint64_t live = 0;        // most 32-bit values that are alive at once
+  bool hands_registers = false;  // it has setmaxnreg
 };
 
 // Threads of a warp at the same statement.
@@ -194,6 +213,7 @@ struct Warp {
   std::uint64_t max_registers = 0;  // of a thread: setmaxnreg
   std::shared_ptr<WarpMatrices> matrices;  // if it has executed wgmma
   std::shared_ptr<WarpOrder> order;
+  Tally* tallies = nullptr;  // by statement
 };
 
 struct Barrier {
@@ -215,6 +235,7 @@ struct Block {
   Cluster* cluster = nullptr;
   std::uint32_t rank = 0;    // in the cluster
   std::uint32_t number = 0;  // in the order of their start
+  int multiprocessor = 0;
   // Objects in shared memory, by offset, as they were last written: memory that differs has been
   // overwritten (mbarrier.cpp).
   std::map<std::uint64_t, std::uint64_t> mbarriers;
@@ -257,6 +278,10 @@ class Machine {
   // Runs a kernel to its end. Throws PtxError.
   Counters launch(const std::shared_ptr<const Module>& module, const std::string& kernel,
                   const Launch& launch);
+  // Decodes a kernel, once. Throws PtxError.
+  const Program& program(const std::shared_ptr<const Module>& module, const std::string& kernel);
+
+  Room& room() { return *room_; }
 
   // What orders accesses of its launches to global memory.
   GlobalOrder& order() const { return *order_; }
@@ -278,6 +303,7 @@ class Machine {
   std::mutex loading_;  // guards loaded_; programs stay where they are
   std::map<const Module*, Loaded> loaded_;
   std::shared_ptr<GlobalOrder> order_;
+  std::unique_ptr<Room> room_ = std::make_unique<Room>();
 };
 
 // What a handler sees: the warp that executes, and what it shares with others.
@@ -296,6 +322,9 @@ struct Context {
   Engine* engine = nullptr;           // performs what is asynchronous
   std::mt19937_64* random = nullptr;  // null without a seed
   Races* races = nullptr;             // finds accesses that are not ordered
+  int multiprocessors = 1;
+  int most_warps = 1;       // of a multiprocessor
+  std::uint64_t bytes = 0;  // that the statement copies, where it does not say how many
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;
   [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;
@@ -379,8 +408,6 @@ Place shared_range(Context& c, const Op& op, int lane, Space space, std::uint64_
 bool have_met(Context& c, const Op& op, Mask mask, Mask named);
 // Takes lanes that exit out of the barrier of their cluster.
 void leave_cluster(Warp& warp, Mask mask);
-// Returns how many registers a thread has when a kernel starts.
-std::uint64_t registers_at_start(const Kernel& kernel, const Launch& launch);
 // Performs the copies (cp.async) of a lane that were started before the one of this number.
 void perform_copies(Warp& warp, int lane, std::uint64_t before);
 
@@ -421,6 +448,13 @@ bool decode_wgmma(const Statement& s, Op& op);
 bool decode_multimem(const Statement& s, Op& op);
 bool decode_fence(const Statement& s, Op& op);
 bool decode_call(const Statement& s, Op& op);
+
+// Whether others can see what a statement does. Threads that only wait execute none of these.
+bool acts(const Statement& s);
+// Returns a line for each group of threads: where it is, and what it waits for. Warps, and blocks, of which
+// the same is true share a line.
+std::string describe_standing(const Context& c,
+                              const std::vector<std::unique_ptr<Cluster>>& clusters);
 
 // Checks what a statement does to registers that wgmma has in use. For warps with `matrices`.
 void check_matrix_registers(Context& c, const Op& op);

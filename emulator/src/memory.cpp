@@ -118,8 +118,7 @@ Outcome load(Context& c, const Op& op, Mask mask) {
   each(mask, [&](int l) {
     const std::uint64_t address = address_of(op, 0, base, l);
     std::uint8_t* from = at(c, op, l, op.space, address, bytes * count);
-    const bool nothing =
-        !op.order.strong && note_read(c, op, l, op.space, address, bytes * count);
+    const bool nothing = !op.order.strong && note_read(c, op, l, op.space, address, bytes * count);
     for (int i = 0; i < count; ++i) {
       std::uint64_t bits = 0;
       if (op.order.strong) {
@@ -225,6 +224,7 @@ Outcome copy(Context& c, const Op& op, Mask mask) {
     if (one.filled != 0) at(c, op, l, Space::kGlobal, one.source, one.bytes);
     note_copy(c, op, l, one.target, one.bytes, one.source, std::min(one.filled, one.bytes));
     c.warp->copies[l].push_back(one);
+    c.bytes += one.bytes;
   });
   return Outcome::kNext;
 }

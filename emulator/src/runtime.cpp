@@ -16,6 +16,7 @@ constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
 constexpr int kInvalidConfiguration = 9;
 constexpr int kInvalidDeviceFunction = 98;
+constexpr int kOutOfResources = 701;
 constexpr int kLaunchFailure = 719;
 constexpr int kInvalidClusterSize = 912;
 
@@ -81,12 +82,15 @@ struct Found {
   int dynamic_shared;
   bool large_clusters;
 
-  // Shared memory of a block of this kernel, bytes.
-  int most_shared() const {
-    return module->target.starts_with("sm_90") ? CudaDevice::kMostSharedSm90
-                                               : CudaDevice::kMostShared;
+  // What a block of it takes.
+  Footprint footprint(int threads, std::size_t shared) const {
+    Machine& machine = CudaDevice::instance().machine;
+    return emulator::footprint(machine.room().model(), machine.program(module, kernel->name),
+                               static_cast<std::uint64_t>(threads), shared);
   }
 };
+
+Room& room() { return CudaDevice::instance().machine.room(); }
 
 Found find(const void* host) {
   const std::lock_guard<std::mutex> lock(registering);
@@ -156,6 +160,10 @@ int launch(const void* host, const unsigned grid[3], const unsigned block[3],
     if (grid[0] % size.x != 0 || grid[1] % size.y != 0 || grid[2] % size.z != 0) {
       return kInvalidConfiguration;
     }
+    const auto threads = static_cast<int>(request.block.count());
+    if (!too_large(room().model(), found.footprint(threads, shared)).empty()) {
+      return kOutOfResources;
+    }
     request.dynamic_shared = shared;
     request.params.resize(found.kernel->param_bytes);
     for (std::size_t i = 0; i < found.kernel->params.size(); ++i) {
@@ -185,7 +193,8 @@ int most_threads(const void* host, int* threads) {
 
 int allow_shared(const void* host, int bytes) {
   return guarded(kInvalidDeviceFunction, [&] {
-    if (bytes < 0 || bytes > find(host).most_shared()) return kInvalidValue;
+    const std::uint64_t most = room().model().most_shared - find(host).kernel->shared_bytes;
+    if (bytes < 0 || static_cast<std::uint64_t>(bytes) > most) return kInvalidValue;
     const std::lock_guard<std::mutex> lock(registering);
     kernels.at(host).dynamic_shared = bytes;
     return kSuccess;
@@ -200,21 +209,14 @@ int allow_large_clusters(const void* host, int yes) {
   return kSuccess;
 }
 
-int blocks_that_fit(const Found& found, int threads, std::size_t shared) {
-  const std::uint64_t of_block = found.kernel->shared_bytes + shared + CudaDevice::kReserved;
-  const auto by_shared = static_cast<int>((found.most_shared() + CudaDevice::kReserved) / of_block);
-  return std::min(by_shared, CudaDevice::kMostThreads / threads);
-}
-
 int blocks_per_multiprocessor(const void* host, int threads, std::size_t shared, int* blocks) {
   return guarded(kInvalidDeviceFunction, [&] {
     if (threads <= 0) return kInvalidValue;
-    *blocks = blocks_that_fit(find(host), threads, shared);
+    *blocks = blocks_that_fit(room().model(), find(host).footprint(threads, shared));
     return kSuccess;
   });
 }
 
-// Multiprocessors are not parted into groups here, so none is left over.
 int most_clusters(const void* host, const unsigned* cluster, int threads, std::size_t shared,
                   int* clusters) {
   return guarded(kInvalidDeviceFunction, [&] {
@@ -222,8 +224,7 @@ int most_clusters(const void* host, const unsigned* cluster, int threads, std::s
     const Found found = find(host);
     const Dim size = cluster_of(*found.kernel, cluster);
     if (!fits(found, size)) return kInvalidClusterSize;
-    *clusters = CudaDevice::instance().multiprocessors * blocks_that_fit(found, threads, shared) /
-                static_cast<int>(size.count());
+    *clusters = room().clusters_that_fit(found.footprint(threads, shared), size.count());
     return kSuccess;
   });
 }
@@ -237,7 +238,7 @@ int encode(void* map, int type, unsigned rank, void* address, const std::uint64_
       &why);
 }
 
-int multiprocessors() { return CudaDevice::instance().multiprocessors; }
+int multiprocessors() { return room().multiprocessors(); }
 
 constexpr FluxEmulatedCuda kTable = {load,
                                      unload,
@@ -304,15 +305,16 @@ void CudaDevice::clear() {
   counters_.clear();
 }
 
-std::map<std::string, Counters> CudaDevice::counters() {
+std::vector<CudaDevice::Record> CudaDevice::counters() {
   const std::lock_guard<std::mutex> lock(reporting_);
-  return counters_;
+  std::vector<Record> all;
+  for (const auto& [key, record] : counters_) all.push_back(record);
+  return all;
 }
 
 bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& module,
                         const std::string& kernel, Launch request) {
   if (!error().empty()) return false;  // as after an illegal access: nothing runs any more
-  request.resident = resident;
   request.seed = seed == 0 ? 0 : seed + launches_++;
   request.max_statements = max_statements;
   request.device = device;
@@ -322,9 +324,11 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
     try {
       const Counters done = machine.launch(module, kernel, request);
       const std::lock_guard<std::mutex> lock(reporting_);
-      Counters& all = counters_[kernel];
-      all.statements += done.statements;
-      all.instructions += done.instructions;
+      Record& all = counters_[{module.get(), kernel}];
+      all.module = module;
+      all.kernel = kernel;
+      all.launches += 1;
+      all.counters += done;
     } catch (const std::exception& problem) {
       fail(problem.what());
     }

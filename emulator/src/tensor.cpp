@@ -198,6 +198,7 @@ Outcome store_box(Context& c, const Op& op, Mask mask) {
       first = box;
       first_source = address_of(op, behind, source, l);
     }
+    transfer.bytes = box.map.bytes();
     transfer.source = from.block;
     transfer.read = [map = box.map, from](Context&, Bytes& data) {
       data.resize(map.bytes());

@@ -118,7 +118,7 @@ import ctypes, sys, torch
 from emulator import cuda_device, extent
 
 device = cuda_device()
-device.multiprocessors, device.resident = 10, 4
+device.multiprocessors = 10
 library = ctypes.CDLL(sys.argv[1])
 for seed in range(4):
     device.seed = seed
@@ -135,7 +135,11 @@ assert library.copy_matrix(*addresses, 64, 199, 4) == 1001  # rows of no multipl
 assert library.copy_matrix(*addresses, 128, 200, 16) == 912  # cudaErrorInvalidClusterSize
 assert [library.clusters(size) for size in (1, 2, 4, 16)] == [160, 80, 40, -912]
 assert library.allow(1) == 0 and library.clusters(16) == 10
-assert library.shared(227 * 1024) == 0 and library.shared(227 * 1024 + 1) == 1
+most = 227 * 1024 - 1032  # without the kernel's own shared memory
+assert library.shared(most) == 0 and library.shared(most + 1) == 1
+assert library.copy_matrix(*addresses, 64, 200, 1) == 0
+device.model = "A100"
+assert library.shared(163 * 1024 - 1032) == 0 and library.shared(most) == 1
 assert library.other_entry() == 1  # cudaDriverEntryPointSymbolNotFound
 """
 

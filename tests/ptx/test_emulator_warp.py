@@ -214,7 +214,7 @@ def test_atomics_count_every_thread_of_every_block() -> None:
         1,
     )
     cells = torch.zeros(3, dtype=torch.int32)
-    run(text, [cells], grid=(3, 2), block=96, resident=4, seed=5)
+    run(text, [cells], grid=(3, 2), block=96, multiprocessors=1, seed=5)
     assert cells.tolist() == [576, 95, 1152]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from emulator import Device, Module
+from emulator import Counters, Device, Module
 
 LANES = 32
 
@@ -55,10 +55,11 @@ def await_phase(barrier: str, parity: object, label: str) -> str:
     """
 
 
-def run(text: str, tensors: list[torch.Tensor], **options: Any) -> dict[str, int]:
+def run(text: str, tensors: list[torch.Tensor], **options: Any) -> Counters:
     """Run kernel ``k`` with these tensors as its arguments."""
     settings: dict[str, Any] = {"grid": 1, "block": LANES, **options}
-    return Device().launch(Module(text), "k", args=tensors, **settings)
+    device = Device(multiprocessors=settings.pop("multiprocessors", 8))
+    return device.launch(Module(text), "k", args=tensors, **settings)
 
 
 def apply(statement: str, operands: list[torch.Tensor], width: int, out: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ class PtxDevice(EmulatedDevice):
         built = Registry.load([kernels])
         of_arch = {name: k for name, k in built.kernels.items() if k.config.arch == arch}
         self.registry = replace(built, kernels=of_arch)  # type: ignore[assignment]
+        self.cuda.model = "A100" if self.capability < (9, 0) else "H200"
         self.cuda.multiprocessors = self.sm_count
         entries = [getattr(self.library, f"emulator_{name}") for name in ("run", "fail")]
         run, fail = (ctypes.cast(entry, ctypes.c_void_p).value for entry in entries)

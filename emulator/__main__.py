@@ -1,0 +1,5 @@
+"""``python -m emulator``."""
+
+from emulator.cli.app import app
+
+app(prog_name="python -m emulator")

@@ -1,0 +1,1 @@
+"""The command ``python -m emulator``: run, trace and profile kernels."""

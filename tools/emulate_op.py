@@ -1,0 +1,80 @@
+"""Run one call of an op on the machine that executes PTX, and compare it with float64.
+
+    flux compile --emulated --arch 80 --set minimal --out build/ptx
+    python tools/emulate_op.py build/ptx --op gemm_rs
+    python -m emulator profile tools/emulate_op.py -- build/ptx --op gemm_rs
+
+All ranks share an emulated GPU. The kernel is the one that the heuristic chooses of those in the
+directory: leave no other there than the one that you work on. Exit status: 0, or 1 where a kernel
+did what a device does not allow, or a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "support" / "emulation")]
+
+import emulated  # noqa: E402
+from emulator import PtxError  # noqa: E402
+from flux.transport.virtual import VirtualWorld  # noqa: E402
+from ptx_device import PtxDevice  # noqa: E402
+from reference import Inputs, Problem  # noqa: E402
+from virtual_cases import call_all  # noqa: E402
+
+
+def call(device: PtxDevice, problem: Problem, m: int, world: int) -> None:
+    """Make one call of all ranks.
+
+    Raises:
+        PtxError: a kernel did what a device does not allow.
+        AssertionError: a result is farther from float64's than its error bound.
+    """
+    inputs = Inputs(problem, m, world, seed=m)
+    with VirtualWorld(world, device) as ranks:
+        ops = [problem.build(ranks.rank(rank)) for rank in range(world)]
+        outs = call_all(ranks, ops, inputs)
+        device.finish()
+        for rank, op in enumerate(ops):
+            op.wait()
+            inputs.check(outs[rank], rank)
+            op.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kernels", type=Path, help="directory of flux compile --emulated")
+    parser.add_argument("--op", choices=("ag_gemm", "gemm_rs", "gemm_ar"), default="ag_gemm")
+    for size, value in (("m", 256), ("n", 512), ("k", 512)):
+        parser.add_argument(f"--{size}", type=int, default=value, help="of all ranks")
+    parser.add_argument("--world", type=int, default=2, help="ranks")
+    parser.add_argument("--arch", choices=("80", "90a"), default="80")
+    parser.add_argument("--seed", type=int, default=0, help="decides the order of warps")
+    parser.add_argument("--seeds", type=int, default=1, help="try so many, from --seed on")
+    options = parser.parse_args()
+    problem = Problem(options.op, options.m, (options.n,), options.k, torch.bfloat16)
+
+    class Device(PtxDevice):
+        capability = (9, 0) if options.arch == "90a" else (8, 0)
+
+    with tempfile.TemporaryDirectory() as folder:
+        device = Device(emulated.build(Path(folder)), options.kernels.resolve())
+        for seed in range(options.seed, options.seed + options.seeds):
+            device.cuda.seed = 1000 * seed  # each launch takes the next number
+            try:
+                call(device, problem, options.m, options.world)
+            except (PtxError, AssertionError, RuntimeError) as error:
+                print(f"{device.cuda.error() or error}\nrun it again with --seed {seed}")
+                sys.exit(1)
+    # The device is not closed: that would forget what python -m emulator profile asks for next.
+    print(f"{options.op} {options.m} x {options.n} x {options.k}, {options.world} ranks: right")
+
+
+if __name__ == "__main__":
+    main()
