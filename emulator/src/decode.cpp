@@ -86,6 +86,14 @@ constexpr SpecialRow kSpecials[] = {
      }},
 };
 
+// Whether a statement makes registers of registers and does nothing else. Predicates decide.
+bool computes(Decoder family, const Statement& s) {
+  const std::string& name = s.opcode[0];
+  if (name == "setp" || name == "testp") return false;
+  return family == decode_scalar || family == decode_bits || family == decode_float ||
+         family == decode_convert;
+}
+
 class Decoding {
  public:
   Decoding(const Module& module, const Kernel& kernel,
@@ -116,6 +124,7 @@ class Decoding {
       op = Op();  // what a family that does not know the statement left there
       op.statement = &s;
       op.type = last_type(s);
+      op.propagates = computes(family, s);
       if (family(s, op)) break;
       op.handler = nullptr;
     }

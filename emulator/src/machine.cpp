@@ -201,7 +201,7 @@ class Execution {
   Outcome execute(Warp& warp, Group& group, const Op& op, Mask mask) {
     if (mask == 0) return Outcome::kNext;
     if (warp.matrices != nullptr) check_matrix_registers(context_, op);
-    const Outcome outcome = op.handler(context_, op, mask);
+    const Outcome outcome = perform(warp, op, mask);
     if (outcome == Outcome::kWait) return outcome;
     const auto threads = static_cast<std::uint64_t>(std::popcount(mask));
     counters_.instructions += threads;
@@ -210,6 +210,20 @@ class Execution {
                      where(warp, group));
     }
     return outcome;
+  }
+
+  Outcome perform(Warp& warp, const Op& op, Mask mask) {
+    while (mask != 0) {
+      try {
+        return op.handler(context_, op, mask);
+      } catch (const Unwritten& found) {
+        for (const Value& v : op.targets) {
+          if (v.kind == Value::Kind::kRegister) warp.written[v.index] &= ~found.lanes;
+        }
+        mask &= ~found.lanes;
+      }
+    }
+    return Outcome::kNext;
   }
 
   void jump(Warp& warp, std::size_t number, Mask taken, int label) {
@@ -395,9 +409,10 @@ const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
     case Value::Kind::kRegister: {
       const Mask missing = mask & ~c.warp->written[v.index];
       if (missing != 0) {
+        if (op.propagates) throw Unwritten{missing};
         c.fail(op, std::countr_zero(missing),
                "register " + c.program.kernel->registers[v.index].name +
-                   " is read but was never written");
+                   " is read but was never written, or was made from one that was not");
       }
       return c.warp->registers[v.index];
     }

@@ -131,6 +131,14 @@ struct Op {
   bool flushes = false;    // .ftz
   bool saturates = false;  // .sat or .satfinite
   bool relu = false;
+  bool propagates = false;  // its results are no more written than its operands (Unwritten)
+};
+
+// An operand of a statement that only computes is a register that these lanes never wrote. Compilers
+// compute with such values where the result is not used: CUTLASS's epilogues do so for elements outside
+// of a matrix. So the results count as never written, too, until something else reads them.
+struct Unwritten {
+  Mask lanes;
 };
 
 struct Program {

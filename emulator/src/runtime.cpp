@@ -236,6 +236,12 @@ int encode(void* map, int type, unsigned rank, void* address, const std::uint64_
       &why);
 }
 
+int fill(void* memory, int value, std::size_t bytes, void* stream) {
+  return guarded(kInvalidValue, [&] {
+    return CudaDevice::instance().fill(stream, memory, value, bytes) ? kSuccess : kLaunchFailure;
+  });
+}
+
 int multiprocessors() { return CudaDevice::instance().multiprocessors; }
 
 constexpr FluxEmulatedCuda kTable = {load,
@@ -250,7 +256,8 @@ constexpr FluxEmulatedCuda kTable = {load,
 
                                      allow_large_clusters,
                                      most_clusters,
-                                     encode};
+                                     encode,
+                                     fill};
 
 }  // namespace
 
@@ -291,29 +298,44 @@ std::map<std::string, Counters> CudaDevice::counters() {
 
 bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& module,
                         const std::string& kernel, Launch request) {
-  if (!error().empty()) return false;  // as after an illegal access: nothing runs any more
   request.resident = resident;
   request.seed = seed == 0 ? 0 : seed + launches_++;
   request.max_statements = max_statements;
   request.real_time = true;  // peers are other threads, or processes
+  return enqueue(stream, [this, module, kernel, request = std::move(request)] {
+    const Counters done = machine.launch(module, kernel, request);
+    const std::lock_guard<std::mutex> lock(reporting_);
+    Counters& all = counters_[kernel];
+    all.statements += done.statements;
+    all.instructions += done.instructions;
+  });
+}
+
+bool CudaDevice::fill(void* stream, void* memory, int value, std::size_t bytes) {
+  return enqueue(stream, [this, memory, value, bytes] {
+    const auto address = reinterpret_cast<std::uint64_t>(memory);
+    const std::string why = outside_global(*machine.memory(), address, bytes);
+    if (!why.empty()) throw PtxError("cudaMemsetAsync: " + why);
+    std::memset(memory, value, bytes);
+  });
+}
+
+bool CudaDevice::enqueue(void* stream, std::function<void()> work) {
+  if (!error().empty()) return false;  // as after an illegal access: nothing runs any more
   using Work = std::function<void()>;
-  auto work = std::make_unique<Work>([this, module, kernel, request = std::move(request)] {
+  auto guarded = std::make_unique<Work>([this, work = std::move(work)] {
     try {
-      const Counters done = machine.launch(module, kernel, request);
-      const std::lock_guard<std::mutex> lock(reporting_);
-      Counters& all = counters_[kernel];
-      all.statements += done.statements;
-      all.instructions += done.instructions;
+      work();
     } catch (const std::exception& problem) {
       fail(problem.what());
     }
   });
   if (run_ == nullptr) {
-    (*work)();
+    (*guarded)();
     return error().empty();
   }
   run_(
-      stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, work.release(),
+      stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, guarded.release(),
       [](void* argument) { delete static_cast<Work*>(argument); });
   return true;
 }
