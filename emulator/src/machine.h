@@ -173,7 +173,8 @@ struct Warp {
   std::vector<Mask> written;  // of registers
   std::vector<Mask> predicates;
   std::vector<Mask> predicates_written;
-  std::vector<std::uint8_t> local;                                // of all lanes
+  Mask carry = 0, carry_written = 0;  // the condition code that add.cc and the like leave
+  std::vector<std::uint8_t> local;    // of all lanes
   std::array<std::vector<Copy>, kLanes> copies;                   // not committed
   std::array<std::deque<std::vector<Copy>>, kLanes> copy_groups;  // committed, oldest first
   std::array<std::uint64_t, kLanes> copies_started{};             // in all
@@ -401,6 +402,7 @@ bool has_no_other(const Statement& s, std::initializer_list<const char*> known);
 bool decode_wgmma(const Statement& s, Op& op);
 bool decode_multimem(const Statement& s, Op& op);
 bool decode_call(const Statement& s, Op& op);
+bool decode_extended(const Statement& s, Op& op);
 
 // Checks what a statement does to registers that wgmma has in use. For warps with `matrices`.
 void check_matrix_registers(Context& c, const Op& op);
