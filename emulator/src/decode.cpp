@@ -81,6 +81,15 @@ constexpr SpecialRow kSpecials[] = {
      }},
 };
 
+// Whether a statement makes registers of registers and does nothing else. Predicates decide.
+bool computes(Decoder family, const Statement& s) {
+  const std::string& name = s.opcode[0];
+  if (name == "setp" || name == "testp" || (name == "lop3" && s.operands[0].second >= 0))
+    return false;
+  return family == decode_scalar || family == decode_bits || family == decode_float ||
+         family == decode_convert;
+}
+
 class Decoding {
  public:
   Decoding(const Module& module, const Kernel& kernel,
@@ -110,10 +119,11 @@ class Decoding {
     for (const Decoder family :
          {decode_scalar, decode_bits, decode_float, decode_convert, decode_memory, decode_cluster,
           decode_mbarrier, decode_bulk, decode_tensor, decode_warp, decode_matrix, decode_wgmma,
-          decode_multimem, decode_call}) {
+          decode_multimem, decode_call, decode_extended}) {
       op = Op();  // what a family that does not know the statement left there
       op.statement = &s;
       op.type = last_type(s);
+      op.propagates = computes(family, s);
       if (family(s, op)) break;
       op.handler = nullptr;
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -35,6 +36,8 @@ class CudaDevice {
   // Puts a kernel on a stream. Returns false if the device has failed.
   bool launch(void* stream, const std::shared_ptr<const Module>& module, const std::string& kernel,
               Launch request);
+  // The same for bytes that are to be set to a value.
+  bool fill(void* stream, void* memory, int value, std::size_t bytes);
 
   // A copy engine begins to write to memory, or has written. Copies that nobody tells of are not
   // looked at.
@@ -55,6 +58,9 @@ class CudaDevice {
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
 
  private:
+  // Puts work on a stream; what it throws is the device's error. Returns false if that has failed.
+  bool enqueue(void* stream, std::function<void()> work);
+
   RunOnStream* run_ = nullptr;
   FailDevice* fail_ = nullptr;
   std::atomic<std::uint64_t> launches_{0};

@@ -251,7 +251,7 @@ class Execution {
   Outcome execute(Warp& warp, Group& group, const Op& op, Mask mask) {
     if (mask == 0) return Outcome::kNext;
     if (warp.matrices != nullptr) check_matrix_registers(context_, op);
-    const Outcome outcome = op.handler(context_, op, mask);
+    const Outcome outcome = perform(warp, op, mask);
     Tally& tally = warp.tallies[group.pc];
     if (launch_.events != nullptr) record(warp, group, mask, outcome);
     if (outcome == Outcome::kWait) {
@@ -274,6 +274,20 @@ class Execution {
   void record(const Warp& warp, const Group& group, Mask mask, Outcome outcome) {
     launch_.events->add({counters_.statements, warp.block->number, warp.index, group.pc, mask,
                          outcome == Outcome::kWait ? std::uint32_t{1} : 0});
+  }
+
+  Outcome perform(Warp& warp, const Op& op, Mask mask) {
+    while (mask != 0) {
+      try {
+        return op.handler(context_, op, mask);
+      } catch (const Unwritten& found) {
+        for (const Value& v : op.targets) {
+          if (v.kind == Value::Kind::kRegister) warp.written[v.index] &= ~found.lanes;
+        }
+        mask &= ~found.lanes;
+      }
+    }
+    return Outcome::kNext;
   }
 
   void jump(Warp& warp, std::size_t number, Mask taken, int label) {
@@ -491,15 +505,16 @@ const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
     case Value::Kind::kRegister: {
       const Mask missing = mask & ~c.warp->written[v.index];
       if (missing != 0) {
+        if (op.propagates) throw Unwritten{missing};
         const auto& loaded = c.warp->order->loaded_nothing;
         const auto from = loaded.find(v.index);
         c.fail(
             op, std::countr_zero(missing),
             "register " + c.program.kernel->registers[v.index].name +
-                " is read but was never written" +
+                " is read but was never written, or was made from one that was not" +
                 (from == loaded.end()
                      ? ""
-                     : ", or was loaded from shared memory that was never written (" +
+                     : "; or it was loaded from shared memory that was never written (" +
                            c.program.module->describe(*c.program.kernel, *from->second->statement) +
                            ")"));
       }

@@ -166,6 +166,14 @@ struct Op {
   bool saturates = false;  // .sat or .satfinite
   bool relu = false;
   bool acts = false;  // others can see what it does: it is not one of those that threads wait with
+  bool propagates = false;  // its results are no more written than its operands (Unwritten)
+};
+
+// An operand of a statement that only computes is a register that these lanes never wrote. Compilers
+// compute with such values where the result is not used: CUTLASS's epilogues do so for elements outside
+// of a matrix. So the results count as never written, too, until something else reads them.
+struct Unwritten {
+  Mask lanes;
 };
 
 struct Program {
@@ -202,7 +210,8 @@ struct Warp {
   std::vector<Mask> written;  // of registers
   std::vector<Mask> predicates;
   std::vector<Mask> predicates_written;
-  std::vector<std::uint8_t> local;                                // of all lanes
+  Mask carry = 0, carry_written = 0;  // the condition code that add.cc and the like leave
+  std::vector<std::uint8_t> local;    // of all lanes
   std::array<std::vector<Copy>, kLanes> copies;                   // not committed
   std::array<std::deque<std::vector<Copy>>, kLanes> copy_groups;  // committed, oldest first
   std::array<std::uint64_t, kLanes> copies_started{};             // in all
@@ -448,6 +457,7 @@ bool decode_wgmma(const Statement& s, Op& op);
 bool decode_multimem(const Statement& s, Op& op);
 bool decode_fence(const Statement& s, Op& op);
 bool decode_call(const Statement& s, Op& op);
+bool decode_extended(const Statement& s, Op& op);
 
 // Whether others can see what a statement does. Threads that only wait execute none of these.
 bool acts(const Statement& s);

@@ -167,11 +167,13 @@ bool is_known(const Op& op) {
   return (a == Format::kBf16 || a == Format::kTf32) && op.type == Type::kF32;
 }
 
-// mma.sync.aligned.shape.row.col{.satfinite}.dtype.atype.btype.ctype
+// mma.sync.aligned.shape.row.col{.satfinite}.dtype.atype.btype.ctype; CUTLASS has .satfinite behind the
+// types, which ptxas takes too.
 bool decode_multiply(const Statement& s, Op& op) {
-  const std::vector<std::string>& names = s.opcode;
-  op.flag = names.size() == 11 && names[6] == "satfinite";
-  if (names.size() != (op.flag ? 11u : 10u)) return false;
+  std::vector<std::string> names = s.opcode;
+  op.flag = names.size() == 11 && (names[6] == "satfinite" || names[10] == "satfinite");
+  if (op.flag) std::erase(names, "satfinite");
+  if (names.size() != 10) return false;
   if (names[1] != "sync" || names[2] != "aligned" || names[4] != "row" || names[5] != "col") {
     return false;
   }

@@ -1,8 +1,7 @@
 #include <map>
 #include <sstream>
 
-#include "lexer.h"
-#include "module.h"
+#include "reader.h"
 
 namespace emulator {
 namespace {
@@ -18,67 +17,25 @@ std::uint64_t aligned(std::uint64_t offset, std::uint64_t align) {
   return (offset + align - 1) / align * align;
 }
 
-class Parser {
+std::unique_ptr<Module> module_of(const std::string& text) {
+  auto module = std::make_unique<Module>();
+  std::stringstream stream(text);
+  for (std::string line; std::getline(stream, line);) module->lines.push_back(line);
+  return module;
+}
+
+class Parser : Reader {
  public:
-  explicit Parser(const std::string& text) : tokens_(tokens_of(text)), module_(new Module) {
-    std::stringstream stream(text);
-    for (std::string line; std::getline(stream, line);) module_->lines.push_back(line);
-  }
+  Parser(const std::string& text, std::unique_ptr<Module> module)
+      : Reader(text, module->lines), module_(std::move(module)) {}
 
   std::unique_ptr<Module> run() {
+    find_functions();
     while (peek().kind != Token::Kind::kEnd) top_level();
     return std::move(module_);
   }
 
  private:
-  // -- tokens ------------------------------------------------------------------------------------
-
-  const Token& peek(int ahead = 0) const {
-    return tokens_[std::min(at_ + ahead, tokens_.size() - 1)];
-  }
-  const Token& take() {
-    const Token& token = peek();
-    ++at_;
-    return token;
-  }
-  bool is(const char* text, int ahead = 0) const {
-    return peek(ahead).kind != Token::Kind::kString && peek(ahead).text == text;
-  }
-  bool accept(const char* text) {
-    if (!is(text)) return false;
-    ++at_;
-    return true;
-  }
-  void expect(const char* text) {
-    if (!accept(text)) fail(std::string("expected '") + text + "'");
-  }
-  std::string word() {
-    if (peek().kind != Token::Kind::kWord) fail("expected a name");
-    return take().text;
-  }
-  [[noreturn]] void fail(const std::string& why) const {
-    const int line = peek().line;
-    std::string text = "PTX line " + std::to_string(line) + ": " + why;
-    if (line >= 1 && line <= static_cast<int>(module_->lines.size())) {
-      text += "\n  " + module_->lines[line - 1];
-    }
-    throw PtxError(text);
-  }
-  void skip_line() {
-    for (const int line = peek().line; peek().line == line && peek().kind != Token::Kind::kEnd;) {
-      ++at_;
-    }
-  }
-
-  std::int64_t integer() {
-    const bool negative = accept("-");
-    if (peek().kind != Token::Kind::kNumber) fail("expected a number");
-    std::string digits = take().text;
-    if (digits.back() == 'U') digits.pop_back();
-    const auto value = static_cast<std::int64_t>(std::stoull(digits, nullptr, 0));
-    return negative ? -value : value;
-  }
-
   // -- declarations ------------------------------------------------------------------------------
 
   void top_level() {
@@ -184,14 +141,22 @@ class Parser {
     }
   }
 
-  // A declaration, such as that of vprintf. Which functions are known is seen at their calls.
-  void function() {
-    if (accept("(")) skip_to(")");
-    word();
-    if (accept("(")) skip_to(")");
-    while (accept(".noreturn")) {
+  // -- functions ---------------------------------------------------------------------------------
+
+  // Functions with a body become a part of each kernel that calls them, at each call. They may stand
+  // behind it, so they are looked for first.
+  void find_functions() {
+    for (; peek().kind != Token::Kind::kEnd; ++at_) {
+      if (!is(".func")) continue;
+      const std::size_t begin = ++at_;
+      skip_list();
+      const std::string name = word();
+      skip_list();
+      while (accept(".noreturn")) {
+      }
+      if (is("{")) functions_[name] = begin;
     }
-    if (!accept(";")) fail("functions are not supported: everything must be inlined");
+    at_ = 0;
   }
 
   void skip_to(const char* end) {
@@ -199,6 +164,66 @@ class Parser {
       if (peek().kind == Token::Kind::kEnd) fail(std::string("expected '") + end + "'");
       ++at_;
     }
+  }
+
+  void skip_list() {
+    if (accept("(")) skip_to(")");
+  }
+
+  // Of a declaration there is nothing to keep: which functions are known is seen at their calls.
+  void function() {
+    while (!is("{") && !accept(";")) ++at_;
+    for (int depth = 0; is("{") || depth > 0; ++at_) depth += is("{") ? 1 : is("}") ? -1 : 0;
+  }
+
+  // Results or parameters of a function stand for the variables of the call.
+  void bind(const std::vector<Operand>& given) {
+    std::size_t number = 0;
+    if (accept("(")) {
+      while (!accept(")")) {
+        expect(".param");
+        for (const Variable& v : declaration(Space::kParam, false)) {
+          if (number == given.size()) fail("a call passes too little to this function");
+          scopes_.back().names[v.name] = given[number++];
+        }
+        accept(",");
+      }
+    }
+    if (number != given.size()) fail("a call passes too much to this function");
+  }
+
+  // Puts the statements of a function where it is called. Its returns lead behind them.
+  void insert(const Statement& call, const std::vector<Operand>& results, const std::string& name,
+              const std::vector<Operand>& arguments) {
+    if (std::find(calls_.begin(), calls_.end(), name) != calls_.end()) {
+      fail("recursion of " + name + " is not supported");
+    }
+    const std::size_t first = kernel_->statements.size(), behind = at_;
+    if (call.guard >= 0) leave_function(call, true);
+    const Source before = source_;
+    calls_.push_back(name);
+    scopes_.emplace_back();
+    at_ = functions_.at(name);
+    bind(results);
+    word();
+    bind(arguments);
+    while (accept(".noreturn")) {
+    }
+    body();
+    scopes_.pop_back();
+    calls_.pop_back();
+    resolve_labels(first, {{kEnd, static_cast<int>(kernel_->statements.size())}});
+    source_ = before;
+    at_ = behind;
+  }
+
+  // Goes on behind the function; `otherwise`: where the guard of `like` does not hold.
+  void leave_function(const Statement& like, bool otherwise = false) {
+    Statement s = like;
+    s.opcode = {"bra"};
+    s.operands = {label(kEnd)};
+    if (otherwise) s.guard_negated = !like.guard_negated;
+    kernel_->statements.push_back(std::move(s));
   }
 
   // -- kernels -----------------------------------------------------------------------------------
@@ -303,10 +328,19 @@ class Parser {
     if (peek().kind == Token::Kind::kWord && is(":", 1)) {
       const std::string label = take().text;
       take();
+      if (accept(".branchtargets")) return targets(label);
       scopes_.back().labels[label] = static_cast<int>(kernel_->statements.size());
       return;
     }
     statement();
+  }
+
+  void targets(const std::string& list) {
+    std::vector<std::string>& labels = lists_[list];
+    labels.clear();
+    do labels.push_back(word());
+    while (accept(","));
+    expect(";");
   }
 
   void location() {
@@ -348,6 +382,8 @@ class Parser {
 
   void place(Variable v) {
     const bool shared = v.space == Space::kShared;
+    // A function that is called again: its variables are not in use, as nothing calls itself.
+    if (!calls_.empty() && has(shared ? kernel_->shared : kernel_->locals, v.name)) return;
     std::uint64_t& bytes = shared ? kernel_->shared_bytes : kernel_->local_bytes;
     v.offset = aligned(bytes, v.align);
     bytes = v.offset + v.bytes;
@@ -382,7 +418,128 @@ class Parser {
       s.operands.push_back(operand());
       if (!is(";")) expect(",");
     }
+    if (s.opcode[0] == "ret" && !calls_.empty()) return leave_function(s);
+    if (s.opcode[0] == "brx") return branch_by_number(std::move(s));
+    if (s.opcode[0] == "set") return compare_into_register(std::move(s));
+    if (s.opcode[0] == "slct") return choose_by_sign(std::move(s));
     kernel_->statements.push_back(std::move(s));
+  }
+
+  // brx.idx number, list: a branch for each label of the list, and a trap behind the last one.
+  void branch_by_number(Statement s) {
+    const auto list = s.operands.size() == 2 ? lists_.find(s.operands[1].name) : lists_.end();
+    if (s.opcode.size() < 2 || s.opcode[1] != "idx" || list == lists_.end()) {
+      fail("brx.idx needs a list of .branchtargets in front of it");
+    }
+    const std::size_t first = kernel_->statements.size();
+    Statement branch = s;
+    branch.opcode = {"bra"};
+    const Operand number = s.operands[0];
+    if (s.guard >= 0) {
+      branch.guard_negated = !s.guard_negated;
+      branch.operands = {label(kEnd)};
+      kernel_->statements.push_back(branch);
+    }
+    const Operand which = new_predicate();
+    for (std::size_t i = 0; i < list->second.size(); ++i) {
+      Statement compare = s;
+      compare.guard = -1;
+      compare.opcode = {"setp", "eq", "u32"};
+      compare.operands = {which, number, constant(static_cast<std::int64_t>(i))};
+      kernel_->statements.push_back(std::move(compare));
+      branch.guard = which.index;
+      branch.guard_negated = false;
+      branch.operands = {label(list->second[i])};
+      kernel_->statements.push_back(branch);
+    }
+    s.guard = -1;
+    s.opcode = {"trap"};
+    s.operands.clear();
+    kernel_->statements.push_back(std::move(s));
+    resolve_labels(first, {{kEnd, static_cast<int>(kernel_->statements.size())}});
+  }
+
+  // set.CmpOp.dtype.stype and its like: setp, and a choice of the two values.
+  void compare_into_register(Statement s) {
+    if (s.opcode.size() < 4) fail("set needs a comparison and two types");
+    const std::string type = s.opcode[s.opcode.size() - 2], of = s.opcode.back();
+    const bool pair = of == "f16x2" || of == "bf16x2";
+    Operand target = s.operands[0], first = new_predicate(), second = new_predicate();
+    Statement compare = s;
+    compare.opcode.erase(compare.opcode.end() - 2);
+    compare.opcode[0] = "setp";
+    compare.operands[0] = first;
+    if (pair) compare.operands[0].second = second.index;
+    const std::int64_t yes = value_of_true(type, pair);
+    kernel_->statements.push_back(std::move(compare));
+    if (!pair) return choose(s, bits_like(type), target, constant(yes), constant(0), first);
+    const Operand low = new_register(Type::kB32), high = new_register(Type::kB32);
+    choose(s, "b32", low, constant(yes), constant(0), first);
+    choose(s, "b32", high, constant(yes << 16), constant(0), second);
+    s.opcode = {"or", "b32"};
+    s.operands = {target, low, high};
+    kernel_->statements.push_back(std::move(s));
+  }
+
+  // What set writes where the comparison holds: one, or all bits. For pairs, in each half.
+  std::int64_t value_of_true(const std::string& type, bool pair) const {
+    if (type == "f32" && !pair) return 0x3F800000;
+    if (type == (pair ? "f16x2" : "f16")) return 0x3C00;
+    if (type == (pair ? "bf16x2" : "bf16")) return 0x3F80;
+    if (type == "u32" || type == "s32") return pair ? 0xFFFF : 0xFFFFFFFF;
+    if ((type == "u16" || type == "s16") && !pair) return 0xFFFF;
+    fail("set does not know the type " + type);
+  }
+  static std::string bits_like(const std::string& type) {
+    return type.ends_with("16") ? "b16" : "b32";
+  }
+
+  // slct.dtype.s32 and .f32: the first value where the third operand is not negative.
+  void choose_by_sign(Statement s) {
+    const std::string of = s.opcode.back();
+    if (s.opcode.size() < 3 || s.operands.size() != 4 || (of != "s32" && of != "f32")) {
+      fail("slct needs a type, and s32 or f32");
+    }
+    const Operand chosen = new_predicate();
+    Statement compare = s;
+    compare.opcode = {"setp", "ge"};
+    if (s.opcode[1] == "ftz") compare.opcode.push_back("ftz");
+    compare.opcode.push_back(of);
+    compare.operands = {chosen, s.operands[3], constant(0)};
+    kernel_->statements.push_back(std::move(compare));
+    choose(s, s.opcode[s.opcode.size() - 2], s.operands[0], s.operands[1], s.operands[2], chosen);
+  }
+
+  void choose(const Statement& like, const std::string& type, const Operand& target,
+              const Operand& yes, const Operand& no, const Operand& which) {
+    Statement s = like;
+    s.opcode = {"selp", type};
+    s.operands = {target, yes, no, which};
+    kernel_->statements.push_back(std::move(s));
+  }
+
+  // Registers that only the parser's own statements use.
+  Operand new_register(Type type) {
+    scopes_.emplace_back();
+    add_register("own", type);
+    const Operand made = scopes_.back().names.at("own");
+    scopes_.pop_back();
+    return made;
+  }
+  Operand new_predicate() { return new_register(Type::kPred); }
+
+  static Operand constant(std::int64_t value) {
+    Operand o;
+    o.kind = Operand::Kind::kNumber;
+    o.number = value;
+    return o;
+  }
+
+  static Operand label(const std::string& name) {
+    Operand o;
+    o.kind = Operand::Kind::kLabel;
+    o.name = name;
+    return o;
   }
 
   // call (results), function, (arguments): lists of variables, and the name as a sink.
@@ -402,6 +559,7 @@ class Parser {
       }
     }
     expect(";");
+    if (functions_.contains(name.name)) return insert(s, results.parts, name.name, arguments.parts);
     s.operands = {results, name, arguments};
     kernel_->statements.push_back(std::move(s));
   }
@@ -483,7 +641,7 @@ class Parser {
 
   // Returns what a name in a statement stands for. Labels may come later, so they are checked at
   // the end of the kernel.
-  Operand named(const std::string& name) const {
+  Operand named(const std::string& name) {
     for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); ++scope) {
       const auto found = scope->names.find(name);
       if (found != scope->names.end()) return found->second;
@@ -494,36 +652,49 @@ class Parser {
     if (name[0] == '%') {
       o.kind = Operand::Kind::kSpecial;
     } else {
+      take_shared(name);
       o.kind = is_variable(name) ? Operand::Kind::kSymbol : Operand::Kind::kLabel;
     }
     return o;
   }
 
-  bool is_variable(const std::string& name) const {
-    const auto holds = [&](const std::vector<Variable>& variables) {
-      for (const Variable& v : variables) {
-        if (v.name == name) return true;
-      }
-      return false;
-    };
-    return holds(kernel_->params) || holds(kernel_->shared) || holds(kernel_->locals) ||
-           holds(module_->variables);
+  static bool has(const std::vector<Variable>& variables, const std::string& name) {
+    return std::any_of(variables.begin(), variables.end(),
+                       [&](const Variable& v) { return v.name == name; });
   }
 
-  std::vector<Token> tokens_;
-  std::size_t at_ = 0;
+  // Each kernel that names a shared variable of the module has one of its own.
+  void take_shared(const std::string& name) {
+    if (has(kernel_->shared, name)) return;
+    for (const Variable& v : module_->variables) {
+      if (v.name == name && v.space == Space::kShared && !v.is_dynamic) place(v);
+    }
+  }
+
+  bool is_variable(const std::string& name) const {
+    return has(kernel_->params, name) || has(kernel_->shared, name) || has(kernel_->locals, name) ||
+           has(module_->variables, name);
+  }
+
   std::unique_ptr<Module> module_;
   Kernel* kernel_ = nullptr;
   struct Scope {
     std::map<std::string, Operand> names;  // registers and predicates
     std::map<std::string, int> labels;     // index of the statement behind
   };
+  // Where a call or a branch of the parser's own making leads; no label of a text is like that.
+  static constexpr const char* kEnd = "<end>";
   std::vector<Scope> scopes_;
   Source source_;
+  std::map<std::string, std::size_t> functions_;           // with a body: the token behind .func
+  std::vector<std::string> calls_;                         // of functions, that the parser is in
+  std::map<std::string, std::vector<std::string>> lists_;  // of .branchtargets
 };
 
 }  // namespace
 
-std::unique_ptr<Module> parse(const std::string& text) { return Parser(text).run(); }
+std::unique_ptr<Module> parse(const std::string& text) {
+  return Parser(text, module_of(text)).run();
+}
 
 }  // namespace emulator

@@ -238,6 +238,12 @@ int encode(void* map, int type, unsigned rank, void* address, const std::uint64_
       &why);
 }
 
+int fill(void* memory, int value, std::size_t bytes, void* stream) {
+  return guarded(kInvalidValue, [&] {
+    return CudaDevice::instance().fill(stream, memory, value, bytes) ? kSuccess : kLaunchFailure;
+  });
+}
+
 int multiprocessors() { return room().multiprocessors(); }
 
 constexpr FluxEmulatedCuda kTable = {load,
@@ -252,7 +258,8 @@ constexpr FluxEmulatedCuda kTable = {load,
 
                                      allow_large_clusters,
                                      most_clusters,
-                                     encode};
+                                     encode,
+                                     fill};
 
 }  // namespace
 
@@ -314,31 +321,48 @@ std::vector<CudaDevice::Record> CudaDevice::counters() {
 
 bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& module,
                         const std::string& kernel, Launch request) {
-  if (!error().empty()) return false;  // as after an illegal access: nothing runs any more
   request.seed = seed == 0 ? 0 : seed + launches_++;
   request.max_statements = max_statements;
   request.device = device;
   request.real_time = true;  // peers are other threads, or processes
+  return enqueue(stream, [this, module, kernel, request = std::move(request)] {
+    const Counters done = machine.launch(module, kernel, request);
+    const std::lock_guard<std::mutex> lock(reporting_);
+    Record& all = counters_[{module.get(), kernel}];
+    all.module = module;
+    all.kernel = kernel;
+    all.launches += 1;
+    all.counters += done;
+  });
+}
+
+bool CudaDevice::fill(void* stream, void* memory, int value, std::size_t bytes) {
+  return enqueue(stream, [this, memory, value, bytes] {
+    const auto address = reinterpret_cast<std::uint64_t>(memory);
+    const std::string why = outside_global(*machine.memory(), address, bytes);
+    if (!why.empty()) throw PtxError("cudaMemsetAsync: " + why);
+    wrote(address, bytes, 0);
+    std::memset(memory, value, bytes);
+    wrote(address, bytes, 1);
+  });
+}
+
+bool CudaDevice::enqueue(void* stream, std::function<void()> work) {
+  if (!error().empty()) return false;  // as after an illegal access: nothing runs any more
   using Work = std::function<void()>;
-  auto work = std::make_unique<Work>([this, module, kernel, request = std::move(request)] {
+  auto guarded = std::make_unique<Work>([this, work = std::move(work)] {
     try {
-      const Counters done = machine.launch(module, kernel, request);
-      const std::lock_guard<std::mutex> lock(reporting_);
-      Record& all = counters_[{module.get(), kernel}];
-      all.module = module;
-      all.kernel = kernel;
-      all.launches += 1;
-      all.counters += done;
+      work();
     } catch (const std::exception& problem) {
       fail(problem.what());
     }
   });
   if (run_ == nullptr) {
-    (*work)();
+    (*guarded)();
     return error().empty();
   }
   run_(
-      stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, work.release(),
+      stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, guarded.release(),
       [](void* argument) { delete static_cast<Work*>(argument); });
   return true;
 }

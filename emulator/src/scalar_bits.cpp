@@ -85,6 +85,33 @@ Outcome look_up(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// lop3.and and .or: the second target is whether the result is not zero, combined with a predicate.
+Outcome look_up_and_test(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
+  const Lanes &e = read(c, op, 2, mask), &t = read(c, op, 3, mask);
+  const Mask other = read_predicate(c, op, op.values[4], mask);
+  Mask bits = 0;
+  Lanes results;
+  each(mask, [&](int l) {
+    results[l] = Lop3{}(get<std::uint32_t>(a[l]), get<std::uint32_t>(b[l]),
+                        get<std::uint32_t>(e[l]), get<std::uint32_t>(t[l]));
+    bits |= Mask{results[l] != 0} << l;
+  });
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) { d[l] = results[l]; });
+  write_predicate(c, op.targets[1], mask, op.flag ? bits & other : bits | other);
+  return Outcome::kNext;
+}
+
+bool decode_look_up(const Statement& s, Op& op) {
+  op.handler = look_up;
+  if (s.operands.size() == 5) return s.operands[0].second < 0 && has_only(s, " ");
+  op.flag = has(s, "and");
+  op.handler = look_up_and_test;
+  return s.operands.size() == 6 && s.opcode.size() == 3 && (op.flag || has(s, "or")) &&
+         s.operands[0].second >= 0;
+}
+
 template <bool kLeft, bool kWrap>
 Outcome funnel(Context& c, const Op& op, Mask mask) {
   const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask), &s = read(c, op, 2, mask);
@@ -127,9 +154,9 @@ Handler insertion(Type type) {
 
 bool decode_bits(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
+  if (name == "lop3") return decode_look_up(s, op);
   if (!has_only(s, name == "shf" ? " l r clamp wrap " : " ")) return false;
   if (name == "prmt") op.handler = permute;
-  if (name == "lop3") op.handler = look_up;
   if (name == "shf") op.handler = funnel_of(s);
   if (name == "bfi") op.handler = insertion(op.type);
   if (name == "bfe") op.handler = extraction(op.type);

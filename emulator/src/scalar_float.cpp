@@ -69,6 +69,16 @@ struct Extreme {
     return (a < b) == kMax ? b : a;
   }
 };
+// .xorsign.abs: of the magnitudes; the result is negative if one of the operands is, and not both.
+template <bool kNan, bool kMax>
+struct ExtremeMagnitude {
+  template <class T>
+  T operator()(T a, T b) const {
+    const T found = Extreme<kNan, kMax>{}(std::fabs(a), std::fabs(b));
+    if (std::isnan(found)) return found;
+    return std::signbit(a) != std::signbit(b) ? -found : found;
+  }
+};
 struct CopySign {  // of the first operand, to the second
   template <class T>
   T operator()(T a, T b) const {
@@ -372,16 +382,22 @@ constexpr Instruction kInstructions[] = {
     {"tanh", " approx ", of_all<Tanh, 1>},
 };
 
+template <template <bool, bool> class F>
+Handler extreme(Type type, bool nan, bool is_max, bool careful) {
+  if (nan)
+    return is_max ? of_all<F<true, true>, 2>(type, careful)
+                  : of_all<F<true, false>, 2>(type, careful);
+  return is_max ? of_all<F<false, true>, 2>(type, careful)
+                : of_all<F<false, false>, 2>(type, careful);
+}
+
 bool decode_extreme(const Statement& s, Op& op, bool careful) {
-  if (!has_only(s, " ftz NaN ")) return false;
-  const bool is_max = s.opcode[0] == "max";
-  if (has(s, "NaN")) {
-    op.handler = is_max ? of_all<Extreme<true, true>, 2>(op.type, careful)
-                        : of_all<Extreme<true, false>, 2>(op.type, careful);
-  } else {
-    op.handler = is_max ? of_all<Extreme<false, true>, 2>(op.type, careful)
-                        : of_all<Extreme<false, false>, 2>(op.type, careful);
-  }
+  const bool of_magnitudes = has(s, "xorsign") && has(s, "abs") && op.type != Type::kF64;
+  if (s.operands.size() != 3) return false;  // of three values: not on sm_90
+  if (!has_only(s, of_magnitudes ? " ftz NaN xorsign abs " : " ftz NaN ")) return false;
+  const bool is_max = s.opcode[0] == "max", nan = has(s, "NaN");
+  op.handler = of_magnitudes ? extreme<ExtremeMagnitude>(op.type, nan, is_max, careful)
+                             : extreme<Extreme>(op.type, nan, is_max, careful);
   return op.handler != nullptr;
 }
 

@@ -1,4 +1,4 @@
-"""The CUDA runtime of emulated libraries for sm_90: clusters and tensor maps."""
+"""The CUDA runtime of emulated libraries for sm_90: clusters, tensor maps, memory that is set."""
 
 from __future__ import annotations
 
@@ -104,6 +104,9 @@ EXPORT int allow(int large) {
 EXPORT int shared(int bytes) {
   return cudaFuncSetAttribute(copy, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
+EXPORT int fill(void* memory, int value, unsigned long long bytes) {
+  return cudaMemsetAsync(memory, value, bytes, nullptr);
+}
 EXPORT int other_entry() {
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -141,6 +144,11 @@ assert library.copy_matrix(*addresses, 64, 200, 1) == 0
 device.model = "A100"
 assert library.shared(163 * 1024 - 1032) == 0 and library.shared(most) == 1
 assert library.other_entry() == 1  # cudaDriverEntryPointSymbolNotFound
+source.fill_(1)
+assert library.fill(addresses[0], 0, ctypes.c_ulonglong(400)) == 0
+assert not source[0].any() and not source[1].eq(0).any()
+assert library.fill(addresses[0], 0, ctypes.c_ulonglong(64 * 400 + 1)) == 719  # LaunchFailure
+assert "cudaMemsetAsync: access of 25601 bytes outside of global memory" in device.error()
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emulator import Module, PtxError
+from emulator import PtxError
 from ptx_text import kernel, run
 
 FUNCTIONS = """
@@ -93,5 +93,3 @@ def test_other_functions_are_not_known() -> None:
     outside = ".extern .func malloc (.param .b64 a0);"
     with pytest.raises(PtxError, match="unknown instruction"):
         run(kernel("{ .param .b64 a; call.uni malloc, (a); }", 0, outside=outside), [])
-    with pytest.raises(PtxError, match="functions are not supported"):
-        Module(kernel("", 0, outside=".func f (.param .b32 a) { ret; }"))

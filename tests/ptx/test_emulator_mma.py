@@ -87,8 +87,14 @@ def test_every_type(a_type: str, b_type: str, d_type: str, depths: tuple[int, ..
 def test_integers_wrap_around_or_saturate() -> None:
     a, b = (torch.full((rows, 32), 255, dtype=torch.uint8) for rows in (16, 8))
     c = torch.full((16, 8), 2**31 - 1, dtype=torch.int32)
-    for modifier, wanted in (("", 32 * 255 * 255 - 1 - 2**31), (".satfinite", 2**31 - 1)):
-        name = f"mma.sync.aligned.m16n8k32.row.col{modifier}.s32.u8.u8.s32"
+    wrapped, types = 32 * 255 * 255 - 1 - 2**31, ".s32.u8.u8.s32"
+    # The PTX ISA has the modifier in front of the types, CUTLASS behind them.
+    for rest, wanted in (
+        (types, wrapped),
+        (f".satfinite{types}", 2**31 - 1),
+        (f"{types}.satfinite", 2**31 - 1),
+    ):
+        name = f"mma.sync.aligned.m16n8k32.row.col{rest}"
         assert set(multiply(name, a, b, c).flatten().tolist()) == {wanted}
 
 

@@ -281,7 +281,11 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     "statement, why",
     [
-        ("add.s32 %r20, %r10, %r63;", "register %r63 is read but was never written, by thread 0"),
+        (
+            "setp.eq.s32 %p1, %r10, %r63;",
+            "register %r63 is read but was never written, or was made from one that was not, by "
+            "thread 0",
+        ),
         ("@%p9 mov.u32 %r20, 0;", "predicate %p9 is read but was never written"),
         ("wiggle.u32 %r20, %r10;", "unknown instruction"),
         ("mov.u32 %r20, %nothing;", "unknown special register %nothing"),
@@ -294,6 +298,26 @@ def test_errors_name_kernel_line_and_text(statement: str, why: str) -> None:
         lanes(f"\n{statement}\n")
     text = str(raised.value)
     assert why in text and "k, PTX line" in text and statement.split()[0] in text
+
+
+def test_what_was_never_written_may_be_computed_with_but_not_used() -> None:
+    """Compilers do that for values that a predicate leaves out in the end."""
+    of_some = """
+        setp.lt.u32 %p1, %r0, 7;
+        @%p1 mov.u32 %r2, 5;
+        mov.u32 %r3, %r2;
+        add.s32 %r4, %r3, %r0;
+        cvt.u64.u32 %rd20, %r4;
+        {select}
+        ld.param.u64 %rd1, [p0];
+        add.s64 %rd1, %rd1, %rd0;
+        @%p1 st.global.u64 [%rd1], %rd20;
+        """
+    out = torch.zeros(LANES, dtype=torch.int64)
+    run(kernel(of_some.format(select=""), 1), [out])
+    assert out.tolist() == [5 + lane if lane < 7 else 0 for lane in range(LANES)]
+    with pytest.raises(PtxError, match=r"register %rd20 is read but .* made from .* by thread 7"):
+        run(kernel(of_some.format(select="setp.ge.u32 %p1, %r0, 0;"), 1), [out])
 
 
 # -- matrices --------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ struct FluxEmulatedCuda {
   int (*encode_tiled)(void* map, int type, unsigned rank, void* address, const std::uint64_t* sizes,
                       const std::uint64_t* strides, const unsigned* box, const unsigned* steps,
                       int interleave, int swizzle, int promotion, int fill);
+  int (*fill)(void* memory, int value, std::size_t bytes, void* stream);  // cudaMemsetAsync
 };
 
 // The only symbol of the machine that libraries look up.

@@ -132,6 +132,11 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
                 config->dynamicSmemBytes, config->stream, arguments);
 }
 
+cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  return keep(result(machine()->fill(memory, value, bytes, stream)));
+}
+
 cudaError_t cudaGetLastError() {
   const cudaError_t status = last;
   last = cudaSuccess;

@@ -1,0 +1,123 @@
+// Integers of more than one register: sums with a carry. Sums of products of bytes.
+#include "machine.h"
+
+namespace emulator {
+namespace {
+
+enum Part { kWhole, kLow, kHigh };  // of the first two operands: their sum; parts of their product
+
+// The condition code of PTX has one bit of each thread. For a difference it is the borrow.
+Mask read_carry(Context& c, const Op& op, Mask mask) {
+  const Mask missing = mask & ~c.warp->carry_written;
+  if (missing != 0)
+    c.fail(op, std::countr_zero(missing), "the carry is read but was never written");
+  return c.warp->carry;
+}
+
+template <class T, int kPart>
+T first_term(T a, T b) {
+  using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
+  if constexpr (kPart == kWhole) return a;
+  const Wide product = static_cast<Wide>(a) * static_cast<Wide>(b);
+  return static_cast<T>(kPart == kHigh ? product >> (8 * sizeof(T)) : product);
+}
+
+// add, sub, mad with .cc (op.number: writes the carry), and addc, subc, madc (op.flag: reads it).
+template <class T, int kPart, bool kSubtracts>
+Outcome add_with_carry(Context& c, const Op& op, Mask mask) {
+  using Bits = std::make_unsigned_t<T>;
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
+  const Lanes& e = read(c, op, kPart == kWhole ? 1 : 2, mask);
+  const Mask before = op.flag ? read_carry(c, op, mask) : 0;
+  Lanes& d = write(c, op, 0, mask);
+  Mask after = 0;
+  each(mask, [&](int l) {
+    const Bits x = static_cast<Bits>(first_term<T, kPart>(get<T>(a[l]), get<T>(b[l])));
+    const Bits y = get<Bits>(e[l]);
+    const Bits carry = before >> l & 1;
+    const unsigned __int128 wide = kSubtracts ? static_cast<unsigned __int128>(x) - y - carry
+                                              : static_cast<unsigned __int128>(x) + y + carry;
+    d[l] = bits_of(static_cast<Bits>(wide));
+    after |= Mask{(wide >> (8 * sizeof(T)) & 1) != 0} << l;
+  });
+  if (op.number != 0) {
+    c.warp->carry = (c.warp->carry & ~mask) | after;
+    c.warp->carry_written |= mask;
+  }
+  return Outcome::kNext;
+}
+
+template <int kPart, bool kSubtracts>
+Handler of_type(Type type) {
+  switch (type) {
+    case Type::kU32:
+      return add_with_carry<std::uint32_t, kPart, kSubtracts>;
+    case Type::kS32:
+      return add_with_carry<std::int32_t, kPart, kSubtracts>;
+    case Type::kU64:
+      return add_with_carry<std::uint64_t, kPart, kSubtracts>;
+    case Type::kS64:
+      return add_with_carry<std::int64_t, kPart, kSubtracts>;
+    default:
+      return nullptr;
+  }
+}
+
+// Names: {"addc", "cc", "u32"}, {"mad", "lo", "cc", "s64"}.
+bool decode_carry(const Statement& s, Op& op) {
+  const std::string& name = s.opcode[0];
+  const bool writes = has(s, "cc"), product = name.starts_with("mad");
+  op.flag = name == "addc" || name == "subc" || name == "madc";
+  if (!op.flag && !(writes && (name == "add" || name == "sub" || name == "mad"))) return false;
+  op.number = writes;
+  const bool low = has(s, "lo"), high = has(s, "hi");
+  if (s.opcode.size() != 2u + writes + product || product != (low || high)) return false;
+  if (name.starts_with("sub")) op.handler = of_type<kWhole, true>(op.type);
+  if (name.starts_with("add")) op.handler = of_type<kWhole, false>(op.type);
+  if (product) op.handler = low ? of_type<kLow, false>(op.type) : of_type<kHigh, false>(op.type);
+  return op.handler != nullptr;
+}
+
+std::int64_t part_of(std::uint64_t bits, int number, int bytes, bool is_signed) {
+  const int shift = 64 - 8 * bytes;
+  const std::uint64_t raised = bits >> (8 * bytes * number) << shift;
+  return is_signed ? static_cast<std::int64_t>(raised) >> shift
+                   : static_cast<std::int64_t>(raised >> shift);
+}
+
+// dp4a: four bytes of each; dp2a: two halves of the first, and two bytes of the second from op.position.
+Outcome dot(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask), &e = read(c, op, 2, mask);
+  Lanes& d = write(c, op, 0, mask);
+  const int bytes = 4 / op.number;
+  const bool signs = is_signed(op.from), other_signs = is_signed(op.type);
+  each(mask, [&](int l) {
+    std::uint64_t sum = e[l];
+    for (int i = 0; i < op.number; ++i) {
+      sum += static_cast<std::uint64_t>(part_of(a[l], i, bytes, signs) *
+                                        part_of(b[l], op.position + i, 1, other_signs));
+    }
+    d[l] = cut(sum, 4);
+  });
+  return Outcome::kNext;
+}
+
+bool decode_dot(const Statement& s, Op& op) {
+  const bool four = s.opcode[0] == "dp4a", two = s.opcode[0] == "dp2a";
+  if (s.opcode.size() != (two ? 4 : 3) || (!four && !two)) return false;
+  if (two && s.opcode[1] != "lo" && s.opcode[1] != "hi") return false;
+  op.number = four ? 4 : 2;
+  op.position = two && s.opcode[1] == "hi" ? 2 : 0;
+  op.from = type_of(s.opcode[s.opcode.size() - 2]);
+  op.handler = dot;
+  const auto known = [](Type type) { return type == Type::kU32 || type == Type::kS32; };
+  return known(op.from) && known(op.type);
+}
+
+}  // namespace
+
+bool decode_extended(const Statement& s, Op& op) {
+  return decode_carry(s, op) || decode_dot(s, op);
+}
+
+}  // namespace emulator

@@ -1,0 +1,226 @@
+"""Rarer instructions of a thread: carries, set, slct, dot products, min and max of magnitudes."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from emulator import PtxError
+from ptx_text import LANES, apply, kernel, run
+from test_emulator_scalar import draw, signed, tensor
+
+
+def unsigned(values: torch.Tensor, bits: int) -> list[int]:
+    return [v % 2**bits for v in values.tolist()]
+
+
+# -- carries ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", ["u", "s"])
+@pytest.mark.parametrize("bits", [32, 64])
+def test_carries_join_registers(bits: int, sign: str) -> None:
+    """Sums, differences and products of numbers of two registers each."""
+    t = f"{sign}{bits}"
+    x = draw(bits, 4, bits)
+    names = "%r" if bits == 32 else "%rd"
+    low, high = f"{names}30", f"{names}31"
+
+    def both(first: str, second: str) -> list[int]:
+        """The result's registers, low in front."""
+        given = [tensor(v) for v in x]
+        begin = f"{first} {second}"
+        return [
+            a + (b << bits)
+            for a, b in zip(
+                unsigned(apply(f"{begin} mov.b{bits} {{d}}, {low};", given, bits, bits), bits),
+                unsigned(apply(f"{begin} mov.b{bits} {{d}}, {high};", given, bits, bits), bits),
+                strict=True,
+            )
+        ]
+
+    pairs = [(a + (b << bits), c + (d << bits)) for a, b, c, d in zip(*x, strict=True)]
+    most = 2 ** (2 * bits)
+    found = both(f"add.cc.{t} {low}, {{0}}, {{2}};", f"addc.{t} {high}, {{1}}, {{3}};")
+    assert found == [(a + b) % most for a, b in pairs]
+    found = both(f"sub.cc.{t} {low}, {{0}}, {{2}};", f"subc.{t} {high}, {{1}}, {{3}};")
+    assert found == [(a - b) % most for a, b in pairs]
+    found = both(
+        f"mad.lo.cc.{t} {low}, {{0}}, {{1}}, {{2}};", f"madc.hi.{t} {high}, {{0}}, {{1}}, {{3}};"
+    )
+    wanted = []
+    for a, b, c, d in zip(*x, strict=True):
+        if sign == "s":
+            a, b = signed(a, bits), signed(b, bits)
+        wanted.append((a * b + c + (d << bits)) % most)
+    assert found == wanted
+
+
+def test_a_carry_is_kept_until_the_next_one() -> None:
+    statement = (
+        "add.cc.u32 %r30, {0}, {1}; add.u32 %r31, {0}, 7; addc.cc.u32 %r32, 0xFFFFFFFF, 0;"
+        "mad.lo.u32 %r31, {0}, 7, 5; addc.u32 {d}, 10, 0;"
+    )
+    a, b = draw(32, 2, 8)
+    found = apply(statement, [tensor(a), tensor(b)], 32, 32).tolist()
+    assert found == [10 + (p + q >= 2**32) for p, q in zip(a, b, strict=True)]
+
+
+def test_a_carry_that_nobody_made_is_an_error() -> None:
+    with pytest.raises(PtxError, match="the carry is read but was never written, by thread 3"):
+        body = "setp.lt.u32 %p1, %r0, 3; @%p1 add.cc.u32 %r1, %r0, 1; addc.u32 %r2, 1, 1;"
+        run(kernel(body, 0), [])
+
+
+# -- dot products ----------------------------------------------------------------------------------
+
+
+def parts(value: int, bits: int, is_signed: bool) -> list[int]:
+    found = [value >> at & ((1 << bits) - 1) for at in range(0, 32, bits)]
+    return [signed(p, bits) for p in found] if is_signed else found
+
+
+@pytest.mark.parametrize("a_type", ["u32", "s32"])
+@pytest.mark.parametrize("b_type", ["u32", "s32"])
+def test_dot_products(a_type: str, b_type: str) -> None:
+    x = draw(32, 3, 11)
+    given = [tensor(v) for v in x]
+    signs = a_type == "s32", b_type == "s32"
+    for name, width, begin in (("dp4a", 8, 0), ("dp2a.lo", 16, 0), ("dp2a.hi", 16, 2)):
+        found = apply(f"{name}.{a_type}.{b_type} {{d}}, {{0}}, {{1}}, {{2}};", given, 32, 32)
+        wanted = [
+            sum(
+                p * q
+                for p, q in zip(
+                    parts(a, width, signs[0]), parts(b, 8, signs[1])[begin:], strict=False
+                )
+            )
+            + c
+            for a, b, c in zip(*x, strict=True)
+        ]
+        assert unsigned(found, 32) == [w % 2**32 for w in wanted]
+
+
+# -- choices ---------------------------------------------------------------------------------------
+
+ORDERS: dict[str, Callable[[float, float], bool]] = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b and not math.isnan(a) and not math.isnan(b),
+    "lt": lambda a, b: a < b,
+    "geu": lambda a, b: not a < b,
+}
+FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, math.inf, -math.inf, math.nan]
+
+
+def floats(seed: int) -> list[float]:
+    chance = random.Random(seed)
+    return [chance.choice(FLOATS) for _ in range(LANES)]
+
+
+def bits_of(values: list[float], kind: str = "f") -> torch.Tensor:
+    sizes = {"f": "I", "e": "H"}
+    return tensor([struct.unpack(sizes[kind], struct.pack(kind, v))[0] for v in values])
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize(
+    "target, yes", [("u32", 2**32 - 1), ("s32", 2**32 - 1), ("f32", 0x3F800000)]
+)
+def test_set_of_floats(order: str, target: str, yes: int) -> None:
+    a, b = floats(1), floats(2)
+    statement = f"set.{order}.{target}.f32 {{d}}, {{0}}, {{1}};"
+    found = apply(statement, [bits_of(a), bits_of(b)], 32, 32)
+    wanted = [yes if ORDERS[order](p, q) else 0 for p, q in zip(a, b, strict=True)]
+    assert unsigned(found, 32) == wanted
+    statement = f"setp.lt.u32 %p4, %r0, 9; set.{order}.or.{target}.f32 {{d}}, {{0}}, {{1}}, !%p4;"
+    found = apply(statement, [bits_of(a), bits_of(b)], 32, 32)
+    assert unsigned(found, 32) == [w if lane < 9 else yes for lane, w in enumerate(wanted)]
+
+
+def test_set_of_integers_and_halves() -> None:
+    a, b = draw(32, 2, 3)
+    found = apply("set.lt.u32.s32 {d}, {0}, {1};", [tensor(a), tensor(b)], 32, 32)
+    wanted = [signed(p, 32) < signed(q, 32) for p, q in zip(a, b, strict=True)]
+    assert unsigned(found, 32) == [2**32 - 1 if w else 0 for w in wanted]
+    x, y, z, w = floats(3), floats(4), floats(5), floats(6)
+    halves = [bits_of(v, "e") for v in (x, y, z, w)]
+    given = [halves[0] | halves[1] << 16, halves[2] | halves[3] << 16]
+    low = [p < q for p, q in zip(x, z, strict=True)]
+    high = [p < q for p, q in zip(y, w, strict=True)]
+    for target, yes in (("f16x2", 0x3C00), ("u32", 0xFFFF)):
+        found = apply(f"set.lt.{target}.f16x2 {{d}}, {{0}}, {{1}};", given, 32, 32)
+        wanted = [yes * p + (yes << 16) * q for p, q in zip(low, high, strict=True)]
+        assert unsigned(found, 32) == wanted
+    found = apply("set.lt.f16.f16 {d}, {0}, {1};", [halves[0], halves[2]], 16, 16)
+    assert unsigned(found, 16) == [0x3C00 * p for p in low]
+
+
+def test_slct_chooses_by_the_sign() -> None:
+    a, b, c = draw(32, 3, 5)
+    found = apply("slct.u32.s32 {d}, {0}, {1}, {2};", [tensor(v) for v in (a, b, c)], 32, 32)
+    wanted = [p if signed(s, 32) >= 0 else q for p, q, s in zip(a, b, c, strict=True)]
+    assert unsigned(found, 32) == wanted
+    for ftz, tiny_is_zero in (("", False), (".ftz", True)):
+        values = [-1e-40, *floats(7)[1:]]
+        statement = f"slct{ftz}.b32.f32 {{d}}, {{0}}, {{1}}, {{2}};"
+        found = apply(statement, [tensor(a), tensor(b), bits_of(values)], 32, 32)
+        wanted = [p if v >= 0 else q for p, q, v in zip(a, b, values, strict=True)]
+        wanted[0] = a[0] if tiny_is_zero else b[0]
+        assert unsigned(found, 32) == wanted
+
+
+@pytest.mark.parametrize("operation", ["and", "or"])
+def test_lop3_tells_whether_anything_is_left(operation: str) -> None:
+    x = [[v & 3 for v in values] for values in draw(32, 3, 9)]
+    statement = (
+        f"setp.lt.u32 %p4, %r0, 16; lop3.{operation}.b32 {{d}}|%p5, {{0}}, {{1}}, {{2}}, 0x80, %p4;"
+        " @%p5 add.u32 {d}, {d}, 256;"
+    )
+    found = unsigned(apply(statement, [tensor(v) for v in x], 32, 32), 32)
+    for lane, (a, b, c) in enumerate(zip(*x, strict=True)):
+        value, below = a & b & c, lane < 16
+        told = value != 0 and below if operation == "and" else value != 0 or below
+        assert found[lane] == value + 256 * told
+
+
+@pytest.mark.parametrize("name, pick", [("min", min), ("max", max)])
+def test_extremes_of_magnitudes(name: str, pick: Callable[..., float]) -> None:
+    a, b = floats(11), floats(12)
+    for nan in ("", ".NaN"):
+        statement = f"{name}{nan}.xorsign.abs.f32 {{d}}, {{0}}, {{1}};"
+        found = unsigned(apply(statement, [bits_of(a), bits_of(b)], 32, 32), 32)
+        for got, p, q in zip(found, a, b, strict=True):
+            value = struct.unpack("f", struct.pack("I", got))[0]
+            known = [abs(v) for v in (p, q) if not math.isnan(v)]
+            if not known or (nan and len(known) < 2):
+                assert math.isnan(value)
+                continue
+            negative = math.copysign(1, p) * math.copysign(1, q) < 0
+            assert value == pick(known) * (-1 if negative else 1)
+            assert (math.copysign(1, value) < 0) == negative
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "add.cc.u16 %h1, %h1, %h1;",
+        "addc.sat.u32 %r1, %r0, %r0;",
+        "mad.wide.cc.u32 %rd1, %r0, %r0, %rd0;",
+        "dp4a.u32 %r1, %r0, %r0, %r0;",
+        "dp2a.u32.u32 %r1, %r0, %r0, %r0;",
+        "min.f32 %f1, %f1, %f1, %f1;",
+        "min.xorsign.f32 %f1, %f1, %f1;",
+        "max.xorsign.abs.f64 %fd1, %fd1, %fd1;",
+        "lop3.xor.b32 %r1|%p1, %r0, %r0, %r0, 0x80, %p0;",
+        "set.lt.u64.s32 %rd1, %r0, %r0;",
+        "slct.u32.u32 %r1, %r0, %r0, %r0;",
+    ],
+)
+def test_what_is_not_known_is_an_error(statement: str) -> None:
+    with pytest.raises(PtxError, match=r"unknown instruction|set does not know|slct needs"):
+        run(kernel(statement, 0), [])

@@ -1,0 +1,47 @@
+"""Configs that together have every value of every template parameter of flux's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import combinations
+
+from flux.kernels.config import GemmConfig
+from flux.kernels.sets import FUSED, config_set
+
+_FIELDS = [field.name for field in fields(GemmConfig) if field.name not in ("op", "arch")]
+
+
+def values_of(config: GemmConfig) -> set[tuple[str, ...]]:
+    """(op, architecture, parameter, value) of each parameter.
+
+    The depth of a tile for sm_90a follows from the dtype, so it is no parameter of its own.
+    """
+    found = {name: getattr(config, name) for name in _FIELDS}
+    if config.arch == "90a":
+        found["tile"] = found["tile"][:2]
+    return {(config.op, config.arch, name, str(value)) for name, value in found.items()}
+
+
+def covering(arch: str, ops: Sequence[str] = FUSED, of: str = "full") -> list[GemmConfig]:
+    """Return few configs of a set that have all values which any of them has.
+
+    The one with the most new values comes next; of equal ones that with the most new pairs of
+    values, and of these that which the set lists first, which is the more common one.
+    """
+    configs = [config for config in config_set(of, [arch]) if config.op in ops]
+    values = {config: values_of(config) for config in configs}
+    pairs = {config: set(combinations(sorted(found), 2)) for config, found in values.items()}
+    missing = set().union(*values.values())
+    seen: set[tuple[tuple[str, ...], ...]] = set()
+    chosen = []
+
+    def gain(config: GemmConfig) -> tuple[int, int]:
+        return len(values[config] & missing), len(pairs[config] - seen)
+
+    while missing:
+        best = max(configs, key=gain)
+        chosen.append(best)
+        missing -= values[best]
+        seen |= pairs[best]
+    return chosen

@@ -1,0 +1,396 @@
+"""Kernels of the set `full`, so many that every value of every parameter is among them, in ops.
+
+Each config of `covering.covering` is compiled to PTX, once in a checkout, and runs alone: in
+AGGemm, or in GemmRS and GemmAR; on worlds of 2, 4 and 8 ranks; with a single row, tiles that
+straddle owners, and sizes that no tile divides; in calls and in a captured graph. Results are
+compared with float64. Trace builds of some must give the same bits.
+
+    python tests/support/emulation/every_kernel.py --out benchmarks/results/ptx/kernels.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+from covering import covering  # noqa: E402
+from emulated import SOURCES, EmulatedDevice, build  # noqa: E402
+from flux import Knobs, Topology  # noqa: E402
+from flux.core.dtypes import BY_SHORT  # noqa: E402
+from flux.kernels import driver  # noqa: E402
+from flux.kernels.build import find_tools  # noqa: E402
+from flux.kernels.config import ARCHS, GemmConfig  # noqa: E402
+from flux.kernels.registry import BuiltKernel, Registry  # noqa: E402
+from flux.transport.base import SPARE  # noqa: E402
+from flux.transport.virtual import VirtualWorld  # noqa: E402
+from reference import Inputs, Problem  # noqa: E402
+from virtual_cases import call_all, knobs_of, topology_of  # noqa: E402
+
+KERNELS = ROOT / "build" / "emulated-kernels-full"
+CAPABILITIES = {"80": (8, 0), "90a": (9, 0)}
+WORLDS = (2, 4, 8)
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+def build_kernels(configs: Sequence[GemmConfig], traced: bool = False) -> Registry:
+    """Return a registry with these configs; what is missing is compiled, one library at a time.
+
+    Raises:
+        MissingToolError: there is no nvcc, or no CUTLASS.
+        RuntimeError: a library does not compile.
+    """
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    tools = find_tools(emulated=True)
+    units = driver.plan(configs, KERNELS, tools, traced).units
+    for outcome in driver.build_all(units, KERNELS, tools, 1, driver.Observer()):
+        print(f"{outcome.unit.what}: {outcome.seconds:.0f} s {outcome.error}", flush=True)
+        if outcome.error:
+            raise RuntimeError(outcome.error)
+    return Registry.load([KERNELS])
+
+
+def gpu_library() -> Path:
+    """Return the emulated streams and driver, as a library; it is built once in a checkout."""
+    texts = b"".join(path.read_bytes() for path in SOURCES)
+    folder = ROOT / "build" / f"emulated-gpu-{hashlib.sha256(texts).hexdigest()[:12]}"
+    library = folder / "libemulated_gpu.so"
+    if not library.exists():
+        partial = folder.with_suffix(f".{os.getpid()}")
+        partial.mkdir(parents=True)
+        build(partial)
+        partial.replace(folder)
+    return library
+
+
+# -- problems --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a config is asked: an op on some ranks, and the rows of its calls."""
+
+    problem: Problem
+    world: int
+    knobs: Knobs
+    topology: Topology
+    rows: tuple[int, ...]
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.problem} on {self.world} ranks, M of {self.rows}, {self.knobs}"
+
+
+def _sizes(config: GemmConfig, world: int, rng: random.Random) -> tuple[int, int, int]:
+    """(M, N, K) of the whole op: more than a tile of each rank, and no multiple of it."""
+    m, n, k = config.tile
+    step = config.alignment_elements
+    rest = max(step, 16 // BY_SHORT[config.output].itemsize if config.arch == "90a" else step)
+    columns = n + rest * rng.randint(1, max(1, n // rest // 2))
+    depth = 2 * k + step * rng.randint(1, max(1, k // step))
+    tallest = min(m, 128)
+    rows = world * (tallest // 2 + rng.randint(1, tallest // 4))
+    if config.op == "ag_gemm":
+        return rows + 1, columns * world, depth
+    return rows + 1, columns, depth * world
+
+
+def worlds_of(config: GemmConfig) -> tuple[int, int]:
+    """Two of WORLDS: every second config has the largest one."""
+    even = hashlib.sha256(config.name.encode()).digest()[0] % 2 == 0
+    return WORLDS[0], WORLDS[1 if even else 2]
+
+
+def plans(config: GemmConfig) -> Iterator[Plan]:
+    """What a config is asked; always the same."""
+    rng = random.Random(config.name)
+    worlds = worlds_of(config)
+    ops = ("ag_gemm",) if config.op == "ag_gemm" else ("gemm_rs", "gemm_ar")
+    for number, world in enumerate(worlds):
+        m, n, k = _sizes(config, world, rng)
+        part = -(-m // world)
+        # All rows; one; a multiple of the ranks, so that all have as many; owners within a tile.
+        rows = (m, 1, world * (part // 2), rng.randint(2, m))[: 4 if world < 8 else 2]
+        for op in ops:
+            problem = Problem(
+                op,
+                m,
+                (n,),
+                k,
+                BY_SHORT[config.dtype].torch,
+                transpose_weight=config.weight == "kn",
+                reduce="sum" if op == "ag_gemm" else rng.choice(["sum", "avg"]),
+                scaling=config.scaling,
+                activation=config.activation,
+            )
+            knobs = replace(
+                knobs_of(rng, world),
+                reduce=config.reduce,
+                direction=("push", "pull")[(number + world // 8) % 2],
+            )
+            yield Plan(problem, world, knobs, topology_of(rng, world), rows, rng.randrange(1 << 20))
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def only(device: Any, built: BuiltKernel, world: int, traced: bool = False) -> Iterator[None]:
+    """Let a device have one kernel, and few multiprocessors, so that blocks have several tiles."""
+    config = built.config
+    blocks = config.cluster[0] * config.cluster[1]
+    before = device.registry, device.capability, device.sm_count, device.cuda.resident
+    kernels = {config.name: built}
+    device.registry = replace(device.registry, kernels=kernels, traced=kernels if traced else {})
+    device.capability = CAPABILITIES[config.arch]
+    device.sm_count = SPARE + 2 * world * blocks
+    device.cuda.multiprocessors = device.sm_count
+    device.cuda.resident = 64  # no more blocks are launched than a device has room for
+    try:
+        yield
+    finally:
+        device.registry, device.capability, device.sm_count, device.cuda.resident = before
+        device.cuda.multiprocessors = device.sm_count
+
+
+def worst(plan: Plan, inputs: Inputs, got: list[torch.Tensor], rank: int) -> float:
+    """The largest error of a rank's results, as a part of the bound.
+
+    Memory that adds up rounds after each addition, as a library's reduction does.
+
+    Raises:
+        AssertionError: one is beyond the bound.
+    """
+    path = "unfused" if plan.knobs.reduce == "in_flight" else "fused"
+    inputs.check(got, rank, path)
+    ratios = [
+        float(((result.double() - right).abs() / bound).max())
+        for result, (right, bound) in zip(got, inputs.expected(rank, path), strict=False)
+        if result.numel()
+    ]
+    return max(ratios, default=0.0)
+
+
+def built_ops(plan: Plan, ranks: VirtualWorld) -> list[Any]:
+    """The op of a plan on every rank."""
+    options = {"tuning": plan.knobs, "topology": plan.topology, "timeout_s": 120.0}
+    return [plan.problem.build(ranks.rank(r), **options) for r in range(plan.world)]
+
+
+def run_plan(device: Any, plan: Plan, seed: int = 0) -> float:
+    """Make the calls of a plan; return the largest error as a part of the bound."""
+    p, found = plan.problem, 0.0
+    device.cuda.seed = seed
+    with VirtualWorld(plan.world, device) as ranks:
+        ops = built_ops(plan, ranks)
+        for number, m in enumerate(plan.rows):
+            inputs = Inputs(p, m, plan.world, plan.seed + number, bias=number != 1)
+            outs = call_all(ranks, ops, inputs, p.gathers and number == 2)
+            device.finish()
+            for r, op in enumerate(ops):
+                op.wait()
+                found = max(found, worst(plan, inputs, outs[r], r))
+        for op in ops:
+            op.close()
+    return found
+
+
+def run_graph(device: Any, plan: Plan) -> float:
+    """Capture a call of all rows, and replay it twice with other inputs."""
+    p, world, found = plan.problem, plan.world, 0.0
+    m = plan.rows[0]
+    with VirtualWorld(world, device) as ranks:
+        ops = built_ops(plan, ranks)
+        first = Inputs(p, m, world, plan.seed)
+        given = [first.local(r) for r in range(world)]
+        scales = [first.scales(r, given[r][0].shape[0]) for r in range(world)]
+        device.know(*(t for of_rank in given for t in of_rank if t is not None))
+        device.know(*(t for of_rank in scales for t in of_rank.values()))
+
+        def call(r: int) -> torch.Tensor:
+            rows = {"m": m} if p.gathers else {}
+            return ops[r](*given[r], **rows, **scales[r])
+
+        with device.capture() as graph:
+            outs = ranks.run(call)
+        for replay in range(2):
+            fresh = Inputs(p, m, world, plan.seed + 100 + replay)
+            for r in range(world):
+                for old, new in zip(given[r], fresh.local(r), strict=True):
+                    old.copy_(new)
+                for old, new in zip(
+                    scales[r].values(), fresh.scales(r, given[r][0].shape[0]).values(), strict=True
+                ):
+                    old.copy_(new)
+                outs[r].fill_(float("nan"))
+            graph.replay()
+            device.finish()
+            for r in range(world):
+                found = max(found, worst(plan, fresh, [outs[r]], r))
+        graph.close()
+        for op in ops:
+            op.close()
+    return found
+
+
+def run_traced(device: Any, plan: Plan, monkeyed: dict[str, str]) -> int:
+    """Trace calls with a trace build, and compare the bits with those of other calls.
+
+    Returns the number of events of kernels.
+    """
+    from flux.trace import record_op
+
+    p = plan.problem
+    inputs = Inputs(p, plan.rows[0], plan.world, plan.seed)
+    with VirtualWorld(plan.world, device) as ranks:
+        plain = built_ops(plan, ranks)
+        right = call_all(ranks, plain, inputs)
+        device.finish()
+        for r, op in enumerate(plain):
+            op.wait()
+            worst(plan, inputs, right[r], r)
+            op.close()
+        os.environ.update(monkeyed)
+        try:
+            ops = built_ops(plan, ranks)
+            made: list[Any] = []
+            trace = record_op(ops, lambda: made.append(call_all(ranks, ops, inputs)), warmup=1)
+        finally:
+            for name in monkeyed:
+                del os.environ[name]
+        device.finish()
+        for outs in made:
+            for r in range(plan.world):
+                worst(plan, inputs, outs[r], r)
+                if plan.knobs.reduce != "in_flight":
+                    assert torch.equal(outs[r][0], right[r][0]), plan
+        for op in ops:
+            op.close()
+    assert trace is not None
+    return len(trace.events)
+
+
+def check_config(device: Any, built: BuiltKernel, seeds: Sequence[int] = (0,)) -> dict[str, Any]:
+    """Run all plans of a config; what came out."""
+    device.cuda.clear()
+    begin, found, calls = time.monotonic(), 0.0, 0
+    chosen = list(plans(built.config))
+    for plan in chosen:
+        with only(device, built, plan.world):
+            for seed in seeds:
+                try:
+                    found = max(found, run_plan(device, plan, seed))
+                except Exception as error:
+                    raise AssertionError(
+                        f"{built.config.name}, seed {seed}: {plan}: {error}"
+                    ) from error
+                calls += len(plan.rows) * plan.world
+    small = [plan for plan in chosen if plan.world == WORLDS[0]]
+    for plan in small:
+        with only(device, built, plan.world):
+            found = max(found, run_graph(device, plan))
+            calls += 2 * plan.world
+    counters = device.cuda.counters()
+    return {
+        "config": built.config.name,
+        "ops": sorted({plan.problem.op for plan in chosen}),
+        "worlds": worlds_of(built.config),
+        "problems": [
+            [plan.problem.op, plan.world, plan.problem.max_m, plan.problem.n[0], plan.problem.k]
+            for plan in chosen
+        ],
+        "seeds": len(seeds),
+        "calls of ranks": calls,
+        "error / bound": round(found, 4),
+        "thread_instructions": sum(c["instructions"] for c in counters.values()),
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+
+
+@contextmanager
+def ptx_machine(registry: Registry) -> Iterator[EmulatedDevice]:
+    """A device with emulated streams that runs the kernels of a registry."""
+    from ptx_device import ptx_device
+
+    with ptx_device(gpu_library(), KERNELS) as device:
+        device.registry = registry  # type: ignore[assignment]
+        yield device
+
+
+def main() -> None:
+    """Build and run the kernels, and write what came out."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--arch", default=",".join(ARCHS))
+    parser.add_argument("--only", default="", help="configs whose names contain this")
+    parser.add_argument("--seeds", type=int, default=1, help="how many; the first one is 0")
+    parser.add_argument("--build", action="store_true", help="only compile")
+    parser.add_argument("--out", type=Path, help="JSON; rows of other configs in it are kept")
+    parser.add_argument("--missing", action="store_true", help="configs that --out lacks only")
+    options = parser.parse_args()
+    configs = [
+        config
+        for arch in options.arch.split(",")
+        for config in covering(arch)
+        if options.only in config.name
+    ]
+    registry = build_kernels(configs)
+    if options.build:
+        return
+    rows = {}
+    if options.out is not None and options.out.exists():
+        rows = {row["config"]: row for row in json.loads(options.out.read_text())["rows"]}
+    if options.missing:
+        configs = [config for config in configs if config.name not in rows]
+    failures = []
+    for config in configs:
+        # A fault leaves streams behind, so that each config has a device of its own.
+        try:
+            with ptx_machine(registry) as device:
+                built = registry.find(config)
+                assert built is not None, config.name
+                row = check_config(device, built, [1000 * seed for seed in range(options.seeds)])
+        except Exception as error:
+            failures.append(config.name)
+            print(f"FAILED {error}", flush=True)
+            continue
+        rows[config.name] = row
+        print(row, flush=True)
+        if options.out is not None:
+            _write(options.out, rows, configs)
+    print(f"{len(configs) - len(failures)} passed, failed: {failures}")
+    sys.exit(bool(failures))
+
+
+def _write(out: Path, rows: dict[str, Any], configs: Sequence[GemmConfig]) -> None:
+    tools = find_tools(emulated=True)
+    found = {
+        "command": "python tests/support/emulation/every_kernel.py",
+        "nvcc": tools.nvcc.version,
+        "cutlass": tools.cutlass.version,
+        "rows": [rows[name] for name in sorted(rows)],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n  ".join(json.dumps(row) for row in found.pop("rows"))
+    head = json.dumps(found, indent=1).removesuffix("\n}")
+    out.write_text(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+
+
+if __name__ == "__main__":
+    main()
