@@ -19,6 +19,9 @@ class CudaDevice {
                            void (*release)(void*));
   using FailDevice = void(const char* text);
 
+  // Kernels of libraries wait for other threads of the host too, and end by their own timeouts.
+  static constexpr double kPatience = 20;  // seconds
+
   // What all launches of a kernel did.
   struct Record {
     std::shared_ptr<const Module> module;
@@ -46,6 +49,8 @@ class CudaDevice {
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
 
  private:
+  CudaDevice() { machine.room().patience = kPatience; }
+
   RunOnStream* run_ = nullptr;
   FailDevice* fail_ = nullptr;
   std::atomic<std::uint64_t> launches_{0};
