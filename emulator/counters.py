@@ -203,7 +203,7 @@ class Counters:
 
 def kernel_counters(device: CudaDevice) -> list[Counters]:
     """Return what each kernel executed that was launched since ``device.clear()``."""
-    return [Counters(found["module"], found["kernel"], found) for found in device.counters()]
+    return [Counters(found["module"], found["kernel"], found) for found in device.records()]
 
 
 def work_of(opcode: str, tally: Tally) -> Work:

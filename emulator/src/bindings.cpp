@@ -29,7 +29,17 @@ py::dict as_dict(const Counters& counters) {
   return found;
 }
 
-py::list counters_of(CudaDevice& device) {
+// Statements and instructions by name of a kernel, which several libraries may have.
+std::map<std::string, std::map<std::string, std::uint64_t>> counters_of(CudaDevice& device) {
+  std::map<std::string, std::map<std::string, std::uint64_t>> found;
+  for (const CudaDevice::Record& record : device.counters()) {
+    found[record.kernel]["statements"] += record.counters.statements;
+    found[record.kernel]["instructions"] += record.counters.instructions;
+  }
+  return found;
+}
+
+py::list records_of(CudaDevice& device) {
   py::list found;
   for (const CudaDevice::Record& record : device.counters()) {
     py::dict one = as_dict(record.counters);
@@ -183,6 +193,7 @@ PYBIND11_MODULE(_machine, m) {
       .def_property(
           "patience", [](Machine& m) { return m.room().patience; },
           [](Machine& m, double seconds) { m.room().patience = seconds; })
+      .def_property_readonly("blocks_running", [](Machine& m) { return m.room().running(); })
       .def_property_readonly("model", [](Machine& m) { return m.room().model().name; })
       .def_property_readonly("multiprocessors",
                              [](Machine& m) { return m.room().multiprocessors(); });
@@ -196,6 +207,7 @@ PYBIND11_MODULE(_machine, m) {
       .def_static("texts", &CudaDevice::texts)
       .def_static("replace_text", &CudaDevice::replace_text, py::arg("number"), py::arg("text"))
       .def("counters", &counters_of)
+      .def("records", &records_of)
       .def_property_readonly(
           "machine", [](CudaDevice& d) -> Machine& { return d.machine; },
           py::return_value_policy::reference)

@@ -20,6 +20,9 @@ class CudaDevice {
                            void (*release)(void*));
   using FailDevice = void(const char* text);
 
+  // Kernels of libraries wait for other threads of the host too, and end by their own timeouts.
+  static constexpr double kPatience = 20;  // seconds
+
   // What all launches of a kernel did.
   struct Record {
     std::shared_ptr<const Module> module;
@@ -58,8 +61,12 @@ class CudaDevice {
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
 
  private:
+<<<<<<< HEAD
   // Puts work on a stream; what it throws is the device's error. Returns false if that has failed.
   bool enqueue(void* stream, std::function<void()> work);
+=======
+  CudaDevice() { machine.room().patience = kPatience; }
+>>>>>>> resources
 
   RunOnStream* run_ = nullptr;
   FailDevice* fail_ = nullptr;

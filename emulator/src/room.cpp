@@ -64,8 +64,9 @@ void Room::enter(Tenant& tenant, std::uint64_t clusters) {
 
 void Room::leave(Tenant& tenant) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  for (const int place : tenant.places) give_back(tenant, place);
   tenants_.remove(&tenant);
-  ++events_;
+  events_ += tenant.progress + 1;  // what was seen never becomes less
   changed_.notify_all();
 }
 
@@ -116,7 +117,7 @@ std::optional<std::vector<int>> Room::place(Tenant& tenant, std::mt19937_64* ran
     std::vector<int> found = place_in(range.first, range.second, tenant, random);
     if (found.empty()) continue;
     tenant.waiting -= 1;
-    tenant.running += tenant.size;
+    tenant.places.insert(tenant.places.end(), found.begin(), found.end());
     ++events_;
     if (tenant.waiting == 0) changed_.notify_all();  // it is the turn of the next kernel
     return found;
@@ -124,13 +125,24 @@ std::optional<std::vector<int>> Room::place(Tenant& tenant, std::mt19937_64* ran
   return std::nullopt;
 }
 
-void Room::release(Tenant& tenant, int multiprocessor) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+void Room::give_back(const Tenant& tenant, int multiprocessor) {
   each_[multiprocessor].blocks -= 1;
   take(each_[multiprocessor].used, tenant.block);
-  tenant.running -= 1;
+}
+
+void Room::release(Tenant& tenant, int multiprocessor) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  give_back(tenant, multiprocessor);
+  tenant.places.erase(std::find(tenant.places.begin(), tenant.places.end(), multiprocessor));
   ++events_;
   changed_.notify_all();
+}
+
+std::uint64_t Room::running() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::uint64_t blocks = 0;
+  for (const Tenant* tenant : tenants_) blocks += tenant->places.size();
+  return blocks;
 }
 
 void Room::wait(Tenant& tenant) {
@@ -171,7 +183,7 @@ void Room::report(std::unique_lock<std::mutex>& lock, Tenant& by) {
   for (Tenant* tenant : tenants_) {
     if (tenant == &by) continue;
     tenant->answer.clear();
-    tenant->is_asked = tenant->running != 0;
+    tenant->is_asked = !tenant->places.empty();
   }
   changed_.wait_for(lock, kMostOfAnswer, [&] {
     return std::none_of(tenants_.begin(), tenants_.end(),
@@ -186,8 +198,8 @@ void Room::report(std::unique_lock<std::mutex>& lock, Tenant& by) {
                std::to_string(tenant->waiting * tenant->size) + " blocks, each of " +
                describe(tenant->block);
     }
-    if (tenant->running != 0) {
-      holds += "\n  " + tenant->kernel + " has room for " + std::to_string(tenant->running) +
+    if (!tenant->places.empty()) {
+      holds += "\n  " + tenant->kernel + " has room for " + std::to_string(tenant->places.size()) +
                " blocks, each of " + describe(tenant->block) + tenant->answer;
     }
   }

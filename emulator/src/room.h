@@ -29,7 +29,7 @@ struct Tenant {
   Footprint block;
   std::uint64_t size = 1;                  // blocks of a cluster
   std::uint64_t waiting = 0;               // clusters without room
-  std::uint64_t running = 0;               // blocks that have room
+  std::vector<int> places;                 // multiprocessors of the blocks that have room
   std::atomic<std::uint64_t> progress{0};  // statements that change something others can see
   std::atomic<bool> is_asked{false};       // for what its threads do
   std::string answer;
@@ -48,11 +48,14 @@ class Room {
 
   // Lets a kernel stand in line for `clusters`. Throws PtxError if one never has room.
   void enter(Tenant& tenant, std::uint64_t clusters);
+  // Takes it out of the line, with the blocks that it still has.
   void leave(Tenant& tenant);
 
   // Returns a multiprocessor for each block of a cluster, or nothing if there is no room, or not yet.
   std::optional<std::vector<int>> place(Tenant& tenant, std::mt19937_64* random);
   void release(Tenant& tenant, int multiprocessor);
+  // How many blocks of all kernels have room now.
+  std::uint64_t running();
 
   // Sleeps until there may be room. Throws PtxError when no kernel gets on.
   void wait(Tenant& tenant);
@@ -73,6 +76,7 @@ class Room {
   bool fits(const Multiprocessor& one, const Footprint& block) const;
   std::uint64_t capacity(const Multiprocessor& one, const Footprint& block) const;
   std::vector<int> place_in(int first, int count, const Tenant& tenant, std::mt19937_64* random);
+  void give_back(const Tenant& tenant, int multiprocessor);
   bool is_stuck(Clock::time_point now);
   void report(std::unique_lock<std::mutex>& lock, Tenant& by);
 

@@ -269,6 +269,14 @@ def test_room_is_given_in_the_order_of_launches() -> None:
     assert errors[0].count("waits for room") == 2
 
 
+def test_a_kernel_that_fails_gives_its_room_back() -> None:
+    device = Device(multiprocessors=2, patience=0.2)
+    settings: dict[str, Any] = {"grid": 2, "block": LANES, "dynamic_shared": WHOLE}
+    with pytest.raises(PtxError, match="trap"):
+        device.launch(Module(kernel("trap;", 0)), "k", args=[], **settings)
+    assert device.launch(Module(kernel("", 0)), "k", args=[], **settings).blocks == 2
+
+
 def test_kernels_that_get_on_are_waited_for() -> None:
     """A kernel that stores now and then is no deadlock, however long another waits for room."""
     busy = """

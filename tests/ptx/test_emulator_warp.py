@@ -266,7 +266,7 @@ def test_each_module_has_its_own_kernels_and_variables() -> None:
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     module = Module(kernel("", 2))
-    with pytest.raises(ValueError, match="takes 2 arguments, got 1"):
+    with pytest.raises(ValueError, match=r"takes 2 arguments \(bytes: 8, 8\), got 1"):
         Device().launch(module, "k", grid=1, block=1, args=[1])
     with pytest.raises(ValueError, match="argument 1 of k has 8 bytes, got 3"):
         Device().launch(module, "k", grid=1, block=1, args=[1, b"abc"])

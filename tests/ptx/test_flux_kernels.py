@@ -5,12 +5,16 @@ As parts of ops, beside a GPU's: tests/gpu/test_gpu.py.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
+from emulated_cases import eventually
 from emulator import extent
 from flux import _C
 from flux.transport.virtual import VirtualWorld
@@ -58,6 +62,122 @@ def test_a_call_takes_seconds(ptx: PtxDevice) -> None:
     begin = time.monotonic()
     results(ptx, p, 256, 2)
     assert time.monotonic() - begin < 3.0
+
+
+def plain_gemm(ptx: PtxDevice, kept: list[torch.Tensor]) -> tuple[_C.Kernel, _C.GemmArgs]:
+    """The kernel of AGGemm, and a product of one tile that waits for no signal."""
+    (built,) = (k for k in ptx.registry.kernels.values() if k.config.op == "ag_gemm")
+    kernel = _C.Kernel(str(built.library), built.symbol)
+    kernel.prepare(0)
+    a, b, out = (torch.zeros(128, 128, dtype=BF16) for _ in range(3))
+    kept += [a, b, out]
+    ptx.know(*kept)
+    args = _C.GemmArgs()
+    args.m = args.n = args.k = args.lda = args.ldb = args.ldd = 128
+    args.alpha, args.device, args.order.world = 1.0, 0, 1
+    args.a, args.b, args.d = a.data_ptr(), b.data_ptr(), out.data_ptr()
+    return kernel, args
+
+
+def waiting_reduction(
+    ptx: PtxDevice, most_blocks: int, kept: list[torch.Tensor]
+) -> tuple[_C.Kernel, _C.ReduceArgs, torch.Tensor]:
+    """The reduction of a rank that may use four multiprocessors, and the flags it waits for."""
+    (built,) = (k for k in ptx.registry.kernels.values() if k.config.op == "gemm_rs")
+    kernel = _C.Kernel(str(built.library), built.symbol)
+    kernel.prepare(0)
+    rows, n = 1024, 512
+    slot, out = (torch.zeros(rows, n, dtype=BF16) for _ in range(2))
+    flags, status = torch.zeros(1024, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    kept += [slot, out, flags, status]
+    ptx.know(*kept)
+    args = _C.ReduceArgs()
+    args.rows = args.m = rows
+    args.n, args.tile_m, args.tile_n, args.world = n, 128, 128, 1
+    args.set_slots([slot.data_ptr()])
+    args.set_outs([out.data_ptr()])
+    args.slot_ld = args.out_ld = n
+    args.scale, args.source_count, args.flags = 1.0, 1, flags.data_ptr()
+    args.sm_count, args.most_blocks = 4, most_blocks
+    args.sync.epoch, args.sync.timeout_ns, args.sync.status = 1, 10**11, status.data_ptr()
+    return kernel, args, flags
+
+
+def run_beside_gemm(
+    ptx: PtxDevice, launch: Callable[[int], None], blocks: int, awaited: torch.Tensor
+) -> str:
+    """Launch a kernel that waits, and beside it the GEMM of a peer.
+
+    Args:
+        ptx: the device.
+        launch: puts the kernel on a stream.
+        blocks: how many it has.
+        awaited: what it waits for; set when the GEMM has ended.
+
+    Returns:
+        The device's error, or "" if both ended.
+    """
+    machine = ptx.cuda.machine
+    kept: list[torch.Tensor] = []  # until both have ended
+    gemm, args = plain_gemm(ptx, kept)
+    streams = [ptx.driver.create_stream() for _ in range(2)]
+    before, machine.patience = machine.patience, 1.0
+    try:
+        launch(streams[0])
+        assert eventually(lambda: machine.blocks_running == blocks)
+        gemm.launch(args, streams[1])
+        assert eventually(
+            lambda: ptx.cuda.error() != "" or ptx.driver.ready(streams[1]), seconds=30
+        )
+        awaited.fill_(1)
+        return ptx.cuda.error()
+    finally:
+        machine.patience = before
+        for stream in streams:
+            with contextlib.suppress(RuntimeError):  # the device has failed
+                ptx.driver.synchronize(stream)
+            ptx.driver.destroy_stream(stream)
+        ptx.clear_error()
+        ptx.cuda.clear()
+
+
+@pytest.mark.parametrize("most_blocks", [4, 0], ids=["share", "all"])
+def test_a_reduction_leaves_room_for_the_gemm_of_a_peer(ptx: PtxDevice, most_blocks: int) -> None:
+    """Two ranks share eight multiprocessors. The reduction of one waits, the other multiplies.
+
+    With as many blocks as there is room for on its four multiprocessors, the reduction fills the
+    registers of all eight: CudaOp limits its blocks where ranks share a GPU.
+    """
+    kept: list[torch.Tensor] = []
+    kernel, args, flags = waiting_reduction(ptx, most_blocks, kept)
+    text = run_beside_gemm(ptx, partial(kernel.reduce, args), most_blocks or 32, flags)
+    if most_blocks:
+        assert text == ""
+        return
+    assert "deadlock: blocks wait for room on 8 multiprocessors of A100" in text
+    assert "flux_ag_gemm" in text and "waits for room for 1 blocks" in text
+    assert "reduce_kernel" in text and "has room for 32 blocks" in text
+    assert "sync.cuh:" in text  # where the reduction waits
+
+
+@pytest.mark.parametrize("sm_count, blocks", [(4, 4), (8, 16)], ids=["share", "all"])
+def test_a_gemm_that_waits_leaves_room_for_that_of_a_peer(
+    ptx: PtxDevice, sm_count: int, blocks: int
+) -> None:
+    """A kernel for sm_80 has a block for each tile, but no more than its multiprocessors."""
+    kept: list[torch.Tensor] = []
+    kernel, args = plain_gemm(ptx, kept)
+    a, out = torch.zeros(4096, 128, dtype=BF16), torch.zeros(4096, 128, dtype=BF16)
+    signals, status = torch.zeros(4096, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    kept += [a, out, signals, status]
+    ptx.know(*kept)
+    args.m, args.a, args.d = 4096, a.data_ptr(), out.data_ptr()
+    args.signals, args.sm_count = signals.data_ptr(), sm_count
+    args.order.nodes = args.order.domains = args.order.lanes = 1
+    args.order.comm_tile_rows = 4096
+    args.sync.epoch, args.sync.timeout_ns, args.sync.status = 1, 10**11, status.data_ptr()
+    text = run_beside_gemm(ptx, partial(kernel.launch, args), blocks, signals)
+    assert ("waits for room for 1 blocks" in text) == (blocks == 16)
 
 
 def test_memory_that_is_not_known_is_named(ptx: PtxDevice) -> None:

@@ -316,7 +316,6 @@ class Runner:
 
         self.device, self.extent = cuda_device(), extent
         self.device.multiprocessors = self.SMS
-        self.device.resident = 64  # all of a grid that waits for itself
         self.libraries: dict[str, ctypes.CDLL] = {}
 
     def load(self, library: str) -> float:

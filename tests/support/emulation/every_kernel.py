@@ -156,17 +156,16 @@ def only(device: Any, built: BuiltKernel, world: int, traced: bool = False) -> I
     """Let a device have one kernel, and few multiprocessors, so that blocks have several tiles."""
     config = built.config
     blocks = config.cluster[0] * config.cluster[1]
-    before = device.registry, device.capability, device.sm_count, device.cuda.resident
+    before = device.registry, device.capability, device.sm_count
     kernels = {config.name: built}
     device.registry = replace(device.registry, kernels=kernels, traced=kernels if traced else {})
     device.capability = CAPABILITIES[config.arch]
     device.sm_count = SPARE + 2 * world * blocks
     device.cuda.multiprocessors = device.sm_count
-    device.cuda.resident = 64  # no more blocks are launched than a device has room for
     try:
         yield
     finally:
-        device.registry, device.capability, device.sm_count, device.cuda.resident = before
+        device.registry, device.capability, device.sm_count = before
         device.cuda.multiprocessors = device.sm_count
 
 
