@@ -61,12 +61,9 @@ class CudaDevice {
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
 
  private:
-<<<<<<< HEAD
+  CudaDevice() { machine.room().patience = kPatience; }
   // Puts work on a stream; what it throws is the device's error. Returns false if that has failed.
   bool enqueue(void* stream, std::function<void()> work);
-=======
-  CudaDevice() { machine.room().patience = kPatience; }
->>>>>>> resources
 
   RunOnStream* run_ = nullptr;
   FailDevice* fail_ = nullptr;
