@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 
-from emulated_cases import eventually
+from emulated_cases import eventually, never
 from emulator import extent
 from flux import _C
 from flux.transport.virtual import VirtualWorld
@@ -99,7 +99,7 @@ def waiting_reduction(
     args.slot_ld = args.out_ld = n
     args.scale, args.source_count, args.flags = 1.0, 1, flags.data_ptr()
     args.sm_count, args.most_blocks = 4, most_blocks
-    args.sync.epoch, args.sync.timeout_ns, args.sync.status = 1, 10**11, status.data_ptr()
+    args.sync.epoch, args.sync.timeout_ns, args.sync.status = 1, 10**10, status.data_ptr()
     return kernel, args, flags
 
 
@@ -125,6 +125,7 @@ def run_beside_gemm(
     try:
         launch(streams[0])
         assert eventually(lambda: machine.blocks_running == blocks)
+        assert never(lambda: machine.blocks_running != blocks)  # they start one by one
         gemm.launch(args, streams[1])
         assert eventually(
             lambda: ptx.cuda.error() != "" or ptx.driver.ready(streams[1]), seconds=30
@@ -175,7 +176,7 @@ def test_a_gemm_that_waits_leaves_room_for_that_of_a_peer(
     args.signals, args.sm_count = signals.data_ptr(), sm_count
     args.order.nodes = args.order.domains = args.order.lanes = 1
     args.order.comm_tile_rows = 4096
-    args.sync.epoch, args.sync.timeout_ns, args.sync.status = 1, 10**11, status.data_ptr()
+    args.sync.epoch, args.sync.timeout_ns, args.sync.status = 1, 10**10, status.data_ptr()
     text = run_beside_gemm(ptx, partial(kernel.launch, args), blocks, signals)
     assert ("waits for room for 1 blocks" in text) == (blocks == 16)
 
