@@ -1,3 +1,4 @@
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -118,15 +119,13 @@ PYBIND11_MODULE(_machine, m) {
       .def("launch", &launch, py::arg("module"), py::arg("kernel"), py::arg("grid"),
            py::arg("block"), py::arg("params"), py::arg("dynamic_shared") = 0,
            py::arg("resident") = 8, py::arg("seed") = 0, py::arg("max_statements") = 1'000'000'000,
-           py::arg("cluster") = py::none(), py::arg("races") = true,
-           py::arg("device") = 0);
+           py::arg("cluster") = py::none(), py::arg("races") = true, py::arg("device") = 0);
   py::class_<CudaDevice, std::unique_ptr<CudaDevice, py::nodelete>>(m, "CudaDevice")
       .def_static("instance", &CudaDevice::instance, py::return_value_policy::reference)
       .def("attach", &attach, py::arg("run"), py::arg("fail"))
       .def("error", &CudaDevice::error)
       .def("clear", &CudaDevice::clear)
-      .def_static("texts", &CudaDevice::texts)
-      .def_static("replace_text", &CudaDevice::replace_text, py::arg("number"), py::arg("text"))
+      .def_readwrite("edit", &CudaDevice::edit)
       .def("counters", &counters_of)
       .def_property_readonly(
           "machine", [](CudaDevice& d) -> Machine& { return d.machine; },

@@ -406,15 +406,15 @@ const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
       if (missing != 0) {
         const auto& loaded = c.warp->order->loaded_nothing;
         const auto from = loaded.find(v.index);
-        c.fail(op, std::countr_zero(missing),
-               "register " + c.program.kernel->registers[v.index].name +
-                   " is read but was never written" +
-                   (from == loaded.end()
-                        ? ""
-                        : ", or was loaded from shared memory that was never written (" +
-                              c.program.module->describe(*c.program.kernel,
-                                                         *from->second->statement) +
-                              ")"));
+        c.fail(
+            op, std::countr_zero(missing),
+            "register " + c.program.kernel->registers[v.index].name +
+                " is read but was never written" +
+                (from == loaded.end()
+                     ? ""
+                     : ", or was loaded from shared memory that was never written (" +
+                           c.program.module->describe(*c.program.kernel, *from->second->statement) +
+                           ")"));
       }
       return c.warp->registers[v.index];
     }

@@ -52,7 +52,7 @@ struct Launch {
   int resident = 8;                              // most blocks that run at a time
   std::uint64_t seed = 0;                        // decides the order of warps and of their groups
   std::uint64_t max_statements = 1'000'000'000;  // of all warps; then the launch fails
-  bool real_time = false;  // %globaltimer is the host's; else it counts statements
+  bool real_time = false;    // %globaltimer is the host's; else it counts statements
   bool races = true;         // they are errors, and reads of shared memory that was never written
   std::uint32_t device = 0;  // launches of one device are in the scope .gpu of each other
 };

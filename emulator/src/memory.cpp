@@ -118,8 +118,7 @@ Outcome load(Context& c, const Op& op, Mask mask) {
   each(mask, [&](int l) {
     const std::uint64_t address = address_of(op, 0, base, l);
     std::uint8_t* from = at(c, op, l, op.space, address, bytes * count);
-    const bool nothing =
-        !op.order.strong && note_read(c, op, l, op.space, address, bytes * count);
+    const bool nothing = !op.order.strong && note_read(c, op, l, op.space, address, bytes * count);
     for (int i = 0; i < count; ++i) {
       std::uint64_t bits = 0;
       if (op.order.strong) {

@@ -38,8 +38,7 @@ void await_copies_of(Context& c, int lane, std::uint64_t left, bool all) {
   if (all) ++groups.committed[lane];  // what is not committed is waited for too
   const std::uint32_t committed = groups.committed[lane];
   if (committed > left) {
-    groups.done[lane] =
-        std::max(groups.done[lane], committed - static_cast<std::uint32_t>(left));
+    groups.done[lane] = std::max(groups.done[lane], committed - static_cast<std::uint32_t>(left));
   }
 }
 
@@ -134,8 +133,8 @@ void arrive_with_copies(const Warp& warp, int lane, std::uint32_t group, const S
 void complete_phase(const Spot& spot) {
   MbarrierOrder& order = spot.block->order->mbarriers[spot.at];
   ++order.phase;
-  order.done = join(join(order.done, order.gathered),
-                    Known{order.agent, order.phase, order.phase, 0});
+  order.done =
+      join(join(order.done, order.gathered), Known{order.agent, order.phase, order.phase, 0});
   order.gathered = nullptr;
 }
 
@@ -251,9 +250,10 @@ MemoryOrder memory_order_of(const Statement& s) {
   order.strong = atomic || order.acquires || order.releases || has(s, "relaxed") ||
                  has(s, "volatile") || has(s, "mmio");
   const bool wide = has(s, "sys") || has(s, "volatile") || has(s, "mmio");
-  order.scope = has(s, "cta") ? Scope::kCta : has(s, "cluster") ? Scope::kCluster
-                : wide        ? Scope::kSys
-                              : Scope::kGpu;
+  order.scope = has(s, "cta")       ? Scope::kCta
+                : has(s, "cluster") ? Scope::kCluster
+                : wide              ? Scope::kSys
+                                    : Scope::kGpu;
   return order;
 }
 

@@ -96,10 +96,9 @@ ViewPtr join(const ViewPtr& a, const ViewPtr& b) {
       contains(a->async_shared, b->async_shared) && contains(a->async_global, b->async_global)) {
     return a;
   }
-  return std::make_shared<const View>(View{joined(a->known, b->known),
-                                           joined(a->async_shared, b->async_shared),
-                                           joined(a->async_global, b->async_global),
-                                           std::max(a->ended, b->ended)});
+  return std::make_shared<const View>(
+      View{joined(a->known, b->known), joined(a->async_shared, b->async_shared),
+           joined(a->async_global, b->async_global), std::max(a->ended, b->ended)});
 }
 
 ViewPtr join(const ViewPtr& a, const Known& known) {
@@ -166,9 +165,8 @@ void WarpOrder::fence(Scope scope, Mask lanes, Mask alive) {
   }
   if (fences == nullptr) fences = std::make_unique<std::array<std::array<Fence, 4>, kLanes>>();
   each(lanes, [&](int l) {
-    (*fences)[l][widest] = {common,         extra[l],           clock,
-                            synced,         copies.done[l],     bulk_reads.done[l],
-                            bulk_writes.done[l]};
+    (*fences)[l][widest] = {
+        common, extra[l], clock, synced, copies.done[l], bulk_reads.done[l], bulk_writes.done[l]};
   });
   ++clock;
 }
@@ -217,7 +215,8 @@ Scoped WarpOrder::released(const MemoryOrder& order, int lane, Mask alive) const
       const Fence* last = nullptr;
       for (std::size_t f = s; f < views.size(); ++f) {
         const Fence& fence = (*fences)[lane][f];
-        if (fence.common != nullptr && (last == nullptr || fence.clock > last->clock)) last = &fence;
+        if (fence.common != nullptr && (last == nullptr || fence.clock > last->clock))
+          last = &fence;
       }
       if (last != nullptr) views[s] = view(*last, lane);
     }

@@ -55,8 +55,7 @@ void Races::start(Cluster& cluster, Block& block) {
 }
 
 Agent Races::new_agent(const Warp& warp, AgentInfo::Kind kind) {
-  return global_.new_agent(*order_,
-                           {kind, warp.order->position, warp.block->index, warp.index});
+  return global_.new_agent(*order_, {kind, warp.order->position, warp.block->index, warp.index});
 }
 
 Agent Races::new_agent(const Block& block) {
@@ -81,10 +80,8 @@ bool Races::note(Context& c, const Op& op, int lane, const Request& request) {
     access.clock = request.completion.clock;
     access.what |= Access::kLater;
   }
-  Check check{c,    op,     lane,
-                    request,      warp,
-                    access,       request.use != Use::kWrite,
-                    request.use != Use::kRead};
+  Check check{
+      c, op, lane, request, warp, access, request.use != Use::kWrite, request.use != Use::kRead};
   const std::uint64_t begin = request.spot.at, end = begin + request.bytes;
   if (request.spot.block != nullptr) {
     touch(check, request.spot.block->order->shadow, begin, end);
@@ -237,7 +234,8 @@ std::string Races::missing(const Check& check, const Access& other) const {
   const AgentInfo& info = global_.info(other.agent);
   switch (info.kind) {
     case AgentInfo::Kind::kCopies:
-      return "cp.async.wait_group by the thread that copies, and for other threads a barrier behind it";
+      return "cp.async.wait_group by the thread that copies, and for other threads a barrier "
+             "behind it";
     case AgentInfo::Kind::kBulkReads:
       return "cp.async.bulk.wait_group.read by the thread that copies, and for other threads "
              "synchronisation behind it";
@@ -304,14 +302,15 @@ void Races::report(const Check& check, const Access& other, bool other_writes, s
     auto next = check.c.memory->upper_bound(address);
     if (next != check.c.memory->begin()) {
       --next;
-      where = std::to_string(address - next->first) + " bytes behind the start of " +
-              next->second.name;
+      where =
+          std::to_string(address - next->first) + " bytes behind the start of " + next->second.name;
     }
   }
   const char* what = check.access.has(Access::kAtomic) ? "atomic" : check.writes ? "write" : "read";
   check.c.fail(check.op, check.lane,
-               "race: this " + std::string(check.access.has(Access::kLater) ? "asynchronous " : "") +
-                   what + " of " + std::to_string(bytes) + " bytes at " + where + " and " +
+               "race: this " +
+                   std::string(check.access.has(Access::kLater) ? "asynchronous " : "") + what +
+                   " of " + std::to_string(bytes) + " bytes at " + where + " and " +
                    describe(check, other, other_writes) + " have no order; missing is " + missing);
 }
 
@@ -319,7 +318,8 @@ void Races::report(const Check& check, const Access& other, bool other_writes, s
 
 bool find_spot(Context& c, const Op& op, int lane, Space space, std::uint64_t address, Spot* spot) {
   const bool generic = space == Space::kGeneric;
-  if (space == Space::kShared || space == Space::kCluster || (generic && address >= kSharedWindow)) {
+  if (space == Space::kShared || space == Space::kCluster ||
+      (generic && address >= kSharedWindow)) {
     *spot = {c.warp->block, address & 0xFFFFFFFF};
     if (spot->at > kOffsetMask) {
       const Place place = shared_place(c, op, lane, space, address);
@@ -384,8 +384,8 @@ StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std:
 void StrongAccess::loaded(std::uint64_t value) {
   if (places_ == nullptr) return;
   auto found = places_->find(spot_.at);
-  const bool known = found != places_->end() && found->second.value == value &&
-                     found->second.bytes == bytes_;
+  const bool known =
+      found != places_->end() && found->second.value == value && found->second.bytes == bytes_;
   WarpOrder& warp = *c_.warp->order;
   if (!known) {
     if (spot_.block != nullptr) return;
@@ -410,8 +410,7 @@ void StrongAccess::stored(std::uint64_t value) {
   // A release reaches on: through the same thread's later stores there, and through atomics.
   const bool same_thread = place.agent == warp.agent && place.lane == lane_;
   if (place.bytes == bytes_ && (atomic || same_thread)) {
-    const Scope between =
-        place.agent == kNobody ? Scope::kCta : warp.position.to(place.position);
+    const Scope between = place.agent == kNobody ? Scope::kCta : warp.position.to(place.position);
     for (std::size_t s = 0; s < views.size(); ++s) {
       views[s] = join(views[s], place.views[std::max(s, static_cast<std::size_t>(between))]);
     }

@@ -160,10 +160,10 @@ class Races {
     std::uint64_t bytes = 0;
     Use use = Use::kRead;
     MemoryOrder order;
-    bool async = false;      // through the async proxy
-    bool any_lane = false;   // by the warp as a whole
-    bool same = false;       // writes what is there already
-    Completion completion;   // of what is performed later
+    bool async = false;     // through the async proxy
+    bool any_lane = false;  // by the warp as a whole
+    bool same = false;      // writes what is there already
+    Completion completion;  // of what is performed later
   };
   // Checks and notes an access. Returns whether a load reads what was never written. Throws PtxError.
   bool note(Context& c, const Op& op, int lane, const Request& request);
@@ -175,8 +175,7 @@ class Races {
   friend class StrongAccess;
   struct Check;
   void touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end);
-  void touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at,
-                  std::uint32_t bytes);
+  void touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at, std::uint32_t bytes);
   void note_reader(const Check& check, Shadow& shadow, Cell& cell);
   bool replaces(const Check& check, Access& before);
   bool is_ordered(const Check& check, const Access& other);
@@ -254,8 +253,8 @@ Completion completion_of(const Spot& mbarrier);
 Completion bulk_reads(Context& c, int lane);
 Completion bulk_writes(Context& c, int lane);
 void await_bulk(Context& c, int lane, std::uint64_t before, bool only_reads);
-void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes,
-                Use use, const Completion& completion);
+void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
+                const Completion& completion);
 // st.async and red.async: in the generic proxy.
 void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
                const Completion& completion);

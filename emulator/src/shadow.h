@@ -16,9 +16,9 @@ namespace emulator {
 
 struct Cell {
   Access write;
-  Access read;                 // one of the reads since
-  std::uint32_t readers = 0;   // the others: number of a Readers, or 0
-  std::uint32_t parts = 0;     // number of four cells in its place, or 0
+  Access read;                // one of the reads since
+  std::uint32_t readers = 0;  // the others: number of a Readers, or 0
+  std::uint32_t parts = 0;    // number of four cells in its place, or 0
 };
 
 // Reads that are not ordered among each other. Where there are more, some are forgotten: a race with

@@ -20,18 +20,22 @@ def emulator(pytestconfig: pytest.Config) -> Path:
     return built_once(pytestconfig, "emulator", build)
 
 
-def _build_ptx_kernels(folder: Path) -> Path:
-    """The minimal set for sm_80, in the checkout: it is built again when its sources change."""
-    root = ROOT / "build" / "emulated-kernels"
+def build_ptx_kernels(arch: str) -> Path:
+    """The minimal set, in the checkout: it is built again when its sources change."""
+    root = ROOT / "build" / ("emulated-kernels" + ("" if arch == "80" else f"-{arch}"))
     root.mkdir(parents=True, exist_ok=True)
     tools = find_tools(emulated=True)
-    units = driver.plan(config_set("minimal", ["80"]), root, tools).units
+    units = driver.plan(config_set("minimal", [arch]), root, tools).units
     for outcome in driver.build_all(
         units, root, tools, driver.job_limit(len(units)), driver.Observer()
     ):
         assert not outcome.error, outcome.error
     driver.remove_superseded(root, tools)
     return root
+
+
+def _build_ptx_kernels(folder: Path) -> Path:
+    return build_ptx_kernels("80")
 
 
 @pytest.fixture(scope="session")
