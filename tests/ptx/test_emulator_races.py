@@ -1,4 +1,4 @@
-"""Accesses that are not ordered: each rule in a few statements, with and without what orders them."""
+"""Accesses without an order: each rule in a few statements, with and without what orders them."""
 
 from __future__ import annotations
 

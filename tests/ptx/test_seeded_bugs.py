@@ -1,6 +1,6 @@
 """Bugs in the PTX of flux's own kernels: each is reported as a race that names both accesses.
 
-The text is changed when a library is loaded (``CudaDevice.edit``), so that nothing is compiled again.
+The text is changed when a library is loaded (``CudaDevice.edit``): nothing is compiled again.
 """
 
 from __future__ import annotations
