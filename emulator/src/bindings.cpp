@@ -1,3 +1,4 @@
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -204,8 +205,7 @@ PYBIND11_MODULE(_machine, m) {
       .def("attach", &attach, py::arg("run"), py::arg("fail"))
       .def("error", &CudaDevice::error)
       .def("clear", &CudaDevice::clear)
-      .def_static("texts", &CudaDevice::texts)
-      .def_static("replace_text", &CudaDevice::replace_text, py::arg("number"), py::arg("text"))
+      .def_readwrite("edit", &CudaDevice::edit)
       .def("counters", &counters_of)
       .def("records", &records_of)
       .def_property_readonly(

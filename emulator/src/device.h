@@ -46,9 +46,8 @@ class CudaDevice {
   // looked at.
   static void wrote(std::uintptr_t address, std::size_t bytes, int finished);
 
-  // The PTX of each library that is loaded, and another text in its place: for tests of bugs.
-  static std::vector<std::string> texts();
-  static void replace_text(std::size_t number, const std::string& text);
+  // Changes the PTX of libraries that are loaded from now on: for tests that seed bugs.
+  std::function<std::string(const std::string&)> edit;
 
   void fail(const std::string& text);  // only the first text is kept
   std::string error();                 // empty: none

@@ -76,13 +76,15 @@ void GlobalOrder::forget(std::uint64_t begin, std::uint64_t end) {
 }
 
 void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end, bool finished) {
-  if (running_ == 0) return;
+  // What was marked as under way is marked again, whatever has ended since.
+  if (running_ == 0 && !finished) return;
   forget(begin, end);
   // Nobody knows of a copy that is under way.
   const std::uint32_t clock = finished ? ++outside_ : ~0u;
   for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
     Shard& one = shard(page);
     const std::lock_guard<std::mutex> lock(one.using_it);
+    if (running_ == 0 && !one.pages.contains(page)) continue;
     auto& found = one.pages[page];
     if (found == nullptr) found = std::make_unique<Page>();
     const std::uint64_t first = std::max(begin, page * kPage) - page * kPage;

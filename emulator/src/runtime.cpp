@@ -98,7 +98,10 @@ Found find(const void* host) {
   if (found == kernels.end()) throw PtxError("no kernel is registered at this address");
   Library& library = *found->second.library;
   if (library.module == nullptr) {
-    library.module = std::shared_ptr<const Module>(parse(ptx_of(library.fatbinary)));
+    std::string text = ptx_of(library.fatbinary);
+    const CudaDevice& device = CudaDevice::instance();
+    if (device.edit) text = device.edit(text);
+    library.module = std::shared_ptr<const Module>(parse(text));
   }
   return {library.module, &library.module->kernel(found->second.name), found->second.dynamic_shared,
           found->second.large_clusters};
@@ -271,21 +274,6 @@ CudaDevice& CudaDevice::instance() {
 void CudaDevice::attach(RunOnStream* run, FailDevice* fail) {
   run_ = run;
   fail_ = fail;
-}
-
-std::vector<std::string> CudaDevice::texts() {
-  const std::lock_guard<std::mutex> lock(registering);
-  std::vector<std::string> found;
-  for (const auto& [library, owned] : libraries) found.push_back(ptx_of(library->fatbinary));
-  return found;
-}
-
-void CudaDevice::replace_text(std::size_t number, const std::string& text) {
-  auto module = std::shared_ptr<const Module>(parse(text));
-  const std::lock_guard<std::mutex> lock(registering);
-  if (number >= libraries.size()) throw PtxError("no library of this number");
-  std::next(libraries.begin(), static_cast<std::ptrdiff_t>(number))->second->module =
-      std::move(module);
 }
 
 void CudaDevice::wrote(std::uintptr_t address, std::size_t bytes, int finished) {

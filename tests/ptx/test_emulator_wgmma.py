@@ -166,8 +166,8 @@ def test_shared_memory_is_read_late_or_with_a_seed_at_any_time() -> None:
     assert torch.equal(late, d)  # B was zero by then
     rows = [
         [torch.allclose(part.double(), want.double(), atol=1e-4)
-         for part, want in zip(execute(p, a, b, d, body, seed=s, races=False).split(16), old.split(16),
-                               strict=True)]
+         for part, want in zip(execute(p, a, b, d, body, seed=s, races=False).split(16),
+                               old.split(16), strict=True)]
         for s in range(1, 6)
     ]  # fmt: skip
     performed_early = [early for of_seed in rows for early in of_seed]

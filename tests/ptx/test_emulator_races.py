@@ -1,0 +1,165 @@
+"""Accesses without an order: each rule in a few statements, with and without what orders them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from emulator import PtxError
+from ptx_text import kernel, run
+
+MEMORY = ".shared .align 16 .b8 memory[2048]; mov.u32 %r1, memory; ld.param.u64 %rd1, [p0];"
+# Each thread writes its word; it reads that of the thread {by} further on.
+EXCHANGE = f"""
+    {MEMORY}
+    shl.b32 %r2, %r0, 2;
+    add.u32 %r3, %r1, %r2;
+    st.shared.u32 [%r3], %r0;
+    {{sync}}
+    xor.b32 %r4, %r2, {{by}};
+    add.u32 %r4, %r1, %r4;
+    ld.shared.u32 %r5, [%r4];
+"""
+# Block 0 writes data and then a flag; block 1 awaits the flag and reads the data.
+MESSAGE = """
+    ld.param.u64 %rd1, [p0];
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r0, 0;
+    @%p1 bra END;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READ;
+    {write}
+    bra END;
+READ:
+    {read}
+    setp.eq.u32 %p2, %r2, 0;
+    @%p2 bra READ;
+    {behind}
+    ld.global.u32 %r3, [%rd1];
+END:
+"""
+DATA = "st.global.u32 [%rd1], 7;"
+
+
+def check(text: str, error: str | None, **options: object) -> None:
+    """Run a text over some seeds. It fails with this error for each, or for none."""
+    for seed in range(4):
+        data = torch.zeros(1024, dtype=torch.int32)
+        if error is None:
+            run(kernel(text, 1), [data], seed=seed, **options)
+            continue
+        with pytest.raises(PtxError, match=error):
+            run(kernel(text, 1), [data], seed=seed, **options)
+
+
+@pytest.mark.parametrize(
+    "sync, by, error",
+    [
+        ("", 4, "race: this read of 4 bytes at offset .* bar.warp.sync"),
+        ("bar.warp.sync -1;", 4, None),
+        ("", 128, "race: this .* a barrier of both warps"),
+        ("bar.warp.sync -1;", 128, "race: this .* a barrier of both warps"),
+        ("membar.gl;", 128, "race: this .* a barrier of both warps"),
+        ("bar.sync 0;", 128, None),
+    ],
+)
+def test_threads_of_a_block(sync: str, by: int, error: str | None) -> None:
+    check(EXCHANGE.format(sync=sync, by=by), error, block=64)
+
+
+@pytest.mark.parametrize(
+    "write, read, behind, error",
+    [
+        ("st.release.gpu", "ld.acquire.gpu", "", None),
+        ("st.relaxed.gpu", "ld.acquire.gpu", "", "race: .* scope .gpu"),
+        ("st.release.gpu", "ld.relaxed.gpu", "", "race: .* scope .gpu"),
+        ("st.release.gpu", "ld.relaxed.gpu", "fence.acq_rel.gpu;", None),
+        ("fence.acq_rel.gpu; st.relaxed.gpu", "ld.acquire.gpu", "", None),
+        ("membar.gl; st.volatile", "ld.volatile", "membar.gl;", None),
+        ("membar.cta; st.volatile", "ld.volatile", "membar.gl;", "race: .* scope .gpu"),
+        ("st.release.cta", "ld.acquire.cta", "", "race: .* scope .gpu at both"),
+        ("st", "ld.acquire.gpu", "", "race: .* scope .gpu"),
+    ],
+)
+def test_a_message_between_blocks(write: str, read: str, behind: str, error: str | None) -> None:
+    text = MESSAGE.format(
+        write=f"{DATA} {write}.global.u32 [%rd1+128], 1;",
+        read=f"{read}.global.u32 %r2, [%rd1+128];",
+        behind=behind,
+    )
+    check(text, error, grid=2)
+
+
+def test_a_flag_before_its_data() -> None:
+    text = MESSAGE.format(
+        write=f"st.release.gpu.global.u32 [%rd1+128], 1; {DATA}",
+        read="ld.acquire.gpu.global.u32 %r2, [%rd1+128];",
+        behind="",
+    )
+    check(text, "race: .* missing is a release and an acquire", grid=2)
+
+
+def test_the_same_value_is_no_conflict() -> None:
+    check(f"{MEMORY} st.shared.u32 [%r1], 5;", None, block=64)
+    check(f"{MEMORY} st.shared.u32 [%r1], %r0;", "race: this write .* and the write", block=64)
+
+
+def test_a_message_names_both_accesses() -> None:
+    with pytest.raises(PtxError) as raised:
+        check(EXCHANGE.format(sync="", by=128), None, block=64)
+    text = str(raised.value)
+    assert text.count("PTX line") == 2 and "st.shared" in text and "ld.shared" in text
+    assert text.count("of block (0, 0, 0)") == 2
+
+
+def test_shared_memory_that_was_never_written() -> None:
+    read = f"{MEMORY} ld.shared.u32 %r2, [%r1+64];"
+    check(read, None)
+    error = "register %r2 is read .* was loaded from shared memory that was never written"
+    check(f"{read} add.u32 %r3, %r2, 1;", error)
+    check(f"{MEMORY} red.shared.add.u32 [%r1+64], 1;", "never written is read")
+
+
+@pytest.mark.parametrize(
+    "fence, wait, error",
+    [
+        ("fence.proxy.async.shared::cta;", "wait_group.read", None),
+        ("fence.proxy.async;", "wait_group", None),
+        ("", "wait_group", "missing is a fence.proxy.async between them"),
+        ("fence.proxy.async.global;", "wait_group", "missing is a fence.proxy.async between them"),
+        ("fence.proxy.async;", "commit_group", "missing is cp.async.bulk.wait_group.read"),
+    ],
+)
+def test_a_bulk_store_and_its_source(fence: str, wait: str, error: str | None) -> None:
+    waits = f"cp.async.bulk.{wait}" + (" 0;" if "wait" in wait else ";")
+    body = f"""
+        {MEMORY}
+        setp.ne.u32 %p1, %r0, 0;
+        @%p1 bra END;
+        st.shared.v4.u32 [%r1], {{%r0, %r0, %r0, %r0}};
+        {fence}
+        cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16;
+        cp.async.bulk.commit_group;
+        {waits}
+        st.shared.u32 [%r1], 3;
+        cp.async.bulk.wait_group 0;
+    END:
+    """
+    check(body, error)
+
+
+def test_the_result_of_a_bulk_store_needs_the_whole_wait() -> None:
+    body = f"""
+        {MEMORY}
+        setp.ne.u32 %p1, %r0, 0;
+        @%p1 bra END;
+        st.shared.v4.u32 [%r1], {{%r0, %r0, %r0, %r0}};
+        fence.proxy.async;
+        cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16;
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group.read 0;
+        ld.global.u32 %r2, [%rd1];
+    END:
+    """
+    check(body, r"cp.async.bulk.wait_group \(without .read\)")
+    check(body.replace("wait_group.read", "wait_group"), None)
