@@ -12,6 +12,7 @@ did what a device does not allow, or a result is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -37,14 +38,15 @@ def call(device: PtxDevice, problem: Problem, m: int, world: int) -> None:
         AssertionError: a result is farther from float64's than its error bound.
     """
     inputs = Inputs(problem, m, world, seed=m)
-    with VirtualWorld(world, device) as ranks:
+    with VirtualWorld(world, device) as ranks, contextlib.ExitStack() as closing:
         ops = [problem.build(ranks.rank(rank)) for rank in range(world)]
+        for op in ops:
+            closing.callback(op.close)
         outs = call_all(ranks, ops, inputs)
         device.finish()
         for rank, op in enumerate(ops):
             op.wait()
             inputs.check(outs[rank], rank)
-            op.close()
 
 
 def main() -> None:

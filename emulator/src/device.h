@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <tuple>
 
 #include "machine.h"
 
@@ -69,7 +70,8 @@ class CudaDevice {
   std::atomic<std::uint64_t> launches_{0};
   std::mutex reporting_;
   std::string error_;
-  std::map<std::pair<const Module*, std::string>, Record> counters_;
+  // By name, lines of the module, and statements: a library that is loaded again has a new module.
+  std::map<std::tuple<std::string, std::size_t, std::size_t>, Record> counters_;
 };
 
 }  // namespace emulator

@@ -316,7 +316,8 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   return enqueue(stream, [this, module, kernel, request = std::move(request)] {
     const Counters done = machine.launch(module, kernel, request);
     const std::lock_guard<std::mutex> lock(reporting_);
-    Record& all = counters_[{module.get(), kernel}];
+    const std::size_t statements = module->kernel(kernel).statements.size();
+    Record& all = counters_[{kernel, module->lines.size(), statements}];
     all.module = module;
     all.kernel = kernel;
     all.launches += 1;

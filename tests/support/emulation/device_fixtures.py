@@ -37,10 +37,6 @@ def _build_ptx_kernels(_: Path) -> Path:
     return root
 
 
-def _build_ptx_kernels(folder: Path) -> Path:
-    return build_ptx_kernels("80")
-
-
 @pytest.fixture(scope="session")
 def ptx_kernels(pytestconfig: pytest.Config) -> Path:
     """Kernel libraries for the PTX machine; skips the test where nvcc or CUTLASS is missing."""
