@@ -12,7 +12,7 @@
 //
 // Ordering, per tile:
 //   1. before its first store to an owner the block waits for the owner's entry of this call: by then
-//      the owner has finished reading what an earlier call left in the slot;
+//      the owner has finished reading what an earlier call left in the slot. A proxy fence follows;
 //   2. one elected thread issues the bulk stores;
 //   3. at the block's next tile, or when it ends, the warp waits for their completion (not merely for
 //      their shared memory), so the rows are in the owner's memory, and releases the tile's flag at
@@ -202,6 +202,10 @@ struct ScatterStore : Base {
     const bool came =
         news && await(to.entries, owner, entry_sync(to.sync), FLUX_WAIT_ENTRY, tile_m);
     entered_ |= __reduce_or_sync(~0u, came ? 1u << owner : 0u);
+    // One lane stores, through the async proxy, behind what the owners did to their slots through the
+    // generic one: reads of an earlier call's rows, and zeros that in-flight sums begin with.
+    __syncwarp();
+    asm volatile("fence.proxy.async.global;" ::: "memory");
   }
 
   // Not when the wait for the owner's entry was given up: it may still read what is there.
