@@ -38,7 +38,7 @@ class CudaDevice {
 
   void fail(const std::string& text);          // only the first text is kept
   std::string error();                         // empty: none
-  void clear();                                // the error and the counters
+  void clear();                                // the error, the counters, and launches so far
   std::map<std::string, Counters> counters();  // by kernel
 
   Machine machine;

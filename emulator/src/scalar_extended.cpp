@@ -1,4 +1,7 @@
-// Integers of more than one register: sums with a carry. Sums of products of bytes.
+// Integers of more than one register: sums with a carry. Sums of products of bytes. Rarer fields of bits.
+#include <bit>
+#include <type_traits>
+
 #include "machine.h"
 
 namespace emulator {

@@ -242,6 +242,33 @@ Outcome reduce(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// match.any: the lanes that have the same value. match.all (op.flag): all lanes, if their values are one.
+Outcome match(Context& c, const Op& op, Mask mask) {
+  const Mask named = named_lanes(c, op, 1, mask);
+  if (!have_met(c, op, mask, named)) return Outcome::kWait;
+  const Lanes a = read(c, op, 0, mask);
+  const int bytes = bytes_of(op.type);
+  Lanes& d = write(c, op, 0, mask);
+  Mask all = ~Mask{0};
+  each(mask, [&](int lane) {
+    Mask same = 0;
+    each(mask, [&](int l) { same |= Mask{cut(a[l], bytes) == cut(a[lane], bytes)} << l; });
+    d[lane] = same;
+    if (same != mask) all = 0;
+  });
+  if (!op.flag) return Outcome::kNext;
+  each(mask, [&](int lane) { d[lane] &= all; });
+  if (op.targets.size() > 1) write_predicate(c, op.targets[1], mask, all);
+  return Outcome::kNext;
+}
+
+bool decode_match(const Statement& s, Op& op) {
+  op.handler = match;
+  op.flag = s.opcode.size() == 4 && s.opcode[1] == "all";
+  return s.opcode.size() == 4 && (op.flag || s.opcode[1] == "any") && s.opcode[2] == "sync" &&
+         (op.type == Type::kB32 || op.type == Type::kB64) && (op.flag || s.operands[0].second < 0);
+}
+
 Outcome active(Context& c, const Op& op, Mask mask) {
   Lanes& d = write(c, op, 0, mask);
   each(mask, [&](int l) { d[l] = mask; });
@@ -270,6 +297,8 @@ bool decode_lanes(const Statement& s, Op& op) {
     op.handler = reduce;
   } else if (name == "elect") {
     op.handler = elect;
+  } else if (name == "match") {
+    return decode_match(s, op);
   } else if (name == "activemask") {
     op.handler = active;
   } else {
