@@ -43,9 +43,28 @@ Mask named_lanes(Context& c, const Op& op, int number, Mask mask) {
   const auto named = static_cast<Mask>(lanes[std::countr_zero(mask)]);
   each(mask, [&](int l) {
     if ((named >> l & 1) == 0) c.fail(op, l, "a lane is not in its own mask of members");
-    if (static_cast<Mask>(lanes[l]) != named) c.fail(op, l, "lanes name different members");
   });
   return named;
+}
+
+// Executes a statement whose operand kMembers names the lanes that take part. Lanes that name different
+// ones, such as the tiles of a warp, are groups of their own. They go on when all of these have met.
+template <Handler kStatement, int kMembers>
+Outcome by_members(Context& c, const Op& op, Mask mask) {
+  const Lanes lanes = read(c, op, kMembers, mask);
+  const auto with_first = [&](Mask rest) {
+    const auto named = static_cast<Mask>(lanes[std::countr_zero(rest)]);
+    Mask found = 0;
+    each(rest, [&](int l) { found |= Mask{static_cast<Mask>(lanes[l]) == named} << l; });
+    return found;
+  };
+  if (with_first(mask) == mask) return kStatement(c, op, mask);
+  for (Mask rest = mask; rest != 0; rest &= ~with_first(rest)) {
+    const Mask group = with_first(rest);
+    if (!have_met(c, op, group, named_lanes(c, op, kMembers, group))) return Outcome::kWait;
+  }
+  for (Mask rest = mask; rest != 0; rest &= ~with_first(rest)) kStatement(c, op, with_first(rest));
+  return Outcome::kNext;
 }
 
 Outcome sync_warp(Context& c, const Op& op, Mask mask) {
@@ -119,7 +138,7 @@ Outcome barrier(Context& c, const Op& op, Mask mask) {
 bool decode_barrier(const Statement& s, Op& op) {
   if (has(s, "cluster")) return false;  // cluster.cpp
   if (has(s, "warp")) {
-    op.handler = sync_warp;
+    op.handler = by_members<sync_warp, 0>;
     op.written = 0;
     return true;
   }
@@ -263,7 +282,7 @@ Outcome match(Context& c, const Op& op, Mask mask) {
 }
 
 bool decode_match(const Statement& s, Op& op) {
-  op.handler = match;
+  op.handler = by_members<match, 1>;
   op.flag = s.opcode.size() == 4 && s.opcode[1] == "all";
   return s.opcode.size() == 4 && (op.flag || s.opcode[1] == "any") && s.opcode[2] == "sync" &&
          (op.type == Type::kB32 || op.type == Type::kB64) && (op.flag || s.operands[0].second < 0);
@@ -288,15 +307,15 @@ bool decode_lanes(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
   if (name == "shfl") {
     op.number = position(s, {"up", "down", "bfly", "idx"});
-    op.handler = shuffle;
+    op.handler = by_members<shuffle, 3>;
   } else if (name == "vote") {
     op.number = position(s, {"all", "any", "uni", "ballot"});
-    op.handler = vote;
+    op.handler = by_members<vote, 1>;
   } else if (name == "redux") {
     op.number = position(s, {"add", "and", "or", "xor", "min", "max"});
-    op.handler = reduce;
+    op.handler = by_members<reduce, 1>;
   } else if (name == "elect") {
-    op.handler = elect;
+    op.handler = by_members<elect, 0>;
   } else if (name == "match") {
     return decode_match(s, op);
   } else if (name == "activemask") {
@@ -326,6 +345,7 @@ bool decode_warp(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
   if (name == "bar" || name == "barrier") return decode_barrier(s, op);
   if (decode_lanes(s, op)) return true;
+  op.handler = nullptr;  // of one with modifiers that are not known
   op.written = 0;
   if (name == "bra") op.handler = branch;
   if (name == "ret" || name == "exit") op.handler = leave;
