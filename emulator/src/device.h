@@ -52,7 +52,7 @@ class CudaDevice {
 
   void fail(const std::string& text);  // only the first text is kept
   std::string error();                 // empty: none
-  void clear();                        // the error and the counters
+  void clear();                        // the error, the counters, and launches so far
   std::vector<Record> counters();      // of each kernel that was launched
 
   Machine machine;

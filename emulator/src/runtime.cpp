@@ -298,6 +298,7 @@ void CudaDevice::clear() {
   const std::lock_guard<std::mutex> lock(reporting_);
   error_.clear();
   counters_.clear();
+  launches_ = 0;  // so that a seed gives the same orders again
 }
 
 std::vector<CudaDevice::Record> CudaDevice::counters() {

@@ -1,4 +1,7 @@
-// Integers of more than one register: sums with a carry. Sums of products of bytes.
+// Integers of more than one register: sums with a carry. Sums of products of bytes. Rarer fields of bits.
+#include <bit>
+#include <type_traits>
+
 #include "machine.h"
 
 namespace emulator {
@@ -114,10 +117,86 @@ bool decode_dot(const Statement& s, Op& op) {
   return known(op.from) && known(op.type);
 }
 
+// -- bits ----------------------------------------------------------------------------------------------
+
+// bfind: the highest bit that is one, or of a negative number zero; with .shiftamt (op.flag) how far it is
+// from the top.
+template <class T>
+Outcome find_bit(Context& c, const Op& op, Mask mask) {
+  using Bits = std::make_unsigned_t<T>;
+  const Lanes& a = read(c, op, 0, mask);
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) {
+    const T value = get<T>(a[l]);
+    const auto bits = static_cast<Bits>(std::is_signed_v<T> && value < 0 ? ~value : value);
+    const int above = std::countl_zero(bits), last = 8 * sizeof(T) - 1;
+    d[l] = bits == 0 ? 0xFFFFFFFF : static_cast<std::uint64_t>(op.flag ? above : last - above);
+  });
+  return Outcome::kNext;
+}
+
+Handler find_bit_of(Type type) {
+  switch (type) {
+    case Type::kU32:
+      return find_bit<std::uint32_t>;
+    case Type::kS32:
+      return find_bit<std::int32_t>;
+    case Type::kU64:
+      return find_bit<std::uint64_t>;
+    case Type::kS64:
+      return find_bit<std::int64_t>;
+    default:
+      return nullptr;
+  }
+}
+
+// bmsk: as many ones as the second operand says, from the bit that the first one says. With .clamp
+// (op.flag) numbers above 31 are out of reach, with .wrap they are taken modulo 32.
+Outcome make_mask(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) {
+    const auto begin = get<std::uint32_t>(a[l]), count = get<std::uint32_t>(b[l]);
+    std::uint64_t ones = (std::uint64_t{1} << (count & 31)) - 1;
+    if (op.flag && count >= 32) ones = 0xFFFFFFFF;
+    d[l] = op.flag && begin >= 32 ? 0 : cut(ones << (begin & 31), 4);
+  });
+  return Outcome::kNext;
+}
+
+// szext: as many of the lowest bits as the second operand says, extended by their sign or zeros.
+Outcome extend(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) {
+    const auto given = get<std::uint32_t>(b[l]);
+    const std::uint32_t count = op.flag && given >= 32 ? 32 : given & 31;
+    const std::uint64_t kept = (std::uint64_t{1} << count) - 1;
+    const bool negative = op.type == Type::kS32 && count > 0 && (a[l] >> (count - 1) & 1) != 0;
+    d[l] = cut((a[l] & kept) | (negative ? ~kept : 0), 4);
+  });
+  return Outcome::kNext;
+}
+
+bool decode_fields(const Statement& s, Op& op) {
+  const std::string& name = s.opcode[0];
+  if (name == "bfind") {
+    op.flag = has(s, "shiftamt");
+    op.handler = find_bit_of(op.type);
+    return s.opcode.size() == 2u + op.flag && op.handler != nullptr;
+  }
+  if (name != "bmsk" && name != "szext") return false;
+  op.flag = has(s, "clamp");
+  op.handler = name == "bmsk" ? make_mask : extend;
+  const bool known =
+      name == "bmsk" ? op.type == Type::kB32 : op.type == Type::kU32 || op.type == Type::kS32;
+  return s.opcode.size() == 3 && (op.flag || has(s, "wrap")) && known;
+}
+
 }  // namespace
 
 bool decode_extended(const Statement& s, Op& op) {
-  return decode_carry(s, op) || decode_dot(s, op);
+  return decode_carry(s, op) || decode_dot(s, op) || decode_fields(s, op);
 }
 
 }  // namespace emulator

@@ -41,9 +41,28 @@ Mask named_lanes(Context& c, const Op& op, int number, Mask mask) {
   const auto named = static_cast<Mask>(lanes[std::countr_zero(mask)]);
   each(mask, [&](int l) {
     if ((named >> l & 1) == 0) c.fail(op, l, "a lane is not in its own mask of members");
-    if (static_cast<Mask>(lanes[l]) != named) c.fail(op, l, "lanes name different members");
   });
   return named;
+}
+
+// Executes a statement whose operand kMembers names the lanes that take part. Lanes that name different
+// ones, such as the tiles of a warp, are groups of their own. They go on when all of these have met.
+template <Handler kStatement, int kMembers>
+Outcome by_members(Context& c, const Op& op, Mask mask) {
+  const Lanes lanes = read(c, op, kMembers, mask);
+  const auto with_first = [&](Mask rest) {
+    const auto named = static_cast<Mask>(lanes[std::countr_zero(rest)]);
+    Mask found = 0;
+    each(rest, [&](int l) { found |= Mask{static_cast<Mask>(lanes[l]) == named} << l; });
+    return found;
+  };
+  if (with_first(mask) == mask) return kStatement(c, op, mask);
+  for (Mask rest = mask; rest != 0; rest &= ~with_first(rest)) {
+    const Mask group = with_first(rest);
+    if (!have_met(c, op, group, named_lanes(c, op, kMembers, group))) return Outcome::kWait;
+  }
+  for (Mask rest = mask; rest != 0; rest &= ~with_first(rest)) kStatement(c, op, with_first(rest));
+  return Outcome::kNext;
 }
 
 Outcome sync_warp(Context& c, const Op& op, Mask mask) {
@@ -124,7 +143,7 @@ Outcome barrier(Context& c, const Op& op, Mask mask) {
 bool decode_barrier(const Statement& s, Op& op) {
   if (has(s, "cluster")) return false;  // cluster.cpp
   if (has(s, "warp")) {
-    op.handler = sync_warp;
+    op.handler = by_members<sync_warp, 0>;
     op.written = 0;
     return true;
   }
@@ -247,6 +266,33 @@ Outcome reduce(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// match.any: the lanes that have the same value. match.all (op.flag): all lanes, if their values are one.
+Outcome match(Context& c, const Op& op, Mask mask) {
+  const Mask named = named_lanes(c, op, 1, mask);
+  if (!have_met(c, op, mask, named)) return Outcome::kWait;
+  const Lanes a = read(c, op, 0, mask);
+  const int bytes = bytes_of(op.type);
+  Lanes& d = write(c, op, 0, mask);
+  Mask all = ~Mask{0};
+  each(mask, [&](int lane) {
+    Mask same = 0;
+    each(mask, [&](int l) { same |= Mask{cut(a[l], bytes) == cut(a[lane], bytes)} << l; });
+    d[lane] = same;
+    if (same != mask) all = 0;
+  });
+  if (!op.flag) return Outcome::kNext;
+  each(mask, [&](int lane) { d[lane] &= all; });
+  if (op.targets.size() > 1) write_predicate(c, op.targets[1], mask, all);
+  return Outcome::kNext;
+}
+
+bool decode_match(const Statement& s, Op& op) {
+  op.handler = by_members<match, 1>;
+  op.flag = s.opcode.size() == 4 && s.opcode[1] == "all";
+  return s.opcode.size() == 4 && (op.flag || s.opcode[1] == "any") && s.opcode[2] == "sync" &&
+         (op.type == Type::kB32 || op.type == Type::kB64) && (op.flag || s.operands[0].second < 0);
+}
+
 Outcome active(Context& c, const Op& op, Mask mask) {
   Lanes& d = write(c, op, 0, mask);
   each(mask, [&](int l) { d[l] = mask; });
@@ -266,15 +312,17 @@ bool decode_lanes(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
   if (name == "shfl") {
     op.number = position(s, {"up", "down", "bfly", "idx"});
-    op.handler = shuffle;
+    op.handler = by_members<shuffle, 3>;
   } else if (name == "vote") {
     op.number = position(s, {"all", "any", "uni", "ballot"});
-    op.handler = vote;
+    op.handler = by_members<vote, 1>;
   } else if (name == "redux") {
     op.number = position(s, {"add", "and", "or", "xor", "min", "max"});
-    op.handler = reduce;
+    op.handler = by_members<reduce, 1>;
   } else if (name == "elect") {
-    op.handler = elect;
+    op.handler = by_members<elect, 0>;
+  } else if (name == "match") {
+    return decode_match(s, op);
   } else if (name == "activemask") {
     op.handler = active;
   } else {
@@ -290,6 +338,7 @@ bool decode_warp(const Statement& s, Op& op) {
   if (name == "bar" || name == "barrier") return decode_barrier(s, op);
   if (decode_lanes(s, op)) return true;
   if (name == "membar" || name == "fence") return decode_fence(s, op);
+  op.handler = nullptr;  // of one with modifiers that are not known
   op.written = 0;
   if (name == "bra") op.handler = branch;
   if (name == "ret" || name == "exit") op.handler = leave;

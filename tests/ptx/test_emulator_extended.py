@@ -188,6 +188,60 @@ def test_lop3_tells_whether_anything_is_left(operation: str) -> None:
         assert found[lane] == value + 256 * told
 
 
+@pytest.mark.parametrize("bits", [32, 64])
+def test_the_highest_bit(bits: int) -> None:
+    (a,) = draw(bits, 1, 21)
+    for sign in ("u", "s"):
+        found = apply(f"bfind.{sign}{bits} {{d}}, {{0}};", [tensor(a)], bits, 32)
+        away = apply(f"bfind.shiftamt.{sign}{bits} {{d}}, {{0}};", [tensor(a)], bits, 32)
+        for value, got, shift in zip(a, unsigned(found, 32), unsigned(away, 32), strict=True):
+            number = signed(value, bits) if sign == "s" else value
+            last = (number if number >= 0 else ~number).bit_length() - 1
+            assert got == last % 2**32
+            assert shift == (2**32 - 1 if last < 0 else bits - 1 - last)
+
+
+def test_masks_and_extensions() -> None:
+    given = [tensor([chance % 45 for chance in values]) for values in draw(32, 2, 23)]
+    begins, counts = (values.tolist() for values in given)
+    for mode, clamps in (("clamp", True), ("wrap", False)):
+        found = unsigned(apply(f"bmsk.{mode}.b32 {{d}}, {{0}}, {{1}};", given, 32, 32), 32)
+        for got, begin, count in zip(found, begins, counts, strict=True):
+            first, many = (begin, count) if clamps else (begin % 32, count % 32)
+            assert got == sum(1 << bit for bit in range(32) if first <= bit < first + many)
+        (a,) = draw(32, 1, 29)
+        for sign in ("u32", "s32"):
+            statement = f"szext.{mode}.{sign} {{d}}, {{0}}, {{1}};"
+            found = unsigned(apply(statement, [tensor(a), given[1]], 32, 32), 32)
+            for got, value, count in zip(found, a, counts, strict=True):
+                many = min(count, 32) if clamps else count % 32
+                kept = value % 2**many
+                if sign == "s32" and many > 0:
+                    kept = signed(kept, many) % 2**32
+                assert got == kept
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_lanes_with_equal_values_find_each_other(bits: int) -> None:
+    values = [lane * lane % 5 + (lane % 3 << bits - 3) for lane in range(LANES)]
+    register = "%r" if bits == 32 else "%rd"
+    some = 0x0FFFFFF0
+    statement = f"""
+        mov.u32 %r50, 0;
+        shr.u32 %r51, {some}, %r0; and.b32 %r51, %r51, 1; setp.eq.u32 %p4, %r51, 1;
+        @%p4 match.any.sync.b{bits} %r50, {{0}}, {some};
+        mov.b{bits} {register}52, 7; match.all.sync.b{bits} %r53|%p5, {register}52, 0xFFFFFFFF;
+        @%p5 add.u32 %r50, %r50, 1;
+        match.all.sync.b{bits} %r54, {{0}}, 0xFFFFFFFF;
+        add.u32 %r50, %r50, %r54; sub.u32 %r53, %r53, 0xFFFFFFFF; add.u32 {{d}}, %r50, %r53;
+    """
+    found = unsigned(apply(statement, [tensor(values)], bits, 32), 32)
+    for lane, got in enumerate(found):
+        members = [other for other in range(LANES) if some >> other & 1]
+        same = sum(1 << other for other in members if values[other] == values[lane])
+        assert got == 1 + (same if lane in members else 0)
+
+
 @pytest.mark.parametrize("name, pick", [("min", min), ("max", max)])
 def test_extremes_of_magnitudes(name: str, pick: Callable[..., float]) -> None:
     a, b = floats(11), floats(12)
@@ -219,6 +273,10 @@ def test_extremes_of_magnitudes(name: str, pick: Callable[..., float]) -> None:
         "lop3.xor.b32 %r1|%p1, %r0, %r0, %r0, 0x80, %p0;",
         "set.lt.u64.s32 %rd1, %r0, %r0;",
         "slct.u32.u32 %r1, %r0, %r0, %r0;",
+        "bmsk.b32 %r1, %r0, %r0;",
+        "szext.clamp.u64 %rd1, %rd0, %r0;",
+        "bfind.b32 %r1, %r0;",
+        "match.any.sync.b32 %r1|%p1, %r0, 0xFFFFFFFF;",
     ],
 )
 def test_what_is_not_known_is_an_error(statement: str) -> None:

@@ -333,11 +333,9 @@ def test_pairs_of_halves_are_compared() -> None:
     "statement",
     [
         "add.rz.bf16 {d}, {0}, {0};",
-        "min.xorsign.abs.f32 {d}, {0}, {0};",
         "ex2.rn.f32 {d}, {0};",
         "fma.rn.relu.f32 {d}, {0}, {0}, {0};",
         "add.sat.u32 {d}, {0}, {0};",
-        "add.cc.u32 {d}, {0}, {0};",
         "prmt.b32.f4e {d}, {0}, {0}, {0};",
         "cvt.s32.f32 {d}, {0};",
         "cvt.f16.f32 {d}, {0};",

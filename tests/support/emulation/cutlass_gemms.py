@@ -427,7 +427,9 @@ def main() -> None:
             "rows": rows,
         }
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        lines = ",\n  ".join(json.dumps(row) for row in found.pop("rows"))
+        head = json.dumps(found, indent=1).removesuffix("\n}")
+        options.out.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

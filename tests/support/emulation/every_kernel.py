@@ -37,6 +37,8 @@ from flux.kernels import driver  # noqa: E402
 from flux.kernels.build import find_tools  # noqa: E402
 from flux.kernels.config import ARCHS, GemmConfig  # noqa: E402
 from flux.kernels.registry import BuiltKernel, Registry  # noqa: E402
+from flux.kernels.sets import FUSED, config_set  # noqa: E402
+from flux.trace import Kind, record_op  # noqa: E402
 from flux.transport.base import SPARE  # noqa: E402
 from flux.transport.virtual import VirtualWorld  # noqa: E402
 from reference import Inputs, Problem  # noqa: E402
@@ -78,6 +80,11 @@ def gpu_library() -> Path:
         build(partial)
         partial.replace(folder)
     return library
+
+
+def minimal(arch: str) -> list[GemmConfig]:
+    """The kernels of the set `minimal` that ops use."""
+    return [config for config in config_set("minimal", [arch]) if config.op in FUSED]
 
 
 # -- problems --------------------------------------------------------------------------------------
@@ -152,13 +159,15 @@ def plans(config: GemmConfig) -> Iterator[Plan]:
 
 
 @contextmanager
-def only(device: Any, built: BuiltKernel, world: int, traced: bool = False) -> Iterator[None]:
+def only(
+    device: Any, built: BuiltKernel, world: int, traced: BuiltKernel | None = None
+) -> Iterator[None]:
     """Let a device have one kernel, and few multiprocessors, so that blocks have several tiles."""
     config = built.config
     blocks = config.cluster[0] * config.cluster[1]
     before = device.registry, device.capability, device.sm_count
-    kernels = {config.name: built}
-    device.registry = replace(device.registry, kernels=kernels, traced=kernels if traced else {})
+    builds = {"traced": {config.name: traced}} if traced is not None else {}
+    device.registry = replace(device.registry, kernels={config.name: built}, **builds)
     device.capability = CAPABILITIES[config.arch]
     device.sm_count = SPARE + 2 * world * blocks
     device.cuda.multiprocessors = device.sm_count
@@ -249,41 +258,54 @@ def run_graph(device: Any, plan: Plan) -> float:
     return found
 
 
-def run_traced(device: Any, plan: Plan, monkeyed: dict[str, str]) -> int:
-    """Trace calls with a trace build, and compare the bits with those of other calls.
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Let ops that are built have kernels of trace builds."""
+    os.environ["FLUX_TRACE"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["FLUX_TRACE"]
 
-    Returns the number of events of kernels.
+
+def run_traced(device: Any, plan: Plan) -> int:
+    """Trace a call with a trace build; its bits must be those of another build.
+
+    Returns:
+        The number of events.
     """
-    from flux.trace import record_op
-
     p = plan.problem
     inputs = Inputs(p, plan.rows[0], plan.world, plan.seed)
     with VirtualWorld(plan.world, device) as ranks:
+        found: list[Any] = []
         plain = built_ops(plan, ranks)
-        right = call_all(ranks, plain, inputs)
-        device.finish()
-        for r, op in enumerate(plain):
-            op.wait()
-            worst(plan, inputs, right[r], r)
-            op.close()
-        os.environ.update(monkeyed)
-        try:
+        found.append(call_all(ranks, plain, inputs))
+        with tracing():
             ops = built_ops(plan, ranks)
-            made: list[Any] = []
-            trace = record_op(ops, lambda: made.append(call_all(ranks, ops, inputs)), warmup=1)
-        finally:
-            for name in monkeyed:
-                del os.environ[name]
+        trace = record_op(ops, lambda: found.append(call_all(ranks, ops, inputs)), warmup=1)
         device.finish()
-        for outs in made:
+        for outs in found:
             for r in range(plan.world):
                 worst(plan, inputs, outs[r], r)
-                if plan.knobs.reduce != "in_flight":
-                    assert torch.equal(outs[r][0], right[r][0]), plan
-        for op in ops:
+                assert torch.equal(outs[r][0], found[0][r][0]), plan
+        for op in (*plain, *ops):
             op.close()
     assert trace is not None
+    tiles = [event for event in trace.events if event.kind is Kind.gemm]
+    assert {event.rank for event in tiles} == set(range(plan.world))
     return len(trace.events)
+
+
+def check_traced(device: Any, registry: Registry, config: GemmConfig) -> dict[str, Any]:
+    """Trace the ops of a config; how many events there were."""
+    device.cuda.clear()
+    built, traced = registry.kernels[config.name], registry.traced[config.name]
+    events = {}
+    for plan in plans(config):
+        if plan.world == WORLDS[0]:
+            with only(device, built, plan.world, traced):
+                events[plan.problem.op] = run_traced(device, plan)
+    return {"config": traced.symbol, "worlds": WORLDS[:1], "events": events}
 
 
 def check_config(device: Any, built: BuiltKernel, seeds: Sequence[int] = (0,)) -> dict[str, Any]:
@@ -340,16 +362,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="configs whose names contain this")
     parser.add_argument("--seeds", type=int, default=1, help="how many; the first one is 0")
     parser.add_argument("--build", action="store_true", help="only compile")
+    parser.add_argument("--traced", action="store_true", help="trace builds of the minimal set")
     parser.add_argument("--out", type=Path, help="JSON; rows of other configs in it are kept")
     parser.add_argument("--missing", action="store_true", help="configs that --out lacks only")
     options = parser.parse_args()
-    configs = [
-        config
-        for arch in options.arch.split(",")
-        for config in covering(arch)
-        if options.only in config.name
-    ]
+    archs = options.arch.split(",")
+    configs = [c for arch in archs for c in (minimal(arch) if options.traced else covering(arch))]
+    configs = [config for config in configs if options.only in config.name]
     registry = build_kernels(configs)
+    if options.traced:
+        registry = build_kernels(configs, traced=True)
     if options.build:
         return
     rows = {}
@@ -358,26 +380,28 @@ def main() -> None:
     if options.missing:
         configs = [config for config in configs if config.name not in rows]
     failures = []
+    seeds = [1000 * seed for seed in range(options.seeds)]
     for config in configs:
         # A fault leaves streams behind, so that each config has a device of its own.
         try:
             with ptx_machine(registry) as device:
-                built = registry.find(config)
-                assert built is not None, config.name
-                row = check_config(device, built, [1000 * seed for seed in range(options.seeds)])
+                if options.traced:
+                    row = check_traced(device, registry, config)
+                else:
+                    row = check_config(device, registry.kernels[config.name], seeds)
         except Exception as error:
             failures.append(config.name)
             print(f"FAILED {error}", flush=True)
             continue
-        rows[config.name] = row
+        rows[row["config"]] = row
         print(row, flush=True)
         if options.out is not None:
-            _write(options.out, rows, configs)
+            _write(options.out, rows)
     print(f"{len(configs) - len(failures)} passed, failed: {failures}")
     sys.exit(bool(failures))
 
 
-def _write(out: Path, rows: dict[str, Any], configs: Sequence[GemmConfig]) -> None:
+def _write(out: Path, rows: dict[str, Any]) -> None:
     tools = find_tools(emulated=True)
     found = {
         "command": "python tests/support/emulation/every_kernel.py",

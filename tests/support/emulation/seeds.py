@@ -1,0 +1,147 @@
+"""Flux's minimal kernels under many seeds: each decides sizes, knobs, and the order of all warps,
+transfers and products.
+
+    python tests/support/emulation/seeds.py --seeds 10000 --out benchmarks/results/ptx/seeds.json
+    python tests/support/emulation/seeds.py --arch 90a --first 4711 --seeds 1    # one of them again
+
+Inside of a kernel a seed gives the same order again. Kernels of several ranks are threads of the
+host, so that the order between them is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+from every_kernel import Plan, build_kernels, built_ops, minimal, only, ptx_machine, worst  # noqa: E402
+from flux.core.dtypes import BY_SHORT  # noqa: E402
+from flux.kernels.build import find_tools  # noqa: E402
+from flux.kernels.config import ARCHS, GemmConfig  # noqa: E402
+from flux.kernels.registry import Registry  # noqa: E402
+from flux.transport.virtual import VirtualWorld  # noqa: E402
+from reference import Inputs, Problem  # noqa: E402
+from virtual_cases import call_all, knobs_of, topology_of  # noqa: E402
+
+
+def plan_of(seed: int, arch: str) -> tuple[GemmConfig, Plan]:
+    """What a seed asks for: small, so that it takes a tenth of a second."""
+    rng = random.Random(f"{seed} {arch}")
+    op = rng.choice(["ag_gemm", "gemm_rs", "gemm_ar"])
+    (config,) = (c for c in minimal(arch) if c.op == ("ag_gemm" if op == "ag_gemm" else "gemm_rs"))
+    world = rng.choice([2, 2, 2, 3, 4])
+    rows = rng.choice([1, world, rng.randint(2, 40), rng.randint(40, 150)])
+    columns, depth = 8 * rng.randint(1, 20), 8 * rng.randint(1, 12)
+    shared = {"ag_gemm": (columns * world, depth)}.get(op, (columns, depth * world))
+    problem = Problem(
+        op,
+        rows,
+        (shared[0],),
+        shared[1],
+        BY_SHORT[config.dtype].torch,
+        reduce="sum" if op == "ag_gemm" else rng.choice(["sum", "avg"]),
+    )
+    knobs = replace(knobs_of(rng, world), reduce="local")
+    return config, Plan(problem, world, knobs, topology_of(rng, world), (rows,), seed)
+
+
+def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
+    """Make the call of a seed; return the name of its op.
+
+    Raises:
+        AssertionError: a result is wrong.
+        RuntimeError: the machine has found a fault.
+    """
+    config, plan = plan_of(seed, arch)
+    built = registry.find(config)
+    assert built is not None, config.name
+    device.cuda.clear()
+    device.cuda.seed = 1 + 1000 * seed
+    with only(device, built, plan.world), VirtualWorld(plan.world, device) as ranks:
+        ops = built_ops(plan, ranks)
+        inputs = Inputs(plan.problem, plan.rows[0], plan.world, seed, bias=seed % 2 == 0)
+        outs = call_all(ranks, ops, inputs, plan.problem.gathers and seed % 3 == 0)
+        device.finish()
+        for rank, op in enumerate(ops):
+            op.wait()
+            worst(plan, inputs, outs[rank], rank)
+            op.close()
+    return plan.problem.op
+
+
+def run_seeds(arch: str, seeds: range) -> Iterator[tuple[int, str, str]]:
+    """Run seeds; yield (seed, op, what went wrong) for each.
+
+    After a fault a new device goes on.
+    """
+    registry = build_kernels(minimal(arch))
+    waiting = iter(seeds)
+    seed = next(waiting, None)
+    while seed is not None:
+        with ExitStack() as stack:
+            device, problem = None, ""
+            while seed is not None and not problem:
+                try:
+                    device = device or stack.enter_context(ptx_machine(registry))
+                    op = run_seed(device, registry, seed, arch)
+                except Exception as error:
+                    op, problem = plan_of(seed, arch)[1].problem.op, f"{error}"
+                    stack.pop_all()  # whose end would complain of the same fault
+                yield seed, op, problem
+                seed = next(waiting, None)
+
+
+def main() -> int:
+    """Run the seeds, and write how many, how long, and which failed."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--arch", default=",".join(ARCHS), help="which take turns by the thousand")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=100, help="of each architecture")
+    parser.add_argument("--out", type=Path, help="JSON")
+    options = parser.parse_args()
+    begin, rows, failures = time.monotonic(), [], []
+    for arch in options.arch.split(","):
+        counts: Counter[str] = Counter()
+        since = time.monotonic()
+        for seed, op, problem in run_seeds(
+            arch, range(options.first, options.first + options.seeds)
+        ):
+            counts[op] += 1
+            if problem:
+                failures.append({"arch": arch, "seed": seed, "op": op, "error": problem[:2000]})
+                print(f"sm_{arch}, seed {seed}: {plan_of(seed, arch)[1]}: {problem}", flush=True)
+            if (seed + 1) % 500 == 0:
+                print(f"sm_{arch}: {seed + 1}, {time.monotonic() - since:.0f} s", flush=True)
+        rows.append({"arch": arch, "seeds": sum(counts.values()), "ops": dict(counts)})
+        rows[-1]["seconds"] = round(time.monotonic() - since)
+    tools = find_tools(emulated=True)
+    found = {
+        "command": f"python tests/support/emulation/seeds.py --seeds {options.seeds}",
+        "first": options.first,
+        "nvcc": tools.nvcc.version,
+        "cutlass": tools.cutlass.version,
+        "seconds": round(time.monotonic() - begin),
+        "runs": rows,
+        "failures": failures,
+    }
+    print(json.dumps(found))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return len(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))
