@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 class PtxError(RuntimeError): ...
@@ -62,6 +63,9 @@ class CudaDevice:
     multiprocessors: int
     model: str
     seed: int
+    device: int
+    races: bool
+    edit: Callable[[str], str] | None
     max_statements: int
     @staticmethod
     def instance() -> CudaDevice: ...

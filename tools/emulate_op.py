@@ -62,11 +62,8 @@ def main() -> None:
     options = parser.parse_args()
     problem = Problem(options.op, options.m, (options.n,), options.k, torch.bfloat16)
 
-    class Device(PtxDevice):
-        capability = (9, 0) if options.arch == "90a" else (8, 0)
-
     with tempfile.TemporaryDirectory() as folder:
-        device = Device(emulated.build(Path(folder)), options.kernels.resolve())
+        device = PtxDevice(emulated.build(Path(folder)), options.kernels.resolve(), options.arch)
         for seed in range(options.seed, options.seed + options.seeds):
             device.cuda.seed = 1000 * seed  # each launch takes the next number
             try:

@@ -223,6 +223,7 @@ PYBIND11_MODULE(_machine, m) {
           })
       .def_readwrite("seed", &CudaDevice::seed)
       .def_readwrite("device", &CudaDevice::device)
+      .def_readwrite("races", &CudaDevice::races)
       .def_property_readonly_static(
           "observer",
           [](const py::object&) { return reinterpret_cast<std::uintptr_t>(&CudaDevice::wrote); })

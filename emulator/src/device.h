@@ -57,6 +57,9 @@ class CudaDevice {
 
   Machine machine;
   std::uint64_t seed = 0;
+  // Whether races are looked for. Not all reports have been looked into that ops with several calls in
+  // flight give, where memory operations of streams order accesses.
+  bool races = false;
   std::uint32_t device = 0;  // of launches from now on: those of one device are in the scope .gpu
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
 

@@ -313,6 +313,7 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   request.seed = seed == 0 ? 0 : seed + launches_++;
   request.max_statements = max_statements;
   request.device = device;
+  request.races = races;
   request.real_time = true;  // peers are other threads, or processes
   return enqueue(stream, [this, module, kernel, request = std::move(request)] {
     const Counters done = machine.launch(module, kernel, request);

@@ -116,7 +116,7 @@ def test_shared_memory_that_was_never_written() -> None:
     read = f"{MEMORY} ld.shared.u32 %r2, [%r1+64];"
     check(read, None)
     error = "register %r2 is read .* was loaded from shared memory that was never written"
-    check(f"{read} add.u32 %r3, %r2, 1;", error)
+    check(f"{read} st.global.u32 [%rd1], %r2;", error)
     check(f"{MEMORY} red.shared.add.u32 [%r1+64], 1;", "never written is read")
 
 

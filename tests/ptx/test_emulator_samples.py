@@ -82,6 +82,7 @@ extern "C" __global__ void grid_sum(const float* in, float* partial, float* tota
   }
   __syncthreads();
   if (last && threadIdx.x == 0) {
+    __threadfence();
     float all = 0;
     for (int b = 0; b < gridDim.x; ++b) all += __ldcg(&partial[b]);
     *total = all;

@@ -142,6 +142,7 @@ def run_beside_gemm(
         ptx.cuda.clear()
 
 
+@pytest.mark.parametrize("ptx", ["80"], indirect=True)
 @pytest.mark.parametrize("most_blocks", [4, 0], ids=["share", "all"])
 def test_a_reduction_leaves_room_for_the_gemm_of_a_peer(ptx: PtxDevice, most_blocks: int) -> None:
     """Two ranks share eight multiprocessors. The reduction of one waits, the other multiplies.
@@ -161,6 +162,7 @@ def test_a_reduction_leaves_room_for_the_gemm_of_a_peer(ptx: PtxDevice, most_blo
     assert "sync.cuh:" in text  # where the reduction waits
 
 
+@pytest.mark.parametrize("ptx", ["80"], indirect=True)
 @pytest.mark.parametrize("sm_count, blocks", [(4, 4), (8, 16)], ids=["share", "all"])
 def test_a_gemm_that_waits_leaves_room_for_that_of_a_peer(
     ptx: PtxDevice, sm_count: int, blocks: int

@@ -213,6 +213,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     device = PtxDevice(library, kernels, arch)
+    device.cuda.races = True
     device.cuda.edit = None if bug is None else bug.edit
     error = ""
     try:

@@ -350,7 +350,7 @@ def ptx_machine(registry: Registry) -> Iterator[EmulatedDevice]:
     """A device with emulated streams that runs the kernels of a registry."""
     from ptx_device import ptx_device
 
-    with ptx_device(gpu_library(), KERNELS) as device:
+    with ptx_device(gpu_library(), KERNELS, "90a") as device:
         device.registry = registry  # type: ignore[assignment]
         yield device
 
