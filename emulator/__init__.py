@@ -288,7 +288,7 @@ class Device:
         args: Sequence[object],
         cluster: Size | None = None,
         number: int = 0,
-        **options: int,
+        **options: Any,
     ) -> dict[str, Any]:
         return self._machine.launch(
             module,
