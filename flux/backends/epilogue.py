@@ -11,6 +11,7 @@ Scales of rows travel with their rows: on the wire a row of float8 is K bytes an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch.nn import functional
@@ -56,6 +57,34 @@ def scale_of_rows(call: Call, begin: int, end: int) -> torch.Tensor | None:
     return scale if scale is None or scale.shape[0] == 1 else scale[begin:end]
 
 
+_K_STEP = 32  # elements of bfloat16 along K that one AMX tile holds
+
+
+@cache
+def _mm_reads_beyond_rows() -> bool:
+    """Return whether a product of bfloat16 depends on what lies behind the rows of x.
+
+    oneDNN 3.12 rounds K up to whole AMX tiles: it multiplies the elements behind a row by zero, and
+    NaN times zero is NaN (github.com/uxlfoundation/oneDNN/issues/5717). Rows of a view are hurt by
+    memory that is no part of it, rows of a dense matrix by the next row.
+    """
+    rows, k = 2 * _K_STEP, _K_STEP + 1
+    memory = torch.full((rows, 2 * k), float("nan"), dtype=torch.bfloat16, device="cpu")
+    x = memory[:, :k].fill_(1)
+    return bool(torch.mm(x, x.new_ones(k, rows)).isnan().any())
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """Return x [rows, K] itself, or a copy with zeros behind each row where a product needs them."""
+    rows, k = x.shape
+    if k % _K_STEP == 0 or x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return x
+    if not _mm_reads_beyond_rows():
+        return x
+    copy = x.new_zeros(rows, -(-k // _K_STEP) * _K_STEP)[:, :k]
+    return copy.copy_(x)
+
+
 class Multiplier:
     """The multiplications of one call. float8 weights are converted once."""
 
@@ -93,6 +122,7 @@ class Multiplier:
             b = b[:, columns]
             bias = None if bias is None else bias[columns]
         if scale_x is None:
+            x = _apart(x)
             if bias is None:
                 torch.mm(x, b, out=out)
             else:

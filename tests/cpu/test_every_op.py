@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from flux import Knobs
 from harness import STRESS, WORLDS, run_ranks
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, check_cases, random_cases
-from reference import Problem
+from reference import Inputs, Problem
 
 COUNT = {1: 10, 2: 25, 3: 12, 4: 10, 8: 4}
 
@@ -56,3 +57,20 @@ def test_problem_that_needs_the_copy_thread_matches_float64(op: str, knobs: Knob
     n, k = (96, 700) if op == "ag_gemm" else (700, 96)
     calls = tuple(Call(m, seed=m, gather=op == "ag_gemm") for m in (4200, 1, 3999))
     run_ranks(2, check_cases, [Case(Problem(op, 4200, (n,), k), knobs, calls)])
+
+
+def _rows_with_nan(rank: int, world: int, op: str, path: str) -> list[int]:
+    p = Problem(op, 64, (64,), 65 if op == "ag_gemm" else 65 * world, torch.bfloat16)
+    inputs = Inputs(p, 64, world, seed=1)
+    inputs.x[5] = float("nan")
+    with p.build(tuning=Knobs(path=path)) as built:
+        (out,) = inputs.call(built, rank)
+    return [int(row) for row in out.isnan().any(dim=1).nonzero()]
+
+
+@each_op
+@pytest.mark.parametrize("path", ["fused", "medium", "unfused"])
+def test_a_row_of_nan_spoils_no_other_row(op: str, path: str) -> None:
+    """oneDNN multiplies the start of a row by zero, for the row before it, on CPUs with AMX."""
+    found = run_ranks(2, _rows_with_nan, op, path)
+    assert found == ([[5], []] if op == "gemm_rs" else [[5], [5]])
