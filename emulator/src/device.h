@@ -45,7 +45,7 @@ class CudaDevice {
 
   // A copy engine begins to write to memory, or has written. Copies that nobody tells of are not
   // looked at.
-  static void wrote(std::uintptr_t address, std::size_t bytes, int finished);
+  static void wrote(std::uintptr_t address, std::size_t bytes, int words, int finished);
 
   // Changes the PTX of libraries that are loaded from now on: for tests that seed bugs.
   std::function<std::string(const std::string&)> edit;
@@ -57,9 +57,7 @@ class CudaDevice {
 
   Machine machine;
   std::uint64_t seed = 0;
-  // Whether races are looked for. Not all reports have been looked into that ops with several calls in
-  // flight give, where memory operations of streams order accesses.
-  bool races = false;
+  bool races = true;         // whether races are looked for
   std::uint32_t device = 0;  // of launches from now on: those of one device are in the scope .gpu
   std::uint64_t max_statements = 100'000'000'000;  // kernels that wait end by their own timeouts
 

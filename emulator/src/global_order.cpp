@@ -21,6 +21,7 @@ std::shared_ptr<LaunchOrder> GlobalOrder::begin(const Program& program) {
   launch->number = ++launches_;
   known_.push_back(launch);
   ++running_;
+  forget_values();
   return launch;
 }
 
@@ -75,12 +76,13 @@ void GlobalOrder::forget(std::uint64_t begin, std::uint64_t end) {
   }
 }
 
-void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end, bool finished) {
+void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end, bool words, bool finished) {
   // What was marked as under way is marked again, whatever has ended since.
   if (running_ == 0 && !finished) return;
   forget(begin, end);
   // Nobody knows of a copy that is under way.
   const std::uint32_t clock = finished ? ++outside_ : ~0u;
+  const std::uint32_t what = words ? Access::kStrong : 0;
   for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
     Shard& one = shard(page);
     const std::lock_guard<std::mutex> lock(one.using_it);
@@ -90,7 +92,7 @@ void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end, bool finished) {
     const std::uint64_t first = std::max(begin, page * kPage) - page * kPage;
     const std::uint64_t last = std::min(end, (page + 1) * kPage) - page * kPage;
     found->shadow.visit(first, last, [&](Cell& cell, std::uint64_t, std::uint32_t) {
-      cell.write = {kOutside, clock, 1, 0};
+      cell.write = {kOutside, clock, 1, what};
     });
     found->shadow.unite(first, last);
   }

@@ -199,6 +199,7 @@ Outcome wait(Context& c, const Op& op, Mask mask) {
   const Lanes phases = read(c, op, 1, mask);
   value_or(c, op, 2, mask, 0);  // the time: a register that was never written is an error
   Mask done = 0;
+  std::vector<std::pair<Spot, Mask>> passed;  // lanes of a warp wait for the same one, as a rule
   each_place(c, op, mask, [&](int l, const Place& place) {
     const Mbarrier m = load_mbarrier(place);
     if (op.number == 1 && count_in(phases, l) > 1) {
@@ -212,8 +213,10 @@ Outcome wait(Context& c, const Op& op, Mask mask) {
     touch_mbarrier(c, op, l, spot, Use::kRead);
     if (m.phase == parity) return;
     done |= Mask{1} << l;
-    pass_mbarrier(c, op, l, spot);
+    if (passed.empty() || passed.back().first != spot) passed.push_back({spot, 0});
+    passed.back().second |= Mask{1} << l;
   });
+  for (const auto& [spot, lanes] : passed) pass_mbarrier(c, op, lanes, spot);
   if (done == 0 && op.flag) {
     const bool refuses =
         c.random != nullptr && c.warp->refused_waits < kMostRefusals && (*c.random)() % 4 == 0;

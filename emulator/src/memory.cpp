@@ -124,7 +124,7 @@ Outcome load(Context& c, const Op& op, Mask mask) {
       if (op.order.strong) {
         StrongAccess access(c, op, l, op.space, address + i * bytes, bytes, Use::kRead);
         bits = load_bytes(from + i * bytes, bytes);
-        access.loaded(bits);
+        bits = access.loaded(bits);
       } else {
         bits = load_bytes(from + i * bytes, bytes);
       }

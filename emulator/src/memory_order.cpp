@@ -138,10 +138,10 @@ void complete_phase(const Spot& spot) {
   order.gathered = nullptr;
 }
 
-void pass_mbarrier(Context& c, const Op& op, int lane, const Spot& spot) {
+void pass_mbarrier(Context& c, const Op& op, Mask lanes, const Spot& spot) {
   Scoped views;
   views.fill(spot.block->order->mbarriers[spot.at].done);
-  c.warp->order->observe(views, Scope::kCta, op.order, lane, c.warp->alive);
+  c.warp->order->observe(views, Scope::kCta, op.order, lanes, c.warp->alive);
 }
 
 // -- the async proxy -----------------------------------------------------------------------------------
@@ -216,6 +216,7 @@ namespace {
 
 Outcome fence(Context& c, const Op& op, Mask mask) {
   c.warp->order->fence(op.order.scope, mask, c.warp->alive);
+  if (op.number != 0) c.races->forget_values();
   return Outcome::kYield;
 }
 
@@ -263,6 +264,7 @@ bool decode_fence(const Statement& s, Op& op) {
   op.handler = fence;
   if (s.opcode[0] == "membar") {  // .proxy forms are not known
     op.order.scope = has(s, "cta") ? Scope::kCta : has(s, "gl") ? Scope::kGpu : Scope::kSys;
+    op.number = 1;  // it is fence.sc
     return s.opcode.size() == 2 && has_no_other(s, {"cta", "gl", "sys"});
   }
   if (s.opcode[0] != "fence") return false;
@@ -271,6 +273,7 @@ bool decode_fence(const Statement& s, Op& op) {
     return s.opcode.size() == 4 && has_no_other(s, {"mbarrier_init", "release", "cluster"});
   }
   if (has(s, "proxy")) return decode_proxy(s, op);
+  op.number = has(s, "sc") ? 1 : 0;
   op.order.scope = has(s, "cta")       ? Scope::kCta
                    : has(s, "cluster") ? Scope::kCluster
                    : has(s, "gpu")     ? Scope::kGpu

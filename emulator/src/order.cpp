@@ -123,9 +123,7 @@ ViewPtr WarpOrder::view(Mask lanes, Mask alive) const {
 void WarpOrder::acquire(const ViewPtr& view, Mask lanes, Mask alive) {
   if (view == nullptr) return;
   if ((alive & ~lanes) == 0) {
-    const ViewPtr before = common;
     common = join(common, view);
-    if (common != before) forget();
     return;
   }
   each(lanes, [&](int l) { extra[l] = join(extra[l], view); });
@@ -194,7 +192,6 @@ void WarpOrder::fence_proxy(bool shared, bool global, Mask lanes, Mask alive) {
   if (all) {
     common = with(common, {agent, clock, clock, 0});
     each(has_extra, [&](int l) { extra[l] = with(extra[l], {}); });
-    forget();
   } else {
     each(lanes, [&](int l) {
       extra[l] = with(join(common, extra[l]), {agent, synced, clock, Mask{1} << l});
@@ -224,41 +221,55 @@ Scoped WarpOrder::released(const MemoryOrder& order, int lane, Mask alive) const
   return views;
 }
 
-void WarpOrder::observe(const Scoped& views, Scope needed, const MemoryOrder& order, int lane,
+void WarpOrder::observe(const Scoped& views, Scope needed, const MemoryOrder& order, Mask lanes,
                         Mask alive) {
   if (order.scope < needed) return;
   const auto s = static_cast<std::size_t>(needed);
   if (views[s] == nullptr) return;
   if (order.acquires) {
-    acquire(views[s], Mask{1} << lane, alive);
+    acquire(views[s], lanes, alive);
     return;
   }
   if (seen == nullptr) seen = std::make_unique<std::array<Scoped, kLanes>>();
-  ViewPtr& before = (*seen)[lane][s];
-  before = join(before, views[s]);
+  each(lanes, [&](int l) { (*seen)[l][s] = join((*seen)[l][s], views[s]); });
+}
+
+bool WarpOrder::finds(const Access& a, const Clocks& clocks, Recent& in) const {
+  const Known* known = find(clocks, a.agent);
+  if (known == nullptr || !known->covers(a)) return false;
+  in.keep(*known);
+  return true;
+}
+
+void WarpOrder::remember_lane(int lane) {
+  if (recent_lane == lane) return;
+  recent_lane = lane;
+  recent_extra = recent_extra_async[0] = recent_extra_async[1] = {};
 }
 
 bool WarpOrder::knows(const Access& a, int lane) {
   if (a.agent == agent && (a.lanes == Mask{1} << lane || a.clock <= synced)) return true;
-  if (last.agent == a.agent && last.covers(a)) return true;
-  if (const Known* known = find(common->known, a.agent); known != nullptr && known->covers(a)) {
-    last = *known;
-    return true;
+  if (recent.covers(a)) return true;
+  const bool more = (has_extra >> lane & 1) != 0;
+  if (more) {
+    remember_lane(lane);
+    if (recent_extra.covers(a)) return true;
   }
-  if ((has_extra >> lane & 1) != 0 && covers(extra[lane]->known, a)) return true;
+  if (finds(a, common->known, recent)) return true;
+  if (more && finds(a, extra[lane]->known, recent_extra)) return true;
   return emulator::knows(copies, a, lane) || emulator::knows(bulk_reads, a, lane) ||
          emulator::knows(bulk_writes, a, lane);
 }
 
 bool WarpOrder::has_fenced(const Access& a, bool shared, int lane) {
-  Known& recent = shared ? last_async_shared : last_async_global;
-  if (recent.agent == a.agent && recent.covers(a)) return true;
-  if (const Known* known = find(common->async(shared), a.agent);
-      known != nullptr && known->covers(a)) {
-    recent = *known;
-    return true;
+  if (recent_async[shared].covers(a)) return true;
+  const bool more = (has_extra >> lane & 1) != 0;
+  if (more) {
+    remember_lane(lane);
+    if (recent_extra_async[shared].covers(a)) return true;
   }
-  return (has_extra >> lane & 1) != 0 && covers(extra[lane]->async(shared), a);
+  return finds(a, common->async(shared), recent_async[shared]) ||
+         (more && finds(a, extra[lane]->async(shared), recent_extra_async[shared]));
 }
 
 std::uint64_t WarpOrder::ended(int lane) const {

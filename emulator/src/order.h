@@ -100,6 +100,17 @@ struct Position {
   }
 };
 
+// What was found in views lately. It stays true: what a thread knows, it never forgets.
+struct Recent {
+  std::array<Known, 8> found;
+
+  bool covers(const Access& a) const {
+    const Known& k = found[a.agent % found.size()];
+    return k.agent == a.agent && k.covers(a);
+  }
+  void keep(const Known& k) { found[k.agent % found.size()] = k; }
+};
+
 // What a warp knows.
 struct WarpOrder {
   Agent agent = kNobody;
@@ -121,7 +132,9 @@ struct WarpOrder {
   std::unique_ptr<std::array<Scoped, kLanes>> seen;
   // Registers that were last loaded from memory that was never written, by number.
   std::map<int, const Op*> loaded_nothing;
-  Known last, last_async_shared, last_async_global;  // of common: found last
+  // Of common, and of the extra view of one lane: in general, and in the async proxy.
+  Recent recent, recent_async[2], recent_extra, recent_extra_async[2];
+  int recent_lane = -1;
 
   // What these lanes know, and their own accesses so far.
   ViewPtr view(Mask lanes, Mask alive) const;
@@ -133,7 +146,7 @@ struct WarpOrder {
   void fence_proxy(bool shared, bool global, Mask lanes, Mask alive);
   // What a store by a lane releases, for each scope that a reader may need.
   Scoped released(const MemoryOrder& order, int lane, Mask alive) const;
-  void observe(const Scoped& views, Scope needed, const MemoryOrder& order, int lane, Mask alive);
+  void observe(const Scoped& views, Scope needed, const MemoryOrder& order, Mask lanes, Mask alive);
 
   bool knows(const Access& a, int lane);
   // Whether a fence has made a generic access known to the async proxy.
@@ -142,7 +155,8 @@ struct WarpOrder {
 
  private:
   ViewPtr view(const Fence& fence, int lane) const;
-  void forget() { last = last_async_shared = last_async_global = {}; }
+  bool finds(const Access& a, const Clocks& clocks, Recent& in) const;
+  void remember_lane(int lane);
 };
 
 }  // namespace emulator

@@ -1,5 +1,6 @@
 #include "races.h"
 
+#include <algorithm>
 #include <bit>
 
 namespace emulator {
@@ -143,22 +144,17 @@ void Races::touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t a
   shadow.forget_reads(cell);
 }
 
-// Whether a read need not be remembered beside this one: what comes behind this one comes behind it.
+// Notes a read in the place of an earlier one of the same agent, if that need not be remembered beside
+// it: what comes behind this one comes behind it.
 bool Races::replaces(const Check& check, Access& before) {
   const Access& now = check.access;
-  if (before.agent == kNobody) return true;
-  if (before.agent == now.agent) {
-    if (before.clock == now.clock && (before.what & ~Access::kOp) == (now.what & ~Access::kOp)) {
-      before.lanes |= now.lanes;
-      before.what = now.what;
-      return true;
-    }
-    if ((before.lanes & ~now.lanes) == 0 && before.clock <= now.clock) {
-      before = now;
-      return true;
-    }
+  if (before.agent != now.agent) return false;
+  if (before.clock == now.clock && (before.what & ~Access::kOp) == (now.what & ~Access::kOp)) {
+    before.lanes |= now.lanes;
+    before.what = now.what;
+    return true;
   }
-  if (!is_ordered(check, before)) return false;
+  if ((before.lanes & ~now.lanes) != 0 || before.clock > now.clock) return false;
   before = now;
   return true;
 }
@@ -170,18 +166,30 @@ void Races::note_reader(const Check& check, Shadow& shadow, Cell& cell) {
   }
   if (replaces(check, cell.read)) return;
   Readers& readers = shadow.readers(cell);
-  for (std::size_t i = 0; i < readers.count; ++i) {
-    if (replaces(check, readers.reads[i])) return;
+  const auto end = readers.reads.begin() + static_cast<std::ptrdiff_t>(readers.count);
+  for (auto one = readers.reads.begin(); one != end; ++one) {
+    if (replaces(check, *one)) return;
   }
-  const std::size_t at =
-      readers.count < Readers::kMost ? readers.count++ : check.warp.clock % Readers::kMost;
-  readers.reads[at] = check.access;
+  if (readers.count < Readers::kMost) {
+    readers.reads[readers.count++] = check.access;
+    return;
+  }
+  // No room: this one takes the place of a read that it is ordered behind.
+  const auto found = std::find_if(readers.reads.begin(), end,
+                                  [&](const Access& one) { return is_ordered(check, one); });
+  const auto other = readers.reads.begin() + check.warp.clock % Readers::kMost;
+  *(found != end ? found : other) = check.access;
 }
 
-bool Races::has_ended(const Check& check, const Access& other) const {
+bool Races::has_ended(const WarpOrder& warp, int lane, const Access& other) const {
   if (other.agent == kOutside) return false;
   const std::uint64_t ended = global_.chunk_of(other.agent)->launch->ended;
-  return ended != 0 && ended <= check.warp.ended(check.lane);
+  return ended != 0 && ended <= warp.ended(lane);
+}
+
+bool Races::knows(Context& c, int lane, const Access& a) const {
+  WarpOrder& warp = *c.warp->order;
+  return warp.knows(a, lane) || has_ended(warp, lane, a);
 }
 
 bool Races::is_ordered(const Check& check, const Access& other) {
@@ -193,7 +201,7 @@ bool Races::is_ordered(const Check& check, const Access& other) {
     each(warp.has_extra, [&](int l) { found = found || warp.knows(other, l); });
     if (found) return true;
   }
-  return has_ended(check, other);
+  return has_ended(check.warp, check.lane, other);
 }
 
 bool Races::is_fenced(const Check& check, const Access& other) {
@@ -206,7 +214,7 @@ bool Races::is_fenced(const Check& check, const Access& other) {
          [&](int l) { found = found || check.warp.has_fenced(other, shared, l); });
     if (found) return true;
   }
-  return has_ended(check, other);
+  return has_ended(check.warp, check.lane, other);
 }
 
 void Races::check_against(const Check& check, const Access& other, bool other_writes,
@@ -215,7 +223,10 @@ void Races::check_against(const Check& check, const Access& other, bool other_wr
   if (ordered) report(check, other, other_writes, at, bytes, "a fence.proxy.async between them");
   const Request& request = check.request;
   const bool both_strong = request.order.strong && other.has(Access::kStrong);
-  if (both_strong) {
+  // Words that the host fills, signals of a call that it gives up among them, may be polled meanwhile.
+  if (both_strong && other.agent == kOutside && request.bytes == 4 && request.use != Use::kAtomic)
+    return;
+  if (both_strong && other.agent != kOutside) {
     if (other.size() != (1u << (check.access.what >> Access::kSize & 7))) {
       report(check, other, other_writes, at, bytes,
              "an order, as strong accesses of different sizes have none of their own");
@@ -360,7 +371,7 @@ void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t a
 
 StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                            std::uint64_t bytes, Use use)
-    : c_(c), op_(op), lane_(lane), bytes_(bytes) {
+    : c_(c), op_(op), use_(use), lane_(lane), bytes_(bytes) {
   if (!find_spot(c, op, lane, space, address, &spot_)) return;
   GlobalOrder& global = c.races->global_;
   Races::Request request;
@@ -381,24 +392,67 @@ StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std:
   places_ = &page->places;
 }
 
-void StrongAccess::loaded(std::uint64_t value) {
-  if (places_ == nullptr) return;
-  auto found = places_->find(spot_.at);
-  const bool known =
-      found != places_->end() && found->second.value == value && found->second.bytes == bytes_;
-  WarpOrder& warp = *c_.warp->order;
-  if (!known) {
-    if (spot_.block != nullptr) return;
-    // Kept as it is now: what happens outside before the value changes is not known by it.
-    SyncPlace place;
-    place.value = value;
-    place.bytes = bytes_;
-    place.views.fill(c_.races->global_.outside());
-    found = places_->insert_or_assign(spot_.at, place).first;
+// A value that no kernel of this machine stored is from outside. Its view is kept as it is now: what
+// happens outside before the value changes is not known by it.
+void StrongAccess::settle(std::uint64_t value) {
+  SyncPlace& place = (*places_)[spot_.at];
+  if (place.bytes == bytes_ && !place.values.empty() && place.values.back().value == value) return;
+  GlobalOrder& global = c_.races->global_;
+  place = {};
+  place.bytes = bytes_;
+  SyncValue outside;
+  outside.value = value;
+  if (spot_.block == nullptr) outside.views.fill(global.outside());
+  outside.number = global.next_value();
+  place.values.push_back(std::move(outside));
+  global.forget_values();
+}
+
+const SyncValue& StrongAccess::choose(SyncPlace& place) const {
+  const std::size_t count = place.values.size();
+  if (count == 1 || !c_.launch.races || c_.random == nullptr) return place.values.back();
+  if ((*c_.random)() % 4 != 0) return place.values.back();
+  const auto knows = [&](const Access& a) { return c_.races->knows(c_, lane_, a); };
+  std::uint64_t least = c_.races->global_.settled();
+  for (const SyncPlace::Seen& one : place.seen) {
+    if (one.number > least && knows(one.load)) least = one.number;
   }
-  const SyncPlace& place = found->second;
-  const Scope needed = place.agent == kNobody ? Scope::kSys : warp.position.to(place.position);
-  warp.observe(place.views, needed, op_.order, lane_, c_.warp->alive);
+  std::size_t oldest = count - 1;
+  while (oldest > 0 && place.values[oldest].number > least &&
+         !knows(place.values[oldest].store())) {
+    --oldest;
+  }
+  return place.values[oldest + (*c_.random)() % (count - oldest)];
+}
+
+void StrongAccess::note_seen(SyncPlace& place, const SyncValue& value) const {
+  if (place.values.size() == 1) return;
+  const WarpOrder& warp = *c_.warp->order;
+  const SyncPlace::Seen now{{warp.agent, warp.clock, Mask{1} << lane_, 0}, value.number};
+  for (SyncPlace::Seen& one : place.seen) {
+    if (one.load.agent != now.load.agent || one.load.lanes != now.load.lanes) continue;
+    one = now;
+    return;
+  }
+  if (place.seen.size() < SyncPlace::kMostLoads) {
+    place.seen.push_back(now);
+  } else {  // too many to remember: only the newest value is left
+    place.values.erase(place.values.begin(), place.values.end() - 1);
+    place.seen.clear();
+  }
+}
+
+std::uint64_t StrongAccess::loaded(std::uint64_t value) {
+  if (places_ == nullptr) return value;
+  settle(value);
+  SyncPlace& place = (*places_)[spot_.at];
+  const SyncValue& found = use_ == Use::kRead ? choose(place) : place.values.back();
+  WarpOrder& warp = *c_.warp->order;
+  const Scope needed = found.agent == kNobody ? Scope::kSys : warp.position.to(found.position);
+  warp.observe(found.views, needed, op_.order, Mask{1} << lane_, c_.warp->alive);
+  value = found.value;
+  note_seen(place, found);
+  return value;
 }
 
 void StrongAccess::stored(std::uint64_t value) {
@@ -407,15 +461,26 @@ void StrongAccess::stored(std::uint64_t value) {
   SyncPlace& place = (*places_)[spot_.at];
   Scoped views = warp.released(op_.order, lane_, c_.warp->alive);
   const bool atomic = op_.statement->opcode[0] == "atom" || op_.statement->opcode[0] == "red";
+  if (place.bytes != bytes_) place = {};
+  place.bytes = bytes_;
   // A release reaches on: through the same thread's later stores there, and through atomics.
-  const bool same_thread = place.agent == warp.agent && place.lane == lane_;
-  if (place.bytes == bytes_ && (atomic || same_thread)) {
-    const Scope between = place.agent == kNobody ? Scope::kCta : warp.position.to(place.position);
-    for (std::size_t s = 0; s < views.size(); ++s) {
-      views[s] = join(views[s], place.views[std::max(s, static_cast<std::size_t>(between))]);
+  if (!place.values.empty()) {
+    const SyncValue& before = place.values.back();
+    if (atomic || (before.agent == warp.agent && before.lane == lane_)) {
+      const Scope between =
+          before.agent == kNobody ? Scope::kCta : warp.position.to(before.position);
+      for (std::size_t s = 0; s < views.size(); ++s) {
+        views[s] = join(views[s], before.views[std::max(s, static_cast<std::size_t>(between))]);
+      }
     }
   }
-  place = {value, bytes_, std::move(views), warp.position, warp.agent, lane_};
+  const std::uint64_t number = c_.races->global_.next_value();
+  place.values.push_back(
+      {value, std::move(views), warp.position, warp.agent, lane_, warp.clock, number});
+  if (place.values.size() > SyncPlace::kKept) place.values.pop_front();
+  std::erase_if(place.seen, [&](const SyncPlace::Seen& one) {
+    return one.number <= place.values.front().number;
+  });
   if (op_.order.releases) ++warp.clock;
 }
 

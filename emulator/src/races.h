@@ -52,13 +52,30 @@ struct LaunchOrder {
   std::uint32_t next = 0, last = 0;  // agents that are left
 };
 
-// A word that strong accesses are made to: what its value releases.
-struct SyncPlace {
-  std::uint64_t value = 0, bytes = 0;
+// A value that a strong access stored, and what it releases.
+struct SyncValue {
+  std::uint64_t value = 0;
   Scoped views;
   Position position;
-  Agent agent = kNobody;  // that stored it
+  Agent agent = kNobody;  // that stored it; kNobody: from outside
   int lane = 0;
+  std::uint32_t clock = 0;
+  std::uint64_t number = 0;  // among all values that were stored
+
+  Access store() const { return {agent, clock, Mask{1} << lane, 0}; }
+};
+
+// A word that strong accesses are made to: its last values, the newest at the end.
+struct SyncPlace {
+  static constexpr std::size_t kKept = 4;
+  static constexpr std::size_t kMostLoads = 64;
+  struct Seen {
+    Access load;
+    std::uint64_t number = 0;  // of the value that it returned
+  };
+  std::uint64_t bytes = 0;
+  std::deque<SyncValue> values;
+  std::vector<Seen> seen;  // the last load of each thread, while there is more than one value
 };
 using SyncPlaces = std::unordered_map<std::uint64_t, SyncPlace>;
 
@@ -91,8 +108,14 @@ class GlobalOrder {
 
   // Memory was freed, or is another's now.
   void forget(std::uint64_t begin, std::uint64_t end);
-  // A copy engine begins to write there, or has written.
-  void wrote(std::uint64_t begin, std::uint64_t end, bool finished);
+  // A copy engine begins to write there, or has written. `words`: each word of 4 bytes at once.
+  void wrote(std::uint64_t begin, std::uint64_t end, bool words, bool finished);
+  // Numbers of values that strong accesses store.
+  std::uint64_t next_value() { return ++values_; }
+  // Whatever is loaded from now on, no value that has been replaced so far.
+  void forget_values() { settled_ = values_.load(); }
+  std::uint64_t settled() const { return settled_; }
+
   // What an outside value orders, as of now.
   ViewPtr outside() const;
   // What a launch that starts now knows.
@@ -110,6 +133,7 @@ class GlobalOrder {
   std::uint32_t launches_ = 0;
   std::atomic<std::uint64_t> ended_{0};
   std::atomic<std::uint32_t> outside_{1};
+  std::atomic<std::uint64_t> values_{0}, settled_{0};
   std::vector<std::shared_ptr<LaunchOrder>> known_;
 };
 
@@ -135,6 +159,7 @@ struct ClusterOrder {
 struct Spot {
   Block* block = nullptr;
   std::uint64_t at = 0;
+  bool operator==(const Spot&) const = default;
 };
 
 // How asynchronous work ends: with clock `clock` of an agent.
@@ -168,6 +193,11 @@ class Races {
   // Checks and notes an access. Returns whether a load reads what was never written. Throws PtxError.
   bool note(Context& c, const Op& op, int lane, const Request& request);
 
+  // Whether a thread is ordered behind an access.
+  bool knows(Context& c, int lane, const Access& a) const;
+  // fence.sc: see StrongAccess.
+  void forget_values() { global_.forget_values(); }
+
   Agent new_agent(const Warp& warp, AgentInfo::Kind kind);
   Agent new_agent(const Block& block);
 
@@ -180,7 +210,7 @@ class Races {
   bool replaces(const Check& check, Access& before);
   bool is_ordered(const Check& check, const Access& other);
   bool is_fenced(const Check& check, const Access& other);
-  bool has_ended(const Check& check, const Access& other) const;
+  bool has_ended(const WarpOrder& warp, int lane, const Access& other) const;
   void check_against(const Check& check, const Access& other, bool other_writes, std::uint64_t at,
                      std::uint32_t bytes);
   [[noreturn]] void report(const Check& check, const Access& other, bool other_writes,
@@ -211,21 +241,32 @@ void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t a
 
 // A strong access of one element, from its check to what its value orders. Other launches do not access
 // the element in between.
+//
+// With a seed, a load may return an older value: coherence and causality alone say which are too old. A
+// value is, if the thread knows of the store of the next one, or of a load of a later one. Streams and the
+// host are not followed so closely: when a launch begins, when a value from outside is seen, and at
+// fence.sc, all values that have been replaced become too old for everybody.
 class StrongAccess {
  public:
   StrongAccess(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                std::uint64_t bytes, Use use);
-  void loaded(std::uint64_t value);  // before stored(), of an atomic
+  // Memory has this value. Returns what the load does: it, or an older one. Before stored(), of an atomic.
+  std::uint64_t loaded(std::uint64_t value);
   void stored(std::uint64_t value);
 
  private:
   Context& c_;
   const Op& op_;
+  Use use_;
   int lane_;
   std::uint64_t bytes_;
   Spot spot_;
   SyncPlaces* places_ = nullptr;
   std::unique_lock<std::mutex> lock_;
+
+  void settle(std::uint64_t value);
+  const SyncValue& choose(SyncPlace& place) const;
+  void note_seen(SyncPlace& place, const SyncValue& value) const;
 };
 
 // cp.async of a lane: what it reads and writes until its group has been waited for.
@@ -247,7 +288,7 @@ void touch_mbarrier(Context& c, const Op& op, int lane, const Spot& spot, Use us
 void arrive_at_mbarrier(Context& c, const Op& op, int lane, const Spot& spot);
 void arrive_with_copies(const Warp& warp, int lane, std::uint32_t group, const Spot& spot);
 void complete_phase(const Spot& spot);
-void pass_mbarrier(Context& c, const Op& op, int lane, const Spot& spot);
+void pass_mbarrier(Context& c, const Op& op, Mask lanes, const Spot& spot);
 
 Completion completion_of(const Spot& mbarrier);
 Completion bulk_reads(Context& c, int lane);

@@ -276,8 +276,8 @@ void CudaDevice::attach(RunOnStream* run, FailDevice* fail) {
   fail_ = fail;
 }
 
-void CudaDevice::wrote(std::uintptr_t address, std::size_t bytes, int finished) {
-  instance().machine.order().wrote(address, address + bytes, finished != 0);
+void CudaDevice::wrote(std::uintptr_t address, std::size_t bytes, int words, int finished) {
+  instance().machine.order().wrote(address, address + bytes, words != 0, finished != 0);
 }
 
 void CudaDevice::fail(const std::string& text) {
@@ -332,9 +332,9 @@ bool CudaDevice::fill(void* stream, void* memory, int value, std::size_t bytes) 
     const auto address = reinterpret_cast<std::uint64_t>(memory);
     const std::string why = outside_global(*machine.memory(), address, bytes);
     if (!why.empty()) throw PtxError("cudaMemsetAsync: " + why);
-    wrote(address, bytes, 0);
+    wrote(address, bytes, 0, 0);
     std::memset(memory, value, bytes);
-    wrote(address, bytes, 1);
+    wrote(address, bytes, 0, 1);
   });
 }
 

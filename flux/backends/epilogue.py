@@ -75,7 +75,7 @@ def _mm_reads_beyond_rows() -> bool:
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:
-    """Return x [rows, K] itself, or a copy with zeros behind each row where a product needs them."""
+    """Return x [rows, K], or a copy with zeros behind each row where a product reads beyond it."""
     rows, k = x.shape
     if k % _K_STEP == 0 or x.dtype != torch.bfloat16 or x.device.type != "cpu":
         return x

@@ -121,16 +121,16 @@ def test_back_to_back_calls_repeat_bitwise(device: Device, op: str, direction: s
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
 def test_a_rank_that_does_not_call_is_noticed(device: Device, op: str) -> None:
-    p = Problem(op, 512, (512,), 512, torch.bfloat16)
+    p = Problem(op, 128, (128,), 64, torch.bfloat16)  # small: a PTX machine takes its time
     with VirtualWorld(2, device) as ranks:
-        ops = [p.build(ranks.rank(r), timeout_s=0.5) for r in range(2)]
-        inputs = inputs_on(device)(p, 512, 2, seed=1)
+        ops = [p.build(ranks.rank(r), timeout_s=1.0) for r in range(2)]
+        inputs = inputs_on(device)(p, 128, 2, seed=1)
         good = call_all(ranks, ops, inputs)
         ops[0].wait()
         inputs.check(good[0], 0)
         alone = inputs.ready(0)
         ranks.run(lambda r: alone(ops[0]) if r == 0 else None)
-        with pytest.raises(PeerTimeoutError, match=r"rank 0 waited more than 0\.5 s for"):
+        with pytest.raises(PeerTimeoutError, match=r"rank 0 waited more than 1 s for"):
             ops[0].wait()
         for o in ops:
             o.close()

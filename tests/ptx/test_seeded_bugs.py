@@ -196,7 +196,6 @@ def call(device: PtxDevice, op: str, m: int, world: int = 2) -> None:
     p = Problem(op, 256, (512,), 512, torch.bfloat16)
     inputs = Inputs(p, m, world, seed=m)
     with VirtualWorld(world, device) as ranks:
-        device.number_streams(ranks.streams)
         ops = [p.build(ranks.rank(r)) for r in range(world)]
         device.set_copy_delay(10_000)
         for _ in range(2):  # the first one reads the PTX: copies may be done before kernels start
@@ -213,7 +212,6 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     device = PtxDevice(library, kernels, arch)
-    device.cuda.races = True
     device.cuda.edit = None if bug is None else bug.edit
     error = ""
     try:

@@ -74,16 +74,16 @@ void await_word(std::uintptr_t word, std::uint32_t value) {
   const auto* at = reinterpret_cast<std::uint32_t*>(word);
   while (!flux::epoch_reached(load(at), value) && !device().failed()) nap();
 }
-// Is told when a copy begins to write, and when it has written.
-using Observer = void(std::uintptr_t address, std::size_t bytes, int finished);
+// Is told when a copy begins to write, and when it has written; whether it writes whole words.
+using Observer = void(std::uintptr_t address, std::size_t bytes, int words, int finished);
 std::atomic<Observer*> observer{nullptr};
 
 template <class Copy>
-void observed(std::uintptr_t to, std::size_t bytes, Copy&& copy) {
+void observed(std::uintptr_t to, std::size_t bytes, bool words, Copy&& copy) {
   Observer* const tell = observer;
-  if (tell != nullptr) tell(to, bytes, 0);
+  if (tell != nullptr) tell(to, bytes, words ? 1 : 0, 0);
   copy();
-  if (tell != nullptr) tell(to, bytes, 1);
+  if (tell != nullptr) tell(to, bytes, words ? 1 : 0, 1);
 }
 
 void write_word(std::uintptr_t word, std::uint32_t value) {
@@ -266,7 +266,7 @@ int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, voi
   put_transfer("copy", stream, device().copies_need_room && inside, [=] {
     dawdle();
     std::this_thread::sleep_for(std::chrono::microseconds(device().copy_us));
-    observed(to, bytes, [=] {
+    observed(to, bytes, false, [=] {
       std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
     });
   });
@@ -303,7 +303,7 @@ int cuStreamBatchMemOp_v2(void* stream, unsigned count, const BatchOp* ops, unsi
 int cuMemsetD32Async(std::uintptr_t words, unsigned value, std::size_t count, void* stream) {
   log_call("fill", stream, number("words", count) + ";" + number("to", words));
   put_transfer("fill", stream, device().copies_need_room && device().is_own(words), [=] {
-    observed(words, 4 * count, [=] {
+    observed(words, 4 * count, true, [=] {
       for (std::size_t i = 0; i < count; ++i) reinterpret_cast<std::uint32_t*>(words)[i] = value;
     });
   });

@@ -4,7 +4,7 @@ that executes the kernels' PTX."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,20 +41,17 @@ class PtxDevice(EmulatedDevice):
         self.cuda.attach(run, fail)
         self.library.emulator_observe(ctypes.c_void_p(self.cuda.observer))
 
-        self.numbers: dict[int, int] = {}
+        self._gpus: dict[int, int] = {}
 
     def reset(self) -> None:
         super().reset()
         self.cuda.clear()
 
-    def number_streams(self, streams: Sequence[int]) -> None:
-        """Let each stream be one of a GPU of its own, as scopes of memory see it."""
-        self.numbers = {stream: number for number, stream in enumerate(streams)}
-
     @contextmanager
     def on_stream(self, stream: int) -> Iterator[None]:
+        """Make a stream the current one: that of a rank, so of another GPU, as scopes see it."""
         before = self.cuda.device
-        self.cuda.device = self.numbers.get(stream, before)
+        self.cuda.device = self._gpus.setdefault(stream, len(self._gpus) + 1)
         try:
             with super().on_stream(stream):
                 yield
