@@ -125,8 +125,14 @@ class Device:
         self._machine.patience = patience
         self._kept: dict[int, Any] = {}  # by address, so that nobody else gets the memory
 
-    def register(self, tensor: Any, name: str = "a tensor") -> int:
+    def register(self, tensor: Any, name: str = "a tensor", *, written: bool = True) -> int:
         """Let kernels access a tensor; return its address.
+
+        Args:
+            tensor: contiguous, on the CPU.
+            name: for messages.
+            written: False: what a kernel reads of it before one has written there is an error, as
+                far as its value matters.
 
         Raises:
             ValueError: the tensor is not contiguous, or not on the CPU.
@@ -134,7 +140,7 @@ class Device:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous and on the CPU")
         address = int(tensor.data_ptr())
-        self._machine.add_memory(address, tensor.numel() * tensor.element_size(), name)
+        self._machine.add_memory(address, tensor.numel() * tensor.element_size(), name, written)
         self._kept[address] = tensor
         return address
 
@@ -229,7 +235,7 @@ class Device:
             dynamic_shared: bytes of dynamic shared memory.
             seed: decides the order of warps; 0: in turn.
             max_statements: of all warps, after which a kernel counts as one without an end.
-            races: find accesses that are not ordered, and shared memory that was never written.
+            races: find accesses that are not ordered, and reads of memory that was never written.
             number: of the GPU; launches at the same time with another one need the scope .sys.
 
         Returns:

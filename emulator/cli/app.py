@@ -48,7 +48,7 @@ Args = Annotated[
     typer.Option(
         "--arg",
         help="An argument, in the kernel's order: 300, 2.0, true, float32[4,300]=randn (or zeros, "
-        "ones, arange, nan, a number), x.npy, bytes=00ff. NAME: in front of it names it.",
+        "ones, arange, nan, empty, a number), x.npy, bytes=00ff. NAME: in front of it names it.",
     ),
 ]
 Shared = Annotated[int, typer.Option("--shared", help="Bytes of dynamic shared memory.")]
@@ -89,6 +89,9 @@ class Request:
         )
 
     def _all(self, seed: int) -> dict[str, Any]:
+        for one in self.arguments:
+            if not one.written:
+                self.device.register(one.value, one.name, written=False)
         return {**self.settings, "args": [a.value for a in self.arguments], "seed": seed}
 
     def tensors(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Each is ``[NAME:]VALUE``, where VALUE is one of
 * ``300``, ``-1``, ``0x10``, ``true``: an integer of the parameter's size;
 * ``2.0``, ``1e-3``: a float or double;
 * ``float32[4,300]=randn``: a tensor; also zeros, ones, arange, nan, or a number;
+* ``float32[4,300]=empty``: a tensor that nobody has written to: to read it first is an error;
 * ``x.npy``: a tensor, from a file;
 * ``bytes=0102ff``: a struct, its bytes in hexadecimal.
 """
@@ -30,6 +31,7 @@ class Argument:
 
     name: str
     value: Any
+    written: bool = True
 
 
 def parse(texts: list[str], seed: int) -> list[Argument]:
@@ -43,7 +45,7 @@ def parse(texts: list[str], seed: int) -> list[Argument]:
         named = _NAMED.fullmatch(text)
         name, value = (named[1], named[2]) if named else (f"arg{number}", text)
         generator = torch.Generator().manual_seed(1000 * seed + number)
-        found.append(Argument(name, _value(value, generator)))
+        found.append(Argument(name, _value(value, generator), not value.endswith("=empty")))
     names = [argument.name for argument in found]
     for name in names:
         if names.count(name) > 1:
@@ -86,13 +88,13 @@ def _filled(
     if how == "arange":
         count = torch.Size(shape).numel()
         return torch.arange(count).view(shape).to(dtype)
-    number = {"zeros": 0.0, "ones": 1.0, "nan": float("nan")}.get(how)
+    number = {"zeros": 0.0, "ones": 1.0, "nan": float("nan"), "empty": 0.0}.get(how)
     if number is None:
         try:
             number = float(how)
         except ValueError:
             raise UsageError(
-                f"--arg {text}: {how} is none of zeros, ones, arange, randn, nan, a number"
+                f"--arg {text}: {how} is none of zeros, ones, arange, randn, nan, empty, a number"
             ) from None
     return torch.full(shape, number).to(dtype)
 

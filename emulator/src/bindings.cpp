@@ -180,7 +180,7 @@ PYBIND11_MODULE(_machine, m) {
   py::class_<Machine>(m, "Machine")
       .def(py::init<>())
       .def("add_memory", &Machine::add_memory, py::arg("address"), py::arg("bytes"),
-           py::arg("name"))
+           py::arg("name"), py::arg("written") = true)
       .def("remove_memory", &Machine::remove_memory, py::arg("address"))
       .def("add_multicast", &Machine::add_multicast, py::arg("address"), py::arg("bytes"),
            py::arg("members"))

@@ -1,4 +1,5 @@
 // Launches and global memory: what they share of races.h.
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 
@@ -76,7 +77,51 @@ void GlobalOrder::forget(std::uint64_t begin, std::uint64_t end) {
   }
 }
 
+void GlobalOrder::expect_writes(std::uint64_t begin, std::uint64_t end) {
+  const std::lock_guard<std::mutex> lock(writing_);
+  fresh_[begin] = {end, std::vector<bool>(end - begin)};
+  has_fresh_ = true;
+}
+
+// The first that ends behind `begin`.
+GlobalOrder::FreshMemory::iterator GlobalOrder::fresh_at(std::uint64_t begin) {
+  auto next = fresh_.upper_bound(begin);
+  if (next != fresh_.begin() && std::prev(next)->second.end > begin) --next;
+  return next;
+}
+
+void GlobalOrder::forget_writes(std::uint64_t begin, std::uint64_t end) {
+  if (!has_fresh_) return;
+  const std::lock_guard<std::mutex> lock(writing_);
+  auto next = fresh_at(begin);
+  while (next != fresh_.end() && next->first < end) {
+    const bool same = next->first == begin && next->second.end == end;
+    next = same ? std::next(next) : fresh_.erase(next);
+  }
+  has_fresh_ = !fresh_.empty();
+}
+
+bool GlobalOrder::was_written(std::uint64_t begin, std::uint64_t end) {
+  if (!has_fresh_) return true;
+  const std::lock_guard<std::mutex> lock(writing_);
+  const auto found = fresh_at(begin);  // an access lies in one allocation
+  if (found == fresh_.end() || found->first > begin) return true;
+  const auto first = found->second.written.begin() - static_cast<std::ptrdiff_t>(found->first);
+  return std::all_of(first + static_cast<std::ptrdiff_t>(begin),
+                     first + static_cast<std::ptrdiff_t>(end), [](bool b) { return b; });
+}
+
+void GlobalOrder::note_written(std::uint64_t begin, std::uint64_t end) {
+  if (!has_fresh_) return;
+  const std::lock_guard<std::mutex> lock(writing_);
+  for (auto next = fresh_at(begin); next != fresh_.end() && next->first < end; ++next) {
+    const std::uint64_t from = std::max(begin, next->first), to = std::min(end, next->second.end);
+    for (std::uint64_t at = from; at < to; ++at) next->second.written[at - next->first] = true;
+  }
+}
+
 void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end, bool words, bool finished) {
+  if (finished) note_written(begin, end);
   // What was marked as under way is marked again, whatever has ended since.
   if (running_ == 0 && !finished) return;
   forget(begin, end);
@@ -108,7 +153,7 @@ ViewPtr GlobalOrder::outside() const {
 
 ViewPtr GlobalOrder::at_start() const {
   auto view = std::make_shared<View>(*outside());
-  view->async_shared = view->async_global = view->known;
+  view->fenced.fill(view->known);
   return view;
 }
 

@@ -386,8 +386,10 @@ class Execution {
 
 Machine::Machine() : order_(std::make_shared<GlobalOrder>()) {}
 
-void Machine::add_memory(std::uint64_t address, std::uint64_t bytes, std::string name) {
+void Machine::add_memory(std::uint64_t address, std::uint64_t bytes, std::string name,
+                         bool written) {
   add(address, {address + bytes, std::move(name), {}});
+  if (!written) order_->expect_writes(address, address + bytes);
 }
 
 void Machine::add_multicast(std::uint64_t address, std::uint64_t bytes,
@@ -398,6 +400,7 @@ void Machine::add_multicast(std::uint64_t address, std::uint64_t bytes,
 
 void Machine::add(std::uint64_t address, Allocation allocation) {
   order_->forget(address, allocation.end);
+  order_->forget_writes(address, allocation.end);
   const std::lock_guard<std::mutex> lock(changing_);
   auto changed = std::make_shared<Allocations>(*memory_);
   // What lay there before has been freed since.
@@ -409,6 +412,7 @@ void Machine::add(std::uint64_t address, Allocation allocation) {
 }
 
 void Machine::remove_memory(std::uint64_t address) {
+  order_->forget_writes(address, address + 1);
   const std::lock_guard<std::mutex> lock(changing_);
   auto changed = std::make_shared<Allocations>(*memory_);
   changed->erase(address);
@@ -514,7 +518,7 @@ const Lanes& read(Context& c, const Op& op, int number, Mask mask) {
                 " is read but was never written, or was made from one that was not" +
                 (from == loaded.end()
                      ? ""
-                     : "; or it was loaded from shared memory that was never written (" +
+                     : "; or it was loaded from memory that was never written (" +
                            c.program.module->describe(*c.program.kernel, *from->second->statement) +
                            ")"));
       }

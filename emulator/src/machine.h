@@ -275,8 +275,9 @@ class Machine {
  public:
   Machine();
   // Makes an allocation of global memory known, in place of those that it overlaps. Accesses outside
-  // of allocations are errors.
-  void add_memory(std::uint64_t address, std::uint64_t bytes, std::string name);
+  // of allocations are errors; so are reads of what was never written, if nothing is `written` yet.
+  void add_memory(std::uint64_t address, std::uint64_t bytes, std::string name,
+                  bool written = true);
   void remove_memory(std::uint64_t address);
   // Makes an address stand for the same offset of several allocations, for multimem only.
   void add_multicast(std::uint64_t address, std::uint64_t bytes,

@@ -145,6 +145,7 @@ Outcome store(Context& c, const Op& op, Mask mask) {
       const std::uint64_t bits = cut(read(c, op, 1 + i, Mask{1} << l)[l], bytes);
       if (op.order.strong) {
         StrongAccess access(c, op, l, op.space, address + i * bytes, bytes, Use::kWrite);
+        access.settle(load_bytes(to + i * bytes, bytes));
         store_bytes(to + i * bytes, bits, bytes);
         access.stored(bits);
       } else {

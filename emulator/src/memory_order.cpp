@@ -220,23 +220,27 @@ Outcome fence(Context& c, const Op& op, Mask mask) {
   return Outcome::kYield;
 }
 
-// op.number: whether shared memory is meant, and global memory.
+// op.number: bits of ProxyFence.
 Outcome fence_proxy(Context& c, const Op& op, Mask mask) {
-  c.warp->order->fence_proxy((op.number & 1) != 0, (op.number & 2) != 0, mask, c.warp->alive);
+  std::vector<ProxyFence> fences;
+  for (std::size_t i = 0; i < kFences; ++i) {
+    if ((op.number >> i & 1) != 0) fences.push_back(static_cast<ProxyFence>(i));
+  }
+  c.warp->order->fence_proxy(fences, mask, c.warp->alive);
   return Outcome::kYield;
 }
 
-Outcome fence_alias(Context&, const Op&, Mask) { return Outcome::kYield; }
-
 bool decode_proxy(const Statement& s, Op& op) {
+  const auto bit = [](ProxyFence fence) { return 1 << static_cast<int>(fence); };
+  op.handler = fence_proxy;
   if (has(s, "alias")) {
-    op.handler = fence_alias;
+    op.number = bit(ProxyFence::kAlias);
     return has_no_other(s, {"proxy", "alias"});
   }
   const bool global = has(s, "global");
   const bool shared = has(s, "shared::cta") || has(s, "shared::cluster");
-  op.number = shared ? 1 : global ? 2 : 3;
-  op.handler = fence_proxy;
+  op.number = (shared ? 0 : bit(ProxyFence::kAsyncGlobal)) |
+              (global && !shared ? 0 : bit(ProxyFence::kAsyncShared));
   return has(s, "async") &&
          has_no_other(s, {"proxy", "async", "global", "shared::cta", "shared::cluster"});
 }

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "machine.h"
+#include "races.h"
 
 namespace emulator {
 namespace {
@@ -143,6 +144,9 @@ Outcome load_reduce(Context& c, const Op& op, Mask mask) {
   each(mask, [&](int l) {
     const auto members = members_at(c, op, l, address_of(op, base, l), bytes * count);
     for (int i = 0; i < count; ++i) {
+      for (const std::uint8_t* member : members) {
+        note_member(c, op, l, member + i * bytes, bytes, Use::kRead);
+      }
       std::uint64_t bits = 0;
       if (op.flag && op.number == kAdd) {
         bits = sum_in_float(op, members, i * bytes);
@@ -167,6 +171,8 @@ Outcome change(Context& c, const Op& op, Mask mask) {
     for (int i = 0; i < count; ++i) {
       const std::uint64_t bits = read(c, op, 1 + i, Mask{1} << l)[l];
       for (std::uint8_t* member : members) {
+        note_member(c, op, l, member + i * bytes, bytes,
+                    kKind == kStore ? Use::kWrite : Use::kAtomic);
         with_cell(member + i * bytes, bytes, [&](auto cell) {
           using T = typename decltype(cell)::value_type;
           if constexpr (kKind == kStore) return cell.store(static_cast<T>(bits));
@@ -228,6 +234,8 @@ bool decode_multimem(const Statement& s, Op& op) {
     return false;
   if (!has_vector(op.type, count)) return false;
   op.written = kind == kLoad ? 1 : 0;
+  op.order = memory_order_of(s);
+  if (kind == kReduce) op.order.strong = true;
   op.flag = has(s, "acc::f32");
   if (op.flag && (halves_of(op.type) == 0 || !has(s, "add"))) return false;
   constexpr const char* kActions[] = {"add", "min", "max", "and", "or", "xor"};

@@ -92,13 +92,14 @@ bool covers(const Clocks& clocks, const Access& a) {
 ViewPtr join(const ViewPtr& a, const ViewPtr& b) {
   if (a == b || b == nullptr) return a;
   if (a == nullptr) return b;
-  if (a->ended >= b->ended && contains(a->known, b->known) &&
-      contains(a->async_shared, b->async_shared) && contains(a->async_global, b->async_global)) {
-    return a;
-  }
-  return std::make_shared<const View>(
-      View{joined(a->known, b->known), joined(a->async_shared, b->async_shared),
-           joined(a->async_global, b->async_global), std::max(a->ended, b->ended)});
+  bool all = a->ended >= b->ended && contains(a->known, b->known);
+  for (std::size_t i = 0; i < kFences; ++i) all = all && contains(a->fenced[i], b->fenced[i]);
+  if (all) return a;
+  auto out = std::make_shared<View>();
+  out->known = joined(a->known, b->known);
+  for (std::size_t i = 0; i < kFences; ++i) out->fenced[i] = joined(a->fenced[i], b->fenced[i]);
+  out->ended = std::max(a->ended, b->ended);
+  return out;
 }
 
 ViewPtr join(const ViewPtr& a, const Known& known) {
@@ -179,13 +180,15 @@ ViewPtr WarpOrder::view(const Fence& fence, int lane) const {
   return out;
 }
 
-void WarpOrder::fence_proxy(bool shared, bool global, Mask lanes, Mask alive) {
+void WarpOrder::fence_proxy(const std::vector<ProxyFence>& fences, Mask lanes, Mask alive) {
   const auto with = [&](const ViewPtr& before, const Known& own) {
     auto out = std::make_shared<View>(*before);
     Clocks all = out->known;
     add(all, own);
-    if (shared) out->async_shared = joined(out->async_shared, all);
-    if (global) out->async_global = joined(out->async_global, all);
+    for (const ProxyFence fence : fences) {
+      Clocks& fenced = out->fenced[static_cast<std::size_t>(fence)];
+      fenced = joined(fenced, all);
+    }
     return out;
   };
   const bool all = (alive & ~lanes) == 0;
@@ -244,7 +247,8 @@ bool WarpOrder::finds(const Access& a, const Clocks& clocks, Recent& in) const {
 void WarpOrder::remember_lane(int lane) {
   if (recent_lane == lane) return;
   recent_lane = lane;
-  recent_extra = recent_extra_async[0] = recent_extra_async[1] = {};
+  recent_extra = {};
+  recent_extra_fenced = {};
 }
 
 bool WarpOrder::knows(const Access& a, int lane) {
@@ -261,15 +265,16 @@ bool WarpOrder::knows(const Access& a, int lane) {
          emulator::knows(bulk_writes, a, lane);
 }
 
-bool WarpOrder::has_fenced(const Access& a, bool shared, int lane) {
-  if (recent_async[shared].covers(a)) return true;
+bool WarpOrder::has_fenced(const Access& a, ProxyFence fence, int lane) {
+  const auto f = static_cast<std::size_t>(fence);
+  if (recent_fenced[f].covers(a)) return true;
   const bool more = (has_extra >> lane & 1) != 0;
   if (more) {
     remember_lane(lane);
-    if (recent_extra_async[shared].covers(a)) return true;
+    if (recent_extra_fenced[f].covers(a)) return true;
   }
-  return finds(a, common->async(shared), recent_async[shared]) ||
-         (more && finds(a, extra[lane]->async(shared), recent_extra_async[shared]));
+  return finds(a, common->fenced[f], recent_fenced[f]) ||
+         (more && finds(a, extra[lane]->fenced[f], recent_extra_fenced[f]));
 }
 
 std::uint64_t WarpOrder::ended(int lane) const {

@@ -38,6 +38,7 @@ struct Access {
   static constexpr std::uint32_t kAsync = 1u << 22;  // through the async proxy
   static constexpr std::uint32_t kLater = 1u << 23;  // was started then, and is performed later
   static constexpr int kScope = 24, kSize = 26;      // two bits, three bits: log2 of the bytes
+  static constexpr std::uint32_t kAlias = 1u << 29;  // by a multicast address
 
   Agent agent = kNobody;
   std::uint32_t clock = 0;
@@ -64,15 +65,17 @@ using Clocks = std::vector<Known>;  // by agent
 
 bool covers(const Clocks& clocks, const Access& a);
 
+// Proxy fences: .async of global and of shared memory, .alias.
+enum class ProxyFence : std::uint8_t { kAsyncGlobal, kAsyncShared, kAlias };
+constexpr std::size_t kFences = 3;
+
 struct View;
 using ViewPtr = std::shared_ptr<const View>;
 struct View {
   Clocks known;
-  // What a fence.proxy.async has made known to the async proxy.
-  Clocks async_shared, async_global;
+  // What proxy fences have made known beyond the proxy that accessed it.
+  std::array<Clocks, kFences> fenced;
   std::uint64_t ended = 0;  // all launches that ended up to this number
-
-  const Clocks& async(bool shared) const { return shared ? async_shared : async_global; }
 };
 
 ViewPtr join(const ViewPtr& a, const ViewPtr& b);
@@ -132,8 +135,9 @@ struct WarpOrder {
   std::unique_ptr<std::array<Scoped, kLanes>> seen;
   // Registers that were last loaded from memory that was never written, by number.
   std::map<int, const Op*> loaded_nothing;
-  // Of common, and of the extra view of one lane: in general, and in the async proxy.
-  Recent recent, recent_async[2], recent_extra, recent_extra_async[2];
+  // Of common, and of the extra view of one lane: in general, and behind fences.
+  Recent recent, recent_extra;
+  std::array<Recent, kFences> recent_fenced, recent_extra_fenced;
   int recent_lane = -1;
 
   // What these lanes know, and their own accesses so far.
@@ -143,14 +147,14 @@ struct WarpOrder {
   // The lanes take what the others of them know (bar.warp.sync, and barriers of all threads).
   void meet(Mask lanes, Mask alive);
   void fence(Scope scope, Mask lanes, Mask alive);
-  void fence_proxy(bool shared, bool global, Mask lanes, Mask alive);
+  void fence_proxy(const std::vector<ProxyFence>& fences, Mask lanes, Mask alive);
   // What a store by a lane releases, for each scope that a reader may need.
   Scoped released(const MemoryOrder& order, int lane, Mask alive) const;
   void observe(const Scoped& views, Scope needed, const MemoryOrder& order, Mask lanes, Mask alive);
 
   bool knows(const Access& a, int lane);
-  // Whether a fence has made a generic access known to the async proxy.
-  bool has_fenced(const Access& a, bool shared, int lane);
+  // Whether a proxy fence has made an access known beyond its proxy.
+  bool has_fenced(const Access& a, ProxyFence fence, int lane);
   std::uint64_t ended(int lane) const;
 
  private:

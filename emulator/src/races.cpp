@@ -17,6 +17,13 @@ std::string name_of(const Dim& d) {
   return text += ")";
 }
 
+std::string place_of(const Allocations& memory, std::uint64_t address) {
+  auto next = memory.upper_bound(address);
+  if (next == memory.begin()) return "address " + std::to_string(address);
+  --next;
+  return std::to_string(address - next->first) + " bytes behind the start of " + next->second.name;
+}
+
 }  // namespace
 
 // An access that is being checked.
@@ -73,6 +80,7 @@ bool Races::note(Context& c, const Op& op, int lane, const Request& request) {
   }
   if (request.use == Use::kAtomic) what |= Access::kAtomic;
   if (request.async) what |= Access::kAsync;
+  if (request.alias) what |= Access::kAlias;
   const auto width = static_cast<std::uint32_t>(std::bit_width(request.bytes) - 1);
   what |= std::min(width, 7u) << Access::kSize;
   Access access{warp.agent, warp.clock, Mask{1} << lane, what};
@@ -88,21 +96,38 @@ bool Races::note(Context& c, const Op& op, int lane, const Request& request) {
     touch(check, request.spot.block->order->shadow, begin, end);
     return check.never_written;
   }
+  if (check.reads && !global_.was_written(begin, end)) {
+    check.never_written = true;
+    if (check.writes || request.async) fail_unwritten(check, "global", begin, request.bytes);
+  }
+  if (check.writes) global_.note_written(begin, end);
   constexpr std::uint64_t kPage = GlobalOrder::kPage;
   for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
     GlobalOrder::Shard& shard = global_.shard(page);
-    // A strong access holds the lock already, of the page that it lies in.
+    // A strong access (StrongAccess) holds the lock already, of the page that it lies in.
     std::unique_lock<std::mutex> lock;
-    if (!request.order.strong || request.async) lock = std::unique_lock(shard.using_it);
+    if (!request.order.strong || request.async || request.alias) {
+      lock = std::unique_lock(shard.using_it);
+    }
     auto& found = shard.pages[page];
     if (found == nullptr) found = std::make_unique<GlobalOrder::Page>();
     const std::uint64_t first = std::max(begin, page * kPage) - page * kPage;
     const std::uint64_t last = std::min(end, (page + 1) * kPage) - page * kPage;
     touch(check, found->shadow, first, last);
-    if (!check.writes || request.order.strong || found->places.empty()) continue;
+    const bool keeps_places = request.order.strong && !request.alias;
+    if (!check.writes || keeps_places || found->places.empty()) continue;
     for (std::uint64_t at = begin; at < end; ++at) found->places.erase(at);
   }
-  return false;
+  return check.never_written;
+}
+
+void Races::fail_unwritten(const Check& check, const char* space, std::uint64_t at,
+                           std::uint64_t bytes) const {
+  const bool shared = check.request.spot.block != nullptr;
+  check.c.fail(check.op, check.lane,
+               std::string(space) + " memory that was never written is read, " +
+                   std::to_string(bytes) + " bytes at " +
+                   (shared ? "offset " + std::to_string(at) : place_of(*check.c.memory, at)));
 }
 
 void Races::touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end) {
@@ -115,15 +140,13 @@ void Races::touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64
 void Races::touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at,
                        std::uint32_t bytes) {
   if (cell.write.agent != kNobody) {
-    if (!is_ordered(check, cell.write) || !is_fenced(check, cell.write)) {
+    if (!is_ordered(check, cell.write) || fence_between(check, cell.write)) {
       check_against(check, cell.write, true, at, bytes);
     }
   } else if (check.reads && check.request.spot.block != nullptr) {
     check.never_written = true;
     if (!check.writes && !check.request.async) return;
-    check.c.fail(check.op, check.lane,
-                 "shared memory that was never written is read, " + std::to_string(bytes) +
-                     " bytes at offset " + std::to_string(at));
+    fail_unwritten(check, "shared", at, bytes);
   }
   if (!check.writes) {
     note_reader(check, shadow, cell);
@@ -204,14 +227,27 @@ bool Races::is_ordered(const Check& check, const Access& other) {
   return has_ended(check.warp, check.lane, other);
 }
 
-bool Races::is_fenced(const Check& check, const Access& other) {
-  if (!check.request.async || other.has(Access::kAsync)) return true;
-  const bool shared = check.request.spot.block != nullptr;
-  if (check.warp.has_fenced(other, shared, check.lane)) return true;
+// A write through one proxy reaches another only behind a fence: the async proxy, and another address of
+// the same memory.
+std::optional<ProxyFence> Races::fence_between(const Check& check, const Access& other) {
+  const Request& request = check.request;
+  if (request.async && !other.has(Access::kAsync)) {
+    const bool shared = request.spot.block != nullptr;
+    const ProxyFence needed = shared ? ProxyFence::kAsyncShared : ProxyFence::kAsyncGlobal;
+    if (!is_fenced(check, other, needed)) return needed;
+  }
+  if (request.alias != other.has(Access::kAlias) && !is_fenced(check, other, ProxyFence::kAlias)) {
+    return ProxyFence::kAlias;
+  }
+  return std::nullopt;
+}
+
+bool Races::is_fenced(const Check& check, const Access& other, ProxyFence fence) {
+  if (check.warp.has_fenced(other, fence, check.lane)) return true;
   if (check.request.any_lane) {
     bool found = false;
     each(check.warp.has_extra,
-         [&](int l) { found = found || check.warp.has_fenced(other, shared, l); });
+         [&](int l) { found = found || check.warp.has_fenced(other, fence, l); });
     if (found) return true;
   }
   return has_ended(check.warp, check.lane, other);
@@ -219,8 +255,13 @@ bool Races::is_fenced(const Check& check, const Access& other) {
 
 void Races::check_against(const Check& check, const Access& other, bool other_writes,
                           std::uint64_t at, std::uint32_t bytes) {
-  const bool ordered = is_ordered(check, other);
-  if (ordered) report(check, other, other_writes, at, bytes, "a fence.proxy.async between them");
+  if (is_ordered(check, other)) {
+    const bool alias = fence_between(check, other) == ProxyFence::kAlias;
+    const char* missing = alias
+                              ? "a fence.proxy.alias between them, as they use different addresses"
+                              : "a fence.proxy.async between them";
+    report(check, other, other_writes, at, bytes, missing);
+  }
   const Request& request = check.request;
   const bool both_strong = request.order.strong && other.has(Access::kStrong);
   // Words that the host fills, signals of a call that it gives up among them, may be polled meanwhile.
@@ -309,13 +350,7 @@ void Races::report(const Check& check, const Access& other, bool other_writes, s
     const std::uint64_t address = at < spot.at % GlobalOrder::kPage
                                       ? page + GlobalOrder::kPage + at
                                       : page + at;  // of the page behind it
-    where = "address " + std::to_string(address);
-    auto next = check.c.memory->upper_bound(address);
-    if (next != check.c.memory->begin()) {
-      --next;
-      where =
-          std::to_string(address - next->first) + " bytes behind the start of " + next->second.name;
-    }
+    where = place_of(*check.c.memory, address);
   }
   const char* what = check.access.has(Access::kAtomic) ? "atomic" : check.writes ? "write" : "read";
   check.c.fail(check.op, check.lane,
@@ -369,6 +404,17 @@ void note_write(Context& c, const Op& op, int lane, Space space, std::uint64_t a
   c.races->note(c, op, lane, request);
 }
 
+void note_member(Context& c, const Op& op, int lane, const std::uint8_t* member,
+                 std::uint64_t bytes, Use use) {
+  Races::Request request;
+  request.spot = {nullptr, reinterpret_cast<std::uint64_t>(member)};
+  request.bytes = bytes;
+  request.use = use;
+  request.order = op.order;
+  request.alias = true;
+  c.races->note(c, op, lane, request);
+}
+
 StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                            std::uint64_t bytes, Use use)
     : c_(c), op_(op), use_(use), lane_(lane), bytes_(bytes) {
@@ -395,6 +441,7 @@ StrongAccess::StrongAccess(Context& c, const Op& op, int lane, Space space, std:
 // A value that no kernel of this machine stored is from outside. Its view is kept as it is now: what
 // happens outside before the value changes is not known by it.
 void StrongAccess::settle(std::uint64_t value) {
+  if (places_ == nullptr) return;
   SyncPlace& place = (*places_)[spot_.at];
   if (place.bytes == bytes_ && !place.values.empty() && place.values.back().value == value) return;
   GlobalOrder& global = c_.races->global_;
@@ -443,8 +490,8 @@ void StrongAccess::note_seen(SyncPlace& place, const SyncValue& value) const {
 }
 
 std::uint64_t StrongAccess::loaded(std::uint64_t value) {
-  if (places_ == nullptr) return value;
   settle(value);
+  if (places_ == nullptr) return value;
   SyncPlace& place = (*places_)[spot_.at];
   const SyncValue& found = use_ == Use::kRead ? choose(place) : place.values.back();
   WarpOrder& warp = *c_.warp->order;

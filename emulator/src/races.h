@@ -8,10 +8,10 @@
 //  * accesses of the async proxy to what was written through the generic one, without a
 //    fence.proxy.async between. Reads that a generic access made need no fence before an asynchronous
 //    write
-//  * reads of shared memory that was never written: at once if they are asynchronous or atomic. A load
-//    makes the register one that was never written. It is an error where that is read: loops that load
-//    ahead load beyond the end too. ldmatrix may: rows beyond the end of a matrix are multiplied by
-//    mma.sync, and their products are not stored
+//  * reads of shared memory that was never written, and of global memory that is said to be so: at once
+//    if they are asynchronous or atomic. A load makes the register one that was never written. It is an
+//    error where that is read: loops that load ahead load beyond the end too. ldmatrix may: rows beyond
+//    the end of a matrix are multiplied by mma.sync, and their products are not stored
 //
 // Global memory is shared by the launches of a machine that run at the same time. A launch starts behind
 // all that have ended. What the host, copies and other processes write is "outside": a strong load of a
@@ -21,6 +21,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include "order.h"
@@ -110,6 +111,14 @@ class GlobalOrder {
   void forget(std::uint64_t begin, std::uint64_t end);
   // A copy engine begins to write there, or has written. `words`: each word of 4 bytes at once.
   void wrote(std::uint64_t begin, std::uint64_t end, bool words, bool finished);
+  // Nothing has been written to this memory yet.
+  void expect_writes(std::uint64_t begin, std::uint64_t end);
+  // It is known anew as memory: what lay there before, but for the same, is not looked after any more.
+  void forget_writes(std::uint64_t begin, std::uint64_t end);
+  // Whether all of it has been written, as far as it is looked after.
+  bool was_written(std::uint64_t begin, std::uint64_t end);
+  void note_written(std::uint64_t begin, std::uint64_t end);
+
   // Numbers of values that strong accesses store.
   std::uint64_t next_value() { return ++values_; }
   // Whatever is loaded from now on, no value that has been replaced so far.
@@ -125,7 +134,18 @@ class GlobalOrder {
   static constexpr std::uint64_t kShards = 64;
   static constexpr std::uint32_t kChunks = 1u << 20;
 
+  // Memory of which it is known what was never written: a flag for each byte.
+  struct Fresh {
+    std::uint64_t end = 0;
+    std::vector<bool> written;
+  };
+  using FreshMemory = std::map<std::uint64_t, Fresh>;
+  FreshMemory::iterator fresh_at(std::uint64_t begin);
+
   std::array<Shard, kShards> shards_;
+  std::mutex writing_;  // guards fresh_
+  FreshMemory fresh_;
+  std::atomic<bool> has_fresh_{false};
   std::atomic<AgentChunk*>* chunks_;  // by agent
   std::mutex starting_;
   std::atomic<std::uint32_t> next_chunk_{1};
@@ -186,6 +206,7 @@ class Races {
     Use use = Use::kRead;
     MemoryOrder order;
     bool async = false;     // through the async proxy
+    bool alias = false;     // by a multicast address
     bool any_lane = false;  // by the warp as a whole
     bool same = false;      // writes what is there already
     Completion completion;  // of what is performed later
@@ -204,12 +225,15 @@ class Races {
  private:
   friend class StrongAccess;
   struct Check;
+  [[noreturn]] void fail_unwritten(const Check& check, const char* space, std::uint64_t at,
+                                   std::uint64_t bytes) const;
   void touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end);
   void touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at, std::uint32_t bytes);
   void note_reader(const Check& check, Shadow& shadow, Cell& cell);
   bool replaces(const Check& check, Access& before);
   bool is_ordered(const Check& check, const Access& other);
-  bool is_fenced(const Check& check, const Access& other);
+  std::optional<ProxyFence> fence_between(const Check& check, const Access& other);
+  bool is_fenced(const Check& check, const Access& other, ProxyFence fence);
   bool has_ended(const WarpOrder& warp, int lane, const Access& other) const;
   void check_against(const Check& check, const Access& other, bool other_writes, std::uint64_t at,
                      std::uint32_t bytes);
@@ -250,6 +274,8 @@ class StrongAccess {
  public:
   StrongAccess(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
                std::uint64_t bytes, Use use);
+  // Memory has this value before a store.
+  void settle(std::uint64_t value);
   // Memory has this value. Returns what the load does: it, or an older one. Before stored(), of an atomic.
   std::uint64_t loaded(std::uint64_t value);
   void stored(std::uint64_t value);
@@ -264,10 +290,13 @@ class StrongAccess {
   SyncPlaces* places_ = nullptr;
   std::unique_lock<std::mutex> lock_;
 
-  void settle(std::uint64_t value);
   const SyncValue& choose(SyncPlace& place) const;
   void note_seen(SyncPlace& place, const SyncValue& value) const;
 };
+
+// multimem: an access to one of the members.
+void note_member(Context& c, const Op& op, int lane, const std::uint8_t* member,
+                 std::uint64_t bytes, Use use);
 
 // cp.async of a lane: what it reads and writes until its group has been waited for.
 void note_copy(Context& c, const Op& op, int lane, std::uint64_t target, std::uint64_t bytes,

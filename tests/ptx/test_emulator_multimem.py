@@ -184,3 +184,37 @@ def test_a_member_that_is_gone_is_an_error() -> None:
 )
 def test_what_is_not_known_is_an_error(statement: str) -> None:
     fails(statement, "unknown instruction")
+
+
+# %rd5: where another thread's 16 bytes are in a member.
+OTHER = "ld.param.u64 %rd5, [p1]; xor.b64 %rd3, %rd3, 16; add.u64 %rd5, %rd5, %rd3;"
+
+
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        ("st.global.u32 [%rd5], 7;", "multimem.ld_reduce.relaxed.sys.global.add.u32 %r10, [%rd2];"),
+        ("st.global.u32 [%rd5], 7;", "multimem.red.relaxed.sys.global.add.u32 [%rd2], 1;"),
+        ("multimem.st.relaxed.sys.global.u32 [%rd2], 7;", "ld.global.u32 %r10, [%rd5];"),
+        ("multimem.st.relaxed.sys.global.u32 [%rd2], 7;", "st.global.u32 [%rd5], 8;"),
+    ],
+)
+@pytest.mark.parametrize(
+    "order, error",
+    [
+        ("bar.warp.sync -1; fence.proxy.alias;", None),
+        ("fence.proxy.alias;", "race: .* missing is a bar.warp.sync"),
+        ("bar.warp.sync -1;", "race: .* missing is a fence.proxy.alias between them"),
+        ("bar.warp.sync -1; fence.proxy.async;", "race: .* missing is a fence.proxy.alias"),
+    ],
+)
+def test_a_fence_lies_between_two_addresses(
+    first: str, then: str, order: str, error: str | None
+) -> None:
+    """PTX ISA, memory consistency model: different addresses of the same memory are proxies."""
+    members = draw(torch.int32)
+    if error is None:
+        run(f"{OTHER} {first} {order} {then}", members, members[1])
+        return
+    with pytest.raises(PtxError, match=error):
+        run(f"{OTHER} {first} {order} {then}", members, members[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emulator import PtxError
+from emulator import Device, Module, PtxError
 from ptx_text import kernel, run
 
 MEMORY = ".shared .align 16 .b8 memory[2048]; mov.u32 %r1, memory; ld.param.u64 %rd1, [p0];"
@@ -115,7 +115,7 @@ def test_a_message_names_both_accesses() -> None:
 def test_shared_memory_that_was_never_written() -> None:
     read = f"{MEMORY} ld.shared.u32 %r2, [%r1+64];"
     check(read, None)
-    error = "register %r2 is read .* was loaded from shared memory that was never written"
+    error = "register %r2 is read .* was loaded from memory that was never written"
     check(f"{read} st.global.u32 [%rd1], %r2;", error)
     check(f"{MEMORY} red.shared.add.u32 [%r1+64], 1;", "never written is read")
 
@@ -163,3 +163,113 @@ def test_the_result_of_a_bulk_store_needs_the_whole_wait() -> None:
     """
     check(body, r"cp.async.bulk.wait_group \(without .read\)")
     check(body.replace("wait_group.read", "wait_group"), None)
+
+
+# Block 0 stores 1 to two words, one behind the other; block 1 awaits the second one and keeps the first.
+TWO_WORDS = """
+    ld.param.u64 %rd1, [p0];
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r0, 0;
+    @%p1 bra END;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READ;
+    st.relaxed.gpu.global.u32 [%rd1], 1;
+    {store}.global.u32 [%rd1+128], 1;
+    bra END;
+READ:
+    {load}.global.u32 %r2, [%rd1+128];
+    setp.eq.u32 %p2, %r2, 0;
+    @%p2 bra READ;
+    {behind}
+    ld.relaxed.gpu.global.u32 %r3, [%rd1];
+    ld.relaxed.gpu.global.u32 %r4, [%rd1];
+    st.global.u32 [%rd1+256], %r3;
+    st.global.u32 [%rd1+260], %r4;
+END:
+"""
+
+
+def pairs_read(**parts: str) -> set[tuple[int, int]]:
+    """Return what block 1 has read of the first word, over many seeds."""
+    parts = {"behind": "", **parts}
+    found = set()
+    for seed in range(1, 201):
+        data = torch.zeros(1024, dtype=torch.int32)
+        run(kernel(TWO_WORDS.format(**parts), 1), [data], seed=seed, grid=2)
+        found.add((int(data[64]), int(data[65])))
+    return found
+
+
+def test_a_strong_load_may_return_an_older_value() -> None:
+    """But none older than what the same thread has loaded before: coherence."""
+    relaxed = {"store": "st.relaxed.gpu", "load": "ld.relaxed.gpu"}
+    assert pairs_read(**relaxed) == {(0, 0), (0, 1), (1, 1)}
+
+
+@pytest.mark.parametrize(
+    "store, load, behind",
+    [
+        ("st.release.gpu", "ld.acquire.gpu", ""),
+        ("fence.acq_rel.gpu; st.relaxed.gpu", "ld.relaxed.gpu", "fence.acq_rel.gpu;"),
+        ("fence.sc.gpu; st.relaxed.gpu", "ld.relaxed.gpu", "fence.sc.gpu;"),
+    ],
+)
+def test_release_and_acquire_make_older_values_too_old(store: str, load: str, behind: str) -> None:
+    assert pairs_read(store=store, load=load, behind=behind) == {(1, 1)}
+
+
+def test_atomics_see_the_newest_value() -> None:
+    text = "ld.param.u64 %rd1, [p0]; atom.relaxed.gpu.global.add.u32 %r1, [%rd1], 1;"
+    for seed in range(1, 20):
+        data = torch.zeros(1024, dtype=torch.int32)
+        run(kernel(text, 1), [data], seed=seed, grid=4, block=64)
+        assert data[0] == 256
+
+
+COPY = "ld.param.u64 %rd1, [p0]; add.u64 %rd1, %rd1, %rd0;"
+
+
+@pytest.mark.parametrize(
+    "statements, error",
+    [
+        (
+            "st.global.u64 [%rd1], %rd0; ld.global.u64 %rd2, [%rd1]; st.global.u64 [%rd1], %rd2;",
+            None,
+        ),
+        ("ld.global.u64 %rd2, [%rd1];", None),  # loops that load ahead use it no more
+        (
+            "ld.global.u64 %rd2, [%rd1]; st.global.u64 [%rd1], %rd2;",
+            "loaded from memory that was never written",
+        ),
+        (
+            "st.global.u32 [%rd1], %r0; ld.global.u64 %rd2, [%rd1]; st.global.u64 [%rd1], %rd2;",
+            "loaded from memory that was never written",
+        ),
+        (
+            "atom.global.add.u64 %rd2, [%rd1], 1;",
+            "global memory that was never written is read, 8 bytes at 0 bytes behind the start",
+        ),
+    ],
+)
+def test_global_memory_that_was_never_written(statements: str, error: str | None) -> None:
+    device, module = Device(), Module(kernel(f"{COPY} {statements}", 1))
+    data = torch.zeros(32, dtype=torch.int64)
+    for _ in range(2):  # it may be said again
+        device.register(data, written=False)
+        if error is None:
+            device.launch(module, "k", grid=1, block=32, args=[data])
+            continue
+        with pytest.raises(PtxError, match=error):
+            device.launch(module, "k", grid=1, block=32, args=[data])
+
+
+def test_what_one_launch_writes_another_may_read() -> None:
+    device, data = Device(), torch.zeros(32, dtype=torch.int64)
+    device.register(data, written=False)
+    for statements in (
+        "st.global.u64 [%rd1], %rd0;",
+        "ld.global.u64 %rd2, [%rd1]; st.global.u64 [%rd1], %rd2;",
+    ):
+        module = Module(kernel(f"{COPY} {statements}", 1))
+        device.launch(module, "k", grid=1, block=32, args=[data])
+    assert data[3] == 24
