@@ -1,9 +1,10 @@
 """Kernels of the set `full`, so many that every value of every parameter is among them, in ops.
 
 Each config of `covering.covering` is compiled to PTX, once in a checkout, and runs alone: in
-AGGemm, or in GemmRS and GemmAR; on worlds of 2, 4 and 8 ranks; with a single row, tiles that
-straddle owners, and sizes that no tile divides; in calls and in a captured graph. Results are
-compared with float64. Trace builds of some must give the same bits.
+AGGemm, or in GemmRS and GemmAR; on worlds of 2, 4 and 8 ranks, and on two nodes of two ranks,
+between which rows or sums cross; with a single row, tiles that straddle owners, and sizes that no
+tile divides; in calls and in a captured graph. Results are compared with float64. Trace builds of
+some must give the same bits.
 
     python tests/support/emulation/every_kernel.py --out benchmarks/results/ptx/kernels.json
 """
@@ -46,7 +47,7 @@ from virtual_cases import call_all, knobs_of, topology_of  # noqa: E402
 
 KERNELS = ROOT / "build" / "emulated-kernels-full"
 CAPABILITIES = {"80": (8, 0), "90a": (9, 0)}
-WORLDS = (2, 4, 8)
+WORLDS = ((2, 1), (4, 1), (8, 1), (4, 2))  # ranks, nodes
 
 
 # -- building --------------------------------------------------------------------------------------
@@ -100,9 +101,16 @@ class Plan:
     topology: Topology
     rows: tuple[int, ...]
     seed: int
+    nodes: int = 1
 
     def __str__(self) -> str:
-        return f"{self.problem} on {self.world} ranks, M of {self.rows}, {self.knobs}"
+        where = f"{self.world} ranks of {self.nodes} nodes"
+        return f"{self.problem} on {where}, M of {self.rows}, {self.knobs}"
+
+    @property
+    def small(self) -> bool:
+        """Whether it is on the smallest world."""
+        return (self.world, self.nodes) == WORLDS[0]
 
 
 def _sizes(config: GemmConfig, world: int, rng: random.Random) -> tuple[int, int, int]:
@@ -119,22 +127,15 @@ def _sizes(config: GemmConfig, world: int, rng: random.Random) -> tuple[int, int
     return rows + 1, columns, depth * world
 
 
-def worlds_of(config: GemmConfig) -> tuple[int, int]:
-    """Two of WORLDS: every second config has the largest one."""
-    even = hashlib.sha256(config.name.encode()).digest()[0] % 2 == 0
-    return WORLDS[0], WORLDS[1 if even else 2]
-
-
 def plans(config: GemmConfig) -> Iterator[Plan]:
     """What a config is asked; always the same."""
     rng = random.Random(config.name)
-    worlds = worlds_of(config)
     ops = ("ag_gemm",) if config.op == "ag_gemm" else ("gemm_rs", "gemm_ar")
-    for number, world in enumerate(worlds):
+    for number, (world, nodes) in enumerate(WORLDS):
         m, n, k = _sizes(config, world, rng)
         part = -(-m // world)
         # All rows; one; a multiple of the ranks, so that all have as many; owners within a tile.
-        rows = (m, 1, world * (part // 2), rng.randint(2, m))[: 4 if world < 8 else 2]
+        rows = (m, 1, world * (part // 2), rng.randint(2, m))[: 4 if number == 0 else 2]
         for op in ops:
             problem = Problem(
                 op,
@@ -150,9 +151,13 @@ def plans(config: GemmConfig) -> Iterator[Plan]:
             knobs = replace(
                 knobs_of(rng, world),
                 reduce=config.reduce,
-                direction=("push", "pull")[(number + world // 8) % 2],
+                direction="push" if nodes > 1 else ("push", "pull")[number % 2],
             )
-            yield Plan(problem, world, knobs, topology_of(rng, world), rows, rng.randrange(1 << 20))
+            topology = topology_of(rng, world)
+            if nodes > 1:
+                topology = Topology(nodes, 1, world // nodes)
+            seed = rng.randrange(1 << 20)
+            yield Plan(problem, world, knobs, topology, rows, seed, nodes)
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -181,12 +186,15 @@ def only(
 def worst(plan: Plan, inputs: Inputs, got: list[torch.Tensor], rank: int) -> float:
     """The largest error of a rank's results, as a part of the bound.
 
-    Memory that adds up rounds after each addition, as a library's reduction does.
+    Memory that adds up rounds after each addition, as a library's reduction does. Sums that cross
+    between nodes are rounded once more.
 
     Raises:
         AssertionError: one is beyond the bound.
     """
     path = "unfused" if plan.knobs.reduce == "in_flight" else "fused"
+    if plan.nodes > 1 and not plan.problem.gathers:
+        path = "two_levels"
     inputs.check(got, rank, path)
     ratios = [
         float(((result.double() - right).abs() / bound).max())
@@ -206,7 +214,7 @@ def run_plan(device: Any, plan: Plan, seed: int = 0) -> float:
     """Make the calls of a plan; return the largest error as a part of the bound."""
     p, found = plan.problem, 0.0
     device.cuda.seed = seed
-    with VirtualWorld(plan.world, device) as ranks:
+    with VirtualWorld(plan.world, device, plan.nodes) as ranks:
         ops = built_ops(plan, ranks)
         for number, m in enumerate(plan.rows):
             inputs = Inputs(p, m, plan.world, plan.seed + number, bias=number != 1)
@@ -302,10 +310,10 @@ def check_traced(device: Any, registry: Registry, config: GemmConfig) -> dict[st
     built, traced = registry.kernels[config.name], registry.traced[config.name]
     events = {}
     for plan in plans(config):
-        if plan.world == WORLDS[0]:
+        if plan.small:
             with only(device, built, plan.world, traced):
                 events[plan.problem.op] = run_traced(device, plan)
-    return {"config": traced.symbol, "worlds": WORLDS[:1], "events": events}
+    return {"config": traced.symbol, "worlds": [WORLDS[0][0]], "events": events}
 
 
 def check_config(device: Any, built: BuiltKernel, seeds: Sequence[int] = (0,)) -> dict[str, Any]:
@@ -323,7 +331,7 @@ def check_config(device: Any, built: BuiltKernel, seeds: Sequence[int] = (0,)) -
                         f"{built.config.name}, seed {seed}: {plan}: {error}"
                     ) from error
                 calls += len(plan.rows) * plan.world
-    small = [plan for plan in chosen if plan.world == WORLDS[0]]
+    small = [plan for plan in chosen if plan.small]
     for plan in small:
         with only(device, built, plan.world):
             found = max(found, run_graph(device, plan))
@@ -332,7 +340,8 @@ def check_config(device: Any, built: BuiltKernel, seeds: Sequence[int] = (0,)) -
     return {
         "config": built.config.name,
         "ops": sorted({plan.problem.op for plan in chosen}),
-        "worlds": worlds_of(built.config),
+        "worlds": [world for world, _ in WORLDS],
+        "nodes": [nodes for _, nodes in WORLDS],
         "problems": [
             [plan.problem.op, plan.world, plan.problem.max_m, plan.problem.n[0], plan.problem.k]
             for plan in chosen
