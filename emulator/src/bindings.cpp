@@ -194,6 +194,7 @@ PYBIND11_MODULE(_machine, m) {
       .def_property(
           "patience", [](Machine& m) { return m.room().patience; },
           [](Machine& m, double seconds) { m.room().patience = seconds; })
+      .def_property_readonly("modules", &Machine::modules)
       .def_property_readonly("blocks_running", [](Machine& m) { return m.room().running(); })
       .def_property_readonly("model", [](Machine& m) { return m.room().model().name; })
       .def_property_readonly("multiprocessors",

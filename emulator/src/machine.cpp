@@ -424,6 +424,23 @@ std::shared_ptr<const Allocations> Machine::memory() const {
   return memory_;
 }
 
+std::size_t Machine::modules() {
+  const std::lock_guard<std::mutex> lock(loading_);
+  return loaded_.size();
+}
+
+void Machine::reset(const std::shared_ptr<const Module>& module) {
+  const std::lock_guard<std::mutex> lock(loading_);
+  const auto found = loaded_.find(module.get());
+  if (found == loaded_.end()) return;
+  for (const Variable& v : module->variables) {
+    const auto memory = found->second.variables.find(v.name);
+    if (memory == found->second.variables.end()) continue;
+    std::fill(memory->second.begin(), memory->second.end(), std::uint8_t{0});
+    std::copy(v.value.begin(), v.value.end(), memory->second.begin());
+  }
+}
+
 Machine::Loaded& Machine::load(const std::shared_ptr<const Module>& module) {
   const auto [found, is_new] = loaded_.try_emplace(module.get());
   Loaded& loaded = found->second;

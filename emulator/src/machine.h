@@ -291,6 +291,11 @@ class Machine {
   // Decodes a kernel, once. Throws PtxError.
   const Program& program(const std::shared_ptr<const Module>& module, const std::string& kernel);
 
+  // Modules that were launched from; they are kept.
+  std::size_t modules();
+  // Gives the variables of a module the values that they have when it is loaded.
+  void reset(const std::shared_ptr<const Module>& module);
+
   Room& room() { return *room_; }
 
   // What orders accesses of its launches to global memory.

@@ -63,6 +63,7 @@ std::string ptx_of(const void* fatbinary) {
 struct Library {
   const void* fatbinary;
   std::shared_ptr<const Module> module;  // parsed when it is first needed
+  std::string text;                      // that it was made of
 };
 
 struct LibraryKernel {
@@ -75,6 +76,8 @@ struct LibraryKernel {
 std::mutex registering;  // guards what follows
 std::map<Library*, std::unique_ptr<Library>> libraries;
 std::map<const void*, LibraryKernel> kernels;
+// Of libraries that were unloaded, by text: ops load and unload the same ones again and again.
+std::map<std::string, std::shared_ptr<const Module>> idle;
 
 struct Found {
   std::shared_ptr<const Module> module;
@@ -101,7 +104,13 @@ Found find(const void* host) {
     std::string text = ptx_of(library.fatbinary);
     const CudaDevice& device = CudaDevice::instance();
     if (device.edit) text = device.edit(text);
-    library.module = std::shared_ptr<const Module>(parse(text));
+    if (auto again = idle.extract(text); !again.empty()) {
+      library.module = std::move(again.mapped());
+      CudaDevice::instance().machine.reset(library.module);
+    } else {
+      library.module = std::shared_ptr<const Module>(parse(text));
+    }
+    library.text = std::move(text);
   }
   return {library.module, &library.module->kernel(found->second.name), found->second.dynamic_shared,
           found->second.large_clusters};
@@ -118,7 +127,7 @@ int guarded(int otherwise, const std::function<int()>& call) {
 }
 
 void* load(const void* fatbinary) {
-  auto library = std::make_unique<Library>(Library{fatbinary, nullptr});
+  auto library = std::make_unique<Library>(Library{fatbinary, nullptr, {}});
   Library* handle = library.get();
   const std::lock_guard<std::mutex> lock(registering);
   libraries[handle] = std::move(library);
@@ -128,7 +137,9 @@ void* load(const void* fatbinary) {
 void unload(void* handle) {
   const std::lock_guard<std::mutex> lock(registering);
   std::erase_if(kernels, [&](const auto& entry) { return entry.second.library == handle; });
-  libraries.erase(static_cast<Library*>(handle));
+  auto found = libraries.extract(static_cast<Library*>(handle));
+  if (found.empty() || found.mapped()->module == nullptr) return;
+  idle[std::move(found.mapped()->text)] = std::move(found.mapped()->module);
 }
 
 void add_kernel(void* handle, const void* host, const char* name) {

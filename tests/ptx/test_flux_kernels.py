@@ -55,6 +55,16 @@ def test_no_order_of_warps_changes_a_bit(ptx: PtxDevice, op: str, m: int) -> Non
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+def test_a_library_that_is_loaded_again_is_the_same_module(ptx: PtxDevice) -> None:
+    """Machines keep modules: ops that come and go must not add to them."""
+    p = Problem("gemm_rs", 64, (64,), 64, BF16)
+    results(ptx, p, 64, 2)
+    before = ptx.cuda.machine.modules
+    for _ in range(2):
+        results(ptx, p, 64, 2)
+    assert ptx.cuda.machine.modules == before
+
+
 @pytest.mark.alone
 def test_a_call_takes_seconds(ptx: PtxDevice) -> None:
     p = Problem("ag_gemm", 256, (512,), 512, BF16)
