@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "support" / "emulation")]
+SUPPORT = ROOT / "tests" / "support"
+sys.path[:0] = [str(ROOT), str(SUPPORT), str(SUPPORT / "emulation")]
 
 import emulated  # noqa: E402
 from emulator import PtxError  # noqa: E402
@@ -49,6 +52,11 @@ def call(device: PtxDevice, problem: Problem, m: int, world: int) -> None:
             inputs.check(outs[rank], rank)
 
 
+def instructions(device: PtxDevice) -> int:
+    """How many instructions threads have executed so far."""
+    return sum(found["instructions"] for found in device.cuda.counters().values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kernels", type=Path, help="directory of flux compile --emulated")
@@ -59,20 +67,30 @@ def main() -> None:
     parser.add_argument("--arch", choices=("80", "90a"), default="80")
     parser.add_argument("--seed", type=int, default=0, help="decides the order of warps")
     parser.add_argument("--seeds", type=int, default=1, help="try so many, from --seed on")
+    parser.add_argument("--time", action="store_true", help="print how fast the machine is")
     options = parser.parse_args()
     problem = Problem(options.op, options.m, (options.n,), options.k, torch.bfloat16)
 
+    took: list[float] = []
+    done = 0
     with tempfile.TemporaryDirectory() as folder:
         device = PtxDevice(emulated.build(Path(folder)), options.kernels.resolve(), options.arch)
         for seed in range(options.seed, options.seed + options.seeds):
             device.cuda.seed = 1000 * seed  # each launch takes the next number
+            before, began = instructions(device), time.process_time()
             try:
                 call(device, problem, options.m, options.world)
             except (PtxError, AssertionError, RuntimeError) as error:
                 print(f"{device.cuda.error() or error}\nrun it again with --seed {seed}")
                 sys.exit(1)
+            took.append(time.process_time() - began)
+            done = instructions(device) - before
     # The device is not closed: that would forget what python -m emulator profile asks for next.
     print(f"{options.op} {options.m} x {options.n} x {options.k}, {options.world} ranks: right")
+    if options.time:
+        seconds = statistics.median(took[1:] or took)  # the first call reads the PTX
+        speed = done / 1e6 / seconds
+        print(f"{done / 1e6:.1f} million instructions of threads, {speed:.0f} a second of a core")
 
 
 if __name__ == "__main__":
