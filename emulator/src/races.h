@@ -253,7 +253,23 @@ class Races {
 // -- for handlers -------------------------------------------------------------------------------------
 
 // Where an address lies; false for memory of a thread's own, and parameters.
-bool find_spot(Context& c, const Op& op, int lane, Space space, std::uint64_t address, Spot* spot);
+inline bool find_spot(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
+                      Spot* spot) {
+  const bool generic = space == Space::kGeneric;
+  if (space == Space::kShared || space == Space::kCluster ||
+      (generic && address >= kSharedWindow)) {
+    *spot = {c.warp->block, address & 0xFFFFFFFF};
+    if (spot->at > kOffsetMask) {
+      const Place place = shared_place(c, op, lane, space, address);
+      *spot = {place.block, place.offset};
+    }
+    return true;
+  }
+  if (space != Space::kGlobal && !generic) return false;
+  if (address >= kParamWindow) return false;
+  *spot = {nullptr, address};
+  return true;
+}
 
 // Returns whether some of it was never written.
 bool note_read(Context& c, const Op& op, int lane, Space space, std::uint64_t address,
