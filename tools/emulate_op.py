@@ -16,7 +16,6 @@ import contextlib
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -52,9 +51,10 @@ def call(device: PtxDevice, problem: Problem, m: int, world: int) -> None:
             inputs.check(outs[rank], rank)
 
 
-def instructions(device: PtxDevice) -> int:
-    """How many instructions threads have executed so far."""
-    return sum(found["instructions"] for found in device.cuda.counters().values())
+def work_of(device: PtxDevice) -> tuple[int, float]:
+    """Instructions that threads have executed so far, and seconds of the host's cores for them."""
+    found = device.cuda.counters().values()
+    return sum(f["instructions"] for f in found), sum(f["nanoseconds"] for f in found) / 1e9
 
 
 def main() -> None:
@@ -71,26 +71,24 @@ def main() -> None:
     options = parser.parse_args()
     problem = Problem(options.op, options.m, (options.n,), options.k, torch.bfloat16)
 
-    took: list[float] = []
-    done = 0
+    done: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
         device = PtxDevice(emulated.build(Path(folder)), options.kernels.resolve(), options.arch)
         for seed in range(options.seed, options.seed + options.seeds):
             device.cuda.seed = 1000 * seed  # each launch takes the next number
-            before, began = instructions(device), time.process_time()
+            before = work_of(device)
             try:
                 call(device, problem, options.m, options.world)
             except (PtxError, AssertionError, RuntimeError) as error:
                 print(f"{device.cuda.error() or error}\nrun it again with --seed {seed}")
                 sys.exit(1)
-            took.append(time.process_time() - began)
-            done = instructions(device) - before
+            done.append([now - then for now, then in zip(work_of(device), before, strict=True)])
     # The device is not closed: that would forget what python -m emulator profile asks for next.
     print(f"{options.op} {options.m} x {options.n} x {options.k}, {options.world} ranks: right")
     if options.time:
-        seconds = statistics.median(took[1:] or took)  # the first call reads the PTX
-        speed = done / 1e6 / seconds
-        print(f"{done / 1e6:.1f} million instructions of threads, {speed:.0f} a second of a core")
+        millions = statistics.median(count for count, _ in done) / 1e6
+        speed = statistics.median(count / seconds for count, seconds in done) / 1e6
+        print(f"{millions:.1f} million instructions of threads, {speed:.0f} a second of a core")
 
 
 if __name__ == "__main__":

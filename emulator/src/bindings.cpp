@@ -36,6 +36,7 @@ std::map<std::string, std::map<std::string, std::uint64_t>> counters_of(CudaDevi
   for (const CudaDevice::Record& record : device.counters()) {
     found[record.kernel]["statements"] += record.counters.statements;
     found[record.kernel]["instructions"] += record.counters.instructions;
+    found[record.kernel]["nanoseconds"] += record.nanoseconds;
   }
   return found;
 }

@@ -29,6 +29,7 @@ class CudaDevice {
     std::shared_ptr<const Module> module;
     std::string kernel;
     std::uint64_t launches = 0;
+    std::uint64_t nanoseconds = 0;  // of the host's cores
     Counters counters;
   };
 

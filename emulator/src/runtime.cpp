@@ -1,4 +1,5 @@
 #include <cstring>
+#include <ctime>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -92,6 +93,14 @@ struct Found {
                                static_cast<std::uint64_t>(threads), shared);
   }
 };
+
+// Nanoseconds for which this thread has had a core.
+std::uint64_t thread_time() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
+         static_cast<std::uint64_t>(now.tv_nsec);
+}
 
 Room& room() { return CudaDevice::instance().machine.room(); }
 
@@ -327,6 +336,7 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   request.races = races;
   request.real_time = true;  // peers are other threads, or processes
   return enqueue(stream, [this, module, kernel, request = std::move(request)] {
+    const std::uint64_t began = thread_time();
     const Counters done = machine.launch(module, kernel, request);
     const std::lock_guard<std::mutex> lock(reporting_);
     const std::size_t statements = module->kernel(kernel).statements.size();
@@ -334,6 +344,7 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
     all.module = module;
     all.kernel = kernel;
     all.launches += 1;
+    all.nanoseconds += thread_time() - began;
     all.counters += done;
   });
 }
