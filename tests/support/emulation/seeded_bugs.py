@@ -94,6 +94,7 @@ LAST_STORE = (
     r"(?s)(\{\s*\.reg \.pred p;\s*setp\.ne\.b32 p, \S+, 0;\s*@p st\.global\.v4[^}]*\};\s*\})"
 )
 BEHIND = r"((?:(?!@p st\.global\.v4).)*?st\.release\.sys[^;]*;)"
+AHEAD = 16 * (1,)  # the rank without a row has nothing to add up, and gets ahead of the other
 
 
 def _ag80(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
@@ -139,6 +140,9 @@ BUGS = {
     "entries read relaxed": _rs80(
         r"ld\.acquire\.sys", "ld.relaxed.sys", RELEASED, STORED, rows=(131, 256, 131)
     ),
+    "entries of the call before": _rs80(
+        REACHED, REACHED_BEFORE, RELEASED, rf"({SUMMED}|{STORED})", rows=AHEAD
+    ),
     "flags read relaxed": _sum80(r"ld\.acquire\.sys", "ld.relaxed.sys", RELEASED, SUMMED),
     "flags read at the GPU's scope": _sum80(r"ld\.acquire\.sys", "ld.acquire.gpu", SCOPE, FLAG),
     "flags of the call before": _sum80(
@@ -152,12 +156,7 @@ BUGS = {
     # -- captured calls
     "the number without a barrier": _meet("80", r"bar\.sync\s+0;", "", BARRIER, r"ld\.shared"),
     "entries raised relaxed": _meet(
-        "90a",
-        r"st\.release\.sys",
-        "st.relaxed.sys",
-        RELEASED,
-        r"st\.(release|global)",
-        rows=(131, 131),
+        "90a", r"st\.release\.sys", "st.relaxed.sys", RELEASED, r"st\.release", rows=(131,)
     ),
     # -- sm_90a: AllGather + GEMM
     "no proxy fence behind the acquire": _ag90(
@@ -298,6 +297,9 @@ BUGS = {
     # -- sm_90a: GEMM + ReduceScatter
     "entries of bulk stores relaxed": _rs90(
         r"ld\.acquire\.sys", "ld.relaxed.sys", RELEASED, TMA_STORE, rows=(131, 131)
+    ),
+    "bulk stores on entries of the call before": _rs90(
+        REACHED, REACHED_BEFORE, f"({RELEASED}|{BULK})", rf"({SUMMED}|{TMA_STORE})", rows=AHEAD
     ),
     "a lane passes by a matrix": _rs90(
         r"stmatrix\.sync[^;]*;",
