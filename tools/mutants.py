@@ -201,7 +201,8 @@ class Tree:
             ):
                 self.build_kernels()
                 result = replace(result, build_s=time.monotonic() - begin)
-            if any(re.match(r"csrc/(?!cuda/)", name) for name in mutant.touched):
+            # The host's side includes the headers of csrc/cuda that no nvcc is needed for.
+            if any(re.match(r"csrc/(?!cuda/.*\.cuh?$)", name) for name in mutant.touched):
                 self.build()
                 result = replace(result, build_s=time.monotonic() - begin)
             result = self.test(mutant.tests, result)
