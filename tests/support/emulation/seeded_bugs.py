@@ -298,9 +298,6 @@ BUGS = {
     "entries of bulk stores relaxed": _rs90(
         r"ld\.acquire\.sys", "ld.relaxed.sys", RELEASED, TMA_STORE, rows=(131, 131)
     ),
-    "bulk stores on entries of the call before": _rs90(
-        REACHED, REACHED_BEFORE, f"({RELEASED}|{BULK})", rf"({SUMMED}|{TMA_STORE})", rows=AHEAD
-    ),
     "a lane passes by a matrix": _rs90(
         r"stmatrix\.sync[^;]*;",
         r"@%p7 bra passed; \g<0> passed:",
