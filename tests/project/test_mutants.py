@@ -93,3 +93,22 @@ def test_every_seeded_fault_applies() -> None:
             ["git", "apply", "--check", patch], cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_kernels_are_built_before_the_time_of_a_test_runs(checkout: Path) -> None:
+    files = {
+        "csrc/cuda/rows.cuh": "int rows = 1;\n",
+        "tools/compile_kernels.py": "import shutil\nshutil.copy('csrc/cuda/rows.cuh', 'built')\n",
+        "tests/gpu/test_rows.py": "def test_rows():\n    assert '1' in open('built').read()\n",
+        "tests/mutants/rows.patch": "what: rows\nhurts: rows\ntests: tests/gpu/test_rows.py\n\n"
+        "diff --git a/csrc/cuda/rows.cuh b/csrc/cuda/rows.cuh\n"
+        "--- a/csrc/cuda/rows.cuh\n+++ b/csrc/cuda/rows.cuh\n"
+        "@@ -1 +1 @@\n-int rows = 1;\n+int rows = 2;\n",
+    }
+    for name, text in files.items():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(text)
+    report = checkout / "report.json"
+    assert mutants.main(["--root", str(checkout), "--json", str(report), "rows"]) == 0
+    (caught,) = json.loads(report.read_text())
+    assert caught["test"] == "tests/gpu/test_rows.py::test_rows" and caught["build_s"] > 0

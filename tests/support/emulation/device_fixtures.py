@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 from emulated import ROOT, EmulatedDevice, build, emulated_device
 from flux.kernels import driver
 from flux.kernels.build import MissingToolError, find_tools
+from flux.kernels.config import GemmConfig
 from flux.kernels.sets import config_set
 from side_by_side import built_once
 
@@ -23,12 +24,12 @@ def emulator(pytestconfig: pytest.Config) -> Path:
     return built_once(pytestconfig, "emulator", build)
 
 
-def _build_ptx_kernels(_: Path) -> Path:
-    """The minimal set, in the checkout: it is built again when its sources change."""
-    root = ROOT / "build" / "emulated-kernels"
+def _build_kernels(folder: str, configs: Sequence[GemmConfig]) -> Path:
+    """Kernels for the PTX machine, in the checkout: they are built again when sources change."""
+    root = ROOT / "build" / folder
     root.mkdir(parents=True, exist_ok=True)
     tools = find_tools(emulated=True)
-    units = driver.plan(config_set("minimal", ARCHS), root, tools).units
+    units = driver.plan(configs, root, tools).units
     for outcome in driver.build_all(
         units, root, tools, driver.job_limit(len(units)), driver.Observer()
     ):
@@ -37,14 +38,35 @@ def _build_ptx_kernels(_: Path) -> Path:
     return root
 
 
-@pytest.fixture(scope="session")
-def ptx_kernels(pytestconfig: pytest.Config) -> Path:
-    """Kernel libraries for the PTX machine; skips the test where nvcc or CUTLASS is missing."""
+def _build_ptx_kernels(_: Path) -> Path:
+    return _build_kernels("emulated-kernels", config_set("minimal", ARCHS))
+
+
+def _build_in_flight_kernels(_: Path) -> Path:
+    configs = [c for c in config_set("default", ["90a"]) if c.reduce == "in_flight"]
+    return _build_kernels("emulated-in-flight", configs)
+
+
+def _built_or_skipped(
+    config: pytest.Config, name: str, build_kernels: Callable[[Path], Path]
+) -> Path:
     try:
         find_tools(emulated=True)
     except MissingToolError as error:
         pytest.skip(str(error))
-    return built_once(pytestconfig, "ptx-kernels", _build_ptx_kernels)
+    return built_once(config, name, build_kernels)
+
+
+@pytest.fixture(scope="session")
+def ptx_kernels(pytestconfig: pytest.Config) -> Path:
+    """The minimal set for the PTX machine; skips the test where nvcc or CUTLASS is missing."""
+    return _built_or_skipped(pytestconfig, "ptx-kernels", _build_ptx_kernels)
+
+
+@pytest.fixture(scope="session")
+def in_flight_kernels(pytestconfig: pytest.Config) -> Path:
+    """The kernels that add up in flight, likewise."""
+    return _built_or_skipped(pytestconfig, "in-flight-kernels", _build_in_flight_kernels)
 
 
 @contextmanager
