@@ -340,6 +340,7 @@ class Execution {
     std::erase_if(warp.groups, [](const Group& group) { return group.mask == 0; });
     if (!warp.groups.empty()) return;
     --warp.block->running;
+    races_.leave(warp);
     if (warp.block->warpgroups != nullptr) leave_warpgroup(context_, warp);
     if (warp.block->running != 0) return;
     --warp.block->cluster->running;

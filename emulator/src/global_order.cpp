@@ -20,16 +20,17 @@ std::shared_ptr<LaunchOrder> GlobalOrder::begin(const Program& program) {
   auto launch = std::make_shared<LaunchOrder>();
   launch->program = &program;
   launch->number = ++launches_;
-  known_.push_back(launch);
+  launched_.push_back(launch);
   ++running_;
   forget_values();
   return launch;
 }
 
 // Whatever starts later comes behind all that has ended: when nothing runs, nothing is left to know.
-void GlobalOrder::end(LaunchOrder& launch) {
+void GlobalOrder::end(LaunchOrder& launch, const ViewPtr& known) {
   const std::lock_guard<std::mutex> lock(starting_);
   launch.ended = ++ended_;
+  known_to_ended_ = join(known_to_ended_, known);
   if (--running_ > 0) return;
   for (Shard& shard : shards_) {
     const std::lock_guard<std::mutex> using_it(shard.using_it);
@@ -37,7 +38,8 @@ void GlobalOrder::end(LaunchOrder& launch) {
   }
   for (std::uint32_t i = 0; i < next_chunk_; ++i) chunks_[i] = nullptr;
   next_chunk_ = 1;
-  known_.clear();
+  launched_.clear();
+  known_to_ended_ = nullptr;
 }
 
 Agent GlobalOrder::new_agent(LaunchOrder& launch, const AgentInfo& info) {
@@ -143,15 +145,16 @@ void GlobalOrder::wrote(std::uint64_t begin, std::uint64_t end, bool words, bool
   }
 }
 
-ViewPtr GlobalOrder::outside() const {
+ViewPtr GlobalOrder::outside() {
+  const std::lock_guard<std::mutex> lock(starting_);
   auto view = std::make_shared<View>();
   const std::uint32_t clock = outside_;
   view->known = {{kOutside, clock, clock, 0}};
   view->ended = ended_;
-  return view;
+  return join(view, known_to_ended_);
 }
 
-ViewPtr GlobalOrder::at_start() const {
+ViewPtr GlobalOrder::at_start() {
   auto view = std::make_shared<View>(*outside());
   view->fenced.fill(view->known);
   return view;

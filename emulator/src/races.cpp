@@ -46,7 +46,7 @@ Races::Races(GlobalOrder& global, const Program& program, const Launch& launch)
       order_(global.begin(program)),
       start_(global.at_start()) {}
 
-Races::~Races() { global_.end(*order_); }
+Races::~Races() { global_.end(*order_, end_); }
 
 void Races::start(Cluster& cluster, Block& block) {
   if (cluster.order == nullptr) {
@@ -70,6 +70,11 @@ Agent Races::new_agent(const Warp& warp, AgentInfo::Kind kind) {
 Agent Races::new_agent(const Block& block) {
   const Position& position = block.warps[0].order->position;
   return global_.new_agent(*order_, {AgentInfo::Kind::kMbarrier, position, block.index, 0});
+}
+
+void Races::leave(const Warp& warp) {
+  end_ = join(end_, warp.order->common);
+  each(warp.order->has_extra, [&](int l) { end_ = join(end_, warp.order->extra[l]); });
 }
 
 bool Races::note(Context& c, const Op& op, int lane, const Request& request) {

@@ -14,7 +14,7 @@
 //    the end of a matrix are multiplied by mma.sync, and their products are not stored
 //
 // Global memory is shared by the launches of a machine that run at the same time. A launch starts behind
-// all that have ended. What the host, copies and other processes write is "outside": a strong load of a
+// all that have ended, and behind what these have acquired. What the host, copies and other processes write is "outside": a strong load of a
 // value that no kernel of this machine stored is ordered behind all that has ended and was told of.
 #pragma once
 
@@ -100,7 +100,8 @@ class GlobalOrder {
   Shard& shard(std::uint64_t page) { return shards_[page % kShards]; }
 
   std::shared_ptr<LaunchOrder> begin(const Program& program);
-  void end(LaunchOrder& launch);
+  // `known`: to its threads when they exited. Whatever starts later knows it too.
+  void end(LaunchOrder& launch, const ViewPtr& known);
   Agent new_agent(LaunchOrder& launch, const AgentInfo& info);
   const AgentChunk* chunk_of(Agent agent) const;
   const AgentInfo& info(Agent agent) const {
@@ -126,9 +127,9 @@ class GlobalOrder {
   std::uint64_t settled() const { return settled_; }
 
   // What an outside value orders, as of now.
-  ViewPtr outside() const;
+  ViewPtr outside();
   // What a launch that starts now knows.
-  ViewPtr at_start() const;
+  ViewPtr at_start();
 
  private:
   static constexpr std::uint64_t kShards = 64;
@@ -152,9 +153,10 @@ class GlobalOrder {
   std::atomic<std::uint32_t> running_{0};
   std::uint32_t launches_ = 0;
   std::atomic<std::uint64_t> ended_{0};
+  ViewPtr known_to_ended_;
   std::atomic<std::uint32_t> outside_{1};
   std::atomic<std::uint64_t> values_{0}, settled_{0};
-  std::vector<std::shared_ptr<LaunchOrder>> known_;
+  std::vector<std::shared_ptr<LaunchOrder>> launched_;
 };
 
 struct MbarrierOrder {
@@ -199,6 +201,8 @@ class Races {
   Races& operator=(const Races&) = delete;
 
   void start(Cluster& cluster, Block& block);
+  // All threads of a warp have exited.
+  void leave(const Warp& warp);
 
   struct Request {
     Spot spot;
@@ -246,7 +250,7 @@ class Races {
   const Program& program_;
   const Launch& launch_;
   std::shared_ptr<LaunchOrder> order_;
-  ViewPtr start_;
+  ViewPtr start_, end_;  // known to all threads when they start; to those that have exited
   std::uint32_t clusters_ = 0, blocks_ = 0;
 };
 

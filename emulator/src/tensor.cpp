@@ -112,6 +112,17 @@ Place place_of(Context& c, const Op& op, Space space, std::uint64_t address, int
   return shared_range(c, op, lane, space, address, needed, kAlign);
 }
 
+// CUDA programming guide, tensor memory access: what a store has outside of the tensor is left out, but
+// its first element must not lie before the tensor in any dimension.
+void check_corner(const Context& c, const Op& op, int lane, const Box& box) {
+  for (std::size_t i = 0; i < box.map.rank; ++i) {
+    if (box.first[i] >= 0) continue;
+    c.fail(op, lane,
+           "a store begins at the negative coordinate " + std::to_string(box.first[i]) +
+               " of dimension " + std::to_string(i));
+  }
+}
+
 // The two sides of a copy, as accesses.
 void note_tensor(Context& c, const Op& op, int lane, const Box& box, Use use,
                  const Completion& done) {
@@ -180,6 +191,7 @@ Outcome store_box(Context& c, const Op& op, Mask mask) {
     const Box box = box_of(c, op, 0, mask, l);
     const Place from =
         place_of(c, op, Space::kShared, address_of(op, behind, source, l), l, box.map);
+    check_corner(c, op, l, box);
     Reducer reduce = nullptr;
     if (op.flag) {
       reduce = reducer_of(box.map, static_cast<Action>(op.position));

@@ -165,7 +165,8 @@ def test_the_result_of_a_bulk_store_needs_the_whole_wait() -> None:
     check(body.replace("wait_group.read", "wait_group"), None)
 
 
-# Block 0 stores 1 to two words, one behind the other; block 1 awaits the second one and keeps the first.
+# Block 0 stores 1 to two words, one behind the other; block 1 awaits the second one and keeps the
+# first.
 TWO_WORDS = """
     ld.param.u64 %rd1, [p0];
     mov.u32 %r1, %ctaid.x;

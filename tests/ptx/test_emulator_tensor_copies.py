@@ -115,7 +115,11 @@ def test_boxes_are_stored(
 ) -> None:
     """A box that was loaded is stored elsewhere in another tensor; nothing else changes there."""
     source, target = filled(shape, torch.float32), -filled(shape, torch.float32) - 1
-    expected, corner = target.clone(), tuple(-1 if i == 0 else 0 for i in range(len(shape)))
+    # Beyond the end of the outermost dimension.
+    expected, corner = (
+        target.clone(),
+        tuple(shape[0] - 1 if i == 0 else 0 for i in range(len(shape))),
+    )
     loaded = boxed(source, box, coordinates)
     for index in itertools.product(*(range(size) for size in box)):
         place = tuple(c + i for c, i in zip(corner, index, strict=True))
@@ -130,6 +134,23 @@ def test_boxes_are_stored(
     maps = [(t, {"box": box}) for t in (source, target)]
     launch(body, *maps, torch.zeros(BYTES // 4), seed=seed)
     assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("corner", [(-1, 0), (0, -1)])
+@pytest.mark.parametrize("how", ["cp.async", "cp.reduce.async"])
+def test_a_store_has_no_negative_corner(corner: tuple[int, int], how: str) -> None:
+    """Loads may have one: what lies outside is zero."""
+    add = "" if how == "cp.async" else ".add"
+    tensor, box = filled((8, 8), torch.float32), (4, 4)
+    body = f"""
+        {load(box, 4, corner)}
+        {how}.bulk.tensor.2d.global.shared::cta{add}.tile.bulk_group
+            [%rd11, {at(corner[::-1])}], [%r1+1024];
+        {DONE}
+    """
+    maps = [(t, {"box": box}) for t in (tensor, tensor.clone())]
+    with pytest.raises(PtxError, match="a store begins at the negative coordinate -1 of dimension"):
+        launch(body, *maps, torch.zeros(BYTES // 4))
 
 
 def swizzled(packed: torch.Tensor, span: int) -> torch.Tensor:

@@ -58,11 +58,7 @@ def call(
 
 
 def replay(device: PtxDevice, op: str, rows: Sequence[int], world: int = 2) -> None:
-    """Capture the calls of all ranks, and replay them several times.
-
-    A replay starts when the one before has ended: of what a kernel has acquired, the machine does
-    not know that the next kernel of its stream comes behind it.
-    """
+    """Capture the calls of all ranks, and replay them several times without a wait between."""
     p = problem_of(op)
     everything = [Inputs(p, m, world, seed=m) for m in rows]
     with VirtualWorld(world, device) as ranks:
@@ -78,7 +74,7 @@ def replay(device: PtxDevice, op: str, rows: Sequence[int], world: int = 2) -> N
             outs = ranks.run(calls)
         for _ in range(REPLAYS):
             graph.replay()
-            device.finish()
+        device.finish()
         for r, of_rank in enumerate(outs):
             for inputs, out in zip(everything, of_rank, strict=True):
                 inputs.check([out], r)

@@ -314,6 +314,13 @@ BUGS = {
         r"bar\.warp\.sync -1;", "", BULK, SUMMED, rows=(131,)
     ),
     "flags of bulk stores relaxed": _rs90(r"st\.release\.sys", "st.relaxed.sys", BULK, SUMMED),
+    "a box before the slot": _rs90(
+        r"(cp\.async\.bulk\.tensor\.2d\.global\.shared::cta\S* \[%rd\d+, \{%r\d+, )(%r\d+)\}",
+        ".reg .b32 before; sub.s32 before, \\2, 200;\n\\1before}",
+        "a store begins at the negative coordinate -[0-9]+ of dimension 1",
+        TMA_STORE,
+        rows=(131,),
+    ),
     # -- sm_90a: the same, added up in flight
     "no proxy fence behind the zeros": _rs90(
         r"fence\.proxy\.async\.global;",
