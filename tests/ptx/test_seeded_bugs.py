@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from emulated import SwitchedWorld
 from flux import Knobs
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS, stress_only
@@ -39,12 +40,13 @@ def built(ranks: VirtualWorld, device: PtxDevice, op: str, reduce: str = "local"
 
 
 def call(
-    device: PtxDevice, op: str, rows: Sequence[int], reduce: str = "local", world: int = 2
+    device: PtxDevice, op: str, rows: Sequence[int], reduce: str = "local", switch: bool = False
 ) -> None:
     """Call an op on all ranks, once for each number of rows, one behind the other."""
+    world = 2
     everything = [Inputs(problem_of(op), m, world, seed=m) for m in rows]
     path = "fused" if reduce == "local" else "unfused"  # which may err by more
-    with VirtualWorld(world, device) as ranks:
+    with (SwitchedWorld if switch else VirtualWorld)(world, device) as ranks:
         ops = built(ranks, device, op, reduce)
         for _ in range(2):  # the first one reads the PTX: copies may be done before kernels start
             outs = call_on_and_on(ranks, ops, everything)
@@ -89,7 +91,7 @@ def make_calls(device: PtxDevice, bug: Bug) -> None:
         if bug.captured:
             replay(device, bug.op, bug.rows)
         else:
-            call(device, bug.op, bug.rows, bug.reduce)
+            call(device, bug.op, bug.rows, bug.reduce, bug.switch)
 
 
 def make_calls_without_bug(device: PtxDevice) -> None:
@@ -98,6 +100,8 @@ def make_calls_without_bug(device: PtxDevice) -> None:
             device.cuda.seed = 1000 * seed
             for rows in ((131,), (256,)):
                 call(device, op, rows)
+            if op == "gemm_rs" and device.capability >= (9, 0):
+                call(device, op, (131,), "in_flight", switch=True)
             if seed % 8 == 0:
                 call(device, op, (131, 256, 131))
                 replay(device, op, (131,))
@@ -157,7 +161,8 @@ QUICK = {
 )
 def test_a_bug_is_found(request: pytest.FixtureRequest, emulator: Path, name: str) -> None:
     bug = BUGS[name]
-    fixture = "ptx_kernels" if bug.reduce == "local" else "in_flight_kernels"
+    minimal = bug.reduce == "local" or bug.switch
+    fixture = "ptx_kernels" if minimal else "in_flight_kernels"
     kernels = request.getfixturevalue(fixture)
     assert_reports(bug, error_of(emulator, kernels, bug.arch, bug))
 

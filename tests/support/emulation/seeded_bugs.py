@@ -25,6 +25,7 @@ class Bug:
         rows: of the calls that each rank makes, one behind the other.
         captured: whether the calls are replays of a graph.
         reduce: the knob of the op.
+        switch: whether ranks are behind an NVLink switch.
     """
 
     arch: str
@@ -38,6 +39,7 @@ class Bug:
     rows: tuple[int, ...] = (256,)
     captured: bool = False
     reduce: str = "local"
+    switch: bool = False
 
     def edit(self, text: str) -> str:
         """Return the text with the bug, where it has the kernel."""
@@ -320,6 +322,18 @@ BUGS = {
         "a store begins at the negative coordinate -[0-9]+ of dimension 1",
         TMA_STORE,
         rows=(131,),
+    ),
+    # -- sm_90a: the same, added up by the switch
+    "no alias fence before the sums": Bug(
+        "90a",
+        "gemm_rs",
+        REDUCE,
+        r"fence\.proxy\.alias;",
+        "",
+        "missing is a fence.proxy.alias between them",
+        r"multimem\.ld_reduce",
+        reduce="in_flight",
+        switch=True,
     ),
     # -- sm_90a: the same, added up in flight
     "no proxy fence behind the zeros": _rs90(
