@@ -16,6 +16,8 @@ namespace {
 
 // Statements that a group executes before it is the turn of others.
 constexpr int kTurn = 256;
+// With a seed: one in so many turns begins a stall of the warp, of at most so many rounds.
+constexpr int kStallEvery = 64, kLongestStall = 50;
 constexpr std::chrono::microseconds kNap{20};
 
 // Returns how many blocks a cluster has, as the launch or the kernel says, or one. Throws PtxError.
@@ -191,15 +193,34 @@ class Execution {
       if (!warp.groups.empty()) warps.push_back(&warp);
     });
     if (launch_.seed != 0) std::shuffle(warps.begin(), warps.end(), random_);
+    bool stalled = false;
     for (Warp* warp : warps) {
+      if (launch_.seed != 0 && stalls(*warp)) {
+        stalled = true;
+        continue;
+      }
       context_.slept = false;
       const bool got_on = turn(*warp);
       moved |= got_on;
       awake |= got_on && !context_.slept;
     }
     tenant_.progress = acted_;
+    if (!moved && stalled) {  // all that could go on was held back
+      for (Warp* warp : warps) warp->stalled = 0;
+      return true;
+    }
     if (moved && !awake) std::this_thread::sleep_for(kNap);
     return moved;
+  }
+
+  // Whether a warp gets no turn: now and then one is held back for long.
+  bool stalls(Warp& warp) {
+    if (warp.stalled > 0) {
+      --warp.stalled;
+      return true;
+    }
+    if (random_() % kStallEvery == 0) warp.stalled = static_cast<int>(random_() % kLongestStall);
+    return warp.stalled > 0;
   }
 
   bool turn(Warp& warp) {

@@ -218,6 +218,7 @@ struct Warp {
   std::array<std::uint64_t, kLanes> bulk_groups{};                // of bulk copies, committed
   Mask at_cluster_barrier = 0;      // lanes that have arrived and not waited
   Mask cluster_barrier_phase = 0;   // parity of the phase that they arrived in
+  int stalled = 0;                  // rounds for which it gets no turn
   int refused_waits = 0;            // mbarrier.try_wait that returned false, since one was true
   std::uint64_t max_registers = 0;  // of a thread: setmaxnreg
   std::shared_ptr<WarpMatrices> matrices;  // if it has executed wgmma

@@ -203,8 +203,8 @@ def pairs_read(**parts: str) -> set[tuple[int, int]]:
 
 def test_a_strong_load_may_return_an_older_value() -> None:
     """But none older than what the same thread has loaded before: coherence."""
-    relaxed = {"store": "st.relaxed.gpu", "load": "ld.relaxed.gpu"}
-    assert pairs_read(**relaxed) == {(0, 0), (0, 1), (1, 1)}
+    found = pairs_read(store="st.relaxed.gpu", load="ld.relaxed.gpu")
+    assert {(0, 1), (1, 1)} <= found <= {(0, 0), (0, 1), (1, 1)}
 
 
 @pytest.mark.parametrize(

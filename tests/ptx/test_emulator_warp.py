@@ -398,3 +398,42 @@ def test_an_aligned_instruction_in_part_of_a_warp_is_an_error() -> None:
     """
     with pytest.raises(PtxError, match=r"ldmatrix"):
         lanes(body)
+
+
+# Two warps count, and look how far the other one is; %r7 is the largest lead.
+RACE = """
+    .shared .align 4 .b8 words[8];
+    shr.u32 %r1, %r0, 5;
+    mov.u32 %r2, words;
+    shl.b32 %r3, %r1, 2;
+    add.u32 %r3, %r2, %r3;
+    xor.b32 %r4, %r3, 4;
+    mov.u32 %r5, 0;
+    mov.u32 %r7, 0;
+    st.relaxed.cta.shared.u32 [%r3], %r5;
+    bar.sync 0;
+COUNT:
+    add.u32 %r5, %r5, 1;
+    st.relaxed.cta.shared.u32 [%r3], %r5;
+    ld.relaxed.cta.shared.u32 %r6, [%r4];
+    sub.s32 %r6, %r5, %r6;
+    max.s32 %r7, %r7, %r6;
+    setp.lt.u32 %p1, %r5, 2000;
+    @%p1 bra COUNT;
+    ld.param.u64 %rd1, [p0];
+    atom.global.max.s32 %r8, [%rd1], %r7;
+"""
+
+
+def lead(seed: int) -> int:
+    """Return by how many rounds of the loop one warp was ahead of the other."""
+    found = torch.zeros(1, dtype=torch.int32)
+    run(kernel(RACE, 1), [found], seed=seed, block=64)
+    return int(found)
+
+
+def test_seeds_hold_warps_back() -> None:
+    """A warp gets some 37 rounds in a turn; one that is held back misses many turns."""
+    assert lead(0) < 100
+    assert max(lead(seed) for seed in range(1, 30)) > 500
+    assert lead(7) == lead(7)
