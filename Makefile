@@ -26,7 +26,7 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
 CXX_FILES = $(shell find csrc emulator tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 # Directories too: their times change when a file is added or removed.
 NATIVE_INPUTS := $(shell find csrc -not -name '.*') CMakeLists.txt setup.py pyproject.toml
-EMULATOR_INPUTS := $(shell find emulator/src) emulator/CMakeLists.txt csrc/cuda/runtime/emulated_cuda.h
+EMULATOR_INPUTS := $(shell find emulator/src emulator/gpu -name '*.cpp' -o -name '*.h') emulator/CMakeLists.txt csrc/cuda/runtime/emulated_cuda.h
 # ThreadSanitizer of older compilers cannot place its shadow memory where the kernel randomises a lot.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
@@ -122,7 +122,7 @@ emulated-kernels: $(VENV)/cuda-installed ## build kernels that the PTX machine e
 	$(BIN)/python tools/compile_kernels.py --set minimal --arch 80,90a --emulated --out build/emulated-kernels
 
 clean: ## remove everything that was built; keeps .venv
-	rm -rf build dist *.egg-info flux/_C*.so emulator/_machine*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist *.egg-info flux/_C*.so emulator/_machine*.so emulator/gpu/*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv

@@ -168,6 +168,7 @@ class Engine:
         dtype: int,
         signals: int,
         processes: Processes | None = None,
+        memory: object = None,
     ) -> None: ...
     def begin(
         self,

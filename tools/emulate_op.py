@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -24,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
 sys.path[:0] = [str(ROOT), str(SUPPORT), str(SUPPORT / "emulation")]
 
-import emulated  # noqa: E402
 from emulator import PtxError  # noqa: E402
 from flux.transport.virtual import VirtualWorld  # noqa: E402
 from ptx_device import PtxDevice  # noqa: E402
@@ -72,17 +70,16 @@ def main() -> None:
     problem = Problem(options.op, options.m, (options.n,), options.k, torch.bfloat16)
 
     done: list[list[float]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        device = PtxDevice(emulated.build(Path(folder)), options.kernels.resolve(), options.arch)
-        for seed in range(options.seed, options.seed + options.seeds):
-            device.cuda.seed = 1000 * seed  # each launch takes the next number
-            before = work_of(device)
-            try:
-                call(device, problem, options.m, options.world)
-            except (PtxError, AssertionError, RuntimeError) as error:
-                print(f"{device.cuda.error() or error}\nrun it again with --seed {seed}")
-                sys.exit(1)
-            done.append([now - then for now, then in zip(work_of(device), before, strict=True)])
+    device = PtxDevice(options.kernels.resolve(), options.arch)
+    for seed in range(options.seed, options.seed + options.seeds):
+        device.cuda.seed = 1000 * seed  # each launch takes the next number
+        before = work_of(device)
+        try:
+            call(device, problem, options.m, options.world)
+        except (PtxError, AssertionError, RuntimeError) as error:
+            print(f"{device.cuda.error() or error}\nrun it again with --seed {seed}")
+            sys.exit(1)
+        done.append([now - then for now, then in zip(work_of(device), before, strict=True)])
     # The device is not closed: that would forget what python -m emulator profile asks for next.
     print(f"{options.op} {options.m} x {options.n} x {options.k}, {options.world} ranks: right")
     if options.time:

@@ -99,7 +99,10 @@ class Tree:
         names = subprocess.run(listing, cwd=root, check=True, capture_output=True, text=True).stdout
         present = [name for name in names.split("\0") if name and (root / name).is_file()]
         self.extension = [path.name for path in (root / "flux").glob("_C*.so")]
-        machine = [f"emulator/{path.name}" for path in (root / "emulator").glob("_machine*.so")]
+        machine = [
+            f"emulator/{p.relative_to(root / 'emulator')}"
+            for p in (root / "emulator").rglob("*.so")
+        ]
         kept = {*present, *(f"flux/{name}" for name in self.extension), *machine}
         for path in [path for path in self.path.rglob("*") if path.is_file()]:
             name = path.relative_to(self.path).as_posix()

@@ -41,11 +41,22 @@ bool wait_interruptibly(Engine& engine, double timeout_s, double spin_s, Wait&& 
   }
 }
 
+// Keeps an object of Python alive for native code, which may let go of it without the GIL. Python's
+// garbage collector does not see this reference, so it frees the object behind its last native user.
+std::shared_ptr<void> keep(py::object object) {
+  if (object.is_none()) return nullptr;
+  return {object.release().ptr(), [](void* held) {
+            const py::gil_scoped_acquire gil;
+            Py_DECREF(static_cast<PyObject*>(held));
+          }};
+}
+
 std::unique_ptr<Engine> make_engine(int rank, const std::vector<std::uintptr_t>& pads,
                                     const std::vector<std::uintptr_t>& data,
                                     std::vector<bool> remote, std::size_t row_bytes,
                                     std::size_t slot_bytes, std::size_t result_offset, int dtype,
-                                    int signals, std::shared_ptr<Processes> processes) {
+                                    int signals, std::shared_ptr<Processes> processes,
+                                    py::object memory) {
   Symmetric symmetric;
   for (const auto p : pads) symmetric.pads.push_back(pointer<SignalPad>(p));
   for (const auto p : data) symmetric.data.push_back(pointer<char>(p));
@@ -56,6 +67,7 @@ std::unique_ptr<Engine> make_engine(int rank, const std::vector<std::uintptr_t>&
   symmetric.dtype = static_cast<DType>(dtype);
   symmetric.signals = signals;
   symmetric.processes = std::move(processes);
+  symmetric.memory = keep(std::move(memory));
   return std::make_unique<Engine>(rank, std::move(symmetric));
 }
 
@@ -93,7 +105,8 @@ void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("rank"), py::arg("pads"), py::arg("data"),
            py::arg("remote"), py::arg("row_bytes"), py::arg("slot_bytes"), py::arg("result_offset"),
-           py::arg("dtype"), py::arg("signals"), py::arg("processes") = nullptr)
+           py::arg("dtype"), py::arg("signals"), py::arg("processes") = nullptr,
+           py::arg("memory") = py::none())
       .def("begin", &begin, py::arg("schedule"), py::arg("digest"), py::arg("threaded"),
            py::arg("timeout_s"), py::arg("x") = 0, py::arg("x_stride") = 0, py::arg("partial") = 0,
            py::arg("out") = 0, py::arg("bias") = 0, py::arg("scale") = 1.0)

@@ -34,6 +34,7 @@ Engine::~Engine() {
 
 void Engine::close(PadState state, int culprit) {
   if (getpid() != pid_) return;  // a forked child must not close its parent's op
+  std::shared_ptr<void> memory;  // released last, without the lock
   // A second caller waits for the first one. Otherwise it could free memory that the worker still
   // uses.
   const std::lock_guard<std::mutex> lock(closing_);
@@ -46,6 +47,7 @@ void Engine::close(PadState state, int culprit) {
   notify(*local_);
   if (worker_.joinable()) worker_.join();
   if (symmetric_.processes != nullptr) symmetric_.processes->close();
+  memory.swap(symmetric_.memory);
 }
 
 Failure Engine::fate(int peer) {

@@ -40,6 +40,7 @@ struct Symmetric {
   DType dtype = DType::kF32;
   int signals = 0;                       // in each pad
   std::shared_ptr<Processes> processes;  // of ranks that share memory; null: not watched
+  std::shared_ptr<void> memory;          // keeps pads and data mapped until the engine is closed
 };
 
 // Memory of one call that is private to this rank. Rows are dense, except those of x.
@@ -129,8 +130,8 @@ class Engine {
   void peer_refused(int peer, std::uint32_t epoch, const std::string& why);
   void peer_left(int peer, PadState state, int culprit);
 
-  // Writes `state` to the own pad, stops the worker and stops watching the peers' processes.
-  // Idempotent. Memory may be unmapped afterwards.
+  // Writes `state` to the own pad, stops the worker, stops watching the peers' processes and lets go
+  // of Symmetric::memory. Idempotent.
   void close(PadState state, int culprit);
   // Makes the current call, and any later one, fail: waits return in all threads. May be called from
   // any thread, and from a signal handler of the calling thread.

@@ -43,9 +43,8 @@ class Watch:
             dtype=0,
             signals=0,
             processes=memory.processes,
+            memory=memory.segments,
         )
-        # Set after the engine, because attributes are destroyed in this order and the engine writes
-        # to its pad when it is destroyed.
         self._memory: shm.SymmetricMemory | None = memory
         self._next_look = 0.0
         self._dead: int | None = None

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import flux
 from flux import _C, AGGemm, GemmAR, GemmRS, Knobs
 from flux.transport import exchange
+from flux.transport.watch import Watch
 from harness import held, nothing_left_in_shared_memory, resident_bytes, run_ranks, settled
 from reference import Inputs, Problem
 from scripts import programs
@@ -480,6 +481,31 @@ def in_a_cycle(rank: int, world: int) -> None:
 
 def test_garbage_collected_op_is_closed() -> None:
     run_ranks(2, in_a_cycle)
+
+
+def engine_outlives_references(rank: int, world: int) -> None:
+    """The collector clears the objects of a cycle in any order, so also the memory first."""
+    op = AGGemm(max_m=8, n=world, k=8, tuning=THREADED)
+    exchanged = exchange.Exchange(exchange.resolve_group(None), "watch", 10.0)
+    watch = Watch(exchanged, [True] * world)
+    dist.barrier()
+    for owner, end in (
+        (op._backend, lambda: op._backend.engine.close()),
+        (watch, lambda: watch._engine.close()),
+    ):
+        memory = owner._memory
+        assert memory is not None
+        segment = weakref.ref(memory.segments[rank])
+        del memory
+        owner._memory = None
+        gc.collect()
+        assert segment() is not None  # the engine writes to it when it is closed or destroyed
+        end()
+        assert segment() is None
+
+
+def test_memory_is_mapped_until_the_engine_is_closed() -> None:
+    run_ranks(2, engine_outlives_references)
 
 
 NEVER_CLOSED = """

@@ -1,4 +1,4 @@
-"""The CUDA backend with all ranks on one device: an emulated one here (emulated_gpu.cpp), whose
+"""The CUDA backend with all ranks on one device: an emulated one here (emulator/gpu), whose
 streams are threads, with the same schedules, copies, signals, epochs and flags as on a GPU."""
 
 from __future__ import annotations

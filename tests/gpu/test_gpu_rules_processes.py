@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from emulated import DriverCall, EmulatedDevice
+from emulated import EmulatedDevice
 from emulated_cases import BF16
 from emulated_processes import emulate, run
+from emulator.gpu import DriverCall
 from flux import Knobs
 from flux.transport import symm_mem
 from flux.transport.exchange import Exchange

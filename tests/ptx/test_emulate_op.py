@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import emulated
 from emulator import cuda_device
 from emulator.cli.app import app
 
@@ -19,9 +18,8 @@ SHAPE = ["--m", "130", "--n", "64", "--k", "64"]
 
 
 @pytest.fixture
-def built(emulator: Path, ptx_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The kernels; the emulated driver is the one that all tests use."""
-    monkeypatch.setattr(emulated, "build", lambda folder: emulator)
+def built(ptx_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernels."""
     monkeypatch.setattr("sys.path", [*sys.path])  # the script adds to it
     return ptx_kernels
 

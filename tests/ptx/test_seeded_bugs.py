@@ -107,9 +107,9 @@ def make_calls_without_bug(device: PtxDevice) -> None:
                 replay(device, op, (131,))
 
 
-def _run(answer: Any, library: Path, kernels: Path, arch: str, bug: Bug | None) -> None:
+def _run(answer: Any, kernels: Path, arch: str, bug: Bug | None) -> None:
     torch.set_num_threads(1)
-    device = PtxDevice(library, kernels, arch)
+    device = PtxDevice(kernels, arch)
     device.cuda.edit = None if bug is None else bug.edit
     try:
         if bug is None:
@@ -123,12 +123,12 @@ def _run(answer: Any, library: Path, kernels: Path, arch: str, bug: Bug | None) 
     os._exit(0)
 
 
-def error_of(library: Path, kernels: Path, arch: str, bug: Bug | None) -> str:
+def error_of(kernels: Path, arch: str, bug: Bug | None) -> str:
     """Return the first error of calls in a process of their own, which a bug may leave unusable."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ptx_device", "virtual_cases"])
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(theirs, library, kernels, arch, bug))
+    process = context.Process(target=_run, args=(theirs, kernels, arch, bug))
     process.start()
     theirs.close()
     try:
@@ -159,14 +159,14 @@ QUICK = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else [stress_only]) for n in BUGS]
 )
-def test_a_bug_is_found(request: pytest.FixtureRequest, emulator: Path, name: str) -> None:
+def test_a_bug_is_found(request: pytest.FixtureRequest, name: str) -> None:
     bug = BUGS[name]
     minimal = bug.reduce == "local" or bug.switch
     fixture = "ptx_kernels" if minimal else "in_flight_kernels"
     kernels = request.getfixturevalue(fixture)
-    assert_reports(bug, error_of(emulator, kernels, bug.arch, bug))
+    assert_reports(bug, error_of(kernels, bug.arch, bug))
 
 
 @pytest.mark.parametrize("arch", ["80", "90a"])
-def test_the_kernels_have_no_race(emulator: Path, ptx_kernels: Path, arch: str) -> None:
-    assert error_of(emulator, ptx_kernels, arch, None) == ""
+def test_the_kernels_have_no_race(ptx_kernels: Path, arch: str) -> None:
+    assert error_of(ptx_kernels, arch, None) == ""

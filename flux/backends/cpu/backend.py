@@ -129,6 +129,7 @@ class CpuBackend:
             dtype=native,
             signals=layout.signals,
             processes=memory.processes,
+            memory=memory.segments,
         )
         self._pids = memory.processes.pids
         end_at_exit(self)

@@ -20,7 +20,7 @@ ARCHS = ["80", "90a"]  # of flux's kernels on the PTX machine
 
 @pytest.fixture(scope="session")
 def emulator(pytestconfig: pytest.Config) -> Path:
-    """The emulator of GPU and NCCL, as a shared library."""
+    """Stand-in kernels, linked to the emulated GPU and its NCCL, as a shared library."""
     return built_once(pytestconfig, "emulator", build)
 
 
@@ -72,10 +72,10 @@ def in_flight_kernels(pytestconfig: pytest.Config) -> Path:
 @contextmanager
 def with_flux_kernels(request: pytest.FixtureRequest, arch: str) -> Iterator[EmulatedDevice]:
     """An emulated device of this architecture with flux's own kernels."""
-    folders = [request.getfixturevalue(name) for name in ("emulator", "ptx_kernels")]
+    kernels = request.getfixturevalue("ptx_kernels")
     from ptx_device import ptx_device  # needs the PTX machine, which only make test builds
 
-    with ptx_device(*folders, arch) as device:
+    with ptx_device(kernels, arch) as device:
         yield device
 
 

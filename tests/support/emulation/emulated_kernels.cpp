@@ -5,9 +5,9 @@
 #include <cmath>
 
 #include "cuda/arguments.h"
-#include "emulated_device.h"
 #include "emulated_math.h"
-#include "multicast.h"
+#include "gpu/device.h"
+#include "gpu/multicast.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "emulated_device.h"
+#include "gpu/device.h"
 
 namespace emulated {
 

@@ -40,7 +40,7 @@ def emulate(
     else:
         from ptx_device import PtxDevice  # needs the PTX machine, which only make test builds
 
-        device = PtxDevice(library, kernels, arch)
+        device = PtxDevice(kernels, arch)
     device.identity = f"emulated {rank}"
     symm_mem._map_everywhere = map_shared  # type: ignore[assignment]
     symm_mem.open_symm_mem = lambda exchange: symm_mem.SymmMem(exchange, device)  # type: ignore

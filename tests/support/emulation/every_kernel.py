@@ -12,7 +12,6 @@ some must give the same bits.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -31,7 +30,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from covering import covering  # noqa: E402
-from emulated import SOURCES, EmulatedDevice, build  # noqa: E402
+from emulated import EmulatedDevice  # noqa: E402
 from flux import Knobs, Topology  # noqa: E402
 from flux.core.dtypes import BY_SHORT  # noqa: E402
 from flux.kernels import driver  # noqa: E402
@@ -68,19 +67,6 @@ def build_kernels(configs: Sequence[GemmConfig], traced: bool = False) -> Regist
         if outcome.error:
             raise RuntimeError(outcome.error)
     return Registry.load([KERNELS])
-
-
-def gpu_library() -> Path:
-    """Return the emulated streams and driver, as a library; it is built once in a checkout."""
-    texts = b"".join(path.read_bytes() for path in SOURCES)
-    folder = ROOT / "build" / f"emulated-gpu-{hashlib.sha256(texts).hexdigest()[:12]}"
-    library = folder / "libemulated_gpu.so"
-    if not library.exists():
-        partial = folder.with_suffix(f".{os.getpid()}")
-        partial.mkdir(parents=True)
-        build(partial)
-        partial.replace(folder)
-    return library
 
 
 def minimal(arch: str) -> list[GemmConfig]:
@@ -361,7 +347,7 @@ def ptx_machine(registry: Registry) -> Iterator[EmulatedDevice]:
     """A device with emulated streams that runs the kernels of a registry."""
     from ptx_device import ptx_device
 
-    with ptx_device(gpu_library(), KERNELS, "90a") as device:
+    with ptx_device(KERNELS, "90a") as device:
         device.registry = registry  # type: ignore[assignment]
         yield device
 

@@ -1,7 +1,7 @@
 // Stands in for libflux_nvshmem.so without GPUs: ranks are processes, symmetric memory is shared memory.
 // Or they are in one process, which says where the heap of each is (fake_nvshmem_heaps).
 //
-// Streams are those of an emulated device (emulated_gpu.cpp) if one is given (fake_nvshmem_use). Else all
+// Streams are those of an emulated device (emulator/gpu) if one is given (fake_nvshmem_use). Else all
 // is done at once. What is put on its streams arrives when it pleases, and what kernels put is also read
 // then: from memory, until its word is there.
 //
@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "device_shim.h"
-#include "heaps.h"
+#include "gpu/heaps.h"
 // The order matters: the shim stands for CUDA, CUTLASS and NVSHMEM.
 #include "cuda/runtime/relay.cuh"
 

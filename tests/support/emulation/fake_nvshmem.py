@@ -69,7 +69,7 @@ def build(folder: Path) -> Path:
     assert compiler, "no C++ compiler"
     target = folder / "libflux_nvshmem.so"
     options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
-    includes = [f"-I{include}", f"-I{HERE}", f"-I{ROOT / 'csrc'}"]
+    includes = [f"-I{include}", *(f"-I{path}" for path in (HERE, ROOT / "csrc", ROOT / "emulator"))]
     source = str(HERE / "fake_nvshmem.cpp")
     subprocess.run([compiler, *options, *includes, source, "-o", str(target), "-lrt"], check=True)
     return target

@@ -1,5 +1,4 @@
-"""The emulated GPU with flux's own kernels: streams and driver of emulated_gpu.cpp, and a machine
-that executes the kernels' PTX."""
+"""The emulated GPU with flux's own kernels, whose PTX the machine of emulator/ executes."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import torch
 
 from emulated import EmulatedDevice
 from emulator import PtxError, cuda_device, extent
+from emulator.gpu import LIBRARY
 from flux.kernels.registry import Registry
 
 CAPABILITIES = {"80": (8, 0), "90a": (9, 0)}  # by architecture
@@ -22,15 +22,14 @@ class PtxDevice(EmulatedDevice):
     """A GPU whose kernels are those of emulated libraries.
 
     Args:
-        library: emulated_gpu.cpp, built.
         kernels: directory of kernel libraries, built by `flux compile --emulated`.
         arch: of the GPU, a key of ``CAPABILITIES``. Kernels for others are left out.
     """
 
-    def __init__(self, library: Path, kernels: Path, arch: str) -> None:
+    def __init__(self, kernels: Path, arch: str) -> None:
         self.capability = CAPABILITIES[arch]
         self.cuda = cuda_device()
-        super().__init__(library)
+        super().__init__(LIBRARY)
         built = Registry.load([kernels])
         of_arch = {name: k for name, k in built.kernels.items() if k.config.arch == arch}
         self.registry = replace(built, kernels=of_arch)  # type: ignore[assignment]
@@ -79,10 +78,8 @@ class PtxDevice(EmulatedDevice):
         self.know(memory)
         return memory
 
-    def multicast(self, members: list[int], size: int) -> int:
-        address = super().multicast(members, size)
+    def _add_multicast(self, address: int, members: list[int], size: int) -> None:
         self.cuda.machine.add_multicast(address, size, members)
-        return address
 
     def finish(self) -> None:
         """Wait for the current stream.
@@ -100,9 +97,9 @@ class PtxDevice(EmulatedDevice):
 
 
 @contextmanager
-def ptx_device(library: Path, kernels: Path, arch: str) -> Iterator[PtxDevice]:
+def ptx_device(kernels: Path, arch: str) -> Iterator[PtxDevice]:
     """A device on which nothing illegal has been done in the end."""
-    device = PtxDevice(library, kernels, arch)
+    device = PtxDevice(kernels, arch)
     before = device.streams()  # a test that failed may have left some
     yield device
     device.check()

@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "../emulation/batch_op.h"
-#include "../emulation/heaps.h"
-#include "../emulation/multicast.h"
 #include "core/relay.h"
 #include "cuda/arguments.h"
 #include "cuda/runtime/nvshmem_abi.h"
+#include "gpu/batch_op.h"
+#include "gpu/heaps.h"
+#include "gpu/multicast.h"
 
 namespace {
 

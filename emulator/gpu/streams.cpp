@@ -1,8 +1,8 @@
-// Streams and graphs of the emulated device: see emulated_device.h.
+// Streams and graphs of the emulated device: see device.h.
 #include <algorithm>
 #include <set>
 
-#include "emulated_device.h"
+#include "device.h"
 
 namespace emulated {
 

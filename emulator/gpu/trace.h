@@ -1,4 +1,4 @@
-// What kernels of a trace build put down, on an emulated device (emulated_gpu.cpp): the contract of
+// What kernels of a trace build put down, on an emulated device (driver.cpp): the contract of
 // FluxTrace once more. Its clock is the host's, so far off that nobody can take one for the other.
 #pragma once
 

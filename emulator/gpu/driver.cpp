@@ -1,11 +1,11 @@
 // A GPU for tests: the entry points of the CUDA driver that flux looks up. Streams run at the same time
 // and in any interleaving, memory is the process's own, and every copy and kernel tile can be delayed at
-// random. Rules of real GPUs are enforced: emulated_device.h has streams, queues and multiprocessors,
-// emulated_kernels.cpp the kernels.
+// random. Rules of real GPUs are enforced: device.h has streams, queues and multiprocessors,
+// kernels come from libraries.
 #include <cstring>
 
 #include "batch_op.h"
-#include "emulated_device.h"
+#include "device.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
-// See emulated_device.h.
-#include "emulated_device.h"
+// See device.h.
+#include "device.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -1,8 +1,8 @@
-// The device behind emulated_gpu.cpp: streams that are threads, hardware queues, multiprocessors on
+// The device behind driver.cpp: streams that are threads, hardware queues, multiprocessors on
 // which blocks of kernels find room or do not, and what it keeps for tests: the first illegal thing that
 // was done, a note of a kernel that finds no room, and a log.
 //
-// Definitions are in emulated_device.cpp and not inline: what is inline is one for all libraries of a
+// Definitions are in device.cpp and not inline: what is inline is one for all libraries of a
 // process.
 #pragma once
 
@@ -21,7 +21,7 @@
 
 #include "core/signal.h"
 #include "cuda/abi.h"
-#include "emulated_trace.h"
+#include "trace.h"
 
 namespace emulated {
 
