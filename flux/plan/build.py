@@ -1,8 +1,8 @@
 """Build the operators of a training step of a transformer, dense or with experts.
 
 Of one layer, with sequence parallelism. Without it, AllReduce takes the place of ReduceScatter, and
-there is no AllGather; without tensor parallelism there is neither. DHelix (arXiv 2411.15871, section
-4.2) counts 14 operators forward and 18 backward:
+there is no AllGather; without tensor parallelism there is neither. DHelix (arXiv 2411.15871,
+section 4.2) counts 14 operators forward and 18 backward:
 
     forward     ln1 ag1 qkv attention proj rs1 bda1  ln2 ag2 fc1 act fc2 rs2 bda2
     backward    the same in reverse, where each of the four GEMMs is two: dgrad and wgrad
