@@ -50,6 +50,7 @@ def simulate_op(
             help="Measured time of a rank's whole GEMM in ms, instead of the roofline's."
         ),
     ] = None,
+    path: options.PathKnob = None,
     order: options.Order = None,
     direction: options.Direction = None,
     comm_tile_rows: options.CommTileRows = None,
@@ -80,8 +81,14 @@ def simulate_op(
         problem = Problem(Op.named(op), m, n, k, _dtype(dtype), nproc, max(nodes, 1))
         if hosts is not None and hosts < 1:
             raise ValueError(f"hosts must be at least 1, got {hosts}")
+        if path == "unfused":
+            raise ValueError("--path unfused: that path is always shown; pass fused or medium")
         given = Knobs(
-            order=order, direction=direction, comm_tile_rows=comm_tile_rows, swizzle=swizzle
+            path=path or "fused",
+            order=order,
+            direction=direction,
+            comm_tile_rows=comm_tile_rows,
+            swizzle=swizzle,
         )
         comparison = compared(problem, described, given, gemm_ms)
     except (ValueError, TypeError) as error:
