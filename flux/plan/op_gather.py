@@ -110,10 +110,13 @@ class _Gather:
             there = self._signals[source].get(transfer.signal) if transfer.forwarded else None
             if there is None and self._pulls:
                 there = self._own[source]
-            if there is not None and there.at_us is None:
-                yield there
-                if self._pulls:
-                    yield RAISE_US  # the offer
+            if there is not None:
+                if there.at_us is None:
+                    yield there
+                # A puller polls for the offer, whether it comes first or the offer does.
+                offered = (there.at_us or 0.0) + (RAISE_US if self._pulls else 0.0)
+                yield max(0.0, offered - machine.now_us)
+            if machine.now_us > start:
                 name = f"waits for tile {transfer.chunk}.{transfer.tile}"
                 call.log.add(rank, lane, Kind.wait, name, start, machine.now_us)
                 start = machine.now_us
