@@ -156,7 +156,10 @@ class TileQueue:
 
 
 class Stores:
-    """The stores that leave one rank, tile by tile in the order in which tiles are ready.
+    """The stores that leave one rank: those to one destination in the order of their tiles.
+
+    Stores to several destinations share the link. If one destination is slow, because other ranks
+    store to it too, the others need not wait for it.
 
     Args:
         call: the call.
@@ -165,25 +168,24 @@ class Stores:
 
     def __init__(self, call: Call, rank: int) -> None:
         self._call, self._rank = call, rank
-        self._queue: deque[tuple[int, float, Flag]] = deque()
-        self._busy = False
+        self._queues: dict[int, deque[tuple[float, Flag]]] = {}
 
     def put(self, dst: int, nbytes: float) -> Flag:
         """Store bytes in the memory of ``dst``; the flag: the last of them has crossed the link."""
         done = Flag()
-        self._queue.append((dst, nbytes / STORE_SHARE, done))
-        if not self._busy:
-            self._busy = True
-            self._call.machine.spawn(self._drain())
+        queue = self._queues.setdefault(dst, deque())
+        queue.append((nbytes / STORE_SHARE, done))
+        if len(queue) == 1:
+            self._call.machine.spawn(self._drain(dst, queue))
         return done
 
-    def _drain(self) -> Process:
+    def _drain(self, dst: int, queue: deque[tuple[float, Flag]]) -> Process:
         machine = self._call.machine
-        while self._queue:
-            dst, nbytes, done = self._queue.popleft()
+        while queue:
+            nbytes, done = queue[0]
             yield machine.send(self._call.routes[self._rank, dst].resources, nbytes)
             machine.raise_(done)
-        self._busy = False
+            queue.popleft()
 
 
 def count_ends(call: Call, parts: int) -> list[Counter]:

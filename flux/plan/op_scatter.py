@@ -246,8 +246,9 @@ class _Scatter:
     def _result(self, rank: int) -> Process:
         """Announce the own sums, await all ranks', and copy the result to the output."""
         call, machine = self._call, self._call.machine
-        last = self._stores[rank].put((rank + 1) % call.world, 0)
-        yield last  # stores leave in order, so all before it have left
+        for ahead in range(1, call.world):
+            # Stores to one rank leave in order, so all before it have left.
+            yield self._stores[rank].put((rank + ahead) % call.world, 0)
         yield RAISE_US + max(route.latency_us for route in call.routes.values())
         machine.raise_(self._everywhere[rank])
         start = machine.now_us
