@@ -167,6 +167,16 @@ def simulated_ranges() -> str:
     return op_simulator.ranges_table(load(op_simulator.RESULT))
 
 
+def simulated_times() -> str:
+    """Published times of fused ops beside simulated ones."""
+    return op_simulator.table(load(op_simulator.RESULT))
+
+
+def simulated_efficiencies() -> str:
+    """The Flux paper's overlap efficiencies beside simulated ones."""
+    return op_simulator.ranges_table(load(op_simulator.RESULT))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
     "front": front,
@@ -181,6 +191,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_counters": counted_kernels,
     "op_simulator": simulated,
     "op_simulator_ranges": simulated_ranges,
+    "op_simulator": simulated_times,
+    "op_simulator_paper": simulated_efficiencies,
     **conclusions.SENTENCES,
     "soak": reliability.soak,
     "endings": reliability.endings,
