@@ -30,7 +30,7 @@ CLUSTERS = {"sm_90": H800, "sm_80": A100, "PCIe": PCIE}
 
 
 def problem(op: str, m: int = 2048, world: int = 8, nodes: int = 1) -> Problem:
-    n, k = (8192, 4096) if op == "ag_gemm" else (4096, 8192)
+    n, k = (8192, 4096) if op == "ag_gemm" else (2048, 8192)
     return Problem(Op[op], m, n, k, "bfloat16", world, nodes)
 
 
@@ -95,11 +95,11 @@ def test_without_computation_a_scatter_takes_the_time_of_its_link() -> None:
 @OPS
 @ON
 def test_nothing_is_faster_than_its_gemm_and_bandwidth_never_hurts(op: str, on: str) -> None:
-    cluster, shape = CLUSTERS[on], problem(op)
+    cluster, shape = CLUSTERS[on], problem(op, m=1024)
     for knobs, _ in legal_knobs(shape, cluster):
         times = [
             simulate(shape, faster(cluster, by), knobs, gemm_ms=0.3).total_ms
-            for by in (0.5, 1.0, 2.0, 8.0)
+            for by in (0.5, 1.0, 4.0)
         ]
         assert min(times) >= 0.3
         # Another order of arrival may shift a tile from one block to another.
@@ -156,7 +156,7 @@ def test_every_partial_reaches_its_owner_once(m: int, on: str) -> None:
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
 def test_between_hosts_every_row_arrives_and_crosses_once(op: str) -> None:
-    shape = problem(op, m=512, world=16, nodes=2)
+    shape = problem(op, m=256, world=16, nodes=2)
     found = simulate(shape, H800)
     crossing = sum(
         (m.row_end - m.row_begin) * (m.column_end - m.column_begin)
