@@ -178,9 +178,7 @@ def ranges_table(content: dict[str, Any]) -> str:
     rows = []
     for row in content["efficiencies"]:
         shapes = row["shapes"]
-        by_op = {
-            op: ", ".join(percent(s["flux"]) for s in shapes if s["op"] == op) for op in SIZES
-        }
+        by_op = {op: ", ".join(percent(s["flux"]) for s in shapes if s["op"] == op) for op in SIZES}
         m = sorted({shape["m"] for shape in shapes})
         rows.append(
             [

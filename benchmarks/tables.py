@@ -157,16 +157,6 @@ def counted_kernels() -> str:
     return kernel_counters.table(load(COUNTERS))
 
 
-def simulated() -> str:
-    """The op simulator beside published times."""
-    return op_simulator.table(load(op_simulator.RESULT))
-
-
-def simulated_ranges() -> str:
-    """The op simulator beside published ranges of overlap efficiency."""
-    return op_simulator.ranges_table(load(op_simulator.RESULT))
-
-
 def simulated_times() -> str:
     """Published times of fused ops beside simulated ones."""
     return op_simulator.table(load(op_simulator.RESULT))
@@ -189,8 +179,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_choice": chosen_kernels,
     "kernel_rating": rated_kernels,
     "kernel_counters": counted_kernels,
-    "op_simulator": simulated,
-    "op_simulator_ranges": simulated_ranges,
     "op_simulator": simulated_times,
     "op_simulator_paper": simulated_efficiencies,
     **conclusions.SENTENCES,

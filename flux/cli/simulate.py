@@ -46,9 +46,7 @@ def simulate_op(
     ] = "flux-h800",
     gemm_ms: Annotated[
         float | None,
-        typer.Option(
-            help="Measured time of a rank's whole GEMM in ms, instead of the roofline's."
-        ),
+        typer.Option(help="Measured time of a rank's whole GEMM in ms, instead of the roofline's."),
     ] = None,
     path: options.PathKnob = None,
     order: options.Order = None,

@@ -36,12 +36,13 @@ class _Gather:
 
     def start(self) -> list[Counter]:
         call = self._call
-        for rank, schedule in enumerate(call.schedules):
+        for schedule in call.schedules:
             for transfer in schedule.transfers:
                 if transfer.src != transfer.dst:
                     self._signals[transfer.dst].setdefault(transfer.signal, Flag())
         for rank, schedule in enumerate(call.schedules):
-            inside, across = [], []
+            inside: list[Transfer] = []
+            across: list[Transfer] = []
             for transfer in schedule.transfers:
                 if transfer.src == transfer.dst:
                     continue  # own rows, which are there as soon as they are copied
@@ -83,7 +84,9 @@ class _Gather:
             if last is not None:
                 awaited = {"awaits": f"{rank}:{last}"}
                 name = f"waits for rows {visit.row_begin}-{visit.row_end - 1}"
-                call.log.add(rank, f"{lane} loads", Kind.wait, name, start, machine.now_us, **awaited)
+                call.log.add(
+                    rank, f"{lane} loads", Kind.wait, name, start, machine.now_us, **awaited
+                )
             start = machine.now_us
             yield call.tile_us
             name = f"tile {visit.row_begin}, {visit.col_begin}"
@@ -134,8 +137,6 @@ class _Gather:
         peer = t.dst if rank == t.src else t.src
         name = f"rows {t.row_begin}-{t.row_end - 1} {'to' if rank == t.src else 'of'} rank {peer}"
         kind = Kind.copy if lane == "copy" else Kind.send
-        call.log.add(
-            rank, lane, kind, name, start, now, peer=peer, raises=f"{t.dst}:{t.signal}"
-        )
+        call.log.add(rank, lane, kind, name, start, now, peer=peer, raises=f"{t.dst}:{t.signal}")
         columns = (0, call.problem.row_elements)
         call.log.moves.append(Move(t.src, t.dst, t.row_begin, t.row_end, *columns, start, now))

@@ -169,9 +169,7 @@ class _Scatter:
                         yield self._inbox[rank, host, first]
                         assert last > first
             if machine.now_us > start:
-                call.log.add(
-                    rank, "sums", Kind.wait, "waits for partials", start, machine.now_us
-                )
+                call.log.add(rank, "sums", Kind.wait, "waits for partials", start, machine.now_us)
             start = machine.now_us
             yield call.memory_us(piece.elements * self._itemsize * (lanes + nodes))
             name = f"sums rows {piece.row_begin}-{piece.row_end - 1}"
@@ -221,8 +219,13 @@ class _Scatter:
         yield call.copied(rank, peer, nbytes)
         rows = (parcel.row_begin, parcel.row_end)
         call.log.add(
-            rank, "network", Kind.send, f"rows {rows[0]}-{rows[1] - 1} to rank {peer}", start,
-            machine.now_us, peer=peer,
+            rank,
+            "network",
+            Kind.send,
+            f"rows {rows[0]}-{rows[1] - 1} to rank {peer}",
+            start,
+            machine.now_us,
+            peer=peer,
         )
         columns = (0, call.problem.row_elements)
         call.log.moves.append(Move(rank, peer, *rows, *columns, start, machine.now_us))
@@ -236,9 +239,7 @@ class _Scatter:
         stored = self._stores[src].put(dst, piece.elements * self._itemsize)
         call.machine.spawn(self._handed_out(src, dst, piece, stored, call.machine.now_us))
 
-    def _handed_out(
-        self, src: int, dst: int, piece: Piece, stored: Flag, start: float
-    ) -> Process:
+    def _handed_out(self, src: int, dst: int, piece: Piece, stored: Flag, start: float) -> Process:
         yield stored
         now = self._call.machine.now_us
         self._call.log.moves.append(Move(src, dst, *piece[1:], start, now))
@@ -252,8 +253,7 @@ class _Scatter:
         yield RAISE_US + max(route.latency_us for route in call.routes.values())
         machine.raise_(self._everywhere[rank])
         start = machine.now_us
-        for everywhere in self._everywhere:
-            yield everywhere
+        yield from self._everywhere
         call.log.add(rank, "stream", Kind.wait, "waits for all rows", start, machine.now_us)
         start = machine.now_us
         nbytes = 2.0 * call.problem.m * call.problem.n * self._itemsize

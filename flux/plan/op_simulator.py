@@ -148,7 +148,9 @@ def _check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
             f"{cluster.device.kind}"
         )
     if problem.world > 1 and cluster.link.gbs <= 0:
-        raise ValueError(f"{cluster.name} has no speed of its link, which {problem.world} ranks use")
+        raise ValueError(
+            f"{cluster.name} has no speed of its link, which {problem.world} ranks use"
+        )
     if gemm_ms is not None and not 0 < gemm_ms < 1e9:
         raise ValueError(f"the GEMM's time must be above 0 and below 1e9 ms, got {gemm_ms}")
     if problem.op.all_reduces and problem.nodes > 1:
@@ -173,9 +175,7 @@ def unfused(problem: Problem, cluster: Cluster, gemm_ms: float | None = None) ->
                 log.add(rank, "stream", kind, name, begin, begin + 1e3 * length)
             begin += 1e3 * length
     total = (whole + comm,) * problem.world
-    return Simulated(
-        "unfused", problem, Knobs(path="unfused"), None, whole, comm, total, _log=log
-    )
+    return Simulated("unfused", problem, Knobs(path="unfused"), None, whole, comm, total, _log=log)
 
 
 def simulate(
