@@ -5,7 +5,7 @@ hardware of op_machine.py: op_gather.py has those of AGGemm, op_scatter.py those
 GemmAR. Each rank is simulated. The only inputs are the cluster file and the time of the whole GEMM,
 measured or modelled; no time of an overlapped call enters.
 
-    stream   enter | own rows | kernel: blocks take tiles, wait for rows, multiply, store | reduction
+    stream   enter | own rows | kernel: blocks take tiles, wait, multiply, store | reduction
     copies   rows of a peer, signal | rows of a peer, signal | ...
     network  the same between hosts
 
@@ -157,6 +157,17 @@ def _check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
         raise ValueError("gemm_ar between hosts is not simulated")
 
 
+def _check_knobs(problem: Problem, knobs: Knobs) -> None:
+    if knobs.reduce == "in_flight":
+        raise ValueError("reduce = in_flight is not simulated")
+    if knobs.direction != "pull":
+        return
+    if problem.nodes > 1:
+        raise ValueError("direction = pull needs memory that peers can read, got several hosts")
+    if problem.op.reduces:
+        raise ValueError(f"the GPU kernel of {problem.op.name} stores partials itself: no pull")
+
+
 def unfused(problem: Problem, cluster: Cluster, gemm_ms: float | None = None) -> Simulated:
     """Return the unfused path: the library's collective, and the GEMM after or before it.
 
@@ -205,8 +216,7 @@ def simulate(
         return unfused(problem, cluster, gemm_ms)
     _check(problem, cluster, gemm_ms)
     topology = topology_of(problem, cluster)
-    if problem.nodes > 1 and knobs.direction == "pull":
-        raise ValueError("direction = pull needs memory that peers can read, got several hosts")
+    _check_knobs(problem, knobs)
     kernel = kernel or kernel_for(problem, cluster)
     full = resolved(problem, knobs, kernel)
     _check_size(problem, full)
@@ -301,6 +311,7 @@ def legal_knobs(
     """
     given = given or Knobs()
     _check(problem, cluster, None)
+    _check_knobs(problem, given)
     topology, kernel = topology_of(problem, cluster), kernel_for(problem, cluster)
     pulls = problem.op.gathers and problem.nodes == 1
     directions = [d.name for d in Direction] if pulls else ["push"]

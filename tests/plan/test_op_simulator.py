@@ -267,6 +267,8 @@ def test_equal_arguments_give_equal_results() -> None:
         (["--nproc", "16", "--hosts", "1"], "hosts of 8 devices"),
         (["--nproc", "9", "--hosts", "2"], "cannot be divided evenly"),
         (["--nproc", "16", "--direction", "pull"], "direction = pull needs memory"),
+        (["--op", "gemm_rs", "--direction", "pull"], "stores partials itself"),
+        (["--path", "unfused"], "always shown"),
         (["--op", "gemm_ar", "--nproc", "16"], "gemm_ar between hosts is not simulated"),
         (["--m", "1048576"], f"at most {MOST_TILES}"),
     ],
@@ -276,6 +278,11 @@ def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert complaint in line
+
+
+def test_sums_in_flight_are_refused() -> None:
+    with pytest.raises(ValueError, match="in_flight is not simulated"):
+        simulate(problem("gemm_rs"), H800, Knobs(reduce="in_flight"))
 
 
 # -- output ----------------------------------------------------------------------------------------
