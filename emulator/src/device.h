@@ -20,6 +20,12 @@ class CudaDevice {
   using RunOnStream = void(void* stream, void (*body)(void*), void* argument,
                            void (*release)(void*));
   using FailDevice = void(const char* text);
+  struct Streams {
+    RunOnStream* run = nullptr;
+    int (*create)(void** stream, unsigned flags, int priority) = nullptr;
+    int (*destroy)(void* stream) = nullptr;
+    int (*synchronize)(void* stream) = nullptr;
+  };
 
   // Kernels of libraries wait for other threads of the host too, and end by their own timeouts.
   static constexpr double kPatience = 20;  // seconds
@@ -35,8 +41,9 @@ class CudaDevice {
 
   static CudaDevice& instance();
 
-  // Without streams (null) a launch returns when the kernel is done.
-  void attach(RunOnStream* run, FailDevice* fail);
+  // Without streams a launch returns when the kernel is done.
+  void attach(const Streams& streams, FailDevice* fail);
+  const Streams& streams() const { return streams_; }
 
   // Puts a kernel on a stream. Returns false if the device has failed.
   bool launch(void* stream, const std::shared_ptr<const Module>& module, const std::string& kernel,
@@ -67,7 +74,7 @@ class CudaDevice {
   // Puts work on a stream; what it throws is the device's error. Returns false if that has failed.
   bool enqueue(void* stream, std::function<void()> work);
 
-  RunOnStream* run_ = nullptr;
+  Streams streams_;
   FailDevice* fail_ = nullptr;
   std::atomic<std::uint64_t> launches_{0};
   std::mutex reporting_;

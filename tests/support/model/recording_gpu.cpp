@@ -10,7 +10,7 @@
 #include "cuda/arguments.h"
 #include "cuda/runtime/nvshmem_abi.h"
 #include "gpu/batch_op.h"
-#include "gpu/heaps.h"
+#include "nvshmem/heaps.h"
 #include "gpu/multicast.h"
 
 namespace {
