@@ -1,4 +1,4 @@
-"""The NVSHMEM transport over processes: libflux_nvshmem on the PTX machine, with the emulated NVSHMEM."""
+"""The NVSHMEM transport over processes: libflux_nvshmem with the emulated NVSHMEM."""
 
 from __future__ import annotations
 
@@ -159,7 +159,9 @@ def test_memory_is_freed_when_all_ranks_have_released_it(path: Path) -> None:
 
 def _too_much(rank: int, world: int, path: Path) -> None:
     transport = open_(rank, path)
-    with pytest.raises(RuntimeError, match=r"Op: allocating .* failed on rank 0: NVSHMEM has no 10\d+ bytes"):
+    with pytest.raises(
+        RuntimeError, match=r"Op: allocating .* failed on rank 0: NVSHMEM has no 10\d+ bytes"
+    ):
         transport.memory(1, 1 << 30)
 
 

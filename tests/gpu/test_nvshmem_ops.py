@@ -1,5 +1,7 @@
-"""Ops on several nodes by NVSHMEM: processes with an emulated device each. Their GEMMs and the kernels
-of libflux_nvshmem run on the PTX machine; NVSHMEM is the emulated one."""
+"""Ops on several nodes by NVSHMEM: processes with an emulated device each.
+
+Their GEMMs and the kernels of libflux_nvshmem run on the PTX machine; NVSHMEM is the emulated one.
+"""
 
 from __future__ import annotations
 

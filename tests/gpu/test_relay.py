@@ -1,5 +1,7 @@
-"""The sums of nodes (csrc/cuda/runtime/relay.cuh): the kernels of libflux_nvshmem on the PTX machine,
-in processes that reach other nodes by puts alone. Every rank does by hand what its GEMM would do."""
+"""The sums of nodes (csrc/cuda/runtime/relay.cuh): kernels of libflux_nvshmem on the PTX machine.
+
+Ranks are processes that reach other nodes by puts alone. Each does by hand what its GEMM would do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""libflux_nvshmem.so for the PTX machine, with the emulated NVSHMEM, and calls that native code makes.
+"""libflux_nvshmem.so for the PTX machine, with the emulated NVSHMEM; calls that native code makes.
 
 The machine, and so a MachineDevice, must be there before the library is loaded.
 """
@@ -153,4 +153,3 @@ class Native:
 
     def node_sum(self, args: NodeSumArgs) -> None:
         assert self._node_sum(ctypes.addressof(args), None) == 0
-

@@ -8,6 +8,8 @@ from typing import Any
 
 SM80, SM90, REDUCE = "sm806kernel", "device_kernel", "reduce_kernelIN7cutlass10bfloat16_tELi8"
 MEET = "meet_kernel"
+RELAY = "relay_kernelIN7cutlass10bfloat16_tELi8"
+NODE_SUM = "node_sum_kernelIN7cutlass10bfloat16_tELi8"
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Bug:
         captured: whether the calls are replays of a graph.
         reduce: the knob of the op.
         switch: whether ranks are behind an NVLink switch.
+        puts: whether each rank is a node, which libflux_nvshmem connects.
     """
 
     arch: str
@@ -40,6 +43,7 @@ class Bug:
     captured: bool = False
     reduce: str = "local"
     switch: bool = False
+    puts: bool = False
 
     def edit(self, text: str) -> str:
         """Return the text with the bug, where it has the kernel."""
@@ -62,6 +66,7 @@ class Bug:
 # -- what messages say is missing ------------------------------------------------------------------
 ACQUIRED = "missing is an acquire of the signal that announces it"
 RELEASED = r"missing is a release and an acquire \(or fences\) of scope .sys"
+OF_GPU = r"missing is a release and an acquire \(or fences\) of scope .gpu"
 SCOPE = "missing is the scope .sys at both"
 FENCED = "missing is a fence.proxy.async between them"
 BARRIER = "missing is a barrier of both warps"
@@ -70,6 +75,8 @@ BULK_READ = "missing is cp.async.bulk.wait_group.read by the thread that copies"
 BULK = r"missing is cp.async.bulk.wait_group \(without .read\) by the thread that copies"
 COUNTED = "missing is a wait for the phase of the mbarrier that counts its bytes"
 MULTIPLIED = "missing is wgmma.wait_group"
+NIC_FENCED = r"missing is a fence of scope .sys by the thread that wrote"
+PUT_SEEN = "missing is an acquire of the (signal that announces it|word that the put raises)"
 DEADLOCK = "deadlock: every thread waits"
 
 # -- statements ------------------------------------------------------------------------------------
@@ -84,6 +91,7 @@ TMA_ADD = r"cp\.reduce\.async\.bulk\.tensor\.2d\.global\.shared::cta\.add"
 STMATRIX = r"stmatrix\.sync"
 PRODUCT = r"wgmma\.mma_async"
 TRY_WAIT = r"mbarrier\.try_wait"
+PUT = "call.uni"
 WAITS = r"[^\n]*\n +waits for "
 
 # -- patterns --------------------------------------------------------------------------------------
@@ -121,6 +129,10 @@ def _rs90(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
 
 def _meet(arch: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
     return Bug(arch, "gemm_rs", MEET, pattern, change, error, at, captured=True, **more)
+
+
+def _node(kernel: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
+    return Bug("80", "gemm_rs", kernel, pattern, change, error, at, puts=True, **more)
 
 
 BUGS = {
@@ -352,5 +364,19 @@ BUGS = {
         TMA_STORE,
         rows=(131, 256, 131),
         reduce="in_flight",
+    ),
+    # -- libflux_nvshmem: the sums of nodes
+    "a relay without a fence before its put": _node(
+        RELAY, r"membar\.sys;", "", NIC_FENCED, PUT, number=-1
+    ),
+    "a relay without a barrier before its put": _node(RELAY, r"bar\.sync\s+0;", "", BARRIER, PUT),
+    "a relay that reads flags relaxed": _node(
+        RELAY, r"ld\.acquire\.sys\.global\.u32", "ld.relaxed.sys.global.u32", OF_GPU, SUMMED
+    ),
+    "a relay that does not wait for all its flags": _node(
+        RELAY, JOINED, r"and.pred \1, \2, \2;", OF_GPU, SUMMED
+    ),
+    "words of nodes read relaxed": _node(
+        NODE_SUM, r"ld\.acquire\.sys\.global\.u64", "ld.relaxed.sys.global.u64", PUT_SEEN, SUMMED
     ),
 }
