@@ -154,6 +154,7 @@ void send(void* to, const void* from, std::string sent, std::uint64_t* word, std
   ++under_way;
   std::thread([=, sent = std::move(sent)] {
     emulated::dawdle();
+    std::this_thread::sleep_for(std::chrono::microseconds(emulated::device().copy_us));
     if (from != nullptr && std::memcmp(from, sent.data(), sent.size()) != 0) {
       emulated::device().fail("emulated NVSHMEM: the source of a put was overwritten before it was read");
     }

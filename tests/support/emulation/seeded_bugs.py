@@ -100,6 +100,11 @@ NOT_JOINED = r"and.pred \1, \2, \2;"
 REACHED = r"setp\.gt\.s32\s+(\S+), (\S+), -1;"  # a word has reached the epoch
 REACHED_BEFORE = r"setp.gt.s32 \1, \2, -2;"
 FIRST_SIGNAL = r"(?=\s*@\S+ bra \S+;\s*(?:\.loc[^\n]*\s*)*cvt\.s64\.s32)"  # a loop begins
+# How many flags a strip has, compared with the number of a thread.
+FLAGS_OF_STRIP = (
+    r"(mul\.lo\.s32\s+(%r\d+), %r\d+, %r\d+;)"
+    r"(?=\s*(?:\.loc[^\n]*\s*)*setp\.ge\.s32\s+%p\d+, %r\d+, \2;)"
+)
 LAST_STORE = (
     r"(?s)(\{\s*\.reg \.pred p;\s*setp\.ne\.b32 p, \S+, 0;\s*@p st\.global\.v4[^}]*\};\s*\})"
 )
@@ -369,12 +374,22 @@ BUGS = {
     "a relay without a fence before its put": _node(
         RELAY, r"membar\.sys;", "", NIC_FENCED, PUT, number=-1
     ),
-    "a relay without a barrier before its put": _node(RELAY, r"bar\.sync\s+0;", "", BARRIER, PUT),
+    "a relay without a barrier before its put": _node(
+        RELAY, r"bar\.sync\s+0;", "", r"missing is a (barrier of both warps|bar\.warp\.sync)", PUT
+    ),
     "a relay that reads flags relaxed": _node(
         RELAY, r"ld\.acquire\.sys\.global\.u32", "ld.relaxed.sys.global.u32", OF_GPU, SUMMED
     ),
-    "a relay that does not wait for all its flags": _node(
-        RELAY, JOINED, r"and.pred \1, \2, \2;", OF_GPU, SUMMED
+    "a relay that awaits a flag less": _node(
+        RELAY, FLAGS_OF_STRIP, r"\1 sub.s32 \2, \2, 1;", OF_GPU, rf"({SUMMED}|{STORED})"
+    ),
+    "a relay that reads entries relaxed": _node(
+        RELAY,
+        r"ld\.acquire\.sys\.global\.u64",
+        "ld.relaxed.sys.global.u64",
+        RELEASED,
+        PUT,
+        rows=AHEAD,
     ),
     "words of nodes read relaxed": _node(
         NODE_SUM, r"ld\.acquire\.sys\.global\.u64", "ld.relaxed.sys.global.u64", PUT_SEEN, SUMMED
