@@ -26,6 +26,10 @@ class CudaDevice {
     int (*destroy)(void* stream) = nullptr;
     int (*synchronize)(void* stream) = nullptr;
   };
+  // Programmatic dependent launch: of the body that the calling thread runs. An `early` one may start
+  // when the body before it has released it; predecessor_ended tells whether that has ended.
+  using ReleaseNext = void();
+  using PredecessorEnded = int();
 
   // Kernels of libraries wait for other threads of the host too, and end by their own timeouts.
   static constexpr double kPatience = 20;  // seconds
@@ -44,10 +48,12 @@ class CudaDevice {
   // Without streams a launch returns when the kernel is done.
   void attach(const Streams& streams, FailDevice* fail);
   const Streams& streams() const { return streams_; }
+  void attach_early(RunOnStream* run_early, ReleaseNext* release_next,
+                    PredecessorEnded* predecessor_ended);
 
   // Puts a kernel on a stream. Returns false if the device has failed.
   bool launch(void* stream, const std::shared_ptr<const Module>& module, const std::string& kernel,
-              Launch request);
+              Launch request, bool early);
   // The same for bytes that are to be set to a value.
   bool fill(void* stream, void* memory, int value, std::size_t bytes);
 
@@ -72,10 +78,13 @@ class CudaDevice {
  private:
   CudaDevice() { machine.room().patience = kPatience; }
   // Puts work on a stream; what it throws is the device's error. Returns false if that has failed.
-  bool enqueue(void* stream, std::function<void()> work);
+  bool enqueue(void* stream, std::function<void()> work, bool early = false);
 
   Streams streams_;
   FailDevice* fail_ = nullptr;
+  RunOnStream* run_early_ = nullptr;
+  ReleaseNext* release_next_ = nullptr;
+  PredecessorEnded* predecessor_ended_ = nullptr;
   std::atomic<std::uint64_t> launches_{0};
   std::mutex reporting_;
   std::string error_;

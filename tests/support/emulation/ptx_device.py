@@ -32,17 +32,23 @@ class MachineDevice(EmulatedDevice):
         super().__init__(library)
         self.cuda.model = "A100" if self.capability < (9, 0) else "H200"
         self.cuda.multiprocessors = self.sm_count
-        names = (
-            "emulator_run",
-            "cuStreamCreateWithPriority",
-            "cuStreamDestroy_v2",
-            "cuStreamSynchronize",
-            "emulator_fail",
+        self.cuda.attach(
+            *self._addresses(
+                "emulator_run",
+                "cuStreamCreateWithPriority",
+                "cuStreamDestroy_v2",
+                "cuStreamSynchronize",
+                "emulator_fail",
+            )
         )
-        entries = (ctypes.cast(getattr(self.library, n), ctypes.c_void_p).value for n in names)
-        self.cuda.attach(*entries)
+        names = ("run_early", "release_next", "predecessor_ended")
+        self.cuda.attach_early(*self._addresses(*(f"emulator_{name}" for name in names)))
         self.library.emulator_observe(ctypes.c_void_p(self.cuda.observer))
         self._gpus: dict[int, int] = {}
+
+    def _addresses(self, *names: str) -> list[int | None]:
+        entries = [getattr(self.library, name) for name in names]
+        return [ctypes.cast(entry, ctypes.c_void_p).value for entry in entries]
 
     def reset(self) -> None:
         super().reset()

@@ -1,0 +1,169 @@
+"""Domino: slices of a batch, or of weights, hide each other's communication.
+
+G. Wang et al., arXiv 2409.15241. *Row split*: the batch is cut. Slices never depend on each other,
+so AllReduce of one hides behind the operators of another, also across layers (section 3.2).
+*Column split*: the second weight of attention and of the MLP is cut by columns. AllReduce of one
+part of the result hides behind the multiply of the next one. The parts join in front of the next
+operator, so nothing hides across layers (section 3.3). *2D*: both (section 3.4).
+
+Forward of a layer with two slices (figure 9 of the paper), on the streams of one rank:
+
+    compute   attn 0 | attn 1 | bda+ln 0 | bda+ln 1 | mlp 0 | mlp 1 | bda 0 | attn 0 of the next ...
+    links              AR 0   | AR 1                        | AR 0  | AR 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flux.plan.cost import CostModel
+from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph, Op, replaced
+from flux.plan.policies.passes import sequences
+from flux.plan.schedule import StepSchedule, on_lanes
+
+_ROW_PARALLEL = ("proj", "fc2")
+_BEHIND_ROW = ("ar1", "ar2", "rs1", "rs2")
+_MIDDLE = {"bda1", "ln2"}  # between attention and MLP: their collectives come before them
+
+
+class Domino:
+    """Domino's schedule of a step.
+
+    Args:
+        slices: pieces of the batch (row split); 1: it is not cut.
+        columns: pieces of the second weights (column split); 1: they are not cut.
+        grouped: run the dropout, residual and norm of all slices next to each other, between
+            attention and MLP, as the paper does; else each in front of its slice's MLP.
+    """
+
+    name = "domino"
+
+    def __init__(self, slices: int = 2, columns: int = 1, grouped: bool = True) -> None:
+        for name, value in (("slices", slices), ("columns", columns)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"domino: {name} must be an integer of at least 1, got {value!r}")
+        if slices == columns == 1:
+            raise ValueError("domino: slices or columns must be at least 2, or nothing is cut")
+        self.slices, self.columns, self.grouped = slices, columns, grouped
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
+        """Return the graph with its operators cut.
+
+        Raises:
+            ValueError: there is no tensor parallelism, or sizes that cannot be cut so often.
+        """
+        if fabric.parallel.tp == 1:
+            raise ValueError("domino hides tensor-parallel communication, and tp is 1")
+        for op in graph.ops:
+            self._check(op)
+        if self.slices > 1:
+            graph = replaced(graph, self._rows, lambda before, after: False)
+        if self.columns > 1:
+            graph = replaced(graph, self._columns, lambda before, after: False)
+        return graph
+
+    def _check(self, op: Op) -> None:
+        if op.micro < 0:
+            return
+        if op.kind == "attention" and op.shape[0] % self.slices:
+            raise ValueError(
+                f"domino: {self.slices} slices must divide a micro-batch of {op.shape[0]} sequences"
+            )
+        if op.part in _ROW_PARALLEL and op.role == "fwd" and op.shape[1] % self.columns:
+            raise ValueError(
+                f"domino: {self.columns} columns must divide the {op.shape[1]} of {op.name}"
+            )
+
+    def _rows(self, op: Op) -> Sequence[Op]:
+        """Cut an operator along the batch; a wgrad along what it sums over."""
+        if op.micro < 0:
+            return [op]
+        at = 2 if op.kind == "gemm" and op.role == "wgrad" else 0
+        count = self.slices
+        pieces = []
+        for piece in range(count):
+            begin, end = (op.shape[at] * p // count for p in (piece, piece + 1))
+            shape = (*op.shape[:at], end - begin, *op.shape[at + 1 :])
+            pieces.append(
+                op._replace(
+                    name=f"{op.name}.s{piece}",
+                    piece=piece,
+                    pieces=count,
+                    shape=shape,
+                    allocates=op.allocates / count,
+                    frees=op.frees / count,
+                )
+            )
+        return pieces
+
+    def _columns(self, op: Op) -> Sequence[Op]:
+        """Cut the second linears of a block, forward, and the collectives behind them."""
+        if op.micro < 0 or op.role != "fwd" or op.part not in (*_ROW_PARALLEL, *_BEHIND_ROW):
+            return [op]
+        count, at = self.columns, 1
+        pieces = []
+        for piece in range(count):
+            begin, end = (op.shape[at] * p // count for p in (piece, piece + 1))
+            pieces.append(
+                op._replace(
+                    name=f"{op.name}.c{piece}",
+                    piece=piece,
+                    pieces=count,
+                    strand=op.piece,
+                    shape=(*op.shape[:at], end - begin, *op.shape[at + 1 :]),
+                    allocates=op.allocates / count,
+                    frees=op.frees / count,
+                )
+            )
+        return pieces
+
+    def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
+        """Return the schedule."""
+
+        def within(kind: str, numbers: Sequence[int]) -> Sequence[int]:
+            if kind == "S":
+                return numbers
+            return self._interleave(graph, kind, numbers)
+
+        return on_lanes(graph, sequences(graph, within), self.name)
+
+    def _interleave(self, graph: Graph, kind: str, numbers: Sequence[int]) -> list[int]:
+        """Return a pass's operators by layer, block and slice."""
+        places = {}
+        for place, number in enumerate(numbers):
+            places[number] = place
+        blocks = self._blocks(graph, kind, numbers)
+        return sorted(numbers, key=lambda n: (blocks[n], self._slice(graph.ops[n]), places[n]))
+
+    def _slice(self, op: Op) -> int:
+        cut_by_columns = op.role == "fwd" and op.part in (*_ROW_PARALLEL, *_BEHIND_ROW)
+        if self.columns > 1 and cut_by_columns:
+            return op.strand
+        return op.piece
+
+    def _blocks(self, graph: Graph, kind: str, numbers: Sequence[int]) -> dict[int, int]:
+        """Return, for each operator, the number of its block in the pass.
+
+        A block ends behind a collective of tensor parallelism that the next one waits for. Slices
+        run a block one after the other. Blocks of one slice: what is from one collective's end to
+        the next one. With ``grouped``, what is between attention and MLP is a block by itself.
+        """
+        blocks: dict[int, int] = {}
+        for number in numbers:  # topological
+            op = graph.ops[number]
+            block = 0
+            for dep in graph.deps[number]:
+                if dep not in blocks:
+                    continue
+                ends = _ends_block(graph.ops[dep])
+                block = max(block, blocks[dep] + (1 if ends else 0))
+                leaves = graph.ops[dep].part in _MIDDLE and op.part not in _MIDDLE
+                if self.grouped and kind == "F" and leaves and not op.is_collective:
+                    block = max(block, blocks[dep] + 1)
+            blocks[number] = block
+        return blocks
+
+
+def _ends_block(op: Op) -> bool:
+    return op.is_collective and op.group == "tp" and op.role != "wgrad"
