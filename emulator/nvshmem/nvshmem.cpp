@@ -156,7 +156,8 @@ void send(void* to, const void* from, std::string sent, std::uint64_t* word, std
     emulated::dawdle();
     std::this_thread::sleep_for(std::chrono::microseconds(emulated::device().copy_us));
     if (from != nullptr && std::memcmp(from, sent.data(), sent.size()) != 0) {
-      emulated::device().fail("emulated NVSHMEM: the source of a put was overwritten before it was read");
+      emulated::device().fail(
+          "emulated NVSHMEM: the source of a put was overwritten before it was read");
     }
     emulated::observed(reinterpret_cast<std::uintptr_t>(to), sent.size(), false,
                        [&] { std::memcpy(to, sent.data(), sent.size()); });

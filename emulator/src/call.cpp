@@ -71,7 +71,8 @@ class Values {
 // Returns the number of the conversions, as a device does.
 Outcome print(Context& c, const Op& op, Mask mask) {
   each(mask, [&](int lane) {
-    const std::string format = text_at(c, op, lane, argument_of_call<std::uint64_t>(c, op, lane, 2));
+    const std::string format =
+        text_at(c, op, lane, argument_of_call<std::uint64_t>(c, op, lane, 2));
     Values values(c, op, lane, argument_of_call<std::uint64_t>(c, op, lane, 3));
     std::string text;
     std::uint32_t conversions = 0;

@@ -31,7 +31,15 @@ namespace emulator {
 
 // Who an agent is, for messages.
 struct AgentInfo {
-  enum class Kind : std::uint8_t { kWarp, kCopies, kBulkReads, kBulkWrites, kProducts, kMbarrier, kPuts };
+  enum class Kind : std::uint8_t {
+    kWarp,
+    kCopies,
+    kBulkReads,
+    kBulkWrites,
+    kProducts,
+    kMbarrier,
+    kPuts
+  };
   Kind kind = Kind::kWarp;
   Position position;
   Dim block;

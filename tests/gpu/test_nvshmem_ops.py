@@ -93,7 +93,9 @@ def _calls(
     return found
 
 
-@pytest.mark.parametrize(("nodes", "lanes", "arch"), [(2, 1, "80"), (2, 2, "90a")])
+@pytest.mark.parametrize(
+    ("nodes", "lanes", "arch"), [(2, 1, "80"), (2, 1, "90a"), (2, 2, "80"), (2, 2, "90a")]
+)
 def test_processes_give_the_bits_of_virtual_nodes(
     ptx_kernels: Path, nvshmem_library: Path, nodes: int, lanes: int, arch: str
 ) -> None:

@@ -36,6 +36,13 @@ def puts(ptx: PtxDevice, nvshmem_library: Path) -> Puts:
     return puts_of(ptx, nvshmem_library)
 
 
+def assert_ran(ptx: PtxDevice, *kernels: str) -> None:
+    """Check that the machine has executed these kernels of libflux_nvshmem."""
+    executed = ptx.cuda.counters()
+    for name in kernels:
+        assert any(name in one for one in executed), f"{name} did not run"
+
+
 def problem(op: str, max_m: int, world: int) -> Problem:
     """As small as kernels take it."""
     return Problem(op, max_m, (8 * world,), 8 * world, BF16)
@@ -76,6 +83,16 @@ def test_puts_give_the_bits_of_exchanges(
     for one, other in zip(found, expected, strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tiles_in_several_rows_and_columns(ptx: PtxDevice, puts: Puts, op: str) -> None:
+    """Strips wait for flags of several tiles; two ranks share a node."""
+    p = Problem(op, 300, (512,), 128, BF16)
+    everything = [Inputs(p, m, 4, seed=m) for m in (300, 131, 300)]
+    results_of(HeapWorld(4, ptx, 2, puts), p, Knobs(), everything)
+    if op in ADDS:
+        assert_ran(ptx, "relay_kernel", "node_sum_kernel")
 
 
 @pytest.mark.parametrize("poison", ["1", *more("0")])

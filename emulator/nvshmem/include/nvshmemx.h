@@ -8,17 +8,13 @@ enum { NVSHMEMX_INIT_WITH_UNIQUEID = 8 };
 struct nvshmemx_uniqueid_t {
   char name[128];
 };
-#define NVSHMEMX_UNIQUEID_INITIALIZER \
-  {                                   \
-    { 0 }                             \
-  }
+#define NVSHMEMX_UNIQUEID_INITIALIZER {{0}}
 
 struct nvshmemx_init_attr_t {
   int rank, world;
   nvshmemx_uniqueid_t id;
 };
-#define NVSHMEMX_INIT_ATTR_INITIALIZER \
-  { -1, 0, NVSHMEMX_UNIQUEID_INITIALIZER }
+#define NVSHMEMX_INIT_ATTR_INITIALIZER {-1, 0, NVSHMEMX_UNIQUEID_INITIALIZER}
 
 struct CUstream_st;
 

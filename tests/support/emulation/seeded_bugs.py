@@ -99,7 +99,6 @@ JOINED = r"bar\.red\.and\.pred\s+(\S+), 0, (\S+);"  # __syncthreads_and
 NOT_JOINED = r"and.pred \1, \2, \2;"
 REACHED = r"setp\.gt\.s32\s+(\S+), (\S+), -1;"  # a word has reached the epoch
 REACHED_BEFORE = r"setp.gt.s32 \1, \2, -2;"
-ENTRY_REACHED = r"(ld\.acquire\.sys\.global\.u64(?:(?!setp)[\s\S])*setp\.gt\.s32\s+\S+ \S+ )-1;"
 FIRST_SIGNAL = r"(?=\s*@\S+ bra \S+;\s*(?:\.loc[^\n]*\s*)*cvt\.s64\.s32)"  # a loop begins
 # How many flags a strip has, compared with the number of a thread.
 FLAGS_OF_STRIP = (
@@ -383,10 +382,6 @@ BUGS = {
     ),
     "a relay that awaits a flag less": _node(
         RELAY, FLAGS_OF_STRIP, r"\1 sub.s32 \2, \2, 1;", OF_GPU, rf"({SUMMED}|{STORED})"
-    ),
-    # Entries that are read relaxed would be no bug: the fence before the put acquires them.
-    "a relay that awaits entries of the call before": _node(
-        RELAY, ENTRY_REACHED, r"\1-2;", RELEASED, PUT, rows=AHEAD
     ),
     "words of nodes read relaxed": _node(
         NODE_SUM, r"ld\.acquire\.sys\.global\.u64", "ld.relaxed.sys.global.u64", PUT_SEEN, SUMMED
