@@ -204,7 +204,7 @@ def _has_no_such_device(rank: int, world: int, path: Path) -> None:
     device = device_of(rank)
     device.index = rank  # the emulated one of a process is its first
     exchange = Exchange(dist.group.WORLD, "Op")
-    with pytest.raises(ValueError, match="Op: rank 1: cudaSetDevice: .*status 101"):
+    with pytest.raises(ValueError, match=r"Op: rank 1: cudaSetDevice: .*status 101"):
         nvshmem.open_nvshmem(exchange, device, lambda: load(path))
     assert open_(rank, path).memory(1, 1).data[rank].numel() == 1
 

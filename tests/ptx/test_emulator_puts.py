@@ -1,4 +1,4 @@
-"""Puts of kernels to other ranks: what the emulated NVSHMEM does with them, and what the machine checks."""
+"""Puts of kernels to other ranks: how the emulated NVSHMEM makes them, and what is checked."""
 
 from __future__ import annotations
 
