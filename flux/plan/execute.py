@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flux.backends.unfused import all_gather, reduce_scatter
 from flux.core.dtypes import DTYPES
 from flux.plan.graph import Op
 from flux.plan.model import Parallel
@@ -140,9 +141,9 @@ class Work:
         if op.kind == "all_reduce":
             return lambda: dist.all_reduce(whole, group=group)
         if op.kind == "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+            return lambda: all_gather(whole, part, group=group)
         if op.kind == "reduce_scatter":
-            return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+            return lambda: reduce_scatter(part, whole, group=group)
         other = self.tensor("other", count)
         return lambda: dist.all_to_all_single(other, whole, group=group)
 
