@@ -15,7 +15,7 @@ from functools import cached_property
 
 from flux.core.events import Event, Kind
 from flux.plan.cost import CostModel
-from flux.plan.graph import Graph, GraphError
+from flux.plan.graph import Graph, GraphError, paused_collector
 from flux.plan.schedule import Lane, StepSchedule
 
 _KINDS = {"gemm": Kind.gemm, "attention": Kind.gemm, "fused": Kind.gemm}
@@ -150,8 +150,9 @@ def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
     Raises:
         GraphError: the schedule cannot be run (see ``StepSchedule.validate``).
     """
-    schedule.validate()
-    return _Simulation(schedule, cost).run()
+    with paused_collector():
+        schedule.validate()
+        return _Simulation(schedule, cost).run()
 
 
 class _Simulation:

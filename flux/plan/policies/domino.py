@@ -80,43 +80,13 @@ class Domino:
         if op.micro < 0:
             return [op]
         at = 2 if op.kind == "gemm" and op.role == "wgrad" else 0
-        count = self.slices
-        pieces = []
-        for piece in range(count):
-            begin, end = (op.shape[at] * p // count for p in (piece, piece + 1))
-            shape = (*op.shape[:at], end - begin, *op.shape[at + 1 :])
-            pieces.append(
-                op._replace(
-                    name=f"{op.name}.s{piece}",
-                    piece=piece,
-                    pieces=count,
-                    shape=shape,
-                    allocates=op.allocates / count,
-                    frees=op.frees / count,
-                )
-            )
-        return pieces
+        return _pieces(op, at, self.slices, "s")
 
     def _columns(self, op: Op) -> Sequence[Op]:
         """Cut the second linears of a block, forward, and the collectives behind them."""
         if op.micro < 0 or op.role != "fwd" or op.part not in (*_ROW_PARALLEL, *_BEHIND_ROW):
             return [op]
-        count, at = self.columns, 1
-        pieces = []
-        for piece in range(count):
-            begin, end = (op.shape[at] * p // count for p in (piece, piece + 1))
-            pieces.append(
-                op._replace(
-                    name=f"{op.name}.c{piece}",
-                    piece=piece,
-                    pieces=count,
-                    strand=op.piece,
-                    shape=(*op.shape[:at], end - begin, *op.shape[at + 1 :]),
-                    allocates=op.allocates / count,
-                    frees=op.frees / count,
-                )
-            )
-        return pieces
+        return [piece._replace(strand=op.piece) for piece in _pieces(op, 1, self.columns, "c")]
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule.
@@ -169,6 +139,23 @@ class Domino:
                     block = max(block, blocks[dep] + 1)
             blocks[number] = block
         return blocks
+
+
+def _pieces(op: Op, at: int, count: int, letter: str) -> list[Op]:
+    """Return an operator cut into ``count`` pieces along dimension ``at`` of its shape."""
+    size, memory, free = op.shape[at], op.allocates / count, op.frees / count
+    before, after = op.shape[:at], op.shape[at + 1 :]
+    return [
+        op._replace(
+            name=f"{op.name}.{letter}{piece}",
+            piece=piece,
+            pieces=count,
+            shape=(*before, size * (piece + 1) // count - size * piece // count, *after),
+            allocates=memory,
+            frees=free,
+        )
+        for piece in range(count)
+    ]
 
 
 _LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | {
