@@ -193,7 +193,7 @@ def test_policies_never_lose_to_serial_by_much_and_hide_what_they_should() -> No
 
 def test_early_gather_hides_more_of_the_second_gather_where_links_are_slow() -> None:
     degrees = Parallel(tp=8, sequence=True)
-    step = step_of("gpt3-175b", degrees, layers=4, regather=True)
+    step = step_of("gpt-6.7b", degrees, layers=4, regather=True)
     serial = simulate(*plan(step, "serial", "dhelix-a40", wgrad_overlap=True))
     early = simulate(*plan(step, "early_gather", "dhelix-a40"))
     assert early.exposed_comm_ms < serial.exposed_comm_ms
