@@ -1,8 +1,8 @@
 """Build the operators of a training step of a transformer, dense or with experts.
 
 Of one layer, with sequence parallelism. Without it, AllReduce takes the place of ReduceScatter, and
-there is no AllGather; without tensor parallelism there is neither. DHelix (arXiv 2411.15871, section
-4.2) counts 14 operators forward and 18 backward:
+there is no AllGather; without tensor parallelism there is neither. DHelix (arXiv 2411.15871,
+section 4.2) counts 14 operators forward and 18 backward:
 
     forward     ln1 ag1 qkv attention proj rs1 bda1  ln2 ag2 fc1 act fc2 rs2 bda2
     backward    the same in reverse, where each of the four GEMMs is two: dgrad and wgrad
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from flux.core.integers import ceil_div
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Builder, Graph, Op
+from flux.plan.graph import Builder, Graph, Op, paused_collector
 from flux.plan.model import Step
 
 _ADAM = 7
@@ -32,7 +32,8 @@ _OPTIMIZER_BYTES = 12.0
 
 def build_step(step: Step, fabric: Fabric) -> Graph:
     """Return the operators of a step: all layers, micro-batches and stages, and the optimizer."""
-    return _Layers(step, fabric).build()
+    with paused_collector():
+        return _Layers(step, fabric).build()
 
 
 class _Layers:
@@ -151,7 +152,7 @@ class _Layers:
                 (rows, k),
                 role="wgrad",
                 group="tp",
-                behind=[self.norms[self.layer, self.micro, part]],
+                behind=[self.norms[self.layer, self.micro, part], *before],
                 leads=False,
             )
             before.append(again)

@@ -29,8 +29,8 @@ from flux.plan.fabric import Fabric, Span
 from flux.plan.graph import Op
 
 ATTENTION_SHARE = {"cuda": 0.5, "cpu": 0.6}
-"""Share of the peak that attention reaches. FlashAttention-2 reaches 50 to 73% on an A100, the lower
-end with a causal mask (arXiv 2307.08691, section 4.1)."""
+"""Share of the peak that attention reaches. FlashAttention-2 reaches 50 to 73% on an A100, the
+lower end with a causal mask (arXiv 2307.08691, section 4.1)."""
 BACKWARD_ATTENTION = 2.5
 """Operations of its backward over its forward: five products in place of two."""
 MEMORY_SHARE = 0.8
