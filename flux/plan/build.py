@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from flux.core.integers import ceil_div
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Builder, Graph, Op
+from flux.plan.graph import Builder, Graph, Op, paused_collector
 from flux.plan.model import Step
 
 _ADAM = 7
@@ -32,7 +32,8 @@ _OPTIMIZER_BYTES = 12.0
 
 def build_step(step: Step, fabric: Fabric) -> Graph:
     """Return the operators of a step: all layers, micro-batches and stages, and the optimizer."""
-    return _Layers(step, fabric).build()
+    with paused_collector():
+        return _Layers(step, fabric).build()
 
 
 class _Layers:
@@ -151,7 +152,7 @@ class _Layers:
                 (rows, k),
                 role="wgrad",
                 group="tp",
-                behind=[self.norms[self.layer, self.micro, part]],
+                behind=[self.norms[self.layer, self.micro, part], *before],
                 leads=False,
             )
             before.append(again)

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flux.backends.unfused import all_gather, reduce_scatter
 from flux.core.dtypes import DTYPES
 from flux.plan.graph import Op
 from flux.plan.model import Parallel
 from flux.plan.schedule import Lane, StepSchedule
-from flux.plan.simulate import Timeline
+from flux.plan.simulate import Timeline, peak_memory
 
 _STRIDES = ("tp", "cp", "dp", "pp")  # fastest first
 
@@ -140,9 +141,9 @@ class Work:
         if op.kind == "all_reduce":
             return lambda: dist.all_reduce(whole, group=group)
         if op.kind == "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+            return lambda: all_gather(whole, part, group=group)
         if op.kind == "reduce_scatter":
-            return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+            return lambda: reduce_scatter(part, whole, group=group)
         other = self.tensor("other", count)
         return lambda: dist.all_to_all_single(other, whole, group=group)
 
@@ -341,6 +342,5 @@ def measured(
     missing = [op.name for number, op in enumerate(ops) if number not in times]
     if missing:
         raise ValueError(f"{len(missing)} operators have not run: {missing[0]} ...")
-    resident = [*schedule.graph.resident, *[0.0] * schedule.graph.stages]
     starts, ends = ([times[n][place] for n in range(len(ops))] for place in (0, 1))
-    return Timeline(schedule, starts, ends, solo, resident[: schedule.graph.stages])
+    return Timeline(schedule, starts, ends, solo, peak_memory(schedule, starts, ends))

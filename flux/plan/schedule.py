@@ -11,12 +11,13 @@ import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from flux.core.datafile import load_json, shown
-from flux.plan.graph import RESOURCES, Graph, GraphError, Op
+from flux.plan.graph import RESOURCES, Graph, GraphError, Op, topological
 
 Lane = tuple[int, str]
 """(stage, stream)"""
@@ -39,12 +40,16 @@ class StepSchedule:
     policy: str = ""
 
     def validate(self) -> None:
-        """Check that the schedule can be run.
+        """Check that the schedule can be run, once.
 
         Raises:
             GraphError: an operator is missing, scheduled twice, or on another stage's lane; or the
                 order of the lanes contradicts the dependencies: the step would never end.
         """
+        _ = self._is_valid
+
+    @cached_property
+    def _is_valid(self) -> bool:
         ops = self.graph.ops
         seen = [False] * len(ops)
         for (stage, stream), numbers in self.lanes.items():
@@ -67,9 +72,10 @@ class StepSchedule:
             for before, after in pairwise(numbers):
                 deps[after] = (*deps[after], before)
         try:
-            Graph(ops, tuple(deps))
+            topological(ops, deps)
         except GraphError as error:
             raise GraphError(f"the lanes contradict the dependencies: {error}") from error
+        return True
 
     def collectives(self, stage: int, group: str) -> list[str]:
         """Return the names of a stage's collectives of a group, in the order of its lanes.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph
+from flux.plan.graph import Graph, paused_collector
 from flux.plan.schedule import StepSchedule
 
 GROUP = "flux.plan.policies"
@@ -72,6 +72,7 @@ def planned(policy: Policy, graph: Graph, fabric: Fabric, cost: CostModel) -> St
         ValueError: the policy cannot be used for this graph.
         GraphError: its schedule cannot be run.
     """
-    schedule = policy.order(policy.rewrite(graph, fabric, cost), cost)
-    schedule.validate()
+    with paused_collector():
+        schedule = policy.order(policy.rewrite(graph, fabric, cost), cost)
+        schedule.validate()
     return schedule

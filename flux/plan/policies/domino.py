@@ -8,8 +8,8 @@ operator, so nothing hides across layers (section 3.3). *2D*: both (section 3.4)
 
 Forward of a layer with two slices (figure 9 of the paper), on the streams of one rank:
 
-    compute   attn 0 | attn 1 | bda+ln 0 | bda+ln 1 | mlp 0 | mlp 1 | bda 0 | attn 0 of the next ...
-    links              AR 0   | AR 1                        | AR 0  | AR 1
+    compute   attn 0 | attn 1 | bda+ln 0 | bda+ln 1 | mlp 0 | mlp 1 | bda, attn 0 of the next ...
+    links            | AR 0   | AR 1                        | AR 0  | AR 1
 """
 
 from __future__ import annotations
@@ -80,90 +80,100 @@ class Domino:
         if op.micro < 0:
             return [op]
         at = 2 if op.kind == "gemm" and op.role == "wgrad" else 0
-        count = self.slices
-        pieces = []
-        for piece in range(count):
-            begin, end = (op.shape[at] * p // count for p in (piece, piece + 1))
-            shape = (*op.shape[:at], end - begin, *op.shape[at + 1 :])
-            pieces.append(
-                op._replace(
-                    name=f"{op.name}.s{piece}",
-                    piece=piece,
-                    pieces=count,
-                    shape=shape,
-                    allocates=op.allocates / count,
-                    frees=op.frees / count,
-                )
-            )
-        return pieces
+        return _pieces(op, at, self.slices, "s")
 
     def _columns(self, op: Op) -> Sequence[Op]:
         """Cut the second linears of a block, forward, and the collectives behind them."""
         if op.micro < 0 or op.role != "fwd" or op.part not in (*_ROW_PARALLEL, *_BEHIND_ROW):
             return [op]
-        count, at = self.columns, 1
-        pieces = []
-        for piece in range(count):
-            begin, end = (op.shape[at] * p // count for p in (piece, piece + 1))
-            pieces.append(
-                op._replace(
-                    name=f"{op.name}.c{piece}",
-                    piece=piece,
-                    pieces=count,
-                    strand=op.piece,
-                    shape=(*op.shape[:at], end - begin, *op.shape[at + 1 :]),
-                    allocates=op.allocates / count,
-                    frees=op.frees / count,
-                )
-            )
-        return pieces
+        return [piece._replace(strand=op.piece) for piece in _pieces(op, 1, self.columns, "c")]
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
-        """Return the schedule."""
+        """Return the schedule.
+
+        Backward is in the order in which autograd runs what was made in forward: the latest first
+        (``flux.plan.domino``).
+        """
+        places: dict[tuple[int, str, int], int] = {}  # in forward: by layer, part and slice
 
         def within(kind: str, numbers: Sequence[int]) -> Sequence[int]:
             if kind == "S":
                 return numbers
-            return self._interleave(graph, kind, numbers)
+            if kind == "B":
+                return sorted(numbers, key=lambda n: _backward_key(graph.ops[n], places))
+            order = self._forward(graph, numbers)
+            for place, number in enumerate(order):
+                op = graph.ops[number]
+                places.setdefault((op.layer, op.part, self._slice(op)), place)
+            return order
 
         return on_lanes(graph, sequences(graph, within), self.name)
 
-    def _interleave(self, graph: Graph, kind: str, numbers: Sequence[int]) -> list[int]:
-        """Return a pass's operators by layer, block and slice."""
-        places = {}
-        for place, number in enumerate(numbers):
-            places[number] = place
-        blocks = self._blocks(graph, kind, numbers)
+    def _forward(self, graph: Graph, numbers: Sequence[int]) -> list[int]:
+        """Return a forward pass's operators by block, slice and dependencies."""
+        places = {number: place for place, number in enumerate(numbers)}
+        blocks = self._blocks(graph, numbers)
         return sorted(numbers, key=lambda n: (blocks[n], self._slice(graph.ops[n]), places[n]))
 
     def _slice(self, op: Op) -> int:
         cut_by_columns = op.role == "fwd" and op.part in (*_ROW_PARALLEL, *_BEHIND_ROW)
-        if self.columns > 1 and cut_by_columns:
-            return op.strand
-        return op.piece
+        return op.strand if self.columns > 1 and cut_by_columns else op.piece
 
-    def _blocks(self, graph: Graph, kind: str, numbers: Sequence[int]) -> dict[int, int]:
+    def _blocks(self, graph: Graph, numbers: Sequence[int]) -> dict[int, int]:
         """Return, for each operator, the number of its block in the pass.
 
-        A block ends behind a collective of tensor parallelism that the next one waits for. Slices
-        run a block one after the other. Blocks of one slice: what is from one collective's end to
-        the next one. With ``grouped``, what is between attention and MLP is a block by itself.
+        Slices run a block one after the other. A block ends behind a collective that the next one
+        waits for. With ``grouped``, what is between attention and MLP is a block by itself.
         """
         blocks: dict[int, int] = {}
         for number in numbers:  # topological
-            op = graph.ops[number]
-            block = 0
+            op, block = graph.ops[number], 0
             for dep in graph.deps[number]:
                 if dep not in blocks:
                     continue
-                ends = _ends_block(graph.ops[dep])
+                before = graph.ops[dep]
+                ends = before.is_collective and before.group == "tp"
                 block = max(block, blocks[dep] + (1 if ends else 0))
-                leaves = graph.ops[dep].part in _MIDDLE and op.part not in _MIDDLE
-                if self.grouped and kind == "F" and leaves and not op.is_collective:
+                leaves = before.part in _MIDDLE and op.part not in _MIDDLE
+                if self.grouped and leaves and not op.is_collective:
                     block = max(block, blocks[dep] + 1)
             blocks[number] = block
         return blocks
 
 
-def _ends_block(op: Op) -> bool:
-    return op.is_collective and op.group == "tp" and op.role != "wgrad"
+def _pieces(op: Op, at: int, count: int, letter: str) -> list[Op]:
+    """Return an operator cut into ``count`` pieces along dimension ``at`` of its shape."""
+    size, memory, free = op.shape[at], op.allocates / count, op.frees / count
+    before, after = op.shape[:at], op.shape[at + 1 :]
+    return [
+        op._replace(
+            name=f"{op.name}.{letter}{piece}",
+            piece=piece,
+            pieces=count,
+            shape=(*before, size * (piece + 1) // count - size * piece // count, *after),
+            allocates=memory,
+            frees=free,
+        )
+        for piece in range(count)
+    ]
+
+
+_LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | {
+    "rs1": "bda1",
+    "rs2": "bda2",
+}
+"""The operator behind whose dgrad a collective is launched in backward."""
+
+
+def _backward_key(op: Op, places: dict[tuple[int, str, int], int]) -> tuple[int, int]:
+    """Return a sort key: the latest of forward first; gather, dgrad, collective, wgrad of one."""
+    part = op.part
+    if op.is_collective:
+        part = _LAUNCHED_BY.get(part, part)
+    rank = 3 if op.role == "wgrad" else 2 if op.is_collective else 1
+    if op.is_collective and op.role == "wgrad":
+        rank = 0
+    place = places.get((op.layer, part, op.piece))
+    if place is None:  # what leads to the stage before: behind all else
+        return 1, rank
+    return -place, rank

@@ -7,6 +7,7 @@ The gather begins with the backward of the row-parallel linear behind it, whose 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
@@ -24,7 +25,7 @@ class EarlyGather:
     name = "early_gather"
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph as it is.
+        """Return the graph, in which gathers for weight gradients wait for no gradient.
 
         Raises:
             ValueError: no input is gathered again, so there is nothing to begin early.
@@ -34,7 +35,11 @@ class EarlyGather:
                 "early_gather needs sequence parallelism in which inputs are gathered again "
                 "(regather): this step has no such gather"
             )
-        return graph
+        deps = tuple(
+            tuple(d for d in before if graph.ops[d].role == "fwd") if _gathers_again(op) else before
+            for op, before in zip(graph.ops, graph.deps, strict=True)
+        )
+        return replace(graph, deps=deps)
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule."""
