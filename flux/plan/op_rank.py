@@ -21,8 +21,8 @@ from flux.tune.space import ALWAYS, Candidate
 
 BEST = 4
 """Candidates beside those of ALWAYS that are simulated, at most."""
-MOST_TILES = 75_000
-"""GEMM tiles of all ranks and candidates that one command simulates: about three seconds."""
+MOST_TILES = 240_000
+"""GEMM tiles of all ranks and candidates that one command simulates: a few seconds."""
 
 
 @dataclass(frozen=True)
