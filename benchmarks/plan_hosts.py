@@ -80,7 +80,7 @@ def table(content: dict[str, Any]) -> str:
     return (
         f"{markdown(header, lines)}\n\n"
         f"Predictions are off by {100 * statistics.median(off):.0f}% in the median, "
-        f"{100 * max(off):.0f}% at most. Where quartiles of the times of two policies do not overlap, "
+        f"{100 * max(off):.0f}% at most. Where quartiles of two policies do not overlap, "
         f"the predicted order is the measured one in {kept} of {len(content['runs'])} runs."
     )
 
