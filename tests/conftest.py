@@ -12,7 +12,14 @@ import pytest
 
 from flux.launch.hosts import Hosts, HostsUnavailableError
 
-pytest_plugins = ["side_by_side", "browser", "device_fixtures", "fake_nvshmem", "kernel_sandbox"]
+pytest_plugins = [
+    "side_by_side",
+    "browser",
+    "device_fixtures",
+    "gpu_cases",
+    "fake_nvshmem",
+    "kernel_sandbox",
+]
 
 # "ci" draws the same examples on every run, so that a red build means that the change is at fault.
 # Look further with HYPOTHESIS_PROFILE=explore.

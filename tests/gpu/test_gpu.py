@@ -8,16 +8,27 @@ compute-sanitizer, under which everything takes far longer.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from device_fixtures import with_flux_kernels
 from flux import _C, Knobs, PeerTimeoutError, Topology
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import cases_on, finish, gpu, inputs_on, random_problem
+from gpu_cases import (
+    ON_CUDA,
+    cases_on,
+    cuda_device,
+    finish,
+    inputs_on,
+    of,
+    random_problem,
+)
+from harness import stress_only
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
 from reference import Problem
@@ -32,7 +43,10 @@ from virtual_cases import (
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("poisoned")]
 
-device = gpu
+
+@pytest.fixture
+def device(gpu: Device) -> Device:
+    return gpu
 
 
 def run_case(device: Device, rng: random.Random, op: str, world: int, most: int) -> None:
@@ -79,11 +93,23 @@ def test_two_nodes_match_float64(device: Device, op: str) -> None:
     check_cases(device, 4, cases, partial(finish, device), inputs_on(device), nodes=2)
 
 
+@pytest.fixture(params=[ON_CUDA, pytest.param("90a", marks=stress_only)])
+def float8_device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """A GPU with float8 kernels. For the PTX machine, compilers take minutes for them."""
+    if request.param == "cuda":
+        yield cuda_device()
+        return
+    with with_flux_kernels(request, request.param, "float8_kernels") as device:
+        yield device
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("op", OPS)
-def test_float8_ops_match_float64(device: Device, op: str, scaling: str) -> None:
-    p = Problem(op, 1000, (1024,), 768, torch.float8_e4m3fn, scaling=scaling)
-    calls = tuple(Call(m, seed=m, gather=p.gathers) for m in (1000, 1, 333))
+def test_float8_ops_match_float64(float8_device: Device, op: str, scaling: str) -> None:
+    device = float8_device
+    m, n, k = of(device, (1000, 1024, 768), (150, 128, 256))
+    p = Problem(op, m, (n,), k, torch.float8_e4m3fn, scaling=scaling)
+    calls = tuple(Call(rows, seed=rows, gather=p.gathers) for rows in (m, 1, m // 3))
     case = Case(p, Knobs(), calls)
     if on_one_device(device, case, 2).problem != p:
         pytest.skip("no float8 kernels are built: make kernels SET=default")
