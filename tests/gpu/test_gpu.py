@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from device_fixtures import with_flux_kernels
+from emulated import EmulatedDevice
 from flux import _C, Knobs, PeerTimeoutError, Topology
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
@@ -80,7 +81,9 @@ def test_cases_of_the_cpu_backend_match_float64(device: Device, op: str, world: 
     cases = random_cases(20, op, world, cases_on(device))
     cases += every_dtype_layout_and_weight_order(op, "fused")
     cases += every_combination_of_knobs(op, world)[:: 5 if cases_on(device) > 1 else 15]
-    check_cases(device, world, cases, partial(finish, device), inputs_on(device))
+    # Where few kernels are built, several of the cases become the same one.
+    distinct = list(dict.fromkeys(on_one_device(device, case, world) for case in cases))
+    check_cases(device, world, distinct, partial(finish, device), inputs_on(device))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -112,6 +115,7 @@ def test_float8_ops_match_float64(float8_device: Device, op: str, scaling: str) 
     calls = tuple(Call(rows, seed=rows, gather=p.gathers) for rows in (m, 1, m // 3))
     case = Case(p, Knobs(), calls)
     if on_one_device(device, case, 2).problem != p:
+        assert not isinstance(device, EmulatedDevice)
         pytest.skip("no float8 kernels are built: make kernels SET=default")
     check_cases(device, 2, [case], partial(finish, device), inputs_on(device))
 
@@ -124,10 +128,11 @@ def test_small_problem_matches_float64(device: Device, op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("direction", ["push", "pull"])
 def test_back_to_back_calls_repeat_bitwise(device: Device, op: str, direction: str) -> None:
-    world, p = 4, Problem(op, 1100, (512,), 256, torch.bfloat16)
+    m, n, k = of(device, (1100, 512, 256), (550, 256, 128))
+    world, p = 4, Problem(op, m, (n,), k, torch.bfloat16)
     rng = random.Random(3)
     calls = min(12, 3 * cases_on(device))
-    everything = [inputs_on(device)(p, rng.randint(1, 1100), world, seed=i) for i in range(calls)]
+    everything = [inputs_on(device)(p, rng.randint(1, m), world, seed=i) for i in range(calls)]
     found = []
     for _ in range(2):
         with VirtualWorld(world, device) as ranks:
@@ -145,8 +150,14 @@ def test_back_to_back_calls_repeat_bitwise(device: Device, op: str, direction: s
         assert all(torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_a_rank_that_does_not_call_is_noticed(device: Device, op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "waiting"),
+    [
+        ("ag_gemm", r"rows of x \(AllGather signal \d+\)"),
+        ("gemm_rs", r"the entry of rank 1|partials of a peer"),
+    ],
+)
+def test_a_rank_that_does_not_call_is_noticed(device: Device, op: str, waiting: str) -> None:
     p = Problem(op, 128, (128,), 64, torch.bfloat16)  # small: a PTX machine takes its time
     with VirtualWorld(2, device) as ranks:
         ops = [p.build(ranks.rank(r), timeout_s=1.0) for r in range(2)]
@@ -156,8 +167,10 @@ def test_a_rank_that_does_not_call_is_noticed(device: Device, op: str) -> None:
         inputs.check(good[0], 0)
         alone = inputs.ready(0)
         ranks.run(lambda r: alone(ops[0]) if r == 0 else None)
-        with pytest.raises(PeerTimeoutError, match=r"rank 0 waited more than 1 s for"):
+        with pytest.raises(PeerTimeoutError, match=rf"rank 0 waited more than 1 s for {waiting}"):
             ops[0].wait()
+        with pytest.raises(RuntimeError, match="is closed"):
+            inputs.ready(0)(ops[0])
         for o in ops:
             o.close()
 

@@ -104,12 +104,15 @@ def _replays(rank: int, world: int, gpus: RankGpus, op: str) -> None:
                     fresh = [make(p, m, world, seed=number * 10 + i) for i, m in enumerate(sizes)]
                     for inputs, mine in zip(fresh, given, strict=True):
                         put(inputs, rank, mine)
-                    ready = fresh[1].ready(rank)
-                    replay()
-                    eager = ready(made)
+                    ready = [fresh[1].ready(rank) for _ in range(2)]
+                    eager = []
+                    for again in ready:  # each rank at its own pace
+                        replay()
+                        eager.append(again(made))
                     finish(device)
                     made.wait()
-                    fresh[1].check(eager, rank)
+                    for got in eager:
+                        fresh[1].check(got, rank)
                     for inputs, out in zip(fresh, outs, strict=True):
                         inputs.check([out], rank)
 

@@ -104,8 +104,22 @@ def ptx(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
 
 
 @pytest.fixture(scope="module")
+def a100(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+    """An emulated device with flux's own kernels for sm_80, which the PTX machine runs fastest."""
+    with with_flux_kernels(request, "80") as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def h200(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+    """An emulated device with flux's own kernels for sm_90a."""
+    with with_flux_kernels(request, "90a") as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
 def device(emulator: Path) -> Iterator[EmulatedDevice]:
-    """An emulated device."""
+    """An emulated device with stand-in kernels."""
     with emulated_device(emulator) as device:
         yield device
 
