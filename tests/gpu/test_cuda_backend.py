@@ -228,13 +228,11 @@ def test_a_timeout_does_not_corrupt_a_slow_peer(a100: EmulatedDevice, op: str) -
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_cached_call_is_reused_only_for_identical_arguments(
-    device: EmulatedDevice, op: str
-) -> None:
+def test_cached_call_is_reused_only_for_identical_arguments(h200: EmulatedDevice, op: str) -> None:
     """Same weight and bias objects, other contents; then each thing that makes a call another."""
-    device.set_delay(0)
-    p = problem(op, 12)
-    with VirtualWorld(2, device) as ranks:
+    h200.set_delay(0)
+    p = aligned(op, 12)
+    with VirtualWorld(2, h200) as ranks:
         ops = [p.build(ranks.rank(r)) for r in range(2)]
         inputs = Inputs(p, 12, 2, seed=1)
         local = [list(inputs.local(r)) for r in range(2)]
@@ -242,7 +240,7 @@ def test_cached_call_is_reused_only_for_identical_arguments(
         def call(m: int | None = None) -> list[torch.Tensor]:
             options = {"m": m} if p.gathers else {}
             outs = ranks.run(lambda r: ops[r](*local[r], **options))
-            device.finish()
+            h200.finish()
             for r in range(2):
                 inputs.check([outs[r]], r)
             return outs
@@ -279,7 +277,7 @@ def test_cached_call_is_reused_only_for_identical_arguments(
         assert repeats() == 6
         small = Inputs(p, 7, 2, seed=4, bias=False)
         outs = ranks.run(lambda r: small.call(ops[r], r))
-        device.finish()
+        h200.finish()
         for r in range(2):
             small.check(outs[r], r)
         with pytest.raises(TypeError):

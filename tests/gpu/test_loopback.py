@@ -35,8 +35,8 @@ def problem(op: str, max_m: int, n: int = 13, k: int = 10, **options: object) ->
 
 
 def aligned(op: str, max_m: int) -> Problem:
-    """A problem that flux's kernels of the minimal set do on two or three ranks."""
-    return Problem(op, max_m, (48,), 48, BF16)
+    """A problem that flux's kernels of the minimal set do on 2, 3, 4 or 8 ranks."""
+    return Problem(op, max_m, (192,), 192, BF16)
 
 
 def call_on_and_on(
@@ -78,14 +78,14 @@ def test_random_cases(device: EmulatedDevice, op: str, world: int) -> None:
 
 @pytest.mark.parametrize("order", ["direct", "ring1d", "ring2d", "hierarchical", "numa"])
 @pytest.mark.parametrize("direction", ["push", "pull"])
-def test_every_order_matches_float64(device: EmulatedDevice, order: str, direction: str) -> None:
-    device.set_delay(300)
+def test_every_order_matches_float64(a100: EmulatedDevice, order: str, direction: str) -> None:
+    a100.set_delay(300)
     rng = random.Random(order + direction)
-    p = problem("ag_gemm", 37)
+    p = aligned("ag_gemm", 37)
     for world in (4, 8):
         knobs = Knobs(order=order, direction=direction, comm_tile_rows=2)
         with (
-            LoopbackWorld(world, device) as ranks,
+            LoopbackWorld(world, a100) as ranks,
             p.build(ranks.rank(), tuning=knobs, topology=topology_of(rng, world)) as built,
         ):
             for seed, m in enumerate((37, 5, 32)):
