@@ -80,6 +80,16 @@ def test_results_that_the_switch_distributes_have_the_same_bits(
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("op", REDUCING)
+def test_unaligned_rows_bypass_the_switch(device: EmulatedDevice, op: str) -> None:
+    """13 columns of two bytes are no multiple of 16: memory adds up, results go to each rank.
+
+    With stand-ins, which refuse to access the switch: the minimal set has no kernel for 13 columns.
+    """
+    device.set_delay(0)
+    results(device, SwitchedWorld, 3, problem(op, 13), Knobs(reduce="in_flight"), (False, True))
+
+
 def test_ordered_sums_do_not_use_the_switch(h200: EmulatedDevice) -> None:
     h200.set_delay(0)
     results(h200, SwitchedWorld, 3, problem("gemm_rs"), Knobs(), (False, True))

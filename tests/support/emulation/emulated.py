@@ -154,10 +154,7 @@ class EmulatedDevice(Gpu):
         return place.data_ptr()
 
     def _add_multicast(self, address: int, members: list[int], size: int) -> None:
-        addresses = (ctypes.c_size_t * len(members))(*members)
-        self.library.multicast_add(
-            ctypes.c_size_t(address), ctypes.c_size_t(size), addresses, len(members)
-        )
+        """Stand-ins refuse to access it."""
 
     def know(self, *tensors: torch.Tensor) -> None:
         """Let kernels access memory that peers share; stand-ins access any."""

@@ -7,7 +7,6 @@
 #include "cuda/arguments.h"
 #include "emulated_math.h"
 #include "gpu/device.h"
-#include "gpu/multicast.h"
 
 namespace {
 
@@ -213,12 +212,8 @@ int make_gemm_rs(const FluxGemmArgs& args, Work* work) {
   return FLUX_OK;
 }
 
-// What a rank has summed up, where it goes: to all by the switch, or to each.
+// What a rank has summed up goes to each rank that wants it.
 void put_sum(const FluxReduceArgs& args, std::int64_t at, std::uint16_t sum) {
-  if (args.switch_out != nullptr) {
-    for (auto* to : everywhere(static_cast<std::uint16_t*>(args.switch_out) + at)) *to = sum;
-    return;
-  }
   for (int out = 0; out < args.out_count; ++out) {
     static_cast<std::uint16_t*>(args.outs[out])[at] = sum;
   }
@@ -226,12 +221,6 @@ void put_sum(const FluxReduceArgs& args, std::int64_t at, std::uint16_t sum) {
 
 float sum_of_sources(const FluxReduceArgs& args, std::int64_t at) {
   float sum = 0;
-  if (args.switch_in != nullptr) {
-    for (auto* from : everywhere(static_cast<const std::uint16_t*>(args.switch_in) + at)) {
-      sum += to_float(*from);
-    }
-    return to_float(to_bf16(sum));  // as the switch gives it
-  }
   for (int source = 0; source < args.slot_count; ++source) {
     sum += to_float(static_cast<const std::uint16_t*>(args.slots[source])[at]);
   }
@@ -267,6 +256,7 @@ Strip strip_at(const FluxReduceArgs& args, int unit) {
 
 // The last tile first: each must rely on its own flags, whatever order they are raised in.
 int make_reduction(const FluxReduceArgs& args, Work* work) {
+  if (args.switch_in != nullptr || args.switch_out != nullptr) return FLUX_REFUSED;
   const ScatterTiling s{args.m, args.n, args.world, args.tile_m, args.tile_n};
   const int units = args.rows == 0 ? 0 : reduce_units(args);
   work->footprint = kReduction;

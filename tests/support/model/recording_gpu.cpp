@@ -11,7 +11,7 @@
 #include "cuda/runtime/nvshmem_abi.h"
 #include "gpu/batch_op.h"
 #include "gpu/heaps.h"
-#include "gpu/multicast.h"
+#include "multicast.h"
 
 namespace {
 
