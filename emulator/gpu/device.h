@@ -213,10 +213,17 @@ struct Item {
   std::function<void()> run;         // but for kernels
   std::shared_ptr<const Work> work;  // of kernels
   bool leaves_at_start = false;      // its hardware queue; else when it is done
+  bool early = false;                // may start when the item before it has called release_next
 };
+
+// Of the item that the calling thread runs: lets an early one behind it start.
+void release_next();
+// Whether the item before it on the stream has ended.
+bool predecessor_ended();
 
 class Stream {
  public:
+  struct Entry;
   Graph* capture = nullptr;  // that takes what is put here; only threads of the host look at it
 
   explicit Stream(bool is_default);
@@ -230,11 +237,12 @@ class Stream {
   int number() const { return number_; }
 
  private:
-  struct Entry;
   void work();
   void run(const std::shared_ptr<Entry>& entry);
   void run_kernel(const std::shared_ptr<Entry>& entry);
   std::shared_ptr<Entry> behind(const std::shared_ptr<Entry>& entry);
+  void start_beside(const std::shared_ptr<Entry>& entry, const std::shared_ptr<Entry>& before);
+  friend void release_next();
   void start(Entry& entry);
 
   const bool is_default_;

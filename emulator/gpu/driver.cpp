@@ -109,6 +109,15 @@ void emulator_run(void* stream, void (*body)(void*), void* argument, void (*rele
   made.leaves_at_start = true;
   stream_of(stream)->put(std::move(made));
 }
+// The same, but it may start when the body before it on the stream has called emulator_release_next.
+void emulator_run_early(void* stream, void (*body)(void*), void* argument, void (*release)(void*)) {
+  Item made =
+      item("run", [body, held = std::shared_ptr<void>(argument, release)] { body(held.get()); });
+  made.leaves_at_start = made.early = true;
+  stream_of(stream)->put(std::move(made));
+}
+void emulator_release_next() { release_next(); }
+int emulator_predecessor_ended() { return predecessor_ended() ? 1 : 0; }
 void emulator_observe(Observer* tell) { observer = tell; }
 void emulator_dawdle() { dawdle(); }
 void emulator_fail(const char* text) { device().fail(text); }

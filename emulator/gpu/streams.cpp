@@ -28,12 +28,40 @@ struct Stream::Entry {
   std::unique_ptr<Grid> grid;  // of a kernel that has started
   bool queued = false;         // whether its ticket is still there
   Clock::time_point began = {};
+  Stream* stream = nullptr;
+  // Of what is no stand-in kernel: whether it has let the next item start; whether it has ended; the
+  // thread in which it has started early.
+  bool released = false;
+  Flag ended = std::make_shared<std::atomic<bool>>(false);
+  Flag before;  // whether the item before it has ended; null: it has
+  std::thread beside;
 
   bool may_start() const { return !queued || queue->at_head(ticket); }
   void leave_queue() {
     if (std::exchange(queued, false)) queue->leave(ticket);
   }
 };
+
+namespace {
+
+thread_local Stream::Entry* running = nullptr;
+
+}  // namespace
+
+void release_next() {
+  Stream::Entry* const entry = running;
+  if (entry == nullptr) return;
+  Stream& stream = *entry->stream;
+  const std::lock_guard<std::mutex> hold(stream.mutex_);
+  entry->released = true;
+  if (stream.entries_.size() > 1 && stream.entries_.front().get() == entry) {
+    stream.start_beside(stream.entries_[1], stream.entries_.front());
+  }
+}
+
+bool predecessor_ended() {
+  return running == nullptr || running->before == nullptr || *running->before;
+}
 
 Stream::Stream(bool is_default)
     : is_default_(is_default),
@@ -87,9 +115,24 @@ void Stream::put(Item item) {
     entry->ticket = entry->queue->enter();
     entry->queued = true;
   }
+  entry->stream = this;
   const std::lock_guard<std::mutex> hold(mutex_);
   entries_.push_back(entry);
+  if (entries_.size() == 2 && entries_.front()->released) start_beside(entry, entries_.front());
   changed_.notify_all();
+}
+
+// With the lock: starts an early item that the one before it has released.
+void Stream::start_beside(const std::shared_ptr<Entry>& entry,
+                          const std::shared_ptr<Entry>& before) {
+  if (!entry->item.early || entry->beside.joinable() || !entry->may_start()) return;
+  entry->leave_queue();
+  entry->before = before->ended;
+  entry->began = Clock::now();
+  entry->beside = std::thread([entry] {
+    running = entry.get();
+    entry->item.run();
+  });
 }
 
 int Stream::launch(Work work) {
@@ -137,11 +180,21 @@ void Stream::work() {
 void Stream::run(const std::shared_ptr<Entry>& entry) {
   if (entry->item.kind == Item::kKernel) return run_kernel(entry);
   while (!entry->may_start()) nap();
-  const auto began = Clock::now();
-  if (entry->item.leaves_at_start) entry->leave_queue();
-  entry->item.run();
+  std::unique_lock<std::mutex> hold(mutex_);
+  const bool started = entry->beside.joinable();
+  hold.unlock();
+  if (started) {
+    entry->beside.join();
+  } else {
+    entry->began = Clock::now();
+    if (entry->item.leaves_at_start) entry->leave_queue();
+    running = entry.get();
+    entry->item.run();
+    running = nullptr;
+  }
+  *entry->ended = true;
   entry->leave_queue();
-  device().log_time(entry->item.what, handle(), began);
+  device().log_time(entry->item.what, handle(), entry->began);
 }
 
 // The kernel behind it, if that is to start early.

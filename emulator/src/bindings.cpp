@@ -58,6 +58,13 @@ void attach(CudaDevice& device, std::uintptr_t run, std::uintptr_t fail) {
                 reinterpret_cast<CudaDevice::FailDevice*>(fail));
 }
 
+void attach_early(CudaDevice& device, std::uintptr_t run, std::uintptr_t release_next,
+                  std::uintptr_t predecessor_ended) {
+  device.attach_early(reinterpret_cast<CudaDevice::RunOnStream*>(run),
+                      reinterpret_cast<CudaDevice::ReleaseNext*>(release_next),
+                      reinterpret_cast<CudaDevice::PredecessorEnded*>(predecessor_ended));
+}
+
 py::dict launch(Machine& machine, const std::shared_ptr<Module>& module, const std::string& kernel,
                 const Triple& grid, const Triple& block, const py::bytes& params,
                 std::uint64_t dynamic_shared, std::uint64_t seed, std::uint64_t max_statements,
@@ -205,6 +212,8 @@ PYBIND11_MODULE(_machine, m) {
   py::class_<CudaDevice, std::unique_ptr<CudaDevice, py::nodelete>>(m, "CudaDevice")
       .def_static("instance", &CudaDevice::instance, py::return_value_policy::reference)
       .def("attach", &attach, py::arg("run"), py::arg("fail"))
+      .def("attach_early", &attach_early, py::arg("run"), py::arg("release_next"),
+           py::arg("predecessor_ended"))
       .def("error", &CudaDevice::error)
       .def("clear", &CudaDevice::clear)
       .def_readwrite("edit", &CudaDevice::edit)

@@ -20,6 +20,10 @@ class CudaDevice {
   using RunOnStream = void(void* stream, void (*body)(void*), void* argument,
                            void (*release)(void*));
   using FailDevice = void(const char* text);
+  // Programmatic dependent launch: of the body that the calling thread runs. An `early` one may start
+  // when the body before it has released it; predecessor_ended tells whether that has ended.
+  using ReleaseNext = void();
+  using PredecessorEnded = int();
 
   // Kernels of libraries wait for other threads of the host too, and end by their own timeouts.
   static constexpr double kPatience = 20;  // seconds
@@ -37,10 +41,12 @@ class CudaDevice {
 
   // Without streams (null) a launch returns when the kernel is done.
   void attach(RunOnStream* run, FailDevice* fail);
+  void attach_early(RunOnStream* run_early, ReleaseNext* release_next,
+                    PredecessorEnded* predecessor_ended);
 
   // Puts a kernel on a stream. Returns false if the device has failed.
   bool launch(void* stream, const std::shared_ptr<const Module>& module, const std::string& kernel,
-              Launch request);
+              Launch request, bool early);
   // The same for bytes that are to be set to a value.
   bool fill(void* stream, void* memory, int value, std::size_t bytes);
 
@@ -65,10 +71,13 @@ class CudaDevice {
  private:
   CudaDevice() { machine.room().patience = kPatience; }
   // Puts work on a stream; what it throws is the device's error. Returns false if that has failed.
-  bool enqueue(void* stream, std::function<void()> work);
+  bool enqueue(void* stream, std::function<void()> work, bool early = false);
 
   RunOnStream* run_ = nullptr;
   FailDevice* fail_ = nullptr;
+  RunOnStream* run_early_ = nullptr;
+  ReleaseNext* release_next_ = nullptr;
+  PredecessorEnded* predecessor_ended_ = nullptr;
   std::atomic<std::uint64_t> launches_{0};
   std::mutex reporting_;
   std::string error_;

@@ -57,7 +57,7 @@ class Execution {
       : machine_(machine),
         program_(program),
         launch_(launch),
-        context_{nullptr, program, launch, counters_, nullptr, nullptr, 0, false, {}},
+        context_{nullptr, program, launch, counters_, nullptr, nullptr, 0, false, false, {}},
         random_(launch.seed),
         engine_(launch.seed == 0 ? nullptr : &random_),
         races_(machine.order(), program, launch) {
@@ -87,6 +87,10 @@ class Execution {
       }
       if (!round() && !engine_.advance(context_)) deadlock();
       end_clusters();
+      if (launch_.release_next && !released_ && context_.releasing == launch_.grid.count()) {
+        released_ = true;
+        launch_.release_next();
+      }
       if (tenant_.waiting != 0 || tenant_.is_asked || tenant_.has_failed) {
         machine_.room().check(tenant_, [this] { return standing(); });
       }
@@ -205,6 +209,7 @@ class Execution {
       awake |= got_on && !context_.slept;
     }
     tenant_.progress = acted_;
+    moved |= std::exchange(context_.outside, false);
     if (!moved && stalled) {  // all that could go on was held back
       for (Warp* warp : warps) warp->stalled = 0;
       return true;
@@ -364,6 +369,7 @@ class Execution {
     races_.leave(warp);
     if (warp.block->warpgroups != nullptr) leave_warpgroup(context_, warp);
     if (warp.block->running != 0) return;
+    if (!std::exchange(warp.block->released, true)) ++context_.releasing;
     --warp.block->cluster->running;
     engine_.block_ended(context_, *warp.block);
   }
@@ -403,6 +409,7 @@ class Execution {
   std::uint64_t next_ = 0;     // cluster to be started
   std::uint32_t started_ = 0;  // blocks
   std::uint64_t acted_ = 0;    // statements that others can see
+  bool released_ = false;      // the next launch
   std::vector<std::unique_ptr<Cluster>> clusters_;
 };
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <memory>
@@ -58,6 +59,11 @@ struct Launch {
   std::uint32_t device = 0;  // launches of one device are in the scope .gpu of each other
   bool real_time = false;    // %globaltimer is the host's; else it counts statements
   Events* events = nullptr;  // records what is executed, if it is given
+  // Programmatic dependent launch: whether the launch before it on the stream has ended, which
+  // griddepcontrol.wait waits for; and what all blocks do with griddepcontrol.launch_dependents. Empty:
+  // launches run one after the other.
+  std::function<bool()> predecessor_ended;
+  std::function<void()> release_next;
 };
 
 // What the warps of one number have made of one statement of a kernel.
@@ -245,6 +251,7 @@ struct Block {
   Cluster* cluster = nullptr;
   std::uint32_t rank = 0;    // in the cluster
   std::uint32_t number = 0;  // in the order of their start
+  bool released = false;     // griddepcontrol.launch_dependents
   int multiprocessor = 0;
   // Objects in shared memory, by offset, as they were last written: memory that differs has been
   // overwritten (mbarrier.cpp).
@@ -331,7 +338,8 @@ struct Context {
   Warp* warp = nullptr;
   Group* group = nullptr;
   Mask taken = 0;
-  bool slept = false;  // the statement was nanosleep
+  bool slept = false;    // the statement was nanosleep
+  bool outside = false;  // a statement waits for another launch
   std::array<Lanes, 8> scratch;
   Dim cluster{};                      // in blocks
   bool explicit_cluster = false;      // the launch or the kernel says how large
@@ -339,8 +347,9 @@ struct Context {
   std::mt19937_64* random = nullptr;  // null without a seed
   Races* races = nullptr;             // finds accesses that are not ordered
   int multiprocessors = 1;
-  int most_warps = 1;       // of a multiprocessor
-  std::uint64_t bytes = 0;  // that the statement copies, where it does not say how many
+  int most_warps = 1;           // of a multiprocessor
+  std::uint64_t bytes = 0;      // that the statement copies, where it does not say how many
+  std::uint64_t releasing = 0;  // blocks that have released the next launch, or have ended
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;
   [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;

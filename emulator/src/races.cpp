@@ -72,6 +72,10 @@ Agent Races::new_agent(const Block& block) {
   return global_.new_agent(*order_, {AgentInfo::Kind::kMbarrier, position, block.index, 0});
 }
 
+void Races::acquire_ended(Context& c, Mask lanes) {
+  c.warp->order->acquire(global_.at_start(), lanes, c.warp->alive);
+}
+
 void Races::leave(const Warp& warp) {
   end_ = join(end_, warp.order->common);
   each(warp.order->has_extra, [&](int l) { end_ = join(end_, warp.order->extra[l]); });

@@ -201,6 +201,8 @@ class Races {
   Races& operator=(const Races&) = delete;
 
   void start(Cluster& cluster, Block& block);
+  // Orders lanes behind all launches that have ended by now.
+  void acquire_ended(Context& c, Mask lanes);
   // All threads of a warp have exited.
   void leave(const Warp& warp);
 

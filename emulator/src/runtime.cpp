@@ -169,7 +169,7 @@ bool fits(const Found& found, const Dim& cluster) {
 }
 
 int launch(const void* host, const unsigned grid[3], const unsigned block[3],
-           const unsigned* cluster, std::size_t shared, void* stream, void** arguments) {
+           const unsigned* cluster, std::size_t shared, void* stream, void** arguments, int early) {
   return guarded(kInvalidDeviceFunction, [&] {
     const Found found = find(host);
     if (shared > static_cast<std::size_t>(found.dynamic_shared)) return kInvalidValue;
@@ -193,9 +193,9 @@ int launch(const void* host, const unsigned grid[3], const unsigned block[3],
       const Variable& v = found.kernel->params[i];
       std::memcpy(request.params.data() + v.offset, arguments[i], v.bytes);
     }
-    return CudaDevice::instance().launch(stream, found.module, found.kernel->name, request)
-               ? kSuccess
-               : kLaunchFailure;
+    const bool queued = CudaDevice::instance().launch(stream, found.module, found.kernel->name,
+                                                      request, early != 0);
+    return queued ? kSuccess : kLaunchFailure;
   });
 }
 
@@ -296,6 +296,13 @@ void CudaDevice::attach(RunOnStream* run, FailDevice* fail) {
   fail_ = fail;
 }
 
+void CudaDevice::attach_early(RunOnStream* run_early, ReleaseNext* release_next,
+                              PredecessorEnded* predecessor_ended) {
+  run_early_ = run_early;
+  release_next_ = release_next;
+  predecessor_ended_ = predecessor_ended;
+}
+
 void CudaDevice::wrote(std::uintptr_t address, std::size_t bytes, int words, int finished) {
   instance().machine.order().wrote(address, address + bytes, words != 0, finished != 0);
 }
@@ -329,13 +336,17 @@ std::vector<CudaDevice::Record> CudaDevice::counters() {
 }
 
 bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& module,
-                        const std::string& kernel, Launch request) {
+                        const std::string& kernel, Launch request, bool early) {
   request.seed = seed == 0 ? 0 : seed + launches_++;
   request.max_statements = max_statements;
   request.device = device;
   request.races = races;
   request.real_time = true;  // peers are other threads, or processes
-  return enqueue(stream, [this, module, kernel, request = std::move(request)] {
+  if (run_early_ != nullptr) {
+    request.release_next = release_next_;
+    request.predecessor_ended = [this] { return predecessor_ended_() != 0; };
+  }
+  const auto work = [this, module, kernel, request = std::move(request)] {
     const std::uint64_t began = thread_time();
     const Counters done = machine.launch(module, kernel, request);
     const std::lock_guard<std::mutex> lock(reporting_);
@@ -346,7 +357,8 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
     all.launches += 1;
     all.nanoseconds += thread_time() - began;
     all.counters += done;
-  });
+  };
+  return enqueue(stream, work, early);
 }
 
 bool CudaDevice::fill(void* stream, void* memory, int value, std::size_t bytes) {
@@ -360,7 +372,7 @@ bool CudaDevice::fill(void* stream, void* memory, int value, std::size_t bytes) 
   });
 }
 
-bool CudaDevice::enqueue(void* stream, std::function<void()> work) {
+bool CudaDevice::enqueue(void* stream, std::function<void()> work, bool early) {
   if (!error().empty()) return false;  // as after an illegal access: nothing runs any more
   using Work = std::function<void()>;
   auto guarded = std::make_unique<Work>([this, work = std::move(work)] {
@@ -374,7 +386,8 @@ bool CudaDevice::enqueue(void* stream, std::function<void()> work) {
     (*guarded)();
     return error().empty();
   }
-  run_(
+  RunOnStream* const run = early && run_early_ != nullptr ? run_early_ : run_;
+  run(
       stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, guarded.release(),
       [](void* argument) { delete static_cast<Work*>(argument); });
   return true;

@@ -72,6 +72,7 @@ std::string reason_of(const Warp& warp, const Group& group, const Op& op) {
   const Mask elsewhere = warp.alive & ~group.mask;
   const std::string others = "lanes " + hex(elsewhere) + " of its warp, which are elsewhere";
   if (name == "mbarrier" && s.opcode[1] == "try_wait") return at_mbarrier(warp, group, op);
+  if (name == "griddepcontrol" && has(s, "wait")) return "the end of the launch before it";
   if (name == "barrier" && has(s, "cluster") && has(s, "wait")) {
     const Cluster& cluster = *warp.block->cluster;
     if (op.flag && elsewhere != 0) return others;

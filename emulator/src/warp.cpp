@@ -1,5 +1,6 @@
 // Control flow, barriers, and what the lanes of a warp do together.
 #include <algorithm>
+#include <utility>
 
 #include "races.h"
 
@@ -32,6 +33,22 @@ Outcome nothing(Context&, const Op&, Mask) { return Outcome::kNext; }
 Outcome sleep(Context& c, const Op&, Mask) {
   c.slept = true;
   return Outcome::kYield;
+}
+
+// Of a launch that started early: everything that the launch before it did is visible behind it.
+Outcome await_predecessor(Context& c, const Op&, Mask mask) {
+  if (!c.launch.predecessor_ended) return Outcome::kNext;
+  if (!c.launch.predecessor_ended()) {
+    c.outside = true;
+    return Outcome::kWait;
+  }
+  c.races->acquire_ended(c, mask);
+  return Outcome::kNext;
+}
+
+Outcome release_next(Context& c, const Op&, Mask) {
+  if (!std::exchange(c.warp->block->released, true)) ++c.releasing;
+  return Outcome::kNext;
 }
 
 Outcome trap(Context& c, const Op& op, Mask mask) { c.fail(op, std::countr_zero(mask), "trap"); }
@@ -344,7 +361,11 @@ bool decode_warp(const Statement& s, Op& op) {
   if (name == "ret" || name == "exit") op.handler = leave;
   if (name == "trap") op.handler = trap;
   if (name == "nanosleep") op.handler = sleep;
-  if (name == "griddepcontrol" || name == "prefetch" || name == "prefetchu") op.handler = nothing;
+  if (name == "prefetch" || name == "prefetchu") op.handler = nothing;
+  if (name == "griddepcontrol" && s.opcode.size() == 2) {
+    if (s.opcode[1] == "wait") op.handler = await_predecessor;
+    if (s.opcode[1] == "launch_dependents") op.handler = release_next;
+  }
   return op.handler != nullptr;
 }
 

@@ -26,8 +26,23 @@ from flux.core.problem import Problem
 
 
 @dataclass(frozen=True)
+class Moe:
+    """The experts of a layer, in place of its MLP.
+
+    Attributes:
+        experts: how many there are.
+        top_k: how many each token goes to.
+        intermediate: of an expert.
+    """
+
+    experts: int
+    top_k: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
 class Layer:
-    """Sizes of a transformer layer."""
+    """Sizes of a transformer layer; ``intermediate`` is 0 if it has experts."""
 
     hidden: int
     intermediate: int
@@ -35,6 +50,7 @@ class Layer:
     kv_heads: int
     head_dim: int
     gated: bool
+    moe: Moe | None = None
 
     def gemms(self, decodes: bool) -> Iterator[tuple[str, int, int]]:
         """Yield (op, N, K) of each GEMM with communication."""
@@ -46,6 +62,25 @@ class Layer:
             if not decodes:
                 yield "ag_gemm", up, self.hidden
             yield ("gemm_ar" if decodes else "gemm_rs"), self.hidden, down
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of equal layers.
+
+    Attributes:
+        name: for display.
+        dtype: of the operands.
+        layer: sizes of a layer.
+        layers: how many there are.
+        sequence: tokens of a sequence in training: that of the workload "training".
+    """
+
+    name: str
+    dtype: str
+    layer: Layer
+    layers: int
+    sequence: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +125,7 @@ def load_shapes(
     worlds = top.integers("tensor_parallel")
     sizes: list[tuple[str, int, int, int]] = []
     if "layer" in top:
-        layer = _layer(top.table("layer"))
+        layer, _ = _layer(top.table("layer"))
         workloads = top.tables("workload")
         if not workloads:
             top.fail("workload", "a layer needs at least one [[workload]]")
@@ -134,10 +169,29 @@ def layer_of(name: str | Path) -> Layer:
     top = Table.load(file)
     if "layer" not in top:
         raise ValueError(f"{file}: expected the [layer] of a model, got a list of shapes")
-    return _layer(top.table("layer"))
+    return _layer(top.table("layer"))[0]
 
 
-def _layer(table: Table) -> Layer:
+def model_of(name: str | Path) -> Model:
+    """Return a model: a file of shapes with a [layer], or the name of one in `tuning/shapes`.
+
+    Raises:
+        ValueError: no such file, it has no layer or no workload "training", or wrong contents.
+    """
+    file = find("shapes", name)
+    top = Table.load(file)
+    if "layer" not in top:
+        raise ValueError(f"{file}: expected the [layer] of a model, got a list of shapes")
+    layer, layers = _layer(top.table("layer"))
+    sequences = {w.text("name"): w.integer("sequence") for w in top.tables("workload")}
+    if "training" not in sequences:
+        top.fail("workload", f"expected one named 'training', got {', '.join(sequences) or 'none'}")
+    dtype = top.text("dtype", choices=MEASURED_DTYPES)
+    return Model(top.text("model"), dtype, layer, layers, sequences["training"])
+
+
+def _layer(table: Table) -> tuple[Layer, int]:
+    """Return the layer, and how many of them the model has."""
     layer = Layer(
         hidden=table.integer("hidden"),
         intermediate=table.integer("intermediate", least=0),
@@ -145,9 +199,18 @@ def _layer(table: Table) -> Layer:
         kv_heads=table.integer("kv_heads"),
         head_dim=table.integer("head_dim"),
         gated=table.flag("gated"),
+        moe=_experts(table.table("moe")) if "moe" in table else None,
     )
-    table.integer("layers")  # for readers: all layers have the same shapes
+    layers = table.integer("layers")
     if layer.heads % layer.kv_heads:
         table.fail("kv_heads", f"must divide heads = {layer.heads}, got {layer.kv_heads}")
     table.done()
-    return layer
+    return layer, layers
+
+
+def _experts(table: Table) -> Moe:
+    moe = Moe(table.integer("experts"), table.integer("top_k"), table.integer("intermediate"))
+    if moe.top_k > moe.experts:
+        table.fail("top_k", f"must be at most experts = {moe.experts}, got {moe.top_k}")
+    table.done()
+    return moe

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -231,26 +231,34 @@ SWAPS: dict[type, type] = {
 }
 
 
-def flux_spec(spec: Any) -> Any:
+def flux_spec(spec: Any, swaps: Mapping[type, type] = SWAPS) -> Any:
     """Return a copy of a layer specification in which Megatron's linear layers are ours.
 
-    ``spec`` is a ModuleSpec, or an element of one: submodules, classes, tuples, lists, dictionaries
-    and partials of those. Other linear layers, such as Transformer Engine's, stay as they are.
+    Other linear layers, such as Transformer Engine's, stay as they are.
+
+    Args:
+        spec: a ModuleSpec, or an element of one: submodules, classes, tuples, lists, dictionaries
+            and partials of those.
+        swaps: our class for each of Megatron's.
     """
+
+    def swapped(part: Any) -> Any:
+        return flux_spec(part, swaps)
+
     if isinstance(spec, type):
-        return SWAPS.get(spec, spec)
+        return swaps.get(spec, spec)
     if isinstance(spec, partial):
-        keywords = {name: flux_spec(value) for name, value in spec.keywords.items()}
-        return partial(flux_spec(spec.func), *map(flux_spec, spec.args), **keywords)
+        keywords = {name: swapped(value) for name, value in spec.keywords.items()}
+        return partial(swapped(spec.func), *map(swapped, spec.args), **keywords)
     if dataclasses.is_dataclass(spec):
         copied = copy.copy(spec)
         for field in dataclasses.fields(spec):
-            setattr(copied, field.name, flux_spec(getattr(spec, field.name)))
+            setattr(copied, field.name, swapped(getattr(spec, field.name)))
         return copied
     if isinstance(spec, dict):
-        return {name: flux_spec(value) for name, value in spec.items()}
+        return {name: swapped(value) for name, value in spec.items()}
     if type(spec) in (list, tuple):
-        return type(spec)(map(flux_spec, spec))
+        return type(spec)(map(swapped, spec))
     return spec
 
 

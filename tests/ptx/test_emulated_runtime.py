@@ -152,13 +152,103 @@ assert "cudaMemsetAsync: access of 25601 bytes outside of global memory" in devi
 """
 
 
-def test_clusters_and_tensor_maps_of_libraries(tmp_path: Path) -> None:
+def run(script: str, source: str, folder: Path) -> str:
+    """Compile a library, run a script with it in a process of its own, and return what it prints.
+
+    Skips the test where nvcc or CUTLASS is missing.
+    """
     try:
         tools = find_tools(emulated=True)
     except MissingToolError as error:
         pytest.skip(str(error))
-    (tmp_path / "kernels.cu").write_text(LIBRARY)
-    for command in (tools.compile_command("90a"), tools.link_command("copies.so")):
-        subprocess.run(command, cwd=tmp_path, check=True)
-    script = [sys.executable, "-c", SCRIPT, str(tmp_path / "copies.so")]
-    subprocess.run(script, cwd=ROOT, check=True)
+    (folder / "kernels.cu").write_text(source)
+    for command in (tools.compile_command("90a"), tools.link_command("library.so")):
+        subprocess.run(command, cwd=folder, check=True)
+    command = [sys.executable, "-c", script, str(folder / "library.so")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_clusters_and_tensor_maps_of_libraries(tmp_path: Path) -> None:
+    run(SCRIPT, LIBRARY, tmp_path)
+
+
+EARLY = r"""
+#include <cuda_runtime.h>
+
+__global__ void first(unsigned* flag, float* data) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  unsigned seen = 0;
+  while (seen == 0) {
+    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+  }
+  data[blockIdx.x * 32 + threadIdx.x] = 7;
+}
+
+__global__ void second(unsigned* flag, const float* data, float* copy, bool waits) {
+  if (threadIdx.x == 0 && blockIdx.x == 0) {
+    asm volatile("st.relaxed.gpu.u32 [%0], 1;" ::"l"(flag) : "memory");
+  }
+  if (waits) asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int at = blockIdx.x * 32 + threadIdx.x;
+  copy[at] = data[at];
+}
+
+extern "C" __attribute__((visibility("default"))) int both(unsigned* flag, float* data, float* copy,
+                                                           int early, int waits, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  first<<<4, 32, 0, on>>>(flag, data);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = early;
+  cudaLaunchConfig_t config{};
+  config.gridDim = 4;
+  config.blockDim = 32;
+  config.stream = on;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const float* from = data;
+  return cudaLaunchKernelEx(&config, second, flag, from, copy, waits != 0);
+}
+"""
+
+EARLY_SCRIPT = """
+import ctypes, sys, torch
+from emulator import cuda_device, extent
+from emulator.gpu import LIBRARY
+
+device, gpu = cuda_device(), ctypes.CDLL(str(LIBRARY))
+def addresses(*names):
+    return [ctypes.cast(getattr(gpu, f"emulator_{n}"), ctypes.c_void_p).value for n in names]
+device.attach(*addresses("run", "fail"))
+device.attach_early(*addresses("run_early", "release_next", "predecessor_ended"))
+library = ctypes.CDLL(sys.argv[1])
+stream = ctypes.c_void_p()
+assert gpu.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
+
+def call(early, waits, flag=0):
+    flags = torch.full((1,), flag, dtype=torch.int32)
+    data, copy = torch.zeros(128), torch.zeros(128)
+    for tensor in (flags, data, copy):
+        device.machine.add_memory(*extent(tensor), "a tensor")
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (flags, data, copy)]
+    assert library.both(*pointers, early, waits, stream) == 0, device.error()
+    gpu.cuStreamSynchronize(stream)
+    assert device.error() or copy.eq(7).all()
+
+for seed in range(6):
+    device.seed = 100 * seed
+    call(early=1, waits=1)  # the first kernel ends because the second has started
+    assert not device.error(), device.error()
+    call(early=0, waits=0, flag=1)  # one after the other
+    assert not device.error(), device.error()
+call(early=1, waits=0)
+print(device.error())
+"""
+
+
+def test_an_early_launch_runs_beside_the_one_before_it(tmp_path: Path) -> None:
+    """Programmatic dependent launch; without griddepcontrol.wait nothing orders the kernels."""
+    error = run(EARLY_SCRIPT, EARLY, tmp_path)
+    assert "race" in error and "second" in error and "first" in error

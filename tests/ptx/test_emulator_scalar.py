@@ -132,15 +132,74 @@ def test_integers(case: Case) -> None:
         assert int(found[lane]) % (1 << out) == wanted, (statement, values)
 
 
-@pytest.mark.parametrize("kind", ["shl.b32", "shr.u32", "shr.s32"])
-def test_a_shift_by_the_width_or_more_leaves_zero_or_the_sign(kind: str) -> None:
-    (a,) = draw(32, 1, seed=1)
-    by = list(range(20, 20 + LANES))
-    found = apply(f"{kind} {{d}}, {{0}}, {{1}};", [tensor(a), tensor(by)], 32, 32)
+@pytest.mark.parametrize("width", [16, 32, 64])
+@pytest.mark.parametrize("kind", ["shl.b", "shr.u", "shr.s", "shr.b"])
+def test_a_shift_by_the_width_or_more_leaves_zero_or_the_sign(kind: str, width: int) -> None:
+    (a,) = draw(width, 1, seed=1)
+    by = list(range(width - 12, width - 12 + LANES))
+    statement = f"cvt.u32.u{width} %r40, {{1}}; {kind}{width} {{d}}, {{0}}, %r40;"
+    found = apply(statement, [tensor(a), tensor(by)], width, width)
     for lane, (value, shift) in enumerate(zip(a, by, strict=True)):
-        number = signed(value, 32) if kind.endswith("s32") else value
+        number = signed(value, width) if kind.endswith("s") else value
         wanted = number << shift if kind.startswith("shl") else number >> shift
-        assert int(found[lane]) % 2**32 == wanted % 2**32, (value, shift)
+        assert int(found[lane]) % 2**width == wanted % 2**width, (value, shift)
+
+
+COMPARISONS = {
+    "eq": "__eq__",
+    "ne": "__ne__",
+    "lt": "__lt__",
+    "le": "__le__",
+    "gt": "__gt__",
+    "ge": "__ge__",
+}
+COMPARED = [(name, kind) for kind in "us" for name in COMPARISONS] + [("eq", "b"), ("ne", "b")]
+UNSIGNED = {"lo": "__lt__", "ls": "__le__", "hi": "__gt__", "hs": "__ge__"}
+
+
+@pytest.mark.parametrize("width", [16, 32, 64])
+@pytest.mark.parametrize("name, kind", [*COMPARED, *((name, "u") for name in UNSIGNED)])
+def test_comparisons_of_integers(name: str, kind: str, width: int) -> None:
+    a, b = draw(width, 2, seed=width)
+    b[:8] = a[:8]
+    statement = f"setp.{name}.{kind}{width} %p1|%p2, {{0}}, {{1}}; selp.b32 %r40, 1, 0, %p1;"
+    statement += " selp.b32 %r41, 2, 0, %p2; or.b32 {d}, %r40, %r41;"
+    found = apply(statement, [tensor(a), tensor(b)], width, 32)
+    for lane, (x, y) in enumerate(zip(a, b, strict=True)):
+        left, right = (signed(v, width) if kind == "s" else v for v in (x, y))
+        wanted = getattr(left, {**COMPARISONS, **UNSIGNED}[name])(right)
+        assert int(found[lane]) == (1 if wanted else 2), (x, y)
+
+
+def test_predicates_are_combined() -> None:
+    """%p3 to %p6 are and, or, xor and not of lane bits 0 and 1."""
+    statement = """
+        and.b32 %r40, {0}, 1; setp.ne.s32 %p1, %r40, 0;
+        and.b32 %r40, {0}, 2; setp.ne.s32 %p2, %r40, 0;
+        and.pred %p3, %p1, %p2; or.pred %p4, %p1, %p2; xor.pred %p5, %p1, %p2; not.pred %p6, %p1;
+        mov.pred %p7, %p2;
+        selp.u32 %r41, 1, 0, %p3; selp.s32 %r42, 2, 0, %p4; selp.b32 %r43, 4, 0, %p5;
+        selp.b32 %r44, 8, 0, %p6; selp.b32 %r45, 16, 0, %p7;
+        or.b32 %r41, %r41, %r42; or.b32 %r43, %r43, %r44; or.b32 %r41, %r41, %r43;
+        or.b32 {d}, %r41, %r45;"""
+    found = apply(statement, [torch.arange(LANES)], 32, 32)
+    for lane in range(LANES):
+        x, y = lane & 1, lane >> 1 & 1
+        assert int(found[lane]) == (x & y) | (x | y) << 1 | (x ^ y) << 2 | (1 - x) << 3 | y << 4
+
+
+@pytest.mark.parametrize(
+    "kind", ["b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"]
+)
+def test_moves_and_selections_keep_all_bits(kind: str) -> None:
+    width = int(kind[1:])
+    a, b = draw(width, 2, seed=3)
+    statement = "and.b32 %r40, %r0, 1; setp.eq.b32 %p1, %r40, 0;"
+    statement += f" mov.{kind} {{d}}, {{0}};"
+    statement += f" selp.{kind} {{d}}, {{d}}, {{1}}, %p1;"
+    found = apply(statement, [tensor(a), tensor(b)], width, width)
+    for lane in range(LANES):
+        assert int(found[lane]) % 2**width == (a[lane] if lane % 2 == 0 else b[lane])
 
 
 def bits32(values: torch.Tensor) -> torch.Tensor:

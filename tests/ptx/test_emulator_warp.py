@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import pytest
 import torch
@@ -51,9 +52,29 @@ def test_votes_and_reductions() -> None:
     assert set(lanes(ballot).tolist()) == {31}
     some = "setp.eq.u32 %p1, %r10, 3; vote.sync.any.pred %p2, %p1, -1; selp.u32 %r20, 1, 0, %p2;"
     assert set(lanes(some).tolist()) == {1}
-    assert set(lanes("redux.sync.add.s32 %r20, %r10, -1;").tolist()) == {31 * 16}
     leader = "elect.sync %r20|%p1, -1; selp.u32 %r20, 9, %r20, %p1;"
     assert lanes(leader).tolist() == [9] + [0] * 31
+
+
+@pytest.mark.parametrize(
+    "kind, operation",
+    [
+        ("add.u32", int.__add__),
+        ("add.s32", int.__add__),
+        ("min.u32", min),
+        ("max.u32", max),
+        ("min.s32", min),
+        ("max.s32", max),
+        ("and.b32", int.__and__),
+        ("or.b32", int.__or__),
+        ("xor.b32", int.__xor__),
+    ],
+)
+def test_reductions_of_a_warp(kind: str, operation: Callable[[int, int], int]) -> None:
+    values = torch.randint(-(2**31), 2**31, (LANES,), generator=torch.Generator().manual_seed(4))
+    numbers = [int(v) if kind.endswith("s32") else int(v) % 2**32 for v in values]
+    found = set(lanes(f"redux.sync.{kind} %r20, %r10, -1;", values).tolist())
+    assert {v % 2**32 for v in found} == {reduce(operation, numbers) % 2**32}
 
 
 def test_threads_that_part_meet_again() -> None:

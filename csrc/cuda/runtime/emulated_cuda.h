@@ -13,9 +13,10 @@ struct FluxEmulatedCuda {
   void* (*load)(const void* fatbinary);
   void (*unload)(void* library);
   void (*add_kernel)(void* library, const void* kernel, const char* name);
-  // `cluster` is in blocks; null: the launch does not say.
+  // `cluster` is in blocks; null: the launch does not say. `early`: programmatic stream serialization.
   int (*launch)(const void* kernel, const unsigned grid[3], const unsigned block[3],
-                const unsigned* cluster, std::size_t shared, void* stream, void** arguments);
+                const unsigned* cluster, std::size_t shared, void* stream, void** arguments,
+                int early);
   int (*shared_bytes)(const void* kernel, std::size_t* bytes);  // static ones
   int (*most_threads)(const void* kernel, int* threads);
   int (*allow_shared)(const void* kernel, int bytes);  // dynamic ones

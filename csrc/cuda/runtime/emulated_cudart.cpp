@@ -37,16 +37,18 @@ struct Configuration {
 thread_local Configuration pushed;
 
 cudaError_t launch(const void* kernel, dim3 grid, dim3 block, const unsigned* cluster,
-                   std::size_t shared, void* stream, void** arguments) {
+                   std::size_t shared, void* stream, void** arguments, bool early = false) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
   const unsigned blocks[] = {grid.x, grid.y, grid.z}, threads[] = {block.x, block.y, block.z};
-  return keep(
-      result(machine()->launch(kernel, blocks, threads, cluster, shared, stream, arguments)));
+  return keep(result(machine()->launch(kernel, blocks, threads, cluster, shared, stream, arguments,
+                                       early ? 1 : 0)));
 }
 
-// Reads the attributes of a launch: `cluster` gets three sizes, `given` whether there are any.
-cudaError_t read_attributes(const cudaLaunchConfig_t& config, unsigned* cluster, bool* given) {
-  *given = false;
+// Reads the attributes of a launch: `cluster` gets three sizes, `given` whether there are any, `early`
+// whether it may start before the launch in front of it has ended.
+cudaError_t read_attributes(const cudaLaunchConfig_t& config, unsigned* cluster, bool* given,
+                            bool* early) {
+  *given = *early = false;
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
     if (attribute.id == cudaLaunchAttributeClusterDimension) {
@@ -55,8 +57,9 @@ cudaError_t read_attributes(const cudaLaunchConfig_t& config, unsigned* cluster,
       cluster[1] = size.y;
       cluster[2] = size.z;
       *given = true;
-    } else if (attribute.id != cudaLaunchAttributeProgrammaticStreamSerialization) {
-      // Kernels of a stream run one after the other, which that attribute allows.
+    } else if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      *early = attribute.val.programmaticStreamSerializationAllowed != 0;
+    } else {
       return cudaErrorNotSupported;
     }
   }
@@ -125,11 +128,11 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** arguments) {
   unsigned cluster[3];
-  bool given = false;
-  const cudaError_t status = read_attributes(*config, cluster, &given);
+  bool given = false, early = false;
+  const cudaError_t status = read_attributes(*config, cluster, &given, &early);
   if (status != cudaSuccess) return keep(status);
   return launch(kernel, config->gridDim, config->blockDim, given ? cluster : nullptr,
-                config->dynamicSmemBytes, config->stream, arguments);
+                config->dynamicSmemBytes, config->stream, arguments, early);
 }
 
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream) {
@@ -184,8 +187,8 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* kernel,
                                            const cudaLaunchConfig_t* config) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
   unsigned cluster[3];
-  bool given = false;
-  const cudaError_t status = read_attributes(*config, cluster, &given);
+  bool given = false, early = false;
+  const cudaError_t status = read_attributes(*config, cluster, &given, &early);
   if (status != cudaSuccess) return keep(status);
   const dim3& block = config->blockDim;
   return keep(result(machine()->most_clusters(kernel, given ? cluster : nullptr,

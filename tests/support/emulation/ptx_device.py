@@ -35,12 +35,14 @@ class PtxDevice(EmulatedDevice):
         self.registry = replace(built, kernels=of_arch)  # type: ignore[assignment]
         self.cuda.model = "A100" if self.capability < (9, 0) else "H200"
         self.cuda.multiprocessors = self.sm_count
-        entries = [getattr(self.library, f"emulator_{name}") for name in ("run", "fail")]
-        run, fail = (ctypes.cast(entry, ctypes.c_void_p).value for entry in entries)
-        self.cuda.attach(run, fail)
+        self.cuda.attach(*self._addresses("run", "fail"))
+        self.cuda.attach_early(*self._addresses("run_early", "release_next", "predecessor_ended"))
         self.library.emulator_observe(ctypes.c_void_p(self.cuda.observer))
-
         self._gpus: dict[int, int] = {}
+
+    def _addresses(self, *names: str) -> list[int | None]:
+        entries = [getattr(self.library, f"emulator_{name}") for name in names]
+        return [ctypes.cast(entry, ctypes.c_void_p).value for entry in entries]
 
     def reset(self) -> None:
         super().reset()

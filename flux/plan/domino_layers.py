@@ -1,0 +1,82 @@
+"""Linear layers for Domino: those of flux.layers, and of Megatron-core, with Domino's collectives.
+
+Parameters, initial values and checkpoints are those of the classes that they derive from.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from flux.layers import linear
+from flux.layers.linear import sum_grad
+from flux.plan.domino import column_linear, row_linear
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class ColumnParallelLinear(linear.ColumnParallelLinear):
+    """``flux.layers.ColumnParallelLinear`` in models that ``Domino`` runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer: [s(/W), ..., in_features] -> [s, ..., out_features(/W)]. Collective."""
+        if self.world == 1:
+            return super().forward(x)
+        y = column_linear(x, self.weight, self.group, self.sequence_parallel)
+        if self.bias is not None:
+            y = y + self.bias
+        if self.gather_output:
+            y = torch.ops.flux.gather_features(y, self.group_name)
+        return y
+
+
+class RowParallelLinear(linear.RowParallelLinear):
+    """``flux.layers.RowParallelLinear`` in models that ``Domino`` runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer: [s, ..., in_features(/W)] -> [s(/W), ..., out_features]. Collective."""
+        if self.world == 1:
+            return super().forward(x)
+        if not self.input_is_parallel:
+            x = torch.ops.flux.cut_features(x, self.group_name)
+        z = row_linear(x, self.weight, self.group, self.sequence_parallel)
+        if self.bias is None:
+            return z
+        bias: torch.Tensor = self.bias
+        return z + (sum_grad(bias, self.group_name) if self.sequence_parallel else bias)
+
+
+_SWAPS: dict[type, type] = {
+    linear.ColumnParallelLinear: ColumnParallelLinear,
+    linear.RowParallelLinear: RowParallelLinear,
+}
+
+
+def replace(model: M) -> M:
+    """Make the tensor-parallel linear layers of a model Domino's, in place; return the model.
+
+    Of flux.layers and of Megatron-core; parameters stay the same objects. Wrap the part of the
+    model whose batch is to be cut, such as its stack of layers, in ``flux.plan.domino.Domino``.
+
+    Raises:
+        ValueError: there is no such layer.
+    """
+    swaps = dict(_SWAPS)
+    if "megatron.core.tensor_parallel.layers" in sys.modules:  # else no layer can be Megatron's
+        from flux.plan import domino_megatron
+
+        swaps |= domino_megatron.SWAPS
+    count = 0
+    for module in model.modules():
+        if type(module) in swaps:
+            module.__class__ = swaps[type(module)]
+        count += isinstance(module, tuple(swaps.values()))
+    if count == 0:
+        raise ValueError(
+            "the model has no ColumnParallelLinear or RowParallelLinear of flux.layers or of "
+            "Megatron-core"
+        )
+    return model

@@ -1,0 +1,97 @@
+"""The links that each group of ranks communicates over.
+
+Ranks are numbered with tp fastest, then cp, dp and pp slowest, and fill one host after another:
+
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp        host = rank // devices of a host
+
+A group is a set of ranks with a constant stride. All groups of a kind communicate at the same time,
+so the ranks of a host share its network ports equally.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flux.core.integers import ceil_div
+from flux.machine.cluster import Cluster
+from flux.plan.graph import GROUPS
+from flux.plan.model import Parallel
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the ranks of a group are.
+
+    Attributes:
+        size: ranks of the group.
+        per_host: of them on one host.
+    """
+
+    size: int
+    per_host: int
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that the group is on."""
+        return ceil_div(self.size, self.per_host)
+
+    @property
+    def resource(self) -> str:
+        """The resource that its collectives occupy: ``intra`` or ``inter``."""
+        return "intra" if self.hosts == 1 else "inter"
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A cluster, and how the ranks of a step are placed on it.
+
+    Attributes:
+        cluster: devices and links.
+        parallel: degrees of parallelism.
+
+    Raises:
+        ValueError: the cluster has too few devices, or no link of a kind that a group needs.
+    """
+
+    cluster: Cluster
+    parallel: Parallel
+
+    def __post_init__(self) -> None:
+        world, cluster = self.parallel.world, self.cluster
+        devices = cluster.hosts * cluster.devices
+        if world > devices:
+            raise ValueError(
+                f"{cluster.name} has {devices} devices ({cluster.hosts} hosts of "
+                f"{cluster.devices}), and tp * cp * dp * pp = {world}; more hosts can be assumed"
+            )
+        for group in GROUPS:
+            span = self.span(group)
+            if span.per_host > 1 and cluster.link.gbs <= 0:
+                raise ValueError(f"{cluster.source}: link.gbs is not known, and {group} needs it")
+            if span.hosts > 1 and cluster.network.gbs <= 0:
+                raise ValueError(
+                    f"{cluster.source}: the network's speed is not known, and {group} = "
+                    f"{span.size} crosses hosts of {cluster.devices} devices"
+                )
+
+    def span(self, group: str) -> Span:
+        """Return where the ranks of a group are."""
+        p = self.parallel
+        size, stride = {
+            "tp": (p.tp, 1),
+            "cp": (p.cp, p.tp),
+            "ep": (p.ep, p.tp * p.cp),
+            "edp": (p.dp // p.ep, p.tp * p.cp * p.ep),
+            "dp": (p.dp, p.tp * p.cp),
+            "pp": (p.pp, p.tp * p.cp * p.dp),
+        }[group]
+        return Span(size, max(1, min(size, self.cluster.devices // stride)))
+
+    def resource(self, group: str) -> str:
+        """Return the resource that a group's collectives occupy."""
+        return self.span(group).resource
+
+    @property
+    def port_gbs(self) -> float:
+        """GB/s of one rank's share of its host's network ports."""
+        return self.cluster.network.gbs / min(self.cluster.devices, self.parallel.world)

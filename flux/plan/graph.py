@@ -1,0 +1,247 @@
+"""The operators of one training step, and what each depends on.
+
+A graph holds one *representative* rank of each pipeline stage: all ranks of a stage (its tensor,
+context, expert and data parallel ranks) run the same operators at the same time. A collective is
+one operator, which occupies the links of the representative rank.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import networkx as nx
+
+COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", "fused")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+RESOURCES = ("comp", "intra", "inter")
+"""Resources that an operator occupies: multiprocessors, links inside a host, network ports."""
+ROLES = ("fwd", "dgrad", "wgrad", "step")
+GROUPS = ("tp", "cp", "ep", "dp", "edp", "pp")
+
+
+class Op(NamedTuple):
+    """One operator of one pipeline stage.
+
+    Attributes:
+        name: unique in its graph.
+        kind: one of COMPUTE or COLLECTIVES.
+        resource: one of RESOURCES.
+        role: ``fwd``, ``dgrad`` (gradient of an input), ``wgrad`` (of a weight), or ``step``.
+        stage: the pipeline stage whose ranks run it.
+        part: what it is in its layer, as in "qkv"; equal for all layers, micro-batches and pieces.
+        layer: number of the layer in the model; -1: of none.
+        micro: number of the micro-batch; -1: of the whole step.
+        piece: number among the pieces that a policy has cut an operator into.
+        pieces: how many of them there are.
+        strand: number of the strand that a policy has put it on.
+        shape: gemm: (m, n, k). attention: (batch, heads, queries, keys, head_dim). norm,
+            elementwise and optimizer: (rows, width, tensors read and written). Collectives: (rows,
+            width) of the whole tensor; all_to_all and send: of one rank's.
+        group: of a collective: one of GROUPS.
+        allocates: bytes that it allocates when it starts.
+        frees: bytes that are free when it has ended.
+    """
+
+    name: str
+    kind: str
+    resource: str
+    role: str
+    stage: int
+    part: str
+    layer: int = -1
+    micro: int = -1
+    piece: int = 0
+    pieces: int = 1
+    strand: int = 0
+    shape: tuple[int, ...] = ()
+    group: str = ""
+    allocates: float = 0.0
+    frees: float = 0.0
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the operator moves data between ranks."""
+        return self.kind in COLLECTIVES
+
+
+class GraphError(ValueError):
+    """A graph, or a schedule of it, that cannot be run."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Operators and their dependencies.
+
+    Attributes:
+        ops: the operators; an operator's number is its index.
+        deps: for each operator, the numbers of those that must have ended before it starts.
+        itemsize: bytes of an element of activations.
+        resident: bytes of weights, gradients and optimizer states, by stage.
+
+    Raises:
+        GraphError: unknown kinds, numbers out of range, equal names, or a cycle.
+    """
+
+    ops: tuple[Op, ...]
+    deps: tuple[tuple[int, ...], ...]
+    itemsize: int = 2
+    resident: tuple[float, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if len(self.ops) != len(self.deps):
+            raise GraphError(f"{len(self.ops)} operators have {len(self.deps)} lists of deps")
+        for op in self.ops:
+            _check_op(op)
+        seen: set[str] = set()
+        for op in self.ops:
+            if op.name in seen:
+                raise GraphError(f"two operators are named {op.name!r}")
+            seen.add(op.name)
+        count = len(self.ops)
+        for op, deps in zip(self.ops, self.deps, strict=True):
+            for dep in deps:
+                if not 0 <= dep < count:
+                    raise GraphError(f"{op.name} depends on operator {dep} of {count}")
+        _ = self.order  # raises for a cycle
+
+    @cached_property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return max((op.stage for op in self.ops), default=-1) + 1
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """A topological order of the operators' numbers, of equals the lower number first."""
+        return topological(self.ops, self.deps)
+
+    def networkx(self) -> nx.DiGraph:
+        """Return the graph as networkx has it: operators are nodes with the attribute ``op``."""
+        graph = nx.DiGraph()
+        for number, op in enumerate(self.ops):
+            graph.add_node(number, op=op)
+        graph.add_edges_from((dep, number) for number, deps in enumerate(self.deps) for dep in deps)
+        return graph
+
+
+def _check_op(op: Op) -> None:
+    collective = op.kind in COLLECTIVES
+    fine = (collective or op.kind in COMPUTE) and op.resource in RESOURCES and op.role in ROLES
+    fine = fine and (not collective or op.group in GROUPS) and op.stage >= 0
+    if fine and collective != (op.resource == "comp"):
+        return
+    for name, value, known in (
+        ("kind", op.kind, (*COMPUTE, *COLLECTIVES)),
+        ("resource", op.resource, RESOURCES),
+        ("role", op.role, ROLES),
+        ("group", op.group, GROUPS if collective else (op.group,)),
+    ):
+        if value not in known:
+            raise GraphError(f"{op.name}: {name} must be one of {', '.join(known)}, got {value!r}")
+    if op.stage < 0:
+        raise GraphError(f"{op.name}: stage must be at least 0, got {op.stage}")
+    raise GraphError(f"{op.name}: {op.kind} cannot occupy {op.resource}")
+
+
+def topological(ops: Sequence[Op], deps: Sequence[Iterable[int]]) -> tuple[int, ...]:
+    """Return a topological order of operators.
+
+    Raises:
+        GraphError: there is a cycle; the message names its operators.
+
+    Kahn's algorithm: networkx's is ten times slower, and graphs of a large cluster's step have half
+    a million operators. networkx finds the cycle that the error names.
+    """
+    if all(dep < number for number, before in enumerate(deps) for dep in before):
+        return tuple(range(len(ops)))  # as builders number them
+    after: list[list[int]] = [[] for _ in ops]
+    missing = [0] * len(ops)
+    for number, before in enumerate(deps):
+        for dep in before:
+            after[dep].append(number)
+            missing[number] += 1
+    order = [number for number, count in enumerate(missing) if count == 0]
+    for number in order:
+        for later in after[number]:
+            missing[later] -= 1
+            if missing[later] == 0:
+                order.append(later)
+    if len(order) == len(ops):
+        return tuple(order)
+    cyclic = nx.DiGraph((d, n) for n, before in enumerate(deps) for d in before)
+    cycle = [ops[edge[0]].name for edge in nx.find_cycle(cyclic)]
+    raise GraphError(f"a cycle of dependencies: {' -> '.join([*cycle, cycle[0]])}")
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pause Python's garbage collector.
+
+    Of half a million operators it would take a quarter of the time, and it would find nothing: they
+    have no cycles of references.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class Builder:
+    """Collects operators and dependencies by name.
+
+    Args:
+        itemsize: bytes of an element of activations.
+    """
+
+    def __init__(self, itemsize: int) -> None:
+        self.itemsize = itemsize
+        self.ops: list[Op] = []
+        self.deps: list[tuple[int, ...]] = []
+
+    def add(self, op: Op, deps: Iterable[int]) -> int:
+        """Add an operator behind others; return its number."""
+        self.ops.append(op)
+        self.deps.append(tuple(dict.fromkeys(deps)))
+        return len(self.ops) - 1
+
+    def build(self, resident: Sequence[float] = ()) -> Graph:
+        """Return the graph.
+
+        Raises:
+            GraphError: it is none.
+        """
+        return Graph(tuple(self.ops), tuple(self.deps), self.itemsize, tuple(resident))
+
+
+def replaced(
+    graph: Graph, cut: Callable[[Op], Sequence[Op]], joins: Callable[[Op, Op], bool]
+) -> Graph:
+    """Return a graph in which each operator is replaced by pieces.
+
+    Args:
+        graph: the graph.
+        cut: returns the pieces of an operator, by piece; the operator alone if it is not cut.
+        joins: whether a piece of the second operator needs all pieces of the first one; else it
+            needs the piece of its own number. Operators with unequal numbers of pieces always join.
+    """
+    builder = Builder(graph.itemsize)
+    pieces: list[list[int]] = [[] for _ in graph.ops]
+    for number in graph.order:
+        op = graph.ops[number]
+        for piece in cut(op):
+            deps: list[int] = []
+            for dep in graph.deps[number]:
+                before = pieces[dep]
+                if len(before) != piece.pieces or joins(graph.ops[dep], op):
+                    deps += before
+                else:
+                    deps.append(before[piece.piece])
+            pieces[number].append(builder.add(piece, deps))
+    return builder.build(graph.resident)

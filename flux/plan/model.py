@@ -1,0 +1,169 @@
+"""What a step is made of: the model, the batch, and how ranks share the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from flux.bench.shapes import Layer, model_of
+from flux.core.dtypes import DTYPES
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Degrees of parallelism. Ranks are numbered with tp fastest, then cp, dp, and pp slowest.
+
+    Attributes:
+        tp: tensor parallel.
+        cp: context parallel: ranks share the tokens of a sequence.
+        dp: data parallel.
+        pp: pipeline parallel.
+        ep: expert parallel: data parallel ranks that share the experts of a layer.
+        sequence: sequence parallelism: AllGather and ReduceScatter in place of AllReduce.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        for degree in fields(self):
+            value = getattr(self, degree.name)
+            if degree.name != "sequence" and (type(value) is not int or value < 1):
+                raise ValueError(f"{degree.name} must be an integer of at least 1, got {value!r}")
+        if self.dp % self.ep:
+            raise ValueError(f"ep = {self.ep} must divide dp = {self.dp}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of a model.
+
+    Attributes:
+        name: of the model, for display.
+        layer: sizes of each of its layers.
+        layers: how many there are.
+        dtype: of activations and weights.
+        parallel: how ranks share the work.
+        sequence: tokens of a sequence.
+        micro_batch: sequences of a micro-batch, on each data parallel rank.
+        micro_batches: micro-batches of a step, on each data parallel rank.
+        zero: 0: gradients are all-reduced; 1: they are reduce-scattered, the optimizer steps on a
+            share, and weights are gathered again (ZeRO-1).
+        regather: with sequence parallelism: the input of a column-parallel linear is gathered again
+            in backward, in place of kept (as in Megatron-core).
+    """
+
+    name: str
+    layer: Layer
+    layers: int
+    dtype: str
+    parallel: Parallel
+    sequence: int
+    micro_batch: int
+    micro_batches: int
+    zero: int = 1
+    regather: bool = False
+
+    def __post_init__(self) -> None:
+        layer, parallel = self.layer, self.parallel
+        for name in ("layers", "sequence", "micro_batch", "micro_batches"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.zero not in (0, 1):
+            raise ValueError(f"zero must be 0 or 1, got {self.zero!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        sizes = [
+            ("heads", layer.heads, "tp", parallel.tp),
+            ("sequence", self.sequence, "cp", parallel.cp),
+            ("layers", self.layers, "pp", parallel.pp),
+        ]
+        if layer.moe is None:
+            sizes.append(("intermediate", layer.intermediate, "tp", parallel.tp))
+        else:
+            sizes.append(("experts", layer.moe.experts, "ep", parallel.ep))
+        if parallel.sequence:
+            tokens = self.micro_batch * self.sequence // parallel.cp
+            sizes.append(("tokens of a micro-batch", tokens, "tp", parallel.tp))
+        for name, size, degree, by in sizes:
+            if size % by:
+                raise ValueError(f"{degree} = {by} must divide {name} = {size}")
+        if parallel.ep > 1 and layer.moe is None:
+            raise ValueError(f"ep = {parallel.ep} needs a model with experts; {self.name} has none")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one context parallel rank."""
+        return self.micro_batch * self.sequence // self.parallel.cp
+
+    @property
+    def layer_weights(self) -> float:
+        """Elements of a layer's weights on one rank."""
+        layer, parallel = self.layer, self.parallel
+        inner, kv = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        attention = layer.hidden * (2 * inner + 2 * kv) / parallel.tp
+        up_and_down = (3 if layer.gated else 2) * layer.hidden
+        if layer.moe is None:
+            return attention + up_and_down * layer.intermediate / parallel.tp
+        experts = layer.moe.experts / parallel.ep
+        return attention + experts * up_and_down * layer.moe.intermediate
+
+
+def step_of(
+    model: str | Path,
+    parallel: Parallel,
+    *,
+    sequence: int | None = None,
+    micro_batch: int = 1,
+    micro_batches: int | None = None,
+    layers: int | None = None,
+    dtype: str | None = None,
+    zero: int = 1,
+    regather: bool = False,
+) -> Step:
+    """Return a step of a model in `tuning/shapes`, or of a file of that form.
+
+    Args:
+        model: name or path.
+        parallel: how ranks share the work.
+        sequence: tokens of a sequence; by default those of the model's workload "training".
+        micro_batch: sequences of a micro-batch.
+        micro_batches: of a step; by default 1, or four per pipeline stage.
+        layers: by default all of the model.
+        dtype: by default the model's.
+        zero: see ``Step``.
+        regather: see ``Step``.
+
+    Raises:
+        ValueError: no such model, or sizes that do not divide; the message names both.
+    """
+    found = model_of(model)
+    if micro_batches is None:
+        micro_batches = 1 if parallel.pp == 1 else 4 * parallel.pp
+    return Step(
+        name=found.name,
+        layer=found.layer,
+        layers=found.layers if layers is None else layers,
+        dtype=dtype or found.dtype,
+        parallel=parallel,
+        sequence=found.sequence if sequence is None else sequence,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        zero=zero,
+        regather=regather,
+    )

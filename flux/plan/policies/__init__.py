@@ -1,0 +1,78 @@
+"""Policies: pure functions from a graph of operators to a step schedule.
+
+A policy is a class with a ``name`` and two methods; an entry point of the group
+``flux.plan.policies`` names it, in this package or in any other that is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from flux.plan.cost import CostModel
+from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph, paused_collector
+from flux.plan.schedule import StepSchedule
+
+GROUP = "flux.plan.policies"
+
+
+class Policy(Protocol):
+    """What turns a graph into a schedule.
+
+    Attributes:
+        name: as on the command line.
+    """
+
+    name: str
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
+        """Return a graph that computes the same, of other operators: cut, substituted.
+
+        Raises:
+            ValueError: the policy cannot be used for this graph; the message says why.
+        """
+        ...
+
+    def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
+        """Return the schedule of a graph that ``rewrite`` has returned."""
+        ...
+
+
+def policy_names() -> list[str]:
+    """Return the names of all policies that are installed."""
+    return sorted({entry.name for entry in entry_points(group=GROUP)})
+
+
+def policy_of(name: str, options: Mapping[str, Any] | None = None) -> Policy:
+    """Return a policy by name.
+
+    Args:
+        name: of its entry point.
+        options: keyword arguments of its class.
+
+    Raises:
+        ValueError: no such policy, or options that it does not have.
+    """
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in found:
+        raise ValueError(f"policy must be one of {', '.join(policy_names())}, got {name!r}")
+    try:
+        policy: Policy = found[name].load()(**(options or {}))
+    except TypeError as error:
+        raise ValueError(f"policy {name}: {error}") from error
+    return policy
+
+
+def planned(policy: Policy, graph: Graph, fabric: Fabric, cost: CostModel) -> StepSchedule:
+    """Return a policy's schedule of a graph.
+
+    Raises:
+        ValueError: the policy cannot be used for this graph.
+        GraphError: its schedule cannot be run.
+    """
+    with paused_collector():
+        schedule = policy.order(policy.rewrite(graph, fabric, cost), cost)
+        schedule.validate()
+    return schedule

@@ -1,0 +1,179 @@
+"""Domino: slices of a batch, or of weights, hide each other's communication.
+
+G. Wang et al., arXiv 2409.15241. *Row split*: the batch is cut. Slices never depend on each other,
+so AllReduce of one hides behind the operators of another, also across layers (section 3.2).
+*Column split*: the second weight of attention and of the MLP is cut by columns. AllReduce of one
+part of the result hides behind the multiply of the next one. The parts join in front of the next
+operator, so nothing hides across layers (section 3.3). *2D*: both (section 3.4).
+
+Forward of a layer with two slices (figure 9 of the paper), on the streams of one rank:
+
+    compute   attn 0 | attn 1 | bda+ln 0 | bda+ln 1 | mlp 0 | mlp 1 | bda, attn 0 of the next ...
+    links            | AR 0   | AR 1                        | AR 0  | AR 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flux.plan.cost import CostModel
+from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph, Op, replaced
+from flux.plan.policies.passes import sequences
+from flux.plan.schedule import StepSchedule, on_lanes
+
+_ROW_PARALLEL = ("proj", "fc2")
+_BEHIND_ROW = ("ar1", "ar2", "rs1", "rs2")
+_MIDDLE = {"bda1", "ln2"}  # between attention and MLP: their collectives come before them
+
+
+class Domino:
+    """Domino's schedule of a step.
+
+    Args:
+        slices: pieces of the batch (row split); 1: it is not cut.
+        columns: pieces of the second weights (column split); 1: they are not cut.
+        grouped: run the dropout, residual and norm of all slices next to each other, between
+            attention and MLP, as the paper does; else each in front of its slice's MLP.
+    """
+
+    name = "domino"
+
+    def __init__(self, slices: int = 2, columns: int = 1, grouped: bool = True) -> None:
+        for name, value in (("slices", slices), ("columns", columns)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"domino: {name} must be an integer of at least 1, got {value!r}")
+        if slices == columns == 1:
+            raise ValueError("domino: slices or columns must be at least 2, or nothing is cut")
+        self.slices, self.columns, self.grouped = slices, columns, grouped
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
+        """Return the graph with its operators cut.
+
+        Raises:
+            ValueError: there is no tensor parallelism, or sizes that cannot be cut so often.
+        """
+        if fabric.parallel.tp == 1:
+            raise ValueError("domino hides tensor-parallel communication, and tp is 1")
+        for op in graph.ops:
+            self._check(op)
+        if self.slices > 1:
+            graph = replaced(graph, self._rows, lambda before, after: False)
+        if self.columns > 1:
+            graph = replaced(graph, self._columns, lambda before, after: False)
+        return graph
+
+    def _check(self, op: Op) -> None:
+        if op.micro < 0:
+            return
+        if op.kind == "attention" and op.shape[0] % self.slices:
+            raise ValueError(
+                f"domino: {self.slices} slices must divide a micro-batch of {op.shape[0]} sequences"
+            )
+        if op.part in _ROW_PARALLEL and op.role == "fwd" and op.shape[1] % self.columns:
+            raise ValueError(
+                f"domino: {self.columns} columns must divide the {op.shape[1]} of {op.name}"
+            )
+
+    def _rows(self, op: Op) -> Sequence[Op]:
+        """Cut an operator along the batch; a wgrad along what it sums over."""
+        if op.micro < 0:
+            return [op]
+        at = 2 if op.kind == "gemm" and op.role == "wgrad" else 0
+        return _pieces(op, at, self.slices, "s")
+
+    def _columns(self, op: Op) -> Sequence[Op]:
+        """Cut the second linears of a block, forward, and the collectives behind them."""
+        if op.micro < 0 or op.role != "fwd" or op.part not in (*_ROW_PARALLEL, *_BEHIND_ROW):
+            return [op]
+        return [piece._replace(strand=op.piece) for piece in _pieces(op, 1, self.columns, "c")]
+
+    def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
+        """Return the schedule.
+
+        Backward is in the order in which autograd runs what was made in forward: the latest first
+        (``flux.plan.domino``).
+        """
+        places: dict[tuple[int, str, int], int] = {}  # in forward: by layer, part and slice
+
+        def within(kind: str, numbers: Sequence[int]) -> Sequence[int]:
+            if kind == "S":
+                return numbers
+            if kind == "B":
+                return sorted(numbers, key=lambda n: _backward_key(graph.ops[n], places))
+            order = self._forward(graph, numbers)
+            for place, number in enumerate(order):
+                op = graph.ops[number]
+                places.setdefault((op.layer, op.part, self._slice(op)), place)
+            return order
+
+        return on_lanes(graph, sequences(graph, within), self.name)
+
+    def _forward(self, graph: Graph, numbers: Sequence[int]) -> list[int]:
+        """Return a forward pass's operators by block, slice and dependencies."""
+        places = {number: place for place, number in enumerate(numbers)}
+        blocks = self._blocks(graph, numbers)
+        return sorted(numbers, key=lambda n: (blocks[n], self._slice(graph.ops[n]), places[n]))
+
+    def _slice(self, op: Op) -> int:
+        cut_by_columns = op.role == "fwd" and op.part in (*_ROW_PARALLEL, *_BEHIND_ROW)
+        return op.strand if self.columns > 1 and cut_by_columns else op.piece
+
+    def _blocks(self, graph: Graph, numbers: Sequence[int]) -> dict[int, int]:
+        """Return, for each operator, the number of its block in the pass.
+
+        Slices run a block one after the other. A block ends behind a collective that the next one
+        waits for. With ``grouped``, what is between attention and MLP is a block by itself.
+        """
+        blocks: dict[int, int] = {}
+        for number in numbers:  # topological
+            op, block = graph.ops[number], 0
+            for dep in graph.deps[number]:
+                if dep not in blocks:
+                    continue
+                before = graph.ops[dep]
+                ends = before.is_collective and before.group == "tp"
+                block = max(block, blocks[dep] + (1 if ends else 0))
+                leaves = before.part in _MIDDLE and op.part not in _MIDDLE
+                if self.grouped and leaves and not op.is_collective:
+                    block = max(block, blocks[dep] + 1)
+            blocks[number] = block
+        return blocks
+
+
+def _pieces(op: Op, at: int, count: int, letter: str) -> list[Op]:
+    """Return an operator cut into ``count`` pieces along dimension ``at`` of its shape."""
+    size, memory, free = op.shape[at], op.allocates / count, op.frees / count
+    before, after = op.shape[:at], op.shape[at + 1 :]
+    return [
+        op._replace(
+            name=f"{op.name}.{letter}{piece}",
+            piece=piece,
+            pieces=count,
+            shape=(*before, size * (piece + 1) // count - size * piece // count, *after),
+            allocates=memory,
+            frees=free,
+        )
+        for piece in range(count)
+    ]
+
+
+_LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | {
+    "rs1": "bda1",
+    "rs2": "bda2",
+}
+"""The operator behind whose dgrad a collective is launched in backward."""
+
+
+def _backward_key(op: Op, places: dict[tuple[int, str, int], int]) -> tuple[int, int]:
+    """Return a sort key: the latest of forward first; gather, dgrad, collective, wgrad of one."""
+    part = op.part
+    if op.is_collective:
+        part = _LAUNCHED_BY.get(part, part)
+    rank = 3 if op.role == "wgrad" else 2 if op.is_collective else 1
+    if op.is_collective and op.role == "wgrad":
+        rank = 0
+    place = places.get((op.layer, part, op.piece))
+    if place is None:  # what leads to the stage before: behind all else
+        return 1, rank
+    return -place, rank

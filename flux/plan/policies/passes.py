@@ -1,0 +1,64 @@
+"""Orders of forward and backward passes, which policies fill with operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from flux.plan.graph import Graph, Op
+
+Pass = tuple[str, int]
+"""("F" or "B", micro-batch)"""
+
+
+def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Pass]:
+    """Yield the passes of a stage in the 1F1B order (PipeDream-Flush, arXiv 2006.09503).
+
+    Of stage 1 of 3, four micro-batches: F0 F1 B0 F2 B1 F3 B2 B3. With one stage, all forward passes
+    alternate with backward passes.
+    """
+    ahead = min(stages - stage - 1, micro_batches)
+    for micro in range(ahead):
+        yield "F", micro
+    for micro in range(ahead, micro_batches):
+        yield "F", micro
+        yield "B", micro - ahead
+    for micro in range(micro_batches - ahead, micro_batches):
+        yield "B", micro
+
+
+def by_pass(graph: Graph) -> dict[tuple[int, str, int], list[int]]:
+    """Return operators by (stage, pass, micro-batch), in topological order.
+
+    Operators of the whole step are those of the pass "S" of micro-batch -1.
+    """
+    found: dict[tuple[int, str, int], list[int]] = {}
+    for number in graph.order:
+        op = graph.ops[number]
+        kind = "S" if op.micro < 0 else "F" if op.role == "fwd" else "B"
+        found.setdefault((op.stage, kind, op.micro), []).append(number)
+    return found
+
+
+def sequences(
+    graph: Graph, within: Callable[[str, Sequence[int]], Sequence[int]]
+) -> list[list[int]]:
+    """Return, for each stage, its operators: passes in the 1F1B order, then the optimizer.
+
+    Args:
+        graph: the operators.
+        within: returns the order of a pass's operators; it gets "F", "B" or "S", and their numbers.
+    """
+    passes = by_pass(graph)
+    micro_batches = max((op.micro for op in graph.ops), default=-1) + 1
+    out = []
+    for stage in range(graph.stages):
+        order: list[int] = []
+        for kind, micro in one_f_one_b(stage, graph.stages, micro_batches):
+            order += within(kind, passes.get((stage, kind, micro), []))
+        out.append(order + list(within("S", passes.get((stage, "S", -1), []))))
+    return out
+
+
+def program_order(op: Op) -> int:
+    """Return a sort key: dgrad in front of wgrad of the same GEMM."""
+    return 1 if op.role == "wgrad" else 0

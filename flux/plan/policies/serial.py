@@ -1,0 +1,39 @@
+"""No overlap: each operator of a stage behind the one before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flux.plan.cost import CostModel
+from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph
+from flux.plan.policies.passes import sequences
+from flux.plan.schedule import StepSchedule, on_lanes
+
+
+class Serial:
+    """Megatron without overlap: the baseline. Pipeline stages run 1F1B.
+
+    Args:
+        wgrad_overlap: start the collective behind a dgrad beside the wgrad of the same linear, as
+            Megatron does by default; with it, collectives have streams of their own.
+    """
+
+    name = "serial"
+
+    def __init__(self, wgrad_overlap: bool = False) -> None:
+        self.wgrad_overlap = wgrad_overlap
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
+        """Return the graph as it is."""
+        return graph
+
+    def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
+        """Return a schedule with one stream for each stage, or with streams for collectives."""
+
+        def within(kind: str, numbers: Sequence[int]) -> Sequence[int]:
+            return numbers
+
+        if self.wgrad_overlap:
+            return on_lanes(graph, sequences(graph, within), self.name)
+        return on_lanes(graph, sequences(graph, within), self.name, lambda op: "comp")

@@ -1,0 +1,245 @@
+"""Measure what operators take by themselves, and two at a time, on these ranks.
+
+The result is JSON that can be shared: a plan of the same shapes on the same hosts and links uses it
+in place of the analytic costs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flux.core.datafile import load_json, shown
+from flux.plan.execute import Work, members
+from flux.plan.graph import Graph, Op
+from flux.plan.model import Parallel
+
+_FORMAT = 1
+Key = tuple[str, tuple[int, ...], str, str]
+"""(kind, shape, group, role): what the time of an operator depends on."""
+
+
+def key_of(op: Op) -> Key:
+    """Return what the time of an operator depends on."""
+    role = op.role if op.kind in ("attention", "norm") else ""
+    return op.kind, op.shape, op.group, role
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured times.
+
+    Attributes:
+        solo: ms of operators by themselves.
+        oef: overlap effectiveness factor by (kind of the compute operator, resource).
+        place: where they were measured, for display and comparison.
+    """
+
+    solo: Mapping[Key, float]
+    oef: Mapping[tuple[str, str], float]
+    place: Mapping[str, Any]
+
+    def write(self, path: Path) -> None:
+        """Write the profile as JSON."""
+        content = {
+            "format": _FORMAT,
+            "place": dict(self.place),
+            "solo": [
+                {"kind": kind, "shape": list(shape), "group": group, "role": role, "ms": ms}
+                for (kind, shape, group, role), ms in self.solo.items()
+            ],
+            "oef": [
+                {"compute": kind, "resource": resource, "oef": oef}
+                for (kind, resource), oef in self.oef.items()
+            ],
+        }
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_profile(path: Path) -> Profile:
+    """Return the profile in a file that ``Profile.write`` has written.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    content = load_json(path)
+    try:
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format: expected {_FORMAT}, got {shown(content['format'])}")
+        solo = {
+            (str(e["kind"]), tuple(map(int, e["shape"])), str(e["group"]), str(e["role"])): _ms(
+                e["ms"]
+            )
+            for e in content["solo"]
+        }
+        oef = {(str(e["compute"]), str(e["resource"])): float(e["oef"]) for e in content["oef"]}
+        return Profile(solo, oef, dict(content["place"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a profile of flux: {shown(str(error))}") from error
+
+
+def _ms(value: object) -> float:
+    if type(value) not in (int, float) or not 0 <= float(value) < 1e9:  # type: ignore[arg-type]
+        raise ValueError(f"ms: expected a time, got {shown(value)}")
+    return float(value)  # type: ignore[arg-type]
+
+
+class ProfiledCost:
+    """Times that were measured.
+
+    Args:
+        profile: of the operators.
+
+    Raises:
+        ValueError: from ``solo``: an operator was not measured; the message names it.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+
+    def solo(self, op: Op) -> float:
+        """Return the time of an operator by itself, in ms."""
+        found = self.profile.solo.get(key_of(op))
+        if found is None:
+            raise ValueError(
+                f"{op.name}: {op.kind} {op.shape} is not in the profile; measure it with "
+                "flux plan profile and the same model, parallelism and policies"
+            )
+        return found
+
+    def oef(self, comp: Op, comm: Op) -> float:
+        """Return the overlap effectiveness factor of two operators."""
+        found = self.profile.oef.get((comp.kind, comm.resource))
+        if found is None:
+            raise ValueError(f"{comp.kind} beside {comm.resource} is not in the profile")
+        return found
+
+
+class Profiler:
+    """Measures operators on all ranks. Construction is collective: it makes process groups.
+
+    Args:
+        parallel: degrees of parallelism.
+        work: what operators do.
+        repeats: of each measurement, of which the median counts.
+        place: what the profile says about where it was measured.
+    """
+
+    def __init__(
+        self, parallel: Parallel, work: Work, repeats: int, place: Mapping[str, Any]
+    ) -> None:
+        self.work, self.repeats, self.place = work, repeats, place
+        self.groups: dict[str, dist.ProcessGroup | None] = {}
+        for kind in ("tp", "cp", "ep", "edp", "dp", "pp"):
+            for ranks in members(parallel, kind):
+                group = dist.new_group(ranks) if len(ranks) > 1 else None
+                if dist.get_rank() in ranks:
+                    self.groups[kind] = group
+
+    def measure(self, graphs: Sequence[Graph], progress: Callable[[int, int], None]) -> Profile:
+        """Return the times of all operators of these graphs. Collective.
+
+        Args:
+            graphs: those of all policies that are to be compared.
+            progress: called with how many operators are done, and how many there are.
+        """
+        ops = list({key_of(op): op for graph in graphs for op in graph.ops}.values())
+        pairs = _pairs(ops)
+        total = len(ops) + len(pairs)
+        solo: dict[Key, float] = {}
+        for done, op in enumerate(ops):
+            solo[key_of(op)] = self._together([self._call(op)])
+            progress(done + 1, total)
+        oef = {}
+        for done, (comp, comm) in enumerate(pairs):
+            alone = solo[key_of(comm)]
+            times = max(1, round(alone / max(solo[key_of(comp)], 1e-3)))
+            oef[comp.kind, comm.resource] = self._factor(self._call(comp), times, self._call(comm))
+            progress(len(ops) + done + 1, total)
+        return Profile(solo, oef, self.place)
+
+    def _call(self, op: Op) -> Callable[[], object]:
+        if not op.is_collective:
+            return self.work.compute(op)
+        if op.kind == "send":
+            return self._exchange(op)
+        return self.work.communicate(op, self.groups[op.group])
+
+    def _exchange(self, op: Op) -> Callable[[], object]:
+        """Return a call that sends to the next stage and receives from the one before."""
+        group = self.groups["pp"]
+        assert group is not None
+        size, place = dist.get_world_size(group), dist.get_rank(group)
+        ranks = dist.get_process_group_ranks(group)
+        count = op.shape[0] * op.shape[1]
+        out, into = self.work.tensor("sent", count), self.work.tensor("received", count)
+
+        def run() -> None:
+            works = [
+                dist.isend(out, ranks[(place + 1) % size], group=group),
+                dist.irecv(into, ranks[(place - 1) % size], group=group),
+            ]
+            for each in works:
+                assert each is not None
+                each.wait()
+
+        return run
+
+    def _together(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Return the median time in ms in which all calls end that start together."""
+        found = []
+        for repeat in range(self.repeats + 1):
+            dist.barrier()
+            threads = [threading.Thread(target=_quietly, args=(call,)) for call in calls[1:]]
+            began = time.perf_counter()
+            for thread in threads:
+                thread.start()
+            _quietly(calls[0])
+            for thread in threads:
+                thread.join()
+            if repeat:  # the first one warms up
+                found.append(1e3 * (time.perf_counter() - began))
+        slowest = torch.tensor([statistics.median(found)], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
+
+    def _factor(self, comp: Callable[[], object], times: int, comm: Callable[[], object]) -> float:
+        """Return the OEF of a compute operator, so often in a row, beside a collective."""
+
+        def many() -> None:
+            for _ in range(times):
+                comp()
+
+        alone, beside = self._together([many]), self._together([comm])
+        both = self._together([many, comm])
+        factor = (alone + beside - both) / max(min(alone, beside), 1e-6)
+        return min(factor, 1.0)
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    with torch.no_grad():
+        call()
+
+
+def _pairs(ops: Sequence[Op]) -> list[tuple[Op, Op]]:
+    """Return each kind's largest compute operator beside each resource's largest collective."""
+
+    def size(op: Op) -> int:
+        return int(torch.Size(op.shape).numel())
+
+    largest: dict[tuple[str, str], Op] = {}
+    for op in sorted(ops, key=size):
+        largest[("comm", op.resource) if op.is_collective else ("comp", op.kind)] = op
+    comps = [op for (kind, _), op in largest.items() if kind == "comp"]
+    comms = [op for (kind, _), op in largest.items() if kind == "comm"]
+    return [(comp, comm) for comp in comps for comm in comms if comm.kind != "send"]

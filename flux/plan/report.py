@@ -1,0 +1,100 @@
+"""What `flux plan` prints and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flux.plan.model import Step
+from flux.plan.simulate import Timeline
+
+
+def document(label: str, step: Step, cluster: str, timeline: Timeline) -> dict[str, Any]:
+    """Return the JSON object of one policy."""
+    parallel = step.parallel
+    return {
+        "policy": label,
+        "model": step.name,
+        "cluster": cluster,
+        "tp": parallel.tp,
+        "dp": parallel.dp,
+        "pp": parallel.pp,
+        "iteration_ms": timeline.iteration_ms,
+        "compute_ms": timeline.compute_ms,
+        "comm_ms": timeline.comm_ms,
+        "exposed_comm_ms": timeline.exposed_comm_ms,
+        "peak_memory_bytes": timeline.peak_memory_bytes,
+    }
+
+
+def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
+    """Print a table of policies; the first one is what the others are compared with.
+
+    Args:
+        rows: of ``document``; those of a run have ``predicted_ms`` besides.
+        title: of the table.
+        console: to print on.
+    """
+    ran = any("predicted_ms" in row for row in rows)
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy")
+    heads = ["step ms", *(["predicted ms"] if ran else []), "of the first", "compute ms", "comm ms"]
+    for head in (*heads, "exposed ms", "hidden", "memory GB"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        comm, exposed = row["comm_ms"], row["exposed_comm_ms"]
+        hidden = f"{100 * (1 - exposed / comm):.0f}%" if comm else "-"
+        predicted = [f"{row['predicted_ms']:.2f}"] if ran else []
+        table.add_row(
+            row["policy"],
+            f"{row['iteration_ms']:.2f}",
+            *predicted,
+            f"{row['iteration_ms'] / rows[0]['iteration_ms']:.2f}",
+            f"{row['compute_ms']:.2f}",
+            f"{comm:.2f}",
+            f"{exposed:.2f}",
+            hidden,
+            f"{row['peak_memory_bytes'] / 1e9:.2f}",
+        )
+    console.print(table)
+
+
+def explain(timeline: Timeline, most: int = 8) -> list[str]:
+    """Return lines that say where a step's exposed communication is.
+
+    Args:
+        timeline: of the step.
+        most: lines at most.
+    """
+    graph = timeline.schedule.graph
+    if not graph.ops:
+        return []
+    exposed = timeline.exposed_by_stage
+    stage = max(range(graph.stages), key=exposed.__getitem__)
+    comp = sorted(
+        (timeline.start[n], timeline.end[n])
+        for n, op in enumerate(graph.ops)
+        if op.stage == stage and not op.is_collective
+    )
+    by_part: dict[tuple[str, str], list[float]] = {}
+    for number, op in enumerate(graph.ops):
+        if op.stage != stage or not op.is_collective:
+            continue
+        begin, end = timeline.start[number], timeline.end[number]
+        hidden = sum(max(0.0, min(e, end) - max(b, begin)) for b, e in comp)
+        entry = by_part.setdefault((op.part, "forward" if op.role == "fwd" else op.role), [0, 0, 0])
+        entry[0] += 1
+        entry[1] += end - begin
+        entry[2] += end - begin - hidden
+    lines = [f"stage {stage} has most exposed communication: {exposed[stage]:.2f} ms"]
+    ranked = sorted(by_part.items(), key=lambda item: -item[1][2])
+    for (part, role), (count, total, left) in ranked[: most - 1]:
+        share = 1 - left / total if total else 1.0
+        lines.append(
+            f"  {part} ({role}): {count:.0f} times, {total:.2f} ms, {100 * share:.0f}% hidden, "
+            f"{left:.2f} ms exposed"
+        )
+    return lines

@@ -1,0 +1,155 @@
+"""Profile a step's operators on ranks, predict each policy, and run it: `flux plan run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from flux.bench.config import Run
+from flux.launch.hosts import parse_rate
+from flux.launch.progress import Progress
+from flux.machine.cluster import Cluster, Network, load_cluster
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.execute import Executor, Work, coordinates, measured
+from flux.plan.fabric import Fabric
+from flux.plan.model import Step
+from flux.plan.policies import planned, policy_of
+from flux.plan.profile import Profile, ProfiledCost, Profiler
+from flux.plan.schedule import StepSchedule
+from flux.plan.simulate import Timeline, simulate
+
+Policies = tuple[tuple[str, Mapping[str, Any]], ...]
+"""(name, options) of each."""
+
+
+@dataclass(frozen=True)
+class PlanRun(Run):
+    """The complete configuration of one run of `flux plan run` or `flux plan profile`.
+
+    Attributes:
+        step: what is run.
+        policies: that are compared; none: only the profile is measured.
+        profile: of the operators, if it was measured before.
+    """
+
+    step: Step
+    policies: Policies = ()
+    profile: Profile | None = field(default=None, repr=False)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.step.parallel.world
+
+    @property
+    def cluster(self) -> Cluster:
+        """The hosts that the ranks are on: CPUs, and links of the given rate."""
+        cpu = load_cluster("cpu")
+        hosts = self.host_of
+        network = cpu.network
+        if self.link_rate is not None:
+            network = Network("ethernet", 1, parse_rate(self.link_rate) / 1e9, network.latency_us)
+        per_host = max(map(hosts.count, hosts))
+        return replace(cpu, devices=per_host, hosts=len(set(hosts)), network=network)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a policy did.
+
+    Attributes:
+        label: name and options.
+        predicted: the simulator's timeline, from the profile.
+        run: the timeline of the run with the median time.
+        times_ms: of every repeat, on the slowest rank.
+    """
+
+    label: str
+    predicted: Timeline
+    run: Timeline
+    times_ms: tuple[float, ...]
+
+
+def label_of(name: str, options: Mapping[str, Any]) -> str:
+    """Return a policy and its options, as they are shown: ``domino slices=2``."""
+    return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+
+
+def schedules_of(config: PlanRun) -> dict[str, StepSchedule]:
+    """Return the schedule of each policy, by label.
+
+    Raises:
+        ValueError: a policy cannot be used for this step.
+    """
+    fabric = Fabric(config.cluster, config.step.parallel)
+    graph = build_step(config.step, fabric)
+    cost = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
+    return {
+        label_of(name, options): planned(policy_of(name, options), graph, fabric, cost)
+        for name, options in config.policies
+    }
+
+
+def run_entry(job: tuple[PlanRun, Any], rank: int, progress: Progress) -> tuple[Profile, list[Ran]]:
+    """Run one rank of `flux plan run`, as an entry of flux.bench.launch.on_ranks."""
+    config, only_profile = job
+    work = Work(config.step.dtype, config.seed)
+    schedules = schedules_of(config)
+    profile = config.profile
+    if profile is None:
+        graphs = [schedule.graph for schedule in schedules.values()]
+        if not graphs:
+            graphs = [build_step(config.step, Fabric(config.cluster, config.step.parallel))]
+        place = {
+            "hosts": config.hosts,
+            "link_rate": config.link_rate,
+            "threads": config.threads,
+            "dtype": config.step.dtype,
+        }
+        profiler = Profiler(config.step.parallel, work, max(3, config.repeats // 3), place)
+        profile = profiler.measure(graphs, lambda done, total: progress("profile", done, total))
+    if only_profile:
+        return profile, []
+    cost = ProfiledCost(profile)
+    executors = {
+        label: Executor(schedule, config.step.parallel, work, config.timeout_s)
+        for label, schedule in schedules.items()
+    }
+    found: dict[str, list[tuple[float, dict[int, tuple[float, float]]]]] = {
+        label: [] for label in executors
+    }
+    rounds = config.warmup + config.repeats
+    for index in range(rounds):
+        for label, executor in executors.items():  # interleaved: drift meets all alike
+            times = executor.run()
+            if index >= config.warmup:
+                found[label].append((max(end for _, end in times.values()), times))
+        progress("steps", index + 1, rounds)
+    return profile, [
+        _gathered(label, schedules[label], cost, config, runs) for label, runs in found.items()
+    ]
+
+
+def _gathered(
+    label: str,
+    schedule: StepSchedule,
+    cost: ProfiledCost,
+    config: PlanRun,
+    runs: list[tuple[float, dict[int, tuple[float, float]]]],
+) -> Ran:
+    """Return what all ranks did; of a stage, the timeline is that of its first rank. Collective."""
+    everywhere: list[Any] = [None] * config.ranks
+    dist.all_gather_object(everywhere, runs)
+    slowest = [max(of[index][0] for of in everywhere) for index in range(len(runs))]
+    median = sorted(range(len(runs)), key=lambda index: slowest[index])[len(runs) // 2]
+    times: dict[int, tuple[float, float]] = {}
+    for rank in range(config.ranks):
+        at = coordinates(config.step.parallel, rank)
+        if at["tp"] == at["cp"] == at["dp"] == 0:
+            times |= everywhere[rank][median][1]
+    predicted = simulate(schedule, cost)
+    return Ran(label, predicted, measured(schedule, times, predicted.solo), tuple(slowest))

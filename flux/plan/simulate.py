@@ -1,0 +1,251 @@
+"""Run a schedule in virtual time.
+
+Each stream runs its operators in order, each as soon as what it depends on has ended. Operators of
+one stage that run at the same time slow each other down: a compute operator beside collectives
+b1, b2, ... progresses at 1 / (1 + sum(1 - OEF(a, b))), a collective beside it at 1 / (2 - OEF).
+Whenever an operator starts or ends, the ends of those that run on its stage are computed anew.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from flux.core.events import Event, Kind
+from flux.plan.cost import CostModel
+from flux.plan.graph import Graph, GraphError, paused_collector
+from flux.plan.schedule import Lane, StepSchedule
+
+_KINDS = {"gemm": Kind.gemm, "attention": Kind.gemm, "fused": Kind.gemm}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each operator of a schedule ran, in ms from the beginning of the step.
+
+    Attributes:
+        schedule: what was run.
+        start: of each operator, by number.
+        end: of each operator.
+        solo: time of each operator by itself.
+        peak: most bytes that were allocated at a time, by stage; weights and optimizer included.
+    """
+
+    schedule: StepSchedule
+    start: Sequence[float]
+    end: Sequence[float]
+    solo: Sequence[float]
+    peak: Sequence[float]
+
+    @property
+    def iteration_ms(self) -> float:
+        """Time of the step."""
+        return max(self.end, default=0.0)
+
+    @property
+    def compute_ms(self) -> float:
+        """Time of the compute operators by themselves, on the stage that has most."""
+        return self._most(lambda collective: not collective)
+
+    @property
+    def comm_ms(self) -> float:
+        """Time of the collectives by themselves, on the stage that has most."""
+        return self._most(lambda collective: collective)
+
+    def _most(self, wanted: object) -> float:
+        graph = self.schedule.graph
+        sums = [0.0] * max(graph.stages, 1)
+        for op, time in zip(graph.ops, self.solo, strict=True):
+            if wanted(op.is_collective):  # type: ignore[operator]
+                sums[op.stage] += time
+        return max(sums)
+
+    @cached_property
+    def exposed_by_stage(self) -> list[float]:
+        """Time in which a stage communicates and computes nothing, by stage."""
+        graph = self.schedule.graph
+        spans: list[tuple[list[tuple[float, float]], list[tuple[float, float]]]] = [
+            ([], []) for _ in range(graph.stages)
+        ]
+        for number, op in enumerate(graph.ops):
+            spans[op.stage][op.is_collective].append((self.start[number], self.end[number]))
+        return [_length(comm) - _overlap(comp, comm) for comp, comm in map(_merged, spans)]
+
+    @property
+    def exposed_comm_ms(self) -> float:
+        """Time in which the stage communicates and computes nothing, of the stage with most."""
+        return max(self.exposed_by_stage, default=0.0)
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """Most bytes allocated at a time, of the stage with most."""
+        return max(self.peak, default=0.0)
+
+    def order(self, lane: Lane) -> list[str]:
+        """Return the names of a lane's operators in the order in which they ran."""
+        numbers = sorted(self.schedule.lanes[lane], key=lambda number: self.start[number])
+        return [self.schedule.graph.ops[number].name for number in numbers]
+
+    def events(self, label: str = "") -> list[Event]:
+        """Return the events of a trace: a rank for each stage, a lane for each stream.
+
+        Args:
+            label: put in front of the names of lanes, so that two timelines fit into one trace.
+        """
+        found = []
+        for (stage, stream), numbers in self.schedule.lanes.items():
+            for number in numbers:
+                op = self.schedule.graph.ops[number]
+                kind = Kind.send if op.is_collective else _KINDS.get(op.kind, Kind.reduce)
+                found.append(
+                    Event(
+                        rank=stage,
+                        lane=f"{label}{stream}",
+                        kind=kind,
+                        name=op.name,
+                        start_us=1e3 * self.start[number],
+                        duration_us=1e3 * (self.end[number] - self.start[number]),
+                        details={"kind": op.kind, "shape": str(op.shape)},
+                    )
+                )
+        return found
+
+
+def _merged(
+    spans: tuple[list[tuple[float, float]], list[tuple[float, float]]],
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return compute's and communication's intervals, each sorted and without overlaps."""
+    both = []
+    for of in spans:
+        out: list[tuple[float, float]] = []
+        for begin, end in sorted(of):
+            if out and begin <= out[-1][1]:
+                out[-1] = (out[-1][0], max(out[-1][1], end))
+            else:
+                out.append((begin, end))
+        both.append(out)
+    return both[0], both[1]
+
+
+def _length(spans: Sequence[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
+    """Return when each operator runs.
+
+    Raises:
+        GraphError: the schedule cannot be run (see ``StepSchedule.validate``).
+    """
+    with paused_collector():
+        schedule.validate()
+        return _Simulation(schedule, cost).run()
+
+
+class _Simulation:
+    def __init__(self, schedule: StepSchedule, cost: CostModel) -> None:
+        self.schedule, self.cost = schedule, cost
+        graph: Graph = schedule.graph
+        count = len(graph.ops)
+        self.ops = graph.ops
+        self.solo = [cost.solo(op) for op in graph.ops]
+        self.start, self.end = [0.0] * count, [0.0] * count
+        self.missing = [len(deps) for deps in graph.deps]
+        self.after: list[list[int]] = [[] for _ in range(count)]
+        for number, deps in enumerate(graph.deps):
+            for dep in deps:
+                self.after[dep].append(number)
+        self.lanes = list(schedule.lanes.values())
+        self.lane_of = [0] * count
+        for index, numbers in enumerate(self.lanes):
+            for number in numbers:
+                self.lane_of[number] = index
+        self.next = [0] * len(self.lanes)
+        self.left = list(self.solo)  # ms that an operator still needs by itself
+        self.rate, self.since, self.version = [0.0] * count, [0.0] * count, [0] * count
+        self.running: list[list[int]] = [[] for _ in range(graph.stages)]
+        resident = [*graph.resident, *[0.0] * graph.stages][: graph.stages]
+        self.memory, self.peak = list(resident), list(resident)
+        self.heap: list[tuple[float, int, int]] = []
+
+    def run(self) -> Timeline:
+        for lane in range(len(self.lanes)):
+            self._try_start(lane, 0.0)
+        ended = 0
+        while self.heap:
+            now, number, version = heapq.heappop(self.heap)
+            if version != self.version[number]:
+                continue
+            ended += 1
+            self._finish(number, now)
+        if ended < len(self.ops):
+            raise GraphError(f"{len(self.ops) - ended} operators never start")
+        return Timeline(self.schedule, self.start, self.end, self.solo, self.peak)
+
+    def _try_start(self, lane: int, now: float) -> None:
+        """Start the next operator of a lane if nothing is missing."""
+        place = self.next[lane]
+        numbers = self.lanes[lane]
+        if place == len(numbers) or self.missing[numbers[place]]:
+            return
+        number = numbers[place]
+        stage = self.ops[number].stage
+        running = self.running[stage]
+        if any(self.lane_of[other] == lane for other in running):
+            return
+        self.start[number] = self.since[number] = now
+        self.memory[stage] += self.ops[number].allocates
+        self.peak[stage] = max(self.peak[stage], self.memory[stage])
+        running.append(number)
+        self._share(stage, now)
+
+    def _finish(self, number: int, now: float) -> None:
+        self.end[number] = now
+        op = self.ops[number]
+        self.memory[op.stage] -= op.frees
+        self.running[op.stage].remove(number)
+        if self.running[op.stage]:
+            self._share(op.stage, now)
+        lane = self.lane_of[number]
+        self.next[lane] += 1
+        self._try_start(lane, now)
+        for later in self.after[number]:
+            self.missing[later] -= 1
+            if self.missing[later] == 0:
+                self._try_start(self.lane_of[later], now)
+
+    def _share(self, stage: int, now: float) -> None:
+        """Compute the ends of a stage's running operators, which have changed."""
+        running = self.running[stage]
+        for number in running:
+            rate = 1.0 if len(running) == 1 else self._rate(number, running)
+            if rate == self.rate[number]:
+                continue
+            self.left[number] -= (now - self.since[number]) * self.rate[number]
+            self.since[number], self.rate[number] = now, rate
+            self.version[number] += 1
+            end = now + max(self.left[number], 0.0) / rate
+            heapq.heappush(self.heap, (end, number, self.version[number]))
+
+    def _rate(self, number: int, running: Sequence[int]) -> float:
+        op, lost = self.ops[number], 0.0
+        for other in running:
+            beside = self.ops[other]
+            if op.is_collective and not beside.is_collective:
+                lost += 1.0 - self.cost.oef(beside, op)
+            elif beside.is_collective and not op.is_collective:
+                lost += 1.0 - self.cost.oef(op, beside)
+        return 1.0 / (1.0 + max(lost, 0.0))

@@ -1,0 +1,156 @@
+"""Domino: gradients of the unsliced model, in the planned order."""
+
+from __future__ import annotations
+
+from dataclasses import replace as replaced
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flux.bench.shapes import Layer
+from flux.layers import ColumnParallelLinear, RowParallelLinear
+from flux.machine.cluster import load_cluster
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.domino import Domino, Dropout, recorded
+from flux.plan.domino_layers import replace
+from flux.plan.fabric import Fabric
+from flux.plan.graph import COLLECTIVES
+from flux.plan.model import Parallel, Step
+from flux.plan.policies import planned
+from flux.plan.policies.domino import Domino as DominoPolicy
+from harness import run_ranks
+
+HIDDEN, HEADS, SEQUENCE = 16, 4, 6
+
+
+class Block(nn.Module):
+    """A layer of a transformer on [sequence, batch, hidden]."""
+
+    def __init__(self, number: int, rank: int, sequence_parallel: bool, p: float) -> None:
+        super().__init__()
+        options: dict[str, Any] = {
+            "sequence_parallel": sequence_parallel,
+            "dtype": torch.float64,
+            "fused": False,
+        }
+        self.ln1, self.ln2 = (nn.LayerNorm(HIDDEN, dtype=torch.float64) for _ in range(2))
+        self.qkv = ColumnParallelLinear(HIDDEN, 3 * HIDDEN, **options)
+        self.proj = RowParallelLinear(HIDDEN, HIDDEN, **options)
+        self.fc1 = ColumnParallelLinear(HIDDEN, 4 * HIDDEN, **options)
+        self.fc2 = RowParallelLinear(4 * HIDDEN, HIDDEN, **options)
+        seed = 10 * number + (100 * rank if sequence_parallel else 0)
+        self.drop1, self.drop2 = Dropout(p, seed, 1), Dropout(p, seed + 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.ln1(x)).chunk(3, -1)
+        heads = HEADS // self.qkv.world
+        q, k, v = (t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop1(self.proj(mixed.permute(2, 0, 1, 3).flatten(-2)))
+        hidden = nn.functional.gelu(self.fc1(self.ln2(x)))
+        return x + self.drop2(self.fc2(hidden))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the loss and all gradients of a step with plain autograd."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    loss = (model(x) ** 2).sum()
+    loss.backward()
+    return loss.detach(), x.grad.clone(), *(p.grad.clone() for p in model.parameters())
+
+
+def run_both(
+    rank: int, world: int, slices: int, columns: int, grouped: bool, sequence_parallel: bool
+) -> list[tuple[str, int, int, str]]:
+    """Compare two steps with those of the layers as they are; return what ran in the last one."""
+    torch.manual_seed(1)
+    layers = nn.Sequential(*(Block(n, rank, sequence_parallel, 0.1) for n in range(2)))
+    rows = SEQUENCE * world // (world if sequence_parallel else 1)
+    x = torch.randn(SEQUENCE * world, 12, HIDDEN, dtype=torch.float64)
+    x = x[rank * rows : (rank + 1) * rows] if sequence_parallel else x
+    expected = [step(layers, x) for _ in range(2)]
+    for block in layers:
+        for drop in (block.drop1, block.drop2):
+            drop.calls = 0
+    model = Domino(replace(layers), slices, columns, grouped=grouped, batch_dim=1)
+    events = []
+    for wanted in expected:
+        with recorded() as record:
+            found = step(model, x)
+        events = record.events
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    return events
+
+
+PARTS = ("qkv", "proj", "fc1", "fc2")
+LAUNCHED = {
+    "fwd": {"ag": "column", "ar": "row", "rs": "row"},
+    "dgrad": {"ag": "column", "ar": "column", "rs": "row"},
+}
+
+
+def planned_events(
+    world: int, slices: int, columns: int, grouped: bool, sequence_parallel: bool
+) -> dict[str, list[tuple[str, int, str, int]]]:
+    """Return (role, layer, part, slice) of GEMMs, and of collectives, in the order of the plan."""
+    parallel = Parallel(tp=world, sequence=sequence_parallel)
+    layer = Layer(HIDDEN, 4 * HIDDEN, HEADS, HEADS, HIDDEN // HEADS, False)
+    step = Step("test", layer, 2, "float64", parallel, SEQUENCE * world, 12, 1)
+    fabric = Fabric(replaced(load_cluster("cpu"), devices=world), parallel)
+    cost = AnalyticCost(fabric, "float64", 8)
+    policy = DominoPolicy(slices, columns, grouped)
+    schedule = planned(policy, build_step(step, fabric), fabric, cost)
+    found: dict[str, list[tuple[str, int, str, int]]] = {"gemm": [], "launch": []}
+    for numbers in schedule.lanes.values():
+        for number in numbers:
+            op = schedule.graph.ops[number]
+            if op.micro < 0 or op.role == "wgrad" or op.kind not in ("gemm", *COLLECTIVES):
+                continue
+            part = op.part
+            if op.is_collective:
+                linear = LAUNCHED[op.role][part[:2]]
+                part = {"column": ("qkv", "fc1"), "row": ("proj", "fc2")}[linear][int(part[-1]) - 1]
+            cut = columns > 1 and op.role == "fwd" and part in ("proj", "fc2")
+            piece = op.strand if cut else op.piece
+            found["gemm" if op.kind == "gemm" else "launch"].append(
+                (op.role, op.layer, part, piece)
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    "slices, columns, grouped", [(2, 1, True), (3, 1, False), (2, 2, True), (1, 4, True)]
+)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["ar", "sp"])
+def test_the_order_that_ran_is_the_planned_one(
+    slices: int, columns: int, grouped: bool, sequence_parallel: bool
+) -> None:
+    events = run_ranks(2, run_both, slices, columns, grouped, sequence_parallel)[0]
+    roles = {"forward": "fwd", "backward": "dgrad"}
+    ran: dict[str, list[tuple[str, int, str, int]]] = {"gemm": [], "launch": []}
+    for phase, piece, number, what in events:
+        if what.startswith("wait"):
+            continue
+        part, layer = PARTS[number % 4], number // 4
+        kind = "launch" if what.startswith("launch") else "gemm"
+        times = columns if kind == "gemm" and phase == "forward" and what == "row" else 1
+        ran[kind] += [(roles[phase], layer, part, piece)] * times
+    assert ran == planned_events(2, slices, columns, grouped, sequence_parallel)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "slices, columns", [(2, 1), (3, 1), (4, 1), (1, 2), (1, 4), (2, 2)], ids=str
+)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["ar", "sp"])
+def test_gradients_are_those_of_the_unsliced_model(
+    world: int, slices: int, columns: int, sequence_parallel: bool
+) -> None:
+    for grouped in (True, False) if world == 2 else (True,):
+        events = run_ranks(world, run_both, slices, columns, grouped, sequence_parallel)
+        assert all(of == events[0] for of in events)  # one order of collectives on all ranks

@@ -1,0 +1,432 @@
+"""Graphs of a step, schedules, and the simulator: properties, closed forms, and bad input."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from flux.bench.shapes import Layer, Moe
+from flux.cli.app import app
+from flux.machine.cluster import load_cluster
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph, GraphError, Op
+from flux.plan.model import Parallel, Step, step_of
+from flux.plan.policies import planned, policy_names, policy_of
+from flux.plan.policies.passes import one_f_one_b
+from flux.plan.profile import Profile, ProfiledCost, key_of, read_profile
+from flux.plan.schedule import StepSchedule, read_schedule
+from flux.plan.simulate import Timeline, simulate
+
+DENSE = Layer(64, 256, 8, 4, 8, True)
+EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("serial", {}),
+    ("serial", {"wgrad_overlap": True}),
+    ("domino", {}),
+    ("domino", {"slices": 4, "grouped": False}),
+    ("domino", {"slices": 1, "columns": 2}),
+    ("domino", {"slices": 2, "columns": 2}),
+]
+
+
+def step_with(
+    layer: Layer = DENSE, layers: int = 4, micro_batches: int = 1, **degrees: Any
+) -> Step:
+    return Step("test", layer, layers, "bfloat16", Parallel(**degrees), 64, 4, micro_batches)
+
+
+def fabric_of(step: Step, cluster: str = "flux-h800") -> Fabric:
+    return Fabric(load_cluster(cluster), step.parallel)
+
+
+def plan(
+    step: Step, name: str, cluster: str = "flux-h800", **options: Any
+) -> tuple[StepSchedule, AnalyticCost]:
+    fabric = fabric_of(step, cluster)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    return planned(policy_of(name, options), build_step(step, fabric), fabric, cost), cost
+
+
+class Given:
+    """Costs that a test gives."""
+
+    def __init__(self, times: dict[str, float], oef: float = 1.0) -> None:
+        self.times, self.factor = times, oef
+
+    def solo(self, op: Op) -> float:
+        return self.times[op.name]
+
+    def oef(self, comp: Op, comm: Op) -> float:
+        return self.factor
+
+
+def tiny(*rows: tuple[str, str, tuple[int, ...]]) -> Graph:
+    """A graph of (name, resource, deps) on one stage."""
+    ops = [
+        Op(name, "gemm" if resource == "comp" else "all_reduce", resource, "fwd", 0, name,
+           shape=(1, 1, 1), group="" if resource == "comp" else "tp")
+        for name, resource, _ in rows
+    ]  # fmt: skip
+    return Graph(tuple(ops), tuple(deps for _, _, deps in rows))
+
+
+def lanes_of(graph: Graph) -> StepSchedule:
+    lanes: dict[tuple[int, str], list[int]] = {}
+    for number in graph.order:
+        lanes.setdefault((0, graph.ops[number].resource), []).append(number)
+    return StepSchedule(graph, {lane: tuple(numbers) for lane, numbers in lanes.items()})
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+def test_a_layer_has_14_operators_forward_and_18_backward() -> None:
+    """The counts of DHelix, section 4.2."""
+    step = step_with(layers=1, tp=8, sequence=True)
+    ops = [op for op in build_step(step, fabric_of(step)).ops if op.role != "step"]
+    assert sum(op.role == "fwd" for op in ops) == 14
+    assert sum(op.role != "fwd" for op in ops) == 18
+
+
+@pytest.mark.parametrize(
+    "degrees, layer",
+    [
+        ({"tp": 2}, DENSE),
+        ({"tp": 4, "sequence": True, "dp": 2}, DENSE),
+        ({"tp": 2, "cp": 2, "pp": 2}, DENSE),
+        ({"dp": 4, "ep": 4, "tp": 2}, EXPERTS),
+        ({"pp": 4, "dp": 2}, DENSE),
+    ],
+    ids=str,
+)
+def test_work_is_that_of_the_model(degrees: dict[str, Any], layer: Layer) -> None:
+    """GEMMs of all ranks: six operations per weight and token, of experts per routed token."""
+    step = step_with(layer, micro_batches=3, **degrees)
+    graph = build_step(step, fabric_of(step))
+    flops = sum(
+        2.0 * op.shape[0] * op.shape[1] * op.shape[2] for op in graph.ops if op.kind == "gemm"
+    )
+    p = step.parallel
+    tokens = step.micro_batch * step.sequence * step.micro_batches * p.dp
+    inner = layer.heads * layer.head_dim
+    kv = layer.kv_heads * layer.head_dim
+    weights = layer.hidden * (2 * inner + 2 * kv)
+    if layer.moe is None:
+        weights += 3 * layer.hidden * layer.intermediate
+    else:
+        # Without sequence parallelism every tensor parallel rank runs the experts.
+        routed = p.tp * (layer.moe.experts + 3 * layer.moe.top_k * layer.moe.intermediate)
+        weights += layer.hidden * routed
+    ranks = p.world / p.pp  # of a stage
+    assert flops * ranks == pytest.approx(6.0 * weights * step.layers * tokens, rel=1e-12)
+
+
+def test_memory_is_free_at_the_end() -> None:
+    for layer, degrees in ((DENSE, {"tp": 2, "pp": 2}), (EXPERTS, {"dp": 2, "ep": 2})):
+        step = step_with(layer, micro_batches=4, **degrees)
+        graph = build_step(step, fabric_of(step))
+        assert sum(op.allocates - op.frees for op in graph.ops) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_cycle_is_named() -> None:
+    ops = tiny(("a", "comp", ()), ("b", "comp", (0,)), ("c", "comp", (1,))).ops
+    with pytest.raises(GraphError, match=r"a cycle of dependencies: .*b -> .*"):
+        Graph(ops, ((), (0, 2), (1,)))
+    with pytest.raises(GraphError, match="two operators are named 'a'"):
+        Graph((ops[0], ops[0]), ((), ()))
+    with pytest.raises(GraphError, match="a depends on operator 7 of 1"):
+        Graph((ops[0],), ((7,),))
+    with pytest.raises(GraphError, match=r"kind must be one of .*, got 'magic'"):
+        Graph((ops[0]._replace(kind="magic"),), ((),))
+
+
+# -- schedules -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, options", POLICIES, ids=str)
+@pytest.mark.parametrize("sequence", [False, True], ids=["ar", "sp"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_policies_give_valid_schedules(
+    name: str, options: dict[str, Any], sequence: bool, pp: int
+) -> None:
+    """Every operator once; collectives of equal kind and volume; passes as many as before."""
+    step = step_with(tp=2, dp=2, pp=pp, sequence=sequence, micro_batches=2 * pp)
+    schedule, cost = plan(step, name, **options)
+    plain = build_step(step, fabric_of(step))
+
+    def volume(graph: Graph) -> dict[tuple[str, str], int]:
+        found: dict[tuple[str, str], int] = {}
+        for op in graph.ops:
+            size = op.shape[0] * op.shape[1] if op.is_collective else 0
+            found[op.part, op.role] = found.get((op.part, op.role), 0) + size
+        return found
+
+    assert volume(schedule.graph) == volume(plain)
+    timeline = simulate(schedule, cost)
+    for number, deps in enumerate(schedule.graph.deps):
+        assert all(timeline.end[dep] <= timeline.start[number] + 1e-9 for dep in deps)
+    for lane, numbers in schedule.lanes.items():
+        assert timeline.order(lane) == [schedule.graph.ops[n].name for n in numbers]
+    assert timeline.iteration_ms <= sum(timeline.solo) + 1e-6
+    assert timeline.iteration_ms >= timeline.compute_ms - 1e-6
+
+
+def test_policies_never_lose_to_serial_by_much_and_hide_what_they_should() -> None:
+    step = step_of("gpt3-175b", Parallel(tp=8), layers=4, micro_batch=4)
+    serial = simulate(*plan(step, "serial"))
+    domino = simulate(*plan(step, "domino"))
+    assert serial.exposed_comm_ms == pytest.approx(serial.comm_ms)
+    assert domino.exposed_comm_ms < 0.35 * domino.comm_ms
+    assert domino.iteration_ms < 0.9 * serial.iteration_ms
+
+
+def test_early_gather_hides_more_of_the_second_gather_where_links_are_slow() -> None:
+    degrees = Parallel(tp=8, sequence=True)
+    step = step_of("gpt-6.7b", degrees, layers=4, regather=True)
+    serial = simulate(*plan(step, "serial", "dhelix-a40", wgrad_overlap=True))
+    early = simulate(*plan(step, "early_gather", "dhelix-a40"))
+    assert early.exposed_comm_ms < serial.exposed_comm_ms
+    with pytest.raises(ValueError, match="regather"):
+        plan(step_of("gpt3-175b", degrees, layers=4), "early_gather")
+
+
+def test_schedules_that_cannot_run_are_refused() -> None:
+    graph = tiny(("a", "comp", ()), ("r", "intra", (0,)), ("b", "comp", (1,)))
+    comp, intra = (0, "comp"), (0, "intra")
+    for lanes, message in (
+        ({comp: (0, 2)}, "r is not scheduled"),
+        ({comp: (0, 2, 0), intra: (1,)}, "a is scheduled twice"),
+        ({comp: (2, 0), intra: (1,)}, "the lanes contradict the dependencies: a cycle"),
+        ({(1, "comp"): (0, 2), intra: (1,)}, "is on a lane of stage 1"),
+        ({comp: (0, 2, 9), intra: (1,)}, "no operator has number 9"),
+    ):
+        with pytest.raises(GraphError, match=message):
+            StepSchedule(graph, lanes).validate()
+
+
+@pytest.mark.parametrize("stages, micro_batches", [(1, 3), (2, 1), (4, 8), (4, 2)])
+def test_one_f_one_b_holds_no_more_than_its_stages(stages: int, micro_batches: int) -> None:
+    for stage in range(stages):
+        held = most = 0
+        order = list(one_f_one_b(stage, stages, micro_batches))
+        for kind, _ in order:
+            held += 1 if kind == "F" else -1
+            most = max(most, held)
+        assert sorted(order) == sorted((k, m) for k in "FB" for m in range(micro_batches))
+        assert held == 0 and most == min(stages - stage, micro_batches)
+
+
+def test_rows_of_pipelining_and_json(tmp_path: Path) -> None:
+    schedule, cost = plan(step_with(tp=2, pp=2, micro_batches=3), "domino")
+    assert schedule.to_csv() == "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    path = tmp_path / "schedule.json"
+    schedule.write(path)
+    again = read_schedule(path)
+    assert again.lanes == schedule.lanes and again.graph.ops == schedule.graph.ops
+    assert simulate(again, cost).iteration_ms == simulate(schedule, cost).iteration_ms
+    path.write_text(json.dumps({**schedule.to_json(), "lanes": []}))
+    with pytest.raises(ValueError, match="is not scheduled"):
+        read_schedule(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is not a schedule of flux"):
+        read_schedule(path)
+
+
+# -- the simulator ---------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32))
+def test_without_interference_the_end_is_the_longest_path(seed: int) -> None:
+    """One operator a lane, so only dependencies matter."""
+    rng = random.Random(seed)
+    count = rng.randint(1, 12)
+    deps = [tuple(d for d in range(n) if rng.random() < 0.3) for n in range(count)]
+    graph = tiny(*((f"o{n}", "comp", deps[n]) for n in range(count)))
+    times = {f"o{n}": rng.random() for n in range(count)}
+    schedule = StepSchedule(graph, {(0, f"lane {n}"): (n,) for n in range(count)})
+    ends: list[float] = []
+    for n in range(count):
+        ends.append(times[f"o{n}"] + max((ends[d] for d in deps[n]), default=0.0))
+    assert simulate(schedule, Given(times)).end == pytest.approx(ends)
+
+
+@pytest.mark.parametrize("oef", [1.0, 0.5, 0.0, -0.5])
+def test_two_at_a_time_take_what_their_oef_says(oef: float) -> None:
+    """P = T_i + T_j - OEF * min(T_i, T_j)."""
+    graph = tiny(("a", "comp", ()), ("r", "intra", ()))
+    for a, r in ((3.0, 3.0), (2.0, 5.0), (5.0, 2.0)):
+        found = simulate(lanes_of(graph), Given({"a": a, "r": r}, oef)).iteration_ms
+        assert found == pytest.approx(a + r - oef * min(a, r))
+
+
+def test_exposed_communication_is_what_no_compute_covers() -> None:
+    graph = tiny(
+        ("a", "comp", ()), ("r", "intra", (0,)), ("b", "comp", (0,)), ("c", "comp", (1, 2))
+    )
+    found = simulate(lanes_of(graph), Given({"a": 1.0, "r": 3.0, "b": 2.0, "c": 1.0}))
+    assert (found.iteration_ms, found.exposed_comm_ms) == pytest.approx((5.0, 1.0))
+    assert (found.compute_ms, found.comm_ms) == (4.0, 3.0)
+
+
+def test_gain_is_within_its_bounds() -> None:
+    """With a share a of communication, hiding it gains at most min(1 / a, 1 / (1 - a))."""
+    for cluster, tp in (
+        ("flux-h800", 8),
+        ("flux-a100-pcie", 8),
+        ("dhelix-a40", 8),
+        ("flux-h800", 2),
+    ):
+        step = step_of("gpt3-175b", Parallel(tp=tp), layers=2, micro_batch=4)
+        serial = simulate(*plan(step, "serial", cluster))
+        share = serial.comm_ms / serial.iteration_ms
+        for options in ({"slices": 2}, {"slices": 4}, {"slices": 2, "columns": 2}):
+            gain = (
+                serial.iteration_ms
+                / simulate(*plan(step, "domino", cluster, **options)).iteration_ms
+            )
+            assert gain <= min(1 / share, 1 / (1 - share)) + 1e-9
+
+
+def test_peak_memory_of_a_pipeline_grows_towards_its_first_stage() -> None:
+    step = step_with(tp=1, pp=4, micro_batches=8)
+    timeline = simulate(*plan(step, "serial"))
+    peaks = [
+        peak - r for peak, r in zip(timeline.peak, timeline.schedule.graph.resident, strict=True)
+    ]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] == pytest.approx(4 * peaks[3], rel=0.2)
+
+
+@pytest.mark.alone
+def test_small_plans_take_milliseconds_and_large_ones_seconds() -> None:
+    step = step_of("gpt3-13b", Parallel(tp=4), layers=3, micro_batch=2)
+    schedule, cost = plan(step, "domino")
+    begin = time.monotonic()
+    simulate(schedule, cost)
+    assert time.monotonic() - begin < 0.05
+    large = step_of("llama3-405b", Parallel(tp=8, dp=128, pp=16), layers=128, micro_batch=2)
+    cluster = replace(load_cluster("dhelix-h100"), hosts=16384 // 8)
+    begin = time.monotonic()
+    fabric = Fabric(cluster, large.parallel)
+    cost = AnalyticCost(fabric, large.dtype, large.itemsize)
+    graph = build_step(large, fabric)
+    timeline = simulate(planned(policy_of("domino"), graph, fabric, cost), cost)
+    assert time.monotonic() - begin < 10 and timeline.iteration_ms > 0
+
+
+# -- bad input, files, commands --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"tp": 3}, "tp = 3 must divide heads = 8"),
+        ({"pp": 3}, "pp = 3 must divide layers = 4"),
+        ({"dp": 3, "ep": 2}, "ep = 2 must divide dp = 3"),
+        ({"dp": 2, "ep": 2}, "ep = 2 needs a model with experts"),
+        ({"tp": 0}, "tp must be an integer of at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_divide_are_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        step_with(**change)
+
+
+def test_clusters_that_are_too_small_or_unknown_are_refused() -> None:
+    step = step_with(tp=8, dp=32)
+    cluster = load_cluster("flux-h800")
+    with pytest.raises(ValueError, match=r"has 128 devices .*, and tp \* cp \* dp \* pp = 256"):
+        Fabric(cluster, step.parallel)
+    unknown = replace(cluster, hosts=32, network=replace(cluster.network, gbits=0.0))
+    with pytest.raises(ValueError, match="the network's speed is not known, and dp = 32 crosses"):
+        Fabric(unknown, step.parallel)
+    without = replace(cluster, hosts=32, link=replace(cluster.link, gbs=0.0))
+    with pytest.raises(ValueError, match=r"link\.gbs is not known, and tp needs it"):
+        Fabric(without, step.parallel)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"slices": 3}, "3 slices must divide a micro-batch of 4"),
+        ({"slices": 1}, "slices or columns must be at least 2"),
+        ({"slices": 0}, "slices must be an integer of at least 1, got 0"),
+        ({"magic": 1}, "policy domino: .*magic"),
+    ],
+    ids=str,
+)
+def test_options_of_domino_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(step_with(tp=2), "domino", **options)
+
+
+def test_policies_are_entry_points() -> None:
+    assert {"serial", "early_gather", "domino"} <= set(policy_names())
+    with pytest.raises(ValueError, match=r"policy must be one of .*domino.*, got 'magic'"):
+        policy_of("magic")
+
+
+def test_profiles_are_read_back_and_missing_operators_named(tmp_path: Path) -> None:
+    schedule, cost = plan(step_with(tp=2), "serial")
+    ops = schedule.graph.ops
+    profile = Profile(
+        {key_of(op): cost.solo(op) for op in ops}, {("gemm", "intra"): 0.25}, {"hosts": "2"}
+    )
+    profile.write(tmp_path / "profile.json")
+    again = read_profile(tmp_path / "profile.json")
+    assert again == profile
+    timeline: Timeline = simulate(schedule, ProfiledCost(again))
+    assert timeline.iteration_ms == pytest.approx(simulate(schedule, cost).iteration_ms)
+    other, _ = plan(step_with(tp=4), "serial")
+    with pytest.raises(
+        ValueError, match="is not in the profile; measure it with flux plan profile"
+    ):
+        simulate(other, ProfiledCost(again))
+    (tmp_path / "bad.json").write_text('{"format": 1, "solo": [{"kind": 1}]}')
+    with pytest.raises(ValueError, match="is not a profile of flux"):
+        read_profile(tmp_path / "bad.json")
+
+
+def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    base = ["plan", "simulate", "--layers", "2", "--micro-batch", "4"]
+    both = ["--policy", "serial", "--policy", "domino:slices=4,grouped=false"]
+    trace = tmp_path / "trace.json"
+    result = run(app, [*base, *both, "--json", "-", "--trace", str(trace)])
+    assert result.exit_code == 0, result.output
+    serial, domino = json.loads(result.output)
+    assert set(serial) == {
+        *("policy", "model", "cluster", "tp", "dp", "pp", "iteration_ms", "compute_ms"),
+        *("comm_ms", "exposed_comm_ms", "peak_memory_bytes"),
+    }
+    assert domino["policy"] == "domino slices=4 grouped=False"
+    assert domino["iteration_ms"] < serial["iteration_ms"]
+    lanes = {
+        e["args"]["name"]
+        for e in json.loads(trace.read_text())["traceEvents"]
+        if e["name"] == "thread_name"
+    }
+    assert "serial: comp" in lanes and "domino slices=4 grouped=False: intra" in lanes
+    for words, message in (
+        (["--tp", "7"], "tp = 7 must divide heads = 96"),
+        (["--policy", "magic"], "policy must be one of"),
+        (["--policy", "domino:slices"], "expected option=value, got 'slices'"),
+        (["--cluster", "nowhere"], "nowhere"),
+        (["--memory-gb", "1"], "a device needs"),
+        (["--dp", "4000"], "more hosts can be assumed"),
+    ):
+        result = run(app, [*base, *words])
+        assert result.exit_code == 2 and message in result.output, result.output
+    result = run(app, ["plan", "explain", "--layers", "2", "--policy", "serial"])
+    assert result.exit_code == 0 and "has most exposed communication" in result.output

@@ -1,0 +1,102 @@
+"""Loads and stores of every width and kind on the PTX machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ptx_text import LANES, kernel, run
+
+SINGLES = ("b8", "u8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
+VECTORS = ("v2.b8", "v4.b8", "v2.u16", "v4.u16", "v2.u32", "v4.u32", "v2.f32", "v4.f32", "v2.u64")
+# By space: how a load, and a store, may be modified there. Strong accesses have one element.
+WEAK = {
+    "global": ["ld st", "ld.volatile st.volatile", "ld.weak st.weak"],
+    "shared": ["ld st", "ld.volatile st.volatile"],
+    "local": ["ld st", "ld.volatile st.volatile"],
+    "": ["ld st", "ld.volatile st.volatile"],
+}
+STRONG = {
+    "global": ["ld.relaxed.gpu st.relaxed.gpu", "ld.acquire.sys st.release.sys"],
+    "shared": ["ld.acquire.cta st.release.cta"],
+    "": ["ld.acquire.gpu st.release.gpu"],
+}
+CACHED = ["ca wb", "cg cg", "cs cs", "L2::128B wb", "nc cg"]
+
+
+def in_space(pairs: dict[str, list[str]]) -> list[tuple[str, str, str]]:
+    """Return (space, load, store)."""
+    return [
+        (space, *(f"{word}.{space}".rstrip(".") for word in pair.split()))  # type: ignore[misc]
+        for space, all_of in pairs.items()
+        for pair in all_of
+    ]
+
+
+CASES = [(*case, kind) for case in in_space(WEAK) for kind in (*SINGLES, *VECTORS)]
+CASES += [(*case, kind) for case in in_space(STRONG) for kind in SINGLES]
+CASES += [
+    ("global", f"ld.global.{load}", f"st.global.{store}", kind)
+    for load, store in (pair.split() for pair in CACHED)
+    for kind in (*SINGLES, *VECTORS)
+]
+# %rd6 is where a thread's 16 bytes are in a space; in global memory, where they are given.
+PLACES = {
+    "shared": "mov.u32 %r4, held; mad.lo.u32 %r3, %r0, 16, %r4; cvt.u64.u32 %rd6, %r3;",
+    "local": "mov.b64 %rd6, own;",
+}
+
+
+@pytest.mark.parametrize("space, load, store, kind", CASES)
+def test_loads_and_stores_move_all_bytes(space: str, load: str, store: str, kind: str) -> None:
+    """In shared and local memory: what is given is stored there first, by the store's kind."""
+    count, element = (int(kind[1]), kind[3:]) if kind[0] == "v" else (1, kind)
+    size = int(element[1:]) // 8
+    letter = {1: "%h", 2: "%h", 4: "%r", 8: "%rd"}[size]
+    if element[0] == "f":
+        letter = {4: "%f", 8: "%fd"}[size]
+    registers = ", ".join(f"{letter}{8 + i}" for i in range(count))
+    registers = f"{{{registers}}}" if count > 1 else registers
+    moves = []
+    for at in range(0, 16, count * size):
+        target = f"{store}.{kind} [%rd7+{at}]"
+        if space in PLACES:
+            target = f"st.global.{kind} [%rd7+{at}]"
+            moves.append(f"ld.global.{kind} {registers}, [%rd1+{at}];")
+            moves.append(f"{store}.{kind} [%rd6+{at}], {registers};")
+        moves.append(f"{load}.{kind} {registers}, [%rd6+{at}]; {target}, {registers};")
+    body = f"""
+        .shared .align 16 .b8 held[512];
+        .local .align 16 .b8 own[16];
+        shl.b64 %rd2, %rd0, 1;
+        ld.param.u64 %rd1, [p0];
+        add.s64 %rd1, %rd1, %rd2;
+        ld.param.u64 %rd7, [p1];
+        add.s64 %rd7, %rd7, %rd2;
+        {PLACES.get(space, "mov.b64 %rd6, %rd1;")}
+        {" ".join(moves)}
+    """
+    given = torch.randint(0, 256, (LANES, 16), dtype=torch.uint8)
+    found = torch.zeros_like(given)
+    run(kernel(body, 2), [given, found])
+    assert torch.equal(found, given)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("space", ["global", ""])
+def test_a_compare_and_swap_is_of_one_thread(width: int, space: str) -> None:
+    """Each thread raises the word by two; a thread that loses tries again."""
+    name = f"atom.{space}.cas.b{width}".replace("..", ".")
+    a, b, c = (f"{'%r' if width == 32 else '%rd'}{n}" for n in (10, 11, 12))
+    body = f"""
+        ld.param.u64 %rd1, [p0];
+    AGAIN:
+        ld.relaxed.gpu.b{width} {a}, [%rd1];
+        add.u{width} {b}, {a}, 2;
+        {name} {c}, [%rd1], {a}, {b};
+        setp.ne.b{width} %p1, {c}, {a};
+        @%p1 bra AGAIN;
+    """
+    word = torch.tensor([1], dtype=torch.int32 if width == 32 else torch.int64)
+    run(kernel(body, 1), [word], grid=3, block=64, seed=2)
+    assert int(word) == 1 + 2 * 192
