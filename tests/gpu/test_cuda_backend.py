@@ -22,7 +22,7 @@ from flux import Knobs, PeerTimeoutError
 from flux.backends.cuda import op_kernels
 from flux.transport import device as device_module
 from flux.transport.virtual import VirtualWorld
-from harness import STRESS
+from harness import BUSY, STRESS
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
 from reference import Inputs, Problem, lay_out
@@ -205,7 +205,7 @@ def test_a_timeout_does_not_corrupt_a_slow_peer(a100: EmulatedDevice, op: str) -
     first, second = (Inputs(p, 16, 2, seed=s) for s in (1, 2))
     gate = torch.zeros(1, dtype=torch.int32)
     with VirtualWorld(2, a100) as ranks:
-        ops = [p.build(ranks.rank(r), timeout_s=0.3) for r in range(2)]
+        ops = [p.build(ranks.rank(r), timeout_s=0.3 * BUSY) for r in range(2)]
 
         def calls(r: int) -> list[torch.Tensor]:
             outs = first.call(ops[r], r)

@@ -29,7 +29,7 @@ from gpu_cases import (
     of,
     random_problem,
 )
-from harness import stress_only
+from harness import BUSY, stress_only
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
 from reference import Problem
@@ -160,14 +160,16 @@ def test_back_to_back_calls_repeat_bitwise(device: Device, op: str, direction: s
 def test_a_rank_that_does_not_call_is_noticed(device: Device, op: str, waiting: str) -> None:
     p = Problem(op, 128, (128,), 64, torch.bfloat16)  # small: a PTX machine takes its time
     with VirtualWorld(2, device) as ranks:
-        ops = [p.build(ranks.rank(r), timeout_s=1.0) for r in range(2)]
+        timeout_s = of(device, 1.0, BUSY)  # the first call must not take as long
+        ops = [p.build(ranks.rank(r), timeout_s=timeout_s) for r in range(2)]
         inputs = inputs_on(device)(p, 128, 2, seed=1)
         good = call_all(ranks, ops, inputs)
         ops[0].wait()
         inputs.check(good[0], 0)
         alone = inputs.ready(0)
         ranks.run(lambda r: alone(ops[0]) if r == 0 else None)
-        with pytest.raises(PeerTimeoutError, match=rf"rank 0 waited more than 1 s for {waiting}"):
+        words = rf"rank 0 waited more than {timeout_s:g} s for {waiting}"
+        with pytest.raises(PeerTimeoutError, match=words):
             ops[0].wait()
         with pytest.raises(RuntimeError, match="is closed"):
             inputs.ready(0)(ops[0])
