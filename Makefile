@@ -26,7 +26,7 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
 CXX_FILES = $(shell find csrc emulator tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 # Directories too: their times change when a file is added or removed.
 NATIVE_INPUTS := $(shell find csrc -not -name '.*') CMakeLists.txt setup.py pyproject.toml
-EMULATOR_INPUTS := $(shell find emulator/src emulator/gpu -name '*.cpp' -o -name '*.h') emulator/CMakeLists.txt csrc/cuda/runtime/emulated_cuda.h
+EMULATOR_INPUTS := $(shell find emulator/src emulator/gpu emulator/nvshmem -name '*.cpp' -o -name '*.h') emulator/CMakeLists.txt csrc/cuda/runtime/emulated_cuda.h
 # ThreadSanitizer of older compilers cannot place its shadow memory where the kernel randomises a lot.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
@@ -48,7 +48,8 @@ STRESS_TESTS = $(addprefix tests/,$(addsuffix .py, \
   layers/test_megatron_compile project/test_tsan bench/test_bench_op bench/test_bench_suite \
   tune/test_tuner tune/test_tune_gpu kernels/test_device_compile gpu/test_gpu gpu/test_symm_mem \
   gpu/test_gpu_loopback gpu/test_gpu_processes gpu/test_cuda_backend gpu/test_cuda_nodes \
-  core/test_fuzz_files ptx/test_cutlass_gemms ptx/test_every_kernel ptx/test_seeded_bugs))
+  gpu/test_virtual_puts gpu/test_nvshmem_ops core/test_fuzz_files \
+  ptx/test_cutlass_gemms ptx/test_every_kernel ptx/test_seeded_bugs))
 SET := minimal
 ARCHS := 80,90a
 NVSHMEM := 1
@@ -118,8 +119,9 @@ kernels: $(VENV)/cuda-installed ## build CUDA kernels into flux/lib/kernels (no 
 	$(COMPILE) --set $(SET) $(ARGS)
 	$(if $(filter 1,$(NVSHMEM)),$(COMPILE) --runtime)
 
-emulated-kernels: $(VENV)/cuda-installed ## build kernels that the PTX machine executes
+emulated-kernels: $(VENV)/cuda-installed $(STAMPS)/emulator ## build kernels that the PTX machine executes
 	$(BIN)/python tools/compile_kernels.py --set minimal --arch 80,90a --emulated --out build/emulated-kernels
+	$(BIN)/python tools/compile_kernels.py --runtime --emulated --out build/emulated-kernels
 
 clean: ## remove everything that was built; keeps .venv
 	rm -rf build dist *.egg-info flux/_C*.so emulator/_machine*.so emulator/gpu/*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -27,6 +27,7 @@ import kernel_choice
 import kernel_counters
 import layers
 import multi_host
+import op_simulator
 import reliability
 from common import (
     LINK_NAMES,
@@ -156,6 +157,16 @@ def counted_kernels() -> str:
     return kernel_counters.table(load(COUNTERS))
 
 
+def simulated_times() -> str:
+    """Published times of fused ops beside simulated ones."""
+    return op_simulator.table(load(op_simulator.RESULT))
+
+
+def simulated_efficiencies() -> str:
+    """The Flux paper's overlap efficiencies beside simulated ones."""
+    return op_simulator.ranges_table(load(op_simulator.RESULT))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
     "front": front,
@@ -168,6 +179,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_choice": chosen_kernels,
     "kernel_rating": rated_kernels,
     "kernel_counters": counted_kernels,
+    "op_simulator": simulated_times,
+    "op_simulator_paper": simulated_efficiencies,
     **conclusions.SENTENCES,
     "soak": reliability.soak,
     "endings": reliability.endings,
@@ -178,6 +191,7 @@ TABLES: dict[str, Callable[[], str]] = {
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "kernels.md",
+    ROOT / "docs" / "simulator.md",
     gpu_tables.FOLDER / "README.md",
     *sorted(FOLDER.glob("*.md")),
 )

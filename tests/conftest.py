@@ -17,7 +17,7 @@ pytest_plugins = [
     "browser",
     "device_fixtures",
     "gpu_cases",
-    "fake_nvshmem",
+    "emulated_nvshmem",
     "kernel_sandbox",
 ]
 

@@ -41,6 +41,8 @@ std::string lines(const std::vector<std::string>& all) {
 
 }  // namespace
 
+std::atomic<Observer*> observer{nullptr};
+
 void dawdle() {
   const int most = device().delay_us.load();
   if (most == 0) return;

@@ -42,6 +42,18 @@ inline void nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); 
 // Now and then takes as long as tests have asked for.
 void dawdle();
 
+// Is told when a copy begins to write, and when it has written; whether it writes whole words.
+using Observer = void(std::uintptr_t address, std::size_t bytes, int words, int finished);
+extern std::atomic<Observer*> observer;
+
+template <class Copy>
+void observed(std::uintptr_t to, std::size_t bytes, bool words, Copy&& copy) {
+  Observer* const tell = observer;
+  if (tell != nullptr) tell(to, bytes, words ? 1 : 0, 0);
+  copy();
+  if (tell != nullptr) tell(to, bytes, words ? 1 : 0, 1);
+}
+
 // -- kernels ---------------------------------------------------------------------------------------
 
 // What a block takes of a multiprocessor.

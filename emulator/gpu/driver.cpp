@@ -74,17 +74,6 @@ void await_word(std::uintptr_t word, std::uint32_t value) {
   const auto* at = reinterpret_cast<std::uint32_t*>(word);
   while (!flux::epoch_reached(load(at), value) && !device().failed()) nap();
 }
-// Is told when a copy begins to write, and when it has written; whether it writes whole words.
-using Observer = void(std::uintptr_t address, std::size_t bytes, int words, int finished);
-std::atomic<Observer*> observer{nullptr};
-
-template <class Copy>
-void observed(std::uintptr_t to, std::size_t bytes, bool words, Copy&& copy) {
-  Observer* const tell = observer;
-  if (tell != nullptr) tell(to, bytes, words ? 1 : 0, 0);
-  copy();
-  if (tell != nullptr) tell(to, bytes, words ? 1 : 0, 1);
-}
 
 void write_word(std::uintptr_t word, std::uint32_t value) {
   store(reinterpret_cast<std::uint32_t*>(word), value);

@@ -53,9 +53,15 @@ py::list records_of(CudaDevice& device) {
   return found;
 }
 
-void attach(CudaDevice& device, std::uintptr_t run, std::uintptr_t fail) {
-  device.attach(reinterpret_cast<CudaDevice::RunOnStream*>(run),
-                reinterpret_cast<CudaDevice::FailDevice*>(fail));
+// Addresses of functions of whatever emulates the driver.
+void attach(CudaDevice& device, std::uintptr_t run, std::uintptr_t create, std::uintptr_t destroy,
+            std::uintptr_t synchronize, std::uintptr_t fail) {
+  CudaDevice::Streams streams;
+  streams.run = reinterpret_cast<CudaDevice::RunOnStream*>(run);
+  streams.create = reinterpret_cast<decltype(streams.create)>(create);
+  streams.destroy = reinterpret_cast<decltype(streams.destroy)>(destroy);
+  streams.synchronize = reinterpret_cast<decltype(streams.synchronize)>(synchronize);
+  device.attach(streams, reinterpret_cast<CudaDevice::FailDevice*>(fail));
 }
 
 void attach_early(CudaDevice& device, std::uintptr_t run, std::uintptr_t release_next,
@@ -211,7 +217,8 @@ PYBIND11_MODULE(_machine, m) {
         [](const std::string& model) { return model_named(model).multiprocessors; });
   py::class_<CudaDevice, std::unique_ptr<CudaDevice, py::nodelete>>(m, "CudaDevice")
       .def_static("instance", &CudaDevice::instance, py::return_value_policy::reference)
-      .def("attach", &attach, py::arg("run"), py::arg("fail"))
+      .def("attach", &attach, py::arg("run"), py::arg("create"), py::arg("destroy"),
+           py::arg("synchronize"), py::arg("fail"))
       .def("attach_early", &attach_early, py::arg("run"), py::arg("release_next"),
            py::arg("predecessor_ended"))
       .def("error", &CudaDevice::error)

@@ -1,30 +1,18 @@
-// Calls of the functions that a device has: printf and a failed assertion.
+// Calls of functions without a body: printf, a failed assertion, and puts of the emulated NVSHMEM.
+#include "call.h"
+
 #include <algorithm>
 #include <cstdio>
 
-#include "machine.h"
+#include "put.h"
 
 namespace emulator {
 namespace {
 
-template <class T>
-T load(Context& c, const Op& op, int lane, std::uint64_t address) {
-  T value;
-  std::memcpy(&value, at(c, op, lane, Space::kGeneric, address, sizeof(T)), sizeof(T));
-  return value;
-}
-
 std::string text_at(Context& c, const Op& op, int lane, std::uint64_t address) {
   std::string text;
-  while (const char one = load<char>(c, op, lane, address++)) text += one;
+  while (const char one = load_for_call<char>(c, op, lane, address++)) text += one;
   return text;
-}
-
-// A variable of the call, which lies in local memory. Results come first, then the name, which has
-// no value, then the arguments.
-template <class T>
-T argument(Context& c, const Op& op, int lane, int number) {
-  return load<T>(c, op, lane, read(c, op, number, Mask{1} << lane)[lane]);
 }
 
 template <class T>
@@ -45,7 +33,7 @@ class Values {
   template <class T>
   T next() {
     address_ = (address_ + sizeof(T) - 1) / sizeof(T) * sizeof(T);
-    const T value = load<T>(c_, op_, lane_, address_);
+    const T value = load_for_call<T>(c_, op_, lane_, address_);
     address_ += sizeof(T);
     return value;
   }
@@ -83,8 +71,9 @@ class Values {
 // Returns the number of the conversions, as a device does.
 Outcome print(Context& c, const Op& op, Mask mask) {
   each(mask, [&](int lane) {
-    const std::string format = text_at(c, op, lane, argument<std::uint64_t>(c, op, lane, 2));
-    Values values(c, op, lane, argument<std::uint64_t>(c, op, lane, 3));
+    const std::string format =
+        text_at(c, op, lane, argument_of_call<std::uint64_t>(c, op, lane, 2));
+    Values values(c, op, lane, argument_of_call<std::uint64_t>(c, op, lane, 3));
     std::string text;
     std::uint32_t conversions = 0;
     for (std::size_t i = 0; i < format.size();) {
@@ -110,9 +99,9 @@ Outcome print(Context& c, const Op& op, Mask mask) {
 Outcome fail_assertion(Context& c, const Op& op, Mask mask) {
   const int lane = std::countr_zero(mask);
   const auto text = [&](int number) {
-    return text_at(c, op, lane, argument<std::uint64_t>(c, op, lane, number));
+    return text_at(c, op, lane, argument_of_call<std::uint64_t>(c, op, lane, number));
   };
-  const auto line = argument<std::uint32_t>(c, op, lane, 3);
+  const auto line = argument_of_call<std::uint32_t>(c, op, lane, 3);
   c.fail(op, lane,
          "assertion " + text(1) + " failed in " + text(4) + ", " + text(2) + ":" +
              std::to_string(line));
@@ -127,6 +116,9 @@ bool decode_call(const Statement& s, Op& op) {
   op.written = 0;
   if (name == "vprintf" && results == 1 && arguments == 2) op.handler = print;
   if (name == "__assertfail" && results == 0 && arguments == 5) op.handler = fail_assertion;
+  if (name == "emulated_nvshmem_put_signal" && results == 0 && arguments == 6) {
+    op.handler = put_signal;
+  }
   return op.handler != nullptr;
 }
 

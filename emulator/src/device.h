@@ -20,6 +20,12 @@ class CudaDevice {
   using RunOnStream = void(void* stream, void (*body)(void*), void* argument,
                            void (*release)(void*));
   using FailDevice = void(const char* text);
+  struct Streams {
+    RunOnStream* run = nullptr;
+    int (*create)(void** stream, unsigned flags, int priority) = nullptr;
+    int (*destroy)(void* stream) = nullptr;
+    int (*synchronize)(void* stream) = nullptr;
+  };
   // Programmatic dependent launch: of the body that the calling thread runs. An `early` one may start
   // when the body before it has released it; predecessor_ended tells whether that has ended.
   using ReleaseNext = void();
@@ -39,8 +45,9 @@ class CudaDevice {
 
   static CudaDevice& instance();
 
-  // Without streams (null) a launch returns when the kernel is done.
-  void attach(RunOnStream* run, FailDevice* fail);
+  // Without streams a launch returns when the kernel is done.
+  void attach(const Streams& streams, FailDevice* fail);
+  const Streams& streams() const { return streams_; }
   void attach_early(RunOnStream* run_early, ReleaseNext* release_next,
                     PredecessorEnded* predecessor_ended);
 
@@ -73,7 +80,7 @@ class CudaDevice {
   // Puts work on a stream; what it throws is the device's error. Returns false if that has failed.
   bool enqueue(void* stream, std::function<void()> work, bool early = false);
 
-  RunOnStream* run_ = nullptr;
+  Streams streams_;
   FailDevice* fail_ = nullptr;
   RunOnStream* run_early_ = nullptr;
   ReleaseNext* release_next_ = nullptr;

@@ -210,6 +210,25 @@ void await_products(Context& c, const Warp& of, std::uint64_t number) {
   c.warp->order->acquire(Known{of.order->products, clock, clock, 0}, c.warp->alive, c.warp->alive);
 }
 
+// -- puts ----------------------------------------------------------------------------------------------
+
+void note_put(Context& c, const Op& op, int lane, std::uint64_t from, std::uint64_t to,
+              std::uint64_t bytes) {
+  WarpOrder& warp = *c.warp->order;
+  if (warp.puts == kNobody) warp.puts = c.races->new_agent(*c.warp, AgentInfo::Kind::kPuts);
+  Races::Request request;
+  request.bytes = bytes;
+  request.completion = {warp.puts, 1};  // which nothing in this launch announces
+  request.spot = {nullptr, from};
+  request.by_nic = true;
+  if (c.races->note(c, op, lane, request)) c.fail(op, lane, "a put of what was never written");
+  if (to == 0) return;
+  request.spot = {nullptr, to};
+  request.use = Use::kWrite;
+  request.by_nic = false;
+  c.races->note(c, op, lane, request);
+}
+
 // -- fences --------------------------------------------------------------------------------------------
 
 namespace {

@@ -170,6 +170,16 @@ void WarpOrder::fence(Scope scope, Mask lanes, Mask alive) {
   ++clock;
 }
 
+bool WarpOrder::has_fenced_for_system(const Access& a) const {
+  if (fences == nullptr) return false;
+  bool all = true;
+  each(a.lanes, [&](int l) {
+    const Fence& fence = (*fences)[l][static_cast<std::size_t>(Scope::kSys)];
+    all = all && fence.common != nullptr && fence.clock >= a.clock;
+  });
+  return all;
+}
+
 ViewPtr WarpOrder::view(const Fence& fence, int lane) const {
   auto out = std::make_shared<View>(*join(fence.common, fence.extra));
   const Mask own = Mask{1} << lane;

@@ -125,6 +125,7 @@ struct WarpOrder {
   Mask has_extra = 0;
   Groups copies, bulk_reads, bulk_writes;
   Agent products = kNobody;  // wgmma
+  Agent puts = kNobody;      // to other ranks (put.cpp)
   // As of fences, by their scope: what a relaxed store behind them releases.
   struct Fence {
     ViewPtr common, extra;
@@ -151,6 +152,9 @@ struct WarpOrder {
   // What a store by a lane releases, for each scope that a reader may need.
   Scoped released(const MemoryOrder& order, int lane, Mask alive) const;
   void observe(const Scoped& views, Scope needed, const MemoryOrder& order, Mask lanes, Mask alive);
+
+  // Whether each lane that made an access of this warp has fenced since, for the whole system.
+  bool has_fenced_for_system(const Access& a) const;
 
   bool knows(const Access& a, int lane);
   // Whether a proxy fence has made an access known beyond its proxy.

@@ -153,6 +153,11 @@ void Races::touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t a
     if (!is_ordered(check, cell.write) || fence_between(check, cell.write)) {
       check_against(check, cell.write, true, at, bytes);
     }
+    if (check.request.by_nic && !is_out_of_caches(check, cell.write)) {
+      report(check, cell.write, true, at, bytes,
+             "a fence of scope .sys by the thread that wrote, as a NIC takes no part in the order "
+             "of threads");
+    }
   } else if (check.reads && check.request.spot.block != nullptr) {
     check.never_written = true;
     if (!check.writes && !check.request.async) return;
@@ -212,6 +217,15 @@ void Races::note_reader(const Check& check, Shadow& shadow, Cell& cell) {
                                   [&](const Access& one) { return is_ordered(check, one); });
   const auto other = readers.reads.begin() + check.warp.clock % Readers::kMost;
   *(found != end ? found : other) = check.access;
+}
+
+// Whether a NIC sees a write that is ordered before the put: the thread that wrote has fenced since. Of
+// writes from other blocks that is not known here, and what orders them has such a fence.
+bool Races::is_out_of_caches(const Check& check, const Access& write) const {
+  for (const Warp& warp : check.c.warp->block->warps) {
+    if (warp.order->agent == write.agent) return warp.order->has_fenced_for_system(write);
+  }
+  return true;
 }
 
 bool Races::has_ended(const WarpOrder& warp, int lane, const Access& other) const {
@@ -306,6 +320,8 @@ std::string Races::missing(const Check& check, const Access& other) const {
              "threads synchronisation behind it";
     case AgentInfo::Kind::kProducts:
       return "wgmma.wait_group, and for other threads synchronisation behind it";
+    case AgentInfo::Kind::kPuts:
+      return "an acquire of the word that the put raises, or of one that its owner raises later";
     case AgentInfo::Kind::kMbarrier:
       return "a wait for the phase of the mbarrier that counts its bytes";
     default:

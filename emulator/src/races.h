@@ -31,7 +31,15 @@ namespace emulator {
 
 // Who an agent is, for messages.
 struct AgentInfo {
-  enum class Kind : std::uint8_t { kWarp, kCopies, kBulkReads, kBulkWrites, kProducts, kMbarrier };
+  enum class Kind : std::uint8_t {
+    kWarp,
+    kCopies,
+    kBulkReads,
+    kBulkWrites,
+    kProducts,
+    kMbarrier,
+    kPuts
+  };
   Kind kind = Kind::kWarp;
   Position position;
   Dim block;
@@ -215,6 +223,7 @@ class Races {
     bool alias = false;     // by a multicast address
     bool any_lane = false;  // by the warp as a whole
     bool same = false;      // writes what is there already
+    bool by_nic = false;    // reads what is to be put
     Completion completion;  // of what is performed later
   };
   // Checks and notes an access. Returns whether a load reads what was never written. Throws PtxError.
@@ -240,6 +249,7 @@ class Races {
   bool is_ordered(const Check& check, const Access& other);
   std::optional<ProxyFence> fence_between(const Check& check, const Access& other);
   bool is_fenced(const Check& check, const Access& other, ProxyFence fence);
+  bool is_out_of_caches(const Check& check, const Access& write) const;
   bool has_ended(const WarpOrder& warp, int lane, const Access& other) const;
   void check_against(const Check& check, const Access& other, bool other_writes, std::uint64_t at,
                      std::uint32_t bytes);
@@ -353,5 +363,9 @@ void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64
 // wgmma: 16 bytes of a matrix, read by product `number` of the warp; and a wait for products.
 void note_product(Context& c, const Op& op, std::uint64_t offset, std::uint64_t number);
 void await_products(Context& c, const Warp& of, std::uint64_t number);
+
+// A put: its source, and its destination, or 0 if that is not memory of this machine.
+void note_put(Context& c, const Op& op, int lane, std::uint64_t from, std::uint64_t to,
+              std::uint64_t bytes);
 
 }  // namespace emulator

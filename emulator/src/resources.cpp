@@ -27,8 +27,8 @@ std::uint64_t rounded_up(std::uint64_t value, std::uint64_t unit) {
 // on 128 of them. That kernels of A100 have no clusters makes its GPCs (seven, of up to 16) of no account.
 const std::vector<DeviceModel>& models() {
   static const std::vector<DeviceModel> all = [] {
-    DeviceModel a100{"A100", 108, {16, 16, 16, 16, 16, 14, 14}, 164 * kKiB, 163 * kKiB};
-    DeviceModel h200{"H200", 132, {18, 18, 16, 16, 16, 16, 16, 16}, 228 * kKiB, 227 * kKiB};
+    DeviceModel a100{"A100", 80, 108, {16, 16, 16, 16, 16, 14, 14}, 164 * kKiB, 163 * kKiB};
+    DeviceModel h200{"H200", 90, 132, {18, 18, 16, 16, 16, 16, 16, 16}, 228 * kKiB, 227 * kKiB};
     return std::vector<DeviceModel>{a100, h200};
   }();
   return all;

@@ -14,6 +14,7 @@ struct Program;
 // them.
 struct DeviceModel {
   const char* name;
+  std::uint32_t arch;  // 80 is sm_80
   int multiprocessors;
   std::vector<int>
       groups;            // GPCs: how many multiprocessors each has. A cluster runs inside of one.

@@ -6,6 +6,7 @@
 
 #include "cuda/runtime/emulated_cuda.h"
 #include "device.h"
+#include "put.h"
 #include "races.h"
 #include "tensor_map.h"
 
@@ -40,7 +41,10 @@ struct EntryHeader {
   std::uint64_t flags;
 };
 
-std::string ptx_of(const void* fatbinary) {
+// The PTX for the newest architecture that is not newer than the device's.
+std::string ptx_of(const void* fatbinary, std::uint32_t arch) {
+  std::string found;
+  std::uint32_t newest = 0;
   const auto* at = static_cast<const std::uint8_t*>(fatbinary);
   FatHeader header;
   std::memcpy(&header, at, sizeof(header));
@@ -49,22 +53,27 @@ std::string ptx_of(const void* fatbinary) {
   for (at += header.header_bytes; at < end;) {
     EntryHeader entry;
     std::memcpy(&entry, at, sizeof(entry));
-    if (entry.kind == kPtx) {
+    if (entry.kind == kPtx && entry.arch > newest && entry.arch <= arch) {
       if ((entry.flags & kCompressed) != 0) {
         throw PtxError("the PTX is compressed: use nvcc --compress-mode=none");
       }
       const auto* text = reinterpret_cast<const char*>(at + entry.header_bytes);
-      return std::string(text, strnlen(text, entry.bytes));
+      found.assign(text, strnlen(text, entry.bytes));
+      newest = entry.arch;
     }
     at += entry.header_bytes + entry.bytes;
   }
-  throw PtxError("the fatbinary has no PTX");
+  if (newest == 0) throw PtxError("the fatbinary has no PTX for sm_" + std::to_string(arch));
+  return found;
 }
 
 struct Library {
   const void* fatbinary;
   std::shared_ptr<const Module> module;  // parsed when it is first needed
   std::string text;                      // that it was made of
+  std::uint32_t arch = 0;                // of the device that it was made for
+
+  void retire();  // keeps the module, for the next library of the same text
 };
 
 struct LibraryKernel {
@@ -79,6 +88,10 @@ std::map<Library*, std::unique_ptr<Library>> libraries;
 std::map<const void*, LibraryKernel> kernels;
 // Of libraries that were unloaded, by text: ops load and unload the same ones again and again.
 std::map<std::string, std::shared_ptr<const Module>> idle;
+
+void Library::retire() {
+  if (module != nullptr) idle[std::move(text)] = std::move(module);
+}
 
 struct Found {
   std::shared_ptr<const Module> module;
@@ -109,8 +122,11 @@ Found find(const void* host) {
   const auto found = kernels.find(host);
   if (found == kernels.end()) throw PtxError("no kernel is registered at this address");
   Library& library = *found->second.library;
-  if (library.module == nullptr) {
-    std::string text = ptx_of(library.fatbinary);
+  const std::uint32_t arch = room().model().arch;
+  if (library.module == nullptr || library.arch != arch) {
+    library.retire();
+    library.arch = arch;
+    std::string text = ptx_of(library.fatbinary, arch);
     const CudaDevice& device = CudaDevice::instance();
     if (device.edit) text = device.edit(text);
     if (auto again = idle.extract(text); !again.empty()) {
@@ -136,7 +152,7 @@ int guarded(int otherwise, const std::function<int()>& call) {
 }
 
 void* load(const void* fatbinary) {
-  auto library = std::make_unique<Library>(Library{fatbinary, nullptr, {}});
+  auto library = std::make_unique<Library>(Library{fatbinary, nullptr, {}, 0});
   Library* handle = library.get();
   const std::lock_guard<std::mutex> lock(registering);
   libraries[handle] = std::move(library);
@@ -147,8 +163,7 @@ void unload(void* handle) {
   const std::lock_guard<std::mutex> lock(registering);
   std::erase_if(kernels, [&](const auto& entry) { return entry.second.library == handle; });
   auto found = libraries.extract(static_cast<Library*>(handle));
-  if (found.empty() || found.mapped()->module == nullptr) return;
-  idle[std::move(found.mapped()->text)] = std::move(found.mapped()->module);
+  if (!found.empty()) found.mapped()->retire();
 }
 
 void add_kernel(void* handle, const void* host, const char* name) {
@@ -269,6 +284,31 @@ int fill(void* memory, int value, std::size_t bytes, void* stream) {
 
 int multiprocessors() { return room().multiprocessors(); }
 
+// Without streams (CudaDevice::attach) all work is done when a call returns.
+int create_stream(void** stream) {
+  const auto create = CudaDevice::instance().streams().create;
+  *stream = nullptr;
+  return create == nullptr ? kSuccess : create(stream, 0, 0);
+}
+
+int destroy_stream(void* stream) {
+  const auto destroy = CudaDevice::instance().streams().destroy;
+  return destroy == nullptr ? kSuccess : destroy(stream);
+}
+
+int synchronize(void* stream) {
+  const auto wait = CudaDevice::instance().streams().synchronize;
+  return wait == nullptr ? kSuccess : wait(stream);
+}
+
+void add_memory(void* memory, std::size_t bytes, const char* name) {
+  CudaDevice::instance().machine.add_memory(reinterpret_cast<std::uint64_t>(memory), bytes, name);
+}
+
+void remove_memory(void* memory) {
+  CudaDevice::instance().machine.remove_memory(reinterpret_cast<std::uint64_t>(memory));
+}
+
 constexpr FluxEmulatedCuda kTable = {load,
                                      unload,
                                      add_kernel,
@@ -278,11 +318,16 @@ constexpr FluxEmulatedCuda kTable = {load,
                                      allow_shared,
                                      blocks_per_multiprocessor,
                                      multiprocessors,
-
                                      allow_large_clusters,
                                      most_clusters,
                                      encode,
-                                     fill};
+                                     fill,
+                                     create_stream,
+                                     destroy_stream,
+                                     synchronize,
+                                     add_memory,
+                                     remove_memory,
+                                     attach_nic};
 
 }  // namespace
 
@@ -291,8 +336,8 @@ CudaDevice& CudaDevice::instance() {
   return *device;
 }
 
-void CudaDevice::attach(RunOnStream* run, FailDevice* fail) {
-  run_ = run;
+void CudaDevice::attach(const Streams& streams, FailDevice* fail) {
+  streams_ = streams;
   fail_ = fail;
 }
 
@@ -382,11 +427,11 @@ bool CudaDevice::enqueue(void* stream, std::function<void()> work, bool early) {
       fail(problem.what());
     }
   });
-  if (run_ == nullptr) {
+  if (streams_.run == nullptr) {
     (*guarded)();
     return error().empty();
   }
-  RunOnStream* const run = early && run_early_ != nullptr ? run_early_ : run_;
+  RunOnStream* const run = early && run_early_ != nullptr ? run_early_ : streams_.run;
   run(
       stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, guarded.release(),
       [](void* argument) { delete static_cast<Work*>(argument); });

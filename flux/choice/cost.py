@@ -99,7 +99,10 @@ def _transfer_ms(problem: Problem, cluster: Cluster, messages: int, library: boo
     lanes = ceil_div(problem.world, problem.nodes)
     share = LIBRARY_SHARE[kind][problem.op] if library else 1.0
     twice = 2 if problem.op.all_reduces else 1
-    inside = twice * (lanes - 1) * chunk_bytes / _bytes_per_ms(cluster.link.gbs) / share
+    speed = _bytes_per_ms(cluster.link.gbs) * share
+    if library and cluster.link.library_gbs:
+        speed = _bytes_per_ms(cluster.link.library_gbs)
+    inside = twice * (lanes - 1) * chunk_bytes / speed
     latency = messages * cluster.link.latency_us * 1e-3
     if problem.nodes == 1:
         return inside + latency
@@ -113,6 +116,14 @@ def _transfer_ms(problem: Problem, cluster: Cluster, messages: int, library: boo
 def _bytes_per_ms(gbs: float) -> float:
     # If the speed is unknown, assume a slow link: 1 Gbit/s.
     return (gbs or 0.125) * 1e6
+
+
+def library_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time of the library's collective alone; 0 for one rank."""
+    if problem.world == 1:
+        return 0.0
+    comm = _transfer_ms(problem, cluster, problem.world - 1, library=True)
+    return comm + LIBRARY_LATENCY_US[cluster.device.kind] * 1e-3
 
 
 def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
@@ -161,8 +172,7 @@ def predict(
         return Prediction(whole, 0.0, 0.0)
     kind = cluster.device.kind
     if knobs.path == "unfused":
-        comm = _transfer_ms(problem, cluster, world - 1, library=True)
-        comm += LIBRARY_LATENCY_US[kind] * 1e-3
+        comm = library_ms(problem, cluster)
         return Prediction(whole, comm, comm)
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
     tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)

@@ -15,6 +15,7 @@ from flux.cli.compile import compile_kernels
 from flux.cli.model import bench_model
 from flux.cli.plan import plan
 from flux.cli.ranks import check_writable, say_wrong, speaks, watched_ranks
+from flux.cli.simulate import simulate
 from flux.cli.suite import suite
 from flux.cli.terminal import EXIT_FAILED
 from flux.cli.trace import trace
@@ -80,6 +81,7 @@ def doctor(
 app.command("compile")(compile_kernels)
 app.add_typer(tune, name="tune")
 app.add_typer(trace, name="trace")
+app.add_typer(simulate, name="simulate")
 app.add_typer(plan, name="plan")
 
 

@@ -58,7 +58,7 @@ def compile_kernels(
         typer.Option(
             "--runtime",
             help="Build libflux_nvshmem, for ranks on several nodes, instead of kernels. Needs "
-            "the nvidia-nvshmem package too.",
+            "the nvidia-nvshmem package too; with --emulated, a checkout with `make emulator`.",
         ),
     ] = False,
     trace: Annotated[
@@ -72,7 +72,7 @@ def compile_kernels(
         bool,
         typer.Option(
             "--emulated",
-            help="Build kernels for the PTX machine of emulator/, which runs them without a GPU. "
+            help="Build for the PTX machine of emulator/, which runs kernels without a GPU. "
             "Needs --out.",
         ),
     ] = False,
@@ -88,16 +88,18 @@ def compile_kernels(
     from flux.kernels.registry import cache_root
 
     root = (out or cache_root()).expanduser().absolute()
-    if runtime:
-        if list_only or only is not None or trace or emulated:
-            refuse("--runtime cannot be combined with --list, --only, --trace or --emulated")
-        _compile_runtime(_archs(arch), root, is_cache=out is None, json_output=json_output)
-        return
     if emulated and out is None:  # GPUs must not find these in the cache
         refuse("--emulated needs --out DIR")
+    if runtime:
+        if list_only or only is not None or trace:
+            refuse("--runtime cannot be combined with --list, --only or --trace")
+        _compile_runtime(
+            _archs(arch), root, emulated=emulated, is_cache=out is None, json_output=json_output
+        )
+        return
     configs = _chosen(arch, set_name, only, traced=trace)
     if list_only:
-        _list(configs, root, traced=trace, json_output=json_output)
+        _list(configs, root, traced=trace, emulated=emulated, json_output=json_output)
     else:
         _compile(
             configs,
@@ -129,13 +131,16 @@ def _chosen(arch: str, set_name: str, only: str | None, *, traced: bool) -> list
     return chosen
 
 
-def _list(configs: Sequence[GemmConfig], root: Path, *, traced: bool, json_output: bool) -> None:
+def _list(
+    configs: Sequence[GemmConfig], root: Path, *, traced: bool, emulated: bool, json_output: bool
+) -> None:
     from flux.kernels.registry import Registry
 
-    registry = Registry.load([root])
-    if traced:
-        registry = registry.for_traces()
-    built = {symbol: str(kernel.library) for symbol, kernel in registry.kernels.items()}
+    built: dict[str, str] = {}
+    for library in Registry.load([root]).libraries:  # within a root the newest first
+        if (library.traced, library.emulated) == (traced, emulated):
+            for config in library.configs:
+                built.setdefault(config.name, str(library.path))
     if json_output:
         kernels = [
             {"name": config.name, "library": built.get(config.name), "config": config.as_dict()}
@@ -166,13 +171,13 @@ def _make_root(root: Path, *, is_cache: bool) -> None:
 
 
 def _compile_runtime(
-    archs: Sequence[str], root: Path, *, is_cache: bool, json_output: bool
+    archs: Sequence[str], root: Path, *, emulated: bool, is_cache: bool, json_output: bool
 ) -> None:
     from flux.kernels import build, trust
     from flux.kernels import runtime as runtime_library
 
     try:
-        tools = runtime_library.find_tools()
+        tools = runtime_library.find_tools(emulated)
         _make_root(root, is_cache=is_cache)
         with _ends_as_interrupted():
             library, fresh = runtime_library.make(root, tools, archs)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flux.core.problem import Problem
     from flux.launch.supervisors import Launcher
     from flux.machine.cluster import Cluster
+    from flux.plan.op_rank import Ranked
     from flux.tune.machine import Machine
     from flux.tune.space import Space
     from flux.tune.tuner import Options, Search
@@ -246,6 +247,8 @@ def _explain(
             f"cannot query the {backend} device of this machine: {error}; pass --cluster"
         ) from error
     tried = space or _space(space_for(believed))
+    # Only hardware that is not here is simulated: what is here is measured.
+    simulates = described is not None and believed.device.kind == "cuda"
     documents = []
     for problem in problems:
         # As on the described cluster: its hosts are filled one after the other.
@@ -254,9 +257,15 @@ def _explain(
         search = make_search(problem, tried, believed, hosts, options)
         kept = [(one.name, f"{one.predicted_ms:.4g} ms predicted") for one in search.candidates]
         pruned = [(one.name, one.reason) for one in search.pruned]
+        simulated, remark = _simulated(search, believed, len(problems)) if simulates else ([], "")
         if json_output:
             documents.append(
-                {"shape": search.label, "candidates": dict(kept), "pruned": dict(pruned)}
+                {
+                    "shape": search.label,
+                    "candidates": dict(kept),
+                    "pruned": dict(pruned),
+                    "simulated_ms": {one.name: round(one.simulated_ms, 4) for one in simulated},
+                }
             )
             continue
         print(f"{search.label} on {problem.world} ranks, {believed.name}:")
@@ -264,8 +273,32 @@ def _explain(
             print(f"  try   {name}: {text}")
         for name, text in pruned:
             print(f"  prune {name}: {text}")
+        if remark:
+            print(f"  {remark}")
+        for one in simulated:
+            times = f"{one.simulated_ms:.4g} ms simulated, {one.predicted_ms:.4g} ms predicted"
+            print(f"  sim   {one.name}: {times}")
     if json_output:
         print(json.dumps(documents, indent=1))
+
+
+def _simulated(search: Search, cluster: Cluster, shapes: int) -> tuple[list[Ranked], str]:
+    """Return the simulated ranking of the best few candidates, and a sentence about it."""
+    from flux.plan.op_rank import MOST_TILES, ranked
+
+    try:
+        found = ranked(search.problem, cluster, search.candidates, MOST_TILES // shapes)
+    except ValueError as error:
+        return [], f"not simulated: {error}"
+    names = {one.name for one in found}
+    fused = sum(one.name not in ("unfused", "medium") for one in search.candidates)
+    ran = len(names - {"unfused", "medium"})
+    if ran == 0:
+        return [], "not simulated: too many tiles for this many shapes; see flux simulate op"
+    return found, (
+        f"this hardware is not here, so the best {ran} of {fused} fused candidates are ranked by "
+        "simulation, not measurement (docs/simulator.md):"
+    )
 
 
 def _tune(

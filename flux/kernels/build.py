@@ -45,7 +45,7 @@ FLAGS = (
     "-Xptxas=-v",
 )
 # PTX alone, as text, with the lines of the source that messages name.
-_EMULATED_FLAGS = (*FLAGS[:-1], "-lineinfo", "--compress-mode=none")
+EMULATED_FLAGS = (*FLAGS[:-1], "-lineinfo", "--compress-mode=none")
 _CODE = {
     # The fallback on newer GPUs: code for Hopper too, where it is used beside sm_90a (both from one
     # front-end run), and PTX for later architectures.
@@ -68,6 +68,13 @@ _EMULATED_LINK_FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-ldl",
 )
+
+
+def ptx_of(arch: str) -> str:
+    """Return the flag for PTX of an architecture, and no machine code."""
+    return f"-gencode=arch=compute_{arch},code=compute_{arch}"
+
+
 # Variables that nvcc itself reads.
 _NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 
@@ -97,7 +104,7 @@ class Tools:
 
     def _own_flags(self, arch: str) -> tuple[str, ...]:
         if self.emulated:
-            return (*_EMULATED_FLAGS, f"-gencode=arch=compute_{arch},code=compute_{arch}")
+            return (*EMULATED_FLAGS, ptx_of(arch))
         return (*FLAGS, f"-gencode={_CODE[arch]}")
 
     def flags(self, arch: str) -> tuple[str, ...]:
@@ -118,18 +125,28 @@ class Tools:
 
     def compile_command(self, arch: str) -> list[str]:
         """Return the compile command; its directory must hold the source."""
-        prefix = [self.ccache] if self.ccache else []
-        # nvcc itself finds CUDA's headers and libraries, those of its package too.
-        headers = [str(self.csrc), *toolchain.cutlass_includes(self.cutlass)]
-        flags = [*self._own_flags(arch), *(f"-I{directory}" for directory in headers)]
-        return [*prefix, self.nvcc.path, *flags, "-c", SOURCE, "-o", _OBJECT]
+        return self.compiling(self._own_flags(arch), SOURCE, _OBJECT)
 
     def link_command(self, output: str) -> list[str]:
         """Return the link command, for the same directory."""
+        return [*self.linking(), _OBJECT, "-o", output]
+
+    def compiling(
+        self, flags: Sequence[str], source: str, output: str, headers: Sequence[str] = ()
+    ) -> list[str]:
+        """Return a compile command with our headers and CUTLASS's, then those of ``headers``."""
+        prefix = [self.ccache] if self.ccache else []
+        # nvcc itself finds CUDA's headers and libraries, those of its package too.
+        folders = [str(self.csrc), *toolchain.cutlass_includes(self.cutlass), *headers]
+        includes = [f"-I{folder}" for folder in folders]
+        return [*prefix, self.nvcc.path, *flags, *includes, "-c", source, "-o", output]
+
+    def linking(self) -> list[str]:
+        """Return a link command without its inputs and its output."""
         if self.emulated:
             runtime = [str(self.csrc / _EMULATED_RUNTIME), f"-I{self.csrc}"]
-            return [self.nvcc.path, *_EMULATED_LINK_FLAGS, *runtime, _OBJECT, "-o", output]
-        return [self.nvcc.path, *LINK_FLAGS, _OBJECT, "-o", output]
+            return [self.nvcc.path, *_EMULATED_LINK_FLAGS, *runtime]
+        return [self.nvcc.path, *LINK_FLAGS]
 
 
 def find_tools(emulated: bool = False) -> Tools:

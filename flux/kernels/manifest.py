@@ -96,6 +96,11 @@ class Library:
         """The configs of its kernels, in the order of the unit."""
         return tuple(self.kernels.values())
 
+    @property
+    def emulated(self) -> bool:
+        """Whether it holds PTX alone, for the machine of emulator/."""
+        return not any("code=sm_" in flag or "code=[sm_" in flag for flag in self.flags)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest, for JSON."""
         return {

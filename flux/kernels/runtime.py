@@ -5,6 +5,9 @@ It lies beside the kernel libraries (manifest.py), and is built and moved into p
 <root>/nvshmem_<key>/libflux_nvshmem.so
                      libflux_nvshmem.json       the manifest
                      libflux_nvshmem.ptxas.txt  ptxas's report
+
+A library for the machine of emulator/ is made of the same source, with the emulated NVSHMEM of a
+checkout: it holds PTX alone.
 """
 
 from __future__ import annotations
@@ -43,6 +46,10 @@ _CODE = {
     "90a": "-gencode=arch=compute_90a,code=sm_90a",
 }
 ARCHS = tuple(_CODE)
+# The emulated NVSHMEM: relative to the checkout. Its functions are a part of the emulated GPU.
+_EMULATED_NVSHMEM = "emulator/nvshmem"
+_EMULATED_LIBRARY = "emulator/gpu/libemulated_gpu.so"
+EMULATED_VERSION = "0.0.0"
 
 
 @dataclass(frozen=True)
@@ -59,27 +66,45 @@ class RuntimeTools:
 
     def flags(self, archs: Sequence[str]) -> tuple[str, ...]:
         """Return the compiler's flags except paths."""
+        if self.tools.emulated:
+            return (*build.EMULATED_FLAGS, *map(build.ptx_of, archs))
         return (*build.FLAGS, "-rdc=true", *(_CODE[arch] for arch in archs))
 
     def commands(self, archs: Sequence[str]) -> list[list[str]]:
         """Return the compile and link commands; their directory must hold the list of exports."""
-        tools, library = self.tools, Path(self.nvshmem.path, "lib")
-        includes = [
-            str(tools.csrc),
-            *toolchain.cutlass_includes(tools.cutlass),
-            str(Path(self.nvshmem.path, "include")),
-        ]
-        compiler = [tools.ccache, tools.nvcc.path] if tools.ccache else [tools.nvcc.path]
-        compiling = [*compiler, *self.flags(archs), *(f"-I{folder}" for folder in includes)]
-        linking = [tools.nvcc.path, *build.LINK_FLAGS, *(_CODE[arch] for arch in archs)]
-        # No run path: the wheel's library is found when this one is loaded, wherever both are by
-        # then.
-        linking += [f"-Xlinker=--version-script={_EXPORTS}", _OBJECT]
-        linking += [str(library / toolchain.NVSHMEM_DEVICE_LIBRARY), f"-L{library}"]
+        tools, source = self.tools, str(self.tools.csrc / SOURCE)
+        include = str(Path(self.nvshmem.path, "include"))
+        compiling = tools.compiling(self.flags(archs), source, _OBJECT, [include])
+        linking = [*tools.linking(), f"-Xlinker=--version-script={_EXPORTS}", _OBJECT]
+        return [compiling, [*linking, *self._libraries(archs), "-o", f"{NAME}.so"]]
+
+    def _libraries(self, archs: Sequence[str]) -> list[str]:
+        # No run path: what the library needs is loaded before it, wherever both are by then.
+        if self.tools.emulated:
+            return [str(self.tools.csrc.parent / _EMULATED_LIBRARY)]
+        library = Path(self.nvshmem.path, "lib")
         return [
-            [*compiling, "-c", str(tools.csrc / SOURCE), "-o", _OBJECT],
-            [*linking, f"-Xlinker=-l:{toolchain.NVSHMEM_HOST_LIBRARY}", "-o", f"{NAME}.so"],
+            *(_CODE[arch] for arch in archs),
+            str(library / toolchain.NVSHMEM_DEVICE_LIBRARY),
+            f"-L{library}",
+            f"-Xlinker=-l:{toolchain.NVSHMEM_HOST_LIBRARY}",
         ]
+
+    def inputs(self, archs: Sequence[str]) -> list[str]:
+        """Return what decides, beside our sources, what the commands make."""
+        found = [
+            self.tools.cutlass.version or "unknown",
+            self.tools.nvcc.version or "unknown",
+            self.package,
+            self.nvshmem.version or "unknown",
+            *self.flags(archs),
+            *self.tools.link_inputs(),
+            *build.inherited_flags(),
+        ]
+        if self.tools.emulated:  # its headers have no version
+            headers = sorted(Path(self.nvshmem.path, "include").glob("*.h"))
+            found.append(sources.digest([header.read_text("utf-8") for header in headers]))
+        return found
 
 
 @dataclass(frozen=True)
@@ -212,13 +237,22 @@ def usable(roots: Sequence[Path]) -> RuntimeLibrary:
     raise MissingToolError(f"{NAME}.so is built for {built}, but {have} is installed: {how}")
 
 
-def find_tools() -> RuntimeTools:
+def find_tools(emulated: bool = False) -> RuntimeTools:
     """Find nvcc, CUTLASS, our sources, and NVSHMEM for nvcc's version of CUDA.
+
+    Args:
+        emulated: build for the machine of emulator/, with the emulated NVSHMEM.
 
     Raises:
         MissingToolError: one of them is missing or does not work.
     """
-    tools = build.find_tools()
+    tools = build.find_tools(emulated)
+    if not (tools.csrc / SOURCE).is_file():
+        raise MissingToolError(f"{tools.csrc / SOURCE} is missing: reinstall flux-overlap")
+    return RuntimeTools(tools, _emulated_nvshmem(tools) if emulated else _nvshmem_for(tools))
+
+
+def _nvshmem_for(tools: Tools) -> toolchain.Tool:
     cuda = (tools.nvcc.version or "13").partition(".")[0]
     nvshmem = toolchain.nvshmem(cuda)
     wanted = f"nvidia-nvshmem-cu{cuda}"
@@ -226,9 +260,18 @@ def find_tools() -> RuntimeTools:
         raise MissingToolError(f"NVSHMEM was not found: pip install {wanted}")
     if nvshmem.problem:
         raise MissingToolError(f"NVSHMEM cannot be used: {nvshmem.describe()}")
-    if not (tools.csrc / SOURCE).is_file():
-        raise MissingToolError(f"{tools.csrc / SOURCE} is missing: reinstall flux-overlap")
-    return RuntimeTools(tools, nvshmem)
+    return nvshmem
+
+
+def _emulated_nvshmem(tools: Tools) -> toolchain.Tool:
+    checkout = tools.csrc.parent
+    if not (checkout / _EMULATED_NVSHMEM / "include/nvshmem.h").is_file():
+        raise MissingToolError(
+            f"the emulated NVSHMEM is missing: {checkout} is not a checkout of flux"
+        )
+    if not (checkout / _EMULATED_LIBRARY).is_file():
+        raise MissingToolError(f"{checkout / _EMULATED_LIBRARY} is not built: make emulator")
+    return toolchain.Tool(EMULATED_VERSION, str(checkout / _EMULATED_NVSHMEM), "the emulator")
 
 
 def sources_hash(root: Path) -> str:
@@ -253,18 +296,7 @@ def make(root: Path, tools: RuntimeTools, archs: Sequence[str]) -> tuple[Runtime
     if unknown or not archs:
         raise ValueError(f"{NAME} is built for {' and '.join(ARCHS)}, got {', '.join(archs)}")
     hashed = sources_hash(tools.tools.csrc)
-    key = sources.digest(
-        [
-            hashed,
-            tools.tools.cutlass.version or "unknown",
-            tools.tools.nvcc.version or "unknown",
-            tools.package,
-            tools.nvshmem.version or "unknown",
-            *tools.flags(archs),
-            *build.LINK_FLAGS,
-            *build.inherited_flags(),
-        ]
-    )
+    key = sources.digest([hashed, *tools.inputs(archs)])
     name, children = f"nvshmem_{key[:12]}", Children()
     into = partial(
         _make_in, tools=tools, archs=archs, children=children, root=root, hashed=hashed, key=key

@@ -69,11 +69,17 @@ class Link:
             | ``none`` (one device) | ``unknown``.
         gbs: GB/s of one device in one direction, nominal.
         latency_us: latency of one transfer.
+        numa_gbs: GB/s in one direction between two NUMA domains of a host, shared by all transfers
+            that cross; 0: not known, or no limit.
+        library_gbs: GB/s that a rank of a library's collective reaches inside a host, if measured;
+            0: a share of ``gbs``.
     """
 
     kind: str
     gbs: float = 0.0
     latency_us: float = 0.0
+    numa_gbs: float = 0.0
+    library_gbs: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,13 @@ def load_cluster(name: str | Path) -> Cluster:
     table = top.table("link")
     kind = table.text("kind", choices=LINK_KINDS)
     speed = 0.0 if kind in ("none", "unknown") else 0.001
-    link = Link(kind, table.number("gbs", least=speed), table.number("latency_us"))
+    link = Link(
+        kind,
+        table.number("gbs", least=speed),
+        table.number("latency_us"),
+        table.number("numa_gbs", 0.0),
+        table.number("library_gbs", 0.0),
+    )
     table.done()
     table = top.table("network")
     kind = table.text("kind", choices=NETWORK_KINDS)

@@ -28,7 +28,7 @@ from flux.core.dtypes import DTYPES
 from flux.plan.graph import Op
 from flux.plan.model import Parallel
 from flux.plan.schedule import Lane, StepSchedule
-from flux.plan.simulate import Timeline
+from flux.plan.simulate import Timeline, peak_memory
 
 _STRIDES = ("tp", "cp", "dp", "pp")  # fastest first
 
@@ -342,6 +342,5 @@ def measured(
     missing = [op.name for number, op in enumerate(ops) if number not in times]
     if missing:
         raise ValueError(f"{len(missing)} operators have not run: {missing[0]} ...")
-    resident = [*schedule.graph.resident, *[0.0] * schedule.graph.stages]
     starts, ends = ([times[n][place] for n in range(len(ops))] for place in (0, 1))
-    return Timeline(schedule, starts, ends, solo, resident[: schedule.graph.stages])
+    return Timeline(schedule, starts, ends, solo, peak_memory(schedule, starts, ends))

@@ -39,14 +39,15 @@ def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
         console: to print on.
     """
     ran = any("predicted_ms" in row for row in rows)
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    heads = ["step ms", *(["predicted ms"] if ran else []), "of the first", "compute ms", "comm ms"]
-    for head in (*heads, "exposed ms", "hidden", "memory GB"):
-        table.add_column(head, justify="right")
+    caption = "ms; ratio: to the first; exposed: communication beside which nothing is computed"
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("policy", overflow="fold")
+    heads = ["step", *(["predicted"] if ran else []), "ratio", "compute", "comm"]
+    for head in (*heads, "exposed", "hidden", "GB"):
+        table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         comm, exposed = row["comm_ms"], row["exposed_comm_ms"]
-        hidden = f"{100 * (1 - exposed / comm):.0f}%" if comm else "-"
+        hidden = f"{max(0.0, 100 * (1 - exposed / comm)):.0f}%" if comm else "-"
         predicted = [f"{row['predicted_ms']:.2f}"] if ran else []
         table.add_row(
             row["policy"],

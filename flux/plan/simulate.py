@@ -144,6 +144,30 @@ def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]])
     return total
 
 
+def peak_memory(
+    schedule: StepSchedule, start: Sequence[float], end: Sequence[float]
+) -> list[float]:
+    """Return the most bytes that are allocated at a time, by stage.
+
+    Args:
+        schedule: of the step.
+        start: of each operator, when it allocates.
+        end: of each operator, when what it frees is free.
+    """
+    graph = schedule.graph
+    changes: list[list[tuple[float, float]]] = [[] for _ in range(graph.stages)]
+    for number, op in enumerate(graph.ops):
+        changes[op.stage] += [(start[number], op.allocates), (end[number], -op.frees)]
+    peaks = []
+    for stage, of_stage in enumerate(changes):
+        held = most = graph.resident[stage] if graph.resident else 0.0
+        for _, change in sorted(of_stage):  # at one time, what is freed comes first
+            held += change
+            most = max(most, held)
+        peaks.append(most)
+    return peaks
+
+
 def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
     """Return when each operator runs.
 
@@ -177,8 +201,6 @@ class _Simulation:
         self.left = list(self.solo)  # ms that an operator still needs by itself
         self.rate, self.since, self.version = [0.0] * count, [0.0] * count, [0] * count
         self.running: list[list[int]] = [[] for _ in range(graph.stages)]
-        resident = [*graph.resident, *[0.0] * graph.stages][: graph.stages]
-        self.memory, self.peak = list(resident), list(resident)
         self.heap: list[tuple[float, int, int]] = []
 
     def run(self) -> Timeline:
@@ -193,7 +215,8 @@ class _Simulation:
             self._finish(number, now)
         if ended < len(self.ops):
             raise GraphError(f"{len(self.ops) - ended} operators never start")
-        return Timeline(self.schedule, self.start, self.end, self.solo, self.peak)
+        peak = peak_memory(self.schedule, self.start, self.end)
+        return Timeline(self.schedule, self.start, self.end, self.solo, peak)
 
     def _try_start(self, lane: int, now: float) -> None:
         """Start the next operator of a lane if nothing is missing."""
@@ -207,15 +230,12 @@ class _Simulation:
         if any(self.lane_of[other] == lane for other in running):
             return
         self.start[number] = self.since[number] = now
-        self.memory[stage] += self.ops[number].allocates
-        self.peak[stage] = max(self.peak[stage], self.memory[stage])
         running.append(number)
         self._share(stage, now)
 
     def _finish(self, number: int, now: float) -> None:
         self.end[number] = now
         op = self.ops[number]
-        self.memory[op.stage] -= op.frees
         self.running[op.stage].remove(number)
         if self.running[op.stage]:
             self._share(op.stage, now)

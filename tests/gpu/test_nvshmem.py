@@ -1,4 +1,4 @@
-"""The NVSHMEM transport over processes, with a stand-in for the library (fake_nvshmem.cpp)."""
+"""The NVSHMEM transport over processes: libflux_nvshmem with the emulated NVSHMEM."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 import flux
-from fake_nvshmem import Device, Native
+from emulated_nvshmem import Native, load
+from emulator.gpu import LIBRARY
 from flux import _C, PeerTimeoutError
 from flux.transport import nvshmem
 from flux.transport.exchange import Exchange
 from flux.transport.nvshmem_library import NvshmemLibrary
 from harness import fresh_ranks, nothing_left_in_shared_memory
+from ptx_device import MachineDevice
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -28,8 +30,14 @@ def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 @pytest.fixture
-def path(fake_nvshmem_library: Path) -> Path:
-    return fake_nvshmem_library
+def path(nvshmem_library: Path) -> Path:
+    return nvshmem_library
+
+
+def device_of(rank: int) -> MachineDevice:
+    device = MachineDevice()
+    device.identity = f"emulated {rank}"
+    return device
 
 
 def open_(
@@ -37,18 +45,18 @@ def open_(
 ) -> nvshmem.Nvshmem:
     """The transport of an op, on a device of this rank's."""
     exchange = exchange or Exchange(dist.group.WORLD, "Op")
-    return nvshmem.open_nvshmem(exchange, Device(rank), lambda: NvshmemLibrary(path, None), nodes)
+    return nvshmem.open_nvshmem(exchange, device_of(rank), lambda: load(path), nodes)
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 
 def _reach(rank: int, world: int, path: Path, lanes: int) -> None:
-    os.environ["FAKE_NVSHMEM_LANES"] = str(lanes)
+    os.environ["EMULATED_NVSHMEM_LANES"] = str(lanes)
     transport = open_(rank, path, nodes=world // lanes)
-    native = Native(transport.job.library, path)
+    native = Native(transport.job.library)
     memory = transport.memory(5, 1000)
-    assert transport.sm_share == 12
+    assert transport.sm_share == transport.device.sm_count - 4
     for peer in range(world):
         near = peer // lanes == rank // lanes
         assert (memory.pads[peer].numel(), memory.data[peer].numel()) == (
@@ -59,7 +67,8 @@ def _reach(rank: int, world: int, path: Path, lanes: int) -> None:
     assert not memory.pads[rank].any() and not memory.data[rank].any()
     dist.barrier()
     for peer in range(world):
-        row = torch.full((16,), 10 * rank + 1, dtype=torch.uint8)
+        row = memory.data[rank][800:816]  # NVSHMEM sends from its heap
+        row.fill_(10 * rank + 1)
         place, word = 16 * rank, 512 + 8 * rank
         if peer // lanes == rank // lanes:
             memory.data[peer][place : place + 16] = row
@@ -67,6 +76,11 @@ def _reach(rank: int, world: int, path: Path, lanes: int) -> None:
         else:
             own = memory.data[rank].data_ptr()
             native.put_signal(own + place, row.data_ptr(), 16, own + word, 3, peer)
+    device = transport.device
+    assert isinstance(device, MachineDevice)
+    device.finish()
+    device.library.emulated_nvshmem_await_puts()
+    assert not device.error()
     dist.barrier()
     words = memory.data[rank][512 : 512 + 8 * world]
     assert words.view(torch.int64).tolist() == [3] * world
@@ -80,10 +94,9 @@ def test_memory_is_reached_directly_or_by_puts(path: Path, lanes: int) -> None:
         run(4, _reach, path, lanes)
 
 
-def _remote(rank: int, world: int, path: Path, library: Path) -> None:
-    os.environ["FAKE_NVSHMEM_LANES"] = "2"
+def _remote(rank: int, world: int, path: Path) -> None:
+    os.environ["EMULATED_NVSHMEM_LANES"] = "2"
     transport = open_(rank, path, nodes=2)
-    transport.device.driver = _C.Driver(str(library))  # type: ignore[misc]
     memory = transport.memory(200, 1000)
     assert transport.remote(memory, boxes=7, blocks=1) is not None
     assert transport.job.held_blocks == 2, "memory, and words for what comes"
@@ -95,9 +108,9 @@ def _remote(rank: int, world: int, path: Path, library: Path) -> None:
     nvshmem.shutdown()
 
 
-def test_a_remote_has_words_in_the_symmetric_heap(path: Path, emulator: Path) -> None:
+def test_a_remote_has_words_in_the_symmetric_heap(path: Path) -> None:
     with nothing_left_in_shared_memory():
-        run(4, _remote, path, emulator)
+        run(4, _remote, path)
 
 
 def test_ops_take_nvshmem_by_name() -> None:
@@ -146,7 +159,9 @@ def test_memory_is_freed_when_all_ranks_have_released_it(path: Path) -> None:
 
 def _too_much(rank: int, world: int, path: Path) -> None:
     transport = open_(rank, path)
-    with pytest.raises(RuntimeError, match=r"Op: allocating .* failed on rank 0: the heap is full"):
+    with pytest.raises(
+        RuntimeError, match=r"Op: allocating .* failed on rank 0: NVSHMEM has no 10\d+ bytes"
+    ):
         transport.memory(1, 1 << 30)
 
 
@@ -157,29 +172,50 @@ def test_too_little_memory_is_an_error_everywhere(path: Path) -> None:
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def _fails(rank: int, world: int, path: Path, function: str, culprit: int) -> None:
-    os.environ["FAKE_NVSHMEM_FAIL"] = f"{function}:{culprit}"
+def _fails(rank: int, world: int, path: Path, function: str, culprit: int, message: str) -> None:
+    if rank == culprit:
+        os.environ["EMULATED_NVSHMEM_FAIL"] = function
     nvshmem.COLLECTIVE_S = 1.5  # the others wait in NVSHMEM for who has failed
-    error = ValueError if function == "prepare" else RuntimeError
-    with pytest.raises(error, match=f"Op: .*rank {culprit}: asked to fail: {function}"):
+    with pytest.raises(RuntimeError, match=f"Op: .*rank {culprit}: {message}"):
         open_(rank, path).memory(1, 1)
-    del os.environ["FAKE_NVSHMEM_FAIL"]
-    if function in ("init", "allocate"):  # nobody knows what NVSHMEM is then
-        with pytest.raises(ValueError, match=r"rank 0: NVSHMEM cannot be used any more.*asked to"):
+    os.environ.pop("EMULATED_NVSHMEM_FAIL", None)
+    if function in ("init", "align"):  # nobody knows what NVSHMEM is then
+        with pytest.raises(ValueError, match=r"rank 0: NVSHMEM cannot be used any more.*NVSHMEM"):
             open_(rank, path)
     else:
         assert open_(rank, path).memory(1, 1).data[rank].numel() == 1
 
 
 @pytest.mark.parametrize(
-    ("function", "culprit"), [("prepare", 1), ("unique_id", 0), ("init", 1), ("allocate", 1)]
+    ("function", "culprit", "message"),
+    [
+        ("get_uniqueid", 0, "nvshmemx_get_uniqueid failed with status 7"),
+        ("init", 1, "NVSHMEM cannot be initialized: status 7"),
+        ("align", 1, "NVSHMEM has no 512 bytes left"),
+    ],
 )
-def test_a_failure_raises_on_all_ranks(path: Path, function: str, culprit: int) -> None:
-    run(2, _fails, path, function, culprit)
+def test_a_failure_raises_on_all_ranks(
+    path: Path, function: str, culprit: int, message: str
+) -> None:
+    run(2, _fails, path, function, culprit, message)
+
+
+def _has_no_such_device(rank: int, world: int, path: Path) -> None:
+    device = device_of(rank)
+    device.index = rank  # the emulated one of a process is its first
+    exchange = Exchange(dist.group.WORLD, "Op")
+    with pytest.raises(ValueError, match=r"Op: rank 1: cudaSetDevice: .*status 101"):
+        nvshmem.open_nvshmem(exchange, device, lambda: load(path))
+    assert open_(rank, path).memory(1, 1).data[rank].numel() == 1
+
+
+def test_a_rank_that_cannot_take_part_raises_on_all_ranks(path: Path) -> None:
+    run(2, _has_no_such_device, path)
 
 
 def _hangs(rank: int, world: int, path: Path, function: str) -> None:
-    os.environ["FAKE_NVSHMEM_HANG"] = f"{function}:1"
+    if rank == 1:
+        os.environ["EMULATED_NVSHMEM_HANG"] = function
     nvshmem.COLLECTIVE_S = 1.0
     with pytest.raises(PeerTimeoutError, match="failed on rank 0: took longer than 1 s"):
         open_(rank, path).memory(1, 1)
@@ -187,7 +223,7 @@ def _hangs(rank: int, world: int, path: Path, function: str) -> None:
         open_(rank, path)
 
 
-@pytest.mark.parametrize("function", ["init", "allocate"])
+@pytest.mark.parametrize("function", ["init", "align"])
 def test_a_rank_that_hangs_raises_on_all_ranks_in_time(path: Path, function: str) -> None:
     run(2, _hangs, path, function)
 
@@ -230,7 +266,7 @@ def test_process_cannot_join_a_second_nvshmem_job(path: Path) -> None:
 
 
 def _same_device(rank: int, world: int, path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a device per rank, got \['fake 7', 'fake 7'\]"):
+    with pytest.raises(ValueError, match=r"a device per rank, got \['emulated 7', 'emulated 7'\]"):
         open_(7, path)
 
 
@@ -244,7 +280,7 @@ def _no_library(rank: int, world: int) -> None:
 
     exchange = Exchange(dist.group.WORLD, "Op")
     with pytest.raises(ValueError, match=r"Op: rank 0: libflux_nvshmem\.so is not built"):
-        nvshmem.open_nvshmem(exchange, Device(rank), loader)
+        nvshmem.open_nvshmem(exchange, device_of(rank), loader)
 
 
 def test_missing_library_raises_on_all_ranks() -> None:
@@ -256,26 +292,30 @@ def test_missing_library_raises_on_all_ranks() -> None:
 
 def _host(folder: Path, version: str) -> Path:
     """What tells NVSHMEM's version, as its host library does."""
-    source = folder / "host.c"
     numbers = "".join(f"*{name} = {n};" for name, n in zip("abc", version.split("."), strict=True))
-    source.write_text(
-        f"void nvshmemx_vendor_get_version_info(int* a, int* b, int* c) {{ {numbers} }}\n"
-    )
-    target = folder / f"libnvshmem_host-{version}.so"
+    function = f"void nvshmemx_vendor_get_version_info(int* a, int* b, int* c) {{ {numbers} }}"
+    return _library(folder / f"libnvshmem_host-{version}.so", function)
+
+
+def _library(target: Path, text: str) -> Path:
+    source = target.with_suffix(".c")
+    source.write_text(f"{text}\n")
     command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", str(source)]
     subprocess.run([*command, "-o", str(target)], check=True)
     return target
 
 
 def _loads(rank: int, world: int, path: Path, folder: Path) -> None:
-    library = NvshmemLibrary(path, _host(folder, "0.0.0"))
+    device_of(rank)
+    library = load(path)
     assert library.version == "0.0.0" and library.address != 0
+    NvshmemLibrary(path, _host(folder, "0.0.0"))
     with pytest.raises(RuntimeError, match=r"is built for NVSHMEM 0\.0\.0, but 9\.8\.7 is loaded"):
         NvshmemLibrary(path, _host(folder, "9.8.7"))
     with pytest.raises(RuntimeError, match=r"NVSHMEM cannot be loaded: .*nowhere"):
         NvshmemLibrary(path, folder / "nowhere.so")
     with pytest.raises(RuntimeError, match=r"cannot open .*nothing"):
-        NvshmemLibrary(folder / "nothing.so", None)
+        NvshmemLibrary(folder / "nothing.so", LIBRARY)
     with pytest.raises(RuntimeError, match=r"cannot be loaded: .*flux_nvshmem"):
         NvshmemLibrary(_host(folder, "1.1.1"), None)  # some other library
     with pytest.raises(ValueError, match="an id has 128 bytes, got 3"):
@@ -286,12 +326,8 @@ def test_incompatible_library_is_refused(path: Path, tmp_path: Path) -> None:
     run(1, _loads, path, tmp_path)
 
 
-def _other_abi(rank: int, world: int, path: Path) -> None:
-    os.environ["FAKE_NVSHMEM_ABI"] = "99"
+def test_a_library_of_another_abi_is_refused(tmp_path: Path) -> None:
+    other = _library(tmp_path / "other.so", "unsigned flux_nvshmem[40] = {99};")
     expected = _C.NVSHMEM_ABI[0]
     with pytest.raises(RuntimeError, match=f"has ABI 99, expected {expected}: build it again"):
-        NvshmemLibrary(path, None)
-
-
-def test_a_library_of_another_abi_is_refused(path: Path) -> None:
-    run(1, _other_abi, path)
+        NvshmemLibrary(other, None)

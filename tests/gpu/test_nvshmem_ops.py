@@ -1,5 +1,7 @@
-"""Ops on several nodes by NVSHMEM: processes with an emulated device each, symmetric memory and the
-kernels of sums in fake_nvshmem.cpp."""
+"""Ops on several nodes by NVSHMEM: processes with an emulated device each.
+
+Their GEMMs and the kernels of libflux_nvshmem run on the PTX machine; NVSHMEM is the emulated one.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from emulated import EmulatedDevice
-from fake_nvshmem import on_streams_of
+from emulated_nvshmem import load
 from flux import Knobs, PeerTimeoutError, Topology
 from flux.transport import nvshmem
 from flux.transport.virtual import VirtualWorld
-from harness import fresh_ranks, nothing_left_in_shared_memory
+from harness import STRESS, fresh_ranks, nothing_left_in_shared_memory
 from matrix import OPS
+from ptx_device import PtxDevice, ptx_device
 from reference import Inputs, Problem
 from virtual_cases import call_on_and_on
 
 BF16 = torch.bfloat16
 KNOBS = Knobs(comm_tile_rows=3)
+CALLS = 5 * STRESS
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -37,14 +40,17 @@ def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 class Emulated:
     """An emulated device and NVSHMEM for the ops of this process, on one host of several nodes."""
 
-    def __init__(self, rank: int, world: int, emulator: Path, library: Path, lanes: int) -> None:
-        os.environ["FAKE_NVSHMEM_LANES"] = str(lanes)
-        self.device = EmulatedDevice(emulator)
+    def __init__(
+        self, rank: int, world: int, kernels: Path, library: Path, arch: str, lanes: int
+    ) -> None:
+        os.environ["EMULATED_NVSHMEM_LANES"] = str(lanes)
+        self.device = PtxDevice(kernels, arch)
         self.device.identity = f"emulated {rank}"
+        self.device.cuda.seed = 1000 * rank + 1
         self.topology = Topology(world // lanes, 1, lanes)
         real = nvshmem.open_nvshmem
         nvshmem.open_nvshmem = lambda exchange, nodes: real(  # type: ignore[assignment]
-            exchange, self.device, lambda: on_streams_of(self.device, library), nodes
+            exchange, self.device, lambda: load(library), nodes
         )
 
     def build(self, p: Problem, **options: Any) -> Any:
@@ -54,22 +60,23 @@ class Emulated:
     def close(self) -> None:
         """Close, and assert that all resources were released."""
         nvshmem.shutdown()
-        self.device.set_delay(0)
+        self.device.check()
+        assert not self.device.error()
         self.device.close()
         assert self.device.streams() == 0
 
 
 def _problem(op: str, world: int) -> tuple[Problem, list[Inputs]]:
     rng = random.Random(6)
-    p = Problem(op, 33, (13,), 10, BF16)
-    return p, [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(12)]
+    p = Problem(op, 33, (8 * world,), 8 * world, BF16)
+    return p, [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(CALLS)]
 
 
 def _calls(
-    rank: int, world: int, emulator: Path, library: Path, lanes: int
+    rank: int, world: int, kernels: Path, library: Path, arch: str, lanes: int
 ) -> dict[str, list[torch.Tensor]]:
     """Back to back, M changing; by op, the results of every call."""
-    here = Emulated(rank, world, emulator, library, lanes)
+    here = Emulated(rank, world, kernels, library, arch, lanes)
     found = {}
     for op in OPS:
         p, everything = _problem(op, world)
@@ -86,32 +93,33 @@ def _calls(
     return found
 
 
-@pytest.mark.parametrize(("nodes", "lanes"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "lanes", "arch"), [(2, 1, "80"), (2, 1, "90a"), (2, 2, "80"), (2, 2, "90a")]
+)
 def test_processes_give_the_bits_of_virtual_nodes(
-    emulator: Path, fake_nvshmem_library: Path, nodes: int, lanes: int
+    ptx_kernels: Path, nvshmem_library: Path, nodes: int, lanes: int, arch: str
 ) -> None:
     """Those exchange sums on their streams: other code, the same sums."""
     world = nodes * lanes
-    processes = run(world, _calls, emulator, fake_nvshmem_library, lanes)
-    device = EmulatedDevice(emulator)
-    for op in OPS:
-        p, everything = _problem(op, world)
-        with VirtualWorld(world, device, nodes=nodes) as ranks:
-            ops = [p.build(ranks.rank(r), tuning=KNOBS) for r in range(world)]
-            outs = call_on_and_on(ranks, ops, everything)
-            device.finish()
-            for o in ops:
-                o.close()
-        for call, of_ranks in enumerate(outs):
-            for rank in range(world):
-                assert torch.equal(of_ranks[rank][0], processes[rank][op][call])
-    device.close()
+    processes = run(world, _calls, ptx_kernels, nvshmem_library, arch, lanes)
+    with ptx_device(ptx_kernels, arch) as device:
+        for op in OPS:
+            p, everything = _problem(op, world)
+            with VirtualWorld(world, device, nodes=nodes) as ranks:
+                ops = [p.build(ranks.rank(r), tuning=KNOBS) for r in range(world)]
+                outs = call_on_and_on(ranks, ops, everything)
+                device.finish()
+                for o in ops:
+                    o.close()
+            for call, of_ranks in enumerate(outs):
+                for rank in range(world):
+                    assert torch.equal(of_ranks[rank][0], processes[rank][op][call])
 
 
-def _late(rank: int, world: int, emulator: Path, library: Path, op: str) -> None:
+def _late(rank: int, world: int, kernels: Path, library: Path, op: str) -> None:
     """The ranks of node 0 call, those of node 1 do not."""
-    here = Emulated(rank, world, emulator, library, 2)
-    p = Problem(op, 16, (8,), 8, BF16)
+    here = Emulated(rank, world, kernels, library, "90a", 2)
+    p = Problem(op, 16, (32,), 32, BF16)
     made = here.build(p, timeout_s=1.0)
     begin = time.monotonic()
     if rank < 2:
@@ -138,6 +146,6 @@ def _late(rank: int, world: int, emulator: Path, library: Path, op: str) -> None
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
 def test_a_node_that_does_not_call_is_named(
-    emulator: Path, fake_nvshmem_library: Path, op: str
+    ptx_kernels: Path, nvshmem_library: Path, op: str
 ) -> None:
-    run(4, _late, emulator, fake_nvshmem_library, op)
+    run(4, _late, ptx_kernels, nvshmem_library, op)

@@ -1,5 +1,7 @@
-"""The sums of nodes (csrc/cuda/runtime/relay.cuh): the real kernels, on threads of the host, in
-processes that reach other nodes by puts alone. Every rank does by hand what its GEMM would do."""
+"""The sums of nodes (csrc/cuda/runtime/relay.cuh): kernels of libflux_nvshmem on the PTX machine.
+
+Ranks are processes that reach other nodes by puts alone. Each does by hand what its GEMM would do.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fake_nvshmem import Device, Native, RelayArgs, SumArgs, Sync
+from emulated_nvshmem import Native, NodeSumArgs, RelayArgs, Sync, load
 from flux import _C
 from flux.core.integers import ceil_div
 from flux.transport import nvshmem
 from flux.transport.exchange import Exchange
-from flux.transport.nvshmem_library import NvshmemLibrary
 from harness import fresh_ranks
+from ptx_device import MachineDevice
 
 BF16 = torch.bfloat16
 TILE = (24, 16)
@@ -34,8 +36,8 @@ def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 @pytest.fixture
-def path(fake_nvshmem_library: Path) -> Path:
-    return fake_nvshmem_library
+def path(nvshmem_library: Path) -> Path:
+    return nvshmem_library
 
 
 class Regions:
@@ -53,15 +55,21 @@ class Regions:
 class Rank:
     """One rank: its memory, and the parts that a call of GemmRS has."""
 
-    def __init__(self, rank: int, world: int, path: Path, lanes: int, n: int) -> None:
-        os.environ["FAKE_NVSHMEM_LANES"] = str(lanes)
+    def __init__(
+        self, rank: int, world: int, path: Path, lanes: int, n: int, arch: str = "90a"
+    ) -> None:
+        os.environ["EMULATED_NVSHMEM_LANES"] = str(lanes)
+        self.device = MachineDevice(arch=arch)
+        self.device.identity = f"emulated {rank}"
+        self.device.cuda.seed = 1 + rank
         self.rank, self.world, self.lanes, self.n = rank, world, lanes, n
         self.node = range(rank // lanes * lanes, (rank // lanes + 1) * lanes)
         self.owners = [o for o in range(world) if o not in self.node and self.holder(o) == rank]
         exchange = Exchange(dist.group.WORLD, "Op")
-        loader = lambda: NvshmemLibrary(path, None)  # noqa: E731
-        self.transport = nvshmem.open_nvshmem(exchange, Device(rank), loader, world // lanes)
-        self.native = Native(self.transport.job.library, path)
+        self.transport = nvshmem.open_nvshmem(
+            exchange, self.device, lambda: load(path), world // lanes
+        )
+        self.native = Native(self.transport.job.library)
         largest = _C.core.ScatterTiling(MAX_M, n, world, *TILE)
         chunk = ceil_div(MAX_M, world) * n * 2
         regions = Regions()
@@ -141,6 +149,12 @@ class Rank:
                         time.sleep(0.002)
                     flags[self.tiling.flag_index(self.rank, owner, row, column)] = self.epoch
 
+    def finish(self) -> None:
+        """Wait for this rank's kernels, and for what they put."""
+        self.device.finish()
+        self.device.library.emulated_nvshmem_await_puts()
+        assert not self.device.error()
+
     def relay(self, timeout_s: float = 30.0) -> None:
         args = RelayArgs()
         args.m, args.n, args.world, args.blocks = self.m, self.n, self.world, 2
@@ -160,12 +174,16 @@ class Rank:
         self.native.relay(args)
 
     def node_sum(self, timeout_s: float = 30.0) -> torch.Tensor:
-        """[own rows, n]"""
+        """Launch the sum; return where it will be, [own rows, n]."""
         rows = self.rows(self.rank)
         out = torch.full((rows.stop - rows.start, self.n), float("nan"), dtype=BF16)
-        args = SumArgs()
-        args.rank, args.world, args.m, args.n = self.rank, self.world, self.m, self.n
-        args.tile_m, args.tile_n = TILE
+        self.device.keep(out)
+        args = NodeSumArgs()
+        parts = args.sum
+        parts.rank, parts.world, parts.m, parts.n = self.rank, self.world, self.m, self.n
+        parts.first_row, parts.rows = rows.start, rows.stop - rows.start
+        parts.tile_m, parts.tile_n = TILE
+        parts.scale, parts.sm_count = 1.0, 1
         args.source_count = self.lanes
         args.sources[: self.lanes] = self.node
         slots = [self.address(f"slot {self.rank} {source}") for source in range(self.lanes)]
@@ -174,10 +192,12 @@ class Rank:
         for place, first in enumerate(others):
             args.words[place] = self.address(f"words {first}")
             slots.append(self.address(f"inbox {first}"))
-        args.slots[: len(slots)] = slots
-        args.flags = self.address(f"flags {self.rank}")
-        args.out = out.data_ptr()
-        args.sync = self.sync(timeout_s)
+        parts.slots[: len(slots)] = slots
+        parts.slot_count = len(slots)
+        parts.slot_ld = parts.out_ld = self.n
+        parts.flags = self.address(f"flags {self.rank}")
+        parts.outs[0], parts.out_count = out.data_ptr(), 1
+        parts.sync = self.sync(timeout_s)
         self.native.node_sum(args)
         return out
 
@@ -201,15 +221,17 @@ def partials_of(world: int, m: int, n: int, seed: int) -> list[torch.Tensor]:
     return [torch.randn(m, n, generator=generator).to(BF16) for _ in range(world)]
 
 
-def _calls(rank: int, world: int, path: Path, lanes: int, n: int) -> None:
-    me = Rank(rank, world, path, lanes, n)
+def _calls(rank: int, world: int, path: Path, lanes: int, n: int, arch: str) -> None:
+    me = Rank(rank, world, path, lanes, n, arch)
+    me.device.set_delay(2000)
     rng = random.Random(rank)
     for call, m in enumerate((70, 80, 41, 3, 70)):
         partials = partials_of(world, m, n, call)
         me.enter(m)
-        me.scatter(partials[rank], rng)
         me.relay()
+        me.scatter(partials[rank], rng)
         got = me.node_sum()
+        me.finish()
         assert me.status()[0] == 0, me.status()
         assert torch.equal(got, me.expected(partials)), (call, m)
         exact = sum(partial.double()[me.rows(rank)] for partial in partials)
@@ -219,17 +241,22 @@ def _calls(rank: int, world: int, path: Path, lanes: int, n: int) -> None:
     # A peer gives up when all that this rank waits for is there: the host hears of it all the same.
     given_up = [ABANDONED, 0, (rank + 1) % world, 5, 0]
     me.view(rank, "status", 5, torch.int64)[:] = torch.tensor(given_up)
-    assert torch.equal(me.node_sum(), me.expected(partials))
+    got = me.node_sum()
+    me.finish()
+    assert torch.equal(got, me.expected(partials))
     assert me.report() == given_up
     dist.barrier()
     me.transport.leave()
     nvshmem.shutdown()
+    me.device.close()
 
 
-@pytest.mark.parametrize(("lanes", "n"), [(2, 24), (1, 24), (2, 13)])
-def test_rows_are_summed_over_nodes(path: Path, lanes: int, n: int) -> None:
-    """Back to back, with every M another tiling; n = 13 has no rows that are aligned."""
-    run(4, _calls, path, lanes, n)
+@pytest.mark.parametrize(
+    ("lanes", "n", "arch"), [(2, 24, "90a"), (2, 24, "80"), (1, 24, "90a"), (2, 13, "90a")]
+)
+def test_rows_are_summed_over_nodes(path: Path, lanes: int, n: int, arch: str) -> None:
+    """With every M another tiling; n = 13 has no rows that are aligned."""
+    run(4, _calls, path, lanes, n, arch)
 
 
 def _a_flag_is_missing(rank: int, world: int, path: Path) -> None:
@@ -241,6 +268,7 @@ def _a_flag_is_missing(rank: int, world: int, path: Path) -> None:
     me.scatter(partials[rank], random.Random(rank), leave_out=2 if rank == 1 else -1)
     dist.barrier()
     me.relay(timeout_s=1.0)
+    me.finish()
     if rank == 0:
         first, last = me.tiling.tiles_of_owner(2)[0], me.tiling.flag_columns() - 1
         flag = me.tiling.flag_index(1, 2, first, last)
@@ -256,6 +284,7 @@ def _a_flag_is_missing(rank: int, world: int, path: Path) -> None:
         withheld = begin >= end or (rank == 2 and tile_row == first)
         assert words[index] == (0 if withheld else 1), (index, words)
     got = me.node_sum(timeout_s=0.5)
+    me.finish()
     if rank == 2:
         assert me.status()[0] == NODE and me.status()[2] == 0
         assert me.report() == me.status()
@@ -274,10 +303,10 @@ def test_a_strip_that_lacks_a_partial_is_not_sent(path: Path) -> None:
 def _an_owner_is_late(rank: int, world: int, path: Path) -> None:
     """Rank 2 has not entered the call: what it may still read must not be written."""
     me = Rank(rank, world, path, 2, 24)
-    partials = partials_of(world, 70, 24, 1)
     inbox = me.view(rank, f"inbox {2 - me.node[0]}", 16, torch.int64)
     if rank != 2:
         me.enter(70)
+        me.finish()
         dist.barrier()
     else:
         inbox.fill_(99)
@@ -287,8 +316,8 @@ def _an_owner_is_late(rank: int, world: int, path: Path) -> None:
         me.tiling = _C.core.ScatterTiling(70, 24, world, *TILE)
         flags = me.view(0, "flags 2", me.tiling.flag_count(), torch.int32)
         flags.fill_(1)  # all partials are there
-        del partials
         me.relay(timeout_s=0.5)
+        me.finish()
         assert me.status()[0] == ENTRY and me.status()[2:] == [2, 1, 0]
     dist.barrier()
     if rank == 2:

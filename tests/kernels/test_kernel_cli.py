@@ -122,6 +122,16 @@ def test_list_shows_what_is_built(sandbox: Sandbox) -> None:
     assert "built" not in sandbox.compile("--set", "minimal", "--list").stdout
 
 
+def test_list_keeps_kernels_for_gpus_and_for_the_machine_apart(sandbox: Sandbox) -> None:
+    shutil.copytree(ROOT / "csrc/cuda/runtime", sandbox.csrc / "cuda/runtime")
+    options = ("--set", "minimal", "--arch", "90a", "--out", str(sandbox.root / "kernels"))
+    for first, other in (((), ("--emulated",)), (("--emulated",), ())):
+        shutil.rmtree(sandbox.root / "kernels", ignore_errors=True)
+        assert sandbox.compile(*options, *first).returncode == 0
+        assert sandbox.compile(*options, *first, "--list").stdout.count("built ") == len(SM90)
+        assert "built" not in sandbox.compile(*options, *other, "--list").stdout
+
+
 def test_missing_nvcc_or_cutlass_prints_how_to_install_it(sandbox: Sandbox) -> None:
     shutil.rmtree(sandbox.root / "packages")
     (sandbox.root / "packages").mkdir()

@@ -34,7 +34,10 @@ PACKAGE = "nvidia-nvshmem-cu13"
 def tools(sandbox: Sandbox) -> RuntimeTools:
     for name in ("cuda/runtime", "cuda/sync.cuh", "cuda/gemm/reduce.cuh"):
         source, target = ROOT / "csrc" / name, sandbox.csrc / name
-        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)
     nvshmem = toolchain.Tool("3.8.0", str(sandbox.root / "nvshmem"), f"package {PACKAGE}")
     return RuntimeTools(sandbox.tools(), nvshmem)
 
@@ -140,6 +143,50 @@ def test_missing_tools_are_named(
         runtime.find_tools()
 
 
+@pytest.fixture
+def checkout(
+    sandbox: Sandbox, tools: RuntimeTools, monkeypatch: pytest.MonkeyPatch
+) -> RuntimeTools:
+    """A checkout with the emulated NVSHMEM."""
+    shutil.copytree(ROOT / "emulator/nvshmem/include", sandbox.root / "emulator/nvshmem/include")
+    (sandbox.root / "emulator/gpu").mkdir()
+    (sandbox.root / "emulator/gpu/libemulated_gpu.so").write_text("")
+    monkeypatch.setattr(runtime.build, "find_tools", sandbox.tools)
+    return runtime.find_tools(emulated=True)
+
+
+def test_an_emulated_library_holds_ptx_alone(
+    sandbox: Sandbox, tools: RuntimeTools, checkout: RuntimeTools
+) -> None:
+    assert make(sandbox, checkout)
+    assert not make(sandbox, checkout)
+    [compiling], [linking] = sandbox.calls(), sandbox.calls(compiling=False)
+    code = [argument for argument in compiling["arguments"] if "gencode" in argument]
+    assert [argument.rpartition("=")[2] for argument in code] == ["compute_80", "compute_90a"]
+    assert f"-I{sandbox.root / 'emulator/nvshmem/include'}" in compiling["arguments"]
+    assert str(sandbox.root / "emulator/gpu/libemulated_gpu.so") in linking["arguments"]
+    assert not any("nvshmem_host" in argument for argument in linking["arguments"])
+    assert make(sandbox, tools), "one for GPUs is another library"
+    header = sandbox.root / "emulator/nvshmem/include/nvshmemx.h"
+    header.write_text(header.read_text() + "\n")
+    assert make(sandbox, checkout)
+
+
+def test_an_emulated_library_is_not_used_on_gpus(sandbox: Sandbox, checkout: RuntimeTools) -> None:
+    make(sandbox, checkout)
+    with pytest.raises(MissingToolError, match=r"is built for the emulator 0\.0\.0, but"):
+        runtime.usable([sandbox.cache])
+
+
+def test_what_an_emulated_library_lacks_is_named(sandbox: Sandbox, checkout: RuntimeTools) -> None:
+    (sandbox.root / "emulator/gpu/libemulated_gpu.so").unlink()
+    with pytest.raises(MissingToolError, match=r"libemulated_gpu\.so is not built: make emulator"):
+        runtime.find_tools(emulated=True)
+    shutil.rmtree(sandbox.root / "emulator")
+    with pytest.raises(MissingToolError, match="is not a checkout of flux"):
+        runtime.find_tools(emulated=True)
+
+
 def test_compile_runtime_command_builds_the_library(sandbox: Sandbox, tools: RuntimeTools) -> None:
     files = ["include/nvshmem.h", "lib/libnvshmem_device.a", "lib/libnvshmem_host.so.3"]
     packages = sandbox.root / "packages"
@@ -155,6 +202,10 @@ def test_compile_runtime_command_builds_the_library(sandbox: Sandbox, tools: Run
     assert re.fullmatch(rf"{runtime.NAME}: built in \d+ s: {sandbox.cache}/.*\.so\n", done.stdout)
     again = json.loads(sandbox.compile("--runtime", "--json").stdout)
     assert (again["status"], again["nvshmem"]) == ("ready", "3.7.7")
+    refused = sandbox.compile("--runtime", "--emulated")
+    assert refused.returncode == 2 and "--emulated needs --out" in refused.stderr
+    refused = sandbox.compile("--runtime", "--emulated", "--out", str(sandbox.root / "out"))
+    assert refused.returncode == 2 and "is not a checkout of flux" in refused.stderr
     refused = sandbox.compile("--runtime", "--only", "x")
     assert refused.returncode == 2 and "--runtime cannot be combined" in refused.stderr
     refused = sandbox.compile("--runtime", "--arch", "70")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fake_nvshmem import remove_leftovers
+from emulated_nvshmem import PREFIX, remove_leftovers
 from harness import RanksFailed, fresh_ranks, run_ranks
 from reference import DTYPES, Inputs, Problem
 from scripts import ROOT, start_interruptible
@@ -147,7 +147,7 @@ def test_commands_can_be_interrupted_where_pytest_ignores_it() -> None:
 def test_shared_memory_of_dead_nvshmem_jobs_is_removed() -> None:
     process = subprocess.Popen(["true"])
     process.wait(30)
-    names = [Path(f"/dev/shm/flux-fake-{pid}-1-0") for pid in (process.pid, os.getpid())]
+    names = [Path(f"/dev/shm/{PREFIX}{pid}_1_0") for pid in (process.pid, os.getpid())]
     try:
         for name in names:
             name.touch()

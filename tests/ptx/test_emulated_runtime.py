@@ -142,7 +142,10 @@ most = 227 * 1024 - 1032  # without the kernel's own shared memory
 assert library.shared(most) == 0 and library.shared(most + 1) == 1
 assert library.copy_matrix(*addresses, 64, 200, 1) == 0
 device.model = "A100"
-assert library.shared(163 * 1024 - 1032) == 0 and library.shared(most) == 1
+assert library.shared(1024) == 98  # cudaErrorInvalidDeviceFunction
+assert "the fatbinary has no PTX for sm_80" in device.error()
+device.clear()
+device.model = "H200"
 assert library.other_entry() == 1  # cudaDriverEntryPointSymbolNotFound
 source.fill_(1)
 assert library.fill(addresses[0], 0, ctypes.c_ulonglong(400)) == 0
@@ -220,9 +223,11 @@ from emulator.gpu import LIBRARY
 
 device, gpu = cuda_device(), ctypes.CDLL(str(LIBRARY))
 def addresses(*names):
-    return [ctypes.cast(getattr(gpu, f"emulator_{n}"), ctypes.c_void_p).value for n in names]
-device.attach(*addresses("run", "fail"))
-device.attach_early(*addresses("run_early", "release_next", "predecessor_ended"))
+    return [ctypes.cast(getattr(gpu, n), ctypes.c_void_p).value for n in names]
+streams = ("cuStreamCreateWithPriority", "cuStreamDestroy_v2", "cuStreamSynchronize")
+device.attach(*addresses("emulator_run", *streams, "emulator_fail"))
+early = ("run_early", "release_next", "predecessor_ended")
+device.attach_early(*addresses(*(f"emulator_{n}" for n in early)))
 library = ctypes.CDLL(sys.argv[1])
 stream = ctypes.c_void_p()
 assert gpu.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0

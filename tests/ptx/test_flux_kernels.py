@@ -89,6 +89,24 @@ def plain_gemm(ptx: PtxDevice, kept: list[torch.Tensor]) -> tuple[_C.Kernel, _C.
     return kernel, args
 
 
+def test_a_peer_that_has_given_up_is_told_to_the_host(ptx: PtxDevice) -> None:
+    """It wrote to this rank's status alone. A kernel looks there when it ends."""
+    kept = [torch.zeros(8, dtype=torch.int64) for _ in range(2)]
+    status, report = kept
+    kernel, args = plain_gemm(ptx, kept)
+    signals = torch.full((128,), 5, dtype=torch.int32)  # all rows are there
+    args.signals, args.order.comm_tile_rows = signals.data_ptr(), 128
+    args.order.nodes = args.order.domains = args.order.lanes = 1
+    args.sync.timeout_ns = 10**10
+    args.sync.epoch, args.sync.status, args.sync.report = 5, status.data_ptr(), report.data_ptr()
+    for given_up in ([0, 0, 0, 0, 0], [4, 0, 3, 5, 0]):  # FLUX_ABANDONED, by rank 3
+        status[:5] = torch.tensor(given_up)
+        ptx.keep(signals)
+        kernel.launch(args, 0)
+        ptx.finish()
+        assert report[:5].tolist() == given_up
+
+
 def waiting_reduction(
     ptx: PtxDevice, most_blocks: int, kept: list[torch.Tensor]
 ) -> tuple[_C.Kernel, _C.ReduceArgs, torch.Tensor]:

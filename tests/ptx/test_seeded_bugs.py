@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from emulated import SwitchedWorld
+from emulated import HeapWorld, SwitchedWorld
+from emulated_nvshmem import puts_of
 from flux import Knobs
+from flux.kernels import runtime
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS, stress_only
 from ptx_device import PtxDevice
@@ -40,13 +42,13 @@ def built(ranks: VirtualWorld, device: PtxDevice, op: str, reduce: str = "local"
 
 
 def call(
-    device: PtxDevice, op: str, rows: Sequence[int], reduce: str = "local", switch: bool = False
+    device: PtxDevice, ranks: VirtualWorld, op: str, rows: Sequence[int], reduce: str = "local"
 ) -> None:
     """Call an op on all ranks, once for each number of rows, one behind the other."""
-    world = 2
-    everything = [Inputs(problem_of(op), m, world, seed=m) for m in rows]
-    path = "fused" if reduce == "local" else "unfused"  # which may err by more
-    with (SwitchedWorld if switch else VirtualWorld)(world, device) as ranks:
+    everything = [Inputs(problem_of(op), m, ranks.world, seed=m) for m in rows]
+    # What kernels add up in flight may err by more.
+    path = "unfused" if reduce != "local" else "two_levels" if ranks.nodes > 1 else "fused"
+    with ranks:
         ops = built(ranks, device, op, reduce)
         for _ in range(2):  # the first one reads the PTX: copies may be done before kernels start
             outs = call_on_and_on(ranks, ops, everything)
@@ -85,25 +87,39 @@ def replay(device: PtxDevice, op: str, rows: Sequence[int], world: int = 2) -> N
             one.close()
 
 
-def make_calls(device: PtxDevice, bug: Bug) -> None:
+def nodes_of(device: PtxDevice, kernels: Path) -> HeapWorld:
+    """Two ranks, each a node, which the libflux_nvshmem in ``kernels`` connects."""
+    return HeapWorld(2, device, 2, puts_of(device, runtime.scan(kernels)[0].path))
+
+
+def ranks_for(bug: Bug, device: PtxDevice, kernels: Path) -> VirtualWorld:
+    """Return new ranks for a call with this bug."""
+    if bug.puts:
+        return nodes_of(device, kernels)
+    return (SwitchedWorld if bug.switch else VirtualWorld)(2, device)
+
+
+def make_calls(device: PtxDevice, kernels: Path, bug: Bug) -> None:
     for seed in range(TRIES):
         device.cuda.seed = 1000 * seed
         if bug.captured:
             replay(device, bug.op, bug.rows)
         else:
-            call(device, bug.op, bug.rows, bug.reduce, bug.switch)
+            call(device, ranks_for(bug, device, kernels), bug.op, bug.rows, bug.reduce)
 
 
-def make_calls_without_bug(device: PtxDevice) -> None:
+def make_calls_without_bug(device: PtxDevice, kernels: Path) -> None:
     for op in ("ag_gemm", "gemm_rs"):
         for seed in range(2 * STRESS):
             device.cuda.seed = 1000 * seed
             for rows in ((131,), (256,)):
-                call(device, op, rows)
+                call(device, VirtualWorld(2, device), op, rows)
+                call(device, nodes_of(device, kernels), op, rows)
             if op == "gemm_rs" and device.capability >= (9, 0):
-                call(device, op, (131,), "in_flight", switch=True)
+                call(device, SwitchedWorld(2, device), op, (131,), "in_flight")
             if seed % 8 == 0:
-                call(device, op, (131, 256, 131))
+                call(device, VirtualWorld(2, device), op, (131, 256, 131))
+                call(device, nodes_of(device, kernels), op, (131, 256, 131))
                 replay(device, op, (131,))
 
 
@@ -113,9 +129,9 @@ def _run(answer: Any, kernels: Path, arch: str, bug: Bug | None) -> None:
     device.cuda.edit = None if bug is None else bug.edit
     try:
         if bug is None:
-            make_calls_without_bug(device)
+            make_calls_without_bug(device, kernels)
         else:
-            make_calls(device, bug)
+            make_calls(device, kernels, bug)
     except Exception as problem:
         answer.send(device.cuda.error() or repr(problem))
         os._exit(0)  # streams that failed are not waited for, nor are ops closed that use them
@@ -153,6 +169,7 @@ QUICK = {
     "flags raised relaxed",
     "no proxy fence behind the acquire",
     "bulk stores awaited with .read",
+    "a relay without a fence before its put",
 }
 
 

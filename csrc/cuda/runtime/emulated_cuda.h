@@ -1,11 +1,22 @@
 // The CUDA runtime of emulated kernel libraries: emulated_cudart.cpp, which is
-// linked into each of them, calls these functions.
+// linked into each of them, calls these functions. So does the emulated NVSHMEM (emulator/nvshmem).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 extern "C" {
+
+// The emulated NVSHMEM, as the machine calls it when a kernel puts.
+struct FluxEmulatedNic {
+  // What `place`, an address of this rank's symmetric memory, names at a rank; null: it is not in
+  // symmetric memory, or there is no such rank.
+  void* (*at_rank)(const void* place, int rank);
+  // Returns at once. Later, at any time, it copies the bytes and then stores the value, whole, to the
+  // word. `to` and `word` are addresses of this process. It reads `from` when it copies.
+  void (*put)(void* to, const void* from, std::size_t bytes, std::uint64_t* word,
+              std::uint64_t value);
+};
 
 // Errors are values of cudaError_t. A kernel is named by the address of its host function.
 struct FluxEmulatedCuda {
@@ -31,6 +42,13 @@ struct FluxEmulatedCuda {
                       const std::uint64_t* strides, const unsigned* box, const unsigned* steps,
                       int interleave, int swizzle, int promotion, int fill);
   int (*fill)(void* memory, int value, std::size_t bytes, void* stream);  // cudaMemsetAsync
+  int (*create_stream)(void** stream);
+  int (*destroy_stream)(void* stream);
+  int (*synchronize)(void* stream);
+  // Memory that kernels may access from now on, or no more; the name is for messages.
+  void (*add_memory)(void* memory, std::size_t bytes, const char* name);
+  void (*remove_memory)(void* memory);
+  void (*attach_nic)(const FluxEmulatedNic* nic);
 };
 
 // The only symbol of the machine that libraries look up.

@@ -140,6 +140,17 @@ cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStre
   return keep(result(machine()->fill(memory, value, bytes, stream)));
 }
 
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
+  return keep(result(machine()->create_stream(reinterpret_cast<void**>(stream))));
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  return keep(result(machine()->destroy_stream(stream)));
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return keep(result(machine()->synchronize(stream)));
+}
+
 cudaError_t cudaGetLastError() {
   const cudaError_t status = last;
   last = cudaSuccess;
@@ -153,12 +164,18 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) {
+  if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
   return device == 0 ? cudaSuccess : keep(cudaErrorInvalidDevice);
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (machine() == nullptr) return keep(cudaErrorInsufficientDriver);
-  if (attribute != cudaDevAttrMultiProcessorCount) return keep(cudaErrorNotSupported);
-  *value = machine()->multiprocessors();
+  if (attribute == cudaDevAttrMultiProcessorCount) {
+    *value = machine()->multiprocessors();
+  } else if (attribute == cudaDevAttrGPUDirectRDMAWritesOrdering) {
+    *value = cudaGPUDirectRDMAWritesOrderingOwner;  // the weakest order that a GPU has
+  } else {
+    return keep(cudaErrorNotSupported);
+  }
   return cudaSuccess;
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from emulated import ROOT, EmulatedDevice, build, emulated_device
-from flux.kernels import driver
+from flux.kernels import driver, runtime
 from flux.kernels.build import MissingToolError, find_tools
 from flux.kernels.config import GemmConfig
 from flux.kernels.sets import config_set
@@ -39,7 +39,10 @@ def _build_kernels(folder: str, configs: Sequence[GemmConfig]) -> Path:
 
 
 def _build_ptx_kernels(_: Path) -> Path:
-    return _build_kernels("emulated-kernels", config_set("minimal", ARCHS))
+    root = _build_kernels("emulated-kernels", config_set("minimal", ARCHS))
+    library, _ = runtime.make(root, runtime.find_tools(emulated=True), ARCHS)
+    runtime.remove_others(root, library)
+    return root
 
 
 def _build_in_flight_kernels(_: Path) -> Path:
@@ -68,7 +71,8 @@ def _built_or_skipped(
 
 @pytest.fixture(scope="session")
 def ptx_kernels(pytestconfig: pytest.Config) -> Path:
-    """The minimal set for the PTX machine; skips the test where nvcc or CUTLASS is missing."""
+    """The minimal set and libflux_nvshmem for the PTX machine; skips the test where nvcc or CUTLASS
+    is missing."""
     return _built_or_skipped(pytestconfig, "ptx-kernels", _build_ptx_kernels)
 
 

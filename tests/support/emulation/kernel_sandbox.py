@@ -110,14 +110,14 @@ class Sandbox:
         lines = path.read_text().splitlines() if path.exists() else []
         return [call for call in map(json.loads, lines) if call["compiling"] is compiling]
 
-    def tools(self) -> Tools:
+    def tools(self, emulated: bool = False) -> Tools:
         """What ``build.find_tools`` finds here, for use in this process."""
         nvcc = toolchain.Tool(
             self.settings["version"], str(self.root / "cuda/bin/nvcc"), "CUDA_HOME"
         )
         include = self.root / "packages/cutlass_library/source/include"
         cutlass = toolchain.Tool("4.2.0.0", str(include), "package nvidia-cutlass")
-        return Tools(nvcc, cutlass, self.csrc)
+        return Tools(nvcc, cutlass, self.csrc, emulated=emulated)
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         """`flux compile`, as builds run it: without torch."""

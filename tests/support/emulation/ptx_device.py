@@ -1,4 +1,4 @@
-"""The emulated GPU with flux's own kernels, whose PTX the machine of emulator/ executes."""
+"""The emulated GPU with kernels whose PTX the machine of emulator/ executes."""
 
 from __future__ import annotations
 
@@ -18,30 +18,36 @@ from flux.kernels.registry import Registry
 CAPABILITIES = {"80": (8, 0), "90a": (9, 0)}  # by architecture
 
 
-class PtxDevice(EmulatedDevice):
-    """A GPU whose kernels are those of emulated libraries.
+class MachineDevice(EmulatedDevice):
+    """A GPU whose streams run kernels of emulated libraries.
 
     Args:
-        kernels: directory of kernel libraries, built by `flux compile --emulated`.
-        arch: of the GPU, a key of ``CAPABILITIES``. Kernels for others are left out.
+        library: the emulated GPU, or stand-in kernels that are linked to it.
+        arch: of the GPU, a key of ``CAPABILITIES``.
     """
 
-    def __init__(self, kernels: Path, arch: str) -> None:
+    def __init__(self, library: Path = LIBRARY, arch: str = "90a") -> None:
         self.capability = CAPABILITIES[arch]
         self.cuda = cuda_device()
-        super().__init__(LIBRARY)
-        built = Registry.load([kernels])
-        of_arch = {name: k for name, k in built.kernels.items() if k.config.arch == arch}
-        self.registry = replace(built, kernels=of_arch)  # type: ignore[assignment]
+        super().__init__(library)
         self.cuda.model = "A100" if self.capability < (9, 0) else "H200"
         self.cuda.multiprocessors = self.sm_count
-        self.cuda.attach(*self._addresses("run", "fail"))
-        self.cuda.attach_early(*self._addresses("run_early", "release_next", "predecessor_ended"))
+        self.cuda.attach(
+            *self._addresses(
+                "emulator_run",
+                "cuStreamCreateWithPriority",
+                "cuStreamDestroy_v2",
+                "cuStreamSynchronize",
+                "emulator_fail",
+            )
+        )
+        names = ("run_early", "release_next", "predecessor_ended")
+        self.cuda.attach_early(*self._addresses(*(f"emulator_{name}" for name in names)))
         self.library.emulator_observe(ctypes.c_void_p(self.cuda.observer))
         self._gpus: dict[int, int] = {}
 
     def _addresses(self, *names: str) -> list[int | None]:
-        entries = [getattr(self.library, f"emulator_{name}") for name in names]
+        entries = [getattr(self.library, name) for name in names]
         return [ctypes.cast(entry, ctypes.c_void_p).value for entry in entries]
 
     def reset(self) -> None:
@@ -81,6 +87,7 @@ class PtxDevice(EmulatedDevice):
         return memory
 
     def _add_multicast(self, address: int, members: list[int], size: int) -> None:
+        super()._add_multicast(address, members, size)
         self.cuda.machine.add_multicast(address, size, members)
 
     def finish(self) -> None:
@@ -96,6 +103,24 @@ class PtxDevice(EmulatedDevice):
         """Raise the first error of a kernel."""
         if self.cuda.error():
             raise PtxError(self.cuda.error())
+
+
+class PtxDevice(MachineDevice):
+    """A GPU whose kernels are those of emulated libraries.
+
+    Args:
+        kernels: directory of kernel libraries, built by `flux compile --emulated`.
+        arch: of the GPU, a key of ``CAPABILITIES``. Kernels for others are left out.
+    """
+
+    def __init__(self, kernels: Path, arch: str) -> None:
+        super().__init__(arch=arch)
+        built = Registry.load([kernels])
+        of_arch = {name: k for name, k in built.kernels.items() if k.config.arch == arch}
+        self.registry = replace(built, kernels=of_arch)  # type: ignore[assignment]
+
+    def _add_multicast(self, address: int, members: list[int], size: int) -> None:
+        self.cuda.machine.add_multicast(address, size, members)
 
 
 @contextmanager

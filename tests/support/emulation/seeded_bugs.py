@@ -8,6 +8,8 @@ from typing import Any
 
 SM80, SM90, REDUCE = "sm806kernel", "device_kernel", "reduce_kernelIN7cutlass10bfloat16_tELi8"
 MEET = "meet_kernel"
+RELAY = "relay_kernelIN7cutlass10bfloat16_tELi8"
+NODE_SUM = "node_sum_kernelIN7cutlass10bfloat16_tELi8"
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Bug:
         captured: whether the calls are replays of a graph.
         reduce: the knob of the op.
         switch: whether ranks are behind an NVLink switch.
+        puts: whether each rank is a node, which libflux_nvshmem connects.
     """
 
     arch: str
@@ -40,6 +43,7 @@ class Bug:
     captured: bool = False
     reduce: str = "local"
     switch: bool = False
+    puts: bool = False
 
     def edit(self, text: str) -> str:
         """Return the text with the bug, where it has the kernel."""
@@ -62,6 +66,7 @@ class Bug:
 # -- what messages say is missing ------------------------------------------------------------------
 ACQUIRED = "missing is an acquire of the signal that announces it"
 RELEASED = r"missing is a release and an acquire \(or fences\) of scope .sys"
+OF_GPU = r"missing is a release and an acquire \(or fences\) of scope .gpu"
 SCOPE = "missing is the scope .sys at both"
 FENCED = "missing is a fence.proxy.async between them"
 BARRIER = "missing is a barrier of both warps"
@@ -70,6 +75,8 @@ BULK_READ = "missing is cp.async.bulk.wait_group.read by the thread that copies"
 BULK = r"missing is cp.async.bulk.wait_group \(without .read\) by the thread that copies"
 COUNTED = "missing is a wait for the phase of the mbarrier that counts its bytes"
 MULTIPLIED = "missing is wgmma.wait_group"
+NIC_FENCED = r"missing is a fence of scope .sys by the thread that wrote"
+PUT_SEEN = "missing is an acquire of the (signal that announces it|word that the put raises)"
 DEADLOCK = "deadlock: every thread waits"
 
 # -- statements ------------------------------------------------------------------------------------
@@ -84,6 +91,7 @@ TMA_ADD = r"cp\.reduce\.async\.bulk\.tensor\.2d\.global\.shared::cta\.add"
 STMATRIX = r"stmatrix\.sync"
 PRODUCT = r"wgmma\.mma_async"
 TRY_WAIT = r"mbarrier\.try_wait"
+PUT = "call.uni"
 WAITS = r"[^\n]*\n +waits for "
 
 # -- patterns --------------------------------------------------------------------------------------
@@ -92,6 +100,11 @@ NOT_JOINED = r"and.pred \1, \2, \2;"
 REACHED = r"setp\.gt\.s32\s+(\S+), (\S+), -1;"  # a word has reached the epoch
 REACHED_BEFORE = r"setp.gt.s32 \1, \2, -2;"
 FIRST_SIGNAL = r"(?=\s*@\S+ bra \S+;\s*(?:\.loc[^\n]*\s*)*cvt\.s64\.s32)"  # a loop begins
+# How many flags a strip has, compared with the number of a thread.
+FLAGS_OF_STRIP = (
+    r"(mul\.lo\.s32\s+(%r\d+), %r\d+, %r\d+;)"
+    r"(?=\s*(?:\.loc[^\n]*\s*)*setp\.ge\.s32\s+%p\d+, %r\d+, \2;)"
+)
 LAST_STORE = (
     r"(?s)(\{\s*\.reg \.pred p;\s*setp\.ne\.b32 p, \S+, 0;\s*@p st\.global\.v4[^}]*\};\s*\})"
 )
@@ -121,6 +134,10 @@ def _rs90(pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
 
 def _meet(arch: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
     return Bug(arch, "gemm_rs", MEET, pattern, change, error, at, captured=True, **more)
+
+
+def _node(kernel: str, pattern: str, change: str, error: str, at: str, **more: Any) -> Bug:
+    return Bug("80", "gemm_rs", kernel, pattern, change, error, at, puts=True, **more)
 
 
 BUGS = {
@@ -352,5 +369,21 @@ BUGS = {
         TMA_STORE,
         rows=(131, 256, 131),
         reduce="in_flight",
+    ),
+    # -- libflux_nvshmem: the sums of nodes
+    "a relay without a fence before its put": _node(
+        RELAY, r"membar\.sys;", "", NIC_FENCED, PUT, number=-1
+    ),
+    "a relay without a barrier before its put": _node(
+        RELAY, r"bar\.sync\s+0;", "", r"missing is a (barrier of both warps|bar\.warp\.sync)", PUT
+    ),
+    "a relay that reads flags relaxed": _node(
+        RELAY, r"ld\.acquire\.sys\.global\.u32", "ld.relaxed.sys.global.u32", OF_GPU, SUMMED
+    ),
+    "a relay that awaits a flag less": _node(
+        RELAY, FLAGS_OF_STRIP, r"\1 sub.s32 \2, \2, 1;", OF_GPU, rf"({SUMMED}|{STORED})"
+    ),
+    "words of nodes read relaxed": _node(
+        NODE_SUM, r"ld\.acquire\.sys\.global\.u64", "ld.relaxed.sys.global.u64", PUT_SEEN, SUMMED
     ),
 }

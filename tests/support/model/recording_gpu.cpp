@@ -10,8 +10,8 @@
 #include "cuda/arguments.h"
 #include "cuda/runtime/nvshmem_abi.h"
 #include "gpu/batch_op.h"
-#include "gpu/heaps.h"
 #include "multicast.h"
+#include "nvshmem/heaps.h"
 
 namespace {
 

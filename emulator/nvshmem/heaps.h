@@ -16,15 +16,22 @@ inline void add_heaps(int ranks, const std::uintptr_t* begins, std::size_t bytes
   all_heaps.push_back({{begins, begins + ranks}, bytes});
 }
 
-// What `place` names at a rank.
-template <class T>
-T* at_rank(T* place, int rank) {
-  const auto at = reinterpret_cast<std::uintptr_t>(place);
+// What `place` names at a rank; null: it is in no heap, or there is no such rank.
+inline std::uintptr_t find_at_rank(std::uintptr_t place, int rank) {
   for (auto heaps = all_heaps.rbegin(); heaps != all_heaps.rend(); ++heaps) {
     for (const std::uintptr_t begin : heaps->begins) {
-      if (at < begin || at >= begin + heaps->bytes) continue;
-      return reinterpret_cast<T*>(heaps->begins.at(rank) + (at - begin));
+      if (place < begin || place >= begin + heaps->bytes) continue;
+      if (rank < 0 || rank >= static_cast<int>(heaps->begins.size())) return 0;
+      return heaps->begins[static_cast<std::size_t>(rank)] + (place - begin);
     }
   }
-  std::abort();
+  return 0;
+}
+
+// The same, of a place that is in a heap.
+template <class T>
+T* at_rank(T* place, int rank) {
+  const std::uintptr_t found = find_at_rank(reinterpret_cast<std::uintptr_t>(place), rank);
+  if (found == 0) std::abort();
+  return reinterpret_cast<T*>(found);
 }

@@ -1,0 +1,204 @@
+"""Compare the op simulator with published times of fused ops. Runs without a GPU, in a minute.
+
+    python benchmarks/op_simulator.py benchmarks/results/simulator/op.json
+
+The only published time that enters is the GEMM's of the same row; links and devices are those of
+tuning/clusters. Exposed communication and total are never inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import ROOT, markdown, percent
+
+from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
+from flux.machine.cluster import load_cluster
+from flux.plan.op_simulator import Simulated, legal_knobs, simulate, unfused
+
+RESULT = ROOT / "benchmarks" / "results" / "simulator" / "op.json"
+WORLD = 8
+SIZES = {"ag_gemm": (49152, 12288), "gemm_rs": (12288, 49152)}
+"""N and K of each op: the two layers of GPT-3 175B's MLP (Flux paper, section 5.1)."""
+
+
+class Published(NamedTuple):
+    """One row of a published table; times in ms."""
+
+    cluster: str
+    op: str
+    torch_gemm: float
+    torch_exposed: float
+    flux_gemm: float
+    flux_exposed: float
+
+
+# github.com/bytedance/flux, README.md and docs/performance_report.md: M = 4096, fp16, 8 ranks.
+PUBLISHED = (
+    Published("flux-a800", "ag_gemm", 2.438, 0.662, 2.378, 0.091),
+    Published("flux-a800", "gemm_rs", 2.453, 0.646, 2.429, 0.080),
+    Published("flux-h800", "ag_gemm", 0.846, 0.583, 0.814, 0.143),
+    Published("flux-h800", "gemm_rs", 0.818, 0.590, 0.822, 0.111),
+    Published("flux-l20-pcie", "ag_gemm", 5.746, 11.200, 5.316, 0.587),
+    Published("flux-l20-pcie", "gemm_rs", 5.392, 12.273, 5.389, 0.341),
+)
+ROWS = 4096
+
+
+class Ranges(NamedTuple):
+    """Overlap efficiencies of a cluster, lowest and highest over both ops and all M."""
+
+    cluster: str
+    rows: tuple[int, ...]
+    flux: tuple[float, float]
+    medium: tuple[float, float]
+
+
+# Flux paper, section 5.1, bf16, 8 ranks; medium is TransformerEngine.
+PAPER = (
+    Ranges("flux-a100-pcie", (1024, 2048, 4096, 8192), (0.41, 0.57), (-1.25, 0.36)),
+    Ranges("flux-a100-nvlink", (1024, 2048, 4096, 8192), (0.36, 0.96), (-0.99, 0.74)),
+    Ranges("flux-h800", (1024, 2048, 4096, 8192), (0.37, 0.93), (-0.40, 0.80)),
+    Ranges("flux-a100-pcie", (64, 512), (-0.02, 0.41), (-2.13, -0.36)),
+    Ranges("flux-a100-nvlink", (64, 512), (0.14, 0.88), (-3.25, -0.49)),
+    Ranges("flux-h800", (64, 512), (-1.65, -0.82), (-1.42, -0.93)),
+)
+
+
+def best(problem: Problem, cluster_name: str, gemm_ms: float | None = None) -> Simulated:
+    """Return the fastest call over all orders and directions, as tuning would find it."""
+    cluster = load_cluster(cluster_name)
+    runs = [
+        simulate(problem, cluster, knobs, gemm_ms=gemm_ms)
+        for knobs, _ in legal_knobs(problem, cluster)
+    ]
+    return min(runs, key=lambda run: run.total_ms)
+
+
+def line(published: Published, method: str) -> dict[str, Any]:
+    """Return one method of a published row, beside its simulation."""
+    op = published.op
+    problem = Problem(Op[op], ROWS, *SIZES[op], "float16", WORLD)
+    if method == "torch":
+        gemm, exposed = published.torch_gemm, published.torch_exposed
+        run = unfused(problem, load_cluster(published.cluster), gemm)
+    else:
+        gemm, exposed = published.flux_gemm, published.flux_exposed
+        run = best(problem, published.cluster, gemm)
+    return {
+        "cluster": published.cluster,
+        "op": op,
+        "method": method,
+        "gemm_ms": gemm,
+        "published_exposed_ms": exposed,
+        "simulated_exposed_ms": round(run.ect_ms, 4),
+        "published_total_ms": round(gemm + exposed, 4),
+        "simulated_total_ms": round(run.total_ms, 4),
+        "total_off": round(run.total_ms / (gemm + exposed) - 1, 4),
+        "exposed_off": round(run.ect_ms / exposed - 1, 4),
+        "order": run.knobs.order,
+        "direction": run.knobs.direction,
+    }
+
+
+def ranges(published: Ranges) -> dict[str, Any]:
+    """Return the simulated efficiencies beside a published range."""
+    cluster = load_cluster(published.cluster)
+    shapes = []
+    for op, sizes in SIZES.items():
+        for m in published.rows:
+            problem = Problem(Op[op], m, *sizes, "bfloat16", WORLD)
+            library = unfused(problem, cluster)
+            fused = best(problem, published.cluster)
+            ring = simulate(problem, cluster, Knobs(path="medium"))
+            shapes.append(
+                {
+                    "op": op,
+                    "m": m,
+                    "gemm_ms": round(library.gemm_ms, 4),
+                    "unfused_ms": round(library.total_ms, 4),
+                    "flux_ms": round(fused.total_ms, 4),
+                    "flux": round(1 - fused.ect_ms / library.ect_ms, 4),
+                    "medium": round(1 - ring.ect_ms / library.ect_ms, 4),
+                }
+            )
+    return {
+        "cluster": published.cluster,
+        "published_flux": list(published.flux),
+        "published_medium": list(published.medium),
+        "shapes": shapes,
+    }
+
+
+def document() -> dict[str, Any]:
+    """Return everything, as it is written."""
+    return {
+        "times": [line(row, method) for row in PUBLISHED for method in ("torch", "flux")],
+        "efficiencies": [ranges(row) for row in PAPER],
+    }
+
+
+def signed(share: float) -> str:
+    """Return a deviation with its sign."""
+    return f"{share:+.0%}"
+
+
+def table(content: dict[str, Any]) -> str:
+    """Return the published times beside the simulated ones."""
+    header = ["cluster", "op", "method", "GEMM ms", "total, published", "simulated", "off"]
+    header += ["exposed, published", "simulated", "off"]
+    rows = []
+    for row in content["times"]:
+        cells = [row["cluster"].removeprefix("flux-"), Op[row["op"]].label, row["method"]]
+        cells.append(f"{row['gemm_ms']:.3f}")
+        for part in ("total", "exposed"):
+            cells += [f"{row[f'{who}_{part}_ms']:.3f}" for who in ("published", "simulated")]
+            off = signed(row[f"{part}_off"])
+            cells.append(f"**{off}**" if abs(row[f"{part}_off"]) > LIMITS[part] else off)
+        rows.append(cells)
+    return markdown(header, rows)
+
+
+LIMITS = {"total": 0.1, "exposed": 0.3}
+"""Deviations beyond these are set in bold, and explained in docs/simulator.md."""
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.0%} to {max(values):.0%}"
+
+
+def ranges_table(content: dict[str, Any]) -> str:
+    """Return the published ranges of overlap efficiency beside the simulated ones."""
+    header = ["cluster", "M", "published", "simulated", "AGGemm by M", "GemmRS by M"]
+    rows = []
+    for row in content["efficiencies"]:
+        shapes = row["shapes"]
+        by_op = {op: ", ".join(percent(s["flux"]) for s in shapes if s["op"] == op) for op in SIZES}
+        m = sorted({shape["m"] for shape in shapes})
+        rows.append(
+            [
+                row["cluster"].removeprefix("flux-"),
+                ", ".join(map(str, m)),
+                _range(row["published_flux"]),
+                _range([shape["flux"] for shape in shapes]),
+                *by_op.values(),
+            ]
+        )
+    return markdown(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path, nargs="?", default=RESULT)
+    target = parser.parse_args().target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(document(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

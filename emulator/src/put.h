@@ -1,0 +1,16 @@
+// Puts of kernels to other ranks: what the machine and the emulated NVSHMEM (emulator/nvshmem) share.
+#pragma once
+
+#include "cuda/runtime/emulated_cuda.h"
+#include "machine.h"
+
+namespace emulator {
+
+// Makes puts go to this one from now on.
+void attach_nic(const FluxEmulatedNic* nic);
+
+// emulated_nvshmem_put_signal(to, from, bytes, word, value, rank), which
+// nvshmemx_putmem_signal_nbi_block of emulator/nvshmem/include calls.
+Outcome put_signal(Context& c, const Op& op, Mask mask);
+
+}  // namespace emulator

@@ -1,0 +1,151 @@
+"""`flux simulate`: predict one op on hardware that is not here."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from flux.cli import options
+from flux.cli.ranks import check_writable
+from flux.cli.terminal import refuse
+
+if TYPE_CHECKING:
+    from flux.core.problem import Problem
+    from flux.machine.cluster import Cluster
+    from flux.plan.op_report import Comparison
+
+simulate = typer.Typer(
+    help="Predict one op on hardware that is not here, in virtual time.", no_args_is_help=True
+)
+
+
+@simulate.callback()
+def _root() -> None:
+    """Keep `op` a subcommand while it is the only one."""
+
+
+@simulate.command("op")
+def simulate_op(
+    op: options.Op = "ag_gemm",
+    m: options.M = 4096,
+    n: options.N = 49152,
+    k: options.K = 12288,
+    dtype: Annotated[
+        str, typer.Option(help="Data type of x and the weight; the cluster file has its peak.")
+    ] = "bfloat16",
+    nproc: Annotated[int, typer.Option(help="Number of ranks.")] = 8,
+    hosts: Annotated[
+        int | None,
+        typer.Option(help="Number of hosts, filled evenly (default: as few as hold the ranks)."),
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="Name of a cluster in tuning/clusters, or a file in that format.")
+    ] = "flux-h800",
+    gemm_ms: Annotated[
+        float | None,
+        typer.Option(help="Measured time of a rank's whole GEMM in ms, instead of the roofline's."),
+    ] = None,
+    path: options.PathKnob = None,
+    order: options.Order = None,
+    direction: options.Direction = None,
+    comm_tile_rows: options.CommTileRows = None,
+    swizzle: options.Swizzle = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write a Chrome trace of the three methods to FILE."),
+    ] = None,
+    json_target: options.JsonTarget = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no table.")] = False,
+) -> None:
+    """Simulate unfused, medium and flux, the last with every legal order and direction.
+
+    Runs the real tile schedule of every rank on the links of a cluster file. Needs no GPU, and
+    starts no ranks. docs/simulator.md says what is modelled.
+    """
+    for target in (trace, json_target):
+        if target not in (None, "-"):
+            check_writable(str(target))
+    from flux.core.knobs import Knobs, Op
+    from flux.core.problem import Problem
+    from flux.machine.cluster import load_cluster
+    from flux.plan import op_report
+
+    try:
+        described = load_cluster(cluster)
+        nodes = hosts if hosts is not None else -(-nproc // described.devices)
+        problem = Problem(Op.named(op), m, n, k, _dtype(dtype), nproc, max(nodes, 1))
+        if hosts is not None and hosts < 1:
+            raise ValueError(f"hosts must be at least 1, got {hosts}")
+        if path == "unfused":
+            raise ValueError("--path unfused: that path is always shown; pass fused or medium")
+        given = Knobs(
+            path=path or "fused",
+            order=order,
+            direction=direction,
+            comm_tile_rows=comm_tile_rows,
+            swizzle=swizzle,
+        )
+        comparison = compared(problem, described, given, gemm_ms)
+    except (ValueError, TypeError) as error:
+        refuse(str(error))
+    if trace is not None:
+        _write_trace(comparison, trace)
+    content = op_report.document(comparison, ["flux", *sys.argv[1:]])
+    if not quiet and json_target != "-":
+        op_report.show(comparison, Console())
+    if json_target is not None:
+        from flux.bench.report import write_json
+
+        write_json(content, json_target)
+
+
+def _dtype(text: str) -> str:
+    """Return the canonical name of a dtype, given that or the short one."""
+    from flux.core.dtypes import BY_SHORT
+
+    return BY_SHORT[text].name if text in BY_SHORT else text
+
+
+def compared(
+    problem: Problem, cluster: Cluster, given: object, gemm_ms: float | None = None
+) -> Comparison:
+    """Return all methods, and flux with every order and direction that ``given`` leaves open.
+
+    Raises:
+        ValueError: as ``flux.plan.op_simulator.simulate``.
+    """
+    from flux.core.knobs import Knobs
+    from flux.plan import op_simulator
+    from flux.plan.op_report import Comparison
+
+    assert isinstance(given, Knobs)
+    runs = [
+        (op_simulator.simulate(problem, cluster, knobs, gemm_ms=gemm_ms), orders)
+        for knobs, orders in op_simulator.legal_knobs(problem, cluster, given)
+    ]
+    return Comparison(
+        cluster=cluster,
+        unfused=op_simulator.unfused(problem, cluster, gemm_ms),
+        medium=op_simulator.simulate(problem, cluster, Knobs(path="medium"), gemm_ms=gemm_ms),
+        flux=sorted(runs, key=lambda run: run[0].total_ms),
+        gemm_given=gemm_ms is not None,
+    )
+
+
+def _write_trace(comparison: Comparison, target: str) -> None:
+    from dataclasses import replace
+
+    from flux.trace.chrome import write_chrome
+
+    events = []
+    for one in (comparison.unfused, comparison.medium, comparison.best):
+        for event in one.events():
+            details = {**event.details, "method": one.method}
+            events.append(replace(event, lane=f"{one.method}: {event.lane}", details=details))
+    try:
+        write_chrome(events, target, {"command": ["flux", *sys.argv[1:]], "simulated": True})
+    except OSError as error:
+        refuse(f"cannot write {target}: {error.strerror}")

@@ -1,0 +1,224 @@
+"""One-sided puts between virtual nodes, with flux's GEMMs and libflux_nvshmem on the PTX machine.
+
+All ranks are in one process, so the machine finds accesses of different ranks that no word orders.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from emulated import HeapWorld, Puts
+from emulated_nvshmem import puts_of
+from flux import _C, Knobs, PeerTimeoutError
+from flux.transport.base import Memory
+from flux.transport.virtual import VirtualWorld
+from harness import STRESS, more
+from matrix import OPS
+from ptx_device import PtxDevice
+from reference import Inputs, Problem
+from virtual_cases import call_on_and_on
+
+BF16 = torch.bfloat16
+ADDS = ("gemm_rs", "gemm_ar")  # ops with a relay
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.fixture
+def puts(ptx: PtxDevice, nvshmem_library: Path) -> Puts:
+    ptx.cuda.seed = 1
+    return puts_of(ptx, nvshmem_library)
+
+
+def assert_ran(ptx: PtxDevice, *kernels: str) -> None:
+    """Check that the machine has executed these kernels of libflux_nvshmem."""
+    executed = ptx.cuda.counters()
+    for name in kernels:
+        assert any(name in one for one in executed), f"{name} did not run"
+
+
+def problem(op: str, max_m: int, world: int) -> Problem:
+    """As small as kernels take it."""
+    return Problem(op, max_m, (8 * world,), 8 * world, BF16)
+
+
+def results_of(
+    world: VirtualWorld, p: Problem, knobs: Knobs, everything: list[Inputs]
+) -> list[list[list[torch.Tensor]]]:
+    """Make back-to-back calls, check them, and return results by call and rank."""
+    with world as ranks:
+        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(ranks.world)]
+        outs = call_on_and_on(ranks, ops, everything)
+        ranks.device.finish()  # type: ignore[attr-defined]
+        for o in ops:
+            o.close()
+    for inputs, of_ranks in zip(everything, outs, strict=True):
+        for r in range(world.world):
+            inputs.check(of_ranks[r], r, "two_levels")
+    return outs
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("nodes", "lanes"), [(2, 1), (2, 2), (3, 1), *more((4, 2))])
+def test_puts_give_the_bits_of_exchanges(
+    ptx: PtxDevice, puts: Puts, op: str, nodes: int, lanes: int
+) -> None:
+    """Back to back, late, with an M that changes; the bits of exchanges on streams, where only who
+    moves the sums is different."""
+    world = nodes * lanes
+    p = problem(op, 33, world)
+    rng = random.Random(4)
+    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(4 * STRESS)]
+    knobs = Knobs(comm_tile_rows=3)
+    ptx.set_delay(1000)
+    found = results_of(HeapWorld(world, ptx, nodes, puts), p, knobs, everything)
+    ptx.set_delay(0)
+    expected = results_of(VirtualWorld(world, ptx, nodes), p, knobs, everything)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tiles_in_several_rows_and_columns(ptx: PtxDevice, puts: Puts, op: str) -> None:
+    """Strips wait for flags of several tiles; two ranks share a node."""
+    p = Problem(op, 300, (512,), 128, BF16)
+    everything = [Inputs(p, m, 4, seed=m) for m in (300, 131, 300)]
+    results_of(HeapWorld(4, ptx, 2, puts), p, Knobs(), everything)
+    if op in ADDS:
+        assert_ran(ptx, "relay_kernel", "node_sum_kernel")
+
+
+@pytest.mark.parametrize("poison", ["1", *more("0")])
+@pytest.mark.parametrize("op", OPS)
+def test_buffers_are_free_before_they_are_reused(
+    ptx: PtxDevice, puts: Puts, op: str, poison: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tile per rank and call, so that a delay lets a rank run a whole call ahead of a put."""
+    monkeypatch.setenv("FLUX_POISON", poison)
+    p = problem(op, 4, 2)
+    ptx.set_delay(20_000)
+    everything = [Inputs(p, 4, 2, seed=i) for i in range(12 * STRESS)]
+    results_of(HeapWorld(2, ptx, 2, puts), p, Knobs(), everything)
+    ptx.set_delay(0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_puts_work_on_several_streams(ptx: PtxDevice, puts: Puts, op: str) -> None:
+    """A rank's calls go round three streams, which nothing else orders."""
+    world, nodes = 2, 2
+    p = problem(op, 21, world)
+    everything = [Inputs(p, 21 - s, world, seed=s) for s in range(6)]
+    ptx.set_delay(1000)
+    with HeapWorld(world, ptx, nodes, puts) as ranks:
+        ops = [p.build(ranks.rank(r)) for r in range(world)]
+        streams = [[ranks.new_stream() for _ in range(3)] for _ in range(world)]
+        ready = [[inputs.ready(r) for inputs in everything] for r in range(world)]
+        outs: list[list[list[torch.Tensor]]] = []
+        for number in range(len(everything)):
+            outs.append([])
+            for r in range(world):
+                with ptx.on_stream(streams[r][number % 3]):
+                    outs[-1].append(ready[r][number](ops[r]))
+        for o in ops:
+            o.wait()
+            o.close()
+    ptx.set_delay(0)
+    ptx.check()
+    for inputs, of_ranks in zip(everything, outs, strict=True):
+        for r in range(world):
+            inputs.check(of_ranks[r], r, "two_levels")
+
+
+@pytest.mark.parametrize("how", ["wait", "close"])
+@pytest.mark.parametrize("op", ["gemm_rs", *more("gemm_ar")])
+def test_a_node_that_does_not_call_is_noticed(
+    ptx: PtxDevice, puts: Puts, op: str, how: str
+) -> None:
+    """Ranks 0 and 1 call, those of the other node do not."""
+    p = problem(op, 16, 4)
+    before = ptx.streams()
+    with HeapWorld(4, ptx, 2, puts) as ranks:
+        ops = [p.build(ranks.rank(r), timeout_s=2.0) for r in range(4)]
+        inputs = Inputs(p, 16, 4, seed=1)
+        good = ranks.run(lambda r: inputs.call(ops[r], r))
+        ptx.finish()
+        inputs.check(good[0], 0, "two_levels")
+        ranks.run(lambda r: inputs.call(ops[r], r) if r < 2 else None)
+        for rank in (0, 1):
+            if how == "wait":
+                with pytest.raises(PeerTimeoutError, match=rf"rank {rank}"):
+                    ops[rank].wait()
+            ops[rank].close()
+        with pytest.raises(PeerTimeoutError, match=r"rank 2: rank [01] gave up in call 2"):
+            ops[2].wait()
+        for o in ops:
+            o.close()
+        ptx.finish()
+    assert ptx.streams() == before
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+def _sends_nothing(args: int, stream: int) -> int:
+    """In place of the relay."""
+    return 0
+
+
+class SilentNode(HeapWorld):
+    """Its rank 1, alone on node 1, makes its calls but puts no sums."""
+
+    def remote(self, number: int, rank: int, memory: Memory, boxes: int) -> _C.Remote:
+        before, address = self.puts, ctypes.cast(_sends_nothing, ctypes.c_void_p).value
+        assert address
+        self.puts = replace(before, relay=address) if rank == 1 else before
+        try:
+            return super().remote(number, rank, memory, boxes)
+        finally:
+            self.puts = before
+
+
+@pytest.mark.parametrize("op", ADDS)
+def test_a_timeout_names_the_node_whose_sum_is_missing(ptx: PtxDevice, puts: Puts, op: str) -> None:
+    p = problem(op, 16, 3)
+    with SilentNode(3, ptx, 3, puts) as ranks:
+        ops = [p.build(ranks.rank(r), timeout_s=1.0) for r in range(3)]
+        inputs = Inputs(p, 16, 3, seed=1)
+        outs = ranks.run(lambda r: inputs.call(ops[r], r))
+        ptx.finish()
+        for rank in (0, 2):  # the check of one, which then gives up, is heard by the other
+            named = rf"rank {rank} waited more than 1 s for the sum of node 1, tile"
+            with pytest.raises(PeerTimeoutError, match=named):
+                ops[rank]._backend.check(wait=False)
+        if op == "gemm_rs":
+            assert bool(outs[0][0].isnan().all()) and bool(outs[2][0].isnan().all())
+            inputs.check(outs[1], 1, "two_levels")
+        for made in ops:
+            made.close()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_unused_signal_words_are_refreshed_before_epochs_wrap(
+    ptx: PtxDevice, puts: Puts, op: str
+) -> None:
+    """A word that no recent call has raised must not look new after 2**31 calls."""
+    p = problem(op, 40, 2)
+    with HeapWorld(2, ptx, 2, puts) as ranks:
+        ops = [p.build(ranks.rank(r), tuning=Knobs(comm_tile_rows=2)) for r in range(2)]
+        for epoch, m in ((0, 40), (2**30 - 1, 2), (2**31 - 1, 2), (2**31 + 1, 40)):
+            for o in ops:
+                o._backend.native.epoch = epoch
+            inputs = Inputs(p, m, 2, seed=m)
+            ptx.set_delay(3000 if m == 40 else 0)
+            outs = ranks.run(lambda r, inputs=inputs: inputs.call(ops[r], r))
+            ptx.finish()
+            for r in range(2):
+                inputs.check(outs[r], r, "two_levels")
+        for o in ops:
+            o.close()
+    ptx.set_delay(0)
