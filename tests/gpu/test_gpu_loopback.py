@@ -12,7 +12,15 @@ import torch
 from flux import Knobs, PeerTimeoutError
 from flux.transport.device import Device
 from flux.transport.loopback import LoopbackPeers, LoopbackWorld
-from gpu_cases import cases_on, finish, gpu_and_world, inputs_on, of, random_problem
+from gpu_cases import (
+    cases_on,
+    finish,
+    gpu_and_world,
+    inputs_on,
+    of,
+    random_problem,
+    skip_pull_of_partials,
+)
 from harness import BUSY, more
 from loopback_cases import call, check_peers
 from reference import Problem
@@ -59,6 +67,7 @@ def test_large_kernels_do_not_block_the_copies_they_await(
 ) -> None:
     """Kernels that fill the GPU and wait for copies: nothing that they wait for may need a
     multiprocessor."""
+    skip_pull_of_partials(gpu, op, direction)
     # On the PTX machine, too, there is a tile for each of its eight multiprocessors.
     small = (1024, 1024, 64) if op == "ag_gemm" else (1024, 256, 256)
     m, n, k = of(gpu, (4096, 4096, 2048), small)
@@ -78,6 +87,7 @@ def test_large_kernels_do_not_block_the_copies_they_await(
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("direction", ["push", "pull"])
 def test_back_to_back_calls_repeat_bitwise(gpu: Device, op: str, direction: str) -> None:
+    skip_pull_of_partials(gpu, op, direction)
     m, n, k = of(gpu, (1100, 512, 256), (300, 128, 64))
     world, p = 4, Problem(op, m, (n,), k, torch.bfloat16)
     rng = random.Random(3)
