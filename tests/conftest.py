@@ -16,6 +16,7 @@ pytest_plugins = [
     "side_by_side",
     "browser",
     "device_fixtures",
+    "gpu_cases",
     "emulated_nvshmem",
     "kernel_sandbox",
 ]

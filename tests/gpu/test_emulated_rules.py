@@ -91,7 +91,6 @@ def test_a_straddling_tile_needs_a_guard(gpu: EmulatedDevice, launches: Launches
         with pytest.raises(ValueError, match="launch refused: illegal arguments"):
             launches.scatter(6, 12, world=2, guard=guard)
     launches.scatter(8, 12, world=2, guard=0)  # owners begin with tiles
-    launches.scatter(6, 12, world=2, guard=0, name="gemm_rs_nk_multistage")  # stores rows
 
 
 @pytest.mark.parametrize(("row", "column"), [(-1, 0), (0, -1)])

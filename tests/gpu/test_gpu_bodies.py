@@ -4,7 +4,6 @@ body that uploads inside VirtualWorld.run waits for calls that other ranks have 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 
 from emulated import EmulatedDevice, emulated_device
 from emulated_cases import BF16, OnEmulated
-from flux import Knobs
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS
-from op_cases import random_cases
 from reference import Problem
-from virtual_cases import call_all, call_on_and_on, check_cases, drop_at_once, run_ready
+from virtual_cases import drop_at_once
 
 SIZES = (33, 5, 17, 33, 1)
 
@@ -38,27 +35,6 @@ def build(ranks: VirtualWorld, p: Problem, **options: Any) -> list[Any]:
     return [p.build(ranks.rank(r), **options) for r in range(ranks.world)]
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
-@pytest.mark.parametrize("op", OPS)
-def test_back_to_back_calls_match_float64(device: EmulatedDevice, op: str, direction: str) -> None:
-    p, world = problem(op), 3
-    everything = [OnEmulated(device, p, m, world, seed=i) for i, m in enumerate(SIZES)]
-    with VirtualWorld(world, device) as ranks:
-        ops = build(ranks, p, tuning=Knobs(direction=direction))
-        outs = call_on_and_on(ranks, ops, everything)
-        for made in ops:
-            made.wait()
-            made.close()
-    for inputs, of_ranks in zip(everything, outs, strict=True):
-        for r in range(world):
-            inputs.check(of_ranks[r], r)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_random_cases_match_float64(device: EmulatedDevice, op: str) -> None:
-    check_cases(device, 2, random_cases(5, op, 2, 6), device.finish, partial(OnEmulated, device))
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_dropped_after_the_call_do_not_change_results(
     device: EmulatedDevice, op: str
@@ -74,25 +50,6 @@ def test_tensors_dropped_after_the_call_do_not_change_results(
     for number, inputs in enumerate(everything):
         for r in range(2):
             inputs.check([kept[r][number]], r)
-
-
-@pytest.mark.parametrize("layout", ["strided", "inside"])
-def test_inputs_with_gaps_match_float64(device: EmulatedDevice, layout: str) -> None:
-    p = Problem("ag_gemm", 33, (14, 6), 10, BF16)
-    with VirtualWorld(2, device) as ranks:
-        ops = build(ranks, p)
-        calls = []
-        for seed in range(3):
-            inputs = OnEmulated(device, p, 33, 2, seed=seed)
-            ready = [inputs.ready(r, layout=layout) for r in range(2)]
-            calls.append((inputs, run_ready(ranks, ops, ready)))
-        calls.append((inputs, call_all(ranks, ops, inputs)))
-        device.finish()
-        for given, outs in calls:
-            for r in range(2):
-                given.check(outs[r], r)
-        for made in ops:
-            made.close()
 
 
 def test_body_that_uploads_inside_run_raises(device: EmulatedDevice) -> None:

@@ -1,5 +1,6 @@
-"""Calls in CUDA graphs: captured by torch and replayed with other inputs, among eager calls. All
-ranks are on one GPU, or in processes of their own. `pytest -m gpu`, after `make kernels`."""
+"""Calls in graphs: captured and replayed with other inputs, among eager calls. All ranks are on one
+GPU, or in processes of their own. `pytest -m gpu`, after `make kernels`, captures by torch; without
+a GPU, on the PTX machine (emulator/). What graphs of one op may do: test_graphs.py."""
 
 from __future__ import annotations
 
@@ -9,36 +10,37 @@ import pytest
 import torch
 
 from flux import Knobs
-from flux.transport.device import CudaDevice
+from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import OnDevice, cuda_device
+from gpu_cases import RankGpus, captured, finish, inputs_on, of, skip_pull_of_partials
 from harness import fresh_ranks
 from matrix import OPS
-from reference import Problem
-from virtual_cases import call_all
+from reference import Inputs, Problem
+from virtual_cases import run_ready
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-
-ROWS = (700, 33, 512)
-REPLAYS = 20
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("poisoned")]
 
 
-@pytest.fixture(scope="module")
-def device() -> CudaDevice:
-    return cuda_device()
+@pytest.fixture
+def device(gpu: Device) -> Device:
+    return gpu
 
 
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUX_POISON", "1")
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+def rows(device: Device) -> tuple[int, ...]:
+    """M of the captured calls. The kernels of the PTX machine have tiles of 128 rows, too."""
+    return of(device, (700, 33, 512), (150, 33, 1))
 
 
-def problem(op: str) -> Problem:
-    return Problem(op, max(ROWS), (512,), 256, torch.bfloat16)
+def replays(device: Device) -> int:
+    return of(device, 20, 2)
 
 
-def put(inputs: OnDevice, rank: int, given: tuple[Any, ...]) -> None:
+def problem(device: Device, op: str) -> Problem:
+    n, k = of(device, (512, 256), (64, 48))
+    return Problem(op, max(rows(device)), (n,), k, torch.bfloat16)
+
+
+def put(inputs: Inputs, rank: int, given: tuple[Any, ...]) -> None:
     """Copy the inputs of another call into the tensors of a captured call."""
     for old, new in zip(given, inputs.local(rank), strict=True):
         if old is not None:
@@ -53,61 +55,70 @@ def call(op: Any, given: tuple[Any, ...], m: int) -> torch.Tensor:
 @pytest.mark.parametrize("direction", ["push", "pull"])
 @pytest.mark.parametrize("op", OPS)
 def test_graphs_of_virtual_ranks_replay_with_new_inputs(
-    device: CudaDevice, op: str, direction: str
+    device: Device, op: str, direction: str
 ) -> None:
-    p, world = problem(op), 2
+    skip_pull_of_partials(device, op, direction)
+    p, world, make = problem(device, op), 2, inputs_on(device)
+    sizes = rows(device)
     with VirtualWorld(world, device) as ranks:
         knobs = Knobs(direction=direction)
         ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
-        given = [[OnDevice(p, m, world, seed=m).local(r) for r in range(world)] for m in ROWS]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = [
+        given = [[make(p, m, world, seed=m).local(r) for r in range(world)] for m in sizes]
+
+        def calls() -> list[list[torch.Tensor]]:
+            return [
                 ranks.run(lambda r, i=i, m=m: call(ops[r], given[i][r], m))
-                for i, m in enumerate(ROWS)
+                for i, m in enumerate(sizes)
             ]
-        for replay in range(REPLAYS):
-            fresh = [OnDevice(p, m, world, seed=replay * 10 + i) for i, m in enumerate(ROWS)]
-            for i, inputs in enumerate(fresh):
+
+        with captured(device, calls) as (replay, outs):
+            for number in range(replays(device)):
+                fresh = [make(p, m, world, seed=number * 10 + i) for i, m in enumerate(sizes)]
+                for i, inputs in enumerate(fresh):
+                    for r in range(world):
+                        put(inputs, r, given[i][r])
+                ready = [fresh[0].ready(r) for r in range(world)]
+                replay()
+                eager = run_ready(ranks, ops, ready)
                 for r in range(world):
-                    put(inputs, r, given[i][r])
-            graph.replay()
-            eager = call_all(ranks, ops, fresh[0])
-            for r in range(world):
-                ops[r].wait()
-                fresh[0].check(eager[r], r)
-            torch.cuda.synchronize()
-            for i, inputs in enumerate(fresh):
-                for r in range(world):
-                    inputs.check([outs[i][r]], r)
+                    ops[r].wait()
+                    fresh[0].check(eager[r], r)
+                finish(device)
+                for i, inputs in enumerate(fresh):
+                    for r in range(world):
+                        inputs.check([outs[i][r]], r)
         for made in ops:
             made.close()
 
 
-def _replays(rank: int, world: int, op: str) -> None:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    p = problem(op)
-    with p.build(backend="cuda", transport="symm_mem", timeout_s=60.0) as made:
-        given = [OnDevice(p, m, world, seed=m).local(rank) for m in ROWS]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = [call(made, mine, m) for mine, m in zip(given, ROWS, strict=True)]
-        for replay in range(REPLAYS):
-            fresh = [OnDevice(p, m, world, seed=replay * 10 + i) for i, m in enumerate(ROWS)]
-            for inputs, mine in zip(fresh, given, strict=True):
-                put(inputs, rank, mine)
-            graph.replay()
-            eager = fresh[1].call(made, rank)
-            torch.cuda.synchronize()
-            made.wait()
-            fresh[1].check(eager, rank)
-            for inputs, out in zip(fresh, outs, strict=True):
-                inputs.check([out], rank)
-        torch.cuda.synchronize()
+def _replays(rank: int, world: int, gpus: RankGpus, op: str) -> None:
+    with gpus.open(rank) as device:
+        p, make, sizes = problem(device, op), inputs_on(device), rows(device)
+        with p.build(backend="cuda", transport="symm_mem", timeout_s=60.0) as made:
+            given = [make(p, m, world, seed=m).local(rank) for m in sizes]
+
+            def calls() -> list[torch.Tensor]:
+                return [call(made, mine, m) for mine, m in zip(given, sizes, strict=True)]
+
+            with captured(device, calls) as (replay, outs):
+                for number in range(replays(device)):
+                    fresh = [make(p, m, world, seed=number * 10 + i) for i, m in enumerate(sizes)]
+                    for inputs, mine in zip(fresh, given, strict=True):
+                        put(inputs, rank, mine)
+                    ready = [fresh[1].ready(rank) for _ in range(2)]
+                    eager = []
+                    for again in ready:  # each rank at its own pace
+                        replay()
+                        eager.append(again(made))
+                    finish(device)
+                    made.wait()
+                    for got in eager:
+                        fresh[1].check(got, rank)
+                    for inputs, out in zip(fresh, outs, strict=True):
+                        inputs.check([out], rank)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_graphs_of_processes_replay_with_new_inputs(op: str) -> None:
-    cuda_device()
+def test_graphs_of_processes_replay_with_new_inputs(rank_gpus: RankGpus, op: str) -> None:
     with fresh_ranks(2) as ranks:
-        ranks.run(_replays, op, timeout=300.0)
+        ranks.run(_replays, rank_gpus, op, timeout=300.0)

@@ -1,7 +1,6 @@
-"""Calls on a GPU among what else torch does there: `pytest -m gpu`, after `make kernels`.
-
-What an emulated device can show is in test_interop.py; this is for torch's own streams, allocator
-and compiler.
+"""Calls on a GPU among what else torch does there: `pytest -m gpu`, after `make kernels`. Without a
+GPU, on the PTX machine (emulator/), except what needs torch's own allocator, compiler or devices:
+tests with the fixture ``cuda_world``. Rules of the host code are in test_interop.py.
 """
 
 from __future__ import annotations
@@ -12,36 +11,42 @@ from typing import Any
 import pytest
 import torch
 
-from flux.transport.device import CudaDevice
+from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import OnDevice, cuda_device
+from gpu_cases import OnDevice, cuda_device, finish, inputs_on, of, streams_on
 from matrix import OPS
-from reference import Problem
-from virtual_cases import call_all, drop_at_once, run_ready
+from reference import Problem, lay_out
+from virtual_cases import Transferred, call_all, drop_at_once, run_ready
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def device() -> CudaDevice:
-    return cuda_device()
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
-def world(device: CudaDevice) -> Iterator[VirtualWorld]:
-    with VirtualWorld(2, device) as ranks:
+def world(gpu: Device) -> Iterator[VirtualWorld]:
+    with VirtualWorld(2, gpu) as ranks:
         yield ranks
 
 
-def problem(op: str, n: tuple[int, ...] = (1024,)) -> Problem:
-    return Problem(op, 512, n, 512, torch.bfloat16)
+@pytest.fixture
+def cuda_world() -> Iterator[VirtualWorld]:
+    with VirtualWorld(2, cuda_device()) as ranks:
+        yield ranks
+
+
+def rows(device: Device) -> int:
+    return of(device, 512, 150)
+
+
+def problem(device: Device, op: str, weights: int = 1) -> Problem:
+    n, k = of(device, (1024, 512), (128, 64))
+    return Problem(op, rows(device), (n,) * weights, k, torch.bfloat16)
 
 
 def build(world: VirtualWorld, p: Problem) -> list[Any]:
     return [p.build(world.rank(r), timeout_s=60.0) for r in range(2)]
 
 
-def check(ops: list[Any], calls: list[tuple[OnDevice, list[Any]]]) -> None:
+def check(ops: list[Any], calls: list[tuple[Transferred, list[Any]]]) -> None:
     for made in ops:
         made.wait()
     for inputs, outs in calls:
@@ -53,38 +58,30 @@ def check(ops: list[Any], calls: list[tuple[OnDevice, list[Any]]]) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_calls_on_changing_streams_match_float64(world: VirtualWorld, op: str) -> None:
-    """Each call uses other torch streams; only the op orders them."""
-    ops, p = build(world, problem(op)), problem(op)
-    streams = [[torch.cuda.Stream() for _ in range(3)] for _ in range(2)]
-    calls = []
-    for number in range(9):
-        inputs = OnDevice(p, 512, 2, seed=number)
-        local = [inputs.local(r) for r in range(2)]
-        torch.cuda.synchronize()
-        outs = []
-        for r in range(2):
-            with torch.cuda.stream(streams[r][number % 3]):
-                outs.append(ops[r](*local[r]))
-        calls.append((inputs, outs))
-        del local
-    torch.cuda.synchronize()
-    check(ops, calls)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_tensors_dropped_after_the_call_do_not_change_results(world: VirtualWorld, op: str) -> None:
-    ops, p = build(world, problem(op)), problem(op)
-    everything = [OnDevice(p, 512, 2, seed=seed) for seed in range(4)]
-    kept = drop_at_once(world, ops, 5 * everything, len(everything))
-    check(ops, [(inputs, [kept[r][i] for r in range(2)]) for i, inputs in enumerate(everything)])
+    """Each call uses other streams of the caller; only the op orders them."""
+    device = world.device
+    p = problem(device, op)
+    ops = build(world, p)
+    everything = [inputs_on(device)(p, p.max_m, 2, seed) for seed in range(of(device, 9, 4))]
+    ready = [[inputs.ready(r) for r in range(2)] for inputs in everything]
+    finish(device)
+    outs: list[list[Any]] = []
+    with streams_on(device, 3) as of_rank_0, streams_on(device, 3) as of_rank_1:
+        for number, calls in enumerate(ready):
+            outs.append([])
+            for r, streams in enumerate((of_rank_0, of_rank_1)):
+                with streams[number % 3]():
+                    outs[-1].append(calls[r](ops[r]))
+        check(ops, list(zip(everything, outs, strict=True)))
 
 
 def test_copies_of_weights_with_gaps_do_not_share_memory(world: VirtualWorld) -> None:
-    p = problem("ag_gemm", (1024, 1024, 1024))
+    device = world.device
+    p = problem(device, "ag_gemm", weights=3)
     ops = build(world, p)
     calls = []
-    for seed in range(3):
-        inputs = OnDevice(p, 512, 2, seed=seed)
+    for seed in range(of(device, 3, 2)):
+        inputs = inputs_on(device)(p, p.max_m, 2, seed=seed)
         ready = [inputs.ready(r, layout="strided") for r in range(2)]
         outs = run_ready(world, ops, ready)
         calls.append((inputs, outs))
@@ -95,26 +92,59 @@ def test_copies_of_weights_with_gaps_do_not_share_memory(world: VirtualWorld) ->
 @pytest.mark.parametrize("layout", ["transposed", "strided", "inside"])
 def test_inputs_with_gaps_match_float64(world: VirtualWorld, op: str, layout: str) -> None:
     """`inside` also begins where TMA cannot load."""
-    ops, inputs = build(world, problem(op)), OnDevice(problem(op), 512, 2, seed=1)
+    p = problem(world.device, op)
+    ops, inputs = build(world, p), inputs_on(world.device)(p, p.max_m, 2, seed=1)
     outs = run_ready(world, ops, [inputs.ready(r, layout=layout) for r in range(2)])
+    check(ops, [(inputs, outs)])
+
+
+def test_bias_with_gaps_matches_float64(world: VirtualWorld) -> None:
+    p = problem(world.device, "gemm_rs")
+    ops, inputs = build(world, p), inputs_on(world.device)(p, p.max_m, 2, seed=1)
+    local = [inputs.local(r) for r in range(2)]
+    biases = [lay_out(bias[:, None], "strided")[:, 0] for _, _, bias in local]
+    outs = world.run(lambda r: ops[r](*local[r][:2], biases[r]))
     check(ops, [(inputs, outs)])
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_calls_work_in_modes_without_gradients(world: VirtualWorld, op: str, mode: Any) -> None:
-    ops = build(world, problem(op))
+    p = problem(world.device, op)
+    ops = build(world, p)
     with mode():
-        inputs = OnDevice(problem(op), 512, 2, seed=1)
+        inputs = inputs_on(world.device)(p, p.max_m, 2, seed=1)
         local = [inputs.local(r) for r in range(2)]
         for _ in range(2):
             outs = world.run(lambda r: ops[r](*local[r]))
-    check(ops, [(inputs, outs)])
+        assert all(made._backend.repeats == 1 for made in ops)
+        assert all(out.is_inference() == torch.is_inference_mode_enabled() for out in outs)
+    again = world.run(lambda r: ops[r](*local[r]))  # such tensors may be used outside, too
+    check(ops, [(inputs, outs), (inputs, again)])
 
 
+# -- torch's own allocator, compiler and devices ---------------------------------------------------
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-def test_compiled_call_has_no_graph_break(world: VirtualWorld, op: str) -> None:
-    ops, inputs = build(world, problem(op)), OnDevice(problem(op), 512, 2, seed=1)
+def test_tensors_dropped_after_the_call_do_not_change_results(
+    cuda_world: VirtualWorld, op: str
+) -> None:
+    """Only torch's CUDA allocator hands memory out again in the order of streams."""
+    p = problem(cuda_world.device, op)
+    ops = build(cuda_world, p)
+    everything = [OnDevice(p, p.max_m, 2, seed=seed) for seed in range(4)]
+    kept = drop_at_once(cuda_world, ops, 5 * everything, len(everything))
+    check(ops, [(inputs, [kept[r][i] for r in range(2)]) for i, inputs in enumerate(everything)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_call_has_no_graph_break(cuda_world: VirtualWorld, op: str) -> None:
+    """With CUDA tensors; test_interop.py compiles calls with tensors of the host."""
+    p = problem(cuda_world.device, op)
+    ops, inputs = build(cuda_world, p), OnDevice(p, p.max_m, 2, seed=1)
     local = [inputs.local(r) for r in range(2)]
     compiled = [
         torch.compile(
@@ -124,13 +154,16 @@ def test_compiled_call_has_no_graph_break(world: VirtualWorld, op: str) -> None:
     ]
     with torch.no_grad():
         for _ in range(2):
-            outs = world.run(lambda r: compiled[r](*local[r]))
+            outs = cuda_world.run(lambda r: compiled[r](*local[r]))
     check(ops, [(inputs, outs)])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-def test_tensors_on_another_device_are_refused(world: VirtualWorld, op: str) -> None:
-    ops, inputs = build(world, problem(op)), OnDevice(problem(op), 512, 2, seed=1)
+def test_tensors_on_another_device_are_refused(cuda_world: VirtualWorld, op: str) -> None:
+    """The PTX machine has tensors of the host alone."""
+    p = problem(cuda_world.device, op)
+    ops, inputs = build(cuda_world, p), OnDevice(p, p.max_m, 2, seed=1)
     x, weight, bias = inputs.local(0)
     with pytest.raises(ValueError, match=r"x must be on cuda:\d+, got cpu"):
         ops[0](x.cpu(), weight, bias)
@@ -138,5 +171,5 @@ def test_tensors_on_another_device_are_refused(world: VirtualWorld, op: str) -> 
         other = (ops[0]._backend.device.index + 1) % torch.cuda.device_count()
         with pytest.raises(ValueError, match=rf"weight must be on cuda:\d+, got cuda:{other}"):
             ops[0](x, weight.to(f"cuda:{other}"), bias)
-    outs = call_all(world, ops, inputs)  # nothing has happened
+    outs = call_all(cuda_world, ops, inputs)  # nothing has happened
     check(ops, [(inputs, outs)])

@@ -1,5 +1,8 @@
 """Ranks in processes of their own, over torch's symmetric memory: on as many GPUs as there are, or
-all on one (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES). `pytest -m gpu`, after `make kernels`."""
+all on one (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES). `pytest -m gpu`, after `make kernels`.
+
+Without a GPU, each process has a PTX machine (emulator/), and they share memory of the host.
+"""
 
 from __future__ import annotations
 
@@ -10,58 +13,61 @@ import pytest
 import torch
 
 from flux import Knobs
+from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import OnDevice, cuda_device
-from harness import fresh_ranks
+from gpu_cases import RankGpus, gpu_and_world, inputs_on, of
+from harness import fresh_ranks, more
 from matrix import OPS
 from reference import Problem
-from virtual_cases import call_on_and_on
+from virtual_cases import Transferred, call_on_and_on
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 CALLS = int(os.environ.get("FLUX_TEST_CALLS", "60"))
+EMULATED_CALLS = 4
 
 
-@pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_device()
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+def problem(device: Device, op: str) -> Problem:
+    m, n, k = of(device, (700, 512, 256), (150, 64, 64))
+    return Problem(op, m, (n,), k, torch.bfloat16)
 
 
-def sizes() -> list[int]:
+def inputs_of(device: Device, p: Problem, world: int) -> list[Transferred]:
+    """Of all calls."""
     rng = random.Random(7)
-    return [rng.randint(1, 700) for _ in range(CALLS)]
+    sizes = [rng.randint(1, p.max_m) for _ in range(of(device, CALLS, EMULATED_CALLS))]
+    return [inputs_on(device)(p, m, world, seed=i) for i, m in enumerate(sizes)]
 
 
-def problem(op: str) -> Problem:
-    return Problem(op, 700, (512,), 256, torch.bfloat16)
-
-
-def _calls(rank: int, world: int, op: str, direction: str) -> list[torch.Tensor]:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    p = problem(op)
+def _calls(rank: int, world: int, gpus: RankGpus, op: str, direction: str) -> list[torch.Tensor]:
     knobs = Knobs(direction=direction)
-    everything = [OnDevice(p, m, world, seed=i) for i, m in enumerate(sizes())]
-    with p.build(tuning=knobs, backend="cuda", transport="symm_mem", timeout_s=60.0) as made:
-        outs = [inputs.call(made, rank) for inputs in everything]
-        made.wait()
-        for inputs, got in zip(everything, outs, strict=True):
-            inputs.check(got, rank)
+    with gpus.open(rank) as device:
+        p = problem(device, op)
+        everything = inputs_of(device, p, world)
+        ready = [inputs.ready(rank) for inputs in everything]
+        with p.build(tuning=knobs, backend="cuda", transport="symm_mem", timeout_s=60.0) as made:
+            outs = [call(made) for call in ready]
+            made.wait()
+            for inputs, got in zip(everything, outs, strict=True):
+                inputs.check(got, rank)
     return [got[0].cpu() for got in outs]
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("direction", ["push", "pull"])
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_processes_give_the_bits_of_virtual_ranks(world: int, op: str, direction: str) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "world"), gpu_and_world([2, 4, 8], [2, *more(4)]), indirect=["gpu"]
+)
+def test_processes_give_the_bits_of_virtual_ranks(
+    gpu: Device, rank_gpus: RankGpus, world: int, op: str, direction: str
+) -> None:
     if op != "ag_gemm" and direction == "pull":
         pytest.skip("partials are always pushed")
     with fresh_ranks(world) as ranks:
-        processes = ranks.run(_calls, op, direction, timeout=400.0)
-    device = cuda_device()
-    p = problem(op)
-    everything = [OnDevice(p, m, world, seed=i) for i, m in enumerate(sizes())]
-    with VirtualWorld(world, device) as virtual:
+        processes = ranks.run(_calls, rank_gpus, op, direction, timeout=400.0)
+    p = problem(gpu, op)
+    everything = inputs_of(gpu, p, world)
+    with VirtualWorld(world, gpu) as virtual:
         knobs = Knobs(direction=direction)
         ops = [p.build(virtual.rank(r), tuning=knobs) for r in range(world)]
         by_call = call_on_and_on(virtual, ops, everything)

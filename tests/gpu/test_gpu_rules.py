@@ -83,24 +83,6 @@ def test_a_reduction_leaves_room_for_the_gemms_of_other_ranks(
             assert device.starved() == ""
 
 
-@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_multistage_kernels_leave_room_for_copies(device: EmulatedDevice, op: str) -> None:
-    """Blocks that wait leave room for the copies that they wait for."""
-    device.limit_room()
-    device.copies_need_room()
-    device.starving_after(0.3)
-    device.set_launch_delay(20_000)
-    device.registry = device.multistage
-    p = Problem(op, 64, (64,), 8, BF16)
-    inputs = Inputs(p, 64, 4, seed=1)
-    with VirtualWorld(4, device) as ranks, built(ranks, p) as ops:
-        outs = call_all(ranks, ops, inputs)
-        try:
-            check(ops, [inputs], [outs])
-        finally:
-            assert device.starved() == ""
-
-
 PULLED = Problem("ag_gemm", 700, (8,), 4, BF16)
 
 

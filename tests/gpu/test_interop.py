@@ -1,5 +1,5 @@
-"""Calls on GPUs among what else torch does: streams, memory that is handed out again, modes, the
-compiler, odd tensors. On the emulated device; on a real one: test_gpu_interop.py."""
+"""Calls on GPUs among what else torch does: streams, memory that is handed out again, the compiler,
+odd tensors. What the host code does, with stand-in kernels; what comes out: test_gpu_interop.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flux.backends.cuda.operands import Fit
 from flux.core.call import CallChecker
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS
-from reference import Inputs, Problem, lay_out
+from reference import Inputs, Problem
 
 BF16 = torch.bfloat16
 
@@ -172,21 +172,6 @@ def test_memory_may_be_reused_in_the_order_of_the_stream(world: VirtualWorld) ->
 # -- modes and the compiler ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_calls_work_in_modes_without_gradients(world: VirtualWorld, op: str, mode: Any) -> None:
-    ops = build(world, problem(op))
-    with mode():
-        inputs = Inputs(problem(op), 12, 2, seed=1)
-        local = [inputs.local(r) for r in range(2)]
-        for _ in range(3):
-            outs = world.run(lambda r: ops[r](*local[r]))
-        assert all(made._backend.repeats == 2 for made in ops)
-        assert all(out.is_inference() == torch.is_inference_mode_enabled() for out in outs)
-    outs = world.run(lambda r: ops[r](*local[r]))  # such tensors may be used outside, too
-    check(world, outs, inputs, ops)
-
-
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
 def test_compiled_call_has_no_graph_break(world: VirtualWorld, op: str) -> None:
     ops = build(world, problem(op))
@@ -273,28 +258,6 @@ def test_operands_that_kernels_cannot_load_are_copied() -> None:
         assert not fit.fits(other) and fit.fits(copy) and torch.equal(copy, other)
     odd = at(0, torch.zeros(6, 15, dtype=BF16))  # no copy could help: kernels for 15 load less
     assert fit.tensor(odd) is odd
-
-
-@pytest.mark.parametrize("layout", ["transposed", "strided", "inside"])
-@pytest.mark.parametrize("op", OPS)
-def test_inputs_with_gaps_match_float64(world: VirtualWorld, op: str, layout: str) -> None:
-    n = (16, 16) if op == "ag_gemm" else (16,)
-    ops = build(world, problem(op, n))
-    for seed in range(2):
-        inputs = Inputs(problem(op, n), 12, 2, seed=seed)
-        outs = world.run(lambda r, given=inputs: given.call(ops[r], r, layout=layout))
-    check(world, outs, inputs, ops)
-
-
-def test_bias_with_gaps_matches_float64(world: VirtualWorld) -> None:
-    ops = build(world, problem("gemm_rs"))
-    inputs = Inputs(problem("gemm_rs"), 12, 2, seed=1)
-
-    def call(r: int) -> Any:
-        x, weight, bias = inputs.local(r)
-        return ops[r](x, weight, lay_out(bias[:, None], "strided")[:, 0])
-
-    check(world, world.run(call), inputs, ops)
 
 
 def test_tensors_on_another_device_are_refused() -> None:

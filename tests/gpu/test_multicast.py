@@ -1,5 +1,6 @@
 """Reductions and results by the NVLink switch, emulated: a multicast address is the same memory of
-all ranks, which adds up what is loaded and gives everybody what is stored."""
+all ranks, which adds up what is loaded and gives everybody what is stored. Kernels are flux's for
+sm_90a, on the PTX machine: older GPUs have no such instructions."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ REDUCING = ("gemm_rs", "gemm_ar")
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def problem(op: str, n: int = 24, **options: object) -> Problem:
-    return Problem(op, 17, (n,), 10, torch.bfloat16, **options)  # type: ignore[arg-type]
+def problem(op: str, n: int = 96, **options: object) -> Problem:
+    return Problem(op, 150, (n,), 96, torch.bfloat16, **options)  # type: ignore[arg-type]
 
 
 def small(p: Problem, m: int, world: int, seed: int) -> Inputs:
@@ -38,7 +39,7 @@ def results(
     p: Problem,
     knobs: Knobs,
     by_switch: tuple[bool, bool],
-    calls: int = 12,
+    calls: int = 3,
 ) -> list[list[torch.Tensor]]:
     """Of calls in a row, each checked; ``by_switch``: whether sums are, and whether anything is."""
     rng = random.Random(size)
@@ -61,59 +62,52 @@ def results(
 @pytest.mark.parametrize("op", REDUCING)
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("reduce", ["sum", "avg"])
-def test_switch_reduces_in_flight(device: EmulatedDevice, op: str, world: int, reduce: str) -> None:
-    for delay in (0, 1000):
-        device.set_delay(delay)
-        knobs = Knobs(reduce="in_flight")
-        results(device, SwitchedWorld, world, problem(op, reduce=reduce), knobs, (True, True))
+def test_switch_reduces_in_flight(h200: EmulatedDevice, op: str, world: int, reduce: str) -> None:
+    h200.set_delay(1000)
+    knobs = Knobs(reduce="in_flight")
+    results(h200, SwitchedWorld, world, problem(op, reduce=reduce), knobs, (True, True))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_results_that_the_switch_distributes_have_the_same_bits(
-    device: EmulatedDevice, world: int
+    h200: EmulatedDevice, world: int
 ) -> None:
-    device.set_delay(300)
+    h200.set_delay(300)
     p = problem("gemm_ar")
-    switched = results(device, SwitchedWorld, world, p, Knobs(), (False, True))
-    plain = results(device, VirtualWorld, world, p, Knobs(), (False, False))
+    switched = results(h200, SwitchedWorld, world, p, Knobs(), (False, True))
+    plain = results(h200, VirtualWorld, world, p, Knobs(), (False, False))
     for one, other in zip(switched, plain, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("op", REDUCING)
 def test_unaligned_rows_bypass_the_switch(device: EmulatedDevice, op: str) -> None:
-    """13 columns of two bytes are no multiple of 16: memory adds up, results go to each rank."""
+    """13 columns of two bytes are no multiple of 16: memory adds up, results go to each rank.
+
+    With stand-ins, which refuse to access the switch: the minimal set has no kernel for 13 columns.
+    """
     device.set_delay(0)
     results(device, SwitchedWorld, 3, problem(op, 13), Knobs(reduce="in_flight"), (False, True))
 
 
-def test_ordered_sums_do_not_use_the_switch(device: EmulatedDevice) -> None:
-    device.set_delay(0)
-    results(device, SwitchedWorld, 3, problem("gemm_rs"), Knobs(), (False, True))
+def test_ordered_sums_do_not_use_the_switch(h200: EmulatedDevice) -> None:
+    h200.set_delay(0)
+    results(h200, SwitchedWorld, 3, problem("gemm_rs"), Knobs(), (False, True))
 
 
 @pytest.mark.parametrize("op", REDUCING)
-@pytest.mark.parametrize("reduce", ["in_flight", "local"])
-@pytest.mark.parametrize("ptx", ["90a"], indirect=True)  # older GPUs have no such instructions
-def test_kernels_of_flux_access_the_switch(ptx: EmulatedDevice, op: str, reduce: str) -> None:
-    p = Problem(op, 150, (64,), 48, torch.bfloat16)
-    by_switch = (reduce == "in_flight", True)
-    results(ptx, SwitchedWorld, 2, p, Knobs(reduce=reduce), by_switch, calls=3)
-
-
-@pytest.mark.parametrize("op", REDUCING)
-def test_captured_reductions_by_the_switch_can_be_replayed(device: EmulatedDevice, op: str) -> None:
-    device.set_delay(500)
+def test_captured_reductions_by_the_switch_can_be_replayed(h200: EmulatedDevice, op: str) -> None:
+    h200.set_delay(500)
     p = problem(op)
-    with SwitchedWorld(3, device) as ranks:
+    with SwitchedWorld(3, h200) as ranks:
         ops = [p.build(ranks.rank(r), tuning=Knobs(reduce="in_flight")) for r in range(3)]
-        everything = [small(p, m, 3, m) for m in (17, 2, 9)]
-        with device.capture() as graph:
+        everything = [small(p, m, 3, m) for m in (150, 2, 9)]
+        with h200.capture() as graph:
             outs = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
-        for _ in range(6):
+        for _ in range(3):
             graph.replay()
             eager = ranks.run(lambda r: everything[0].call(ops[r], r))
-            device.finish()
+            h200.finish()
             for r in range(3):
                 everything[0].check(eager[r], r)
                 for inputs, out in zip(everything, outs[r], strict=True):

@@ -4,7 +4,6 @@ is shared, as GPUs of one host share theirs. On real GPUs: test_gpu_processes.py
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import time
@@ -17,15 +16,13 @@ import torch
 import torch.distributed as dist
 
 import flux
-from device_fixtures import ARCHS
-from emulated import EmulatedDevice
 from emulated_processes import emulate, run
-from flux import Knobs, PeerDiedError, PeerTimeoutError
+from emulator.gpu import LIBRARY
+from flux import PeerDiedError, PeerTimeoutError
 from flux.backends.cuda.backend import GRACE_S
 from flux.transport import symm_mem
-from flux.transport.virtual import VirtualWorld
 from flux.transport.watch import LOOK_S
-from harness import BUSY, STRESS, fresh_ranks, more
+from harness import BUSY, STRESS, fresh_ranks
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
@@ -39,15 +36,8 @@ def library(emulator: Path) -> Path:
     return emulator
 
 
-def _cases(
-    rank: int,
-    world: int,
-    library: Path,
-    cases: list[Case],
-    kernels: Path | None = None,
-    arch: str = "80",
-) -> int:
-    device = emulate(rank, library, kernels, arch)
+def _cases(rank: int, world: int, library: Path, cases: list[Case]) -> int:
+    device = emulate(rank, library)
     calls = 0
     for case in (on_one_device(device, c, world) for c in cases):
         device.set_delay(int(case.delay_s * 1e7))
@@ -73,92 +63,6 @@ def _cases(
 def test_random_cases(library: Path, op: str, world: int) -> None:
     cases = random_cases(30 + OPS.index(op), op, world, 4 * STRESS)
     assert run(world, _cases, library, cases) == [sum(len(c.calls) for c in cases)] * world
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("world", [2, *more(4)])
-@pytest.mark.parametrize("arch", ARCHS)
-def test_flux_kernels_in_processes(
-    library: Path, ptx_kernels: Path, op: str, world: int, arch: str
-) -> None:
-    cases = random_cases(40 + OPS.index(op), op, world, STRESS)
-    calls = sum(len(c.calls) for c in cases)
-    assert run(world, _cases, library, cases, ptx_kernels, arch) == [calls] * world
-
-
-def _stress(rank: int, world: int, library: Path, op: str, direction: str) -> list[torch.Tensor]:
-    """Back to back, M changing; results by call, bit for bit."""
-    device = emulate(rank, library)
-    device.set_delay(500)
-    rng = random.Random(5)
-    p = Problem(op, 33, (13,), 10, BF16)
-    knobs = Knobs(direction=direction, comm_tile_rows=3)
-    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(60)]
-    with p.build(tuning=knobs, backend="cuda", transport="symm_mem") as made:
-        outs = [inputs.call(made, rank) for inputs in everything]
-        made.wait()
-    for inputs, got in zip(everything, outs, strict=True):
-        inputs.check(got, rank)
-    device.set_delay(0)
-    device.close()
-    return [got[0] for got in outs]
-
-
-def _virtual(library: Path, world: int, op: str, direction: str) -> list[list[torch.Tensor]]:
-    device = EmulatedDevice(library)
-    rng = random.Random(5)
-    p = Problem(op, 33, (13,), 10, BF16)
-    knobs = Knobs(direction=direction, comm_tile_rows=3)
-    everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(60)]
-    with VirtualWorld(world, device) as ranks:
-        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
-        by_rank = ranks.run(lambda r: [inputs.call(ops[r], r)[0] for inputs in everything])
-        device.finish()
-        for o in ops:
-            o.close()
-    device.close()
-    return by_rank
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("direction", ["push", *more("pull")])
-def test_processes_give_the_bits_of_virtual_ranks(library: Path, op: str, direction: str) -> None:
-    world = 3
-    processes = run(world, _stress, library, op, direction)
-    for of_process, of_virtual in zip(
-        processes, _virtual(library, world, op, direction), strict=True
-    ):
-        for a, b in zip(of_process, of_virtual, strict=True):
-            assert torch.equal(a, b)
-
-
-def _replays(rank: int, world: int, library: Path, op: str) -> None:
-    """Every rank captures by itself, and replays at its own pace."""
-    device = emulate(rank, library)
-    device.set_delay(500)
-    p = Problem(op, 33, (13,), 10, BF16)
-    with p.build(backend="cuda", transport="symm_mem") as made:
-        everything = [Inputs(p, m, world, seed=m) for m in (33, 2, 17)]
-        with device.capture() as graph:
-            outs = [inputs.call(made, rank) for inputs in everything]
-        for turn in range(12):
-            graph.replay()
-            eager = everything[turn % 3].call(made, rank)
-            if turn % 4 == 3:
-                device.finish()
-                made.wait()
-                everything[turn % 3].check(eager, rank)
-                for inputs, got in zip(everything, outs, strict=True):
-                    inputs.check(got, rank)
-                    got[0].fill_(float("nan"))
-        graph.close()
-    device.set_delay(0)
-    device.close()
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_processes_replay_graphs(library: Path, op: str) -> None:
-    run(3, _replays, library, op)
 
 
 def _checked_capture(rank: int, world: int, library: Path) -> None:
@@ -192,9 +96,9 @@ def test_a_rank_without_a_kernel_raises_on_all_ranks(library: Path) -> None:
     run(2, _no_kernel, library)
 
 
-def _late(rank: int, world: int, library: Path) -> None:
-    device = emulate(rank, library)
-    p = Problem("gemm_rs", 16, (8,), 8, BF16)
+def _late(rank: int, world: int, kernels: Path) -> None:
+    device = emulate(rank, LIBRARY, kernels)
+    p = Problem("gemm_rs", 16, (16,), 16, BF16)
     op = p.build(backend="cuda", timeout_s=0.5)
     if rank == 0:
         Inputs(p, 16, world, seed=1).call(op, rank)
@@ -208,14 +112,14 @@ def _late(rank: int, world: int, library: Path) -> None:
     device.close()
 
 
-def test_a_rank_that_does_not_call_is_noticed(library: Path) -> None:
-    run(2, _late, library)
+def test_a_rank_that_does_not_call_is_noticed(ptx_kernels: Path) -> None:
+    run(2, _late, ptx_kernels)
 
 
-def _dies(rank: int, world: int, library: Path, when: str) -> dict[str, Any]:
+def _dies(rank: int, world: int, kernels: Path, when: str) -> dict[str, Any]:
     """The last rank is killed before its second call; when the others wait, or have yet to call."""
-    emulate(rank, library)
-    p = Problem("gemm_rs", 24, (8,), 8, BF16)
+    emulate(rank, LIBRARY, kernels)
+    p = Problem("gemm_rs", 24, (24,), 24, BF16)
     op = p.build(backend="cuda", timeout_s=60.0)
     inputs = Inputs(p, 24, world, seed=1)
     inputs.call(op, rank)
@@ -238,9 +142,9 @@ def _dies(rank: int, world: int, library: Path, when: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("when", ["before", "inside"])
-def test_a_rank_that_dies_is_noticed_at_once(library: Path, when: str) -> None:
+def test_a_rank_that_dies_is_noticed_at_once(ptx_kernels: Path, when: str) -> None:
     with fresh_ranks(3) as ranks:
-        ranks.start(_dies, library, when)
+        ranks.start(_dies, ptx_kernels, when)
         for rank, outcome in enumerate(ranks.collect(60)[:-1]):
             assert outcome is not None and outcome.ok, outcome
             words = rf"GemmRS: rank {rank}, .* rank 2 died \(process {ranks.pids[2]} ended\)"

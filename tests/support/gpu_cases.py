@@ -1,11 +1,16 @@
-"""What the tests on a GPU share: the device, inputs on it, and sizes that kernels take."""
+"""What the tests on a GPU share, which run on the PTX machine too: the device, inputs on it, its
+streams and graphs, rank processes, and sizes that kernels take."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,6 +18,8 @@ import torch
 from device_fixtures import ARCHS, with_flux_kernels
 from emulated import EmulatedDevice
 from emulated_cases import OnEmulated
+from emulated_processes import emulate
+from emulator.gpu import LIBRARY
 from flux.kernels.legality import GemmProblem
 from flux.transport.device import CudaDevice, Device
 from reference import Problem
@@ -21,8 +28,11 @@ from virtual_cases import Transferred
 CASES = int(os.environ.get("FLUX_TEST_CASES", "12"))
 EMULATED_CASES = 1  # of the random ones that a PTX machine runs as each architecture
 
+ON_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+T = TypeVar("T")
 
-@pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu), *ARCHS])
+
+@pytest.fixture(scope="module", params=[ON_CUDA, *ARCHS])
 def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
     """The current CUDA device, and the PTX machine as one of each architecture."""
     if request.param == "cuda":
@@ -53,7 +63,94 @@ def inputs_on(device: Device) -> Callable[..., Transferred]:
 
 def cases_on(device: Device) -> int:
     """How many random cases a test runs."""
-    return min(CASES, EMULATED_CASES) if isinstance(device, EmulatedDevice) else CASES
+    return of(device, CASES, min(CASES, EMULATED_CASES))
+
+
+def of(device: Device, on_gpu: T, on_machine: T) -> T:
+    """One of two values: a size or a count for a GPU, or a smaller one for the PTX machine."""
+    return on_machine if isinstance(device, EmulatedDevice) else on_gpu
+
+
+def skip_pull_of_partials(device: Device, op: str, direction: str) -> None:
+    """Skip a test on the PTX machine where the direction changes no more than an order of tiles."""
+    if op != "ag_gemm" and direction == "pull" and of(device, False, True):
+        pytest.skip("partials are always pushed")
+
+
+def gpu_and_world(on_gpu: list[int], on_machine: list[int]) -> list[Any]:
+    """Parameters of the fixture ``gpu`` and of a world."""
+    cuda = [pytest.param("cuda", world, marks=pytest.mark.gpu) for world in on_gpu]
+    return [*cuda, *((arch, world) for arch in ARCHS for world in on_machine)]
+
+
+@contextmanager
+def streams_on(
+    device: Device, count: int
+) -> Iterator[list[Callable[[], AbstractContextManager[Any]]]]:
+    """Streams of the caller, which are torch's on a GPU. Each is made current by a call of it."""
+    if not isinstance(device, EmulatedDevice):
+        yield [partial(torch.cuda.stream, torch.cuda.Stream()) for _ in range(count)]
+        return
+    streams = [device.driver.create_stream() for _ in range(count)]
+    yield [partial(device.on_stream, stream) for stream in streams]
+    for stream in streams:
+        device.driver.synchronize(stream)
+        device.driver.destroy_stream(stream)
+
+
+@contextmanager
+def captured(device: Device, body: Callable[[], T]) -> Iterator[tuple[Callable[[], None], T]]:
+    """Capture a graph of what ``body`` puts on streams: its replay, and what ``body`` returned."""
+    if not isinstance(device, EmulatedDevice):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = body()
+        yield graph.replay, made
+        return
+    with device.capture() as emulated:
+        made = body()
+    yield emulated.replay, made
+    emulated.close()
+
+
+@dataclass(frozen=True)
+class RankGpus:
+    """GPUs of rank processes: CUDA devices in turn, or a PTX machine of each process.
+
+    Attributes:
+        kernels, arch: of the PTX machines.
+    """
+
+    kernels: Path | None = None
+    arch: str = ""
+
+    @contextmanager
+    def open(self, rank: int) -> Iterator[Device]:
+        """The GPU of this process, which ops are placed on."""
+        if self.kernels is None:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+            yield CudaDevice(queues=None)
+            return
+        device = emulate(rank, LIBRARY, self.kernels, self.arch)
+        yield device
+        device.finish()
+        assert not device.error()
+        device.close()
+        assert device.streams() == 0
+
+
+@pytest.fixture
+def rank_gpus(
+    gpu: Device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> RankGpus:
+    """What rank processes have in place of the fixture ``gpu``."""
+    # Ranks share a GPU where there are fewer.
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    if not isinstance(gpu, EmulatedDevice):
+        return RankGpus()
+    number = "".join(map(str, gpu.capability))
+    (arch,) = (arch for arch in ARCHS if arch.startswith(number))
+    return RankGpus(request.getfixturevalue("ptx_kernels"), arch)
 
 
 def cuda_device() -> CudaDevice:

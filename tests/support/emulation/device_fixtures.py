@@ -50,6 +50,15 @@ def _build_in_flight_kernels(_: Path) -> Path:
     return _build_kernels("emulated-in-flight", configs)
 
 
+def _build_float8_kernels(_: Path) -> Path:
+    configs = [
+        c
+        for c in config_set("default", ["90a"])
+        if c.dtype == "e4m3" and c.schedule == "pingpong" and c.op != "gemm"
+    ]
+    return _build_kernels("emulated-float8", configs)
+
+
 def _built_or_skipped(
     config: pytest.Config, name: str, build_kernels: Callable[[Path], Path]
 ) -> Path:
@@ -73,10 +82,18 @@ def in_flight_kernels(pytestconfig: pytest.Config) -> Path:
     return _built_or_skipped(pytestconfig, "in-flight-kernels", _build_in_flight_kernels)
 
 
+@pytest.fixture(scope="session")
+def float8_kernels(pytestconfig: pytest.Config) -> Path:
+    """A float8 kernel of each op and scaling, likewise."""
+    return _built_or_skipped(pytestconfig, "float8-kernels", _build_float8_kernels)
+
+
 @contextmanager
-def with_flux_kernels(request: pytest.FixtureRequest, arch: str) -> Iterator[EmulatedDevice]:
-    """An emulated device of this architecture with flux's own kernels."""
-    kernels = request.getfixturevalue("ptx_kernels")
+def with_flux_kernels(
+    request: pytest.FixtureRequest, arch: str, fixture: str = "ptx_kernels"
+) -> Iterator[EmulatedDevice]:
+    """An emulated device of this architecture with flux's own kernels, those of a fixture."""
+    kernels = request.getfixturevalue(fixture)
     from ptx_device import ptx_device  # needs the PTX machine, which only make test builds
 
     with ptx_device(kernels, arch) as device:
@@ -91,8 +108,22 @@ def ptx(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
 
 
 @pytest.fixture(scope="module")
+def a100(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+    """An emulated device with flux's own kernels for sm_80, which the PTX machine runs fastest."""
+    with with_flux_kernels(request, "80") as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def h200(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+    """An emulated device with flux's own kernels for sm_90a."""
+    with with_flux_kernels(request, "90a") as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
 def device(emulator: Path) -> Iterator[EmulatedDevice]:
-    """An emulated device."""
+    """An emulated device with stand-in kernels."""
     with emulated_device(emulator) as device:
         yield device
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from emulated_registry import EmulatedRegistry, hopper_kernels, multistage_kernels
+from emulated_registry import EmulatedRegistry, hopper_kernels
 from emulator.gpu import LIBRARY, Gpu
 from flux import _C
 from flux.transport.base import WORD, Memory, first_signal
@@ -141,7 +141,6 @@ class EmulatedDevice(Gpu):
         self.driver = _C.Driver(str(library))
         traced = hopper_kernels(library, "_traced")
         self.registry = EmulatedRegistry((), hopper_kernels(library), (), (), (), traced)
-        self.multistage = EmulatedRegistry((), multistage_kernels(library), (), (), ())
         self._places: list[torch.Tensor] = []  # of multicast addresses, which are never used again
         self.current = True  # whether this is the thread's device, and how often it was made so
         self.made = 0
@@ -154,10 +153,7 @@ class EmulatedDevice(Gpu):
         return place.data_ptr()
 
     def _add_multicast(self, address: int, members: list[int], size: int) -> None:
-        addresses = (ctypes.c_size_t * len(members))(*members)
-        self.library.multicast_add(
-            ctypes.c_size_t(address), ctypes.c_size_t(size), addresses, len(members)
-        )
+        """Stand-ins refuse to access it."""
 
     def know(self, *tensors: torch.Tensor) -> None:
         """Let kernels access memory that peers share; stand-ins access any."""

@@ -45,8 +45,7 @@ class Launches:
 
     def kernel(self, name: str, prepared: bool = True) -> Any:
         """``flux_emulated_{name}``."""
-        built = f"flux_emulated_{name}"
-        found = self.device.registry.kernels.get(built) or self.device.multistage.kernels[built]
+        found = self.device.registry.kernels[f"flux_emulated_{name}"]
         kernel = _C.Kernel(str(found.library), found.symbol)
         if prepared:
             kernel.prepare(0)
@@ -86,7 +85,7 @@ class Launches:
         return signal
 
     def scatter(
-        self, m: int, n: int, world: int, guard: int, stream: int = 0, name: str = "gemm_rs_nk"
+        self, m: int, n: int, world: int, guard: int, stream: int = 0
     ) -> list[torch.Tensor]:
         """A GEMM + ReduceScatter of rank 0; each owner's guard rows and slot."""
         args = self.gemm(m, n, world=world)
@@ -97,7 +96,7 @@ class Launches:
         args.set_flags([flag.data_ptr() for flag in flags])
         args.slot_ld, args.guard_rows = n, guard
         self.kept += slots
-        self.kernel(name).launch(args, stream)
+        self.kernel("gemm_rs_nk").launch(args, stream)
         return slots
 
     def reduction(

@@ -20,29 +20,8 @@ _VARIANTS: dict[str, dict[str, str]] = {
 }
 
 
-def multistage_kernels(library: Path) -> dict[str, BuiltKernel]:
-    """Kernels of the sm_80 generation: a block for each tile, as far as their share allows."""
-    kernels = {}
-    for op in ("ag_gemm", "gemm_rs"):
-        for weight in ("nk", "kn"):
-            config = GemmConfig(
-                op,
-                "80",
-                "bf16",
-                (64, 64, 32),
-                "multistage",
-                weight=weight,
-                stages=3,
-                warps=(2, 2),
-                alignment=1,
-            )
-            symbol = f"flux_emulated_{op}_{weight}_multistage"
-            kernels[symbol] = BuiltKernel(config, library, symbol, Usage())
-    return kernels
-
-
 def hopper_kernels(library: Path, build: str = "") -> dict[str, BuiltKernel]:
-    """Kernels of the sm_90a generation; ``build`` is the suffix of trace builds."""
+    """Kernels that go by configs of sm_90a; ``build`` is the suffix of trace builds."""
     kernels = {}
     for name, options in _VARIANTS.items():
         for weight in ("nk", "kn"):

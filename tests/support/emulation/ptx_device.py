@@ -87,7 +87,6 @@ class MachineDevice(EmulatedDevice):
         return memory
 
     def _add_multicast(self, address: int, members: list[int], size: int) -> None:
-        super()._add_multicast(address, members, size)
         self.cuda.machine.add_multicast(address, size, members)
 
     def finish(self) -> None:
@@ -118,9 +117,6 @@ class PtxDevice(MachineDevice):
         built = Registry.load([kernels])
         of_arch = {name: k for name, k in built.kernels.items() if k.config.arch == arch}
         self.registry = replace(built, kernels=of_arch)  # type: ignore[assignment]
-
-    def _add_multicast(self, address: int, members: list[int], size: int) -> None:
-        self.cuda.machine.add_multicast(address, size, members)
 
 
 @contextmanager

@@ -221,6 +221,12 @@ class RecordingDevice(EmulatedDevice):
         self.library.recorder_invented_stream.restype = ctypes.c_uint64
         assert self.library.recorder_record_bytes() == ctypes.sizeof(_Record)
 
+    def _add_multicast(self, address: int, members: list[int], size: int) -> None:
+        addresses = (ctypes.c_size_t * len(members))(*members)
+        self.library.multicast_add(
+            ctypes.c_size_t(address), ctypes.c_size_t(size), addresses, len(members)
+        )
+
     def clear(self) -> None:
         self.library.recorder_clear()
         self._kept.clear()

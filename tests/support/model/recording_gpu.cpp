@@ -10,7 +10,7 @@
 #include "cuda/arguments.h"
 #include "cuda/runtime/nvshmem_abi.h"
 #include "gpu/batch_op.h"
-#include "gpu/multicast.h"
+#include "multicast.h"
 #include "nvshmem/heaps.h"
 
 namespace {
