@@ -95,11 +95,14 @@ __device__ void reduce_strip(FluxReduceArgs const& args, int row, int rows, int 
   for (int at = threadIdx.x; at < rows * vectors; at += kReduceThreads) {
     const int r = row + at / vectors;
     const int c = column + at % vectors * Width;
-    auto sum = sum_of_sources<Element, Width>(args, r * args.slot_ld + c);
+    cutlass::Array<float, Width> sum;
+    sum.fill(nanf(""));
+    // What has not come is not even loaded: the GEMM beside an early reduction may yet store it.
+    if (complete) sum = sum_of_sources<Element, Width>(args, r * args.slot_ld + c);
     Vector result;
 #pragma unroll
     for (int e = 0; e < Width; ++e) {
-      float value = complete ? sum[e] * args.scale : nanf("");
+      float value = sum[e] * args.scale;
       if (args.bias != nullptr) value += float(static_cast<Element const*>(args.bias)[c + e]);
       result[e] = Element(value);
     }
