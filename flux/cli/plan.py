@@ -61,6 +61,9 @@ TraceFile = Annotated[
     str | None,
     typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev."),
 ]
+PictureFile = Annotated[
+    str | None, typer.Option("--html", metavar="FILE", help="Draw the timelines on an HTML page.")
+]
 MemoryGb = Annotated[
     float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
 ]
@@ -168,6 +171,18 @@ def _write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> N
     write_chrome(events, target, {"command": ["flux", *sys.argv[1:]]})
 
 
+def _draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) -> None:
+    from flux.plan.picture import page
+
+    if target is None:
+        return
+    try:
+        content = page(title, timelines)
+    except ValueError as error:
+        refuse(str(error))
+    Path(target).write_text(content)
+
+
 @plan.command("simulate")
 def simulate_command(
     policy: Policy = None,
@@ -188,6 +203,7 @@ def simulate_command(
     regather: Regather = False,
     memory_gb: MemoryGb = None,
     trace: TraceFile = None,
+    picture: PictureFile = None,
     json_target: options.JsonTarget = None,
 ) -> None:
     """Predict the time of a training step under one or more policies.
@@ -202,6 +218,7 @@ def simulate_command(
         report.show(rows, _title(step, name), Console())
     _write(rows[0] if len(rows) == 1 else rows, json_target)
     _write_trace(timelines, trace)
+    _draw(_title(step, name), timelines, picture)
 
 
 @plan.command("explain")
@@ -239,7 +256,7 @@ def explain_command(
 def _planned(given: dict[str, Any]) -> tuple[Step, str, list[tuple[str, Timeline]]]:
     """Return step, cluster's name and timelines of a command's options; exit for bad input."""
     names = (*_SHARED, "cp", "ep")
-    for target in ("trace", "json_target"):
+    for target in ("trace", "picture", "json_target"):
         if given.get(target) not in (None, "-"):
             check_writable(given[target])
     try:
@@ -279,6 +296,7 @@ def run_command(
     seed: options.Seed = 0,
     timeout: options.Timeout = 60.0,
     trace: TraceFile = None,
+    picture: PictureFile = None,
     json_target: options.JsonTarget = None,
     quiet: options.QuietTable = False,
 ) -> None:
@@ -309,6 +327,7 @@ def run_command(
         for what, t in (("predicted", r.predicted), ("run", r.run))
     ]
     _write_trace(both, trace)
+    _draw(_title(config.step, name), both, picture)
 
 
 @plan.command("profile")
@@ -343,6 +362,7 @@ def profile_command(
         profile=None,
         warmup=0,
         trace=None,
+        picture=None,
         json_target=None,
     )
     _, (measured, _) = _on_ranks(given, only_profile=True)
@@ -361,7 +381,7 @@ def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
     from flux.plan.profile import read_profile
     from flux.plan.run import PlanRun, run_entry, schedules_of
 
-    for target in ("trace", "json_target"):
+    for target in ("trace", "picture", "json_target"):
         if speaks() and given[target] not in (None, "-"):
             check_writable(given[target])
     world = given["tp"] * given["dp"] * given["pp"]

@@ -403,7 +403,9 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
     base = ["plan", "simulate", "--layers", "2", "--micro-batch", "4"]
     both = ["--policy", "serial", "--policy", "domino:slices=4,grouped=false"]
     trace = tmp_path / "trace.json"
-    result = run(app, [*base, *both, "--json", "-", "--trace", str(trace)])
+    drawn = tmp_path / "page.html"
+    files = ["--trace", str(trace), "--html", str(drawn)]
+    result = run(app, [*base, *both, "--json", "-", *files])
     assert result.exit_code == 0, result.output
     serial, domino = json.loads(result.output)
     assert set(serial) == {
@@ -418,7 +420,11 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
         if e["name"] == "thread_name"
     }
     assert "serial: comp" in lanes and "domino slices=4 grouped=False: intra" in lanes
+    page = drawn.read_text()
+    assert page.count("<rect") > 100 and "<title>L0.qkv.m0.s3 (gemm " in page
+    assert "domino slices=4 grouped=False: " in page
     for words, message in (
+        (["--html", str(drawn), "--layers", "96", "--micro-batches", "8"], "is too large"),
         (["--tp", "7"], "tp = 7 must divide heads = 96"),
         (["--policy", "magic"], "policy must be one of"),
         (["--policy", "domino:slices"], "expected option=value, got 'slices'"),
