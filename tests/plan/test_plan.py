@@ -424,7 +424,7 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
     assert page.count("<rect") > 100 and "<title>L0.qkv.m0.s3 (gemm " in page
     assert "domino slices=4 grouped=False: " in page
     for words, message in (
-        (["--html", str(drawn), "--layers", "96", "--micro-batches", "8"], "is too large"),
+        (["--html", str(drawn), "--micro-batches", "200", "--memory-gb", "1e6"], "is too large"),
         (["--tp", "7"], "tp = 7 must divide heads = 96"),
         (["--policy", "magic"], "policy must be one of"),
         (["--policy", "domino:slices"], "expected option=value, got 'slices'"),
