@@ -100,6 +100,7 @@ class Gpu:
     def reset(self) -> None:
         """Forget errors, notes, the log and memory; set all rules to what they are by default."""
         self._call("reset")
+        self.take_turns(0)
         self._room_for_copies = False
         self.limit_room()
         self.load_lazily()
@@ -148,6 +149,19 @@ class Gpu:
     def set_graph_order(self, order: str) -> None:
         """Replay graphs ``"concurrent"``, or one node after the other, ``"kernels first"``."""
         self._call("kernels_first", {"concurrent": 0, "kernels first": 1}[order])
+
+    def take_turns(self, seed: int) -> None:
+        """Let one stream act at a time, in an order that the seed decides, so that runs repeat.
+
+        Streams start nothing until the host waits for one of them. 0: streams run at the same time.
+        While all are idle.
+        """
+        self._call("take_turns", ctypes.c_uint64(seed))
+
+    def turns_digest(self) -> int:
+        """Return a number that stands for the order of all turns since ``take_turns``."""
+        self.library.emulator_turns_digest.restype = ctypes.c_uint64
+        return int(self.library.emulator_turns_digest())
 
     def set_queues(self, count: int) -> None:
         """Let streams share so many hardware queues; 0: none is shared. While all are idle.

@@ -22,6 +22,7 @@
 #include "core/signal.h"
 #include "cuda/abi.h"
 #include "trace.h"
+#include "turns.h"
 
 namespace emulated {
 
@@ -37,7 +38,10 @@ inline std::uint32_t load(const std::uint32_t* word) {
 inline void store(std::uint32_t* word, std::uint32_t value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
-inline void nap() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+// Lets others go on: until this thread's next turn, or for a moment.
+inline void nap() {
+  if (!turns().yield()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
 
 // Now and then takes as long as tests have asked for.
 void dawdle();

@@ -107,6 +107,10 @@ void emulator_run_early(void* stream, void (*body)(void*), void* argument, void 
 }
 void emulator_release_next() { release_next(); }
 int emulator_predecessor_ended() { return predecessor_ended() ? 1 : 0; }
+// Streams take turns, which this seed decides; zero: they run at the same time.
+void emulator_take_turns(std::uint64_t seed) { turns().take(seed); }
+int emulator_yield_turn() { return turns().yield() ? 1 : 0; }
+std::uint64_t emulator_turns_digest() { return turns().digest(); }
 void emulator_observe(Observer* tell) { observer = tell; }
 void emulator_dawdle() { dawdle(); }
 void emulator_fail(const char* text) { device().fail(text); }

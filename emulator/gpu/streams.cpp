@@ -35,6 +35,7 @@ struct Stream::Entry {
   Flag ended = std::make_shared<std::atomic<bool>>(false);
   Flag before;  // whether the item before it has ended; null: it has
   std::thread beside;
+  std::atomic<bool> beside_ended{false};
 
   bool may_start() const { return !queued || queue->at_head(ticket); }
   void leave_queue() {
@@ -118,6 +119,7 @@ void Stream::put(Item item) {
   entry->stream = this;
   const std::lock_guard<std::mutex> hold(mutex_);
   entries_.push_back(entry);
+  turns().join(2 * number_);
   if (entries_.size() == 2 && entries_.front()->released) start_beside(entry, entries_.front());
   changed_.notify_all();
 }
@@ -129,9 +131,14 @@ void Stream::start_beside(const std::shared_ptr<Entry>& entry,
   entry->leave_queue();
   entry->before = before->ended;
   entry->began = Clock::now();
-  entry->beside = std::thread([entry] {
+  const int turn = 2 * number_ + 1;
+  turns().join(turn);
+  entry->beside = std::thread([entry, turn] {
+    turns().enter(turn);
     running = entry.get();
     entry->item.run();
+    entry->beside_ended = true;
+    turns().leave();
   });
 }
 
@@ -152,6 +159,7 @@ int Stream::launch(Work work) {
 }
 
 bool Stream::idle() {
+  turns().let_go();
   const std::lock_guard<std::mutex> hold(mutex_);
   return entries_.empty();
 }
@@ -159,21 +167,28 @@ bool Stream::idle() {
 void Stream::drain() {
   std::unique_lock<std::mutex> hold(mutex_);
   while (!entries_.empty() && !device().failed()) {
+    turns().let_go();
     changed_.wait_for(hold, std::chrono::milliseconds(10));
   }
 }
 
 void Stream::work() {
+  bool has_turn = false;
   for (;;) {
     std::unique_lock<std::mutex> hold(mutex_);
     changed_.wait(hold, [this] { return !entries_.empty(); });
     const std::shared_ptr<Entry> entry = entries_.front();  // counted until it has run
     hold.unlock();
     if (entry->over) return;
+    if (!has_turn) turns().enter(2 * number_);
     run(entry);
     hold.lock();
     entries_.pop_front();
     changed_.notify_all();
+    has_turn = turns().on() && !entries_.empty();
+    if (!has_turn) turns().leave();
+    hold.unlock();
+    if (has_turn) turns().yield();
   }
 }
 
@@ -184,6 +199,7 @@ void Stream::run(const std::shared_ptr<Entry>& entry) {
   const bool started = entry->beside.joinable();
   hold.unlock();
   if (started) {
+    while (turns().on() && !entry->beside_ended) nap();
     entry->beside.join();
   } else {
     entry->began = Clock::now();

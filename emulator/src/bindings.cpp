@@ -219,6 +219,10 @@ PYBIND11_MODULE(_machine, m) {
       .def_static("instance", &CudaDevice::instance, py::return_value_policy::reference)
       .def("attach", &attach, py::arg("run"), py::arg("create"), py::arg("destroy"),
            py::arg("synchronize"), py::arg("fail"))
+      .def("attach_turns",
+           [](CudaDevice& device, std::uintptr_t yield_turn) {
+             device.attach_turns(reinterpret_cast<CudaDevice::YieldTurn*>(yield_turn));
+           })
       .def("attach_early", &attach_early, py::arg("run"), py::arg("release_next"),
            py::arg("predecessor_ended"))
       .def("error", &CudaDevice::error)

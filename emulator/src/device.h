@@ -30,6 +30,7 @@ class CudaDevice {
   // when the body before it has released it; predecessor_ended tells whether that has ended.
   using ReleaseNext = void();
   using PredecessorEnded = int();
+  using YieldTurn = int();
 
   // Kernels of libraries wait for other threads of the host too, and end by their own timeouts.
   static constexpr double kPatience = 20;  // seconds
@@ -48,6 +49,8 @@ class CudaDevice {
   // Without streams a launch returns when the kernel is done.
   void attach(const Streams& streams, FailDevice* fail);
   const Streams& streams() const { return streams_; }
+  // With a function that gives up the turn of the calling thread's stream, if streams take turns.
+  void attach_turns(YieldTurn* yield_turn) { yield_turn_ = yield_turn; }
   void attach_early(RunOnStream* run_early, ReleaseNext* release_next,
                     PredecessorEnded* predecessor_ended);
 
@@ -85,6 +88,7 @@ class CudaDevice {
   RunOnStream* run_early_ = nullptr;
   ReleaseNext* release_next_ = nullptr;
   PredecessorEnded* predecessor_ended_ = nullptr;
+  YieldTurn* yield_turn_ = nullptr;
   std::atomic<std::uint64_t> launches_{0};
   std::mutex reporting_;
   std::string error_;

@@ -81,8 +81,13 @@ class Execution {
     while (tenant_.waiting != 0 || !clusters_.empty()) {
       while (tenant_.waiting != 0 && start_cluster()) {
       }
+      const bool takes_turns = launch_.yield_turn && launch_.yield_turn();
       if (clusters_.empty()) {
-        machine_.room().wait(tenant_);
+        if (takes_turns) {
+          machine_.room().check(tenant_, [] { return std::string(); });
+        } else {
+          machine_.room().wait(tenant_);
+        }
         continue;
       }
       if (!round() && !engine_.advance(context_)) deadlock();

@@ -63,6 +63,8 @@ struct Launch {
   // griddepcontrol.wait waits for; and what all blocks do with griddepcontrol.launch_dependents. Empty:
   // launches run one after the other.
   std::function<bool()> predecessor_ended;
+  // Lets other streams act until the next turn of this one; false: streams take no turns.
+  std::function<bool()> yield_turn;
   std::function<void()> release_next;
 };
 

@@ -387,6 +387,7 @@ bool CudaDevice::launch(void* stream, const std::shared_ptr<const Module>& modul
   request.device = device;
   request.races = races;
   request.real_time = true;  // peers are other threads, or processes
+  if (yield_turn_ != nullptr) request.yield_turn = [this] { return yield_turn_() != 0; };
   if (run_early_ != nullptr) {
     request.release_next = release_next_;
     request.predecessor_ended = [this] { return predecessor_ended_() != 0; };

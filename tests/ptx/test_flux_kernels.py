@@ -55,6 +55,30 @@ def test_no_order_of_warps_changes_a_bit(ptx: PtxDevice, op: str, m: int) -> Non
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+def turns_of(ptx: PtxDevice, op: str, seed: int) -> tuple[int, list[tuple[str, int, int]]]:
+    """Make calls of three ranks; return the order of turns, and what each kernel executed."""
+    p = Problem(op, 150, (48,), 48, BF16)
+    ptx.cuda.clear()
+    ptx.cuda.seed = seed
+    ptx.take_turns(seed)
+    try:
+        for m in (150, 7):
+            results(ptx, p, m, 3)
+        done = [(r["kernel"], r["launches"], r["statements"]) for r in ptx.cuda.records()]
+        return ptx.turns_digest(), sorted(done)
+    finally:
+        ptx.cuda.seed = 0
+        ptx.take_turns(0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_seed_repeats_the_order_of_all_streams(ptx: PtxDevice, op: str) -> None:
+    """Kernels of all ranks, copies and waits; another seed gives another order."""
+    first = turns_of(ptx, op, 1000)
+    assert turns_of(ptx, op, 1000) == first
+    assert turns_of(ptx, op, 2000)[0] != first[0]
+
+
 def test_a_library_that_is_loaded_again_is_the_same_module(ptx: PtxDevice) -> None:
     """Machines keep modules: ops that come and go must not add to them."""
     p = Problem("gemm_rs", 64, (64,), 64, BF16)

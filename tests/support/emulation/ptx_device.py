@@ -43,6 +43,9 @@ class MachineDevice(EmulatedDevice):
         )
         names = ("run_early", "release_next", "predecessor_ended")
         self.cuda.attach_early(*self._addresses(*(f"emulator_{name}" for name in names)))
+        (yield_turn,) = self._addresses("emulator_yield_turn")
+        assert yield_turn is not None
+        self.cuda.attach_turns(yield_turn)
         self.library.emulator_observe(ctypes.c_void_p(self.cuda.observer))
         self._gpus: dict[int, int] = {}
 

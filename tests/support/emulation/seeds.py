@@ -4,8 +4,8 @@ transfers and products.
     python tests/support/emulation/seeds.py --seeds 10000 --out benchmarks/results/ptx/seeds.json
     python tests/support/emulation/seeds.py --arch 90a --first 4711 --seeds 1    # one of them again
 
-Inside of a kernel a seed gives the same order again. Kernels of several ranks are threads of the
-host, so that the order between them is not repeated.
+A seed gives the same order again: of warps in each kernel, and of the streams of all ranks, which
+take turns.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def run_seed(device: Any, registry: Registry, seed: int, arch: str) -> str:
     assert built is not None, config.name
     device.cuda.clear()
     device.cuda.seed = 1 + 1000 * seed
+    device.take_turns(device.cuda.seed)
     with only(device, built, plan.world), VirtualWorld(plan.world, device) as ranks:
         ops = built_ops(plan, ranks)
         inputs = Inputs(plan.problem, plan.rows[0], plan.world, seed, bias=seed % 2 == 0)
