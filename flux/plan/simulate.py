@@ -47,18 +47,18 @@ class Timeline:
     @property
     def compute_ms(self) -> float:
         """Time of the compute operators by themselves, on the stage that has most."""
-        return self._most(lambda collective: not collective)
+        return self._most(collectives=False)
 
     @property
     def comm_ms(self) -> float:
         """Time of the collectives by themselves, on the stage that has most."""
-        return self._most(lambda collective: collective)
+        return self._most(collectives=True)
 
-    def _most(self, wanted: object) -> float:
+    def _most(self, *, collectives: bool) -> float:
         graph = self.schedule.graph
         sums = [0.0] * max(graph.stages, 1)
         for op, time in zip(graph.ops, self.solo, strict=True):
-            if wanted(op.is_collective):  # type: ignore[operator]
+            if op.is_collective == collectives:
                 sums[op.stage] += time
         return max(sums)
 

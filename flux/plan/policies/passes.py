@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from flux.plan.graph import Graph, Op
+from flux.plan.graph import Graph
 
 Pass = tuple[str, int]
 """("F" or "B", micro-batch)"""
@@ -57,8 +57,3 @@ def sequences(
             order += within(kind, passes.get((stage, kind, micro), []))
         out.append(order + list(within("S", passes.get((stage, "S", -1), []))))
     return out
-
-
-def program_order(op: Op) -> int:
-    """Return a sort key: dgrad in front of wgrad of the same GEMM."""
-    return 1 if op.role == "wgrad" else 0
