@@ -22,12 +22,14 @@ import cpu_foundation
 import cpu_growth
 import cpu_overhead
 import cuda_host_time
+import domino_hosts
 import gpu_tables
 import kernel_choice
 import kernel_counters
 import layers
 import multi_host
 import op_simulator
+import plan_hosts
 import reliability
 from common import (
     LINK_NAMES,
@@ -167,6 +169,16 @@ def simulated_efficiencies() -> str:
     return op_simulator.ranges_table(load(op_simulator.RESULT))
 
 
+def predicted_steps() -> str:
+    """Steps between two hosts, predicted and measured."""
+    return plan_hosts.table(load(plan_hosts.RESULT))
+
+
+def domino() -> str:
+    """Domino between two hosts beside Megatron's layers, Flux's and DeepSpeed's Domino."""
+    return domino_hosts.table(load(domino_hosts.RESULT))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
     "front": front,
@@ -181,6 +193,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_counters": counted_kernels,
     "op_simulator": simulated_times,
     "op_simulator_paper": simulated_efficiencies,
+    "plan_hosts": predicted_steps,
+    "domino_hosts": domino,
     **conclusions.SENTENCES,
     "soak": reliability.soak,
     "endings": reliability.endings,
@@ -191,6 +205,7 @@ TABLES: dict[str, Callable[[], str]] = {
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "kernels.md",
+    ROOT / "docs" / "plan.md",
     ROOT / "docs" / "simulator.md",
     gpu_tables.FOLDER / "README.md",
     *sorted(FOLDER.glob("*.md")),

@@ -29,7 +29,7 @@ Policy = Annotated[
     list[str] | None,
     typer.Option(
         "--policy",
-        help="Policy, with options behind a colon: domino:slices=4,grouped=false. Repeat it to "
+        help="Policy, with options behind a colon: domino:slices=4,order=blocks. Repeat it to "
         "compare. Default: serial and domino.",
     ),
 ]
@@ -130,8 +130,9 @@ def _simulated(
     timelines = []
     for text in policies:
         name, chosen = parsed(text)
-        schedule = planned(policy_of(name, chosen), graph, fabric, cost)
-        timelines.append((label_of(name, chosen), simulate(schedule, cost)))
+        made = policy_of(name, chosen)
+        schedule = planned(made, graph, fabric, cost)
+        timelines.append((label_of(name, chosen, made), simulate(schedule, cost)))
     limit = memory_gb if memory_gb is not None else found.device.memory_gb
     for label, timeline in timelines:
         needed = timeline.peak_memory_bytes / 1e9

@@ -6,6 +6,7 @@ Analytic times:
                  last wave of tiles counts as a full one
     attention    operations at a lower share; causal, so half of the pairs
     others       bytes / memory bandwidth
+    fused ops    the GEMM, and what flux/choice/cost.py says that its communication adds to it
     all of them  and the time to launch one
     collectives  alpha-beta; between hosts the slower of links inside and ports
 
@@ -22,11 +23,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flux.choice.cost import GEMM_SHARE, LIBRARY_SHARE
+from flux.choice.cost import GEMM_SHARE, LIBRARY_SHARE, choose, library_ms, predict
 from flux.core.integers import ceil_div
 from flux.core.knobs import Op as FusedOp
+from flux.core.problem import Problem
 from flux.plan.fabric import Fabric, Span
-from flux.plan.graph import Op
+from flux.plan.graph import FUSED, Op
 
 ATTENTION_SHARE = {"cuda": 0.5, "cpu": 0.6}
 """Share of the peak that attention reaches. FlashAttention-2 reaches 50 to 73% on an A100, the
@@ -80,8 +82,15 @@ class AnalyticCost:
         return found
 
     def oef(self, comp: Op, comm: Op) -> float:
-        """Return the overlap effectiveness factor of two operators."""
-        return OEF[self.fabric.cluster.device.kind][comm.resource]
+        """Return the overlap effectiveness factor of two operators.
+
+        A fused op leaves of the links what its own communication does not take.
+        """
+        assumed = OEF[self.fabric.cluster.device.kind][comm.resource]
+        if comp.kind not in FUSED or comm.resource != self.fabric.resource(comp.group):
+            return assumed
+        busy = library_ms(self._problem(comp), self.fabric.cluster) / self.solo(comp)
+        return assumed * max(0.0, 1.0 - busy)
 
     def _time(self, op: Op) -> float:
         if op.is_collective:
@@ -89,6 +98,8 @@ class AnalyticCost:
         launch = 1e-3 * LAUNCH_US[self.fabric.cluster.device.kind]
         if op.kind == "gemm":
             return launch + self._gemm(*op.shape)
+        if op.kind in FUSED:
+            return launch + self._gemm(*op.shape) + self._fused_ms(op)
         if op.kind == "attention":
             return launch + self._attention(op)
         rows, width, tensors = op.shape
@@ -112,6 +123,18 @@ class AnalyticCost:
             waves = max(1.0, ceil_div(tiles, device.units) / full) if full else 1.0
         operations = 2.0 * m * n * k * waves / (self._peak() * GEMM_SHARE[device.kind])
         return max(operations, self._memory_ms(self.itemsize * (m * k + n * k + m * n)))
+
+    def _fused_ms(self, op: Op) -> float:
+        """Return what a fused op takes beyond its GEMM, with the knobs that the op would choose."""
+        problem = self._problem(op)
+        cluster = self.fabric.cluster
+        return predict(problem, cluster, choose(problem, cluster)).exposed_ms
+
+    def _problem(self, op: Op) -> Problem:
+        span, (m, n, k) = self.fabric.span(op.group), op.shape
+        kind = FusedOp.named(op.kind)
+        n, k = (n * span.size, k) if kind.gathers else (n, k * span.size)
+        return Problem(kind, m, n, k, self.dtype, span.size, span.hosts)
 
     def _attention(self, op: Op) -> float:
         batch, heads, queries, keys, dim = op.shape

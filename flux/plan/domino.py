@@ -4,21 +4,33 @@ G. Wang et al., arXiv 2409.15241. ``flux.plan.policies.domino`` plans and predic
 runs it, under plain ``loss.backward()``.
 
 Each slice runs the model's forward in a *greenlet*: code that can be left in the middle of a call
-and continued there later. Where a linear layer has launched its collective, the next slice goes
-on; when the turn comes back, the layer waits for its collective. So models need no rewriting: any
-layers between the linear ones work, and any number of slices. Greenlets are one thread, because
-autograd numbers its nodes by thread.
+and continued there later. Linear layers let the next slice go on; when the turn comes back, they
+wait for their collective. So models need no rewriting: any layers between the linear ones work, and
+any number of slices. Greenlets are one thread, because autograd numbers its nodes by thread.
 
-Forward (two slices), and what autograd makes of it: it runs the ready node that was made last.
+A slice goes through segments, again and again:
 
-    forward    in0 L0 AR0 | in1 L1 AR1 | out0 ...       in: input of a column-parallel linear
-    backward   ... dgrad1 AR1 wgrad1 | dgrad0 AR0 wgrad0 | wait1 | wait0
+    A   wait for AllReduce, bias, dropout, residual, norm, ``in``
+    B   column-parallel linear, attention or activation
+    C   row-parallel linear, launch of its AllReduce
 
 A column-parallel linear's backward launches AllReduce of its input's gradient between dgrad and
-wgrad. The backward of the node ``in`` waits for it. Between attention and MLP the nodes ``in`` of
-all slices are made first (``grouped``), so that the backward of one slice's MLP hides the AllReduce
-of the other's. The output of ``in`` feeds one linear only: gradients of several would be added
-before the wait.
+wgrad. The backward of the node ``in`` waits for it. Autograd runs the ready node that was made
+last, so the order of forward decides what hides AllReduce in backward, too. Two slices, 0 and 1:
+
+    staggered   B0 A1 C0 B1 A0 C1 ...   B of the other slice hides AllReduce in forward, its C in
+                                        backward. The default; for further slices likewise.
+    grouped     B0 C0 B1 C1 A0 A1 ...   between attention and MLP, B0 C0 A0 B1 C1 A1 ... elsewhere:
+                                        the paper's order (figure 9). Nothing but norms hides the
+                                        last slice's AllReduce of attention in forward.
+    blocks      A0 B0 C0 A1 B1 C1 ...   B and C of the other slice hide AllReduce in forward; only
+                                        the wgrad of the same linear does in backward.
+
+The output of ``in`` feeds one linear only: gradients of several would be added before the wait.
+
+A linear layer may be one of Flux's fused ops instead (``flux.plan.domino_layers.replace``). It
+hides its own communication behind its own GEMM, in forward and backward; turns are taken at the
+same places.
 
 With sequence parallelism the same nodes gather and reduce-scatter: forward ``in`` gathers, behind a
 row-parallel linear comes ReduceScatter; in backward the other way round.
@@ -26,6 +38,7 @@ row-parallel linear comes ReduceScatter; in backward the other way round.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +51,9 @@ import torch.distributed as dist
 from torch import nn
 
 from flux.backends.unfused import all_gather, reduce_scatter
+from flux.layers import autograd
+from flux.layers.autograd import LinearConfig
+from flux.plan.policies.domino import ORDERS
 
 T = TypeVar("T")
 
@@ -48,7 +64,8 @@ class Record:
 
     Attributes:
         events: (phase, slice, number of the linear layer in its slice, what): what is "column",
-            "row", "launch column", "launch row", "wait column" or "wait row".
+            "row", "launch column", "launch row", "wait column" or "wait row"; of a fused op, in
+            forward only, "fused column" or "fused row".
     """
 
     events: list[tuple[str, int, int, str]] = field(default_factory=list)
@@ -75,12 +92,12 @@ class Slices:
     Args:
         count: how many there are.
         size: samples of each.
-        grouped: see the module.
+        order: one of ORDERS.
         columns: pieces of the weights of row-parallel linears (column split).
     """
 
-    def __init__(self, count: int, size: int, grouped: bool, columns: int) -> None:
-        self.count, self.size, self.grouped, self.columns = count, size, grouped, columns
+    def __init__(self, count: int, size: int, order: str, columns: int) -> None:
+        self.count, self.size, self.order, self.columns = count, size, order, columns
         self.current = 0
         self.linears = [0] * count  # that a slice has begun
         self.rows = [0] * count  # row-parallel ones, of these
@@ -96,8 +113,12 @@ class Slices:
         results: list[Any] = [None] * self.count
         waiting = {number: greenlet.greenlet(body) for number, body in enumerate(bodies)}
         try:
-            while waiting:
+            for turn in itertools.count():
+                if not waiting:
+                    break
                 for number, one in list(waiting.items()):
+                    if self.order == "staggered" and number > turn:
+                        break  # a slice begins one segment behind the one before it
                     self.current = number
                     results[number] = one.switch()
                     if one.dead:
@@ -109,9 +130,22 @@ class Slices:
             _slices = before
         return results
 
-    def switch(self) -> None:
-        """Let the other slices go on; return when it is this one's turn again."""
-        if self.count == 1:
+    def switch(self, place: str, *, gathers: bool = False) -> None:
+        """Let the other slices go on, if they shall here; return when it is this one's turn again.
+
+        Args:
+            place: "entered": behind ``in``; "row": in front of a row-parallel linear; "launched":
+                behind one.
+            gathers: whether a gather has been started, which something should hide.
+        """
+        behind_attention = self.rows[self.current] % 2 == 1
+        stays = {
+            "staggered": False,
+            "grouped": place == "row"
+            or (place == "entered" and not behind_attention and not gathers),
+            "blocks": place != "launched" and not gathers,
+        }
+        if self.count == 1 or stays[self.order]:
             return
         grad = torch.is_grad_enabled()
         casts = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
@@ -281,7 +315,11 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def column_linear(
-    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    fused: LinearConfig | None = None,
 ) -> torch.Tensor:
     """Return x W^T of this rank's columns.
 
@@ -290,22 +328,28 @@ def column_linear(
         weight: [N/W, K].
         group: the ranks; W of them.
         sequence_parallel: gather x, and reduce-scatter its gradient.
+        fused: how Flux's fused ops do it, if they shall.
 
     Returns:
         [..., N/W].
     """
     channel = Channel(group, sequence_parallel, "column")
-    entered = cast(Any, _ColumnInput).apply(x, channel)
+    entered = x if fused else cast(Any, _ColumnInput).apply(x, channel)
     if _slices is not None:
-        behind_attention = _slices.rows[channel.slice] % 2 == 1
-        if sequence_parallel or (_slices.grouped and behind_attention):
-            _slices.switch()
+        _slices.switch("entered", gathers=sequence_parallel and fused is None)
+    if fused is not None:
+        channel.note("forward", "fused column")
+        return autograd.column_linear(entered, weight, None, fused)
     y: torch.Tensor = cast(Any, _ColumnLinear).apply(entered, weight, channel)
     return y
 
 
 def row_linear(
-    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    fused: LinearConfig | None = None,
 ) -> torch.Tensor:
     """Return the sum over ranks of x W^T.
 
@@ -314,17 +358,29 @@ def row_linear(
         weight: [N, K/W].
         group: the ranks; W of them.
         sequence_parallel: keep this rank's part of the first dimension of the sum.
+        fused: how Flux's fused ops do it, if they shall.
 
     Returns:
         [..., N], or with sequence parallelism [first/W, ..., N].
+
+    Raises:
+        ValueError: a fused op in a column split, which would cut it.
     """
     channel = Channel(group, sequence_parallel, "row")
     columns = 1 if _slices is None else _slices.columns
-    pieces = cast(Any, _RowLinear).apply(x, weight, channel, columns)
+    if fused is not None and columns > 1:
+        raise ValueError("a column split cuts what a fused op would compute: take one of them")
+    if _slices is not None:
+        _slices.switch("row")
+    if fused is not None:
+        channel.note("forward", "fused row")
+        pieces = [autograd.row_linear(x, weight, fused)]
+    else:
+        pieces = cast(Any, _RowLinear).apply(x, weight, channel, columns)
     if _slices is not None:
         _slices.rows[channel.slice] += 1
-        _slices.switch()
-    y: torch.Tensor = cast(Any, _RowOutput).apply(channel, *pieces)
+        _slices.switch("launched")
+    y: torch.Tensor = pieces[0] if fused else cast(Any, _RowOutput).apply(channel, *pieces)
     return y
 
 
@@ -372,8 +428,7 @@ class Domino(nn.Module):
         slices: pieces of the batch; 1 with ``columns`` above 1 (column split alone).
         columns: pieces of the weights of row-parallel linears; above 1 with ``slices`` above 1 is
             the 2D split.
-        grouped: make the inputs of all slices' MLPs before the first of them runs, which hides
-            more of the backward.
+        order: "staggered", "grouped" or "blocks": how slices take turns (see the module).
         batch_dim: dimension of the samples, of the first argument and of the result.
         sliced: dimension of the samples of further arguments, by name or position (1 is the second
             one). Others go to every slice as they are.
@@ -385,7 +440,7 @@ class Domino(nn.Module):
         slices: int = 2,
         columns: int = 1,
         *,
-        grouped: bool = True,
+        order: str = "staggered",
         batch_dim: int = 0,
         sliced: dict[int | str, int] | None = None,
     ) -> None:
@@ -393,7 +448,9 @@ class Domino(nn.Module):
         for name, value in (("slices", slices), ("columns", columns)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        self.module, self.slices, self.columns, self.grouped = module, slices, columns, grouped
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+        self.module, self.slices, self.columns, self.order = module, slices, columns, order
         self.batch_dim, self.sliced = batch_dim, dict(sliced or {})
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -402,6 +459,11 @@ class Domino(nn.Module):
         Raises:
             ValueError: the batch has fewer samples than there are slices, or does not divide.
         """
+        if torch.compiler.is_compiling():
+            return _outside_graphs(self._sliced)(x, *args, **kwargs)
+        return self._sliced(x, *args, **kwargs)
+
+    def _sliced(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = x.shape[self.batch_dim]
         if batch % self.slices:
             raise ValueError(
@@ -419,9 +481,14 @@ class Domino(nn.Module):
             named = {k: cut(v, self.sliced.get(k), number) for k, v in kwargs.items()}
             return self.module(cut(x, self.batch_dim, number), *mine, **named)
 
-        runner = Slices(self.slices, size, self.grouped, self.columns)
+        runner = Slices(self.slices, size, self.order, self.columns)
         results = runner.run([partial(body, number) for number in range(self.slices)])
         return _joined(results, self.batch_dim)
+
+
+def _outside_graphs(function: T) -> T:
+    reason = "a graph cannot be left in the middle for the next slice"
+    return cast(T, torch.compiler.disable(function, reason=reason))
 
 
 def _joined(results: Sequence[Any], dim: int) -> Any:

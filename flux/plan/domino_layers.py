@@ -6,7 +6,7 @@ Parameters, initial values and checkpoints are those of the classes that they de
 from __future__ import annotations
 
 import sys
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from flux.layers import linear
 from flux.layers.linear import sum_grad
 from flux.plan.domino import column_linear, row_linear
+from flux.plan.policies.fuse import WHICH
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -21,11 +22,14 @@ M = TypeVar("M", bound=nn.Module)
 class ColumnParallelLinear(linear.ColumnParallelLinear):
     """``flux.layers.ColumnParallelLinear`` in models that ``Domino`` runs."""
 
+    fused_in_slices = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer: [s(/W), ..., in_features] -> [s, ..., out_features(/W)]. Collective."""
         if self.world == 1:
             return super().forward(x)
-        y = column_linear(x, self.weight, self.group, self.sequence_parallel)
+        how = self._named().config(self._user) if self.fused_in_slices else None
+        y = column_linear(x, self.weight, self.group, self.sequence_parallel, how)
         if self.bias is not None:
             y = y + self.bias
         if self.gather_output:
@@ -36,13 +40,16 @@ class ColumnParallelLinear(linear.ColumnParallelLinear):
 class RowParallelLinear(linear.RowParallelLinear):
     """``flux.layers.RowParallelLinear`` in models that ``Domino`` runs."""
 
+    fused_in_slices = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer: [s, ..., in_features(/W)] -> [s(/W), ..., out_features]. Collective."""
         if self.world == 1:
             return super().forward(x)
         if not self.input_is_parallel:
             x = torch.ops.flux.cut_features(x, self.group_name)
-        z = row_linear(x, self.weight, self.group, self.sequence_parallel)
+        how = self._named().config(self._user) if self.fused_in_slices else None
+        z = row_linear(x, self.weight, self.group, self.sequence_parallel, how)
         if self.bias is None:
             return z
         bias: torch.Tensor = self.bias
@@ -55,15 +62,22 @@ _SWAPS: dict[type, type] = {
 }
 
 
-def replace(model: M) -> M:
+def replace(model: M, fused: str = "none") -> M:
     """Make the tensor-parallel linear layers of a model Domino's, in place; return the model.
 
     Of flux.layers and of Megatron-core; parameters stay the same objects. Wrap the part of the
     model whose batch is to be cut, such as its stack of layers, in ``flux.plan.domino.Domino``.
 
+    Args:
+        model: with linear layers of either library.
+        fused: those that are Flux's fused ops: "none", "column", "row", or "all". ``flux plan
+            simulate --policy domino:fused=auto`` says which are the fastest.
+
     Raises:
-        ValueError: there is no such layer.
+        ValueError: there is no such layer, or no such choice.
     """
+    if fused not in WHICH:
+        raise ValueError(f"fused must be one of {', '.join(WHICH)}, got {fused!r}")
     swaps = dict(_SWAPS)
     if "megatron.core.tensor_parallel.layers" in sys.modules:  # else no layer can be Megatron's
         from flux.plan import domino_megatron
@@ -73,7 +87,10 @@ def replace(model: M) -> M:
     for module in model.modules():
         if type(module) in swaps:
             module.__class__ = swaps[type(module)]
-        count += isinstance(module, tuple(swaps.values()))
+        if isinstance(module, tuple(swaps.values())):
+            kind = "column" if hasattr(module, "gather_output") else "row"
+            cast(Any, module).fused_in_slices = kind in WHICH[fused]
+            count += 1
     if count == 0:
         raise ValueError(
             "the model has no ColumnParallelLinear or RowParallelLinear of flux.layers or of "

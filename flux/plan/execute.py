@@ -25,11 +25,13 @@ import torch.distributed as dist
 
 from flux.backends.unfused import all_gather, reduce_scatter
 from flux.core.dtypes import DTYPES
-from flux.plan.graph import Op
+from flux.ops import AGGemm, GemmAR, GemmRS
+from flux.plan.graph import FUSED, Op
 from flux.plan.model import Parallel
 from flux.plan.schedule import Lane, StepSchedule
 from flux.plan.simulate import Timeline, peak_memory
 
+_FUSED: Mapping[str, Any] = {"ag_gemm": AGGemm, "gemm_rs": GemmRS, "gemm_ar": GemmAR}
 _STRIDES = ("tp", "cp", "dp", "pp")  # fastest first
 
 
@@ -69,10 +71,12 @@ class Work:
     Args:
         dtype: of all tensors.
         seed: of their contents.
+        timeout_s: of the waits of fused ops.
     """
 
-    def __init__(self, dtype: str, seed: int = 0) -> None:
-        self.dtype = DTYPES[dtype].torch
+    def __init__(self, dtype: str, seed: int = 0, timeout_s: float = 60.0) -> None:
+        self.dtype, self.timeout_s = DTYPES[dtype].torch, timeout_s
+        self._fused: dict[tuple[str, tuple[int, ...], str], Any] = {}  # ops
         self._generator = torch.Generator().manual_seed(seed)
         self._tensors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
@@ -147,6 +151,29 @@ class Work:
         other = self.tensor("other", count)
         return lambda: dist.all_to_all_single(other, whole, group=group)
 
+    def fused(self, op: Op, group: dist.ProcessGroup | None) -> Callable[[], object]:
+        """Return a call of a fused op. Collective: it builds the op, once for each shape."""
+        m, n, k = op.shape
+        if group is None:
+            return self.compute(op._replace(kind="gemm"))
+        world, gathers = dist.get_world_size(group), op.kind == "ag_gemm"
+        x = self.tensor("a", m // world if gathers else m, k)
+        weight = self.tensor("weight", n, k)
+        key = (op.kind, op.shape, group.group_name)
+        if key not in self._fused:
+            sizes = {"n": n * world, "k": k} if gathers else {"n": n, "k": k * world}
+            self._fused[key] = _FUSED[op.kind](
+                group, max_m=m, dtype=self.dtype, timeout_s=self.timeout_s, **sizes
+            )
+        made = self._fused[key]
+        return lambda: made(x, weight)
+
+    def close(self) -> None:
+        """Free the memory and threads of fused ops. Local; calls of them raise afterwards."""
+        for made in self._fused.values():
+            made.close()
+        self._fused.clear()
+
 
 class Executor:
     """Runs one rank's lanes. Construction is collective: it makes process groups.
@@ -191,7 +218,7 @@ class Executor:
                 (stream, ops[number].group)
                 for (_, stream), numbers in self.schedule.lanes.items()
                 for number in numbers
-                if ops[number].is_collective and ops[number].kind != "send"
+                if ops[number].group and ops[number].kind != "send"
             }
         )
         for stream, kind in needed:
@@ -230,6 +257,8 @@ class Executor:
                 op = ops[number]
                 if op.kind == "send":
                     calls[number] = self._transfer(number, (stage, stream), sends=True)
+                elif op.kind in FUSED:
+                    calls[number] = self.work.fused(op, self._groups[stream, op.group])
                 elif op.is_collective:
                     group = self._groups[stream, op.group]
                     calls[number] = self.work.communicate(op, group)

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import networkx as nx
 
-COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", "fused")
+FUSED = ("ag_gemm", "gemm_rs", "gemm_ar")
+"""A GEMM and the collective before or behind it, as one op of Flux."""
+COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", *FUSED)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 RESOURCES = ("comp", "intra", "inter")
 """Resources that an operator occupies: multiprocessors, links inside a host, network ports."""
@@ -39,10 +41,10 @@ class Op(NamedTuple):
         piece: number among the pieces that a policy has cut an operator into.
         pieces: how many of them there are.
         strand: number of the strand that a policy has put it on.
-        shape: gemm: (m, n, k). attention: (batch, heads, queries, keys, head_dim). norm,
-            elementwise and optimizer: (rows, width, tensors read and written). Collectives: (rows,
-            width) of the whole tensor; all_to_all and send: of one rank's.
-        group: of a collective: one of GROUPS.
+        shape: gemm and fused ops: (m, n, k) of this rank. attention: (batch, heads, queries, keys,
+            head_dim). norm, elementwise and optimizer: (rows, width, tensors read and written).
+            Collectives: (rows, width) of the whole tensor; all_to_all and send: of one rank's.
+        group: of a collective, or of a fused op: one of GROUPS.
         allocates: bytes that it allocates when it starts.
         frees: bytes that are free when it has ended.
     """
@@ -65,7 +67,7 @@ class Op(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether the operator moves data between ranks."""
+        """Whether the operator moves data between ranks, and computes nothing."""
         return self.kind in COLLECTIVES
 
 
@@ -131,14 +133,15 @@ class Graph:
 def _check_op(op: Op) -> None:
     collective = op.kind in COLLECTIVES
     fine = (collective or op.kind in COMPUTE) and op.resource in RESOURCES and op.role in ROLES
-    fine = fine and (not collective or op.group in GROUPS) and op.stage >= 0
+    grouped = collective or op.kind in FUSED
+    fine = fine and (not grouped or op.group in GROUPS) and op.stage >= 0
     if fine and collective != (op.resource == "comp"):
         return
     for name, value, known in (
         ("kind", op.kind, (*COMPUTE, *COLLECTIVES)),
         ("resource", op.resource, RESOURCES),
         ("role", op.role, ROLES),
-        ("group", op.group, GROUPS if collective else (op.group,)),
+        ("group", op.group, GROUPS if grouped else (op.group,)),
     ):
         if value not in known:
             raise GraphError(f"{op.name}: {name} must be one of {', '.join(known)}, got {value!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from flux.plan.graph import Op
+from flux.plan.graph import FUSED, Op
 from flux.plan.simulate import Timeline
 
 MOST_OPS = 20_000
@@ -28,7 +28,7 @@ _COLOURS = {
 def _key(op: Op) -> tuple[str, str]:
     if op.is_collective:
         return "comm", "dp" if op.group == "edp" else op.group
-    if op.kind in ("gemm", "fused"):
+    if op.kind in ("gemm", *FUSED):
         return "gemm", op.role
     return ("attention", "") if op.kind == "attention" else ("other", "")
 

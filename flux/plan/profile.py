@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from flux.core.datafile import load_json, shown
 from flux.plan.execute import Work, members
-from flux.plan.graph import Graph, Op
+from flux.plan.graph import FUSED, Graph, Op
 from flux.plan.model import Parallel
 
 _FORMAT = 1
@@ -149,6 +149,9 @@ class Profiler:
     def measure(self, graphs: Sequence[Graph], progress: Callable[[int, int], None]) -> Profile:
         """Return the times of all operators of these graphs. Collective.
 
+        Each round measures every operator once, so that a disturbance of the machine does not meet
+        all repeats of one operator.
+
         Args:
             graphs: those of all policies that are to be compared.
             progress: called with how many operators are done, and how many there are.
@@ -156,19 +159,25 @@ class Profiler:
         ops = list({key_of(op): op for graph in graphs for op in graph.ops}.values())
         pairs = _pairs(ops)
         total = len(ops) + len(pairs)
-        solo: dict[Key, float] = {}
-        for done, op in enumerate(ops):
-            solo[key_of(op)] = self._together([self._call(op)])
-            progress(done + 1, total)
+        calls = [self._call(op) for op in ops]
+        times: list[list[float]] = [[] for _ in ops]
+        for round_ in range(self.repeats + 1):
+            for found, call in zip(times, calls, strict=True):
+                taken = self._together([call])
+                if round_:  # the first one warms up
+                    found.append(taken)
+            progress((round_ + 1) * len(ops) // (self.repeats + 1), total)
+        solo = dict(zip(map(key_of, ops), _slowest(times), strict=True))
         oef = {}
         for done, (comp, comm) in enumerate(pairs):
-            alone = solo[key_of(comm)]
-            times = max(1, round(alone / max(solo[key_of(comp)], 1e-3)))
-            oef[comp.kind, comm.resource] = self._factor(self._call(comp), times, self._call(comm))
+            repeated = max(1, round(solo[key_of(comm)] / max(solo[key_of(comp)], 1e-3)))
+            oef[comp.kind, comm.resource] = self._factor(comp, repeated, comm)
             progress(len(ops) + done + 1, total)
         return Profile(solo, oef, self.place)
 
     def _call(self, op: Op) -> Callable[[], object]:
+        if op.kind in FUSED:
+            return self.work.fused(op, self.groups[op.group])
         if not op.is_collective:
             return self.work.compute(op)
         if op.kind == "send":
@@ -196,34 +205,42 @@ class Profiler:
         return run
 
     def _together(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return the median time in ms in which all calls end that start together."""
-        found = []
-        for repeat in range(self.repeats + 1):
-            dist.barrier()
-            threads = [threading.Thread(target=_quietly, args=(call,)) for call in calls[1:]]
-            began = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            _quietly(calls[0])
-            for thread in threads:
-                thread.join()
-            if repeat:  # the first one warms up
-                found.append(1e3 * (time.perf_counter() - began))
-        slowest = torch.tensor([statistics.median(found)], dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return float(slowest)
+        """Return the time in ms in which all calls end that start together."""
+        dist.barrier()
+        threads = [threading.Thread(target=_quietly, args=(call,)) for call in calls[1:]]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        _quietly(calls[0])
+        for thread in threads:
+            thread.join()
+        return 1e3 * (time.perf_counter() - began)
 
-    def _factor(self, comp: Callable[[], object], times: int, comm: Callable[[], object]) -> float:
+    def _factor(self, comp: Op, times: int, comm: Op) -> float:
         """Return the OEF of a compute operator, so often in a row, beside a collective."""
+        compute, communicate = self._call(comp), self._call(comm)
 
         def many() -> None:
             for _ in range(times):
-                comp()
+                compute()
 
-        alone, beside = self._together([many]), self._together([comm])
-        both = self._together([many, comm])
+        ways: list[list[Callable[[], object]]] = [[many], [communicate], [many, communicate]]
+        found: list[list[float]] = [[] for _ in ways]
+        for round_ in range(self.repeats + 1):
+            for times_of, way in zip(found, ways, strict=True):
+                taken = self._together(way)
+                if round_:
+                    times_of.append(taken)
+        alone, beside, both = _slowest(found)
         factor = (alone + beside - both) / max(min(alone, beside), 1e-6)
         return min(factor, 1.0)
+
+
+def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
+    """Return the slowest rank's median of each row. Collective."""
+    medians = torch.tensor([statistics.median(row) for row in times], dtype=torch.float64)
+    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+    return [float(value) for value in medians]
 
 
 def _quietly(call: Callable[[], object]) -> None:

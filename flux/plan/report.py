@@ -41,9 +41,10 @@ def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
     ran = any("predicted_ms" in row for row in rows)
     caption = "ms; ratio: to the first; exposed: communication beside which nothing is computed"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("policy", overflow="fold")
+    table.add_column("policy", overflow="fold", min_width=11)
     heads = ["step", *(["predicted"] if ran else []), "ratio", "compute", "comm"]
-    for head in (*heads, "exposed", "hidden", "GB"):
+    memory = [] if ran else ["GB"]  # a run predicts it, and does not measure it
+    for head in (*heads, "exposed", "hidden", *memory):
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         comm, exposed = row["comm_ms"], row["exposed_comm_ms"]
@@ -58,7 +59,7 @@ def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
             f"{comm:.2f}",
             f"{exposed:.2f}",
             hidden,
-            f"{row['peak_memory_bytes'] / 1e9:.2f}",
+            *([] if ran else [f"{row['peak_memory_bytes'] / 1e9:.2f}"]),
         )
     console.print(table)
 

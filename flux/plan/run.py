@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +14,13 @@ from flux.launch.hosts import parse_rate
 from flux.launch.progress import Progress
 from flux.machine.cluster import Cluster, Network, load_cluster
 from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
+from flux.plan.cost import AnalyticCost, CostModel
 from flux.plan.execute import Executor, Work, coordinates, measured
 from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph
 from flux.plan.model import Step
-from flux.plan.policies import planned, policy_of
+from flux.plan.policies import Policy, planned, policy_of
+from flux.plan.policies.fuse import fusable
 from flux.plan.profile import Profile, ProfiledCost, Profiler
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
@@ -74,46 +77,85 @@ class Ran:
     times_ms: tuple[float, ...]
 
 
-def label_of(name: str, options: Mapping[str, Any]) -> str:
-    """Return a policy and its options, as they are shown: ``domino slices=2``."""
-    return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+def label_of(name: str, options: Mapping[str, Any], policy: Policy | None = None) -> str:
+    """Return a policy and its options, as they are shown: ``domino slices=2``.
+
+    Args:
+        name: of the policy.
+        options: of the policy.
+        policy: one that has planned, for what it chose by itself: ``fused=auto: row``.
+    """
+    chosen = getattr(policy, "chosen", {})
+    words = [
+        f"{key}={value}{f': {chosen[key]}' if value == 'auto' and key in chosen else ''}"
+        for key, value in options.items()
+    ]
+    return " ".join([name, *words])
 
 
-def schedules_of(config: PlanRun) -> dict[str, StepSchedule]:
+def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, StepSchedule]:
     """Return the schedule of each policy, by label.
 
+    Args:
+        config: step and policies.
+        profile: what policies decide by; without one, the data sheet of the cluster.
+
     Raises:
-        ValueError: a policy cannot be used for this step.
+        ValueError: a policy cannot be used for this step, or its operators are not in the profile.
     """
     fabric = Fabric(config.cluster, config.step.parallel)
     graph = build_step(config.step, fabric)
+    cost: CostModel = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
+    if profile is not None:
+        cost = ProfiledCost(profile)
+    found = {}
+    for name, options in config.policies:
+        policy = policy_of(name, options)
+        schedule = planned(policy, graph, fabric, cost)
+        found[label_of(name, options, policy)] = schedule
+    return found
+
+
+def _graphs_to_profile(config: PlanRun) -> list[Graph]:
+    """Return graphs with every operator that a policy may use."""
+    fabric = Fabric(config.cluster, config.step.parallel)
+    graph = build_step(config.step, fabric)
     cost = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
-    return {
-        label_of(name, options): planned(policy_of(name, options), graph, fabric, cost)
-        for name, options in config.policies
-    }
+    graphs = []
+    for name, options in config.policies:
+        choices = [options]
+        if options.get("fused") == "auto":
+            choices = [{**options, "fused": kind} for kind in ("none", *sorted(fusable(graph)))]
+        graphs += [planned(policy_of(name, one), graph, fabric, cost).graph for one in choices]
+    return graphs or [graph]
 
 
 def run_entry(job: tuple[PlanRun, Any], rank: int, progress: Progress) -> tuple[Profile, list[Ran]]:
     """Run one rank of `flux plan run`, as an entry of flux.bench.launch.on_ranks."""
     config, only_profile = job
-    work = Work(config.step.dtype, config.seed)
-    schedules = schedules_of(config)
+    work = Work(config.step.dtype, config.seed, config.timeout_s)
+    with closing(work):
+        return _run(config, only_profile, work, progress)
+
+
+def _run(
+    config: PlanRun, only_profile: bool, work: Work, progress: Progress
+) -> tuple[Profile, list[Ran]]:
     profile = config.profile
     if profile is None:
-        graphs = [schedule.graph for schedule in schedules.values()]
-        if not graphs:
-            graphs = [build_step(config.step, Fabric(config.cluster, config.step.parallel))]
         place = {
             "hosts": config.hosts,
             "link_rate": config.link_rate,
             "threads": config.threads,
             "dtype": config.step.dtype,
         }
-        profiler = Profiler(config.step.parallel, work, max(3, config.repeats // 3), place)
-        profile = profiler.measure(graphs, lambda done, total: progress("profile", done, total))
+        profiler = Profiler(config.step.parallel, work, max(3, config.repeats), place)
+        profile = profiler.measure(
+            _graphs_to_profile(config), lambda done, total: progress("profile", done, total)
+        )
     if only_profile:
         return profile, []
+    schedules = schedules_of(config, profile)
     cost = ProfiledCost(profile)
     executors = {
         label: Executor(schedule, config.step.parallel, work, config.timeout_s)

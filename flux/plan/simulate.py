@@ -15,10 +15,10 @@ from functools import cached_property
 
 from flux.core.events import Event, Kind
 from flux.plan.cost import CostModel
-from flux.plan.graph import Graph, GraphError, paused_collector
+from flux.plan.graph import FUSED, Graph, GraphError, paused_collector
 from flux.plan.schedule import Lane, StepSchedule
 
-_KINDS = {"gemm": Kind.gemm, "attention": Kind.gemm, "fused": Kind.gemm}
+_KINDS = dict.fromkeys(("gemm", "attention", *FUSED), Kind.gemm)
 
 
 @dataclass(frozen=True)

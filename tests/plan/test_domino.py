@@ -10,17 +10,19 @@ import torch
 from torch import nn
 
 from flux.bench.shapes import Layer
-from flux.layers import ColumnParallelLinear, RowParallelLinear
+from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
+from flux.layers.linear import ParallelLinear
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
-from flux.plan.domino import Domino, Dropout, recorded
+from flux.plan.domino import ORDERS, Domino, Dropout, recorded
 from flux.plan.domino_layers import replace
 from flux.plan.fabric import Fabric
 from flux.plan.graph import COLLECTIVES
 from flux.plan.model import Parallel, Step
 from flux.plan.policies import planned
 from flux.plan.policies.domino import Domino as DominoPolicy
+from flux.plan.policies.fuse import WHICH
 from harness import run_ranks
 
 HIDDEN, HEADS, SEQUENCE = 16, 4, 6
@@ -64,11 +66,20 @@ def step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def run_both(
-    rank: int, world: int, slices: int, columns: int, grouped: bool, sequence_parallel: bool
+    rank: int,
+    world: int,
+    slices: int,
+    columns: int,
+    order: str,
+    sequence_parallel: bool,
+    fused: str = "none",
 ) -> list[tuple[str, int, int, str]]:
     """Compare two steps with those of the layers as they are; return what ran in the last one."""
     torch.manual_seed(1)
     layers = nn.Sequential(*(Block(n, rank, sequence_parallel, 0.1) for n in range(2)))
+    for layer in layers.modules():
+        if isinstance(layer, ParallelLinear):
+            layer.fused = fused != "none"
     rows = SEQUENCE * world // (world if sequence_parallel else 1)
     x = torch.randn(SEQUENCE * world, 12, HIDDEN, dtype=torch.float64)
     x = x[rank * rows : (rank + 1) * rows] if sequence_parallel else x
@@ -76,7 +87,7 @@ def run_both(
     for block in layers:
         for drop in (block.drop1, block.drop2):
             drop.calls = 0
-    model = Domino(replace(layers), slices, columns, grouped=grouped, batch_dim=1)
+    model = Domino(replace(layers, fused), slices, columns, order=order, batch_dim=1)
     events = []
     for wanted in expected:
         with recorded() as record:
@@ -84,6 +95,7 @@ def run_both(
         events = record.events
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    close_pools()
     return events
 
 
@@ -95,7 +107,7 @@ LAUNCHED = {
 
 
 def planned_events(
-    world: int, slices: int, columns: int, grouped: bool, sequence_parallel: bool
+    world: int, slices: int, columns: int, order: str, sequence_parallel: bool
 ) -> dict[str, list[tuple[str, int, str, int]]]:
     """Return (role, layer, part, slice) of GEMMs, and of collectives, in the order of the plan."""
     parallel = Parallel(tp=world, sequence=sequence_parallel)
@@ -103,7 +115,7 @@ def planned_events(
     step = Step("test", layer, 2, "float64", parallel, SEQUENCE * world, 12, 1)
     fabric = Fabric(replaced(load_cluster("cpu"), devices=world), parallel)
     cost = AnalyticCost(fabric, "float64", 8)
-    policy = DominoPolicy(slices, columns, grouped)
+    policy = DominoPolicy(slices, columns, order)
     schedule = planned(policy, build_step(step, fabric), fabric, cost)
     found: dict[str, list[tuple[str, int, str, int]]] = {"gemm": [], "launch": []}
     for numbers in schedule.lanes.values():
@@ -124,13 +136,22 @@ def planned_events(
 
 
 @pytest.mark.parametrize(
-    "slices, columns, grouped", [(2, 1, True), (3, 1, False), (2, 2, True), (1, 4, True)]
+    "slices, columns, order",
+    [
+        (2, 1, "staggered"),
+        (4, 1, "staggered"),
+        (2, 1, "grouped"),
+        (3, 1, "blocks"),
+        (2, 2, "grouped"),
+        (3, 2, "staggered"),
+        (1, 4, "staggered"),
+    ],
 )
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["ar", "sp"])
 def test_the_order_that_ran_is_the_planned_one(
-    slices: int, columns: int, grouped: bool, sequence_parallel: bool
+    slices: int, columns: int, order: str, sequence_parallel: bool
 ) -> None:
-    events = run_ranks(2, run_both, slices, columns, grouped, sequence_parallel)[0]
+    events = run_ranks(2, run_both, slices, columns, order, sequence_parallel)[0]
     roles = {"forward": "fwd", "backward": "dgrad"}
     ran: dict[str, list[tuple[str, int, str, int]]] = {"gemm": [], "launch": []}
     for phase, piece, number, what in events:
@@ -140,7 +161,7 @@ def test_the_order_that_ran_is_the_planned_one(
         kind = "launch" if what.startswith("launch") else "gemm"
         times = columns if kind == "gemm" and phase == "forward" and what == "row" else 1
         ran[kind] += [(roles[phase], layer, part, piece)] * times
-    assert ran == planned_events(2, slices, columns, grouped, sequence_parallel)
+    assert ran == planned_events(2, slices, columns, order, sequence_parallel)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -151,6 +172,58 @@ def test_the_order_that_ran_is_the_planned_one(
 def test_gradients_are_those_of_the_unsliced_model(
     world: int, slices: int, columns: int, sequence_parallel: bool
 ) -> None:
-    for grouped in (True, False) if world == 2 else (True,):
-        events = run_ranks(world, run_both, slices, columns, grouped, sequence_parallel)
+    for order in ORDERS if world == 2 else ORDERS[:1]:
+        events = run_ranks(world, run_both, slices, columns, order, sequence_parallel)
         assert all(of == events[0] for of in events)  # one order of collectives on all ranks
+
+
+@pytest.mark.parametrize("fused", ["column", "row", "all"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["ar", "sp"])
+def test_slices_of_fused_ops(fused: str, sequence_parallel: bool) -> None:
+    events = run_ranks(2, run_both, 2, 1, "grouped", sequence_parallel, fused)[0]
+    kinds = {what for _, _, _, what in events if what.startswith("fused")}
+    assert kinds == {f"fused {kind}" for kind in WHICH[fused]}
+    order = [
+        (piece, number) for phase, piece, number, what in events if what in ("row", "fused row")
+    ]
+    blocks = [(piece, number) for number in (1, 3, 5, 7) for piece in (0, 1)]
+    assert order[: len(blocks)] == blocks  # forward: slices take turns
+
+
+class Wrapped(nn.Module):
+    """A layer that is not torch's own, which torch.compile would leave alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def compiled(rank: int, world: int) -> None:
+    """Compare slices whose norms are compiled, and which are compiled, with eager ones."""
+    torch.manual_seed(1)
+    layers = replace(nn.Sequential(*(Block(n, rank, False, 0.0) for n in range(2))))
+    x = torch.randn(SEQUENCE, 4, HIDDEN, dtype=torch.float64)
+    model = Domino(layers, batch_dim=1)
+    expected = step(model, x)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for block in layers:
+        block.ln1 = Wrapped(block.ln1)
+        block.ln1.compile(backend=backend)
+    found = step(model, x)
+    assert graphs
+    whole = step(torch.compile(model, backend=backend), x)
+    for a, b, wanted in zip(found, whole, expected, strict=True):
+        torch.testing.assert_close(a, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(b, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_parts_of_a_model_can_be_compiled() -> None:
+    run_ranks(2, compiled)

@@ -24,7 +24,7 @@ EXPERTS = Layer(16, 0, 4, 4, 4, True, Moe(4, 2, 16))
 
 
 def config(parallel: Parallel, layer: Layer = DENSE, **options: Any) -> PlanRun:
-    policies = (("serial", {}), ("domino", {"slices": 2}))
+    policies = (("serial", {}), ("domino", {"slices": 2}), ("serial", {"fused": "row"}))
     step = Step("test", layer, 2, "float32", parallel, 8, 2, 1 if parallel.pp == 1 else 3)
     return PlanRun(step=step, policies=policies if parallel.tp > 1 else policies[:1], **options)
 

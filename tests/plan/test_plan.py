@@ -34,7 +34,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("serial", {}),
     ("serial", {"wgrad_overlap": True}),
     ("domino", {}),
-    ("domino", {"slices": 4, "grouped": False}),
+    ("domino", {"slices": 4, "order": "blocks"}),
     ("domino", {"slices": 1, "columns": 2}),
     ("domino", {"slices": 2, "columns": 2}),
 ]
@@ -401,7 +401,7 @@ def test_profiles_are_read_back_and_missing_operators_named(tmp_path: Path) -> N
 def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
     run = CliRunner().invoke
     base = ["plan", "simulate", "--layers", "2", "--micro-batch", "4"]
-    both = ["--policy", "serial", "--policy", "domino:slices=4,grouped=false"]
+    both = ["--policy", "serial", "--policy", "domino:slices=4,order=blocks"]
     trace = tmp_path / "trace.json"
     drawn = tmp_path / "page.html"
     files = ["--trace", str(trace), "--html", str(drawn)]
@@ -412,17 +412,17 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
         *("policy", "model", "cluster", "tp", "dp", "pp", "iteration_ms", "compute_ms"),
         *("comm_ms", "exposed_comm_ms", "peak_memory_bytes"),
     }
-    assert domino["policy"] == "domino slices=4 grouped=False"
+    assert domino["policy"] == "domino slices=4 order=blocks"
     assert domino["iteration_ms"] < serial["iteration_ms"]
     lanes = {
         e["args"]["name"]
         for e in json.loads(trace.read_text())["traceEvents"]
         if e["name"] == "thread_name"
     }
-    assert "serial: comp" in lanes and "domino slices=4 grouped=False: intra" in lanes
+    assert "serial: comp" in lanes and "domino slices=4 order=blocks: intra" in lanes
     page = drawn.read_text()
     assert page.count("<rect") > 100 and "<title>L0.qkv.m0.s3 (gemm " in page
-    assert "domino slices=4 grouped=False: " in page
+    assert "domino slices=4 order=blocks: " in page
     for words, message in (
         (["--html", str(drawn), "--micro-batches", "200", "--memory-gb", "1e6"], "is too large"),
         (["--tp", "7"], "tp = 7 must divide heads = 96"),

@@ -23,6 +23,8 @@ class Policy(Protocol):
 
     Attributes:
         name: as on the command line.
+
+    A policy that decides an option by itself says what it took in ``chosen``, by option.
     """
 
     name: str

@@ -6,10 +6,13 @@ so AllReduce of one hides behind the operators of another, also across layers (s
 part of the result hides behind the multiply of the next one. The parts join in front of the next
 operator, so nothing hides across layers (section 3.3). *2D*: both (section 3.4).
 
-Forward of a layer with two slices (figure 9 of the paper), on the streams of one rank:
+Forward of a layer with two slices, in the order of figure 9 of the paper, and staggered:
 
     compute   attn 0 | attn 1 | bda+ln 0 | bda+ln 1 | mlp 0 | mlp 1 | bda, attn 0 of the next ...
     links            | AR 0   | AR 1                        | AR 0  | AR 1
+
+    compute   proj 0 | qkv, attn 1 | bda+ln 0 | proj 1 | fc1 0 | bda+ln 1 | fc2 0 | fc1 1 | ...
+    links            | AR 0                            | AR 1                     | AR 0
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from collections.abc import Sequence
 
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, Op, replaced
+from flux.plan.graph import FUSED, Graph, Op, replaced
+from flux.plan.policies.fuse import CHOICES, LINEARS, fuse
 from flux.plan.policies.passes import sequences
 from flux.plan.schedule import StepSchedule, on_lanes
 
+ORDERS = ("staggered", "grouped", "blocks")
 _ROW_PARALLEL = ("proj", "fc2")
 _BEHIND_ROW = ("ar1", "ar2", "rs1", "rs2")
 _MIDDLE = {"bda1", "ln2"}  # between attention and MLP: their collectives come before them
@@ -33,19 +38,34 @@ class Domino:
     Args:
         slices: pieces of the batch (row split); 1: it is not cut.
         columns: pieces of the second weights (column split); 1: they are not cut.
-        grouped: run the dropout, residual and norm of all slices next to each other, between
-            attention and MLP, as the paper does; else each in front of its slice's MLP.
+        fused: linear layers of slices that are Flux's fused ops (``flux.plan.policies.fuse``):
+            "none", "column", "row", "all", or "auto": those with which a simulation is fastest.
+        order: how slices take turns: "staggered"; "grouped": dropout, residual and norm of all
+            slices next to each other between attention and MLP, as in the paper; or "blocks": each
+            in front of its slice's MLP (``flux.plan.domino``).
     """
 
     name = "domino"
 
-    def __init__(self, slices: int = 2, columns: int = 1, grouped: bool = True) -> None:
+    def __init__(
+        self,
+        slices: int = 2,
+        columns: int = 1,
+        order: str = "staggered",
+        fused: str = "none",
+    ) -> None:
         for name, value in (("slices", slices), ("columns", columns)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"domino: {name} must be an integer of at least 1, got {value!r}")
         if slices == columns == 1:
             raise ValueError("domino: slices or columns must be at least 2, or nothing is cut")
-        self.slices, self.columns, self.grouped = slices, columns, grouped
+        if order not in ORDERS:
+            raise ValueError(f"domino: order must be one of {', '.join(ORDERS)}, got {order!r}")
+        if fused not in CHOICES:
+            raise ValueError(f"domino: fused must be one of {', '.join(CHOICES)}, got {fused!r}")
+        if columns > 1 and fused != "none":
+            raise ValueError("domino: columns cut what fused ops would compute: take one of them")
+        self.slices, self.columns, self.turns, self.fused = slices, columns, order, fused
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         """Return the graph with its operators cut.
@@ -61,6 +81,8 @@ class Domino:
             graph = replaced(graph, self._rows, lambda before, after: False)
         if self.columns > 1:
             graph = replaced(graph, self._columns, lambda before, after: False)
+        graph, fuses = fuse(graph, self.fused, lambda some: self.order(some, cost), cost)
+        self.chosen = {"fused": fuses}
         return graph
 
     def _check(self, op: Op) -> None:
@@ -111,9 +133,41 @@ class Domino:
 
     def _forward(self, graph: Graph, numbers: Sequence[int]) -> list[int]:
         """Return a forward pass's operators by block, slice and dependencies."""
+        if self.turns == "staggered" and self.slices > 1:
+            return self._staggered(graph, numbers)
         places = {number: place for place, number in enumerate(numbers)}
         blocks = self._blocks(graph, numbers)
         return sorted(numbers, key=lambda n: (blocks[n], self._slice(graph.ops[n]), places[n]))
+
+    def _staggered(self, graph: Graph, numbers: Sequence[int]) -> list[int]:
+        """Return a forward pass's operators by segments of the slices, each one behind the next.
+
+        A segment begins with a column-parallel linear, with a row-parallel one, and behind the
+        collective of that.
+        """
+        linears = {linear for linear in LINEARS if _communicates(graph, linear)}
+        segments: list[list[list[int]]] = [[[]] for _ in range(self.slices)]
+        heads = [""] * self.slices  # the linear that began a slice's segment
+        for number in numbers:  # topological
+            op = graph.ops[number]
+            slice_ = self._slice(op)
+            head = heads[slice_]
+            if op.part in linears and op.kind in ("gemm", *FUSED):
+                begins = op.part != head
+            else:
+                begins = head in _ROW_PARALLEL and op.part not in _BEHIND_ROW
+            if begins:
+                segments[slice_].append([])
+                heads[slice_] = op.part if op.part in linears else ""
+            segments[slice_][-1].append(number)
+        turns = max(map(len, segments)) + self.slices
+        return [
+            number
+            for turn in range(turns)
+            for slice_, mine in enumerate(segments)
+            if 0 <= turn - slice_ < len(mine)
+            for number in mine[turn - slice_]
+        ]
 
     def _slice(self, op: Op) -> int:
         cut_by_columns = op.role == "fwd" and op.part in (*_ROW_PARALLEL, *_BEHIND_ROW)
@@ -123,7 +177,7 @@ class Domino:
         """Return, for each operator, the number of its block in the pass.
 
         Slices run a block one after the other. A block ends behind a collective that the next one
-        waits for. With ``grouped``, what is between attention and MLP is a block by itself.
+        waits for. With the order "grouped", what is between attention and MLP is a block by itself.
         """
         blocks: dict[int, int] = {}
         for number in numbers:  # topological
@@ -132,13 +186,20 @@ class Domino:
                 if dep not in blocks:
                     continue
                 before = graph.ops[dep]
-                ends = before.is_collective and before.group == "tp"
+                ends = before.group == "tp" and before.kind != "ag_gemm"
                 block = max(block, blocks[dep] + (1 if ends else 0))
                 leaves = before.part in _MIDDLE and op.part not in _MIDDLE
-                if self.grouped and leaves and not op.is_collective:
+                if self.turns == "grouped" and leaves and not op.is_collective:
                     block = max(block, blocks[dep] + 1)
             blocks[number] = block
         return blocks
+
+
+def _communicates(graph: Graph, linear: str) -> bool:
+    """Return whether a linear layer is tensor parallel: those of experts are not."""
+    block = ("ar1", "rs1") if linear in ("qkv", "proj") else ("ar2", "rs2")
+    row = "proj" if linear in ("qkv", "proj") else "fc2"
+    return any(op.part in block or (op.part == row and op.kind in FUSED) for op in graph.ops)
 
 
 def _pieces(op: Op, at: int, count: int, letter: str) -> list[Op]:

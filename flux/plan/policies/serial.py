@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph
+from flux.plan.policies.fuse import CHOICES, fuse
 from flux.plan.policies.passes import sequences
 from flux.plan.schedule import StepSchedule, on_lanes
 
@@ -17,15 +18,25 @@ class Serial:
     Args:
         wgrad_overlap: start the collective behind a dgrad beside the wgrad of the same linear, as
             Megatron does by default; with it, collectives have streams of their own.
+        fused: linear layers that are Flux's fused ops (``flux.plan.policies.fuse``): "none",
+            "column", "row", "all", or "auto": those with which a simulation is fastest.
     """
 
     name = "serial"
 
-    def __init__(self, wgrad_overlap: bool = False) -> None:
-        self.wgrad_overlap = wgrad_overlap
+    def __init__(self, wgrad_overlap: bool = False, fused: str = "none") -> None:
+        if fused not in CHOICES:
+            raise ValueError(f"serial: fused must be one of {', '.join(CHOICES)}, got {fused!r}")
+        self.wgrad_overlap, self.fused = wgrad_overlap, fused
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph as it is."""
+        """Return the graph, with fused ops if they are asked for.
+
+        Raises:
+            ValueError: nothing can be fused.
+        """
+        graph, fuses = fuse(graph, self.fused, lambda some: self.order(some, cost), cost)
+        self.chosen = {"fused": fuses}
         return graph
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:

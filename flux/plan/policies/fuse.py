@@ -1,0 +1,160 @@
+"""Substitute Flux's fused ops for a GEMM and the tensor-parallel collective beside it.
+
+    forward, column-parallel    AllGather | GEMM       ag_gemm     (sequence parallelism)
+    forward, row-parallel       GEMM | ReduceScatter   gemm_rs     or AllReduce: gemm_ar
+    backward, column-parallel   dgrad | ReduceScatter  gemm_rs     or AllReduce: gemm_ar
+    backward, row-parallel      AllGather | dgrad      ag_gemm     (sequence parallelism)
+
+A fused op hides its own communication, so nothing is left for a policy to hide; but it hides it
+behind its own GEMM only. Which is better depends on the step, so policies take ``auto``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from flux.plan.cost import CostModel
+from flux.plan.graph import Builder, Graph, Op
+from flux.plan.schedule import StepSchedule
+from flux.plan.simulate import simulate
+
+LINEARS = {"qkv": "column", "fc1": "column", "proj": "row", "fc2": "row"}
+"""How the weight of each linear layer is split over ranks."""
+WHICH = {"none": (), "column": ("column",), "row": ("row",), "all": ("column", "row")}
+"""The kinds of linear layers that a choice fuses."""
+CHOICES = (*WHICH, "auto")
+_REDUCES = {"all_reduce": "gemm_ar", "reduce_scatter": "gemm_rs"}
+
+
+def fuse(
+    graph: Graph,
+    choice: str,
+    order: Callable[[Graph], StepSchedule],
+    cost: CostModel,
+) -> tuple[Graph, str]:
+    """Return the graph with fused ops, and which linear layers have them.
+
+    Args:
+        graph: the operators.
+        choice: one of CHOICES: the linear layers that are fused; "auto" takes those whose schedule
+            is the fastest in a simulation of the first two layers.
+        order: schedules a graph as the policy does.
+        cost: of the operators.
+
+    Raises:
+        ValueError: nothing can be fused, or column-parallel layers cannot, as their input is not
+            gathered again in backward, which Flux's layers do.
+    """
+    if choice == "none":
+        return graph, choice
+    usable = fusable(graph)
+    if choice != "auto":
+        for kind in WHICH[choice]:
+            if kind not in usable:
+                raise ValueError(f"fused = {choice}: {_reason(graph, kind)}")
+        return fused(graph, WHICH[choice]), choice
+    small = _first_layers(graph)
+    options = [name for name, kinds in WHICH.items() if usable.issuperset(kinds)]
+    times = {
+        name: simulate(order(fused(small, WHICH[name])), cost).iteration_ms for name in options
+    }
+    best = min(times, key=times.__getitem__)
+    return fused(graph, WHICH[best]), best
+
+
+def fused(graph: Graph, linears: Collection[str]) -> Graph:
+    """Return the graph in which these linear layers and their collectives are fused ops.
+
+    Args:
+        graph: the operators.
+        linears: of "column" and "row".
+    """
+    partner = _pairs(graph, linears)
+    absorbed = {collective: gemm for gemm, collective in partner.items()}
+    kept = [number for number in range(len(graph.ops)) if number not in absorbed]
+    numbers = {number: place for place, number in enumerate(kept)}
+    builder = Builder(graph.itemsize)
+    for number in kept:
+        op, deps = graph.ops[number], graph.deps[number]
+        if number in partner:
+            op = _merged(op, graph.ops[partner[number]])
+            deps += graph.deps[partner[number]]
+        before = [absorbed.get(dep, dep) for dep in deps]
+        builder.add(op, [numbers[dep] for dep in before if dep != number])
+    return builder.build(graph.resident)
+
+
+def _pairs(graph: Graph, linears: Collection[str]) -> dict[int, int]:
+    """Return the collective that each GEMM is fused with."""
+    found: dict[int, int] = {}
+    for number in graph.order:
+        op = graph.ops[number]
+        for dep in graph.deps[number]:
+            before = graph.ops[dep]
+            if _gathers(before, op) and LINEARS[op.part] in linears:
+                found[number] = dep
+            elif _reduces(before, op, graph, number) and LINEARS[before.part] in linears:
+                found[dep] = number
+    return found
+
+
+def _gathers(collective: Op, gemm: Op) -> bool:
+    return (
+        collective.kind == "all_gather"
+        and collective.group == "tp"
+        and collective.role != "wgrad"
+        and gemm.kind == "gemm"
+        and gemm.role in ("fwd", "dgrad")
+        and gemm.part in LINEARS
+    )
+
+
+def _reduces(gemm: Op, collective: Op, graph: Graph, number: int) -> bool:
+    return (
+        collective.kind in _REDUCES
+        and collective.group == "tp"
+        and gemm.kind == "gemm"
+        and gemm.role in ("fwd", "dgrad")
+        and gemm.part in LINEARS
+        and len(graph.deps[number]) == 1
+    )
+
+
+def _merged(gemm: Op, collective: Op) -> Op:
+    return gemm._replace(
+        kind=_REDUCES.get(collective.kind, "ag_gemm"),
+        group=collective.group,
+        allocates=gemm.allocates + collective.allocates,
+        frees=gemm.frees + collective.frees,
+    )
+
+
+def fusable(graph: Graph) -> set[str]:
+    """Return which kinds of linear layers can be fused: of "column" and "row"."""
+    partner = _pairs(graph, ("column", "row"))
+    kinds = {LINEARS[graph.ops[gemm].part] for gemm in partner}
+    gathers = any(op.kind == "all_gather" and op.role == "fwd" for op in graph.ops)
+    if gathers and not any(op.kind == "all_gather" and op.role == "wgrad" for op in graph.ops):
+        kinds.discard("column")
+    return kinds
+
+
+def _reason(graph: Graph, kind: str) -> str:
+    if kind == "column" and _pairs(graph, ("column",)):
+        return (
+            "Flux's column-parallel layers gather their input again in backward, and this step "
+            "keeps it; add regather"
+        )
+    return f"the step has no tensor-parallel communication beside a GEMM of {kind}-parallel layers"
+
+
+def _first_layers(graph: Graph, count: int = 2) -> Graph:
+    """Return the operators of the first layers and the first micro-batch of the first stage."""
+    layers = sorted({op.layer for op in graph.ops if op.layer >= 0 and op.stage == 0})[:count]
+    kept: dict[int, int] = {}
+    builder = Builder(graph.itemsize)
+    for number in graph.order:
+        op = graph.ops[number]
+        if op.stage == 0 and op.micro == 0 and op.layer in layers:
+            kept[number] = builder.add(op, [kept[d] for d in graph.deps[number] if d in kept])
+    return builder.build()

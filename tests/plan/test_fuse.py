@@ -1,0 +1,146 @@
+"""Fused ops in place of a GEMM and its collective: the same work, and never slower if chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from flux.bench.shapes import Layer, Moe
+from flux.choice.cost import library_ms
+from flux.machine.cluster import load_cluster
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.fabric import Fabric
+from flux.plan.graph import FUSED, Graph
+from flux.plan.model import Parallel, Step
+from flux.plan.policies import planned, policy_of
+from flux.plan.policies.fuse import WHICH, fused
+from flux.plan.simulate import simulate
+
+DENSE = Layer(4096, 16384, 32, 32, 128, False)
+EXPERTS = Layer(4096, 0, 32, 32, 128, True, Moe(8, 2, 6400))
+DEGREES: list[dict[str, Any]] = [
+    {"tp": 8},
+    {"tp": 8, "sequence": True},
+    {"tp": 4, "pp": 2},
+    {"tp": 16},
+]
+
+
+def step_of(layer: Layer = DENSE, regather: bool = True, **degrees: Any) -> Step:
+    parallel = Parallel(**degrees)
+    return Step(
+        "test", layer, 4, "bfloat16", parallel, 2048, 4, 2, regather=regather and parallel.sequence
+    )
+
+
+def fabric_of(step: Step, cluster: str = "flux-h800") -> Fabric:
+    return Fabric(replace(load_cluster(cluster), hosts=2), step.parallel)
+
+
+def work(graph: Graph) -> float:
+    """Operations of all GEMMs, fused or not."""
+    return sum(
+        2.0 * op.shape[0] * op.shape[1] * op.shape[2]
+        for op in graph.ops
+        if op.kind in ("gemm", *FUSED)
+    )
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize("which", [name for name in WHICH if name != "none"])
+def test_a_fused_graph_does_the_same_work(degrees: dict[str, Any], which: str) -> None:
+    step = step_of(**degrees)
+    graph = build_step(step, fabric_of(step))
+    found = fused(graph, WHICH[which])
+    assert work(found) == work(graph)
+    ops = [op for op in found.ops if op.kind in FUSED]
+    assert len(found.ops) + len(ops) == len(graph.ops)
+    # A layer has two column- and two row-parallel linears. Row-parallel ones communicate in
+    # forward, and in backward with sequence parallelism; column-parallel ones the other way round.
+    passes = 2 if step.parallel.sequence else 1
+    assert len(ops) == 2 * len(WHICH[which]) * passes * step.layers * step.micro_batches
+    assert sum(op.allocates - op.frees for op in found.ops) == pytest.approx(
+        sum(op.allocates - op.frees for op in graph.ops)
+    )
+    if which == "all":
+        assert all(op.group != "tp" or op.kind in FUSED or op.role == "wgrad" for op in found.ops)
+    # What came behind one of the two comes behind the fused op, in any topological order.
+    names = {op.name: number for number, op in enumerate(found.ops)}
+    place = {number: at for at, number in enumerate(found.order)}
+    for number, op in enumerate(graph.ops):
+        for dep in graph.deps[number]:
+            before = graph.ops[dep]
+            if op.name in names and before.name in names:
+                assert place[names[before.name]] < place[names[op.name]]
+
+
+@pytest.mark.parametrize("cluster", ["flux-h800", "flux-a100-pcie"])
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize("name", ["serial", "domino"])
+def test_auto_is_as_fast_as_the_best_choice(
+    name: str, degrees: dict[str, Any], cluster: str
+) -> None:
+    step = step_of(**degrees)
+    fabric = fabric_of(step, cluster)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    graph = build_step(step, fabric)
+    times = {}
+    for which in (*WHICH, "auto"):
+        policy = policy_of(name, {"fused": which})
+        times[which] = simulate(planned(policy, graph, fabric, cost), cost).iteration_ms
+    assert times["auto"] == times[policy.chosen["fused"]]  # type: ignore[attr-defined]
+    # It is chosen for two layers and one micro-batch.
+    assert times["auto"] <= 1.03 * min(times.values())
+
+
+def test_a_fused_op_is_between_its_gemm_and_the_unfused_call() -> None:
+    for cluster, degrees in product(("flux-h800", "flux-a100-nvlink"), DEGREES):
+        step = step_of(**degrees)
+        fabric = fabric_of(step, cluster)
+        cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+        for op in fused(build_step(step, fabric), WHICH["all"]).ops:
+            if op.kind in FUSED:
+                alone = cost.solo(op._replace(kind="gemm"))
+                assert alone < cost.solo(op)
+                apart = alone + library_ms(cost._problem(op), fabric.cluster)
+                assert cost.solo(op) <= apart * (1 + 1e-9)
+                assert 0 <= cost.oef(op, op._replace(kind="all_reduce", resource="intra")) <= 1
+
+
+@pytest.mark.parametrize(
+    "step, name, options, message",
+    [
+        (step_of(dp=2), "serial", {"fused": "row"}, "no tensor-parallel communication"),
+        (step_of(tp=8), "serial", {"fused": "rows"}, "fused must be one of"),
+        (step_of(tp=8), "domino", {"fused": "both"}, "fused must be one of"),
+        (step_of(tp=8), "domino", {"fused": "row", "columns": 2}, "columns cut what fused ops"),
+        (
+            step_of(tp=8, sequence=True, regather=False),
+            "domino",
+            {"fused": "column"},
+            "gather their input again in backward",
+        ),
+        (step_of(EXPERTS, tp=1, dp=8, ep=8), "serial", {"fused": "all"}, "no tensor-parallel"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_fused_is_refused(
+    step: Step, name: str, options: dict[str, Any], message: str
+) -> None:
+    fabric = fabric_of(step)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    with pytest.raises(ValueError, match=message):
+        planned(policy_of(name, options), build_step(step, fabric), fabric, cost)
+
+
+def test_auto_fuses_nothing_where_nothing_can_be() -> None:
+    step = step_of(dp=2)
+    fabric = fabric_of(step)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    policy: Any = policy_of("serial", {"fused": "auto"})
+    planned(policy, build_step(step, fabric), fabric, cost)
+    assert policy.chosen == {"fused": "none"}
