@@ -148,6 +148,7 @@ def build_schedule(
     swizzle: int,
     store: int,
     hosts: Sequence[int] = ...,
+    spread: bool = ...,
 ) -> Schedule: ...
 def room_for(
     *, order: int, direction: int, mesh: Mesh, hosts: Sequence[int] = ...

@@ -68,15 +68,22 @@ std::vector<Hop> Placement::arrivals(int rank) const {
   return hops;
 }
 
-std::vector<int> Placement::far_first(int rank) const {
+std::vector<int> Placement::far_first(int rank, bool spread) const {
   const int host = host_of_[rank];
+  const auto& here = members_[host];
+  const int size = static_cast<int>(here.size());
   std::vector<int> owners;
   for (int ahead = 1; ahead < hosts(); ++ahead) {
     const auto& there = members_[wrap(host + ahead, hosts())];
-    owners.insert(owners.end(), there.begin(), there.end());
+    const int count = static_cast<int>(there.size());
+    // `size` owners at a time, each of which has another proxy here.
+    for (int begin = 0; begin < count; begin += size) {
+      for (int i = 1; i <= size; ++i) {
+        const int at = begin + (spread ? wrap(lane_[rank] + i, size) : i - 1);
+        if (at < count) owners.push_back(there[at]);
+      }
+    }
   }
-  const auto& here = members_[host];
-  const int size = static_cast<int>(here.size());
   for (int i = 1; i <= size; ++i) owners.push_back(here[wrap(lane_[rank] + i, size)]);
   return owners;
 }

@@ -46,11 +46,15 @@ class Placement {
   std::vector<Hop> arrivals(int rank) const;
 
   // ReduceScatter: owners in the order in which `rank` computes their rows. Owners on other hosts
-  // come first, in the same order for all members of a host, so that a combined tile can be sent as
-  // early as possible. Then come the owners of the own host, shifted by rank. The own rows come
-  // last.
-  //   hosts 0 1 | 2 3:  rank 0: 2 3 1 0    rank 1: 2 3 0 1
-  std::vector<int> far_first(int rank) const;
+  // come first, then the owners of the own host, shifted by rank. The own rows come last.
+  //
+  // Without `spread` all members of a host have the owners on other hosts in the same order, so that
+  // a combined tile can be sent as early as possible. But then all members store to one proxy at a
+  // time. With `spread` these owners too are shifted by rank, so that the members store to different
+  // proxies; the owners that `rank` combines for come last among them.
+  //   hosts 0 1 | 2 3:   rank 0: 2 3 1 0    rank 1: 2 3 0 1
+  //              spread: rank 0: 3 2 1 0    rank 1: 2 3 0 1
+  std::vector<int> far_first(int rank, bool spread) const;
 
  private:
   std::vector<int> host_of_;

@@ -321,7 +321,7 @@ void build_results(Schedule* s, const Reducing& plan) {
 // There is one exception, which keeps links between hosts busy. A tile that is combined for another
 // host is combined as soon as the own part has been sent, before later tiles are sent. This waits
 // for the same tile of the other members of the host. They send it in the same order if they follow
-// the common sequence.
+// the common sequence. If their sequences are spread, it could wait in a circle.
 void build_program(Schedule* s) {
   const auto add = [&](ActionKind kind, std::size_t i) {
     s->program.push_back({kind, static_cast<int>(i)});
@@ -333,7 +333,7 @@ void build_program(Schedule* s) {
     for (std::size_t i = 0; i < s->transfers.size(); ++i) add(ActionKind::kGather, i);
     return;
   }
-  const bool in_step = spec.tiles.sequence != nullptr;
+  const bool in_step = spec.tiles.sequence != nullptr && !spec.spread;
   std::size_t reduced = 0;
   for (std::size_t i = 0; spec.store == Store::kStaged && i < s->transfers.size(); ++i) {
     add(ActionKind::kSend, i);
@@ -367,7 +367,7 @@ void choose_sequence(Schedule* s) {
   } else {
     const Reducing plan(spec);
     if (!plan.two_levels()) return;
-    s->sequence = plan.placement().far_first(rank);
+    s->sequence = plan.placement().far_first(rank, spec.spread);
   }
   spec.tiles.sequence = s->sequence.data();
 }

@@ -20,6 +20,8 @@ struct ScheduleSpec {
   CommTiling comm;
   Store store;                  // GemmRS and GemmAR only
   std::vector<int> hosts = {};  // host of each rank, where they form no mesh; else empty
+  // Partials cross a link of their receiver (GPUs): ranks of a host store to different receivers.
+  bool spread = false;
 };
 
 // One move of a communication tile. AllGather: rows of x. ReduceScatter: rows of a partial result.

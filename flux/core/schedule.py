@@ -90,6 +90,8 @@ class TileSchedule:
         rank: the rank of this schedule.
         topology: the mesh of ranks.
         knobs: all fields set.
+        spread: for GPUs between hosts, whose partials cross links: ranks of a host store partials
+            for other hosts to different ranks at a time, and not all to one.
     """
 
     op: str
@@ -98,6 +100,7 @@ class TileSchedule:
     rank: int
     topology: Topology
     knobs: Knobs
+    spread: bool = False
 
     @cached_property
     def native(self) -> _C.Schedule:
@@ -121,6 +124,7 @@ class TileSchedule:
             swizzle=Swizzle[knobs.swizzle or "rank_shift"],
             store=Store[knobs.store or "staged"],
             hosts=self.topology.placement,
+            spread=self.spread,
         )
 
     @cached_property
@@ -234,7 +238,7 @@ def _make(
     else:
         sizes = (m, local_n, local_k, world, itemsize)
         knobs = resolve_cuda(kind, *sizes, knobs, cluster, topology.nodes)
-    schedule = TileSchedule(op, shape, world, rank, topology, knobs)
+    schedule = TileSchedule(op, shape, world, rank, topology, knobs, spread=cluster is not None)
     _ = schedule.native  # raises for illegal combinations here, not at the first use
     return schedule
 

@@ -10,7 +10,8 @@ the result of ``Machine.send``, which is also a flag. The machine resumes it whe
 
 A flow is a number of bytes that crosses a list of resources. Flows that cross the same resource
 share it by max-min fairness: all get equal shares, and what one flow cannot use, because another
-resource limits it, goes to the rest. Rates are computed anew whenever a flow starts or ends.
+resource limits it, goes to the rest. Rates are computed anew whenever the number of flows of a
+route has changed. When a flow takes the place of one that ends, as from a queue, they stay.
 """
 
 from __future__ import annotations
@@ -68,21 +69,30 @@ class Route(NamedTuple):
     across: bool
 
 
-@dataclass(eq=False)
+Resources = tuple[int, ...]
+"""Numbers of the resources that a flow crosses."""
+
+
+@dataclass(eq=False, slots=True)
 class _Flow:
     """Bytes on the way.
 
     Attributes:
-        resources: numbers of the resources that they cross.
-        left: bytes still to be moved.
+        number: by order of creation.
+        resources: that they cross.
+        left: bytes still to be moved at ``since_us``.
         done: raised when none are left.
-        rate: bytes per microsecond.
+        rate: bytes per microsecond since then.
+        version: number of times that the rate has changed.
     """
 
-    resources: tuple[int, ...]
+    number: int
+    resources: Resources
     left: float
     done: Flag
     rate: float = 0.0
+    since_us: float = 0.0
+    version: int = 0
 
 
 class Fabric:
@@ -152,9 +162,12 @@ class Machine:
     now_us: float = 0.0
     steps: int = 0
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    _flows: list[_Flow] = field(default_factory=list)
+    _flows: dict[Resources, list[_Flow]] = field(default_factory=dict)
+    _ends: list[tuple[float, int, int, _Flow]] = field(default_factory=list)
+    _rates: dict[Resources, float] = field(default_factory=dict)
+    _changes: dict[Resources, int] = field(default_factory=dict)
+    _begun: list[_Flow] = field(default_factory=list)
     _created: int = 0
-    _stale: bool = False
     _running: int = 0
 
     def spawn(self, process: Process) -> None:
@@ -177,14 +190,17 @@ class Machine:
         if counter.missing == 0:
             self.raise_(counter.flag)
 
-    def send(self, resources: tuple[int, ...], nbytes: float) -> Flag:
+    def send(self, resources: Resources, nbytes: float) -> Flag:
         """Start a flow now; the flag becomes true when its last byte has crossed."""
         done = Flag()
         if nbytes <= 0:
             self.raise_(done)
         else:
-            self._flows.append(_Flow(resources, nbytes, done))
-            self._stale = True
+            flow = _Flow(self._created, resources, nbytes, done)
+            self._created += 1
+            self._flows.setdefault(resources, []).append(flow)
+            self._begun.append(flow)
+            self._changes[resources] = self._changes.get(resources, 0) + 1
         return done
 
     def run(self) -> None:
@@ -193,12 +209,12 @@ class Machine:
         Raises:
             RuntimeError: processes wait for flags that no process raises.
         """
-        while self._events or self._flows:
-            if self._stale:
+        while True:
+            if self._changes:
                 self._share()
-            ends = [self.now_us + flow.left / flow.rate for flow in self._flows]
-            if self._events:
-                ends.append(self._events[0][0])
+            ends = [queue[0][0] for queue in (self._events, self._ends) if queue]
+            if not ends:
+                break
             self._advance(min(ends))
         if self._running:
             raise RuntimeError(f"{self._running} processes wait for flags that none raises")
@@ -221,43 +237,63 @@ class Machine:
 
     def _advance(self, to_us: float) -> None:
         """Move the virtual time, and serve everything that happens at that instant."""
-        passed = to_us - self.now_us
         self.now_us = to_us
         self.steps += 1
         ended = []
-        for flow in self._flows:
-            flow.left -= flow.rate * passed
-            if flow.left <= flow.rate * INSTANT_US:
+        while self._ends and self._ends[0][0] <= to_us + INSTANT_US:
+            _, _, version, flow = heapq.heappop(self._ends)
+            if version == flow.version:
                 ended.append(flow)
-        if ended:
-            self._flows = [flow for flow in self._flows if flow not in ended]
-            self._stale = True
-            for flow in ended:
-                self.raise_(flow.done)
+        ended.sort(key=lambda flow: flow.number)
+        for flow in ended:
+            self._flows[flow.resources].remove(flow)
+            self._changes[flow.resources] = self._changes.get(flow.resources, 0) - 1
+        for flow in ended:
+            self.raise_(flow.done)
         while self._events and self._events[0][0] <= to_us + INSTANT_US:
             heapq.heappop(self._events)[2]()
 
     def _share(self) -> None:
-        """Set the rates of all flows by max-min fairness (progressive filling)."""
-        self._stale = False
+        """Set the rates of flows: of new ones only, if each route has as many as before."""
+        if any(self._changes.values()):
+            self._rates = self._fair_rates()
+            for resources, flows in self._flows.items():
+                for flow in flows:
+                    self._set_rate(flow, self._rates[resources])
+        else:
+            for flow in self._begun:
+                self._set_rate(flow, self._rates[flow.resources])
+        self._changes.clear()
+        self._begun.clear()
+
+    def _set_rate(self, flow: _Flow, rate: float) -> None:
+        if rate == flow.rate:
+            return
+        flow.left -= flow.rate * (self.now_us - flow.since_us)
+        flow.since_us, flow.rate = self.now_us, rate
+        flow.version += 1
+        end = self.now_us + max(flow.left, 0.0) / rate
+        heapq.heappush(self._ends, (end, flow.number, flow.version, flow))
+
+    def _fair_rates(self) -> dict[Resources, float]:
+        """Return the rate of each flow of a route, by max-min fairness (progressive filling)."""
         left: dict[int, float] = {}
         users: dict[int, int] = {}
-        for flow in self._flows:
-            for resource in flow.resources:
+        open_ = {resources: len(flows) for resources, flows in self._flows.items() if flows}
+        for resources, count in open_.items():
+            for resource in resources:
                 left[resource] = self.capacity[resource]
-                users[resource] = users.get(resource, 0) + 1
-        open_ = list(self._flows)
+                users[resource] = users.get(resource, 0) + count
+        rates: dict[Resources, float] = {}
         while open_:
             share = min(left[r] / n for r, n in users.items() if n)
             limit = share * (1 + 1e-12)
             full = {r for r, n in users.items() if n and left[r] / n <= limit}
-            rest = []
-            for flow in open_:
-                if full.isdisjoint(flow.resources):
-                    rest.append(flow)
-                    continue
-                flow.rate = share
-                for resource in flow.resources:
-                    left[resource] -= share
-                    users[resource] -= 1
-            open_ = rest
+            filled = [resources for resources in open_ if not full.isdisjoint(resources)]
+            for resources in filled:
+                rates[resources] = share
+                count = open_.pop(resources)
+                for resource in resources:
+                    left[resource] -= share * count
+                    users[resource] -= count
+        return rates

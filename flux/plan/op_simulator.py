@@ -37,6 +37,7 @@ from flux.kernels.cost import blocks_per_wave, cost
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.sets import config_set
 from flux.machine.cluster import Cluster
+from flux.plan.graph import paused_collector
 from flux.plan.op_gather import gather_processes
 from flux.plan.op_machine import Fabric, Machine
 from flux.plan.op_parts import Call, Log, Move
@@ -248,8 +249,9 @@ def simulate(
         machine=Machine(fabric.capacity),
     )
     run = gather_processes if problem.op.gathers else scatter_processes
-    ends = run(call)
-    call.machine.run()
+    with paused_collector():
+        ends = run(call)
+        call.machine.run()
     return Simulated(
         method="medium" if full.path == "medium" else "flux",
         problem=problem,

@@ -151,6 +151,35 @@ def test_every_partial_tile_leaves_exactly_once_and_when_it_is_complete(c: Case)
                 assert slot == max(last_visit[row] for row in schedule.transfers[i].rows)
 
 
+@pytest.mark.parametrize("names", ["ab", "aabb", "aaaabbbb", "aabbcc", "abab", "aaab", "aabbb"])
+@pytest.mark.parametrize("spread", [False, True])
+def test_ranks_of_a_host_store_to_as_many_ranks_at_a_time_as_they_can(
+    names: str, spread: bool
+) -> None:
+    """Between hosts; without ``spread`` to one rank, whose sum then leaves early."""
+    world, hosts = len(names), tuple("abc".index(name) for name in names)
+    c = LEGAL._replace(m=3 * world, mesh=(1, 1, world), order=HIERARCHICAL, hosts=hosts)
+    c = c._replace(spread=spread)
+    visited = [[v.owner for v in schedule.visits] for schedule in c.build_all()]
+    for rank, owners in enumerate(visited):
+        here = c.members(rank)
+        assert sorted(owners) == list(range(world)) and owners[-1] == rank
+        assert set(owners[-len(here) :]) == set(here)
+        far = world - len(here)
+        # Owners of one host after the other, as many at a time as there are ranks here.
+        for other in set(hosts) - {hosts[rank]}:
+            there = [r for r in range(world) if hosts[r] == other]
+            begin = min(owners.index(owner) for owner in there)
+            assert set(owners[begin : begin + len(there)]) == set(there)
+            for at in range(len(there)):
+                holders = {c.holder(visited[r][begin + at], r) for r in here}
+                whole = at < len(there) // len(here) * len(here)  # as many owners as ranks here
+                if whole or not spread:
+                    assert len(holders) == (len(here) if spread else 1)
+        near = [{visited[r][at] for r in here} for at in range(far, world)]
+        assert all(len(at_once) == len(here) for at_once in near)
+
+
 @given(c=cases())
 def test_no_signal_is_raised_twice_in_a_call(c: Case) -> None:
     """Otherwise the second raise could meet the next call, or the first one be too early."""
@@ -216,9 +245,10 @@ def test_reduction_programs_are_complete_and_ordered(c: Case) -> None:
         assert by_kind[RESULT] == list(range(len(schedule.results)))
         assert by_kind[RECEIVE] == list(range(len(schedule.receipts)))
         # Sends wait for nobody, so they come first, but for sums that leave at once, which all
-        # ranks of a host come to in one order; taking results in waits for everybody.
+        # ranks of a host come to in one order if they are not spread; taking results in waits for
+        # everybody.
         kinds = [kind for kind, _ in program]
-        if not c.has_sequence:
+        if not c.has_sequence or c.spread:
             assert kinds[: len(by_kind[SEND])] == [SEND] * len(by_kind[SEND])
         elif staged:
             for i, r in enumerate(schedule.reductions):

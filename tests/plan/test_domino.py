@@ -15,7 +15,7 @@ from flux.layers.linear import ParallelLinear
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
-from flux.plan.domino import ORDERS, Domino, Dropout, recorded
+from flux.plan.domino import ORDERS, Domino, Dropout, current_slice, recorded
 from flux.plan.domino_layers import replace
 from flux.plan.fabric import Fabric
 from flux.plan.graph import COLLECTIVES
@@ -227,3 +227,122 @@ def compiled(rank: int, world: int) -> None:
 
 def test_parts_of_a_model_can_be_compiled() -> None:
     run_ranks(2, compiled)
+
+
+# -- failures, inference, frozen parameters --------------------------------------------------------
+
+
+class _FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("backward of slice 1 fails")
+
+
+class Failing(nn.Module):
+    """The identity, which can be told to fail in slice 1."""
+
+    phase = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if current_slice() == 1 and self.phase == "forward":
+            raise RuntimeError("forward of slice 1 fails")
+        if current_slice() == 1 and self.phase == "backward":
+            return _FailingBackward.apply(x)
+        return x
+
+
+def two_blocks(rank: int, world: int, sequence_parallel: bool) -> tuple[nn.Sequential, Any]:
+    """Return two layers with a Failing between them, and their input."""
+    torch.manual_seed(1)
+    blocks = [Block(n, rank, sequence_parallel, 0.0) for n in range(2)]
+    x = torch.randn(SEQUENCE * world, 4, HIDDEN, dtype=torch.float64)
+    rows = slice(rank * SEQUENCE, (rank + 1) * SEQUENCE) if sequence_parallel else slice(None)
+    return nn.Sequential(blocks[0], Failing(), blocks[1]), x[rows]
+
+
+def run_failing(rank: int, world: int, sequence_parallel: bool) -> list[str]:
+    """Fail in either phase, and take a step after each failure; return what was raised."""
+    layers, x = two_blocks(rank, world, sequence_parallel)
+    expected = step(layers, x)
+    model = Domino(replace(layers), 2, batch_dim=1)
+    raised = []
+    for phase in ("forward", "backward"):
+        layers[1].phase = phase
+        try:
+            step(model, x)
+        except RuntimeError as error:
+            raised.append(str(error))
+        assert current_slice() == 0
+        layers[1].phase = ""
+        for found, wanted in zip(step(model, x), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    return raised
+
+
+SEQUENCE_PARALLEL = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["ar", "sp"])
+
+
+@SEQUENCE_PARALLEL
+def test_a_slice_that_fails_raises_and_the_next_step_works(sequence_parallel: bool) -> None:
+    for raised in run_ranks(2, run_failing, sequence_parallel):
+        assert raised == ["forward of slice 1 fails", "backward of slice 1 fails"]
+
+
+def run_without_gradients(rank: int, world: int, sequence_parallel: bool) -> list[tuple[str, int]]:
+    """Compare outputs under torch.no_grad(); return (what, slice) in the order in which it ran."""
+    layers, x = two_blocks(rank, world, sequence_parallel)
+    expected = layers(x)
+    model = Domino(replace(layers), 2, batch_dim=1)
+    with torch.no_grad(), recorded() as record:
+        found = model(x)
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled() and not found.requires_grad
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+    return [(what, piece) for _, piece, _, what in record.events]
+
+
+@SEQUENCE_PARALLEL
+def test_without_gradients_slices_still_take_turns(sequence_parallel: bool) -> None:
+    events, others = run_ranks(2, run_without_gradients, sequence_parallel)
+    assert events == others
+    rows = [piece for what, piece in events if what == "row"]
+    assert rows == [0, 1] * 4  # attention and MLP of two layers, slice by slice
+    # The first slice's collective is waited for after the second slice has computed.
+    assert events.index(("column", 1)) < events.index(("wait row", 0))
+
+
+FROZEN = {
+    "some": ("0.ln1.weight", "0.qkv.weight", "0.fc2.weight", "2.proj.weight", "2.fc1.weight"),
+    "first layer": ("0.",),
+    "linears": ("0.qkv", "0.proj", "0.fc", "2.qkv", "2.proj", "2.fc"),
+}
+
+
+def run_frozen(rank: int, world: int, sequence_parallel: bool, frozen: tuple[str, ...]) -> None:
+    """Compare gradients with those of the layers as they are; the input needs none."""
+    layers, x = two_blocks(rank, world, sequence_parallel)
+    for name, parameter in layers.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    gradients = []
+    for slices in (1, 2):
+        model = layers if slices == 1 else Domino(replace(layers), slices, batch_dim=1)
+        model.zero_grad()
+        (model(x) ** 2).sum().backward()
+        gradients.append({name: p.grad for name, p in layers.named_parameters()})
+    for name, wanted in gradients[0].items():
+        found = gradients[1][name]
+        assert (found is None) == (wanted is None) == name.startswith(frozen), name
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@SEQUENCE_PARALLEL
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parameters_get_no_gradient_and_others_theirs(
+    frozen: str, sequence_parallel: bool
+) -> None:
+    run_ranks(2, run_frozen, sequence_parallel, FROZEN[frozen])

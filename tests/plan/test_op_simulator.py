@@ -20,7 +20,7 @@ from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
 from flux.plan import op_report
 from flux.plan.op_machine import Fabric, Machine
-from flux.plan.op_parts import COPY_SHARE, LAUNCH_US, RAISE_US, STORE_SHARE
+from flux.plan.op_parts import COPY_SHARE, LAUNCH_US, NETWORK_SHARE, RAISE_US, STORE_SHARE
 from flux.plan.op_simulator import MOST_TILES, Simulated, legal_knobs, simulate, unfused
 from flux.trace.chrome import read_chrome
 
@@ -167,6 +167,16 @@ def test_between_hosts_every_row_arrives_and_crosses_once(op: str) -> None:
     assert crossing == shape.m * shape.row_elements
     slower = replace(H800, network=replace(H800.network, gbits=40.0))
     assert simulate(shape, slower).total_ms > found.total_ms
+
+
+def test_between_hosts_a_scatter_uses_the_links_of_all_ranks() -> None:
+    """Without computation: what a rank stores for both hosts, then the last sums of the others."""
+    shape = problem("gemm_rs", m=8192, world=16, nodes=2)
+    found = simulate(shape, H800, gemm_ms=1e-6)
+    chunk = shape.chunk * shape.row_bytes
+    link_ms = 2 * 7 * chunk / (H800.link.gbs * STORE_SHARE * 1e6)
+    port_ms = chunk / (H800.network.gbits / 8 * NETWORK_SHARE * 1e6)
+    assert link_ms <= found.total_ms <= 1.05 * (link_ms + port_ms)
 
 
 @pytest.mark.parametrize("knobs", [Knobs(), Knobs(order="ring1d", direction="pull")], ids=str)

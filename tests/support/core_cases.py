@@ -78,6 +78,7 @@ class Case(NamedTuple):
     swizzle: int
     store: int
     hosts: tuple[int, ...] = ()
+    spread: bool = False
 
     @property
     def host_of(self) -> tuple[int, ...]:
@@ -239,4 +240,5 @@ def cases(
         swizzle=draw(st.sampled_from(swizzles)),
         store=draw(st.sampled_from(STORES if single else (STORE_STAGED,))),
         hosts=hosts,
+        spread=draw(st.booleans()),
     )
