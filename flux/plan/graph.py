@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from flux.plan.mesh import parse_group
+
 COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", "fused")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 RESOURCES = ("comp", "intra", "inter")
@@ -42,7 +44,7 @@ class Op(NamedTuple):
         shape: gemm: (m, n, k). attention: (batch, heads, queries, keys, head_dim). norm,
             elementwise and optimizer: (rows, width, tensors read and written). Collectives: (rows,
             width) of the whole tensor; all_to_all and send: of one rank's.
-        group: of a collective: one of GROUPS.
+        group: of a collective: one of GROUPS, or a part of it (flux/plan/mesh.py).
         allocates: bytes that it allocates when it starts.
         frees: bytes that are free when it has ended.
     """
@@ -131,20 +133,27 @@ class Graph:
 def _check_op(op: Op) -> None:
     collective = op.kind in COLLECTIVES
     fine = (collective or op.kind in COMPUTE) and op.resource in RESOURCES and op.role in ROLES
-    fine = fine and (not collective or op.group in GROUPS) and op.stage >= 0
+    fine = fine and (not collective or _base(op) in GROUPS) and op.stage >= 0
     if fine and collective != (op.resource == "comp"):
         return
     for name, value, known in (
         ("kind", op.kind, (*COMPUTE, *COLLECTIVES)),
         ("resource", op.resource, RESOURCES),
         ("role", op.role, ROLES),
-        ("group", op.group, GROUPS if collective else (op.group,)),
+        ("group", _base(op), GROUPS if collective else (_base(op),)),
     ):
         if value not in known:
             raise GraphError(f"{op.name}: {name} must be one of {', '.join(known)}, got {value!r}")
     if op.stage < 0:
         raise GraphError(f"{op.name}: stage must be at least 0, got {op.stage}")
     raise GraphError(f"{op.name}: {op.kind} cannot occupy {op.resource}")
+
+
+def _base(op: Op) -> str:
+    try:
+        return parse_group(op.group).base
+    except ValueError as error:
+        raise GraphError(f"{op.name}: {error}") from error
 
 
 def topological(ops: Sequence[Op], deps: Sequence[Iterable[int]]) -> tuple[int, ...]:
