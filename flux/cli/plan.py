@@ -53,7 +53,10 @@ MicroBatch = Annotated[int, typer.Option(help="Sequences of a micro-batch.")]
 MicroBatches = Annotated[
     int | None, typer.Option(help="Micro-batches of a step (default: 1, or 4 for each stage).")
 ]
-Zero = Annotated[int, typer.Option(help="0: AllReduce of gradients; 1: ZeRO-1.")]
+Zero = Annotated[int, typer.Option(help="0: AllReduce of gradients; 1: ZeRO-1; 3: FSDP.")]
+Shard = Annotated[
+    int, typer.Option(help="With --zero 3: data parallel ranks that share weights (0: all).")
+]
 Regather = Annotated[
     bool, typer.Option(help="Gather inputs of column-parallel linears again in backward.")
 ]
@@ -70,7 +73,7 @@ MemoryGb = Annotated[
 
 _SHARED = (
     *("model", "tp", "dp", "pp", "sequence_parallel", "layers", "sequence"),
-    *("micro_batch", "micro_batches", "zero", "regather"),
+    *("micro_batch", "micro_batches", "zero", "regather", "shard"),
 )
 
 
@@ -139,7 +142,7 @@ def _simulated(
         if limit and needed > limit:
             raise ValueError(
                 f"{label}: a device needs {needed:.1f} GB, and has {limit:g}; use more tp, pp or "
-                "dp (zero=1), or a smaller micro-batch"
+                "dp (zero=1 or 3), or a smaller micro-batch"
             )
     return found.name, timelines
 
@@ -202,6 +205,7 @@ def simulate_command(
     micro_batches: MicroBatches = None,
     zero: Zero = 1,
     regather: Regather = False,
+    shard: Shard = 0,
     memory_gb: MemoryGb = None,
     trace: TraceFile = None,
     picture: PictureFile = None,
@@ -240,6 +244,7 @@ def explain_command(
     micro_batches: MicroBatches = None,
     zero: Zero = 1,
     regather: Regather = False,
+    shard: Shard = 0,
     memory_gb: MemoryGb = None,
 ) -> None:
     """Say which communication a policy hides, and which it does not."""
@@ -286,6 +291,7 @@ def run_command(
     micro_batches: MicroBatches = None,
     zero: Zero = 1,
     regather: Regather = False,
+    shard: Shard = 0,
     hosts: options.Hosts = "1",
     link_rate: options.LinkRate = None,
     profile: Annotated[
@@ -347,6 +353,7 @@ def profile_command(
     micro_batches: MicroBatches = None,
     zero: Zero = 1,
     regather: Regather = False,
+    shard: Shard = 0,
     hosts: options.Hosts = "1",
     link_rate: options.LinkRate = None,
     repeats: options.Repeats = 9,

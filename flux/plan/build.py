@@ -13,6 +13,10 @@ bda is bias, dropout and addition of the residual. With experts, ln2 is followed
 
 With context parallelism keys and values are gathered before attention, and their gradients
 reduce-scattered behind it. Embedding and loss are left out: a layer is what repeats.
+
+With ZeRO-3 a layer's weights are gathered in front of its forward, and again of its backward, and
+its gradients reduce-scattered behind each backward. Nothing says how early a gather may begin: that
+is a policy's.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from collections.abc import Sequence
 from flux.core.integers import ceil_div
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Builder, Graph, Op, paused_collector
+from flux.plan.mesh import SubGroup
 from flux.plan.model import Step
 
 _ADAM = 7
@@ -58,6 +63,8 @@ class _Layers:
         self.last: int | None = None  # the operator that the next one comes behind
         self.wgrads: dict[int, list[int]] = {}  # by layer: of the last micro-batch
         self.norms: dict[tuple[int, int, str], int] = {}  # whose output is gathered, for a GEMM
+        self.parameters: dict[str, int] = {}  # ZeRO-3: the gather in front of a GEMM of this layer
+        self.reductions: dict[int, list[int]] = {}  # ZeRO-3: by layer
 
     def build(self) -> Graph:
         step = self.step
@@ -78,8 +85,10 @@ class _Layers:
     def _resident(self) -> list[float]:
         """Return bytes of weights, gradients and optimizer states of a stage's rank."""
         step = self.step
-        share = step.parallel.dp if step.zero else 1
+        share = (step.shard or step.parallel.dp) if step.zero else 1
         weight = 2.0 * step.itemsize + _OPTIMIZER_BYTES / share
+        if step.zero == 3:  # what is gathered is allocated by the gathers
+            weight = (2.0 * step.itemsize + _OPTIMIZER_BYTES) / share
         return [self.per_stage * step.layer_weights * weight] * step.parallel.pp
 
     # -- operators ---------------------------------------------------------------------------------
@@ -136,7 +145,18 @@ class _Layers:
 
     def _gemm(self, part: str, rows: int, n: int, k: int) -> None:
         """Add a forward GEMM, which keeps its input for the gradient of its weight."""
-        self._add(part, "gemm", (rows, n, k), keeps=self._kept(part, rows) * k)
+        self._add(
+            part,
+            "gemm",
+            (rows, n, k),
+            keeps=self._kept(part, rows) * k,
+            behind=self._behind(part),
+        )
+
+    def _behind(self, part: str) -> list[int]:
+        """Return what a GEMM waits for: the last operator, and its gathered weights."""
+        before = [] if self.last is None else [self.last]
+        return before + ([self.parameters[part]] if part in self.parameters else [])
 
     def _kept(self, part: str, rows: int) -> int:
         """Return rows of a GEMM's input that are kept until backward."""
@@ -145,6 +165,7 @@ class _Layers:
     def _gemm_backward(self, part: str, rows: int, n: int, k: int) -> None:
         """Add both gradients of a GEMM [rows, k] x [k, n]; the next operator follows dgrad."""
         before = [] if self.last is None else [self.last]
+        behind = self._behind(part)
         if part in self.gathered:
             again = self._add(
                 self.gathered[part],
@@ -156,12 +177,12 @@ class _Layers:
                 leads=False,
             )
             before.append(again)
-        self._add(part, "gemm", (rows, k, n), role="dgrad")
+        self._add(part, "gemm", (rows, k, n), role="dgrad", behind=behind)
         frees = self._kept(part, rows) * k
         wgrad = self._add(
             part, "gemm", (n, k, rows), role="wgrad", frees=frees, behind=before, leads=False
         )
-        if self.micro == self.step.micro_batches - 1:
+        if self.step.zero == 3 or self.micro == self.step.micro_batches - 1:
             self.wgrads.setdefault(self.layer, []).append(wgrad)
 
     def _tensor_parallel(self, part: str, kind: str, role: str = "fwd") -> None:
@@ -178,11 +199,13 @@ class _Layers:
         self.stage = stage
         for index in range(self.per_stage):
             self.layer = stage * self.per_stage + index
+            self._gather_weights("fwd")
             self._attention()
             if self.step.layer.moe is None:
                 self._mlp()
             else:
                 self._experts()
+            self._free_weights()
         if stage < self.step.parallel.pp - 1:
             self._send("send_act", "fwd")
 
@@ -248,11 +271,13 @@ class _Layers:
         self.stage = stage
         for index in reversed(range(self.per_stage)):
             self.layer = stage * self.per_stage + index
+            self._gather_weights("dgrad")
             if self.step.layer.moe is None:
                 self._mlp_backward()
             else:
                 self._experts_backward()
             self._attention_backward()
+            self._scatter_gradients()
         if stage > 0:
             self._send("send_grad", "dgrad")
 
@@ -319,6 +344,74 @@ class _Layers:
         self._column_backward("1")
         self._add("ln1", "norm", (own, hidden, 4), role="dgrad", frees=own * hidden)
 
+    # -- ZeRO-3 ------------------------------------------------------------------------------------
+
+    def _sharded_weights(self) -> list[tuple[str, str, float]]:
+        """Return (suffix, group, elements) of a layer's weights that are gathered."""
+        step = self.step
+        if step.zero != 3:
+            return []
+        parts = [
+            ("" if group == "dp" else "_experts", group, weights)
+            for group, weights in self._weights()
+        ]
+        if step.shard:
+            mesh = (step.parallel.dp // step.shard, step.shard)
+            parts = [(suffix, SubGroup(g, mesh, 1).name, weights) for suffix, g, weights in parts]
+        return [part for part in parts if self.fabric.span(part[1]).size > 1]
+
+    def _uses(self, suffix: str) -> tuple[str, ...]:
+        """Return the GEMMs whose weights one gather brings."""
+        if suffix:
+            return "fc1", "fc2"
+        if self.step.layer.moe is not None:
+            return "qkv", "proj", "router"
+        return "qkv", "proj", "fc1", "fc2"
+
+    def _gather_weights(self, role: str) -> None:
+        """Add the gathers in front of a layer; backward allocates its gradients as well."""
+        self.parameters = {}
+        for suffix, group, weights in self._sharded_weights():
+            added = self._add(
+                f"weights{suffix}",
+                "all_gather",
+                (1, int(weights)),
+                role=role,
+                group=group,
+                keeps=int(weights) * (1 if role == "fwd" else 2),
+                behind=[],
+                leads=False,
+            )
+            self.parameters |= dict.fromkeys(self._uses(suffix), added)
+
+    def _free_weights(self) -> None:
+        """Let the last operator of a layer's forward free what was gathered for it."""
+        held = sum(int(weights) for _, _, weights in self._sharded_weights())
+        if held:
+            assert self.last is not None
+            op = self.builder.ops[self.last]
+            self.builder.ops[self.last] = op._replace(frees=op.frees + held * self.step.itemsize)
+
+    def _scatter_gradients(self) -> None:
+        """Add, behind a layer's backward, ReduceScatter of its gradients."""
+        if self.step.zero != 3:
+            return
+        wgrads, reduced = self.wgrads.pop(self.layer), []
+        for suffix, group, weights in self._sharded_weights():
+            uses = self._uses(suffix)
+            added = self._add(
+                f"grads{suffix}",
+                "reduce_scatter",
+                (1, int(weights)),
+                role="wgrad",
+                group=group,
+                frees=2 * int(weights),
+                behind=[n for n in wgrads if self.builder.ops[n].part in uses],
+                leads=False,
+            )
+            reduced.append(added)
+        self.reductions[self.layer] = reduced or wgrads  # of the last micro-batch in the end
+
     # -- the end of a step -------------------------------------------------------------------------
 
     def _optimize(self) -> None:
@@ -327,34 +420,16 @@ class _Layers:
         self.micro = -1
         for layer in reversed(range(step.layers)):
             self.stage, self.layer = layer // self.per_stage, layer
-            reduced: list[int] = []
-            share = 0.0
-            parts = self._weights()
-            for group, weights in parts:
-                size = self.fabric.span(group).size
-                share += weights / (size if step.zero else 1)
-                if size > 1:
-                    kind = "reduce_scatter" if step.zero else "all_reduce"
-                    name = "grads" if group == "dp" else "grads_experts"
-                    reduced.append(
-                        self._add(
-                            name,
-                            kind,
-                            (1, int(weights)),
-                            role="step",
-                            group=group,
-                            behind=self.wgrads[layer],
-                        )
-                    )
+            reduced, share = self._reduce(layer)
             optimizer = self._add(
                 "optimizer",
                 "optimizer",
                 (1, int(share), _ADAM),
                 role="step",
-                behind=[*reduced, *self.wgrads[layer]],
+                behind=[*reduced, *self.wgrads.get(layer, [])],
             )
-            for group, weights in parts:
-                if step.zero and self.fabric.span(group).size > 1:
+            for group, weights in self._weights():
+                if step.zero == 1 and self.fabric.span(group).size > 1:
                     name = "weights" if group == "dp" else "weights_experts"
                     self._add(
                         name,
@@ -364,6 +439,26 @@ class _Layers:
                         group=group,
                         behind=[optimizer],
                     )
+
+    def _reduce(self, layer: int) -> tuple[list[int], float]:
+        """Add the reductions of a layer; return them, and the elements that the optimizer has."""
+        step, reduced, share = self.step, list(self.reductions.get(layer, [])), 0.0
+        for group, weights in self._weights():
+            size = self.fabric.span(group).size
+            kind = "reduce_scatter" if step.zero else "all_reduce"
+            if step.zero == 3:
+                kind, shard = "all_reduce", step.shard or size
+                weights /= shard
+                group = SubGroup(group, (size // shard, shard), 0).name
+                size //= shard
+            share += weights / (size if step.zero == 1 else 1)
+            if size > 1:
+                behind = reduced if step.zero == 3 else self.wgrads[layer]
+                name = "grads_experts" if group.startswith("edp") else "grads"
+                shape = (1, int(weights))
+                found = self._add(name, kind, shape, role="step", group=group, behind=behind)
+                reduced = [*reduced, found]
+        return reduced, share
 
     def _weights(self) -> list[tuple[str, float]]:
         """Return elements of a layer's weights by the group that reduces their gradients."""

@@ -27,6 +27,7 @@ from flux.backends.unfused import all_gather, reduce_scatter
 from flux.core.dtypes import DTYPES
 from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.plan.graph import FUSED, Op
+from flux.plan.mesh import group_partition, parse_group
 from flux.plan.model import Parallel
 from flux.plan.schedule import Lane, StepSchedule
 from flux.plan.simulate import Timeline, peak_memory
@@ -45,7 +46,15 @@ def coordinates(parallel: Parallel, rank: int) -> dict[str, int]:
 
 
 def members(parallel: Parallel, group: str) -> list[list[int]]:
-    """Return the ranks of every group of a kind; each rank is in one of them."""
+    """Return the ranks of every group of a kind, or part of one; each rank is in one of them."""
+    part = parse_group(group)
+    if part.mesh:
+        return [
+            [ranks[place] for place in places]
+            for ranks in members(parallel, part.base)
+            for first in range(len(ranks))
+            if (places := group_partition(part.mesh, first)[part.dim])[0] == first
+        ]
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(parallel.world):
         at = coordinates(parallel, rank)

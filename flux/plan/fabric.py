@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from flux.core.integers import ceil_div
 from flux.machine.cluster import Cluster
 from flux.plan.graph import GROUPS
+from flux.plan.mesh import parse_group
 from flux.plan.model import Parallel
 
 
@@ -75,8 +76,8 @@ class Fabric:
                 )
 
     def span(self, group: str) -> Span:
-        """Return where the ranks of a group are."""
-        p = self.parallel
+        """Return where the ranks of a group, or of a part of it (flux/plan/mesh.py), are."""
+        p, part = self.parallel, parse_group(group)
         size, stride = {
             "tp": (p.tp, 1),
             "cp": (p.cp, p.tp),
@@ -84,7 +85,9 @@ class Fabric:
             "edp": (p.dp // p.ep, p.tp * p.cp * p.ep),
             "dp": (p.dp, p.tp * p.cp),
             "pp": (p.pp, p.tp * p.cp * p.dp),
-        }[group]
+        }[part.base]
+        if part.mesh:
+            size, stride = part.size, stride * part.stride
         return Span(size, max(1, min(size, self.cluster.devices // stride)))
 
     def resource(self, group: str) -> str:

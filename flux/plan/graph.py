@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from flux.plan.mesh import parse_group
+
 FUSED = ("ag_gemm", "gemm_rs", "gemm_ar")
 """A GEMM and the collective before or behind it, as one op of Flux."""
 COMPUTE = ("gemm", "attention", "norm", "elementwise", "optimizer", *FUSED)
@@ -44,7 +46,7 @@ class Op(NamedTuple):
         shape: gemm and fused ops: (m, n, k) of this rank. attention: (batch, heads, queries, keys,
             head_dim). norm, elementwise and optimizer: (rows, width, tensors read and written).
             Collectives: (rows, width) of the whole tensor; all_to_all and send: of one rank's.
-        group: of a collective, or of a fused op: one of GROUPS.
+        group: of a collective or a fused op: one of GROUPS, or a part of it (flux/plan/mesh.py).
         allocates: bytes that it allocates when it starts.
         frees: bytes that are free when it has ended.
     """
@@ -134,20 +136,27 @@ def _check_op(op: Op) -> None:
     collective = op.kind in COLLECTIVES
     fine = (collective or op.kind in COMPUTE) and op.resource in RESOURCES and op.role in ROLES
     grouped = collective or op.kind in FUSED
-    fine = fine and (not grouped or op.group in GROUPS) and op.stage >= 0
+    fine = fine and (not grouped or _base(op) in GROUPS) and op.stage >= 0
     if fine and collective != (op.resource == "comp"):
         return
     for name, value, known in (
         ("kind", op.kind, (*COMPUTE, *COLLECTIVES)),
         ("resource", op.resource, RESOURCES),
         ("role", op.role, ROLES),
-        ("group", op.group, GROUPS if grouped else (op.group,)),
+        ("group", _base(op), GROUPS if grouped else (_base(op),)),
     ):
         if value not in known:
             raise GraphError(f"{op.name}: {name} must be one of {', '.join(known)}, got {value!r}")
     if op.stage < 0:
         raise GraphError(f"{op.name}: stage must be at least 0, got {op.stage}")
     raise GraphError(f"{op.name}: {op.kind} cannot occupy {op.resource}")
+
+
+def _base(op: Op) -> str:
+    try:
+        return parse_group(op.group).base
+    except ValueError as error:
+        raise GraphError(f"{op.name}: {error}") from error
 
 
 def topological(ops: Sequence[Op], deps: Sequence[Iterable[int]]) -> tuple[int, ...]:

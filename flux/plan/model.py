@@ -57,9 +57,13 @@ class Step:
         micro_batch: sequences of a micro-batch, on each data parallel rank.
         micro_batches: micro-batches of a step, on each data parallel rank.
         zero: 0: gradients are all-reduced; 1: they are reduce-scattered, the optimizer steps on a
-            share, and weights are gathered again (ZeRO-1).
+            share, and weights are gathered again (ZeRO-1); 3: weights are sharded, each layer's are
+            gathered in front of its forward and of its backward, and gradients are reduce-scattered
+            behind each backward (ZeRO-3, FSDP).
         regather: with sequence parallelism: the input of a column-parallel linear is gathered again
             in backward, in place of kept (as in Megatron-core).
+        shard: with zero=3: consecutive data parallel ranks that share the weights; 0: all. Others
+            replicate them, and their gradients are all-reduced at the end of the step.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Step:
     micro_batches: int
     zero: int = 1
     regather: bool = False
+    shard: int = 0
 
     def __post_init__(self) -> None:
         layer, parallel = self.layer, self.parallel
@@ -79,14 +84,21 @@ class Step:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if self.zero not in (0, 1):
-            raise ValueError(f"zero must be 0 or 1, got {self.zero!r}")
+        if self.zero not in (0, 1, 3):
+            raise ValueError(f"zero must be 0, 1 or 3, got {self.zero!r}")
+        if type(self.shard) is not int or self.shard < 0:
+            raise ValueError(f"shard must be an integer of at least 0, got {self.shard!r}")
+        if self.shard and self.zero != 3:
+            raise ValueError(f"shard = {self.shard} needs zero = 3, got zero = {self.zero}")
+        if self.shard and layer.moe is not None:
+            raise ValueError(f"shard = {self.shard} needs a model without experts")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         sizes = [
             ("heads", layer.heads, "tp", parallel.tp),
             ("sequence", self.sequence, "cp", parallel.cp),
             ("layers", self.layers, "pp", parallel.pp),
+            ("dp", parallel.dp, "shard", self.shard or 1),
         ]
         if layer.moe is None:
             sizes.append(("intermediate", layer.intermediate, "tp", parallel.tp))
@@ -135,6 +147,7 @@ def step_of(
     dtype: str | None = None,
     zero: int = 1,
     regather: bool = False,
+    shard: int = 0,
 ) -> Step:
     """Return a step of a model in `tuning/shapes`, or of a file of that form.
 
@@ -148,6 +161,7 @@ def step_of(
         dtype: by default the model's.
         zero: see ``Step``.
         regather: see ``Step``.
+        shard: see ``Step``.
 
     Raises:
         ValueError: no such model, or sizes that do not divide; the message names both.
@@ -166,4 +180,5 @@ def step_of(
         micro_batches=micro_batches,
         zero=zero,
         regather=regather,
+        shard=shard,
     )

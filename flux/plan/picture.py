@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from flux.plan.graph import FUSED, Op
+from flux.plan.mesh import parse_group
 from flux.plan.simulate import Timeline
 
 MOST_OPS = 20_000
@@ -27,7 +28,8 @@ _COLOURS = {
 
 def _key(op: Op) -> tuple[str, str]:
     if op.is_collective:
-        return "comm", "dp" if op.group == "edp" else op.group
+        group = parse_group(op.group).base
+        return "comm", "dp" if group == "edp" else group
     if op.kind in ("gemm", *FUSED):
         return "gemm", op.role
     return ("attention", "") if op.kind == "attention" else ("other", "")

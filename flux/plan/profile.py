@@ -139,12 +139,16 @@ class Profiler:
         self, parallel: Parallel, work: Work, repeats: int, place: Mapping[str, Any]
     ) -> None:
         self.work, self.repeats, self.place = work, repeats, place
+        self.parallel = parallel
         self.groups: dict[str, dist.ProcessGroup | None] = {}
         for kind in ("tp", "cp", "ep", "edp", "dp", "pp"):
-            for ranks in members(parallel, kind):
-                group = dist.new_group(ranks) if len(ranks) > 1 else None
-                if dist.get_rank() in ranks:
-                    self.groups[kind] = group
+            self._make_group(kind)
+
+    def _make_group(self, kind: str) -> None:
+        for ranks in members(self.parallel, kind):
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            if dist.get_rank() in ranks:
+                self.groups[kind] = group
 
     def measure(self, graphs: Sequence[Graph], progress: Callable[[int, int], None]) -> Profile:
         """Return the times of all operators of these graphs. Collective.
@@ -157,6 +161,8 @@ class Profiler:
             progress: called with how many operators are done, and how many there are.
         """
         ops = list({key_of(op): op for graph in graphs for op in graph.ops}.values())
+        for kind in sorted({op.group for op in ops if op.group} - set(self.groups)):
+            self._make_group(kind)
         pairs = _pairs(ops)
         total = len(ops) + len(pairs)
         calls = [self._call(op) for op in ops]

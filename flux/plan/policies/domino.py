@@ -88,6 +88,8 @@ class Domino:
     def _check(self, op: Op) -> None:
         if op.micro < 0:
             return
+        if op.part.startswith(("weights", "grads")):
+            raise ValueError("domino does not cut gathers of weights (zero=3); use centauri")
         if op.kind == "attention" and op.shape[0] % self.slices:
             raise ValueError(
                 f"domino: {self.slices} slices must divide a micro-batch of {op.shape[0]} sequences"

@@ -1,0 +1,136 @@
+"""Sub-groups of a group of ranks: the group as a mesh of d dimensions.
+
+C. Chen et al., Centauri (ASPLOS 2024), section 3.1.2. With a mesh [N1, ..., Nd] rank r of a group
+has the index (r // (N_{k+1} * ... * N_d)) % N_k in dimension k. Its sub-group along a dimension
+holds the ranks that differ from it in that dimension alone:
+
+    mesh [2, 4]     dimension 0: 0 4 | 1 5 | 2 6 | 3 7        dimension 1: 0 1 2 3 | 4 5 6 7
+
+In plans a sub-group is named by its group, the mesh and the dimension: ``dp:2x4.1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+
+class SubGroup(NamedTuple):
+    """A group of a plan, or a part of one.
+
+    Attributes:
+        base: the group, as in ``dp``.
+        mesh: its sizes; empty: the whole group.
+        dim: the dimension in which the ranks of the part differ.
+    """
+
+    base: str
+    mesh: tuple[int, ...] = ()
+    dim: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name in plans."""
+        return f"{self.base}:{'x'.join(map(str, self.mesh))}.{self.dim}" if self.mesh else self.base
+
+    @property
+    def size(self) -> int:
+        """Ranks of the part; 0 of a whole group, whose size a name does not say."""
+        return self.mesh[self.dim] if self.mesh else 0
+
+    @property
+    def stride(self) -> int:
+        """From a rank of the part to the next one, in numbers of the group."""
+        return prod(self.mesh[self.dim + 1 :])
+
+    def split(self, sizes: Sequence[int]) -> list[SubGroup]:
+        """Return the parts along each of ``sizes``, the slowest first.
+
+        Raises:
+            ValueError: the product of sizes is not the size of the part.
+        """
+        if not self.mesh:
+            return [SubGroup(self.base, tuple(sizes), dim) for dim in range(len(sizes))]
+        if prod(sizes) != self.size:
+            raise ValueError(f"{self.name}: {list(sizes)} is no mesh of {self.size} ranks")
+        mesh = (*self.mesh[: self.dim], *sizes, *self.mesh[self.dim + 1 :])
+        return [SubGroup(self.base, mesh, self.dim + number) for number in range(len(sizes))]
+
+
+def parse_group(name: str) -> SubGroup:
+    """Return what the name of a group in a plan says.
+
+    Raises:
+        ValueError: another format.
+    """
+    base, colon, rest = name.partition(":")
+    if not colon:
+        return SubGroup(base)
+    sizes, dot, dim = rest.partition(".")
+    parts = sizes.split("x")
+    if not dot or not all(text.isascii() and text.isdigit() for text in (*parts, dim)):
+        raise ValueError(f"a part of a group must look like dp:2x4.1, got {name!r}")
+    found = SubGroup(base, tuple(map(int, parts)), int(dim))
+    if min(found.mesh) < 1 or found.dim >= len(found.mesh):
+        raise ValueError(f"a part of a group must look like dp:2x4.1, got {name!r}")
+    return found
+
+
+def group_partition(mesh: Sequence[int], rank: int) -> list[list[int]]:
+    """Return a rank's sub-groups, one for each dimension of the mesh.
+
+    Args:
+        mesh: sizes N1 ... Nd; their product is the number of ranks.
+        rank: number of the rank in its group.
+
+    Returns:
+        For each dimension the ranks that differ from ``rank`` in it alone, ascending.
+
+    Raises:
+        ValueError: sizes below 1, or a rank outside of the mesh.
+    """
+    sizes = _checked(mesh)
+    if type(rank) is not int or not 0 <= rank < prod(sizes):
+        raise ValueError(f"rank must be in [0, {prod(sizes)}) of mesh {sizes}, got {rank!r}")
+    found = []
+    for dim, size in enumerate(sizes):
+        stride = prod(sizes[dim + 1 :])
+        first = rank - (rank // stride % size) * stride
+        found.append([first + place * stride for place in range(size)])
+    return found
+
+
+def gathered_order(mesh: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Return whose shard lies where when an AllGather has gone through the dimensions.
+
+    A rank's own shard is one place. Each AllGather along a dimension puts the ranks' contents one
+    behind the other. With the last dimension first the result has the order of the ranks; with
+    another order shards are permuted, which readers must undo or allow for. ReduceScatter along the
+    reverse order takes shards in this order.
+
+    Args:
+        mesh: sizes N1 ... Nd.
+        order: of the dimensions, the one that is gathered along first in front.
+
+    Returns:
+        For each place the rank whose shard is there.
+
+    Raises:
+        ValueError: sizes below 1, or an order that does not have each dimension once.
+    """
+    sizes = _checked(mesh)
+    if sorted(order) != list(range(len(sizes))):
+        raise ValueError(f"order must have each dimension of mesh {sizes} once, got {list(order)}")
+    places = [0]
+    for dim in order:  # the last one is the slowest in the result
+        stride = prod(sizes[dim + 1 :])
+        places = [place + digit * stride for digit in range(sizes[dim]) for place in places]
+    return places
+
+
+def _checked(mesh: Sequence[int]) -> list[int]:
+    sizes = list(mesh)
+    if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+        raise ValueError(f"mesh must be integers of at least 1, got {sizes!r}")
+    return sizes

@@ -1,0 +1,305 @@
+"""Centauri: communication in parts, scheduled in three tiers.
+
+C. Chen et al., *Centauri: Enabling Efficient Scheduling for Communication-Computation Overlap in
+Large Model Training via Communication Partitioning*, ASPLOS 2024.
+
+Collectives are taken apart by primitive (an AllReduce of gradients is a ReduceScatter under
+backward and an AllGather under the next forward), by group (between hosts and inside them) and by
+workload (chunks, each with its part of the operators beside it). Three tiers choose: the *operation
+tier* how each collective is partitioned; the *layer tier* which gradients go first in backward; the
+*model tier* how many micro-batches run together at both ends of the step. Where the paper has
+closed forms, those are candidates beside others, and the simulator takes the best one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flux.plan.cost import CostModel
+from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph, Op
+from flux.plan.mesh import gathered_order, group_partition
+from flux.plan.policies.centauri_graph import (
+    Key,
+    Partition,
+    limited,
+    moves_weights,
+    partitioned,
+    substituted,
+    window,
+)
+from flux.plan.policies.centauri_order import Block, blocks, list_schedule
+from flux.plan.policies.centauri_space import (
+    Piece,
+    chains,
+    choose_chain,
+    even,
+    even_by_group,
+    meshes,
+    uneven_by_group,
+)
+from flux.plan.policies.centauri_tiers import layer_tier, model_tier, operation_tier
+from flux.plan.schedule import StepSchedule
+from flux.plan.simulate import simulate
+
+__all__ = [
+    "Centauri",
+    "gathered_order",
+    "group_partition",
+    "layer_tier",
+    "model_tier",
+    "operation_tier",
+]
+
+_MOST_OPS = 20_000
+"""Operators of a graph that is simulated for each candidate of the layer and model tier. Of larger
+ones a part is: the first layers, and two micro-batches."""
+_KINDS = {"gemm": "matmul", "elementwise": "elementwise"}
+
+
+class Centauri:
+    """Centauri's schedule of a step.
+
+    Args:
+        operation: partition collectives (operation tier); else they stay whole.
+        layer: ``t1``: in backward gradients of activations first; ``t2``: of weights first;
+            ``auto``: what is faster.
+        model: run several micro-batches together at both ends of the step (model tier) where that
+            is faster.
+        substitute: AllReduce of gradients becomes ReduceScatter and AllGather, and AllGathers of
+            weights run under the next step's forward; else they end the step.
+        max_chunks: most chunks of a collective.
+        prefetch: with ZeRO-3, layers whose weights are gathered ahead.
+        memory_gb: of a device, for the model tier; 0: what the cluster's device has.
+    """
+
+    name = "centauri"
+
+    def __init__(
+        self,
+        operation: bool = True,
+        layer: str = "auto",
+        model: bool = True,
+        substitute: bool = True,
+        max_chunks: int = 8,
+        prefetch: int = 1,
+        memory_gb: float = 0.0,
+    ) -> None:
+        for name, on in (("operation", operation), ("model", model), ("substitute", substitute)):
+            if type(on) is not bool:
+                raise ValueError(f"centauri: {name} must be true or false, got {on!r}")
+        for name, value in (("max_chunks", max_chunks), ("prefetch", prefetch)):
+            if type(value) is not int or value < 1:
+                raise ValueError(
+                    f"centauri: {name} must be an integer of at least 1, got {value!r}"
+                )
+        if layer not in ("auto", "t1", "t2"):
+            raise ValueError(f"centauri: layer must be auto, t1 or t2, got {layer!r}")
+        if type(memory_gb) not in (int, float) or not memory_gb >= 0:
+            raise ValueError(f"centauri: memory_gb must be at least 0, got {memory_gb!r}")
+        self.operation, self.layer, self.model = operation, layer, model
+        self.substitute, self.max_chunks, self.prefetch = substitute, max_chunks, prefetch
+        self.memory_gb = memory_gb
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
+        """Return the graph with collectives in parts."""
+        if self.substitute:
+            graph = substituted(graph, fabric)
+        micros = _micro_batches(graph)
+        orders = [
+            [one for block in blocks(stage, graph.stages, micros) for one in block]
+            for stage in range(graph.stages)
+        ]
+        graph = limited(graph, orders, self.prefetch)
+        if not self.operation:
+            return graph
+        return partitioned(graph, self._operation_tier(window(graph), fabric, cost), fabric)
+
+    # -- operation tier ----------------------------------------------------------------------------
+
+    def _operation_tier(
+        self, graph: Graph, fabric: Fabric, cost: CostModel
+    ) -> dict[Key, Partition]:
+        """Return how collectives are partitioned: one after the other, each the best way."""
+        chosen: dict[Key, Partition] = {}
+        best = self._time(graph, cost)
+        examples: dict[Key, int] = {}
+        for number in graph.order:
+            op = graph.ops[number]
+            if op.is_collective and op.kind != "send":
+                examples.setdefault((op.part, op.role), number)
+        for key, number in examples.items():
+            for candidate in self._candidates(graph, number, fabric, cost):
+                time = self._time(partitioned(graph, {**chosen, key: candidate}, fabric), cost)
+                if time < best * (1 - 1e-6):
+                    best, chosen[key] = time, candidate
+        return chosen
+
+    def _time(self, graph: Graph, cost: CostModel) -> float:
+        return simulate(self._ordered(graph, cost, self.layer == "t2", 1, 1), cost).iteration_ms
+
+    def _candidates(
+        self, graph: Graph, number: int, fabric: Fabric, cost: CostModel
+    ) -> Iterator[Partition]:
+        """Yield partitions of a collective."""
+        op = graph.ops[number]
+        comm = cost.solo(op)
+        weights = moves_weights(op)
+        chain, comp = _chain(graph, number, cost)
+        inner = _independent(graph, number, cost)
+        counts = {2, 4, self.max_chunks}
+        counts.add(len(operation_tier(inner, comm, comp, 0.0, 1, 1, self.max_chunks, False)))
+        chunks = sorted(n for n in counts if 1 < n <= self.max_chunks)
+        shapes: list[tuple[tuple[Piece, ...], int]] = [(even(1), 0)]
+        if chain:
+            shapes += [(even(n), chain) for n in chunks]
+        elif weights:
+            shapes += [(even(n), 0) for n in chunks]
+        span = fabric.span(op.group)
+        mesh = meshes(span.size, span.per_host)
+        if mesh and op.kind in ("all_gather", "reduce_scatter"):
+            hosts, intra = mesh[0]
+            shapes += [(even_by_group(op.kind, n, intra), chain) for n in (1, *chunks)]
+            if op.kind == "all_gather":
+                shapes += [
+                    (uneven_by_group(len_of, first, hosts, intra), chain)
+                    for len_of, first in ((2, True), (2, False), (3, False))
+                ]
+        for pieces, cut in shapes:
+            for by_gemm in (False, True) if weights else (False,):
+                yield Partition(pieces, by_gemm, cut)
+
+    # -- layer and model tier ----------------------------------------------------------------------
+
+    def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
+        """Return the schedule."""
+        small = graph if len(graph.ops) <= _MOST_OPS else window(graph)
+        modes = [False, True] if self.layer == "auto" else [self.layer == "t2"]
+        together = [(1, 1)]
+        if self.model and small is graph:
+            together += self._model_tier(graph, cost)
+        options = [(mode, pair) for pair in together for mode in modes]
+        if len(options) == 1:
+            return self._ordered(graph, cost, *options[0][:1], *options[0][1])
+        found = []
+        for mode, (forward, backward) in options:
+            schedule = self._ordered(small, cost, mode, forward, backward)
+            timeline = simulate(schedule, cost)
+            found.append((timeline.iteration_ms, timeline.peak_memory_bytes, schedule))
+        best = min(range(len(found)), key=lambda index: found[index][:2])
+        if small is graph:
+            return found[best][2]
+        mode, (forward, backward) = options[best]
+        return self._ordered(graph, cost, mode, forward, backward)
+
+    def _ordered(
+        self, graph: Graph, cost: CostModel, weights_first: bool, forward: int, backward: int
+    ) -> StepSchedule:
+        stages, micros = graph.stages, _micro_batches(graph)
+        passes: list[list[Block]] = [
+            list(blocks(stage, stages, micros, forward, backward)) for stage in range(stages)
+        ]
+        return list_schedule(graph, cost, passes, weights_first, self.name)
+
+    def _model_tier(self, graph: Graph, cost: CostModel) -> list[tuple[int, int]]:
+        """Return L1 and L2 of Eq. 2 for the first stage, which holds most activations.
+
+        None with ZeRO-3: each pass gathers for itself, so that passes together hide no more.
+        """
+        if any(op.micro >= 0 and moves_weights(op) for op in graph.ops):
+            return []
+        micros = _micro_batches(graph)
+        sums = {"gather": 0.0, "scatter": 0.0, "fwd": 0.0, "bwd": 0.0}
+        held = 0.0
+        for op in graph.ops:
+            if op.stage != 0:
+                continue
+            if op.role == "step" and op.is_collective:
+                sums["gather" if op.kind == "all_gather" else "scatter"] += cost.solo(op)
+            elif op.micro == 0 and not op.is_collective:
+                sums["fwd" if op.role == "fwd" else "bwd"] += cost.solo(op)
+                held += op.allocates if op.role == "fwd" else 0.0
+        fabric = getattr(cost, "fabric", None)
+        limit = self.memory_gb or (fabric.cluster.device.memory_gb if fabric is not None else 0)
+        free = 1e9 * limit - (graph.resident[0] if graph.resident else 0.0)
+        try:
+            pair = model_tier(
+                sums["gather"],
+                sums["scatter"],
+                sums["fwd"],
+                sums["bwd"],
+                held,
+                max(free, 0.0) if limit else float("inf"),
+                micros,
+            )
+        except ValueError:  # not even one fits: the caller sees the memory of the plain schedule
+            return []
+        depth = min(graph.stages, micros)
+        pairs = {pair, (min(max(pair), micros),) * 2, (depth, depth)}
+        return sorted(p for p in pairs if p != (1, 1) and max(p) * held <= 1e9 * (limit or 1e9))
+
+
+def _micro_batches(graph: Graph) -> int:
+    return max((op.micro for op in graph.ops), default=-1) + 1
+
+
+def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
+    """Return how many operators beside a collective are cut like it, and their cost.
+
+    In forward alone (section 3.2.1): backward has enough that does not wait. Behind an AllGather
+    from its GEMM on; in front of a ReduceScatter the GEMM.
+    """
+    op = graph.ops[number]
+    if op.role != "fwd" or op.kind == "all_to_all":
+        return 0, 0.0
+    if op.kind != "all_gather":
+        gemms = [d for d in graph.deps[number] if graph.ops[d].kind == "gemm"]
+        return (1, cost.solo(graph.ops[gemms[0]])) if len(gemms) == 1 else (0, 0.0)
+    after: dict[int, list[int]] = {}
+    for other, deps in enumerate(graph.deps):
+        for dep in deps:
+            after.setdefault(dep, []).append(other)
+    following: list[Op] = []
+    here = number
+    while True:
+        nexts = [n for n in after.get(here, []) if graph.ops[n].role == "fwd"]
+        if not following:
+            nexts = [n for n in nexts if graph.ops[n].kind == "gemm"][:1]
+        if len(nexts) != 1 or graph.ops[nexts[0]].kind not in _KINDS:
+            break
+        here = nexts[0]
+        following.append(graph.ops[here])
+    kinds = [_workload(one) for one in following]
+    costs = [cost.solo(one) for one in following]
+    found = chains(kinds, costs, None if moves_weights(op) else 0)
+    found = [chain for chain in found if not chain.reduces]
+    best = choose_chain(found, cost.solo(op), _independent(graph, number, cost))
+    return (0, 0.0) if best is None else (len(best.axes), best.cost)
+
+
+def _workload(op: Op) -> str:
+    """Return what Table 3 calls an operator. A gated activation needs whole rows."""
+    if op.part == "act" and op.shape[2] > 2:
+        return "rowwise"
+    return _KINDS[op.kind]
+
+
+def _independent(graph: Graph, number: int, cost: CostModel) -> float:
+    """Return the cost of operators that run beside a collective in any case.
+
+    Of a gather of weights: the layer before. Others follow what they depend on at once.
+    """
+    op = graph.ops[number]
+    if not (moves_weights(op) and op.kind == "all_gather"):
+        return 0.0
+    before = op.layer + (-1 if op.role != "dgrad" else 1)
+    micro = max(op.micro, 0)
+    roles = ("fwd",) if op.role in ("fwd", "step") else ("dgrad", "wgrad")
+    return sum(
+        cost.solo(one)
+        for one in graph.ops
+        if one.layer == before
+        and one.micro == micro
+        and one.role in roles
+        and not one.is_collective
+    )

@@ -1,0 +1,196 @@
+"""The order of Centauri's operators: a list schedule with priorities.
+
+On each lane the ready operator of the highest priority runs next. Compute keeps to blocks of
+passes, in a 1F1B order; within a block it takes what is ready. A collective is as urgent as the
+first operator that waits for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+from flux.plan.cost import CostModel
+from flux.plan.graph import Graph, GraphError, Op
+from flux.plan.schedule import StepSchedule
+
+Block = tuple[tuple[str, int], ...]
+"""Passes that run together: ("F" or "B", micro-batch) of each."""
+
+
+def blocks(
+    stage: int, stages: int, micro_batches: int, forward: int = 1, backward: int = 1
+) -> Iterator[Block]:
+    """Yield the blocks of a stage: 1F1B, but the first and the last micro-batches run together.
+
+    Args:
+        stage: number of the stage.
+        stages: of the pipeline.
+        micro_batches: of the step.
+        forward: forward passes of the first block (L1 of Eq. 2).
+        backward: backward passes of the last block (L2).
+    """
+    ahead = min(max(stages - stage, forward, backward), micro_batches) - 1
+    order = [("F", micro) for micro in range(ahead)]
+    for micro in range(ahead, micro_batches):
+        order += [("F", micro), ("B", micro - ahead)]
+    order += [("B", micro) for micro in range(micro_batches - ahead, micro_batches)]
+    first, last = min(forward, micro_batches), min(backward, micro_batches)
+    yield tuple(order[:first])
+    for one in order[first : len(order) - last]:
+        yield (one,)
+    yield tuple(order[len(order) - last :])
+
+
+def list_schedule(
+    graph: Graph,
+    cost: CostModel,
+    passes: Sequence[Sequence[Block]],
+    weights_first: bool,
+    policy: str,
+) -> StepSchedule:
+    """Return the schedule of a graph.
+
+    Args:
+        graph: of the step.
+        cost: of its operators.
+        passes: the blocks of each stage.
+        weights_first: in backward, gradients of weights have priority over those of activations
+            (T2 of Eq. 1); else the other way round (T1).
+        policy: name, for display.
+
+    Raises:
+        GraphError: the blocks contradict the dependencies.
+    """
+    return _Lists(graph, cost, passes, weights_first).run(policy)
+
+
+class _Lists:
+    def __init__(
+        self, graph: Graph, cost: CostModel, passes: Sequence[Sequence[Block]], weights_first: bool
+    ) -> None:
+        self.graph, self.cost, self.ops = graph, cost, graph.ops
+        count = len(graph.ops)
+        self.after: list[list[int]] = [[] for _ in range(count)]
+        for number, deps in enumerate(graph.deps):
+            for dep in deps:
+                self.after[dep].append(number)
+        self.missing = [len(deps) for deps in graph.deps]
+        self.block = [0] * count  # of compute operators, the number of their block
+        keys = self._compute_keys(passes, weights_first)
+        self.priority: list[float] = [0.0] * count
+        for place, number in enumerate(sorted(keys, key=keys.__getitem__)):
+            self.priority[number] = float(place)
+        self._collectives_urgency()
+        self.left: list[list[int]] = [[0] * (len(of) + 1) for of in passes]
+        for number in keys:
+            self.left[self.ops[number].stage][self.block[number]] += 1
+        self.current = [0] * len(passes)
+        self.ready: dict[tuple[int, str, int], list[tuple[float, int]]] = {}
+        self.busy: set[tuple[int, str]] = set()
+        self.heap: list[tuple[float, int]] = []
+        self.lanes: dict[tuple[int, str], list[int]] = {}
+
+    def _compute_keys(
+        self, passes: Sequence[Sequence[Block]], weights_first: bool
+    ) -> dict[int, tuple[int, ...]]:
+        """Return a sort key of each compute operator: its place in the stage's order."""
+        where: dict[tuple[int, str, int], int] = {}
+        sizes: dict[tuple[int, int], int] = {}
+        for stage, of_stage in enumerate(passes):
+            for index, block in enumerate(of_stage):
+                sizes[stage, index] = len(block)
+                for kind, micro in block:
+                    where[stage, kind, micro] = index
+        keys: dict[int, tuple[int, ...]] = {}
+        for place, number in enumerate(self.graph.order):
+            op = self.ops[number]
+            if op.is_collective:
+                continue
+            kind = "F" if op.role == "fwd" else "B"
+            index = where.get((op.stage, kind, op.micro), len(passes[op.stage]))
+            self.block[number] = index
+            keys[number] = (index, *self._within(op, weights_first), place)
+        return keys
+
+    def _within(self, op: Op, weights_first: bool) -> tuple[int, ...]:
+        """Return the place of an operator in its block.
+
+        Forward: a micro-batch as fast as it comes, others where it waits. Backward: layer by layer
+        through all micro-batches, so that a layer's gradients are complete early.
+        """
+        if op.role == "fwd":
+            return op.micro, op.layer, 0
+        wgrad = op.role == "wgrad"
+        return -op.layer, op.micro, int(wgrad != weights_first)
+
+    def _collectives_urgency(self) -> None:
+        ops = self.ops
+        for number in reversed(self.graph.order):
+            op = ops[number]
+            if not op.is_collective:
+                continue
+            same = [later for later in self.after[number] if ops[later].stage == op.stage]
+            if op.kind == "send":
+                same = [d for d in self.graph.deps[number] if ops[d].stage == op.stage]
+            urgent = min((self.priority[other] for other in same), default=float(len(ops)))
+            self.priority[number] = urgent
+
+    def run(self, policy: str) -> StepSchedule:
+        for number, missing in enumerate(self.missing):
+            if missing == 0:
+                self._make_ready(number)
+        for stage in range(len(self.current)):
+            self._start(stage, 0.0)
+        ended = 0
+        while self.heap:
+            now, number = heapq.heappop(self.heap)
+            stages = {self._finish(number)}
+            stages |= self._release(number)
+            ended += 1
+            while self.heap and self.heap[0][0] == now:
+                _, other = heapq.heappop(self.heap)
+                stages.add(self._finish(other))
+                stages |= self._release(other)
+                ended += 1
+            for stage in stages:
+                self._start(stage, now)
+        if ended < len(self.ops):
+            raise GraphError(f"{len(self.ops) - ended} operators wait for passes that come later")
+        lanes = {lane: tuple(numbers) for lane, numbers in sorted(self.lanes.items())}
+        return StepSchedule(self.graph, lanes, policy)
+
+    def _make_ready(self, number: int) -> None:
+        op = self.ops[number]
+        block = self.block[number] if op.resource == "comp" else 0
+        heap = self.ready.setdefault((op.stage, op.resource, block), [])
+        heapq.heappush(heap, (self.priority[number], number))
+
+    def _finish(self, number: int) -> int:
+        op = self.ops[number]
+        self.busy.discard((op.stage, op.resource))
+        if op.resource == "comp":
+            self.left[op.stage][self.block[number]] -= 1
+        return op.stage
+
+    def _release(self, number: int) -> set[int]:
+        stages = set()
+        for later in self.after[number]:
+            self.missing[later] -= 1
+            if self.missing[later] == 0:
+                self._make_ready(later)
+                stages.add(self.ops[later].stage)
+        return stages
+
+    def _start(self, stage: int, now: float) -> None:
+        left = self.left[stage]
+        while self.current[stage] < len(left) - 1 and left[self.current[stage]] == 0:
+            self.current[stage] += 1
+        for resource in ("comp", "intra", "inter"):
+            block = self.current[stage] if resource == "comp" else 0
+            heap = self.ready.get((stage, resource, block))
+            if heap and (stage, resource) not in self.busy:
+                _, number = heapq.heappop(heap)
+                self.busy.add((stage, resource))
+                self.lanes.setdefault((stage, resource), []).append(number)
+                heapq.heappush(self.heap, (now + self.cost.solo(self.ops[number]), number))

@@ -1,0 +1,280 @@
+"""Centauri's partition space (C. Chen et al., ASPLOS 2024, section 3.1).
+
+Three dimensions, in this order: primitives that take the place of a collective, sub-groups of its
+ranks, and chunks of its workload together with the operators that depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Substitution(NamedTuple):
+    """Primitives that together do what a collective does (Table 2).
+
+    Attributes:
+        primitives: in their order; ``reduces`` and ``broadcasts`` are those of all roots.
+        scalable: whether it is as fast on many ranks: no root sends or receives everything.
+    """
+
+    primitives: tuple[str, ...]
+    scalable: bool
+
+
+SUBSTITUTIONS: dict[str, tuple[Substitution, ...]] = {
+    "all_reduce": (
+        Substitution(("reduce", "broadcast"), False),
+        Substitution(("reduce_scatter", "all_gather"), True),
+    ),
+    "reduce_scatter": (
+        Substitution(("reduce", "scatter"), False),
+        Substitution(("reduces",), True),
+    ),
+    "all_gather": (
+        Substitution(("gather", "broadcast"), False),
+        Substitution(("broadcasts",), True),
+    ),
+}
+
+
+def latency(primitive: str, payload: float, ranks: int, alpha: float, beta: float) -> float:
+    """Return the time of a primitive among equal ranks.
+
+    Rings, and pipelined chains from or to a root: every link carries at most the payload. Roots of
+    ``gather`` and ``scatter`` receive or send all shares themselves.
+
+    Args:
+        primitive: as in SUBSTITUTIONS.
+        payload: bytes of the whole tensor.
+        ranks: that take part.
+        alpha: latency of a message, in ms.
+        beta: ms per byte of a link.
+
+    Raises:
+        ValueError: no such primitive.
+    """
+    share, hops = (ranks - 1) / ranks, ranks - 1
+    times = {
+        "all_reduce": (2 * share, 2 * hops),
+        "all_gather": (share, hops),
+        "reduce_scatter": (share, hops),
+        "gather": (share, hops),
+        "scatter": (share, hops),
+        "reduce": (1.0, hops),
+        "broadcast": (1.0, hops),
+        # Each root's tree has its share of the payload; all of them run at a time.
+        "reduces": (share, hops),
+        "broadcasts": (share, hops),
+    }
+    if primitive not in times:
+        raise ValueError(f"primitive must be one of {', '.join(times)}, got {primitive!r}")
+    if ranks == 1:
+        return 0.0
+    volume, messages = times[primitive]
+    return volume * payload * beta + messages * alpha
+
+
+def substitutions(
+    kind: str, payload: float, ranks: int, alpha: float, beta: float
+) -> list[tuple[str, ...]]:
+    """Return the primitives that may take the place of a collective, itself included.
+
+    Those that do not scale, and those that raise the latency, are left out (section 3.1.1).
+
+    Args:
+        kind: of the collective.
+        payload: bytes of the whole tensor.
+        ranks: that take part.
+        alpha: latency of a message, in ms.
+        beta: ms per byte of a link.
+    """
+    whole = latency(kind, payload, ranks, alpha, beta)
+    found: list[tuple[str, ...]] = [(kind,)]
+    for option in SUBSTITUTIONS.get(kind, ()):
+        time = sum(latency(p, payload, ranks, alpha, beta) for p in option.primitives)
+        if option.scalable and time <= whole * (1 + 1e-12):
+            found.append(option.primitives)
+    return found
+
+
+def meshes(size: int, per_host: int) -> list[tuple[int, ...]]:
+    """Return the meshes [hosts, ranks of a host] of a group whose sub-groups have equal links.
+
+    A finer mesh inside a host, or between hosts, breaks the rings that a library has laid there, so
+    there is one at most (section 3.1.2).
+
+    Args:
+        size: ranks of the group.
+        per_host: of them on one host.
+    """
+    if per_host < 1 or size % per_host or per_host in (1, size):
+        return []
+    return [(size // per_host, per_host)]
+
+
+# -- workload --------------------------------------------------------------------------------------
+
+
+class Axis(NamedTuple):
+    """A way to cut an operator (Table 3).
+
+    Attributes:
+        name: A, B or C: of a matrix product [A, B] x [B, C], or of an operator on [A, B].
+        takes: which dimension of the input a piece needs; None: all of it.
+        gives: which dimension of the output a piece makes; None: a part of a sum over all of it.
+    """
+
+    name: str
+    takes: int | None
+    gives: int | None
+
+
+AXES: dict[str, tuple[Axis, ...]] = {
+    "matmul": (Axis("A", 0, 0), Axis("B", 1, None), Axis("C", None, 1)),
+    "elementwise": (Axis("A", 0, 0), Axis("B", 1, 1)),
+    "rowwise": (Axis("A", 0, 0),),
+}
+"""``rowwise``: SwiGLU, softmax and LayerNorm, which need whole rows."""
+
+
+class Chain(NamedTuple):
+    """Dependent operators that are cut alike.
+
+    Attributes:
+        axes: how each is cut, from the first one on.
+        cost: of all of them.
+        reduces: whether the last one leaves partial sums, which must be added.
+    """
+
+    axes: tuple[str, ...]
+    cost: float
+    reduces: bool
+
+
+def chains(kinds: Sequence[str], costs: Sequence[float], arrives: int | None = 0) -> list[Chain]:
+    """Return all chains from the first operator on whose cuts are compatible.
+
+    An operator's piece must need no more than pieces before it have made. A product that is cut
+    along its contraction leaves sums, so the chain ends there.
+
+    Args:
+        kinds: of the operators behind the collective, as in AXES, each the next one's input.
+        costs: of them.
+        arrives: which dimension of the first one's input a chunk of the collective brings: 0 rows.
+            None: it brings weights, so that the first one must be cut along C.
+
+    Raises:
+        ValueError: no such kind, or as many costs as there are not operators.
+    """
+    if len(kinds) != len(costs):
+        raise ValueError(f"{len(kinds)} operators have {len(costs)} costs")
+    for kind in kinds:
+        if kind not in AXES:
+            raise ValueError(f"kind must be one of {', '.join(AXES)}, got {kind!r}")
+    found: list[Chain] = []
+    open_chains: list[tuple[tuple[str, ...], int | None]] = [((), arrives)]
+    cost = 0.0
+    for kind, own in zip(kinds, costs, strict=True):
+        cost += own
+        grown: list[tuple[tuple[str, ...], int | None]] = []
+        for names, has in open_chains:
+            for axis in AXES[kind]:
+                if axis.takes != has:
+                    continue
+                chain = (*names, axis.name)
+                found.append(Chain(chain, cost, axis.gives is None))
+                if axis.gives is not None:
+                    grown.append((chain, axis.gives))
+        open_chains = grown
+    return found
+
+
+def choose_chain(found: Sequence[Chain], comm: float, independent: float) -> Chain | None:
+    """Return the shortest chain that hides a collective, or else the longest one.
+
+    A chain hides it if its cost, and that of independent operators, are not less than the
+    collective's. Of equally long ones, one without partial sums is preferred (section 3.1.3).
+
+    Args:
+        found: what ``chains`` returned.
+        comm: cost of the collective.
+        independent: cost of operators that run beside it in any case.
+    """
+    if not found:
+        return None
+    enough = [chain for chain in found if chain.cost + independent >= comm]
+    if enough:
+        return min(enough, key=lambda chain: (len(chain.axes), chain.reduces))
+    return min(found, key=lambda chain: (-len(chain.axes), chain.reduces))
+
+
+# -- pieces of a collective ------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """One of the collectives that take the place of one.
+
+    Attributes:
+        where: ``whole`` group, or its ``inter`` or ``intra`` sub-groups.
+        volume: size of its whole tensor, as a fraction of the collective's.
+        behind: numbers of pieces that it needs.
+        brings: fraction of the result that is there with it. Of a ReduceScatter: fraction of the
+            input that it needs.
+    """
+
+    where: str
+    volume: float
+    behind: tuple[int, ...] = ()
+    brings: float = 0.0
+
+
+WHOLE = (Piece("whole", 1.0, (), 1.0),)
+
+
+def even(chunks: int) -> tuple[Piece, ...]:
+    """Return equal chunks of a collective, which do not depend on each other."""
+    return tuple(Piece("whole", 1 / chunks, (), 1 / chunks) for _ in range(chunks))
+
+
+def even_by_group(kind: str, chunks: int, intra: int) -> tuple[Piece, ...]:
+    """Return equal chunks, each a collective between hosts and one inside.
+
+    Between hosts each rank has 1 / intra of the volume. AllGather goes between hosts first, and
+    ReduceScatter inside first, so that nothing crosses twice.
+    """
+    found: list[Piece] = []
+    for chunk in range(chunks):
+        inter, intra_piece = 1 / (chunks * intra), 1 / chunks
+        if kind == "all_gather":
+            found.append(Piece("inter", inter))
+            found.append(Piece("intra", intra_piece, (2 * chunk,), 1 / chunks))
+        else:
+            found.append(Piece("intra", intra_piece, (), 1 / chunks))
+            found.append(Piece("inter", inter, (2 * chunk,)))
+    return tuple(found)
+
+
+def uneven_by_group(fractions: int, inter_first: bool, inter: int, intra: int) -> tuple[Piece, ...]:
+    """Return an AllGather by groups whose parts bring unequal fractions, as Algorithm 1 has them.
+
+    Args:
+        fractions: how many: 2, or 3 with the inside first.
+        inter_first: between hosts first; the rest inside.
+        inter: hosts.
+        intra: ranks of a host.
+    """
+    world = inter * intra
+    if inter_first:
+        return (
+            Piece("inter", 1 / intra, (), inter / world),
+            Piece("intra", 1.0, (0,), 1 - inter / world),
+        )
+    own = Piece("intra", 1 / inter, (), intra / world)
+    if fractions == 2:  # hosts exchange what they have gathered: intra times the volume
+        return own, Piece("inter", 1.0, (0,), 1 - intra / world)
+    return (
+        own,
+        Piece("inter", 1 / intra, (), (inter - 1) / world),
+        Piece("intra", (inter - 1) / inter, (1,), 1 - (inter + intra - 1) / world),
+    )
