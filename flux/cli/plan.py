@@ -348,6 +348,9 @@ def profile_command(
     regather: Regather = False,
     hosts: options.Hosts = "1",
     link_rate: options.LinkRate = None,
+    pairs: Annotated[
+        bool, typer.Option(help="Measure forward operators beside backward ones, for dhelix.")
+    ] = False,
     repeats: options.Repeats = 9,
     threads: options.Threads = 1,
     seed: options.Seed = 0,
@@ -369,7 +372,8 @@ def profile_command(
     if speaks():
         measured.write(Path(out))
         if not quiet:
-            print(f"wrote {out}: {len(measured.solo)} operators, {len(measured.oef)} pairs")
+            count = len(measured.oef) + len(measured.pairs)
+        print(f"wrote {out}: {len(measured.solo)} operators, {count} pairs")
 
 
 def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
@@ -392,6 +396,7 @@ def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
         config = PlanRun(
             step=replace(step, layer=layer),
             policies=tuple(parsed(text) for text in given["policy"]),
+            pairs=given.get("pairs", False),
             profile=read_profile(Path(given["profile"])) if given["profile"] else None,
             repeats=given["repeats"],
             warmup=given["warmup"],

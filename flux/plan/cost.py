@@ -52,7 +52,10 @@ class CostModel(Protocol):
         ...
 
     def oef(self, comp: Op, comm: Op) -> float:
-        """Return the overlap effectiveness factor of two operators, at most 1."""
+        """Return the overlap effectiveness factor of two operators, at most 1.
+
+        They occupy different resources; the first one may be a collective, too.
+        """
         ...
 
 
@@ -80,7 +83,12 @@ class AnalyticCost:
         return found
 
     def oef(self, comp: Op, comm: Op) -> float:
-        """Return the overlap effectiveness factor of two operators."""
+        """Return the overlap effectiveness factor of two operators.
+
+        Collectives inside hosts and between them use different links: 1.
+        """
+        if comp.is_collective:
+            return 1.0
         return OEF[self.fabric.cluster.device.kind][comm.resource]
 
     def _time(self, op: Op) -> float:

@@ -13,12 +13,12 @@ from flux.launch.hosts import parse_rate
 from flux.launch.progress import Progress
 from flux.machine.cluster import Cluster, Network, load_cluster
 from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
+from flux.plan.cost import AnalyticCost, CostModel
 from flux.plan.execute import Executor, Work, coordinates, measured
 from flux.plan.fabric import Fabric
 from flux.plan.model import Step
 from flux.plan.policies import planned, policy_of
-from flux.plan.profile import Profile, ProfiledCost, Profiler
+from flux.plan.profile import Profile, ProfiledCost, Profiler, layer_pairs
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
 
@@ -34,10 +34,12 @@ class PlanRun(Run):
         step: what is run.
         policies: that are compared; none: only the profile is measured.
         profile: of the operators, if it was measured before.
+        pairs: measure forward operators beside backward ones, too: what DHelix searches with.
     """
 
     step: Step
     policies: Policies = ()
+    pairs: bool = False
     profile: Profile | None = field(default=None, repr=False)
 
     @property
@@ -87,7 +89,9 @@ def schedules_of(config: PlanRun) -> dict[str, StepSchedule]:
     """
     fabric = Fabric(config.cluster, config.step.parallel)
     graph = build_step(config.step, fabric)
-    cost = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
+    cost: CostModel = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
+    if config.profile is not None:
+        cost = ProfiledCost(config.profile)
     return {
         label_of(name, options): planned(policy_of(name, options), graph, fabric, cost)
         for name, options in config.policies
@@ -111,7 +115,11 @@ def run_entry(job: tuple[PlanRun, Any], rank: int, progress: Progress) -> tuple[
             "dtype": config.step.dtype,
         }
         profiler = Profiler(config.step.parallel, work, max(3, config.repeats // 3), place)
-        profile = profiler.measure(graphs, lambda done, total: progress("profile", done, total))
+        profile = profiler.measure(
+            graphs,
+            lambda done, total: progress("profile", done, total),
+            layer_pairs(graphs[0]) if config.pairs else (),
+        )
     if only_profile:
         return profile, []
     cost = ProfiledCost(profile)

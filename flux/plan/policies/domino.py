@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Op, replaced
-from flux.plan.policies.passes import sequences
+from flux.plan.policies.passes import pieces, sequences
 from flux.plan.schedule import StepSchedule, on_lanes
 
 _ROW_PARALLEL = ("proj", "fc2")
@@ -80,13 +80,13 @@ class Domino:
         if op.micro < 0:
             return [op]
         at = 2 if op.kind == "gemm" and op.role == "wgrad" else 0
-        return _pieces(op, at, self.slices, "s")
+        return pieces(op, at, self.slices, "s")
 
     def _columns(self, op: Op) -> Sequence[Op]:
         """Cut the second linears of a block, forward, and the collectives behind them."""
         if op.micro < 0 or op.role != "fwd" or op.part not in (*_ROW_PARALLEL, *_BEHIND_ROW):
             return [op]
-        return [piece._replace(strand=op.piece) for piece in _pieces(op, 1, self.columns, "c")]
+        return [piece._replace(strand=op.piece) for piece in pieces(op, 1, self.columns, "c")]
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule.
@@ -139,23 +139,6 @@ class Domino:
                     block = max(block, blocks[dep] + 1)
             blocks[number] = block
         return blocks
-
-
-def _pieces(op: Op, at: int, count: int, letter: str) -> list[Op]:
-    """Return an operator cut into ``count`` pieces along dimension ``at`` of its shape."""
-    size, memory, free = op.shape[at], op.allocates / count, op.frees / count
-    before, after = op.shape[:at], op.shape[at + 1 :]
-    return [
-        op._replace(
-            name=f"{op.name}.{letter}{piece}",
-            piece=piece,
-            pieces=count,
-            shape=(*before, size * (piece + 1) // count - size * piece // count, *after),
-            allocates=memory,
-            frees=free,
-        )
-        for piece in range(count)
-    ]
 
 
 _LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | {
