@@ -49,8 +49,8 @@ def layer_graph(
     With tensor and sequence parallelism a dense layer has 14 operators forward and 18 backward
     (section 4.2). Nodes are names (``qkv``; backward ``qkv.d`` for the gradient of the input,
     ``qkv.w`` for that of the weight), and have the operator as attribute ``op``. Sizes are those of
-    Llama 25B, or of Phi-MoE, with 8 (2) tensor-parallel ranks on the paper's A40 cluster. Of another
-    step: ``flux.plan.policies.interleave.graph_of_layer``.
+    Llama 25B with 8 tensor-parallel ranks, or of Phi-MoE with 2, on the paper's A40 cluster. Of
+    another step: ``flux.plan.policies.interleave.graph_of_layer``.
 
     Args:
         direction: "forward" or "backward".

@@ -174,7 +174,7 @@ _Price = Callable[[tuple[int, ...], tuple[int, ...]], float]
 def _priced(forward: _Downsets, backward: _Downsets, cost: CostModel | SegmentCost) -> _Price:
     """Return the time of two segments, given as numbers of nodes in order."""
     if not hasattr(cost, "solo"):
-        of_segments = cast(SegmentCost, cost)
+        of_segments: SegmentCost = cost
         return lambda f, b: of_segments(forward.named(f), backward.named(b))
     model = cast(CostModel, cost)
     solo = [[model.solo(op) for op in side.ops] for side in (forward, backward)]
