@@ -1,7 +1,4 @@
-"""The pipeline schedules of torch.distributed.pipelining, as blocks of actions.
-
-What torch names privately is used here and in ``flux.plan.dhelix_pipeline`` only.
-"""
+"""The pipeline schedules of torch.distributed.pipelining, as blocks of actions."""
 
 from __future__ import annotations
 
