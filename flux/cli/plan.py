@@ -118,8 +118,7 @@ def _simulated(
     from flux.plan.build import build_step
     from flux.plan.cost import AnalyticCost
     from flux.plan.fabric import Fabric
-    from flux.plan.policies import planned, policy_of
-    from flux.plan.run import label_of
+    from flux.plan.policies import label_of, planned, policy_of
     from flux.plan.simulate import simulate
 
     found = load_cluster(cluster)
@@ -159,14 +158,16 @@ def _title(step: Step, cluster: str) -> str:
     return f"{step.name}, {step.layers} layers, {batch}; {where}"
 
 
-def _write(content: Any, target: str | None) -> None:
+def write(content: Any, target: str | None) -> None:
+    """Write JSON to a file, or to stdout if it is "-"."""
     if target == "-":
         print(json.dumps(content, indent=1))
     elif target is not None:
         Path(target).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> None:
+def write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> None:
+    """Write labelled timelines for Perfetto, if there is a file for them."""
     from flux.trace.chrome import write_chrome
 
     if target is None:
@@ -175,7 +176,8 @@ def _write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> N
     write_chrome(events, target, {"command": ["flux", *sys.argv[1:]]})
 
 
-def _draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) -> None:
+def draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) -> None:
+    """Draw labelled timelines on an HTML page, if there is a file for it; exit if too large."""
     from flux.plan.picture import page
 
     if target is None:
@@ -221,9 +223,9 @@ def simulate_command(
     rows = [report.document(label, step, name, timeline) for label, timeline in timelines]
     if json_target != "-":
         report.show(rows, _title(step, name), Console())
-    _write(rows[0] if len(rows) == 1 else rows, json_target)
-    _write_trace(timelines, trace)
-    _draw(_title(step, name), timelines, picture)
+    write(rows[0] if len(rows) == 1 else rows, json_target)
+    write_trace(timelines, trace)
+    draw(_title(step, name), timelines, picture)
 
 
 @plan.command("explain")
@@ -297,6 +299,15 @@ def run_command(
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Use this profile; measure none.")
     ] = None,
+    searched: Annotated[
+        str | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="Run the best plan that flux plan search has written, beside serial; model, "
+            "degrees, batch and policy are the plan's.",
+        ),
+    ] = None,
     repeats: options.Repeats = 9,
     warmup: options.Warmup = 2,
     threads: options.Threads = 1,
@@ -313,6 +324,13 @@ def run_command(
     and measured timelines above each other.
     """
     given = dict(locals(), policy=policy or ["serial", "domino"])
+    if searched is not None:
+        from flux.cli.plan_search import winner_of
+
+        try:
+            given |= winner_of(searched)
+        except (ValueError, OSError) as error:
+            refuse(str(error))
     config, (_, found) = _on_ranks(given)
     if not speaks():
         return
@@ -327,14 +345,14 @@ def run_command(
         rows.append(row)
     if not quiet and json_target != "-":
         report.show(rows, _title(config.step, name), Console())
-    _write(rows[0] if len(rows) == 1 else rows, json_target)
+    write(rows[0] if len(rows) == 1 else rows, json_target)
     both = [
         (f"{r.label}, {what}", t)
         for r in found
         for what, t in (("predicted", r.predicted), ("run", r.run))
     ]
-    _write_trace(both, trace)
-    _draw(_title(config.step, name), both, picture)
+    write_trace(both, trace)
+    draw(_title(config.step, name), both, picture)
 
 
 @plan.command("profile")
@@ -356,6 +374,9 @@ def profile_command(
     shard: Shard = 0,
     hosts: options.Hosts = "1",
     link_rate: options.LinkRate = None,
+    pairs: Annotated[
+        bool, typer.Option(help="Measure forward operators beside backward ones, for dhelix.")
+    ] = False,
     repeats: options.Repeats = 9,
     threads: options.Threads = 1,
     seed: options.Seed = 0,
@@ -377,7 +398,8 @@ def profile_command(
     if speaks():
         measured.write(Path(out))
         if not quiet:
-            print(f"wrote {out}: {len(measured.solo)} operators, {len(measured.oef)} pairs")
+            count = len(measured.oef) + len(measured.pairs)
+            print(f"wrote {out}: {len(measured.solo)} operators, {count} pairs")
 
 
 def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
@@ -400,6 +422,7 @@ def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
         config = PlanRun(
             step=replace(step, layer=layer),
             policies=tuple(parsed(text) for text in given["policy"]),
+            pairs=given.get("pairs", False),
             profile=read_profile(Path(given["profile"])) if given["profile"] else None,
             repeats=given["repeats"],
             warmup=given["warmup"],

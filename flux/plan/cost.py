@@ -54,7 +54,10 @@ class CostModel(Protocol):
         ...
 
     def oef(self, comp: Op, comm: Op) -> float:
-        """Return the overlap effectiveness factor of two operators, at most 1."""
+        """Return the overlap effectiveness factor of two operators, at most 1.
+
+        They occupy different resources; the first one may be a collective, too.
+        """
         ...
 
 
@@ -84,8 +87,11 @@ class AnalyticCost:
     def oef(self, comp: Op, comm: Op) -> float:
         """Return the overlap effectiveness factor of two operators.
 
-        A fused op leaves of the links what its own communication does not take.
+        A fused op leaves of the links what its own communication does not take. Collectives inside
+        hosts and between them use different links: 1.
         """
+        if comp.is_collective:
+            return 1.0
         assumed = OEF[self.fabric.cluster.device.kind][comm.resource]
         if comp.kind not in FUSED or comm.resource != self.fabric.resource(comp.group):
             return assumed

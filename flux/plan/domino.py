@@ -73,6 +73,17 @@ class Record:
 
 _record: Record | None = None
 _slices: Slices | None = None
+_before_wait: Callable[[], None] | None = None
+
+
+def set_before_wait(call: Callable[[], None] | None) -> Callable[[], None] | None:
+    """Set what is called before a linear layer waits for its collective; return what it was.
+
+    ``flux.plan.strands`` lets another micro-batch go on there.
+    """
+    global _before_wait
+    before, _before_wait = _before_wait, call
+    return before
 
 
 @contextmanager
@@ -205,6 +216,8 @@ class Channel:
     def wait(self, phase: str) -> list[torch.Tensor]:
         """Return the results of what was started, when they are there."""
         pending, self._pending = self._pending, []
+        if _before_wait is not None and pending:
+            _before_wait()
         for work, _ in pending:
             if work is not None:
                 work.wait()

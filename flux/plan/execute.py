@@ -211,6 +211,13 @@ class Executor:
         self.rank = dist.get_rank()
         self.stage = coordinates(parallel, self.rank)["pp"]
         self.stride = parallel.world // parallel.pp  # from a stage to the next one
+        ops = schedule.graph.ops
+        self._receivers = {  # of sends: where the operators are that wait for them
+            dep: op.stage
+            for op, deps in zip(ops, schedule.graph.deps, strict=True)
+            for dep in deps
+            if ops[dep].kind == "send" and ops[dep].stage != op.stage
+        }
         self._ended: dict[int, threading.Event] = {}
         self._times: dict[int, tuple[float, float]] = {}
         self._failure: list[BaseException] = []
@@ -254,8 +261,7 @@ class Executor:
 
     def _receiver(self, number: int) -> int:
         """Return the stage that an operator's result is sent to."""
-        op = self.schedule.graph.ops[number]
-        return op.stage + (1 if op.role == "fwd" else -1)
+        return self._receivers[number]
 
     def _make_calls(self) -> dict[int, Callable[[], object]]:
         """Return what each operator of this stage does; tensors are allocated now."""

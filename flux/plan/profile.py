@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from flux.core.datafile import load_json, shown
 from flux.plan.execute import Work, members
-from flux.plan.graph import FUSED, Graph, Op
+from flux.plan.graph import FUSED, GROUPS, Graph, Op
 from flux.plan.model import Parallel
 
 _FORMAT = 1
@@ -42,24 +42,27 @@ class Profile:
         solo: ms of operators by themselves.
         oef: overlap effectiveness factor by (kind of the compute operator, resource).
         place: where they were measured, for display and comparison.
+        pairs: overlap effectiveness factor of two operators, which DHelix pairs.
     """
 
     solo: Mapping[Key, float]
     oef: Mapping[tuple[str, str], float]
     place: Mapping[str, Any]
+    pairs: Mapping[tuple[Key, Key], float] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write the profile as JSON."""
         content = {
             "format": _FORMAT,
             "place": dict(self.place),
-            "solo": [
-                {"kind": kind, "shape": list(shape), "group": group, "role": role, "ms": ms}
-                for (kind, shape, group, role), ms in self.solo.items()
-            ],
+            "solo": [{**_described(key), "ms": ms} for key, ms in self.solo.items()],
             "oef": [
                 {"compute": kind, "resource": resource, "oef": oef}
                 for (kind, resource), oef in self.oef.items()
+            ],
+            "pairs": [
+                {"first": _described(a), "second": _described(b), "oef": oef}
+                for (a, b), oef in self.pairs.items()
             ],
         }
         path.write_text(json.dumps(content, indent=1) + "\n")
@@ -76,16 +79,29 @@ def read_profile(path: Path) -> Profile:
     try:
         if content["format"] != _FORMAT:
             raise ValueError(f"format: expected {_FORMAT}, got {shown(content['format'])}")
-        solo = {
-            (str(e["kind"]), tuple(map(int, e["shape"])), str(e["group"]), str(e["role"])): _ms(
-                e["ms"]
-            )
-            for e in content["solo"]
+        solo = {_key(e): _ms(e["ms"]) for e in content["solo"]}
+        oef = {(str(e["compute"]), str(e["resource"])): _oef(e["oef"]) for e in content["oef"]}
+        pairs = {
+            (_key(e["first"]), _key(e["second"])): _oef(e["oef"]) for e in content.get("pairs", ())
         }
-        oef = {(str(e["compute"]), str(e["resource"])): float(e["oef"]) for e in content["oef"]}
-        return Profile(solo, oef, dict(content["place"]))
+        return Profile(solo, oef, dict(content["place"]), pairs)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a profile of flux: {shown(str(error))}") from error
+
+
+def _described(key: Key) -> dict[str, Any]:
+    kind, shape, group, role = key
+    return {"kind": kind, "shape": list(shape), "group": group, "role": role}
+
+
+def _key(of: Mapping[str, Any]) -> Key:
+    return str(of["kind"]), tuple(map(int, of["shape"])), str(of["group"]), str(of["role"])
+
+
+def _oef(value: object) -> float:
+    if type(value) not in (int, float) or not -1e9 < float(value) <= 1:  # type: ignore[arg-type]
+        raise ValueError(f"oef: expected a number of at most 1, got {shown(value)}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _ms(value: object) -> float:
@@ -118,7 +134,18 @@ class ProfiledCost:
         return found
 
     def oef(self, comp: Op, comm: Op) -> float:
-        """Return the overlap effectiveness factor of two operators."""
+        """Return the overlap effectiveness factor of two operators.
+
+        That of the pair, if it was measured; else that of their kinds. Collectives inside hosts
+        and between them use different links: 1, if they were not measured.
+        """
+        a, b = key_of(comp), key_of(comm)
+        pairs = self.profile.pairs
+        measured = pairs.get((a, b), pairs.get((b, a)))
+        if measured is not None:
+            return measured
+        if comp.is_collective:
+            return 1.0
         found = self.profile.oef.get((comp.kind, comm.resource))
         if found is None:
             raise ValueError(f"{comp.kind} beside {comm.resource} is not in the profile")
@@ -140,17 +167,15 @@ class Profiler:
     ) -> None:
         self.work, self.repeats, self.place = work, repeats, place
         self.parallel = parallel
-        self.groups: dict[str, dist.ProcessGroup | None] = {}
-        for kind in ("tp", "cp", "ep", "edp", "dp", "pp"):
-            self._make_group(kind)
+        self.groups = _groups(parallel, GROUPS)
+        self.others: dict[str, dist.ProcessGroup | None] = {}  # for a second collective at a time
 
-    def _make_group(self, kind: str) -> None:
-        for ranks in members(self.parallel, kind):
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
-            if dist.get_rank() in ranks:
-                self.groups[kind] = group
-
-    def measure(self, graphs: Sequence[Graph], progress: Callable[[int, int], None]) -> Profile:
+    def measure(
+        self,
+        graphs: Sequence[Graph],
+        progress: Callable[[int, int], None],
+        beside: Sequence[tuple[Op, Op]] = (),
+    ) -> Profile:
         """Return the times of all operators of these graphs. Collective.
 
         Each round measures every operator once, so that a disturbance of the machine does not meet
@@ -159,36 +184,49 @@ class Profiler:
         Args:
             graphs: those of all policies that are to be compared.
             progress: called with how many operators are done, and how many there are.
+            beside: operators of these graphs that are measured two at a time.
         """
         ops = list({key_of(op): op for graph in graphs for op in graph.ops}.values())
-        for kind in sorted({op.group for op in ops if op.group} - set(self.groups)):
-            self._make_group(kind)
+        parts = sorted({op.group for op in ops if op.group} - set(self.groups))
+        self.groups |= _groups(self.parallel, parts)
         pairs = _pairs(ops)
-        total = len(ops) + len(pairs)
+        total = len(ops) + len(pairs) + len(beside)
         calls = [self._call(op) for op in ops]
         times: list[list[float]] = [[] for _ in ops]
         for round_ in range(self.repeats + 1):
-            for found, call in zip(times, calls, strict=True):
+            for row, call in zip(times, calls, strict=True):
                 taken = self._together([call])
                 if round_:  # the first one warms up
-                    found.append(taken)
+                    row.append(taken)
             progress((round_ + 1) * len(ops) // (self.repeats + 1), total)
         solo = dict(zip(map(key_of, ops), _slowest(times), strict=True))
         oef = {}
         for done, (comp, comm) in enumerate(pairs):
             repeated = max(1, round(solo[key_of(comm)] / max(solo[key_of(comp)], 1e-3)))
-            oef[comp.kind, comm.resource] = self._factor(comp, repeated, comm)
+            oef[comp.kind, comm.resource] = self._factor(
+                self._call(comp), repeated, self._call(comm)
+            )
             progress(len(ops) + done + 1, total)
-        return Profile(solo, oef, self.place)
+        found = {}
+        if any(a.is_collective and b.is_collective for a, b in beside):
+            self.others = self.others or _groups(self.parallel, sorted(self.groups))
+        for done, (a, b) in enumerate(beside):
+            repeated = max(1, round(solo[key_of(b)] / max(solo[key_of(a)], 1e-3)))
+            other = self._call(b, self.others if a.is_collective else self.groups)
+            found[key_of(a), key_of(b)] = self._factor(self._call(a), repeated, other)
+            progress(total - len(beside) + done + 1, total)
+        return Profile(solo, oef, self.place, found)
 
-    def _call(self, op: Op) -> Callable[[], object]:
+    def _call(
+        self, op: Op, groups: Mapping[str, dist.ProcessGroup | None] | None = None
+    ) -> Callable[[], object]:
         if op.kind in FUSED:
             return self.work.fused(op, self.groups[op.group])
         if not op.is_collective:
             return self.work.compute(op)
         if op.kind == "send":
             return self._exchange(op)
-        return self.work.communicate(op, self.groups[op.group])
+        return self.work.communicate(op, (groups or self.groups)[op.group])
 
     def _exchange(self, op: Op) -> Callable[[], object]:
         """Return a call that sends to the next stage and receives from the one before."""
@@ -222,13 +260,14 @@ class Profiler:
             thread.join()
         return 1e3 * (time.perf_counter() - began)
 
-    def _factor(self, comp: Op, times: int, comm: Op) -> float:
-        """Return the OEF of a compute operator, so often in a row, beside a collective."""
-        compute, communicate = self._call(comp), self._call(comm)
+    def _factor(
+        self, first: Callable[[], object], times: int, communicate: Callable[[], object]
+    ) -> float:
+        """Return the OEF of an operator, so often in a row, beside a collective."""
 
         def many() -> None:
             for _ in range(times):
-                compute()
+                first()
 
         ways: list[list[Callable[[], object]]] = [[many], [communicate], [many, communicate]]
         found: list[list[float]] = [[] for _ in ways]
@@ -252,6 +291,35 @@ def _slowest(times: Sequence[Sequence[float]]) -> list[float]:
 def _quietly(call: Callable[[], object]) -> None:
     with torch.no_grad():
         call()
+
+
+def _groups(parallel: Parallel, kinds: Sequence[str]) -> dict[str, dist.ProcessGroup | None]:
+    """Return this rank's process group of each kind, or part of one. Collective."""
+    found: dict[str, dist.ProcessGroup | None] = {}
+    for kind in kinds:
+        for ranks in members(parallel, kind):
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            if dist.get_rank() in ranks:
+                found[kind] = group
+    return found
+
+
+def layer_pairs(graph: Graph) -> list[tuple[Op, Op]]:
+    """Return each forward operator of a layer with each backward one on another resource.
+
+    A compute operator comes first. Equal ones are returned once. It is the matrix that DHelix
+    measures once for new hardware (arXiv 2411.15871, section 4.2).
+    """
+    found: dict[tuple[Key, Key], tuple[Op, Op]] = {}
+    ops = [op for op in graph.ops if op.layer == 0 and op.micro == 0 and op.kind != "send"]
+    for forward in ops:
+        for backward in ops:
+            is_pair = forward.role == "fwd" and backward.role != "fwd"
+            if is_pair and forward.resource != backward.resource:
+                a, b = sorted((forward, backward), key=lambda op: op.is_collective)
+                if (key_of(b), key_of(a)) not in found:
+                    found.setdefault((key_of(a), key_of(b)), (a, b))
+    return list(found.values())
 
 
 def _pairs(ops: Sequence[Op]) -> list[tuple[Op, Op]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,22 @@ from flux.plan.model import Step
 from flux.plan.simulate import Timeline
 
 
-def document(label: str, step: Step, cluster: str, timeline: Timeline) -> dict[str, Any]:
+class Figures(Protocol):
+    """Times and memory of a step: of a timeline, or kept without it."""
+
+    @property
+    def iteration_ms(self) -> float: ...  # noqa: D102
+    @property
+    def compute_ms(self) -> float: ...  # noqa: D102
+    @property
+    def comm_ms(self) -> float: ...  # noqa: D102
+    @property
+    def exposed_comm_ms(self) -> float: ...  # noqa: D102
+    @property
+    def peak_memory_bytes(self) -> float: ...  # noqa: D102
+
+
+def document(label: str, step: Step, cluster: str, timeline: Figures) -> dict[str, Any]:
     """Return the JSON object of one policy."""
     parallel = step.parallel
     return {

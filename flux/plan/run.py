@@ -19,9 +19,9 @@ from flux.plan.execute import Executor, Work, coordinates, measured
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph
 from flux.plan.model import Step
-from flux.plan.policies import Policy, planned, policy_of
+from flux.plan.policies import label_of, planned, policy_of
 from flux.plan.policies.fuse import fusable
-from flux.plan.profile import Profile, ProfiledCost, Profiler
+from flux.plan.profile import Profile, ProfiledCost, Profiler, layer_pairs
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
 
@@ -37,10 +37,12 @@ class PlanRun(Run):
         step: what is run.
         policies: that are compared; none: only the profile is measured.
         profile: of the operators, if it was measured before.
+        pairs: measure forward operators beside backward ones, too: what DHelix searches with.
     """
 
     step: Step
     policies: Policies = ()
+    pairs: bool = False
     profile: Profile | None = field(default=None, repr=False)
 
     @property
@@ -75,22 +77,6 @@ class Ran:
     predicted: Timeline
     run: Timeline
     times_ms: tuple[float, ...]
-
-
-def label_of(name: str, options: Mapping[str, Any], policy: Policy | None = None) -> str:
-    """Return a policy and its options, as they are shown: ``domino slices=2``.
-
-    Args:
-        name: of the policy.
-        options: of the policy.
-        policy: one that has planned, for what it chose by itself: ``fused=auto: row``.
-    """
-    chosen = getattr(policy, "chosen", {})
-    words = [
-        f"{key}={value}{f': {chosen[key]}' if value == 'auto' and key in chosen else ''}"
-        for key, value in options.items()
-    ]
-    return " ".join([name, *words])
 
 
 def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, StepSchedule]:
@@ -149,9 +135,12 @@ def _run(
             "threads": config.threads,
             "dtype": config.step.dtype,
         }
+        graphs = _graphs_to_profile(config)
         profiler = Profiler(config.step.parallel, work, max(3, config.repeats), place)
         profile = profiler.measure(
-            _graphs_to_profile(config), lambda done, total: progress("profile", done, total)
+            graphs,
+            lambda done, total: progress("profile", done, total),
+            layer_pairs(graphs[0]) if config.pairs else (),
         )
     if only_profile:
         return profile, []

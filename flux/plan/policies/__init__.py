@@ -67,6 +67,22 @@ def policy_of(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     return policy
 
 
+def label_of(name: str, options: Mapping[str, Any], policy: Policy | None = None) -> str:
+    """Return a policy and its options, as they are shown: ``domino slices=2``.
+
+    Args:
+        name: of the policy.
+        options: of the policy.
+        policy: one that has planned, for what it chose by itself: ``fused=auto: row``.
+    """
+    chosen = getattr(policy, "chosen", {})
+    words = [
+        f"{key}={value}{f': {chosen[key]}' if value == 'auto' and key in chosen else ''}"
+        for key, value in options.items()
+    ]
+    return " ".join([name, *words])
+
+
 def planned(policy: Policy, graph: Graph, fabric: Fabric, cost: CostModel) -> StepSchedule:
     """Return a policy's schedule of a graph.
 

@@ -23,7 +23,7 @@ from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import FUSED, Graph, Op, replaced
 from flux.plan.policies.fuse import CHOICES, LINEARS, fuse
-from flux.plan.policies.passes import sequences
+from flux.plan.policies.passes import pieces, sequences
 from flux.plan.schedule import StepSchedule, on_lanes
 
 ORDERS = ("staggered", "grouped", "blocks")
@@ -104,13 +104,13 @@ class Domino:
         if op.micro < 0:
             return [op]
         at = 2 if op.kind == "gemm" and op.role == "wgrad" else 0
-        return _pieces(op, at, self.slices, "s")
+        return pieces(op, at, self.slices, "s")
 
     def _columns(self, op: Op) -> Sequence[Op]:
         """Cut the second linears of a block, forward, and the collectives behind them."""
         if op.micro < 0 or op.role != "fwd" or op.part not in (*_ROW_PARALLEL, *_BEHIND_ROW):
             return [op]
-        return [piece._replace(strand=op.piece) for piece in _pieces(op, 1, self.columns, "c")]
+        return [piece._replace(strand=op.piece) for piece in pieces(op, 1, self.columns, "c")]
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule.
@@ -202,23 +202,6 @@ def _communicates(graph: Graph, linear: str) -> bool:
     block = ("ar1", "rs1") if linear in ("qkv", "proj") else ("ar2", "rs2")
     row = "proj" if linear in ("qkv", "proj") else "fc2"
     return any(op.part in block or (op.part == row and op.kind in FUSED) for op in graph.ops)
-
-
-def _pieces(op: Op, at: int, count: int, letter: str) -> list[Op]:
-    """Return an operator cut into ``count`` pieces along dimension ``at`` of its shape."""
-    size, memory, free = op.shape[at], op.allocates / count, op.frees / count
-    before, after = op.shape[:at], op.shape[at + 1 :]
-    return [
-        op._replace(
-            name=f"{op.name}.{letter}{piece}",
-            piece=piece,
-            pieces=count,
-            shape=(*before, size * (piece + 1) // count - size * piece // count, *after),
-            allocates=memory,
-            frees=free,
-        )
-        for piece in range(count)
-    ]
 
 
 _LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from flux.plan.graph import Graph
+from flux.plan.graph import Graph, Op
 
 Pass = tuple[str, int]
 """("F" or "B", micro-batch)"""
@@ -57,3 +57,20 @@ def sequences(
             order += within(kind, passes.get((stage, kind, micro), []))
         out.append(order + list(within("S", passes.get((stage, "S", -1), []))))
     return out
+
+
+def pieces(op: Op, at: int, count: int, letter: str) -> list[Op]:
+    """Return an operator cut into ``count`` pieces along dimension ``at`` of its shape."""
+    size, memory, free = op.shape[at], op.allocates / count, op.frees / count
+    before, after = op.shape[:at], op.shape[at + 1 :]
+    return [
+        op._replace(
+            name=f"{op.name}.{letter}{piece}",
+            piece=piece,
+            pieces=count,
+            shape=(*before, size * (piece + 1) // count - size * piece // count, *after),
+            allocates=memory,
+            frees=free,
+        )
+        for piece in range(count)
+    ]

@@ -1,0 +1,222 @@
+"""The command `flux plan search`, and reading what it has found."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flux.cli import options
+from flux.cli.plan import (
+    ClusterName,
+    Hosts,
+    Model,
+    PictureFile,
+    Policy,
+    Sequence,
+    TraceFile,
+    draw,
+    parsed,
+    plan,
+    write,
+    write_trace,
+)
+from flux.cli.ranks import check_writable, progress_bar
+from flux.cli.terminal import PLAIN, refuse
+
+if TYPE_CHECKING:
+    from flux.plan.search import Found, Plan, Query
+
+
+@plan.command("search")
+def search_command(
+    gpus: Annotated[int, typer.Option(help="Ranks of the step.")],
+    policy: Policy = None,
+    model: Model = "gpt3-175b",
+    cluster: ClusterName = "flux-h800",
+    hosts: Hosts = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GB of a device (default: the cluster's).")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step (default: four for each GPU).")
+    ] = None,
+    sequence: Sequence = None,
+    beam: Annotated[
+        int, typer.Option(help="Layouts on which all policies are tried: more take longer.")
+    ] = 24,
+    top: Annotated[int, typer.Option(help="Plans to print.")] = 10,
+    trace: TraceFile = None,
+    picture: PictureFile = None,
+    json_target: options.JsonTarget = None,
+    quiet: options.QuietTable = False,
+) -> None:
+    """Find the fastest policy and degrees of parallelism for a model on a cluster.
+
+    Without --policy all policies are tried. What does not fit into memory is left out. --json
+    writes the plans for `flux plan run --plan`; --trace and --html have the best three.
+    """
+    for target in (trace, picture, json_target):
+        if target not in (None, "-"):
+            check_writable(str(target))
+    from flux.plan import search as searching
+
+    silent = quiet or json_target == "-"
+    try:
+        query = _query(policy, model, cluster, hosts, memory, batch, sequence, gpus, beam)
+        with progress_bar(Console(stderr=True), shown=not silent) as progress:
+            found = searching.search(query, progress, workers=os.cpu_count() or 1)
+    except ValueError as error:
+        refuse(str(error))
+    content = _document(query, found)
+    write(content, json_target)
+    best = found.ranked[:3]
+    if trace is not None or picture is not None:
+        timelines = [(_shown(one), one.timeline(query.cluster)) for one in best]
+        write_trace(timelines, trace)
+        draw(f"{query.model} on {gpus} GPUs", timelines, picture)
+    if not silent:
+        _show(query, found, top)
+
+
+def _query(
+    policies: list[str] | None,
+    model: str,
+    cluster: str,
+    hosts: int | None,
+    memory: float | None,
+    batch: int | None,
+    sequence: int | None,
+    gpus: int,
+    beam: int,
+) -> Query:
+    from flux.bench.shapes import model_of
+    from flux.machine.cluster import load_cluster
+    from flux.plan.search import Query, default_policies
+
+    found = load_cluster(cluster)
+    wanted = -(-gpus // found.devices) if hosts is None else hosts
+    if wanted < 1:
+        raise ValueError(f"gpus and hosts must be at least 1, got {gpus} and {hosts}")
+    found = replace(found, hosts=max(found.hosts, wanted) if hosts is None else wanted)
+    limit = found.device.memory_gb if memory is None else memory
+    if not limit:
+        raise ValueError(f"{found.source} does not say how much memory a device has: give --memory")
+    return Query(
+        model=model,
+        cluster=found,
+        gpus=gpus,
+        batch=4 * gpus if batch is None else batch,
+        sequence=model_of(model).sequence if sequence is None else sequence,
+        memory_gb=limit,
+        policies=tuple(map(parsed, policies)) if policies else default_policies(),
+        beam=beam,
+    )
+
+
+def _shown(one: Plan) -> str:
+    from flux.plan.search import layout_of
+
+    return f"{one.label}, {layout_of(one.step)}"
+
+
+def _document(query: Query, found: Found) -> dict[str, Any]:
+    from flux.plan.report import document
+    from flux.plan.search import reasons
+
+    rows = []
+    for one in found.ranked:
+        step, p = one.step, one.step.parallel
+        rows.append(
+            document(one.label, step, query.cluster.name, one)
+            | {
+                "ep": p.ep,
+                "sequence_parallel": p.sequence,
+                "micro_batch": step.micro_batch,
+                "micro_batches": step.micro_batches,
+                "zero": step.zero,
+                "regather": step.regather,
+                "policy_options": {"name": one.policy, **one.options},
+            }
+        )
+    return {
+        "model": query.model,
+        "gpus": query.gpus,
+        "batch": query.batch,
+        "sequence": query.sequence,
+        "memory_gb": query.memory_gb,
+        "layouts": found.layouts,
+        "simulated": found.simulated,
+        "too_large": found.too_large,
+        "refused": dict(found.reasons),
+        "why": reasons(found, query.cluster),
+        "plans": rows,
+    }
+
+
+def _show(query: Query, found: Found, top: int) -> None:
+    from rich.table import Table
+
+    from flux.plan.search import layout_of, reasons
+
+    console = Console()
+    title = (
+        f"{query.model} on {query.gpus} GPUs of {query.cluster.name}: {query.batch} sequences of "
+        f"{query.sequence}, {query.memory_gb:g} GB"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy", overflow="fold")
+    table.add_column("layout", overflow="fold")
+    for head in ("step\nms", "ratio", "exposed\nms", "GB"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in found.ranked[:top]:
+        table.add_row(
+            one.label,
+            layout_of(one.step),
+            f"{one.iteration_ms:.0f}",
+            f"{one.iteration_ms / found.ranked[0].iteration_ms:.2f}",
+            f"{one.exposed_comm_ms:.0f}",
+            f"{one.peak_memory_bytes / 1e9:.1f}",
+        )
+    console.print(table)
+    for line in reasons(found, query.cluster):
+        console.print(line, **PLAIN)
+    console.print(
+        f"{found.layouts} layouts fit; {found.simulated} candidates were simulated with few "
+        f"layers, {len(found.ranked)} as they are; {found.too_large} need more memory.",
+        **PLAIN,
+    )
+
+
+def winner_of(path: str) -> dict[str, Any]:
+    """Return options of `flux plan run` for the first plan in a file of `flux plan search`.
+
+    Raises:
+        ValueError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    from flux.core.datafile import load_json, shown
+
+    content = load_json(Path(path))
+    try:
+        first = content["plans"][0]
+        policy = dict(first["policy_options"])
+        name = policy.pop("name")
+        text = ",".join(
+            f"{key}={json.dumps(value).strip(chr(34))}" for key, value in policy.items()
+        )
+        names = ("tp", "dp", "pp", "sequence_parallel", "micro_batch", "micro_batches", "zero")
+        return {key: first[key] for key in (*names, "regather")} | {
+            "model": content["model"],
+            "sequence": content["sequence"],
+            "policy": ["serial", f"{name}:{text}" if text else name],
+        }
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not an outcome of flux plan search: {shown(str(error))}"
+        ) from error

@@ -1,0 +1,191 @@
+"""DHelix for real: a pipeline schedule in which forward and backward hide each other's collectives.
+
+H. Wang et al., arXiv 2411.15871. ``flux.plan.policies.dhelix`` plans and predicts it; this module
+runs it in the runtime of torch.distributed.pipelining, beside torch's own schedules:
+
+    model = replace(llama)                          # flux.plan.domino_layers: layers that can wait
+    first, last = folded(model.layers, p, rank)     # this rank's two stages of 2p
+    stages = [PipelineStage(..., rank, 2 * p, ...), PipelineStage(..., 2 * p - 1 - rank, ...)]
+    schedule = ScheduleDHelix(stages, n_microbatches, loss_fn, script=script)
+    schedule.step(tokens, target=labels, losses=losses)       # rank 0; schedule.step() on others
+
+Both strands share the modules and their parameters. A rank's row has blocks such as
+``(0F4;7B0)OVERLAP_F_B``, whose two passes ``flux.plan.strands`` runs by turns.
+
+The private classes of torch.distributed.pipelining are used in this file only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import networkx as nx
+import torch
+from torch.distributed.pipelining import schedules as pipelining
+from torch.distributed.pipelining.stage import PipelineStage
+
+from flux.plan.policies.folding import fold, row, w_blocks
+from flux.plan.policies.pairing import Pairing
+from flux.plan.strands import Strands
+
+T = TypeVar("T")
+
+
+def folded(layers: Sequence[T], p: int, rank: int) -> tuple[list[T], list[T]]:
+    """Return the layers of a rank's two stages: ``rank``, and ``2p - 1 - rank``.
+
+    Args:
+        layers: of the whole model.
+        p: pipeline ranks.
+        rank: in [0, p).
+
+    Raises:
+        ValueError: 2p does not divide the number of layers, or there is no such rank.
+    """
+    if len(layers) % (2 * p):
+        raise ValueError(f"{2 * p} stages must divide {len(layers)} layers")
+    if fold(rank, p) != rank:
+        raise ValueError(f"rank must be in [0, {p}), got {rank}")
+    size = len(layers) // (2 * p)
+    last = 2 * p - 1 - rank
+    return list(layers[rank * size :][:size]), list(layers[last * size :][:size])
+
+
+def tied(backward: nx.DiGraph) -> nx.DiGraph:
+    """Return a layer's backward in which a weight's gradient comes right behind the input's.
+
+    That is how linear layers run it. The collective behind the input's gradient is launched before.
+    """
+    found: nx.DiGraph = backward.copy()
+    weights: list[str] = []
+    for node, op in backward.nodes(data="op"):  # in the order of a serial backward
+        if op.role == "wgrad":
+            weights.append(node)
+        elif not op.is_collective:
+            found.add_edges_from((weight, node) for weight in weights)
+            weights = []
+    return found
+
+
+def script_of(plan: Pairing, forward: nx.DiGraph, backward: nx.DiGraph) -> str:
+    """Return the script of a pairing: whose turn it is wherever a strand waits for a collective.
+
+    Args:
+        plan: of ``forward`` and of ``tied(backward)``.
+        forward: operators of a layer's forward (``graph_of_layer``).
+        backward: of its backward.
+
+    Raises:
+        ValueError: there is no collective to wait for.
+    """
+    letters = []
+    for segments in plan.segments:
+        for letter, graph, segment in zip("FB", (forward, backward), segments, strict=True):
+            for node in segment:
+                before = [graph.nodes[dep]["op"] for dep in graph.predecessors(node)]
+                waits = any(op.is_collective and op.group == "tp" for op in before)
+                letters += [letter] if waits and not graph.nodes[node]["op"].is_collective else []
+    if not letters:
+        raise ValueError("a layer without tensor parallelism has no collective to hide")
+    return "".join(letters)
+
+
+class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
+    """The W-shaped pipeline of a folded model with two strands.
+
+    Args:
+        stages: this rank's two stages, in order: ``rank`` and ``2p - 1 - rank`` of 2p.
+        n_microbatches: of a step; more than there are pipeline ranks.
+        loss_fn: of the last stage, which is on rank 0.
+        script: see ``Strands``; by default the strands alternate.
+        timeout_s: how long a strand waits for the other one.
+        **options: of torch's schedules, such as ``args_chunk_spec`` and ``scale_grads``.
+
+    Raises:
+        ValueError: other stages, no more micro-batches than ranks, or see ``Strands``.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor],
+        *,
+        script: str = "BF",
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        if not stages:
+            raise ValueError("a rank has two stages of a folded model, got none")
+        ranks, rank = stages[0].group_size, stages[0].group_rank
+        found = [(stage.stage_index, stage.num_stages) for stage in stages]
+        wanted = [(rank, 2 * ranks), (2 * ranks - 1 - rank, 2 * ranks)]
+        if found != wanted:
+            raise ValueError(
+                f"rank {rank} of {ranks} needs stages {wanted[0][0]} and {wanted[1][0]} of "
+                f"{2 * ranks}, got (stage, stages) = {found}"
+            )
+        if type(n_microbatches) is not int or n_microbatches <= ranks:
+            raise ValueError(
+                f"n_microbatches must be more than the {ranks} pipeline ranks, or nothing is "
+                f"interleaved; got {n_microbatches!r}"
+            )
+        self.strands = Strands(script, timeout_s)
+        cast(Any, super()).__init__(stages, n_microbatches, loss_fn, **options)
+        self.pipeline_order = {
+            number: [pipelining._Action.from_str(action) for action in row(blocks)]
+            for number, blocks in enumerate(w_blocks(ranks, n_microbatches))
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+        self.register_custom_function(pipelining.OVERLAP_F_B, self._interleave)
+
+    def step(self, *args: Any, target: Any = None, **options: Any) -> Any:
+        """Run a step on the whole batch, as torch's schedules do.
+
+        Raises:
+            ValueError: a tensor of the batch cannot be cut into equal micro-batches.
+        """
+        specs = self._args_chunk_spec or ()
+        dims = [spec.split_dim for spec in specs] + [0] * (len(args) - len(specs))
+        for value, dim in [*zip(args, dims, strict=True), (target, 0)]:
+            if isinstance(value, torch.Tensor) and value.shape[dim] % self._n_microbatches:
+                raise ValueError(
+                    f"{self._n_microbatches} micro-batches must divide the batch of "
+                    f"{value.shape[dim]}"
+                )
+        return super().step(*args, target=target, **options)
+
+    def _interleave(self, action: Any, ctx: Any) -> None:
+        """Run the two passes of a block by turns."""
+        forward, backward = action.sub_actions
+        of = {stage.stage_index: stage for stage in self._stages}
+        f_stage, b_stage = of[forward.stage_index], of[backward.stage_index]
+        micro, earlier = forward.microbatch_index, backward.microbatch_index
+        # What a block depends on was received or handed over before, so no strand waits for it.
+        if not f_stage.is_first and forward.stage_index - 1 not in of:
+            pipelining._wait_batch_p2p(self.fwd_recv_ops.pop((forward.stage_index, micro)))
+        if not b_stage.is_last and backward.stage_index + 1 not in of:
+            pipelining._wait_batch_p2p(self.bwd_recv_ops.pop((backward.stage_index, earlier)))
+        runtime: Any = self  # torch's methods have no types
+        loss = runtime._maybe_get_loss(b_stage, earlier)
+        self.backward_counter[backward.stage_index] += 1
+        last = self.backward_counter[backward.stage_index] == self._n_microbatches
+
+        def run_forward() -> Any:
+            output = f_stage.forward_one_chunk(
+                micro, ctx.arg_mbs[micro], ctx.kwarg_mbs[micro], save_forward_output=True
+            )
+            runtime._maybe_compute_loss(f_stage, output, ctx.target_mbs, micro)
+            return output
+
+        def run_backward() -> None:
+            b_stage.backward_one_chunk(earlier, loss=loss, full_backward=True, last_backward=last)
+
+        output = self.strands.run(run_forward, run_backward)
+        if forward.stage_index + 1 in of:
+            of[forward.stage_index + 1].set_local_fwd_input(output, micro)
+        if backward.stage_index - 1 in of:
+            of[backward.stage_index - 1].set_local_bwd_input(
+                b_stage.get_local_bwd_output(earlier), earlier
+            )

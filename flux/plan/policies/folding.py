@@ -1,0 +1,247 @@
+"""Where the layers of a model are, and the W-shaped pipeline of a model that is folded.
+
+H. Wang et al., arXiv 2411.15871, section 4.1. A model of 2p stages is folded over p ranks, so that
+forward of one micro-batch and backward of another run from rank to rank the same way:
+
+    rank      0  1  2  3
+    stages    0  1  2  3        forward down, then up; backward begins at stage 7 on rank 0
+              7  6  5  4
+
+Slots of p = 2, m = 4; ``03`` is forward of stage 0 for micro-batch 3, ``/30`` backward of stage 3
+for micro-batch 0 beside it:
+
+    rank 0    00     01 30 02/30 31 03/31 ...
+    rank 1       10 20  11 ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flux.plan.graph import Builder, Graph, Op
+
+
+def fold(stage: int, p: int) -> int:
+    """Return the rank that holds a stage of a model folded over p ranks.
+
+    Args:
+        stage: in [0, 2p).
+        p: number of pipeline ranks.
+
+    Raises:
+        ValueError: another stage, or p below 1.
+    """
+    _whole("p", p, 1)
+    if type(stage) is not int or not 0 <= stage < 2 * p:
+        raise ValueError(f"stage must be an integer in [0, {2 * p}), got {stage!r}")
+    return min(stage, 2 * p - 1 - stage)
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+# -- passes of a pipeline --------------------------------------------------------------------------
+
+
+class Action(NamedTuple):
+    """A pass of one stage, as torch.distributed.pipelining names it.
+
+    Attributes:
+        stage: of the model, not the rank.
+        kind: "F", "B" (whole backward), "I" (gradients of inputs) or "W" (of weights).
+        micro: number of the micro-batch.
+    """
+
+    stage: int
+    kind: str
+    micro: int
+
+    def __str__(self) -> str:
+        """Return ``0F3``."""
+        return f"{self.stage}{self.kind}{self.micro}"
+
+
+Block = tuple[Action, ...]
+"""One action, or forward and backward that are interleaved."""
+
+
+def row(blocks: Sequence[Block]) -> list[str]:
+    """Return blocks as torch.distributed.pipelining has them: ``(0F4;7B0)OVERLAP_F_B``."""
+    return [
+        str(block[0]) if len(block) == 1 else f"({';'.join(map(str, block))})OVERLAP_F_B"
+        for block in blocks
+    ]
+
+
+@dataclass(frozen=True)
+class WSchedule:
+    """The W-shaped pipeline of a folded model.
+
+    Attributes:
+        p: pipeline ranks.
+        m: micro-batches.
+        blocks: of each rank, in order.
+        ends: when each block of each rank ends, in the unit of the times that were given.
+    """
+
+    p: int
+    m: int
+    blocks: tuple[tuple[Block, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first block's start to the last one's end."""
+        return max(ends[-1] for ends in self.ends)
+
+    def interleaved_blocks(self, rank: int) -> int:
+        """Return how many blocks of a rank are forward beside backward: 2 (m - p), at least 0."""
+        return sum(len(block) == 2 for block in self.blocks[self._checked(rank)])
+
+    def peak_in_flight(self, rank: int) -> int:
+        """Return the most (stage, micro-batch) pairs whose activations a rank holds at a time.
+
+        An interleaved block allocates and frees layer by layer, so it holds one pair, not two. The
+        first rank of 1F1B holds p micro-batches of its layers, which are 2p pairs.
+        """
+        held = most = 0
+        for block in self.blocks[self._checked(rank)]:
+            held += sum({"F": 1, "B": -1}[action.kind] for action in block)
+            most = max(most, held)
+        return most
+
+    def rows(self) -> list[list[str]]:
+        """Return each rank's row of torch.distributed.pipelining."""
+        return [row(blocks) for blocks in self.blocks]
+
+    def _checked(self, rank: int) -> int:
+        if type(rank) is not int or not 0 <= rank < self.p:
+            raise ValueError(f"rank must be an integer in [0, {self.p}), got {rank!r}")
+        return rank
+
+
+def w_blocks(p: int, m: int) -> list[list[Block]]:
+    """Return the blocks of each rank.
+
+    Stage s runs forward of micro-batch i in slot 2i + s, and backward in slot
+    2 (i + p) + 2p - 1 - s. In a slot a rank has one action, or forward of stage s beside backward
+    of stage 2p - 1 - s for the micro-batch p before.
+
+    Raises:
+        ValueError: p or m is below 1.
+    """
+    _whole("p", p, 1)
+    _whole("m", m, 1)
+    slots: list[dict[int, list[Action]]] = [{} for _ in range(p)]
+    for kind in "FB":  # forward comes first in a block
+        for micro in range(m):
+            for stage in range(2 * p):
+                at = 2 * micro + stage if kind == "F" else 2 * (micro + p) + 2 * p - 1 - stage
+                slots[fold(stage, p)].setdefault(at, []).append(Action(stage, kind, micro))
+    return [[tuple(of[slot]) for slot in sorted(of)] for of in slots]
+
+
+def w_schedule(p: int, m: int, f: float, b: float, s: float) -> WSchedule:
+    """Return the W-shaped schedule and when its blocks end.
+
+    A block starts when the block before it on its rank has ended, and the passes that it depends
+    on. With m > p and s of at least f and b the makespan is 2p (f + b) + 2 (m - 1) s.
+
+    Args:
+        p: pipeline ranks; each holds two of 2p stages.
+        m: micro-batches.
+        f: time of the forward of a stage.
+        b: time of the backward of a stage.
+        s: time of an interleaved block: forward of one stage beside backward of another.
+
+    Raises:
+        ValueError: p or m is below 1, or a time is negative or not finite.
+    """
+    blocks = w_blocks(p, m)
+    for name, value in (("f", f), ("b", b), ("s", s)):
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{name} must be a time of at least 0, got {value!r}")
+    ended: dict[Action, float] = {}
+    ends: list[list[float]] = [[] for _ in range(p)]
+    while sum(map(len, ends)) < sum(map(len, blocks)):
+        for rank, done in enumerate(ends):
+            while len(done) < len(blocks[rank]):
+                block = blocks[rank][len(done)]
+                before = [needed for action in block for needed in _needs(action, 2 * p)]
+                if any(needed not in ended for needed in before):
+                    break
+                time = s if len(block) == 2 else f if block[0].kind == "F" else b
+                start = max([ended[needed] for needed in before], default=0.0)
+                done.append(max(start, done[-1] if done else 0.0) + time)
+                ended.update((action, done[-1]) for action in block)
+    return WSchedule(p, m, tuple(map(tuple, blocks)), tuple(map(tuple, ends)))
+
+
+def _needs(action: Action, stages: int) -> list[Action]:
+    """Return the passes that a pass depends on."""
+    stage, kind, micro = action
+    if kind == "F":
+        return [Action(stage - 1, "F", micro)] if stage else []
+    return [Action(stage + 1, "B", micro) if stage < stages - 1 else Action(stage, "F", micro)]
+
+
+# -- layers on ranks -------------------------------------------------------------------------------
+
+
+def stage_of(op: Op, layers: int, stages: int) -> int:
+    """Return the stage of the model that an operator of a layer belongs to."""
+    return op.layer * stages // layers
+
+
+def layers_of(graph: Graph) -> int:
+    """Return the number of layers of a step."""
+    return 1 + max((op.layer for op in graph.ops), default=-1)
+
+
+def placed(graph: Graph, stages: int, rank_of: Callable[[int], int]) -> Graph:
+    """Return a step whose layers are cut into other stages, on other ranks.
+
+    Sends are made anew where consecutive stages are on different ranks; each has the layer of the
+    operator whose result it sends.
+
+    Args:
+        graph: the step; its operators' ``stage`` is their pipeline rank.
+        stages: of the model.
+        rank_of: returns the pipeline rank of a stage.
+
+    Raises:
+        ValueError: the stages would have unequal numbers of layers.
+    """
+    layers = layers_of(graph)
+    if layers % stages:
+        raise ValueError(f"{stages} stages must divide {layers} layers")
+    templates = {op.role: op for op in graph.ops if op.kind == "send"}
+    builder = Builder(graph.itemsize)
+    at = [0] * len(graph.ops)  # the number of each operator in the new graph
+    sends: dict[int, int] = {}
+
+    def sent(number: int) -> int:
+        """Return the send of an operator's result."""
+        if number not in sends:
+            op = builder.ops[number]
+            template = templates["fwd" if op.role == "fwd" else "dgrad"]
+            name = f"L{op.layer}.{template.part}.m{op.micro}"
+            made = template._replace(name=name, stage=op.stage, layer=op.layer, micro=op.micro)
+            sends[number] = builder.add(made, [number])
+        return sends[number]
+
+    for number in graph.order:
+        op, before = graph.ops[number], graph.deps[number]
+        if op.kind == "send":
+            at[number] = at[before[0]]
+            continue
+        rank = rank_of(stage_of(op, layers, stages))
+        deps = [at[dep] for dep in before]
+        deps = [dep if builder.ops[dep].stage == rank else sent(dep) for dep in deps]
+        at[number] = builder.add(op._replace(stage=rank), deps)
+    return builder.build(graph.resident)

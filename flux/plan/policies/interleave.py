@@ -1,0 +1,177 @@
+"""Turn each rank's blocks into the order of operators, with two strands interleaved in a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+
+import networkx as nx
+
+from flux.plan.cost import CostModel
+from flux.plan.graph import Graph, Op
+from flux.plan.policies.folding import Action, Block, layers_of, stage_of
+from flux.plan.policies.pairing import Pairing, factor, time_together
+from flux.plan.schedule import StepSchedule, on_lanes
+
+Segments = list[list[int]]
+"""Numbers of operators; a segment's run side by side, one segment behind the other."""
+Merge = Callable[[Sequence[int], Sequence[int]], Segments]
+"""Returns the segments of an interleaved block: of a forward's and a backward's operators."""
+
+
+def node_of(op: Op) -> str:
+    """Return the name of an operator in the graph of its layer: ``qkv``, ``qkv.d``, ``qkv.w``."""
+    return op.part + {"dgrad": ".d", "wgrad": ".w"}.get(op.role, "")
+
+
+def graph_of_layer(graph: Graph, direction: str, layer: int = 0) -> nx.DiGraph:
+    """Return the operators of a layer's forward or backward; nodes are named by ``node_of``.
+
+    Args:
+        graph: of a step; its micro-batch 0 is taken.
+        direction: "forward" or "backward".
+        layer: number of the layer.
+
+    Raises:
+        ValueError: another direction.
+    """
+    roles = {"forward": ("fwd",), "backward": ("dgrad", "wgrad")}.get(direction)
+    if roles is None:
+        raise ValueError(f"direction must be forward or backward, got {direction!r}")
+    found = nx.DiGraph()
+    for number in graph.order:
+        op = graph.ops[number]
+        if op.layer == layer and op.micro == 0 and op.role in roles and op.kind != "send":
+            found.add_node(node_of(op), op=op)
+            before = [graph.ops[dep] for dep in graph.deps[number]]
+            edges = [(node_of(dep), node_of(op)) for dep in before if node_of(dep) in found]
+            found.add_edges_from(edges)
+    return found
+
+
+def one_after_the_other(forward: Sequence[int], backward: Sequence[int]) -> Segments:
+    """Return forward, then backward: nothing is interleaved."""
+    return [[*forward, *backward]]
+
+
+def by_layer(graph: Graph, plan: Pairing, cost: CostModel) -> Merge:
+    """Return a merge that pairs the first layer of a forward with the first one of a backward.
+
+    Args:
+        graph: the operators.
+        plan: of a layer's forward and backward, of nodes named by ``node_of``.
+        cost: of the operators; it orders those of one segment that share a stream.
+    """
+
+    def merge(forward: Sequence[int], backward: Sequence[int]) -> Segments:
+        pairs = zip(_layers(graph, forward), _layers(graph, backward), strict=True)
+        segments: Segments = []
+        for f_layer, b_layer in pairs:
+            for f_nodes, b_nodes in plan.segments:
+                f, b = (
+                    [of[n] for n in nodes] for of, nodes in ((f_layer, f_nodes), (b_layer, b_nodes))
+                )
+                segments.append(_started(graph, f, b, cost))
+        sends = [n for n in (*forward, *backward) if graph.ops[n].kind == "send"]
+        return [*segments, sends] if sends else segments
+
+    return merge
+
+
+def _layers(graph: Graph, numbers: Iterable[int]) -> list[dict[Hashable, int]]:
+    """Return a pass's operators by layer and node, without sends."""
+    found: dict[int, dict[Hashable, int]] = {}
+    for number in numbers:
+        op = graph.ops[number]
+        if op.kind != "send":
+            found.setdefault(op.layer, {})[node_of(op)] = number
+    return list(found.values())
+
+
+def _started(graph: Graph, f: Sequence[int], b: Sequence[int], cost: CostModel) -> list[int]:
+    """Return the operators of two segments in the order in which they start."""
+    ops = [[graph.ops[number] for number in side] for side in (f, b)]
+    solo = [[cost.solo(op) for op in side] for side in ops]
+    slowed = [[2.0 - factor(cost, one, other) for other in ops[1]] for one in ops[0]]
+    starts: list[tuple[float, int, int]] = []
+    time_together(range(len(f)), range(len(b)), solo, slowed, starts)
+    return [(f, b)[side][place] for _, side, place in sorted(starts)]
+
+
+def scheduled(
+    graph: Graph,
+    blocks: Sequence[Sequence[Block]],
+    stages: int,
+    policy: str,
+    *,
+    merge: Merge = one_after_the_other,
+    events: bool = False,
+    stream: Callable[[Op], str] = lambda op: op.resource,
+) -> StepSchedule:
+    """Return the schedule in which each rank runs its blocks, then the optimizer.
+
+    Args:
+        graph: the operators; their ``stage`` is their pipeline rank.
+        blocks: of each rank, in order.
+        stages: of the model.
+        policy: its name.
+        merge: of the two passes of a block.
+        events: whether a segment of an interleaved block begins when the one before it has ended.
+        stream: returns the stream of an operator.
+    """
+    passes, last = _by_action(graph, stages)
+    deps = list(graph.deps)
+    sequences: list[list[int]] = []
+    for rank, of_rank in enumerate(blocks):
+        order: list[int] = []
+        for block in of_rank:
+            parts = [_operators(passes, graph, action) for action in block]
+            if len(block) == 1:
+                order += parts[0]
+                continue
+            segments = merge(parts[0], parts[1])
+            if events:
+                _add_events(graph, deps, segments, stream)
+            order += [number for segment in segments for number in segment]
+        sequences.append(order + last.get(rank, []))
+    return on_lanes(replace(graph, deps=tuple(deps)), sequences, policy, stream)
+
+
+def _by_action(graph: Graph, stages: int) -> tuple[dict[Action, list[int]], dict[int, list[int]]]:
+    """Return operators by forward or backward pass, and by rank those of the whole step."""
+    layers = layers_of(graph)
+    passes: dict[Action, list[int]] = {}
+    last: dict[int, list[int]] = {}
+    for number in graph.order:
+        op = graph.ops[number]
+        if op.micro < 0:
+            last.setdefault(op.stage, []).append(number)
+        else:
+            kind = "F" if op.role == "fwd" else "B"
+            action = Action(stage_of(op, layers, stages), kind, op.micro)
+            passes.setdefault(action, []).append(number)
+    return passes, last
+
+
+def _operators(passes: dict[Action, list[int]], graph: Graph, action: Action) -> list[int]:
+    """Return a pass's operators, in topological order."""
+    if action.kind in "FB":
+        return passes[action]
+    weights = action.kind == "W"
+    backward = passes[action._replace(kind="B")]
+    return [number for number in backward if (graph.ops[number].role == "wgrad") == weights]
+
+
+def _add_events(
+    graph: Graph, deps: list[tuple[int, ...]], segments: Segments, stream: Callable[[Op], str]
+) -> None:
+    """Let the first operator of each stream in a segment wait for the segment before."""
+    before: list[int] = []
+    for segment in segments:
+        seen: set[str] = set()
+        for number in segment:
+            lane = stream(graph.ops[number])
+            if lane not in seen:
+                seen.add(lane)
+                deps[number] = tuple(dict.fromkeys((*deps[number], *before)))
+        before = segment

@@ -1,0 +1,72 @@
+"""Chunks of one micro-batch: a collective in pieces beside the GEMM that it belongs to.
+
+The baseline *Intra-batch* of DHelix (arXiv 2411.15871, section 6.1), after MegaScale (arXiv
+2402.15627, section 3.2): AllGather and the column-parallel GEMM behind it, and a row-parallel GEMM
+and the ReduceScatter or AllReduce behind it, are cut along the tokens. Pieces follow each other:
+
+    links     AG 0 | AG 1    | AG 2    |                  links            | RS 0    | RS 1 | ...
+    compute        | GEMM 0  | GEMM 1  | GEMM 2           compute   GEMM 0 | GEMM 1  | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flux.plan.cost import CostModel
+from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph, Op, replaced
+from flux.plan.policies.passes import pieces, sequences
+from flux.plan.schedule import StepSchedule, on_lanes
+
+_GATHERED = {("fwd", "qkv"), ("fwd", "fc1"), ("dgrad", "proj"), ("dgrad", "fc2")}
+"""GEMMs behind an AllGather, with sequence parallelism."""
+_REDUCED = {("fwd", "proj"), ("fwd", "fc2"), ("dgrad", "qkv"), ("dgrad", "fc1")}
+"""GEMMs in front of a ReduceScatter or AllReduce."""
+
+
+class IntraBatch:
+    """GEMMs and their tensor-parallel collectives in chunks.
+
+    Args:
+        chunks: pieces of each.
+    """
+
+    name = "intra_batch"
+
+    def __init__(self, chunks: int = 4) -> None:
+        if type(chunks) is not int or chunks < 2:
+            raise ValueError(
+                f"intra_batch: chunks must be an integer of at least 2, got {chunks!r}"
+            )
+        self.chunks = chunks
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
+        """Return the graph with GEMMs and collectives cut.
+
+        Raises:
+            ValueError: there is no tensor parallelism, or fewer tokens than chunks.
+        """
+        if fabric.parallel.tp == 1:
+            raise ValueError("intra_batch hides tensor-parallel communication, and tp is 1")
+        experts = any(op.part == "router" for op in graph.ops)
+
+        def cut(op: Op) -> Sequence[Op]:
+            if not _is_cut(op, experts):
+                return [op]
+            if op.shape[0] < self.chunks:
+                raise ValueError(f"intra_batch: {op.name} has fewer rows than {self.chunks} chunks")
+            return pieces(op, 0, self.chunks, "c")
+
+        return replaced(graph, cut, lambda before, after: False)
+
+    def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
+        """Return the schedule: 1F1B, with a stream for collectives."""
+        return on_lanes(graph, sequences(graph, lambda kind, numbers: numbers), self.name)
+
+
+def _is_cut(op: Op, experts: bool) -> bool:
+    """Return whether an operator is cut; experts have no tensor-parallel collectives."""
+    if op.is_collective:
+        return op.group == "tp" and op.role in ("fwd", "dgrad")
+    of_experts = experts and op.part in ("fc1", "fc2")
+    return op.kind == "gemm" and not of_experts and (op.role, op.part) in _GATHERED | _REDUCED

@@ -1,0 +1,289 @@
+"""Pair the operators of a layer's forward with those of a layer's backward.
+
+H. Wang et al., arXiv 2411.15871, section 4.2. A *pairing* cuts an order of the forward operators
+and an order of the backward operators into segments; two segments run side by side, and the next
+two begin when both have ended. With T the least time for the operators before a segment:
+
+    T(empty, empty) = 0
+    T(f', b') = min over f, b of T(f, b) + barrier + P(f' - f, b' - b)
+
+f and b are *down-sets*: sets of operators that contain all that their members depend on. The paper
+enumerates the orders of each graph, and cuts each pair of orders. Each order's beginnings are
+down-sets and each chain of down-sets is an order, so the recurrence over down-sets has the same
+minimum. The backward of a layer has thousands of orders, but about a hundred down-sets, because
+only gradients of weights can move.
+
+P of two segments: the two operators that run at a time progress at 1 / (2 - OEF) each
+(``flux.plan.cost``); what is left of the longer side runs by itself. Within a segment all orders
+are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import networkx as nx
+
+from flux.plan.cost import CostModel
+from flux.plan.graph import Op
+
+Segment = tuple[Hashable, ...]
+"""Operators of one strand, in order."""
+SegmentCost = Callable[[Segment, Segment], float]
+"""Time of two segments side by side, one of which may be empty, in ms."""
+
+SMALL = 8
+"""Operators of a graph whose segments may have any length."""
+LONGEST = 4
+"""Operators of a segment of larger graphs. Longer segments of a layer do not pay: a barrier aligns
+the two strands again."""
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Segments of a forward and a backward that run side by side.
+
+    Attributes:
+        makespan: time of all segments and the barriers behind them, in ms.
+        segments: (forward, backward), in order; one of the two may be empty.
+    """
+
+    makespan: float
+    segments: tuple[tuple[Segment, Segment], ...]
+
+    @property
+    def forward(self) -> Segment:
+        """The order of the forward operators."""
+        return tuple(node for segment, _ in self.segments for node in segment)
+
+    @property
+    def backward(self) -> Segment:
+        """The order of the backward operators."""
+        return tuple(node for _, segment in self.segments for node in segment)
+
+
+def factor(cost: CostModel, a: Op, b: Op) -> float:
+    """Return the OEF of two operators of different strands.
+
+    Operators of one resource share a stream, so one waits for the other: 0.
+    """
+    if a.resource == b.resource:
+        return 0.0
+    return cost.oef(b, a) if a.is_collective and not b.is_collective else cost.oef(a, b)
+
+
+def pair(
+    forward_graph: nx.DiGraph,
+    backward_graph: nx.DiGraph,
+    cost: CostModel | SegmentCost,
+    *,
+    barrier: float = 0.0,
+    longest: int | None = None,
+) -> Pairing:
+    """Return the pairing with the least makespan.
+
+    Args:
+        forward_graph: operators of a forward pass; edges lead to what depends on them. A node has
+            the operator as attribute ``op``, or is one.
+        backward_graph: likewise of a backward pass.
+        cost: of operators, or a function that returns the time of two segments, of nodes.
+        barrier: time of the barrier behind each pair of segments, in ms.
+        longest: most operators of a segment; by default LONGEST, and no limit if both graphs have
+            at most SMALL operators.
+
+    Raises:
+        ValueError: a graph has a cycle, or barrier or longest is out of range.
+    """
+    for graph in (forward_graph, backward_graph):
+        if not nx.is_directed_acyclic_graph(graph):
+            raise ValueError("operators of a pairing depend on each other in a cycle")
+    if not math.isfinite(barrier) or barrier < 0:
+        raise ValueError(f"barrier must be a time of at least 0, got {barrier!r}")
+    if longest is None:
+        size = max(len(forward_graph), len(backward_graph))
+        longest = size if size <= SMALL else LONGEST
+    elif type(longest) is not int or longest < 1:
+        raise ValueError(f"longest must be an integer of at least 1, got {longest!r}")
+    forward, backward = _Downsets(forward_graph, longest), _Downsets(backward_graph, longest)
+    price = _priced(forward, backward, cost)
+    return _shortest(forward, backward, price, barrier)
+
+
+class _Downsets:
+    """The down-sets of a graph as bit masks, and the segments that lead from one to another."""
+
+    def __init__(self, graph: nx.DiGraph, longest: int) -> None:
+        self.nodes = list(nx.topological_sort(graph))
+        self.ops: list[Any] = [graph.nodes[node].get("op", node) for node in self.nodes]
+        place = {node: number for number, node in enumerate(self.nodes)}
+        self.needs = [sum(1 << place[p] for p in graph.predecessors(node)) for node in self.nodes]
+        self.orders: dict[int, list[tuple[int, ...]]] = {0: [()]}
+        self.after: dict[int, list[int]] = {}
+        pending = [0]
+        while pending:
+            mask = pending.pop()
+            if mask not in self.after:
+                self.after[mask] = self._reach(mask, longest)
+                pending += [mask | segment for segment in self.after[mask]]
+
+    def _reach(self, mask: int, longest: int) -> list[int]:
+        """Return the segments that can follow a down-set, the empty one first."""
+        found, grown = {0: None}, [0]
+        for _ in range(longest):
+            wider: dict[int, None] = {}
+            for segment in grown:
+                for number, needs in enumerate(self.needs):
+                    bit = 1 << number
+                    held = mask | segment
+                    if not held & bit and not needs & ~held:
+                        wider[segment | bit] = None
+            grown = list(wider)
+            found |= wider
+        for segment in found:
+            self._order(segment)
+        return list(found)
+
+    def _order(self, segment: int) -> list[tuple[int, ...]]:
+        """Return all orders of a segment's operators. They do not depend on what comes before."""
+        known = self.orders.get(segment)
+        if known is None:
+            known = []
+            for number in range(len(self.needs)):
+                bit = 1 << number
+                later = any(self.needs[n] & bit for n in _bits(segment & ~bit))
+                if segment & bit and not later:  # the last one
+                    known += [(*order, number) for order in self._order(segment & ~bit)]
+            self.orders[segment] = known
+        return known
+
+    def named(self, order: tuple[int, ...]) -> Segment:
+        return tuple(self.nodes[number] for number in order)
+
+
+def _bits(mask: int) -> list[int]:
+    return [number for number in range(mask.bit_length()) if mask >> number & 1]
+
+
+_Price = Callable[[tuple[int, ...], tuple[int, ...]], float]
+
+
+def _priced(forward: _Downsets, backward: _Downsets, cost: CostModel | SegmentCost) -> _Price:
+    """Return the time of two segments, given as numbers of nodes in order."""
+    if not hasattr(cost, "solo"):
+        of_segments: SegmentCost = cost
+        return lambda f, b: of_segments(forward.named(f), backward.named(b))
+    model = cast(CostModel, cost)
+    solo = [[model.solo(op) for op in side.ops] for side in (forward, backward)]
+    slowed = [[2.0 - factor(model, f, b) for b in backward.ops] for f in forward.ops]
+    return lambda f, b: time_together(f, b, solo, slowed)
+
+
+def time_together(
+    f: Sequence[int],
+    b: Sequence[int],
+    solo: Sequence[Sequence[float]],
+    slowed: Sequence[Sequence[float]],
+    starts: list[tuple[float, int, int]] | None = None,
+) -> float:
+    """Return the time of two segments side by side.
+
+    Args:
+        f: numbers of forward operators, in order.
+        b: numbers of backward operators, in order.
+        solo: times of forward and of backward operators by themselves.
+        slowed: 2 - OEF of a forward and a backward operator.
+        starts: gets (start, 0 for forward or 1 for backward, number) of each operator.
+    """
+    now, i, j = 0.0, 0, 0
+    of_f, of_b = solo
+    left_f = of_f[f[0]] if f else 0.0  # of the operator that runs
+    left_b = of_b[b[0]] if b else 0.0
+    ends_f, ends_b = len(f), len(b)
+    began: list[list[float]] = [[0.0], [0.0]]
+    while i < ends_f and j < ends_b:
+        both = left_f if left_f < left_b else left_b
+        now += both * slowed[f[i]][b[j]]
+        left_f -= both
+        left_b -= both
+        if left_f <= 0.0:
+            i += 1
+            left_f = of_f[f[i]] if i < ends_f else 0.0
+            began[0].append(now)
+        if left_b <= 0.0:
+            j += 1
+            left_b = of_b[b[j]] if j < ends_b else 0.0
+            began[1].append(now)
+    for side, numbers, place, left in ((0, f, i, left_f), (1, b, j, left_b)):
+        if place < len(numbers):
+            now += left
+            for number in numbers[place + 1 :]:
+                began[side].append(now)
+                now += solo[side][number]
+    if starts is not None:
+        for side, numbers in enumerate((f, b)):
+            starts += [(began[side][at], side, number) for at, number in enumerate(numbers)]
+    return now
+
+
+def _shortest(forward: _Downsets, backward: _Downsets, price: _Price, barrier: float) -> Pairing:
+    """Return the pairing of the recurrence."""
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...], tuple[int, ...]]] = {}
+
+    def cheapest(f: int, b: int) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+        """Return the least time of two segments in any order, and these orders."""
+        found = best.get((f, b))
+        if found is None:
+            found = min(
+                [
+                    (price(one, other), one, other)
+                    for one in forward.orders[f]
+                    for other in backward.orders[b]
+                ]
+            )
+            best[f, b] = found
+        return found
+
+    def sizes(mask: int) -> tuple[int, int]:
+        return mask.bit_count(), mask
+
+    # A segment leads to a state with more operators, so states in this order are final.
+    states = [
+        (f, b) for f in sorted(forward.after, key=sizes) for b in sorted(backward.after, key=sizes)
+    ]
+    time = dict.fromkeys(states, math.inf)
+    came: dict[tuple[int, int], tuple[int, int]] = {}
+    time[0, 0] = 0.0
+    for f, b in states:
+        now = time[f, b] + barrier
+        for f_segment in forward.after[f]:
+            for b_segment in backward.after[b]:
+                if not f_segment and not b_segment:
+                    continue
+                priced = best.get((f_segment, b_segment)) or cheapest(f_segment, b_segment)
+                then = now + priced[0]
+                state = f | f_segment, b | b_segment
+                if then < time[state]:
+                    time[state] = then
+                    came[state] = f, b
+    path = [states[-1]]
+    while path[-1] in came:
+        path.append(came[path[-1]])
+    segments = []
+    for after, before in pairwise(path):
+        _, one, other = cheapest(after[0] & ~before[0], after[1] & ~before[1])
+        segments.append((forward.named(one), backward.named(other)))
+    return Pairing(time[states[-1]], tuple(reversed(segments)))
+
+
+def round_robin(forward: Sequence[Hashable], backward: Sequence[Hashable]) -> Pairing:
+    """Return the pairing of Wavelet+: operators by turns, in their order (section 6.1).
+
+    Its makespan is not known (nan): nothing was searched.
+    """
+    length = max(len(forward), len(backward))
+    segments = [(tuple(forward[n : n + 1]), tuple(backward[n : n + 1])) for n in range(length)]
+    return Pairing(math.nan, tuple(segments))

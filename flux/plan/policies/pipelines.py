@@ -1,0 +1,210 @@
+"""Other pipelines, to compare DHelix with.
+
+``interleaved``, ``zbv`` and ``dualpipev`` are torch.distributed.pipelining's schedules.
+``combined`` is Megatron-core's combined 1F1B, which hides AllToAll of experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from flux.plan.cost import CostModel
+from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph, Op
+from flux.plan.policies.folding import Action, Block, fold, layers_of, placed
+from flux.plan.policies.interleave import (
+    Merge,
+    by_layer,
+    graph_of_layer,
+    one_after_the_other,
+    scheduled,
+)
+from flux.plan.policies.pairing import Pairing, pair
+from flux.plan.policies.torch_rows import blocks_of
+from flux.plan.schedule import StepSchedule
+
+
+def _micro_batches(graph: Graph) -> int:
+    return 1 + max((op.micro for op in graph.ops), default=-1)
+
+
+def _beside_sends(op: Op) -> str:
+    """Return the stream of an operator of a pipeline that hides nothing but its sends."""
+    return op.resource if op.kind == "send" else "comp"
+
+
+class _TorchPipeline:
+    """A schedule of torch.distributed.pipelining.
+
+    Attributes:
+        name: of the policy.
+        schedule: name of torch's class.
+    """
+
+    name = ""
+    schedule = ""
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
+        """Return the graph with the layers on the ranks of this pipeline.
+
+        Raises:
+            ValueError: there is no pipeline parallelism; layers or micro-batches do not divide.
+        """
+        ranks = fabric.parallel.pp
+        if ranks == 1:
+            raise ValueError(f"{self.name} is a pipeline, and pp is 1")
+        stages = self._stages(graph, ranks)
+        blocks_of(self.schedule, ranks, stages, _micro_batches(graph))  # raises, if there are none
+        return placed(graph, stages, self._rank_of(ranks))
+
+    def _stages(self, graph: Graph, ranks: int) -> int:
+        return 2 * ranks
+
+    def _rank_of(self, ranks: int) -> Callable[[int], int]:
+        return lambda stage: fold(stage, ranks)
+
+    def _merge(self, graph: Graph, cost: CostModel) -> Merge:
+        return one_after_the_other
+
+    def _stream(self, op: Op) -> str:
+        return _beside_sends(op)
+
+    def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
+        """Return the schedule."""
+        stages = self._stages(graph, graph.stages)
+        blocks = blocks_of(self.schedule, graph.stages, stages, _micro_batches(graph))
+        merge = self._merge(graph, cost)
+        return scheduled(graph, blocks, stages, self.name, merge=merge, stream=self._stream)
+
+
+class Interleaved1F1B(_TorchPipeline):
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): each rank has several stages.
+
+    Args:
+        chunks: stages of each rank.
+    """
+
+    name = "interleaved"
+    schedule = "Interleaved1F1B"
+
+    def __init__(self, chunks: int = 2) -> None:
+        if type(chunks) is not int or chunks < 2:
+            raise ValueError(
+                f"interleaved: chunks must be an integer of at least 2, got {chunks!r}"
+            )
+        self.chunks = chunks
+
+    def _stages(self, graph: Graph, ranks: int) -> int:
+        return self.chunks * ranks
+
+    def _rank_of(self, ranks: int) -> Callable[[int], int]:
+        return lambda stage: stage % ranks
+
+
+class ZBV(_TorchPipeline):
+    """Zero-bubble pipeline of a folded model (arXiv 2401.10241, section 6): W fills bubbles."""
+
+    name = "zbv"
+    schedule = "ZBVZeroBubble"
+
+
+class DualPipeV(_TorchPipeline):
+    """DualPipe of a folded model, as torch has it: forward beside backward of another micro-batch.
+
+    Args:
+        paired: interleave the operators of a block as DHelix's search says; else they run one after
+            the other, which is what torch does unless a model brings a function of its own.
+    """
+
+    name = "dualpipev"
+    schedule = "DualPipeV"
+
+    def __init__(self, paired: bool = True) -> None:
+        if type(paired) is not bool:
+            raise ValueError(f"dualpipev: paired must be true or false, got {paired!r}")
+        self.paired = paired
+
+    def _merge(self, graph: Graph, cost: CostModel) -> Merge:
+        if not self.paired:
+            return one_after_the_other
+        forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
+        return by_layer(graph, pair(forward, backward, cost), cost)
+
+    def _stream(self, op: Op) -> str:
+        return op.resource if self.paired else _beside_sends(op)
+
+
+class Combined1F1B:
+    """Megatron-core's combined 1F1B: AllToAll of one micro-batch behind the experts of another.
+
+    A block runs forward of a micro-batch and backward of an earlier one by turns:
+
+        compute   attention(f) | experts(b)  | experts(f)  | attention(b)
+        links     combine(b)   | dispatch(f) | dispatch(b) | combine(f)
+
+    Forward is one micro-batch further ahead than in 1F1B, and with a pipeline twice as far: blocks
+    of neighbouring ranks move opposite ways. Other communication is not hidden.
+    """
+
+    name = "combined"
+
+    def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
+        """Return the graph as it is, but for the names of sends.
+
+        Raises:
+            ValueError: there is no AllToAll to hide, or one micro-batch only.
+        """
+        if not any(op.kind == "all_to_all" for op in graph.ops):
+            raise ValueError("combined hides AllToAll of experts, and ep is 1")
+        if _micro_batches(graph) < 2:
+            raise ValueError("combined needs at least 2 micro-batches, and the step has 1")
+        return placed(graph, fabric.parallel.pp, lambda stage: stage)
+
+    def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
+        """Return the schedule."""
+
+        def stream(op: Op) -> str:
+            return op.resource if op.kind in ("all_to_all", "send") else "comp"
+
+        ranks = graph.stages
+        blocks = [combined_blocks(rank, ranks, _micro_batches(graph)) for rank in range(ranks)]
+        merge = by_layer(graph, self._pairing(graph), cost)
+        return scheduled(graph, blocks, ranks, self.name, merge=merge, stream=stream)
+
+    def _pairing(self, graph: Graph) -> Pairing:
+        layer = layers_of(graph) - 1
+        parts: list[list[list[str]]] = []
+        for way in ("forward", "backward"):
+            parts.append([[]])
+            for node, op in graph_of_layer(graph, way, layer).nodes(data="op"):
+                alone = op.kind == "all_to_all"
+                if alone:
+                    parts[-1].append([])
+                parts[-1][-1].append(node)
+                if alone:
+                    parts[-1].append([])
+        (attention, dispatch, experts, combine, end), backward = parts
+        start, combine_b, experts_b, dispatch_b, attention_b = backward
+        pairs = [
+            ([], start),
+            (attention, combine_b),
+            (dispatch, experts_b),
+            (experts, dispatch_b),
+            (combine, attention_b),
+            (end, []),
+        ]
+        return Pairing(math.nan, tuple((tuple(f), tuple(b)) for f, b in pairs))
+
+
+def combined_blocks(rank: int, ranks: int, micro_batches: int) -> list[Block]:
+    """Return a rank's blocks of combined 1F1B: 2 (ranks - rank) - 1 forward passes, then both."""
+    ahead = min(2 * (ranks - 1 - rank) + 1, micro_batches)
+    blocks: list[Block] = [(Action(rank, "F", micro),) for micro in range(ahead)]
+    blocks += [
+        (Action(rank, "F", micro), Action(rank, "B", micro - ahead))
+        for micro in range(ahead, micro_batches)
+    ]
+    return blocks + [
+        (Action(rank, "B", micro),) for micro in range(micro_batches - ahead, micro_batches)
+    ]

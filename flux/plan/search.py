@@ -1,0 +1,342 @@
+"""Search over policies and degrees of parallelism for the fastest step: `flux plan search`.
+
+Three rounds, each on fewer candidates:
+
+    1  every layout (degrees, micro-batch, ZeRO) by a closed form: operators of one layer one after
+       the other, the bubble of 1F1B, memory
+    2  every policy on the best layouts, simulated with few layers and micro-batches
+    3  the best of those, simulated as they are; only these are ranked, and only if they fit
+
+A step has a given number of sequences, so steps of all candidates do the same work.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from flux.bench.shapes import model_of
+from flux.machine.cluster import Cluster
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.fabric import Fabric
+from flux.plan.model import Parallel, Step
+from flux.plan.policies import label_of, planned, policy_names, policy_of
+from flux.plan.simulate import Timeline, simulate
+
+VARIANTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "serial": ({"wgrad_overlap": True}, {"fused": "auto"}),
+    "domino": ({"slices": 2}, {"slices": 4}, {"slices": 2, "fused": "auto"}),
+}
+"""Options that are tried, of policies that have more than one way worth trying."""
+LAYERS = 2
+"""Layers of a stage in the second round."""
+ROUNDS = 3
+"""Micro-batches for each stage in the second round."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is searched for.
+
+    Attributes:
+        model: name of a model in tuning/shapes, or a file of that form.
+        cluster: devices and links.
+        gpus: ranks of the step.
+        batch: sequences of a step, over all ranks.
+        sequence: tokens of a sequence.
+        memory_gb: of a device.
+        policies: (name, options) to try.
+        beam: layouts that reach the second round; half as many candidates reach the third.
+    """
+
+    model: str
+    cluster: Cluster
+    gpus: int
+    batch: int
+    sequence: int
+    memory_gb: float
+    policies: tuple[tuple[str, Mapping[str, Any]], ...]
+    beam: int = 24
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "batch", "sequence", "beam"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not self.memory_gb > 0:
+            raise ValueError(f"memory must be above 0 GB, got {self.memory_gb:g}")
+        devices = self.cluster.hosts * self.cluster.devices
+        if self.gpus > devices:
+            raise ValueError(
+                f"{self.cluster.name} has {devices} devices, and {self.gpus} are asked for; more "
+                "hosts can be assumed"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout under a policy, and what the simulation of it says.
+
+    Attributes:
+        step: with its degrees of parallelism.
+        policy: its name.
+        options: of the policy.
+        label: both, as they are shown.
+        iteration_ms: time of the step.
+        compute_ms: as of ``flux.plan.simulate.Timeline``; likewise the others.
+        comm_ms: likewise.
+        exposed_comm_ms: likewise.
+        peak_memory_bytes: likewise.
+    """
+
+    step: Step
+    policy: str
+    options: Mapping[str, Any]
+    label: str
+    iteration_ms: float
+    compute_ms: float
+    comm_ms: float
+    exposed_comm_ms: float
+    peak_memory_bytes: float
+
+    def timeline(self, cluster: Cluster) -> Timeline:
+        """Return the timeline, simulated anew: those of a whole search take too much memory."""
+        return _timeline(cluster, (self.step, self.policy, self.options))[0]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        ranked: plans that fit into memory, the fastest first.
+        layouts: layouts that are possible, and fit by the closed form.
+        simulated: candidates of the second round.
+        reasons: why candidates of the second round could not be planned: how many, by policy.
+        too_large: layouts, and plans of the last round, that do not fit into memory.
+    """
+
+    ranked: tuple[Plan, ...]
+    layouts: int
+    simulated: int
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    too_large: int = 0
+
+
+def default_policies() -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    """Return all installed policies, with the options that are worth trying."""
+    return tuple(
+        (name, options) for name in policy_names() for options in VARIANTS.get(name, ({},))
+    )
+
+
+def search(query: Query, progress: Callable[[str, int, int], None], workers: int = 2) -> Found:
+    """Return the fastest plans.
+
+    Args:
+        query: what is searched for.
+        progress: called with a round's name, how many of its candidates are done, and their number.
+        workers: processes that simulate.
+
+    Raises:
+        ValueError: no layout is possible, or none fits into memory; or all policies refuse.
+    """
+    possible = list(layouts(query))
+    if not possible:
+        raise ValueError(
+            f"no layout of {query.model} on {query.gpus} GPUs is possible: heads, layers, the "
+            f"batch of {query.batch} or {query.cluster.devices} devices of a host do not divide"
+        )
+    progress("layouts", 0, len(possible))
+    rated = [(_estimate(step, query.cluster), step) for step in possible]
+    limit = query.memory_gb * 1e9
+    fitting = [(ms, step) for (ms, needed), step in rated if needed <= limit]
+    if not fitting:
+        least = min(needed for (_, needed), _ in rated) / 1e9
+        raise ValueError(
+            f"no layout of {query.model} on {query.gpus} GPUs fits into {query.memory_gb:g} GB: "
+            f"the smallest needs {least:.1f} GB"
+        )
+    kept = [step for _, step in sorted(fitting, key=lambda pair: pair[0])[: query.beam]]
+    work = [(step, name, options) for step in kept for name, options in query.policies]
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        quick = list(
+            _followed(
+                pool.map(partial(_quick, query.cluster), work), "policies", len(work), progress
+            )
+        )
+        reasons = Counter(found for found in quick if isinstance(found, str))
+        times = [(ms, job) for ms, job in zip(quick, work, strict=True) if not isinstance(ms, str)]
+        if not times:
+            raise ValueError(f"no policy can be used: {'; '.join(reasons)}")
+        times.sort(key=lambda pair: float(pair[0]))
+        best = [job for _, job in times[: max(4, query.beam // 2)]]
+        plans = list(
+            _followed(pool.map(partial(_whole, query.cluster), best), "best", len(best), progress)
+        )
+    fits = [plan for plan in plans if plan.peak_memory_bytes <= limit]
+    if not fits:
+        least = min(plan.peak_memory_bytes for plan in plans) / 1e9
+        raise ValueError(
+            f"the {len(plans)} fastest plans need {least:.1f} GB and more, and a device has "
+            f"{query.memory_gb:g}: a larger beam reaches others"
+        )
+    fits.sort(key=lambda plan: plan.iteration_ms)
+    large = len(possible) - len(fitting) + len(plans) - len(fits)
+    return Found(tuple(fits), len(fitting), len(times), dict(reasons), large)
+
+
+def _followed(
+    results: Iterator[Any], what: str, total: int, progress: Callable[[str, int, int], None]
+) -> Iterator[Any]:
+    for done, result in enumerate(results):
+        progress(what, done + 1, total)
+        yield result
+
+
+# -- first round -----------------------------------------------------------------------------------
+
+
+def layouts(query: Query) -> Iterator[Step]:
+    """Yield every step that the model, the cluster and the batch allow.
+
+    Tensor parallelism stays inside hosts. With it comes sequence parallelism or not, with inputs
+    gathered again or kept. Data parallel ranks share the optimizer's states (ZeRO-1), or weights
+    too (ZeRO-3). Experts are spread over as many data parallel ranks as divide both.
+    """
+    model = model_of(query.model)
+    experts = model.layer.moe.experts if model.layer.moe else 1
+    for tp in _divisors(min(query.gpus, query.cluster.devices)):
+        for pp in _divisors(model.layers):
+            if query.gpus % (tp * pp) or model.layer.heads % tp:
+                continue
+            dp = query.gpus // (tp * pp)
+            if query.batch % dp or (model.layer.moe is None and model.layer.intermediate % tp):
+                continue
+            ep = max(size for size in _divisors(experts) if dp % size == 0)
+            for micro_batch in _divisors(query.batch // dp):
+                tokens = micro_batch * query.sequence
+                for sequence, regather in ((False, False), (True, False), (True, True)):
+                    if sequence and (tp == 1 or tokens % tp):
+                        continue
+                    parallel = Parallel(tp=tp, dp=dp, pp=pp, ep=ep, sequence=sequence)
+                    for zero in (1, 3) if dp > 1 else (1,):
+                        yield Step(
+                            name=model.name,
+                            layer=model.layer,
+                            layers=model.layers,
+                            dtype=model.dtype,
+                            parallel=parallel,
+                            sequence=query.sequence,
+                            micro_batch=micro_batch,
+                            micro_batches=query.batch // dp // micro_batch,
+                            zero=zero,
+                            regather=regather,
+                        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _estimate(step: Step, cluster: Cluster) -> tuple[float, float]:
+    """Return ms and bytes of a step under 1F1B without overlap, from one layer of each stage."""
+    stages, layers = step.parallel.pp, step.layers // step.parallel.pp
+    fabric = Fabric(cluster, step.parallel)
+    graph = build_step(replace(step, layers=stages, micro_batches=1), fabric)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    passes = ends = kept = 0.0
+    for op in graph.ops:
+        if op.stage == stages // 2:
+            if op.role == "step":
+                ends += cost.solo(op)
+            else:
+                passes += cost.solo(op)
+            kept += op.allocates if op.role == "fwd" else 0.0
+    slots = step.micro_batches + stages - 1
+    held = min(stages, step.micro_batches)
+    return layers * (slots * passes + ends), layers * (graph.resident[0] + held * kept)
+
+
+# -- second and third round ------------------------------------------------------------------------
+
+
+Job = tuple[Step, str, Mapping[str, Any]]
+
+
+def _timeline(cluster: Cluster, job: Job) -> tuple[Timeline, str]:
+    """Return the timeline of a step under a policy, and how both are shown."""
+    step, name, options = job
+    fabric = Fabric(cluster, step.parallel)
+    policy = policy_of(name, options)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    schedule = planned(policy, build_step(step, fabric), fabric, cost)
+    return simulate(schedule, cost), label_of(name, options, policy)
+
+
+def _quick(cluster: Cluster, job: Job) -> float | str:
+    """Return the time of a step, from one with fewer layers and micro-batches; or why not."""
+    step, name, options = job
+    stages = step.parallel.pp
+    layers = min(step.layers // stages, LAYERS)
+    count = min(step.micro_batches, ROUNDS * stages)
+    small = replace(step, layers=layers * stages, micro_batches=count)
+    try:
+        found = _timeline(cluster, (small, name, options))[0].iteration_ms
+    except ValueError as error:
+        return f"{name}: {error}"
+    slots = (step.micro_batches + stages - 1) / (count + stages - 1)
+    return found * slots * (step.layers // stages) / layers
+
+
+def _whole(cluster: Cluster, job: Job) -> Plan:
+    t, label = _timeline(cluster, job)
+    figures = (t.iteration_ms, t.compute_ms, t.comm_ms, t.exposed_comm_ms, t.peak_memory_bytes)
+    return Plan(*job, label, *figures)
+
+
+# -- why -------------------------------------------------------------------------------------------
+
+
+def reasons(found: Found, cluster: Cluster) -> list[str]:
+    """Return lines that say where the winner's time goes, beside what came close.
+
+    Args:
+        found: a search's outcome.
+        cluster: of the search.
+    """
+    winner = found.ranked[0]
+    serial = _whole(cluster, (winner.step, "serial", {}))
+    rows = [("the winner", winner), ("its layout without overlap", serial)]
+    other = next((p for p in found.ranked if layout_of(p.step) != layout_of(winner.step)), None)
+    if other is not None:
+        rows.append((f"the next layout, {layout_of(other.step)}, {other.label}", other))
+    lines = []
+    for what, plan in rows:
+        idle = plan.iteration_ms - plan.compute_ms - plan.exposed_comm_ms
+        lines.append(
+            f"{what}: {plan.iteration_ms:.1f} ms = {plan.compute_ms:.1f} compute + "
+            f"{plan.exposed_comm_ms:.1f} exposed communication (of {plan.comm_ms:.1f}) + "
+            f"{max(idle, 0.0):.1f} idle and interference"
+        )
+    return lines
+
+
+def layout_of(step: Step) -> str:
+    """Return degrees and micro-batches of a step, as they are shown."""
+    p = step.parallel
+    degrees = [f"{name}={getattr(p, name)}" for name in ("tp", "pp", "dp", "ep")]
+    words = [word for word in degrees if not word.endswith("=1")] or ["1 GPU"]
+    words.append(f"{step.micro_batches} x {step.micro_batch}")
+    if p.sequence:
+        words.append("sequence parallel" + (", regather" if step.regather else ""))
+    if step.zero == 3:
+        words.append("zero=3")
+    return " ".join(words)

@@ -1,0 +1,125 @@
+"""Search over policies and layouts: what is tried, what is ranked, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flux.cli.app import app
+from flux.machine.cluster import load_cluster
+from flux.plan.search import Plan, Query, default_policies, layouts, search
+
+SMALL: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("serial", {}),
+    ("domino", {"slices": 2}),
+    ("dhelix", {}),
+)
+
+
+def query(**changes: Any) -> Query:
+    given = {
+        "model": "gpt-6.7b",
+        "cluster": load_cluster("flux-h800"),
+        "gpus": 8,
+        "batch": 16,
+        "sequence": 1024,
+        "memory_gb": 80.0,
+        "policies": SMALL,
+    }
+    return Query(**(given | changes))
+
+
+def silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+def test_layouts_share_one_batch_and_all_devices() -> None:
+    found = list(layouts(query()))
+    assert len(found) == len(set(found))
+    for step in found:
+        p = step.parallel
+        assert p.tp * p.pp * p.dp == 8 and p.tp <= 8
+        assert step.micro_batch * step.micro_batches * p.dp == 16
+        assert step.layers % p.pp == 0 and not (p.sequence and p.tp == 1)
+    degrees = {(s.parallel.tp, s.parallel.pp, s.parallel.dp) for s in found}
+    assert degrees == {
+        (tp, pp, 8 // tp // pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if 8 % (tp * pp) == 0
+    }
+    experts = list(layouts(query(model="phi-moe")))
+    assert {step.parallel.ep for step in experts} == {1, 2, 4, 8}
+    assert all(step.parallel.dp % step.parallel.ep == 0 for step in experts)
+
+
+def test_a_wide_beam_finds_no_faster_plan() -> None:
+    narrow = search(query(beam=12), silent)
+    wide = search(query(beam=100_000), silent)
+    assert wide.layouts == narrow.layouts and wide.simulated > narrow.simulated
+    times = [plan.iteration_ms for plan in wide.ranked]
+    assert times == sorted(times) and len(times) > len(narrow.ranked)
+    assert narrow.ranked[0].iteration_ms <= 1.01 * times[0]
+
+
+def check(plan: Plan, cluster: Any) -> None:
+    timeline = plan.timeline(cluster)
+    assert timeline.iteration_ms == plan.iteration_ms
+    assert timeline.peak_memory_bytes == plan.peak_memory_bytes
+
+
+def test_only_what_fits_is_ranked() -> None:
+    asked = query(memory_gb=40.0, beam=8)
+    found = search(asked, silent)
+    assert found.too_large > 0
+    assert all(plan.peak_memory_bytes <= 40e9 for plan in found.ranked)
+    check(found.ranked[0], asked.cluster)
+    with pytest.raises(ValueError, match=r"fits into 4 GB: the smallest needs \d+\.\d GB"):
+        search(query(memory_gb=4.0), silent)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"gpus": 16}, "has 8 devices, and 16 are asked for"),
+        ({"gpus": 0}, "gpus must be an integer of at least 1"),
+        ({"memory_gb": 0.0}, "memory must be above 0 GB"),
+        ({"beam": 0}, "beam must be an integer of at least 1"),
+        ({"model": "nobody"}, "nobody"),
+        ({"gpus": 7, "batch": 3}, "no layout of gpt-6.7b on 7 GPUs is possible"),
+        ({"policies": (("combined", {}),), "beam": 2}, "no policy can be used: combined"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_searched_for_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        search(query(**changes), silent)
+
+
+def test_all_installed_policies_are_tried() -> None:
+    names = [name for name, _ in default_policies()]
+    assert {"serial", "domino", "centauri", "dhelix", "zbv"} <= set(names)
+    assert len(names) == len(default_policies()) and names.count("domino") > 1
+
+
+def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    out, trace, page = (tmp_path / name for name in ("plans.json", "trace.json", "page.html"))
+    words = ["plan", "search", "--model", "gpt-6.7b", "--cluster", "flux-h800", "--gpus", "2"]
+    words += ["--batch", "4", "--sequence", "256", "--beam", "3", "--policy", "domino:slices=2"]
+    words += ["--memory", "200", "--json", str(out), "--trace", str(trace), "--html", str(page)]
+    result = run(app, words)
+    assert result.exit_code == 0 and "the winner: " in result.output, result.output
+    content = json.loads(out.read_text())
+    first = content["plans"][0]
+    assert {"policy", "model", "cluster", "tp", "dp", "pp", "iteration_ms"} <= set(first)
+    assert first["tp"] * first["dp"] * first["pp"] == 2
+    assert content["why"] and trace.stat().st_size and "<svg" in page.read_text()
+    words = ["plan", "run", "--plan", str(out), "--scale", "64", "--layers", "2"]
+    ran = run(app, [*words, "--sequence", "16", "--repeats", "1", "--json", "-"])
+    assert ran.exit_code == 0, ran.output
+    _, best = json.loads(ran.output)
+    assert best["policy"] == first["policy"] and best["tp"] == first["tp"]
+    bad = run(app, ["plan", "run", "--plan", str(trace)])
+    assert bad.exit_code == 2 and "is not an outcome of flux plan search" in bad.output
