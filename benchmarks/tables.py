@@ -29,6 +29,7 @@ import layers
 import multi_host
 import op_simulator
 import reliability
+import scale
 from common import (
     LINK_NAMES,
     RESULTS,
@@ -167,6 +168,16 @@ def simulated_efficiencies() -> str:
     return op_simulator.ranges_table(load(op_simulator.RESULT))
 
 
+def simulated_variants() -> str:
+    """What explains the rows that are off."""
+    return op_simulator.variants_table(load(op_simulator.RESULT))
+
+
+def simulated_hosts() -> str:
+    """The Flux paper's figures between two hosts beside simulated ones."""
+    return op_simulator.two_hosts_table(load(op_simulator.RESULT))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
     "front": front,
@@ -181,6 +192,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_counters": counted_kernels,
     "op_simulator": simulated_times,
     "op_simulator_paper": simulated_efficiencies,
+    "op_simulator_variants": simulated_variants,
+    "op_simulator_hosts": simulated_hosts,
+    "scale_weak": lambda: scale.table(load(scale.RESULT), "weak"),
+    "scale_strong": lambda: scale.table(load(scale.RESULT), "strong"),
+    "scale_across": lambda: scale.table(load(scale.RESULT), "across"),
+    "scale_largest": lambda: scale.largest_sentence(load(scale.RESULT)),
     **conclusions.SENTENCES,
     "soak": reliability.soak,
     "endings": reliability.endings,
@@ -191,6 +208,7 @@ TABLES: dict[str, Callable[[], str]] = {
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "kernels.md",
+    ROOT / "docs" / "scale.md",
     ROOT / "docs" / "simulator.md",
     gpu_tables.FOLDER / "README.md",
     *sorted(FOLDER.glob("*.md")),
