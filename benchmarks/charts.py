@@ -15,6 +15,7 @@ import kernel_choice
 import layers
 import multi_host
 import reliability
+import scale
 from common import LINK_NAMES, RESULTS, load, ratio, ratio_interval, unfused_interval
 from drawing import Bar, Group, Line, Series, bars, lines
 
@@ -290,6 +291,40 @@ def soak() -> str:
     )
 
 
+def scaling() -> str:
+    """Return policies over serial by number of GPUs, in steps of weak and strong scaling."""
+    content = load(scale.RESULT)
+    series = [
+        Series(label, colour)
+        for label, colour in zip(
+            [one for one in scale.POLICIES if one != "serial"], (0, 3, 2, 1), strict=True
+        )
+    ]
+    groups = []
+    for study, model, gpus in (
+        *(("weak", "llama3-8b", count) for count in (8, 512, 16384)),
+        *(("weak", "llama3-70b", count) for count in (32, 512, 16384)),
+        *(("strong", "llama3-70b", count) for count in (1024, 4096, 16384)),
+    ):
+        (found,) = (
+            group
+            for group in scale.by_case(content, study)
+            if (group[0]["model"], group[0]["gpus"]) == (model, gpus)
+        )
+        made = tuple(Bar(1 / row["speedup"], None, 1 / row["bound"]) for row in found[1:])
+        section = f"{model}, {found[0]['cluster']}, {study} scaling"
+        groups.append(Group(f"{gpus:,} GPUs", made, section))
+    return bars(
+        "Simulated steps: what policies gain at scale",
+        "sequence parallelism, ZeRO-1, inputs gathered again; tensor parallel 8",
+        "time over the step without overlap; below 1 is faster",
+        series,
+        groups,
+        reference=1.0,
+        mark="least that any overlap can reach",
+    )
+
+
 CHARTS: dict[str, Callable[[], str]] = {
     "hosts.svg": hosts,
     "hosts-shapes.svg": hosts_shapes,
@@ -302,4 +337,5 @@ CHARTS: dict[str, Callable[[], str]] = {
     "cuda-host.svg": cuda_host,
     "kernel-choice.svg": kernel_rating,
     "reliability.svg": soak,
+    "scale.svg": scaling,
 }

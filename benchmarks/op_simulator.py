@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from common import ROOT, markdown, percent
 
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
-from flux.machine.cluster import load_cluster
+from flux.machine.cluster import Cluster, load_cluster
 from flux.plan.op_simulator import Simulated, legal_knobs, simulate, unfused
 
 RESULT = ROOT / "benchmarks" / "results" / "simulator" / "op.json"
@@ -70,9 +71,45 @@ PAPER = (
 )
 
 
-def best(problem: Problem, cluster_name: str, gemm_ms: float | None = None) -> Simulated:
+class TwoHosts(NamedTuple):
+    """The best of both ops on a cluster: speed-up over PyTorch and overlap efficiency."""
+
+    cluster: str
+    speedup: float
+    efficiency: float
+
+
+# Flux paper, section 5.1 and figure 15: M = 8192, bf16, 16 ranks on two hosts, "up to".
+PAPER_TWO_HOSTS = (
+    TwoHosts("flux-a100-pcie", 1.32, 0.18),
+    TwoHosts("flux-a100-nvlink", 1.57, 0.74),
+    TwoHosts("flux-h800", 1.55, 0.56),
+)
+TWO_HOSTS_ROWS = 8192
+
+
+class Variant(NamedTuple):
+    """A published row again, on a cluster that differs in one assumption."""
+
+    cluster: str
+    op: str
+    what: str
+    part: str
+    field: str
+    value: float
+
+
+VARIANTS = (
+    Variant("flux-a800", "gemm_rs", "no reduction", "device", "memory_gbs", 1e9),
+    Variant("flux-l20-pcie", "gemm_rs", "no limit between processors", "link", "numa_gbs", 0.0),
+    Variant("flux-l20-pcie", "ag_gemm", "links a sixth slower", "link", "gbs", 26.7),
+)
+
+
+def best(problem: Problem, cluster: str | Cluster, gemm_ms: float | None = None) -> Simulated:
     """Return the fastest call over all orders and directions, as tuning would find it."""
-    cluster = load_cluster(cluster_name)
+    if isinstance(cluster, str):
+        cluster = load_cluster(cluster)
     runs = [
         simulate(problem, cluster, knobs, gemm_ms=gemm_ms)
         for knobs, _ in legal_knobs(problem, cluster)
@@ -135,11 +172,54 @@ def ranges(published: Ranges) -> dict[str, Any]:
     }
 
 
+def two_hosts(published: TwoHosts) -> dict[str, Any]:
+    """Return both ops between two hosts beside the published best of them."""
+    cluster = load_cluster(published.cluster)
+    ops = []
+    for op, sizes in SIZES.items():
+        problem = Problem(Op[op], TWO_HOSTS_ROWS, *sizes, "bfloat16", 2 * WORLD, 2)
+        library, fused = unfused(problem, cluster), simulate(problem, cluster)
+        ops.append(
+            {
+                "op": op,
+                "gemm_ms": round(fused.gemm_ms, 4),
+                "unfused_ms": round(library.total_ms, 4),
+                "flux_ms": round(fused.total_ms, 4),
+                "speedup": round(library.total_ms / fused.total_ms, 4),
+                "efficiency": round(1 - fused.ect_ms / library.ect_ms, 4),
+            }
+        )
+    return {
+        "cluster": published.cluster,
+        "published_speedup": published.speedup,
+        "published_efficiency": published.efficiency,
+        "ops": ops,
+    }
+
+
+def variant(assumed: Variant) -> dict[str, Any]:
+    """Return exposed communication of a published row on the changed cluster."""
+    (row,) = (r for r in PUBLISHED if (r.cluster, r.op) == (assumed.cluster, assumed.op))
+    cluster = load_cluster(assumed.cluster)
+    part = replace(getattr(cluster, assumed.part), **{assumed.field: assumed.value})
+    problem = Problem(Op[row.op], ROWS, *SIZES[row.op], "float16", WORLD)
+    run = best(problem, replace(cluster, **{assumed.part: part}), row.flux_gemm)
+    return {
+        "cluster": row.cluster,
+        "op": row.op,
+        "what": assumed.what,
+        "published_exposed_ms": row.flux_exposed,
+        "simulated_exposed_ms": round(run.ect_ms, 4),
+    }
+
+
 def document() -> dict[str, Any]:
     """Return everything, as it is written."""
     return {
         "times": [line(row, method) for row in PUBLISHED for method in ("torch", "flux")],
+        "variants": [variant(row) for row in VARIANTS],
         "efficiencies": [ranges(row) for row in PAPER],
+        "two_hosts": [two_hosts(row) for row in PAPER_TWO_HOSTS],
     }
 
 
@@ -161,6 +241,41 @@ def table(content: dict[str, Any]) -> str:
             off = signed(row[f"{part}_off"])
             cells.append(f"**{off}**" if abs(row[f"{part}_off"]) > LIMITS[part] else off)
         rows.append(cells)
+    return markdown(header, rows)
+
+
+def scatter_ms(cluster: str) -> float:
+    """Return the spread of the published GEMM times of a cluster, all of equal operations."""
+    rows = [row for row in PUBLISHED if row.cluster == cluster]
+    times = [time for row in rows for time in (row.torch_gemm, row.flux_gemm)]
+    return max(times) - min(times)
+
+
+def variants_table(content: dict[str, Any]) -> str:
+    """Return the rows that are off, the spread of published GEMM times, and changed assumptions."""
+    header = ["cluster", "op", "exposed, published", "simulated", "off by"]
+    header += ["spread of GEMM times", "with another assumption"]
+    rows = []
+    for row in content["times"]:
+        if abs(row["exposed_off"]) <= LIMITS["exposed"]:
+            continue
+        others = [
+            f"{one['what']}: {one['simulated_exposed_ms']:.3f}"
+            for one in content["variants"]
+            if (one["cluster"], one["op"]) == (row["cluster"], row["op"])
+        ]
+        published, simulated = row["published_exposed_ms"], row["simulated_exposed_ms"]
+        rows.append(
+            [
+                row["cluster"].removeprefix("flux-"),
+                Op[row["op"]].label,
+                f"{published:.3f}",
+                f"{simulated:.3f}",
+                f"{simulated - published:+.3f}",
+                f"{scatter_ms(row['cluster']):.3f}",
+                "; ".join(others) or "-",
+            ]
+        )
     return markdown(header, rows)
 
 
@@ -187,6 +302,25 @@ def ranges_table(content: dict[str, Any]) -> str:
                 _range(row["published_flux"]),
                 _range([shape["flux"] for shape in shapes]),
                 *by_op.values(),
+            ]
+        )
+    return markdown(header, rows)
+
+
+def two_hosts_table(content: dict[str, Any]) -> str:
+    """Return the figures between two hosts beside the published best of both ops."""
+    header = ["cluster", "speed-up, published", "AGGemm", "GemmRS"]
+    header += ["efficiency, published", "AGGemm", "GemmRS"]
+    rows = []
+    for row in content["two_hosts"]:
+        ops = [next(one for one in row["ops"] if one["op"] == op) for op in SIZES]
+        rows.append(
+            [
+                row["cluster"].removeprefix("flux-"),
+                f"up to {row['published_speedup']:.2f}",
+                *(f"{one['speedup']:.2f}" for one in ops),
+                f"up to {row['published_efficiency']:.0%}",
+                *(percent(one["efficiency"]) for one in ops),
             ]
         )
     return markdown(header, rows)

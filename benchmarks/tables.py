@@ -31,6 +31,7 @@ import multi_host
 import op_simulator
 import plan_hosts
 import reliability
+import scale
 from common import (
     LINK_NAMES,
     RESULTS,
@@ -179,6 +180,16 @@ def domino() -> str:
     return domino_hosts.table(load(domino_hosts.RESULT))
 
 
+def simulated_variants() -> str:
+    """What explains the rows that are off."""
+    return op_simulator.variants_table(load(op_simulator.RESULT))
+
+
+def simulated_hosts() -> str:
+    """The Flux paper's figures between two hosts beside simulated ones."""
+    return op_simulator.two_hosts_table(load(op_simulator.RESULT))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu": foundation,
     "front": front,
@@ -195,6 +206,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "op_simulator_paper": simulated_efficiencies,
     "plan_hosts": predicted_steps,
     "domino_hosts": domino,
+    "op_simulator_variants": simulated_variants,
+    "op_simulator_hosts": simulated_hosts,
+    "scale_weak": lambda: scale.table(load(scale.RESULT), "weak"),
+    "scale_strong": lambda: scale.table(load(scale.RESULT), "strong"),
+    "scale_across": lambda: scale.table(load(scale.RESULT), "across"),
+    "scale_largest": lambda: scale.largest_sentence(load(scale.RESULT)),
     **conclusions.SENTENCES,
     "soak": reliability.soak,
     "endings": reliability.endings,
@@ -206,6 +223,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "kernels.md",
     ROOT / "docs" / "plan.md",
+    ROOT / "docs" / "scale.md",
     ROOT / "docs" / "simulator.md",
     gpu_tables.FOLDER / "README.md",
     *sorted(FOLDER.glob("*.md")),

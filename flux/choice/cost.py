@@ -109,6 +109,10 @@ def _transfer_ms(problem: Problem, cluster: Cluster, messages: int, library: boo
     # With the hierarchical order, every row crosses to each other host once. The ranks of a host
     # share its ports.
     across = twice * (problem.nodes - 1) * lanes * chunk_bytes
+    if library and kind == "cuda":
+        # NCCL's ring runs through all ranks: W - 1 chunks pass each link, those between hosts too.
+        across = twice * (problem.world - 1) * chunk_bytes
+        inside = across / speed
     wire = across / _bytes_per_ms(cluster.network.gbs) / (share if kind == "cuda" else 1.0)
     return max(inside, wire) + latency + messages * cluster.network.latency_us * 1e-3
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -118,6 +120,7 @@ def _simulated(
     from flux.plan.build import build_step
     from flux.plan.cost import AnalyticCost
     from flux.plan.fabric import Fabric
+    from flux.plan.graph import paused_collector
     from flux.plan.policies import label_of, planned, policy_of
     from flux.plan.simulate import simulate
 
@@ -127,14 +130,15 @@ def _simulated(
             raise ValueError(f"hosts must be at least 1, got {hosts}")
         found = replace(found, hosts=hosts)
     fabric = Fabric(found, step.parallel)
-    graph = build_step(step, fabric)
     cost = AnalyticCost(fabric, step.dtype, step.itemsize)
     timelines = []
-    for text in policies:
-        name, chosen = parsed(text)
-        made = policy_of(name, chosen)
-        schedule = planned(made, graph, fabric, cost)
-        timelines.append((label_of(name, chosen, made), simulate(schedule, cost)))
+    with paused_collector():
+        graph = build_step(step, fabric)
+        for text in policies:
+            name, chosen = parsed(text)
+            made = policy_of(name, chosen)
+            schedule = planned(made, graph, fabric, cost)
+            timelines.append((label_of(name, chosen, made), simulate(schedule, cost)))
     limit = memory_gb if memory_gb is not None else found.device.memory_gb
     for label, timeline in timelines:
         needed = timeline.peak_memory_bytes / 1e9
@@ -189,8 +193,15 @@ def draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) 
     Path(target).write_text(content)
 
 
-@plan.command("simulate")
-def simulate_command(
+class Planned(NamedTuple):
+    """What `simulate` and `explain` are about: the step, its cluster, and labelled timelines."""
+
+    step: Step
+    cluster: str
+    timelines: list[tuple[str, Timeline]]
+
+
+def _planned(
     policy: Policy = None,
     model: Model = "gpt3-175b",
     cluster: ClusterName = "flux-h800",
@@ -209,6 +220,38 @@ def simulate_command(
     regather: Regather = False,
     shard: Shard = 0,
     memory_gb: MemoryGb = None,
+) -> Planned:
+    """Return what these options ask for; exit for bad input."""
+    given = locals()
+    try:
+        step = _step(**{name: given[name] for name in (*_SHARED, "cp", "ep")})
+        policies = policy or ["serial", "domino"]
+        return Planned(step, *_simulated(policies, step, cluster, hosts, memory_gb))
+    except ValueError as error:
+        refuse(str(error))
+
+
+def _with_plan(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes the options of `_planned` too, and gets what that returns."""
+    shared = inspect.signature(_planned, eval_str=True).parameters.values()
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    def run(**given: Any) -> None:
+        rest = {parameter.name: given.pop(parameter.name) for parameter in own}
+        for target in rest.values():
+            if target not in (None, "-"):
+                check_writable(target)
+        command(_planned(**given), **rest)
+
+    run.__doc__ = command.__doc__
+    run.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+    return run
+
+
+@plan.command("simulate")
+@_with_plan
+def simulate_command(
+    planned: Planned,
     trace: TraceFile = None,
     picture: PictureFile = None,
     json_target: options.JsonTarget = None,
@@ -217,65 +260,29 @@ def simulate_command(
 
     Nothing is run: times come from the data sheets in the cluster's file.
     """
-    step, name, timelines = _planned(locals())
     from flux.plan import report
 
-    rows = [report.document(label, step, name, timeline) for label, timeline in timelines]
+    step, cluster, timelines = planned
+    rows = [report.document(label, step, cluster, timeline) for label, timeline in timelines]
     if json_target != "-":
-        report.show(rows, _title(step, name), Console())
+        report.show(rows, _title(step, cluster), Console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
     write_trace(timelines, trace)
-    draw(_title(step, name), timelines, picture)
+    draw(_title(step, cluster), timelines, picture)
 
 
 @plan.command("explain")
-def explain_command(
-    policy: Policy = None,
-    model: Model = "gpt3-175b",
-    cluster: ClusterName = "flux-h800",
-    hosts: Hosts = None,
-    tp: Tp = 8,
-    dp: Dp = 1,
-    pp: Pp = 1,
-    cp: Cp = 1,
-    ep: Ep = 1,
-    sequence_parallel: SequenceParallel = False,
-    layers: Layers = None,
-    sequence: Sequence = None,
-    micro_batch: MicroBatch = 2,
-    micro_batches: MicroBatches = None,
-    zero: Zero = 1,
-    regather: Regather = False,
-    shard: Shard = 0,
-    memory_gb: MemoryGb = None,
-) -> None:
+@_with_plan
+def explain_command(planned: Planned) -> None:
     """Say which communication a policy hides, and which it does not."""
-    step, name, timelines = _planned(locals())
     from flux.plan.report import explain
 
     console = Console()
-    console.print(_title(step, name), **PLAIN)
-    for label, timeline in timelines:
+    console.print(_title(planned.step, planned.cluster), **PLAIN)
+    for label, timeline in planned.timelines:
         console.print(f"\n[bold]{label}[/]: {timeline.iteration_ms:.2f} ms", **PLAIN)
         for line in explain(timeline):
             console.print(line, **PLAIN)
-
-
-def _planned(given: dict[str, Any]) -> tuple[Step, str, list[tuple[str, Timeline]]]:
-    """Return step, cluster's name and timelines of a command's options; exit for bad input."""
-    names = (*_SHARED, "cp", "ep")
-    for target in ("trace", "picture", "json_target"):
-        if given.get(target) not in (None, "-"):
-            check_writable(given[target])
-    try:
-        step = _step(**{name: given[name] for name in names})
-        policies = given["policy"] or ["serial", "domino"]
-        name, timelines = _simulated(
-            policies, step, given["cluster"], given["hosts"], given["memory_gb"]
-        )
-    except ValueError as error:
-        refuse(str(error))
-    return step, name, timelines
 
 
 @plan.command("run")

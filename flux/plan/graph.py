@@ -8,6 +8,7 @@ one operator, which occupies the links of the representative rank.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,14 +100,14 @@ class Graph:
     def __post_init__(self) -> None:
         if len(self.ops) != len(self.deps):
             raise GraphError(f"{len(self.ops)} operators have {len(self.deps)} lists of deps")
-        for op in self.ops:
+        kinds = {(op.kind, op.resource, op.role, op.group, op.stage): op for op in self.ops}
+        for op in kinds.values():
             _check_op(op)
-        seen: set[str] = set()
-        for op in self.ops:
-            if op.name in seen:
-                raise GraphError(f"two operators are named {op.name!r}")
-            seen.add(op.name)
         count = len(self.ops)
+        names = [op.name for op in self.ops]
+        if len(set(names)) < count:
+            twice = next(name for name, times in Counter(names).items() if times > 1)
+            raise GraphError(f"two operators are named {twice!r}")
         for op, deps in zip(self.ops, self.deps, strict=True):
             for dep in deps:
                 if not 0 <= dep < count:
@@ -220,7 +221,8 @@ class Builder:
     def add(self, op: Op, deps: Iterable[int]) -> int:
         """Add an operator behind others; return its number."""
         self.ops.append(op)
-        self.deps.append(tuple(dict.fromkeys(deps)))
+        before = tuple(deps)
+        self.deps.append(before if len(before) < 2 else tuple(dict.fromkeys(before)))
         return len(self.ops) - 1
 
     def build(self, resident: Sequence[float] = ()) -> Graph:
@@ -244,9 +246,9 @@ def replaced(
             needs the piece of its own number. Operators with unequal numbers of pieces always join.
     """
     builder = Builder(graph.itemsize)
-    pieces: list[list[int]] = [[] for _ in graph.ops]
+    pieces: list[list[int]] = [[]] * len(graph.ops)
     for number in graph.order:
-        op = graph.ops[number]
+        op, made = graph.ops[number], []
         for piece in cut(op):
             deps: list[int] = []
             for dep in graph.deps[number]:
@@ -255,5 +257,6 @@ def replaced(
                     deps += before
                 else:
                     deps.append(before[piece.piece])
-            pieces[number].append(builder.add(piece, deps))
+            made.append(builder.add(piece, deps))
+        pieces[number] = made
     return builder.build(graph.resident)

@@ -5,6 +5,7 @@ the result of ``Machine.send``, which is also a flag. The machine resumes it whe
 
     rank 0  out ==>  [ switch, or root complex ]  ==> in  rank 1      one direction of each rank's
     rank 1  out ==>  [                         ]  ==> in  rank 0      link is a resource
+                              |  both (PCIe only): what a rank sends and receives together
                               |  numa (PCIe only): between the NUMA domains of a host
                               |  port: of a rank to the network; ports of a host: shared
 
@@ -23,6 +24,10 @@ from typing import NamedTuple
 
 from flux.machine.cluster import Cluster
 
+DUPLEX_SHARE = 0.77
+"""PCIe: share of twice a link's speed that both directions reach together. Between GPUs on PCIe 4,
+where one direction reaches 27 GB/s (COPY_SHARE), both reached 41.4 GB/s
+(github.com/tinygrad/open-gpu-kernel-modules/issues/6)."""
 INSTANT_US = 1e-6
 """Events this close are at one time. Symmetric ranks thus stay in step in spite of rounding."""
 
@@ -131,6 +136,9 @@ class Fabric:
             self._resource(("out", src), link.gbs),
             self._resource(("in", dst), link.gbs),
         ]
+        if link.kind == "pcie":
+            both = 2 * DUPLEX_SHARE * link.gbs
+            ends += [self._resource(("both", rank), both) for rank in (src, dst)]
         if self._hosts[src] != self._hosts[dst]:
             network, port = cluster.network, cluster.network.gbits / 8
             ports = [

@@ -58,6 +58,21 @@ class Move(NamedTuple):
     end_us: float
 
 
+class Piece(NamedTuple):
+    """The part of a GEMM tile that has one owner; half-open rows and columns."""
+
+    owner: int
+    row_begin: int
+    row_end: int
+    column_begin: int
+    column_end: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
+
+
 Span = tuple[int, str, Kind, str, float, float, Mapping[str, "int | str"]]
 
 

@@ -3,7 +3,7 @@
     blocks     tile: multiply | store to its owner | next tile ...
     reduction  partials of a tile from all ranks: sum, in rank order | next tile of own rows ...
     network    sum of this host's partials -> owner on another host
-    GemmAR     sums -> all peers | "my rows are everywhere" | await all | result -> output
+    GemmAR     what comes behind the sums is in op_result.py
 
 A block keeps its multiprocessor until its stores have left it, since they are in its shared memory
 (or, on sm_80, in its registers). So in the first wave, whose blocks all store at once, blocks leave
@@ -15,27 +15,21 @@ launch); sm_80: after the GEMM.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
 
 from flux.core.events import Kind
 from flux.core.schedule import Parcel, ParcelKind, Visit
 from flux.plan.op_machine import Counter, Flag, Process
-from flux.plan.op_parts import LAUNCH_US, RAISE_US, Call, Move, Stores, TileQueue, count_ends
-
-
-class Piece(NamedTuple):
-    """The part of a GEMM tile that has one owner; half-open rows and columns."""
-
-    owner: int
-    row_begin: int
-    row_end: int
-    column_begin: int
-    column_end: int
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
+from flux.plan.op_parts import (
+    LAUNCH_US,
+    RAISE_US,
+    Call,
+    Move,
+    Piece,
+    Stores,
+    TileQueue,
+    count_ends,
+)
+from flux.plan.op_result import Results
 
 
 def scatter_processes(call: Call) -> list[Counter]:
@@ -66,7 +60,7 @@ class _Scatter:
         self._stores = [Stores(call, rank) for rank in range(world)]
         self._idle = [Flag() for _ in range(world)]
         self._gemm = [Counter(call.blocks) for _ in range(world)]
-        self._everywhere = [Flag() for _ in range(world)]
+        self._results = Results(call, self._stores)
         self._ends = count_ends(call, 2)  # the stream and the network's stream
 
     def start(self) -> list[Counter]:
@@ -100,7 +94,7 @@ class _Scatter:
         else:
             yield from self._reduce(rank)
             if call.problem.op.all_reduces:
-                yield from self._result(rank)
+                yield from self._results.finish(rank)
         machine.arrive(self._ends[rank])
 
     def _block(self, rank: int, block: int, tiles: TileQueue) -> Process:
@@ -175,8 +169,7 @@ class _Scatter:
             name = f"sums rows {piece.row_begin}-{piece.row_end - 1}"
             call.log.add(rank, "sums", Kind.reduce, name, start, machine.now_us)
             if call.problem.op.all_reduces:
-                for ahead in range(1, call.world):
-                    self._hand_out(rank, (rank + ahead) % call.world, piece)
+                self._results.hand_out(rank, piece)
         yield self._gemm[rank].flag
 
     def _strips(self, owner: int, piece: Piece) -> list[tuple[int, int]]:
@@ -198,9 +191,8 @@ class _Scatter:
         others.sort(key=lambda peer: ((call.hosts[peer] - own) % call.problem.nodes, peer))
         for peer in others:
             for parcel in schedule.parcels_for(peer):
-                if parcel.kind == ParcelKind.result:
-                    raise ValueError("gemm_ar between hosts is not simulated")
-                yield from self._parcel(rank, peer, parcel)
+                if parcel.kind != ParcelKind.result:
+                    yield from self._parcel(rank, peer, parcel)
         machine.arrive(self._ends[rank])
 
     def _parcel(self, rank: int, peer: int, parcel: Parcel) -> Process:
@@ -230,32 +222,3 @@ class _Scatter:
         columns = (0, call.problem.row_elements)
         call.log.moves.append(Move(rank, peer, *rows, *columns, start, machine.now_us))
         machine.raise_(self._inbox[peer, call.hosts[rank], parcel.row_begin])
-
-    # -- GemmAR ------------------------------------------------------------------------------------
-
-    def _hand_out(self, src: int, dst: int, piece: Piece) -> None:
-        """Store a sum in the memory of a peer."""
-        call = self._call
-        stored = self._stores[src].put(dst, piece.elements * self._itemsize)
-        call.machine.spawn(self._handed_out(src, dst, piece, stored, call.machine.now_us))
-
-    def _handed_out(self, src: int, dst: int, piece: Piece, stored: Flag, start: float) -> Process:
-        yield stored
-        now = self._call.machine.now_us
-        self._call.log.moves.append(Move(src, dst, *piece[1:], start, now))
-
-    def _result(self, rank: int) -> Process:
-        """Announce the own sums, await all ranks', and copy the result to the output."""
-        call, machine = self._call, self._call.machine
-        for ahead in range(1, call.world):
-            # Stores to one rank leave in order, so all before it have left.
-            yield self._stores[rank].put((rank + ahead) % call.world, 0)
-        yield RAISE_US + max(route.latency_us for route in call.routes.values())
-        machine.raise_(self._everywhere[rank])
-        start = machine.now_us
-        yield from self._everywhere
-        call.log.add(rank, "stream", Kind.wait, "waits for all rows", start, machine.now_us)
-        start = machine.now_us
-        nbytes = 2.0 * call.problem.m * call.problem.n * self._itemsize
-        yield LAUNCH_US + call.memory_us(nbytes)
-        call.log.add(rank, "stream", Kind.copy, "result to output", start, machine.now_us)

@@ -11,7 +11,8 @@ measured or modelled; no time of an overlapped call enters.
 
 The GEMM is cut into the tiles of its kernel. The blocks that run at once take W = ceil(tiles /
 blocks) tiles each, and a tile takes the whole GEMM's time / W. So a call that never waits takes
-exactly the time of the GEMM, in which the last, partly filled wave is contained.
+exactly the time of the GEMM, in which the last, partly filled wave is contained. Transfers use the
+memory that the GEMM reads too; as in the cost of kernels, a share UNHIDDEN of that time is added.
 
 docs/simulator.md says what is not modelled, and how far the results are from published times.
 """
@@ -33,7 +34,7 @@ from flux.core.schedule import TileSchedule, make_schedule
 from flux.core.topology import Topology
 from flux.kernels.choice import best_of
 from flux.kernels.config import GemmConfig
-from flux.kernels.cost import blocks_per_wave, cost
+from flux.kernels.cost import UNHIDDEN, blocks_per_wave, cost
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.sets import config_set
 from flux.machine.cluster import Cluster
@@ -154,8 +155,6 @@ def _check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
         )
     if gemm_ms is not None and not 0 < gemm_ms < 1e9:
         raise ValueError(f"the GEMM's time must be above 0 and below 1e9 ms, got {gemm_ms}")
-    if problem.op.all_reduces and problem.nodes > 1:
-        raise ValueError("gemm_ar between hosts is not simulated")
 
 
 def _check_knobs(problem: Problem, knobs: Knobs) -> None:
@@ -226,6 +225,7 @@ def simulate(
     busy = whole
     if problem.world > 1:
         busy += max(0.0, raster_ms(problem, cluster, kernel, full.raster or 1))
+        busy += UNHIDDEN * min(busy, _traffic_ms(problem, cluster))
     size = kernel.cluster[0] * kernel.cluster[1]
     tiles = max(len(schedule.visits) for schedule in schedules)
     blocks = min(max(blocks_per_wave(kernel, cluster.device.units) // size, 1), tiles)
@@ -265,6 +265,16 @@ def simulate(
         blocks=blocks,
         _log=call.log,
     )
+
+
+def _traffic_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time that a rank's memory needs for transfers, beside the GEMM's own traffic.
+
+    AllGather: a rank receives W - 1 chunks, and sends as many. ReduceScatter: it receives the
+    partials of its rows from W - 1 ranks; those that it sends come from multiprocessors.
+    """
+    chunks = (problem.world - 1) * (2 if problem.op.gathers else 1)
+    return chunks * problem.chunk * problem.row_bytes / (cluster.device.memory_gbs * 1e6)
 
 
 def _check_size(problem: Problem, knobs: Knobs) -> None:

@@ -186,6 +186,7 @@ class _Simulation:
         count = len(graph.ops)
         self.ops = graph.ops
         self.solo = [cost.solo(op) for op in graph.ops]
+        self.communicates = [op.is_collective for op in graph.ops]
         self.start, self.end = [0.0] * count, [0.0] * count
         self.missing = [len(deps) for deps in graph.deps]
         self.after: list[list[int]] = [[] for _ in range(count)]
@@ -198,6 +199,7 @@ class _Simulation:
             for number in numbers:
                 self.lane_of[number] = index
         self.next = [0] * len(self.lanes)
+        self.busy = [False] * len(self.lanes)
         self.left = list(self.solo)  # ms that an operator still needs by itself
         self.rate, self.since, self.version = [0.0] * count, [0.0] * count, [0] * count
         self.running: list[list[int]] = [[] for _ in range(graph.stages)]
@@ -222,13 +224,12 @@ class _Simulation:
         """Start the next operator of a lane if nothing is missing."""
         place = self.next[lane]
         numbers = self.lanes[lane]
-        if place == len(numbers) or self.missing[numbers[place]]:
+        if self.busy[lane] or place == len(numbers) or self.missing[numbers[place]]:
             return
         number = numbers[place]
         stage = self.ops[number].stage
         running = self.running[stage]
-        if any(self.lane_of[other] == lane for other in running):
-            return
+        self.busy[lane] = True
         self.start[number] = self.since[number] = now
         running.append(number)
         self._share(stage, now)
@@ -241,6 +242,7 @@ class _Simulation:
             self._share(op.stage, now)
         lane = self.lane_of[number]
         self.next[lane] += 1
+        self.busy[lane] = False
         self._try_start(lane, now)
         for later in self.after[number]:
             self.missing[later] -= 1
@@ -261,11 +263,10 @@ class _Simulation:
             heapq.heappush(self.heap, (end, number, self.version[number]))
 
     def _rate(self, number: int, running: Sequence[int]) -> float:
-        op, lost = self.ops[number], 0.0
+        op, communicates, lost = self.ops[number], self.communicates[number], 0.0
         for other in running:
+            if self.communicates[other] == communicates:
+                continue
             beside = self.ops[other]
-            if op.is_collective and not beside.is_collective:
-                lost += 1.0 - self.cost.oef(beside, op)
-            elif beside.is_collective and not op.is_collective:
-                lost += 1.0 - self.cost.oef(op, beside)
+            lost += 1.0 - (self.cost.oef(beside, op) if communicates else self.cost.oef(op, beside))
         return 1.0 / (1.0 + max(lost, 0.0))

@@ -16,7 +16,16 @@ from drawing import Bar, Group, Line, Series
 
 SVG = "{http://www.w3.org/2000/svg}"
 MARK = re.compile(r"<!-- results:(\w+) -->")
-RATIOS = ("hosts", "hosts-shapes", "layers", "layers-models", "one-host", "tuning", "kernel-choice")
+RATIOS = (
+    "hosts",
+    "hosts-shapes",
+    "layers",
+    "layers-models",
+    "one-host",
+    "tuning",
+    "kernel-choice",
+    "scale",
+)
 
 
 def test_tables_and_charts_are_those_of_the_raw_json() -> None:
@@ -68,6 +77,8 @@ def test_every_page_begins_with_a_conclusion_and_its_chart() -> None:
             assert title.startswith("# ") and re.fullmatch(r"\*\*[^*]+\*\*\n?", sentence), page
             assert chart.startswith("!["), page
             assert f"({page.name})" in (tables.FOLDER / "index.md").read_text()
+    text = (tables.ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    shown |= set(re.findall(r"!\[[^\]]+\]\(results/(\S+\.svg)\)", text))
     assert shown == set(charts.CHARTS)
 
 

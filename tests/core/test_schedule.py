@@ -12,6 +12,7 @@ import torch
 from flux import Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.layout import SegmentLayout
 from flux.backends.cpu.slabs import merge_visits
+from flux.core.heuristic_cuda import ClusterTile
 from flux.core.knobs import Op
 from flux.core.schedule import _make
 from flux.core.spec import OpSpec
@@ -182,6 +183,21 @@ def test_slabs_are_the_tiles_in_order_and_own_rows_are_one(op: str, hosts: str) 
             for owner in set(range(world)) - {rank}:
                 merged = op == "ag_gemm" and owner in far
                 assert sizes[owner] == ([16 // tile - 1, 1] if merged else [1] * (16 // tile))
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
+def test_ranks_of_a_host_share_the_order_of_far_rows_on_cpus_and_not_on_gpus(op: str) -> None:
+    """Two hosts of two ranks: on a CPU the first sum can leave after a quarter of the multiply."""
+    orders, mesh = [], Topology(2, 1, 2)
+    for cluster in (None, ClusterTile(16, 64)):
+        schedules = [
+            make_schedule(op, (64, 64, 64), 4, rank, mesh, Knobs(tile=(16, 64)), cluster=cluster)
+            for rank in range(4)
+        ]
+        orders.append([list(dict.fromkeys(v.owner for v in s.visits)) for s in schedules])
+        assert all(s.of_rank(s.rank) == s and s.of_rank(0).native for s in schedules)
+    assert orders[0] == [[2, 3, 1, 0], [2, 3, 0, 1], [0, 1, 3, 2], [0, 1, 2, 3]]
+    assert orders[1] == [[3, 2, 1, 0], [2, 3, 0, 1], [1, 0, 3, 2], [0, 1, 2, 3]]
 
 
 # -- printed form ----------------------------------------------------------------------------------

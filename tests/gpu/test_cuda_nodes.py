@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from emulated import EmulatedDevice, emulated_device
-from flux import Knobs, PeerTimeoutError, Topology
+from flux import Knobs, Topology
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS, more
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
-from virtual_cases import call_on_and_on, check_cases
+from virtual_cases import call_on_and_on, check_cases, check_missing_node
 
 BF16 = torch.bfloat16
 MESHES = [(2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (4, 4)]
@@ -134,27 +134,9 @@ def test_buffers_are_free_before_they_are_reused(
     ],
 )
 def test_a_node_that_does_not_call_is_noticed(device: EmulatedDevice, op: str, how: str) -> None:
-    """Ranks 0 and 1 call, those of the other node do not."""
     device.set_delay(0)
-    p = problem(op, 16)
     before = device.streams()
-    with VirtualWorld(4, device, 2) as ranks:
-        ops = [p.build(ranks.rank(r), timeout_s=1.0) for r in range(4)]
-        inputs = Inputs(p, 16, 4, seed=1)
-        good = ranks.run(lambda r: inputs.call(ops[r], r))
-        device.finish()
-        inputs.check(good[0], 0, "two_levels")
-        ranks.run(lambda r: inputs.call(ops[r], r) if r < 2 else None)
-        for rank in (0, 1):
-            if how == "wait":
-                with pytest.raises(PeerTimeoutError, match=rf"rank {rank}"):
-                    ops[rank].wait()
-            ops[rank].close()
-        with pytest.raises(PeerTimeoutError, match=r"rank 2: rank [01] gave up in call 2"):
-            ops[2].wait()
-        for o in ops:
-            o.close()
-        device.finish()
+    check_missing_node(VirtualWorld(4, device, 2), problem(op, 16), how, timeout_s=1.0)
     assert device.streams() == before
 
 

@@ -22,7 +22,7 @@ from harness import STRESS, more
 from matrix import OPS
 from ptx_device import PtxDevice
 from reference import Inputs, Problem
-from virtual_cases import call_on_and_on
+from virtual_cases import call_on_and_on, check_missing_node
 
 BF16 = torch.bfloat16
 ADDS = ("gemm_rs", "gemm_ar")  # ops with a relay
@@ -141,26 +141,8 @@ def test_puts_work_on_several_streams(ptx: PtxDevice, puts: Puts, op: str) -> No
 def test_a_node_that_does_not_call_is_noticed(
     ptx: PtxDevice, puts: Puts, op: str, how: str
 ) -> None:
-    """Ranks 0 and 1 call, those of the other node do not."""
-    p = problem(op, 16, 4)
     before = ptx.streams()
-    with HeapWorld(4, ptx, 2, puts) as ranks:
-        ops = [p.build(ranks.rank(r), timeout_s=2.0) for r in range(4)]
-        inputs = Inputs(p, 16, 4, seed=1)
-        good = ranks.run(lambda r: inputs.call(ops[r], r))
-        ptx.finish()
-        inputs.check(good[0], 0, "two_levels")
-        ranks.run(lambda r: inputs.call(ops[r], r) if r < 2 else None)
-        for rank in (0, 1):
-            if how == "wait":
-                with pytest.raises(PeerTimeoutError, match=rf"rank {rank}"):
-                    ops[rank].wait()
-            ops[rank].close()
-        with pytest.raises(PeerTimeoutError, match=r"rank 2: rank [01] gave up in call 2"):
-            ops[2].wait()
-        for o in ops:
-            o.close()
-        ptx.finish()
+    check_missing_node(HeapWorld(4, ptx, 2, puts), problem(op, 16, 4), how, timeout_s=2.0)
     assert ptx.streams() == before
 
 

@@ -19,7 +19,7 @@ from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
 from flux.plan import op_report
-from flux.plan.op_machine import Fabric, Machine
+from flux.plan.op_machine import DUPLEX_SHARE, Fabric, Machine, Route
 from flux.plan.op_parts import COPY_SHARE, LAUNCH_US, NETWORK_SHARE, RAISE_US, STORE_SHARE
 from flux.plan.op_simulator import MOST_TILES, Simulated, legal_knobs, simulate, unfused
 from flux.trace.chrome import read_chrome
@@ -155,8 +155,8 @@ def test_every_partial_reaches_its_owner_once(m: int, on: str) -> None:
     assert got == wanted
 
 
-@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
-def test_between_hosts_every_row_arrives_and_crosses_once(op: str) -> None:
+@OPS
+def test_between_hosts_every_row_crosses_once_and_allreduce_sends_it_back(op: str) -> None:
     shape = problem(op, m=256, world=16, nodes=2)
     found = simulate(shape, H800)
     crossing = sum(
@@ -164,9 +164,25 @@ def test_between_hosts_every_row_arrives_and_crosses_once(op: str) -> None:
         for m in found.moves
         if m.src // 8 != m.dst // 8
     )
-    assert crossing == shape.m * shape.row_elements
+    assert crossing == shape.m * shape.row_elements * (2 if op == "gemm_ar" else 1)
     slower = replace(H800, network=replace(H800.network, gbits=40.0))
     assert simulate(shape, slower).total_ms > found.total_ms
+
+
+@pytest.mark.parametrize("nodes, m", [(2, 250), (4, 256)])
+def test_between_hosts_every_rank_gets_all_rows_of_the_result(nodes: int, m: int) -> None:
+    world = 4 * nodes
+    shape = problem("gemm_ar", m=m, world=world, nodes=nodes)
+    got: Counter[tuple[int, int]] = Counter()
+    for sign, op in ((1, Op.gemm_ar), (-1, Op.gemm_rs)):  # all that arrives, less the partials
+        for (dst, _, row), columns in shares(simulate(replace(shape, op=op), H800)).items():
+            got[dst, row] += sign * columns
+    assert {key: columns for key, columns in got.items() if columns} == {
+        (rank, row): shape.n
+        for rank in range(world)
+        for row in range(m)
+        if not shape.rows(rank)[0] <= row < shape.rows(rank)[1]
+    }
 
 
 def test_between_hosts_a_scatter_uses_the_links_of_all_ranks() -> None:
@@ -236,11 +252,36 @@ def test_pcie_ranks_of_different_domains_share_the_link_between_them() -> None:
     link = replace(PCIE.link, numa_gbs=40.0)
     fabric = Fabric(replace(PCIE, link=link), (0,) * 8)
     near, far = fabric.route(0, 3), fabric.route(0, 4)
-    assert set(far.resources) - set(near.resources) and len(far.resources) == 3
+    assert len(far.resources) == len(near.resources) + 1
     assert fabric.capacity[far.resources[-1]] == 40e3
     # All eight ranks to the other domain: 20 GB/s for each direction's four flows.
     assert fabric.route(1, 5).resources[-1] == far.resources[-1]
     assert fabric.route(4, 0).resources[-1] != far.resources[-1]
+
+
+@pytest.mark.parametrize("on", ["sm_90", "PCIe"])
+def test_both_directions_of_a_link_share_a_limit_on_pcie_only(on: str) -> None:
+    fabric = Fabric(CLUSTERS[on], (0, 0))
+    routes = [fabric.route(0, 1), fabric.route(1, 0)]
+    machine = Machine(fabric.capacity)
+    nbytes = CLUSTERS[on].link.gbs * 1e9  # a second in one direction
+
+    def flow(route: Route) -> Any:
+        yield machine.send(route.resources, nbytes)
+
+    for route in routes:
+        machine.spawn(flow(route))
+    machine.run()
+    share = DUPLEX_SHARE if on == "PCIe" else 1.0
+    assert machine.now_us == pytest.approx(1e6 / share)
+
+
+def test_between_hosts_the_library_passes_all_chunks_through_each_host() -> None:
+    """NCCL's ring: W - 1 chunks leave each host, where the hierarchical order sends W / 2."""
+    shape = problem("gemm_rs", m=65536, world=16, nodes=2)
+    slow = replace(H800, network=replace(H800.network, gbits=40.0))
+    moved = 15 * shape.chunk * shape.row_bytes
+    assert library_ms(shape, slow) == pytest.approx(moved / (8 * 5e6 * 0.8), rel=0.05)
 
 
 def test_a_measured_speed_of_the_library_takes_the_place_of_its_share() -> None:
@@ -279,7 +320,6 @@ def test_equal_arguments_give_equal_results() -> None:
         (["--nproc", "16", "--direction", "pull"], "direction = pull needs memory"),
         (["--op", "gemm_rs", "--direction", "pull"], "stores partials itself"),
         (["--path", "unfused"], "always shown"),
-        (["--op", "gemm_ar", "--nproc", "16"], "gemm_ar between hosts is not simulated"),
         (["--m", "1048576"], f"at most {MOST_TILES}"),
     ],
 )

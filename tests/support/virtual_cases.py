@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
-from flux import Knobs, Topology
+from flux import Knobs, PeerTimeoutError, Topology
 from flux.core.spec import DTYPES
 from flux.kernels.legality import GemmProblem
 from flux.transport.device import Device
@@ -206,3 +207,31 @@ def check_cases(
             for op in ops:
                 op.close()
     return calls
+
+
+def check_missing_node(world: VirtualWorld, p: Problem, how: str, timeout_s: float) -> None:
+    """Call on the two ranks of node 0 alone: all ranks must notice.
+
+    Args:
+        world: of two nodes of two ranks.
+        p: the op.
+        how: ``wait`` | ``close``: what the callers do.
+        timeout_s: of the op.
+    """
+    with world as ranks:
+        ops = [p.build(ranks.rank(r), timeout_s=timeout_s) for r in range(4)]
+        inputs = Inputs(p, 16, 4, seed=1)
+        good = ranks.run(lambda r: inputs.call(ops[r], r))
+        ranks.device.finish()  # type: ignore[attr-defined]
+        inputs.check(good[0], 0, "two_levels")
+        ranks.run(lambda r: inputs.call(ops[r], r) if r < 2 else None)
+        for rank in (0, 1):
+            if how == "wait":
+                with pytest.raises(PeerTimeoutError, match=rf"rank {rank}"):
+                    ops[rank].wait()
+            ops[rank].close()
+        with pytest.raises(PeerTimeoutError, match=r"rank 2: rank [01] gave up in call 2"):
+            ops[2].wait()
+        for o in ops:
+            o.close()
+        ranks.device.finish()  # type: ignore[attr-defined]
