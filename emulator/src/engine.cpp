@@ -41,7 +41,7 @@ void Engine::start(Context& c, const Op& op, int lane, Transfer transfer) {
     transfer.write_due = some();
     transfer.read_due = std::min(some(), transfer.write_due);
   }
-  transfers_.push_back(std::move(transfer));
+  transfers_.push_back(std::make_unique<Transfer>(std::move(transfer)));
 }
 
 bool Engine::tick(Context& c) {
@@ -49,7 +49,7 @@ bool Engine::tick(Context& c) {
   bool moved = false;
   if (random_ != nullptr) std::shuffle(transfers_.begin(), transfers_.end(), *random_);
   for (std::size_t i = 0; i < transfers_.size();) {
-    Transfer& transfer = transfers_[i];
+    Transfer& transfer = *transfers_[i];
     if (!transfer.is_read && transfer.read_due <= round_) {
       read(c, transfer);
       moved = true;
@@ -67,7 +67,7 @@ bool Engine::tick(Context& c) {
 bool Engine::advance(Context& c) {
   if (transfers_.empty()) return false;
   const std::size_t number = any();
-  Transfer& transfer = transfers_[number];
+  Transfer& transfer = *transfers_[number];
   // A store may go on being late between its steps; a load has no reader that could tell.
   if (!transfer.is_read && transfer.owner != nullptr) {
     read(c, transfer);
@@ -81,7 +81,7 @@ void Engine::complete(Context& c, const Warp& owner, int lane, std::uint64_t bef
                       bool only_reads) {
   if (random_ != nullptr) std::shuffle(transfers_.begin(), transfers_.end(), *random_);
   for (std::size_t i = 0; i < transfers_.size();) {
-    Transfer& transfer = transfers_[i];
+    Transfer& transfer = *transfers_[i];
     if (transfer.owner != &owner || transfer.lane != lane || transfer.group >= before) {
       ++i;
     } else if (only_reads) {
@@ -94,10 +94,10 @@ void Engine::complete(Context& c, const Warp& owner, int lane, std::uint64_t bef
 }
 
 void Engine::block_ended(Context& c, const Block& block) const {
-  for (const Transfer& transfer : transfers_) {
-    const bool reads = transfer.source == &block && !transfer.is_read;
-    if (!reads && transfer.target != &block) continue;
-    fail(c, transfer.origin,
+  for (const auto& transfer : transfers_) {
+    const bool reads = transfer->source == &block && !transfer->is_read;
+    if (!reads && transfer->target != &block) continue;
+    fail(c, transfer->origin,
          "block " + name_of(block.index) + " has ended while its shared memory is still " +
              (reads ? "read" : "written"));
   }
@@ -113,7 +113,8 @@ void Engine::read(Context& c, Transfer& transfer) {
 }
 
 void Engine::write(Context& c, std::size_t number) {
-  Transfer transfer = std::move(transfers_[number]);
+  const std::unique_ptr<Transfer> owned = std::move(transfers_[number]);
+  Transfer& transfer = *owned;
   transfers_.erase(transfers_.begin() + static_cast<std::ptrdiff_t>(number));
   if (!transfer.is_read) read(c, transfer);
   transfer.write(c, transfer.data);

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -78,7 +79,7 @@ class Engine {
 
   std::mt19937_64* random_;  // null without a seed
   std::uint64_t round_ = 0;
-  std::vector<Transfer> transfers_;  // oldest first
+  std::vector<std::unique_ptr<Transfer>> transfers_;  // oldest first
 };
 
 }  // namespace emulator

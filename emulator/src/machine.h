@@ -23,6 +23,7 @@
 #include "formats.h"
 #include "module.h"
 #include "room.h"
+#include "storage.h"
 
 namespace emulator {
 
@@ -214,7 +215,7 @@ struct Warp {
   int index = 0;
   Mask alive = 0;
   std::vector<Group> groups;
-  std::vector<Lanes> registers;
+  RawStorage<Lanes> registers;
   std::vector<Mask> written;  // of registers
   std::vector<Mask> predicates;
   std::vector<Mask> predicates_written;

@@ -23,8 +23,10 @@ void check_global(const Context& c, const Op& op, int lane, std::uint64_t addres
 
 std::string outside_global(const Allocations& memory, std::uint64_t address, std::uint64_t bytes) {
   auto next = memory.upper_bound(address);
-  std::string near = "no allocation lies before it";
-  if (next != memory.begin()) {
+  std::string near;
+  if (next == memory.begin()) {
+    near = "no allocation lies before it";
+  } else {
     const auto& [begin, allocation] = *--next;
     if (address + bytes <= allocation.end) {
       return allocation.members.empty() ? ""

@@ -11,6 +11,21 @@ Groups& with_agent(Context& c, Groups& groups, AgentInfo::Kind kind) {
   return groups;
 }
 
+constexpr int kWarpgroup = 4;  // warps
+
+// What performs the products of a warp's warpgroup.
+Agent products_of(Context& c) {
+  Block& block = *c.warp->block;
+  std::vector<Agent>& products = block.order->products;
+  products.resize((block.warps.size() + kWarpgroup - 1) / kWarpgroup, kNobody);
+  const int number = c.warp->index / kWarpgroup;
+  if (products[number] == kNobody) {
+    const Warp& first = block.warps[number * kWarpgroup];
+    products[number] = c.races->new_agent(first, AgentInfo::Kind::kProducts);
+  }
+  return products[number];
+}
+
 }  // namespace
 
 // -- cp.async: in the generic proxy, for its thread alone until a wait ---------------------------------
@@ -170,15 +185,21 @@ void await_bulk(Context& c, int lane, std::uint64_t before, bool only_reads) {
 
 void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
                 const Completion& completion) {
+  note_async(c, op, lane, spot.block, {&spot.at, 1}, bytes, use, completion);
+}
+
+void note_async(Context& c, const Op& op, int lane, Block* block,
+                std::span<const std::uint64_t> places, std::uint64_t bytes, Use use,
+                const Completion& completion) {
   Races::Request request;
-  request.spot = spot;
+  request.spot = {block, 0};
   request.bytes = bytes;
   request.use = use;
   request.async = true;
   request.completion = completion;
   // Reductions are atomic, element by element, at the scope of the device or wider.
   request.order.strong = use == Use::kAtomic;
-  c.races->note(c, op, lane, request);
+  c.races->note(c, op, lane, request, places);
 }
 
 void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
@@ -192,22 +213,20 @@ void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64
   c.races->note(c, op, lane, request);
 }
 
-void note_product(Context& c, const Op& op, std::uint64_t offset, std::uint64_t number) {
-  WarpOrder& warp = *c.warp->order;
-  if (warp.products == kNobody) {
-    warp.products = c.races->new_agent(*c.warp, AgentInfo::Kind::kProducts);
-  }
+void note_product(Context& c, const Op& op, std::span<const std::uint64_t> chunks,
+                  std::uint64_t number) {
   Races::Request request;
-  request.spot = {c.warp->block, offset};
+  request.spot = {c.warp->block, 0};
   request.bytes = 16;
   request.async = request.any_lane = true;
-  request.completion = {warp.products, static_cast<std::uint32_t>(number)};
-  c.races->note(c, op, 0, request);
+  request.completion = {products_of(c), static_cast<std::uint32_t>(number)};
+  request.completion.lanes = Mask{1} << c.warp->index % kWarpgroup;
+  c.races->note(c, op, 0, request, chunks);
 }
 
-void await_products(Context& c, const Warp& of, std::uint64_t number) {
+void await_products(Context& c, std::uint64_t number) {
   const auto clock = static_cast<std::uint32_t>(number);
-  c.warp->order->acquire(Known{of.order->products, clock, clock, 0}, c.warp->alive, c.warp->alive);
+  c.warp->order->acquire(Known{products_of(c), clock, clock, 0}, c.warp->alive, c.warp->alive);
 }
 
 // -- puts ----------------------------------------------------------------------------------------------

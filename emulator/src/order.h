@@ -48,6 +48,7 @@ struct Access {
   bool has(std::uint32_t flag) const { return (what & flag) != 0; }
   Scope scope() const { return static_cast<Scope>(what >> kScope & 3); }
   std::uint32_t size() const { return 1u << (what >> kSize & 7); }
+  bool operator==(const Access&) const = default;
 };
 
 // What is known of an agent: accesses up to clock `high` of the lanes in the mask, up to `base` of others.
@@ -124,8 +125,7 @@ struct WarpOrder {
   std::array<ViewPtr, kLanes> extra;
   Mask has_extra = 0;
   Groups copies, bulk_reads, bulk_writes;
-  Agent products = kNobody;  // wgmma
-  Agent puts = kNobody;      // to other ranks (put.cpp)
+  Agent puts = kNobody;  // to other ranks (put.cpp)
   // As of fences, by their scope: what a relaxed store behind them releases.
   struct Fence {
     ViewPtr common, extra;

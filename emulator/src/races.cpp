@@ -36,7 +36,11 @@ struct Races::Check {
   WarpOrder& warp;
   Access access;
   bool reads, writes;
+  std::uint64_t begin = 0;  // of the piece of global memory
   bool never_written = false;
+  // The last accesses that nothing was wrong with: other cells have the same ones, as a rule.
+  Access passed_write{};
+  std::array<Access, 2> passed_reads{};
 };
 
 Races::Races(GlobalOrder& global, const Program& program, const Launch& launch)
@@ -81,7 +85,8 @@ void Races::leave(const Warp& warp) {
   each(warp.order->has_extra, [&](int l) { end_ = join(end_, warp.order->extra[l]); });
 }
 
-bool Races::note(Context& c, const Op& op, int lane, const Request& request) {
+bool Races::note(Context& c, const Op& op, int lane, const Request& request,
+                 std::span<const std::uint64_t> places) {
   if (!launch_.races) return false;
   WarpOrder& warp = *c.warp->order;
   std::uint32_t what = static_cast<std::uint32_t>(&op - program_.ops.data()) & Access::kOp;
@@ -97,38 +102,61 @@ bool Races::note(Context& c, const Op& op, int lane, const Request& request) {
   if (request.completion.agent != kNobody) {
     access.agent = request.completion.agent;
     access.clock = request.completion.clock;
+    if (request.completion.lanes != 0) access.lanes = request.completion.lanes;
     access.what |= Access::kLater;
   }
   Check check{
       c, op, lane, request, warp, access, request.use != Use::kWrite, request.use != Use::kRead};
-  const std::uint64_t begin = request.spot.at, end = begin + request.bytes;
-  if (request.spot.block != nullptr) {
-    touch(check, request.spot.block->order->shadow, begin, end);
+  if (request.spot.block == nullptr) {
+    touch_global(check, places);
     return check.never_written;
   }
-  if (check.reads && !global_.was_written(begin, end)) {
-    check.never_written = true;
-    if (check.writes || request.async) fail_unwritten(check, "global", begin, request.bytes);
-  }
-  if (check.writes) global_.note_written(begin, end);
-  constexpr std::uint64_t kPage = GlobalOrder::kPage;
-  for (std::uint64_t page = begin / kPage; page * kPage < end; ++page) {
-    GlobalOrder::Shard& shard = global_.shard(page);
-    // A strong access (StrongAccess) holds the lock already, of the page that it lies in.
-    std::unique_lock<std::mutex> lock;
-    if (!request.order.strong || request.async || request.alias) {
-      lock = std::unique_lock(shard.using_it);
-    }
-    auto& found = shard.pages[page];
-    if (found == nullptr) found = std::make_unique<GlobalOrder::Page>();
-    const std::uint64_t first = std::max(begin, page * kPage) - page * kPage;
-    const std::uint64_t last = std::min(end, (page + 1) * kPage) - page * kPage;
-    touch(check, found->shadow, first, last);
-    const bool keeps_places = request.order.strong && !request.alias;
-    if (!check.writes || keeps_places || found->places.empty()) continue;
-    for (std::uint64_t at = begin; at < end; ++at) found->places.erase(at);
+  // Each cell of a tile is found in another line of the host's caches, or none.
+  constexpr std::size_t kAhead = 8;
+  Shadow& shadow = request.spot.block->order->shadow;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    if (i + kAhead < places.size()) shadow.expect(places[i + kAhead]);
+    touch(check, shadow, places[i], places[i] + request.bytes);
   }
   return check.never_written;
+}
+
+void Races::touch_global(Check& check, std::span<const std::uint64_t> places) {
+  const Request& request = check.request;
+  constexpr std::uint64_t kPage = GlobalOrder::kPage;
+  // A strong access (StrongAccess) holds the lock already, of the page that it lies in.
+  const bool is_locked = request.order.strong && !request.async && !request.alias;
+  std::unique_lock<std::mutex> lock;
+  GlobalOrder::Page* page = nullptr;
+  std::uint64_t number = 0;  // of the page
+  for (const std::uint64_t begin : places) {
+    const std::uint64_t end = begin + request.bytes;
+    check.begin = begin;
+    if (check.reads && !global_.was_written(begin, end)) {
+      check.never_written = true;
+      if (check.writes || request.async) {
+        fail_unwritten(check, "global", begin, request.bytes);
+      }
+    }
+    if (check.writes) global_.note_written(begin, end);
+    for (std::uint64_t at = begin / kPage; at * kPage < end; ++at) {
+      if (page == nullptr || at != number) {
+        number = at;
+        if (lock) lock.unlock();
+        GlobalOrder::Shard& shard = global_.shard(number);
+        if (!is_locked) lock = std::unique_lock(shard.using_it);
+        auto& found = shard.pages[number];
+        if (found == nullptr) found = std::make_unique<GlobalOrder::Page>();
+        page = found.get();
+      }
+      const std::uint64_t first = std::max(begin, at * kPage) - at * kPage;
+      const std::uint64_t last = std::min(end, (at + 1) * kPage) - at * kPage;
+      touch(check, page->shadow, first, last);
+      const bool keeps_places = request.order.strong && !request.alias;
+      if (!check.writes || keeps_places || page->places.empty()) continue;
+      for (std::uint64_t byte = begin; byte < end; ++byte) page->places.erase(byte);
+    }
+  }
 }
 
 void Races::fail_unwritten(const Check& check, const char* space, std::uint64_t at,
@@ -150,14 +178,7 @@ void Races::touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64
 void Races::touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at,
                        std::uint32_t bytes) {
   if (cell.write.agent != kNobody) {
-    if (!is_ordered(check, cell.write) || fence_between(check, cell.write)) {
-      check_against(check, cell.write, true, at, bytes);
-    }
-    if (check.request.by_nic && !is_out_of_caches(check, cell.write)) {
-      report(check, cell.write, true, at, bytes,
-             "a fence of scope .sys by the thread that wrote, as a NIC takes no part in the order "
-             "of threads");
-    }
+    if (cell.write != check.passed_write) check_write(check, cell.write, at, bytes);
   } else if (check.reads && check.request.spot.block != nullptr) {
     check.never_written = true;
     if (!check.writes && !check.request.async) return;
@@ -167,8 +188,14 @@ void Races::touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t a
     note_reader(check, shadow, cell);
     return;
   }
-  if (cell.read.agent != kNobody && !is_ordered(check, cell.read)) {
-    check_against(check, cell.read, false, at, bytes);
+  for (std::size_t i = 0; i < cell.reads.size(); ++i) {
+    const Access& read = cell.reads[i];
+    if (read.agent == kNobody || read == check.passed_reads[i]) continue;
+    if (is_ordered(check, read)) {
+      check.passed_reads[i] = read;
+    } else {
+      check_against(check, read, false, at, bytes);
+    }
   }
   if (cell.readers != 0) {
     const Readers& readers = shadow.readers(cell);
@@ -180,6 +207,17 @@ void Races::touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t a
   }
   cell.write = check.access;
   shadow.forget_reads(cell);
+}
+
+void Races::check_write(Check& check, const Access& write, std::uint64_t at, std::uint32_t bytes) {
+  const bool passes = is_ordered(check, write) && !fence_between(check, write);
+  if (!passes) check_against(check, write, true, at, bytes);
+  if (check.request.by_nic && !is_out_of_caches(check, write)) {
+    report(check, write, true, at, bytes,
+           "a fence of scope .sys by the thread that wrote, as a NIC takes no part in the order of "
+           "threads");
+  }
+  if (passes) check.passed_write = write;
 }
 
 // Notes a read in the place of an earlier one of the same agent, if that need not be remembered beside
@@ -198,11 +236,13 @@ bool Races::replaces(const Check& check, Access& before) {
 }
 
 void Races::note_reader(const Check& check, Shadow& shadow, Cell& cell) {
-  if (cell.read.agent == kNobody) {
-    cell.read = check.access;
-    return;
+  for (Access& read : cell.reads) {
+    if (read.agent == kNobody) {
+      read = check.access;
+      return;
+    }
+    if (replaces(check, read)) return;
   }
-  if (replaces(check, cell.read)) return;
   Readers& readers = shadow.readers(cell);
   const auto end = readers.reads.begin() + static_cast<std::ptrdiff_t>(readers.count);
   for (auto one = readers.reads.begin(); one != end; ++one) {
@@ -348,7 +388,7 @@ std::string Races::describe(const Check& check, const Access& a, bool writes) co
   text += what;
   text += " by ";
   if (info.kind == AgentInfo::Kind::kProducts) {
-    text += "warp " + std::to_string(info.warp);
+    text += "warp " + std::to_string(info.warp + std::countr_zero(a.lanes));
   } else if (info.kind == AgentInfo::Kind::kMbarrier) {
     text += "a copy to the block";
   } else {
@@ -372,8 +412,8 @@ void Races::report(const Check& check, const Access& other, bool other_writes, s
     where = "offset " + std::to_string(at) + " of shared memory";
     if (spot.block != check.c.warp->block) where += " of block " + name_of(spot.block->index);
   } else {
-    const std::uint64_t page = spot.at / GlobalOrder::kPage * GlobalOrder::kPage;
-    const std::uint64_t address = at < spot.at % GlobalOrder::kPage
+    const std::uint64_t page = check.begin / GlobalOrder::kPage * GlobalOrder::kPage;
+    const std::uint64_t address = at < check.begin % GlobalOrder::kPage
                                       ? page + GlobalOrder::kPage + at
                                       : page + at;  // of the page behind it
     where = place_of(*check.c.memory, address);

@@ -22,6 +22,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <unordered_map>
 
 #include "order.h"
@@ -179,6 +180,8 @@ struct BlockOrder {
   SyncPlaces places;
   std::array<ViewPtr, 16> gathered, done;  // barriers: of this phase, of the one before
   std::map<std::uint64_t, MbarrierOrder> mbarriers;
+  // What performs wgmma for each warpgroup, by its number. Instead of lanes its accesses have warps.
+  std::vector<Agent> products;
 };
 
 struct ClusterOrder {
@@ -196,6 +199,7 @@ struct Spot {
 struct Completion {
   Agent agent = kNobody;
   std::uint32_t clock = 0;
+  Mask lanes = 0;  // of the agent; 0: the lane that starts it
 };
 
 enum class Use : std::uint8_t { kRead, kWrite, kAtomic };
@@ -227,7 +231,12 @@ class Races {
     Completion completion;  // of what is performed later
   };
   // Checks and notes an access. Returns whether a load reads what was never written. Throws PtxError.
-  bool note(Context& c, const Op& op, int lane, const Request& request);
+  bool note(Context& c, const Op& op, int lane, const Request& request) {
+    return note(c, op, lane, request, {&request.spot.at, 1});
+  }
+  // The same for an access that has a piece of the request's size at each of these places.
+  bool note(Context& c, const Op& op, int lane, const Request& request,
+            std::span<const std::uint64_t> places);
 
   // Whether a thread is ordered behind an access.
   bool knows(Context& c, int lane, const Access& a) const;
@@ -242,10 +251,12 @@ class Races {
   struct Check;
   [[noreturn]] void fail_unwritten(const Check& check, const char* space, std::uint64_t at,
                                    std::uint64_t bytes) const;
+  void touch_global(Check& check, std::span<const std::uint64_t> places);
   void touch(Check& check, Shadow& shadow, std::uint64_t begin, std::uint64_t end);
   void touch_cell(Check& check, Shadow& shadow, Cell& cell, std::uint64_t at, std::uint32_t bytes);
   void note_reader(const Check& check, Shadow& shadow, Cell& cell);
   bool replaces(const Check& check, Access& before);
+  void check_write(Check& check, const Access& write, std::uint64_t at, std::uint32_t bytes);
   bool is_ordered(const Check& check, const Access& other);
   std::optional<ProxyFence> fence_between(const Check& check, const Access& other);
   bool is_fenced(const Check& check, const Access& other, ProxyFence fence);
@@ -357,12 +368,18 @@ Completion bulk_writes(Context& c, int lane);
 void await_bulk(Context& c, int lane, std::uint64_t before, bool only_reads);
 void note_async(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
                 const Completion& completion);
+// The same at each of several places of a block's shared memory, or of global memory (null).
+void note_async(Context& c, const Op& op, int lane, Block* block,
+                std::span<const std::uint64_t> places, std::uint64_t bytes, Use use,
+                const Completion& completion);
 // st.async and red.async: in the generic proxy.
 void note_sent(Context& c, const Op& op, int lane, const Spot& spot, std::uint64_t bytes, Use use,
                const Completion& completion);
-// wgmma: 16 bytes of a matrix, read by product `number` of the warp; and a wait for products.
-void note_product(Context& c, const Op& op, std::uint64_t offset, std::uint64_t number);
-void await_products(Context& c, const Warp& of, std::uint64_t number);
+// wgmma: chunks of 16 bytes of a matrix, read by product `number` of the warp; and a wait for products of
+// the warpgroup.
+void note_product(Context& c, const Op& op, std::span<const std::uint64_t> chunks,
+                  std::uint64_t number);
+void await_products(Context& c, std::uint64_t number);
 
 // A put: its source, and its destination, or 0 if that is not memory of this machine.
 void note_put(Context& c, const Op& op, int lane, std::uint64_t from, std::uint64_t to,

@@ -11,14 +11,15 @@
 #include <vector>
 
 #include "order.h"
+#include "storage.h"
 
 namespace emulator {
 
 struct Cell {
   Access write;
-  Access read;                // one of the reads since
-  std::uint32_t readers = 0;  // the others: number of a Readers, or 0
-  std::uint32_t parts = 0;    // number of four cells in its place, or 0
+  std::array<Access, 2> reads;  // since then, by two agents
+  std::uint32_t readers = 0;    // the others: number of a Readers, or 0
+  std::uint32_t parts = 0;      // number of four cells in its place, or 0
 };
 
 // Reads that are not ordered among each other. Where there are more, some are forgotten: a race with
@@ -42,8 +43,19 @@ class Shadow {
       const std::uint64_t first = line * kLine;
       const auto from = static_cast<std::uint32_t>(std::max(begin, first) - first);
       const auto to = static_cast<std::uint32_t>(std::min(end, first + kLine) - first);
-      visit_cell(lines_[line], kLine, from, to, first, f);
+      Cell& cell = lines_[line];
+      if (cell.parts == 0 && from == 0 && to == kLine) {
+        f(cell, first, static_cast<std::uint32_t>(kLine));
+      } else {
+        visit_cell(cell, kLine, from, to, first, f);
+      }
     }
+  }
+
+  // Says that the cell at a place is visited soon.
+  void expect(std::uint64_t at) const {
+    const std::uint64_t line = at / kLine;
+    if (line < lines_.size()) __builtin_prefetch(&lines_[line], 1);
   }
 
   // After a write to [begin, end): parts of a line that are the same become one again.
@@ -70,7 +82,7 @@ class Shadow {
     return readers_[cell.readers - 1];
   }
   void forget_reads(Cell& cell) {
-    cell.read = {};
+    cell.reads = {};
     if (cell.readers == 0) return;
     free_readers_.push_back(cell.readers);
     cell.readers = 0;
@@ -101,7 +113,7 @@ class Shadow {
     for (Cell& one : parts_[number - 1]) {
       one = {};
       one.write = cell.write;
-      one.read = cell.read;
+      one.reads = cell.reads;
       if (cell.readers != 0) {
         const Readers copy = readers_[cell.readers - 1];
         readers(one) = copy;
@@ -130,7 +142,7 @@ class Shadow {
     }
   }
 
-  std::vector<Cell> lines_;
+  Storage<Cell> lines_;
   std::deque<Parts> parts_;
   std::vector<std::uint32_t> free_parts_;
   std::deque<Readers> readers_;

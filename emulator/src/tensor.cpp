@@ -126,15 +126,21 @@ void check_corner(const Context& c, const Op& op, int lane, const Box& box) {
 // The two sides of a copy, as accesses.
 void note_tensor(Context& c, const Op& op, int lane, const Box& box, Use use,
                  const Completion& done) {
+  std::vector<std::uint64_t> places;
+  std::uint64_t bytes = 0;  // the same in each row
   each_run(box, [&](const Run& run) {
-    note_async(c, op, lane, {nullptr, run.address}, run.bytes, use, done);
+    places.push_back(run.address);
+    bytes = run.bytes;
   });
+  note_async(c, op, lane, nullptr, places, bytes, use, done);
 }
 void note_box(Context& c, const Op& op, int lane, const TensorMap& map, const Place& place, Use use,
               const Completion& done) {
-  for (std::uint64_t i = 0; i < map.bytes(); i += 16) {
-    note_async(c, op, lane, {place.block, map.swizzled(place.offset + i)}, 16, use, done);
+  std::vector<std::uint64_t> chunks((map.bytes() + 15) / 16);
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    chunks[i] = map.swizzled(place.offset + 16 * i);
   }
+  note_async(c, op, lane, place.block, chunks, 16, use, done);
 }
 
 // [target], [map, {coordinates}], [mbarrier] {, mask of ranks} {, policy}

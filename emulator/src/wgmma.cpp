@@ -217,7 +217,7 @@ bool perform_up_to(Context& c, std::uint64_t number) {
     while (!m.left.empty() && m.left.front().number <= number) perform_oldest(c, m);
   }
   c.warp = caller;
-  for (const Warp& warp : warps) await_products(c, warp, number);
+  await_products(c, number);
   return true;
 }
 

@@ -43,7 +43,7 @@ struct RegisterUse {
 };
 
 struct WarpMatrices {
-  std::vector<RegisterUse> registers;
+  Storage<RegisterUse> registers;
   std::uint64_t epoch = 0;           // fences so far
   std::uint64_t executed = 0;        // products
   std::uint64_t waited_for = 0;      // products up to this one

@@ -3,7 +3,9 @@
 // Layouts: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions": register fragments, matrix
 // descriptors, strides and canonical layouts.
 #include <algorithm>
+#include <array>
 #include <limits>
+#include <span>
 
 #include "elements.h"
 #include "races.h"
@@ -112,13 +114,16 @@ void note_tile(Context& c, const Product& product, std::uint64_t bits, bool is_m
   const int elements = kChunk / bytes;
   const int step_rows = is_mn_major ? elements : 1, step_columns = is_mn_major ? 1 : elements;
   const std::size_t size = c.warp->block->shared.size();
+  std::array<std::uint64_t, kMostColumns * 32 / kChunk> chunks;
+  std::size_t count = 0;
   for (int row = 0; row < rows; row += step_rows) {
     for (int column = 0; column < depth; column += step_columns) {
       const std::uint32_t address =
           descriptor.address(offset_of(descriptor, is_mn_major, elements, first + row, column));
-      if (address + kChunk <= size) note_product(c, *product.op, address, product.number);
+      if (address + kChunk <= size) chunks[count++] = address;
     }
   }
+  note_product(c, *product.op, std::span(chunks).first(count), product.number);
 }
 
 // A in registers: four of them, whatever the type. Register r holds row lane / 4 + 8 (r % 2).
@@ -140,7 +145,8 @@ void read_fragment(Context& c, const Op& op, T* out) {
 
 // d[row][n] += a[k][row] b[k][n], in the order of k. The block of D stays in registers of the host.
 template <class T>
-void accumulate(const T* a, const T* b, T* d, int n, int depth) {
+[[gnu::always_inline]] inline void accumulate_blocks(const T* a, const T* b, T* d, int n,
+                                                     int depth) {
   constexpr int kRowsAtOnce = 4, kColumns = 8;
   for (int row = 0; row < kRows; row += kRowsAtOnce) {
     for (int column = 0; column < n; column += kColumns) {
@@ -161,6 +167,21 @@ void accumulate(const T* a, const T* b, T* d, int n, int depth) {
     }
   }
 }
+
+// Compiled for wider vectors of the host, too. Their sums are the same.
+#if defined(__x86_64__) && defined(__linux__)
+#define FLUX_WIDER [[gnu::target_clones("avx2", "default")]]
+#else
+#define FLUX_WIDER
+#endif
+FLUX_WIDER void accumulate(const float* a, const float* b, float* d, int n, int depth) {
+  accumulate_blocks(a, b, d, n, depth);
+}
+FLUX_WIDER void accumulate(const std::int32_t* a, const std::int32_t* b, std::int32_t* d, int n,
+                           int depth) {
+  accumulate_blocks(a, b, d, n, depth);
+}
+#undef FLUX_WIDER
 
 // Calls f(register, lane, part, index in d) for each element that the warp holds of D. A register
 // holds one element, or two of f16.
@@ -213,7 +234,7 @@ void multiply_floats(Context& c, const Product& product) {
   Tiles<float>& tiles = tiles_of_thread<float>();
   constexpr int kParts = kHalf ? 2 : 1;
   const int n = product.op->matrix->n;
-  std::vector<Lanes>& registers = c.warp->registers;
+  RawStorage<Lanes>& registers = c.warp->registers;
   const std::vector<Value>& targets = product.op->targets;
   if (product.adds) {
     each_accumulator<kParts>(n, [&](int r, int lane, int part, int at) {

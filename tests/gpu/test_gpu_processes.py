@@ -56,7 +56,7 @@ def _calls(rank: int, world: int, gpus: RankGpus, op: str, direction: str) -> li
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("direction", ["push", "pull"])
 @pytest.mark.parametrize(
-    ("gpu", "world"), gpu_and_world([2, 4, 8], [2, *more(4)]), indirect=["gpu"]
+    ("gpu", "world"), gpu_and_world([2, 4, 8], [2, *more(4, 8)]), indirect=["gpu"]
 )
 def test_processes_give_the_bits_of_virtual_ranks(
     gpu: Device, rank_gpus: RankGpus, world: int, op: str, direction: str

@@ -281,6 +281,17 @@ def test_all_lanes_of_a_warp_take_part() -> None:
     fails(different + COMMIT + WAIT, "lanes of the warp have different values of scale-d")
 
 
+def test_memory_of_a_product_is_free_after_a_wait() -> None:
+    """Each warp reads 16 rows of A, and the whole of B."""
+    p = Product(16)
+    for address, readers in ((1024, "warp 2"), (8192, "warp 0")):
+        write = f"setp.eq.u32 %p2, %r0, 96; mov.u32 %r6, {address}; @%p2 st.shared.u32 [%r6], %r0;"
+        begin = f"{FENCE} {ONE} {COMMIT}"
+        text = fails(f"{begin} bar.sync 1; {write} {WAIT}", "missing is wgmma.wait_group", p)
+        assert f"the asynchronous read by {readers} of block" in text
+        check(p, body=f"{begin} {WAIT} {write}")
+
+
 def test_a_descriptor_stays_in_shared_memory() -> None:
     p = Product(64, b=Tile(16384 - 1024))
     body = f"mov.b64 %rd41, {Tile(32768 - 1024).descriptor()}; {FENCE} {p.statement()}"
