@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,10 @@ from flux.machine.cluster import load_cluster
 from flux.plan import domino
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
-from flux.plan.dhelix import ScheduleDHelix, folded, script_of, tied
+from flux.plan.dhelix import ScheduleDHelix, _Chunk, best_script, folded, script_time
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, Step
 from flux.plan.policies.interleave import graph_of_layer
-from flux.plan.policies.pairing import pair
 from flux.plan.strands import StrandEnded, Strands
 from harness import BUSY, PRELOAD, fresh_ranks, run_ranks
 
@@ -136,24 +136,24 @@ def test_gradients_are_those_of_1f1b(pp: int, tp: int) -> None:
             assert result["order"] == "BF" * (places // 2)
 
 
-def test_a_script_says_whose_turn_it_is() -> None:
-    """Of Llama's layer on two hosts: every AllReduce is behind work of the other strand."""
+def test_the_best_script_hides_collectives_behind_the_other_strand() -> None:
     step = Step("t", Layer(64, 256, 8, 8, 8, True), 2, "float32", Parallel(tp=2), 64, 4, 2)
     fabric = Fabric(load_cluster("dhelix-a40"), step.parallel)
-    graph = build_step(step, fabric)
-    f, b = (graph_of_layer(graph, way) for way in ("forward", "backward"))
-    plan = pair(f, tied(b), AnalyticCost(fabric, "float32", 4))
-    script = script_of(plan, f, b)
-    assert sorted(script) == ["B", "B", "F", "F"]
-    assert [n for n in plan.backward if n[-2:] in (".w", ".d")][:4] == [
-        *("bda2.d", "fc2.d", "fc2.w", "act.d")
-    ]
-    alone = build_step(
-        Step("t", Layer(64, 256, 8, 8, 8, True), 2, "float32", Parallel(), 64, 4, 2), fabric
-    )
-    f, b = (graph_of_layer(alone, way) for way in ("forward", "backward"))
+    cost = AnalyticCost(fabric, "float32", 4)
+
+    def graphs(parallel: Parallel) -> list[Any]:
+        graph = build_step(replace(step, parallel=parallel), fabric)
+        return [graph_of_layer(graph, way) for way in ("forward", "backward")]
+
+    assert best_script(*graphs(step.parallel), cost) in ("BFBF", "FBFB")
+    assert sorted(best_script(*graphs(Parallel(tp=2, sequence=True)), cost)) == [*"BBBBFFFF"]
     with pytest.raises(ValueError, match="has no collective to hide"):
-        script_of(pair(f, b, lambda one, other: 1.0), f, b)
+        best_script(*graphs(Parallel()), cost)
+    forward = [_Chunk(1.0, 0.0, 1.0), _Chunk(1.0, 0.0, 1.0), _Chunk(0.0, 0.0, 0.0)]
+    backward = [_Chunk(1.0, 1.0, 1.0), _Chunk(1.0, 1.0, 1.0), _Chunk(0.0, 0.0, 0.0)]
+    # By turns all is hidden but the last collective; in pairs some is waited for.
+    assert script_time("FBFB", forward, backward, 1) == 6.0
+    assert script_time("FFBB", forward, backward, 1) == 7.0
 
 
 # -- strands ---------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_strands_follow_their_script_and_end_each_other() -> None:
     strands = Strands("BFF", 5.0)
     assert strands.run(lambda: body("F", 4), lambda: body("B", 2)) == "F"
     assert "".join(strands.order) == "BFFBFF"
-    assert seen == ["B0", "B1", "F0", "F1", "F2", "B ends", "F3", "F ends"]
+    assert seen == ["B0", "F0", "B1", "F1", "F2", "B ends", "F3", "F ends"]
 
     def fails() -> None:
         body("B", 1)
