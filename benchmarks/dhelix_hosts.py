@@ -255,7 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         last = cases[-1]
         print(
             f"{link}, {pipeline} pipeline ranks: communication {last['communication']:.0%}, "
-            f"DHelix {last['ratio_to_serial']:.2f} of serial, {last['ratio_to_wgrad']:.2f} of wgrad",
+            f"DHelix {last['ratio_to_serial']:.2f} of serial, "
+            f"{last['ratio_to_wgrad']:.2f} of wgrad",
             flush=True,
         )
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,10 @@ TraceFile = Annotated[
     typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev."),
 ]
 PictureFile = Annotated[
-    str | None, typer.Option("--html", metavar="FILE", help="Draw the timelines on an HTML page.")
+    str | None,
+    typer.Option(
+        "--html", metavar="FILE", help="Draw the timelines: an HTML page, or for *.svg a picture."
+    ),
 ]
 MemoryGb = Annotated[
     float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
@@ -172,12 +175,12 @@ def _write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> N
 
 
 def _draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) -> None:
-    from flux.plan.picture import page
+    from flux.plan.picture import drawing, page
 
     if target is None:
         return
     try:
-        content = page(title, timelines)
+        content = drawing(timelines) if target.endswith(".svg") else page(title, timelines)
     except ValueError as error:
         refuse(str(error))
     Path(target).write_text(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -11,6 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import dhelix_hosts
+import dhelix_paper
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +31,7 @@ from flux.plan.model import Parallel, Step
 from flux.plan.policies.interleave import graph_of_layer
 from flux.plan.strands import StrandEnded, Strands
 from harness import BUSY, PRELOAD, fresh_ranks, run_ranks
+from scripts import ROOT
 
 PRELOAD.append("torch.distributed.pipelining")
 SIZES = Llama()
@@ -289,3 +293,22 @@ def test_survivors_raise_and_training_goes_on_from_its_checkpoint(how: str, tmp_
     parts = run_ranks(2, train, str(folders[1]), 4, ("", 0, 0))[0]
     assert len(whole) == 4 and parts == whole[2:]
     assert len(set(whole)) == 4
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_figures_of_the_committed_files() -> None:
+    page = (ROOT / "docs" / "dhelix.md").read_text()
+    for script in (dhelix_hosts, dhelix_paper):
+        assert script.table(json.loads(script.RESULT.read_text())) in page
+
+
+def test_the_committed_simulation_is_what_is_simulated_today() -> None:
+    number = next(n for n, case in enumerate(dhelix_paper.CASES) if case.model == "gpt-30b")
+    entry = json.loads(dhelix_paper.RESULT.read_text())["cases"][number]
+    again = dhelix_paper.entry_of(dhelix_paper.CASES[number])
+    assert again["gains"] == pytest.approx(entry["gains"], rel=1e-6)
+    for gain, points in ((1.5, -0.5), (3.0, 0.0), (9.0, 4.0)):
+        made_up = {"paper": {"dhelix": [2, 5]}, "gains": {"dhelix": gain}}
+        assert dhelix_paper.off(made_up, "dhelix") == points
