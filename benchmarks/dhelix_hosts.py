@@ -47,8 +47,15 @@ from flux.plan.policies.interleave import graph_of_layer
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "dhelix.json"
 METHODS = ("serial", "wgrad", "dhelix", "compute")
-PLACES = (("350mbit", 1), ("500mbit", 1), ("1gbit", 1), ("500mbit", 2))
-"""(link, pipeline ranks) of each case."""
+PLACES = (
+    ("350mbit", 1, 8),
+    ("500mbit", 1, 8),
+    ("1gbit", 1, 8),
+    ("500mbit", 2, 8),
+    ("350mbit", 2, 16),
+)
+"""(link, pipeline ranks, micro-batches) of each case."""
+SIZES = Llama(256, 512, 1408, 8, 4, "float32")
 TP = 2
 
 
@@ -221,11 +228,21 @@ def entry_of(case: Case) -> dict[str, Any]:
 
 def table(content: dict[str, Any]) -> str:
     """Return the table of docs/dhelix.md."""
-    header = ["link", "pipeline ranks", "communication", "serial", "wgrad", "DHelix", "over serial"]
+    header = [
+        "link",
+        "pipeline ranks",
+        "micro-batches",
+        "communication",
+        "serial",
+        "wgrad",
+        "DHelix",
+        "over serial",
+    ]
     lines = [
         [
             case["link"],
             str(case["pipeline"]),
+            str(case["micro_batches"]),
             f"{100 * case['communication']:.0f}%",
             *(f"{case['median_ms'][method]:.0f} ms" for method in ("serial", "wgrad")),
             f"{case['median_ms']['dhelix']:.0f} ms",
@@ -238,25 +255,22 @@ def table(content: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--link", help="of one case, in place of all")
-    parser.add_argument("--pipeline", type=int, default=1, help="pipeline ranks of that case")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--only", type=int, metavar="N", help="measure the N-th of PLACES again")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
-    sizes = Llama(256, options.hidden, 11 * options.hidden // 4, 8, options.layers, "float32")
     cases = []
-    for link, pipeline in [(options.link, options.pipeline)] if options.link else PLACES:
-        shape = (options.micro_batches, 1, options.sequence)
-        cases.append(entry_of(Case(link, pipeline, sizes, *shape, options.repeats)))
-        last = cases[-1]
+    if options.only is not None:
+        cases = json.loads(options.out.read_text())["cases"]
+    for number, (link, pipeline, micro_batches) in enumerate(PLACES):
+        if options.only not in (None, number):
+            continue
+        case = entry_of(Case(link, pipeline, SIZES, micro_batches, 1, 512, options.repeats))
+        cases[number : number + 1] = [case]
         print(
-            f"{link}, {pipeline} pipeline ranks: communication {last['communication']:.0%}, "
-            f"DHelix {last['ratio_to_serial']:.2f} of serial, "
-            f"{last['ratio_to_wgrad']:.2f} of wgrad",
+            f"{link}, {pipeline} pipeline ranks: communication {case['communication']:.0%}, "
+            f"DHelix {case['ratio_to_serial']:.2f} of serial, "
+            f"{case['ratio_to_wgrad']:.2f} of wgrad",
             flush=True,
         )
     options.out.parent.mkdir(parents=True, exist_ok=True)
