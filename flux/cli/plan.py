@@ -67,7 +67,10 @@ TraceFile = Annotated[
     typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev."),
 ]
 PictureFile = Annotated[
-    str | None, typer.Option("--html", metavar="FILE", help="Draw the timelines on an HTML page.")
+    str | None,
+    typer.Option(
+        "--html", metavar="FILE", help="Draw the timelines: an HTML page, or for *.svg a picture."
+    ),
 ]
 MemoryGb = Annotated[
     float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
@@ -181,13 +184,13 @@ def write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> No
 
 
 def draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) -> None:
-    """Draw labelled timelines on an HTML page, if there is a file for it; exit if too large."""
-    from flux.plan.picture import page
+    """Draw labelled timelines in a file, if there is one: HTML, or SVG; exit if too large."""
+    from flux.plan.picture import drawing, page
 
     if target is None:
         return
     try:
-        content = page(title, timelines)
+        content = drawing(timelines) if target.endswith(".svg") else page(title, timelines)
     except ValueError as error:
         refuse(str(error))
     Path(target).write_text(content)

@@ -18,15 +18,16 @@ The private classes of torch.distributed.pipelining are used in this file only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from itertools import combinations
+from typing import Any, NamedTuple, TypeVar, cast
 
 import networkx as nx
 import torch
 from torch.distributed.pipelining import schedules as pipelining
 from torch.distributed.pipelining.stage import PipelineStage
 
+from flux.plan.cost import CostModel
 from flux.plan.policies.folding import fold, row, w_blocks
-from flux.plan.policies.pairing import Pairing
 from flux.plan.strands import Strands
 
 T = TypeVar("T")
@@ -52,43 +53,90 @@ def folded(layers: Sequence[T], p: int, rank: int) -> tuple[list[T], list[T]]:
     return list(layers[rank * size :][:size]), list(layers[last * size :][:size])
 
 
-def tied(backward: nx.DiGraph) -> nx.DiGraph:
-    """Return a layer's backward in which a weight's gradient comes right behind the input's.
+class _Chunk(NamedTuple):
+    """What a strand runs between two waits, in ms.
 
-    That is how linear layers run it. The collective behind the input's gradient is launched before.
+    Attributes:
+        before: compute until the collective is launched.
+        behind: compute behind the launch: the gradient of the weight.
+        comm: the collective; the strand waits for it before its next chunk.
     """
-    found: nx.DiGraph = backward.copy()
-    weights: list[str] = []
-    for node, op in backward.nodes(data="op"):  # in the order of a serial backward
-        if op.role == "wgrad":
-            weights.append(node)
-        elif not op.is_collective:
-            found.add_edges_from((weight, node) for weight in weights)
-            weights = []
-    return found
+
+    before: float
+    behind: float
+    comm: float
 
 
-def script_of(plan: Pairing, forward: nx.DiGraph, backward: nx.DiGraph) -> str:
-    """Return the script of a pairing: whose turn it is wherever a strand waits for a collective.
+def _chunks(graph: nx.DiGraph, cost: CostModel) -> list[_Chunk]:
+    """Return a pass of a layer as the linear layers run it; the last chunk has no collective."""
+    found, before, behind = [], 0.0, 0.0
+    collectives = {node for node, op in graph.nodes(data="op") if op.is_collective}
+    for _, op in graph.nodes(data="op"):  # in the order of a serial pass
+        if op.is_collective and op.group == "tp" and op.role != "wgrad":
+            found.append(_Chunk(before, behind, cost.solo(op)))
+            before = behind = 0.0
+        elif op.role == "wgrad" and any(after in collectives for after in graph[f"{op.part}.d"]):
+            behind += cost.solo(op)
+        else:
+            before += cost.solo(op)
+    return [*found, _Chunk(before, behind, 0.0)]
+
+
+def script_time(
+    script: str, forward: Sequence[_Chunk], backward: Sequence[_Chunk], layers: int
+) -> float:
+    """Return the time of layers in which strands take turns by a script.
+
+    One strand computes at a time, one collective has the link at a time.
+    """
+    chunks = {"F": forward, "B": backward}
+    place, arrived = {"F": 0, "B": 0}, {"F": 0.0, "B": 0.0}
+    now = link = 0.0
+
+    def run(strand: str) -> None:
+        """Run a strand up to its next wait."""
+        nonlocal now, link
+        of = chunks[strand]
+        now = max(now, arrived[strand])
+        while True:
+            chunk = of[place[strand] % len(of)]
+            place[strand] += 1
+            now += chunk.before
+            if chunk.comm:
+                link = max(link, now) + chunk.comm
+                arrived[strand] = link
+            now += chunk.behind
+            if chunk.comm or place[strand] == layers * len(of):
+                return
+
+    first = script[0]
+    for strand in (first, "B" if first == "F" else "F", *script * layers):
+        run(strand)
+    return max(now, link)
+
+
+def best_script(forward: nx.DiGraph, backward: nx.DiGraph, cost: CostModel) -> str:
+    """Return the script with which strands need least time.
+
+    Every order of a layer's waits is tried: 6 with AllReduce, 70 with sequence parallelism.
 
     Args:
-        plan: of ``forward`` and of ``tied(backward)``.
         forward: operators of a layer's forward (``graph_of_layer``).
         backward: of its backward.
+        cost: of the operators.
 
     Raises:
         ValueError: there is no collective to wait for.
     """
-    letters = []
-    for segments in plan.segments:
-        for letter, graph, segment in zip("FB", (forward, backward), segments, strict=True):
-            for node in segment:
-                before = [graph.nodes[dep]["op"] for dep in graph.predecessors(node)]
-                waits = any(op.is_collective and op.group == "tp" for op in before)
-                letters += [letter] if waits and not graph.nodes[node]["op"].is_collective else []
-    if not letters:
+    f, b = _chunks(forward, cost), _chunks(backward, cost)
+    waits = len(f) + len(b) - 2
+    if waits == 0:
         raise ValueError("a layer without tensor parallelism has no collective to hide")
-    return "".join(letters)
+    scripts = []
+    for places in combinations(range(waits), len(f) - 1):
+        script = "".join("F" if at in places else "B" for at in range(waits))
+        scripts.append((script_time(script, f, b, 4), script))
+    return min(scripts)[1]
 
 
 class ScheduleDHelix(pipelining._PipelineScheduleRuntime):

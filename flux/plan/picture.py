@@ -1,4 +1,4 @@
-"""Draw timelines as one HTML page: which stage runs what when, policies above each other."""
+"""Draw timelines as an HTML page or SVG file: which stage runs what when, by policy."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def _key(op: Op) -> tuple[str, str]:
     return ("attention", "") if op.kind == "attention" else ("other", "")
 
 
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#2d3748}text.head{font-weight:600;font-size:13px}"
+)
+
+
 def page(title: str, timelines: Sequence[tuple[str, Timeline]]) -> str:
     """Return an HTML page; all timelines have one time scale.
 
@@ -45,6 +50,53 @@ def page(title: str, timelines: Sequence[tuple[str, Timeline]]) -> str:
     Raises:
         ValueError: there are more than MOST_OPS operators.
     """
+    parts, height, longest = _rows(timelines)
+    legend = "".join(
+        f'<span><i style="background:{colour}"></i>{name}</span>'
+        for colour, name in _legend(timelines)
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
+        "<style>body{font:14px system-ui,sans-serif;margin:24px;color:#1a202c}"
+        f"{_STYLE}"
+        "span{margin-right:18px}i{display:inline-block;width:11px;height:11px;margin-right:5px}"
+        "</style>"
+        f"<h1 style='font-size:17px'>{escape(title)}</h1><p>{legend}</p>"
+        f"{_svg(parts, height)}<p>0 to {longest:.2f} ms from left to right; "
+        "point at a bar for its name and times.</p></html>\n"
+    )
+
+
+def drawing(timelines: Sequence[tuple[str, Timeline]]) -> str:
+    """Return the same timelines as an SVG file, with a legend below. Raises as ``page``."""
+    parts, top, longest = _rows(timelines)
+    top, left = top + _ROW, 0
+    for colour, name in [*_legend(timelines), ("none", f"0 to {longest:.2f} ms")]:
+        if left > _LEFT + _WIDTH - 250:
+            top, left = top + _ROW, 0
+        parts.append(f'<rect x="{left}" y="{top - 10}" width="11" height="11" fill="{colour}"/>')
+        parts.append(f'<text x="{left + 16}" y="{top}">{escape(name)}</text>')
+        left += 40 + 7 * len(name)
+    background = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    return _svg([f"<style>{_STYLE}</style>", background, *parts], top + _GAP) + "\n"
+
+
+def _svg(parts: Sequence[str], height: int) -> str:
+    width = _LEFT + _WIDTH + 10
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}">{"".join(parts)}</svg>'
+    )
+
+
+def _legend(timelines: Sequence[tuple[str, Timeline]]) -> list[tuple[str, str]]:
+    """Return colour and name of each kind of operator that there is."""
+    used = {_key(op) for _, timeline in timelines for op in timeline.schedule.graph.ops}
+    return [_COLOURS[key] for key in _COLOURS if key in used]
+
+
+def _rows(timelines: Sequence[tuple[str, Timeline]]) -> tuple[list[str], int, float]:
+    """Return the elements of all timelines, their height in pixels, and the time scale in ms."""
     count = sum(len(timeline.start) for _, timeline in timelines)
     if count > MOST_OPS:
         raise ValueError(
@@ -52,7 +104,6 @@ def page(title: str, timelines: Sequence[tuple[str, Timeline]]) -> str:
             "or micro-batches, or use a trace"
         )
     longest = max((timeline.iteration_ms for _, timeline in timelines), default=0.0) or 1.0
-    used: dict[tuple[str, str], None] = {}
     parts, top = [], 0
     for label, timeline in timelines:
         text = f"{label}: {timeline.iteration_ms:.2f} ms, exposed {timeline.exposed_comm_ms:.2f} ms"
@@ -64,27 +115,10 @@ def page(title: str, timelines: Sequence[tuple[str, Timeline]]) -> str:
             parts.append(f'<text x="0" y="{top + 13}">{escape(row)}</text>')
             for number in timeline.schedule.lanes[stage, stream]:
                 op = timeline.schedule.graph.ops[number]
-                used[_key(op)] = None
                 parts.append(_bar(op, timeline.start[number], timeline.end[number], longest, top))
             top += _ROW
         top += _GAP
-    legend = "".join(
-        f'<span><i style="background:{_COLOURS[key][0]}"></i>{_COLOURS[key][1]}</span>'
-        for key in _COLOURS
-        if key in used
-    )
-    height, width = top + _GAP, _LEFT + _WIDTH + 10
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
-        "<style>body{font:14px system-ui,sans-serif;margin:24px;color:#1a202c}"
-        "text{font-size:12px;fill:#2d3748}.head{font-weight:600;font-size:13px}"
-        "span{margin-right:18px}i{display:inline-block;width:11px;height:11px;margin-right:5px}"
-        "</style>"
-        f"<h1 style='font-size:17px'>{escape(title)}</h1><p>{legend}</p>"
-        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f"{''.join(parts)}</svg><p>0 to {longest:.2f} ms from left to right; "
-        "point at a bar for its name and times.</p></html>\n"
-    )
+    return parts, top + _GAP, longest
 
 
 def _bar(op: Op, start: float, end: float, longest: float, top: int) -> str:

@@ -33,11 +33,14 @@ class StepSchedule:
         graph: the operators.
         lanes: for each stage and stream, numbers of operators in the order in which they run.
         policy: that made it, for display.
+        actions: of each pipeline rank, as torch.distributed.pipelining writes them, if ranks have
+            several stages; else they follow from the operators.
     """
 
     graph: Graph
     lanes: Mapping[Lane, tuple[int, ...]] = field(default_factory=dict)
     policy: str = ""
+    actions: tuple[tuple[str, ...], ...] = ()
 
     def validate(self) -> None:
         """Check that the schedule can be run, once.
@@ -116,8 +119,11 @@ class StepSchedule:
         """Return the actions of each stage, as torch.distributed.pipelining writes them.
 
         ``0F3`` is the forward of stage 0 for micro-batch 3; ``0B3`` its whole backward. An action
-        stands where its first operator on the stage's compute lane does.
+        stands where its first operator on the stage's compute lane does. ``(0F4;7B0)OVERLAP_F_B``
+        are two that are interleaved.
         """
+        if self.actions:
+            return [list(row) for row in self.actions]
         found: list[list[str]] = []
         for stage in range(self.graph.stages):
             actions: dict[str, None] = {}
@@ -139,6 +145,7 @@ class StepSchedule:
         return {
             "format": _FORMAT,
             "policy": self.policy,
+            "actions": [list(row) for row in self.actions],
             "itemsize": self.graph.itemsize,
             "resident": list(self.graph.resident),
             "ops": [op._asdict() for op in self.graph.ops],
@@ -173,7 +180,8 @@ def read_schedule(path: Path) -> StepSchedule:
             (int(lane["stage"]), str(lane["stream"])): _numbers(lane["ops"])
             for lane in content["lanes"]
         }
-        schedule = StepSchedule(graph, lanes, str(content["policy"]))
+        actions = tuple(tuple(map(str, row)) for row in content.get("actions", ()))
+        schedule = StepSchedule(graph, lanes, str(content["policy"]), actions)
     except GraphError as error:
         raise ValueError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:

@@ -1,9 +1,9 @@
 """Two strands by turns: forward of one micro-batch and backward of another on one rank.
 
 Each strand runs until it must wait for a collective of its own; there the other one goes on, whose
-multiplies hide that collective. A *script* says whose turn it is: its n-th letter is the strand
-that passes the n-th such place. Models need no rewriting: the linear layers of
-``flux.plan.domino_layers`` tell when they wait.
+multiplies hide that collective. At first both run up to such a place. Then a *script* says whose
+turn it is: its n-th letter is the strand that passes the n-th place. Models need no rewriting: the
+linear layers of ``flux.plan.domino_layers`` tell when they wait.
 
 A strand is a thread, and one of the two runs at a time. The forward strand has a thread of its own.
 Backward stays where autograd runs it: in the calling thread on a CPU, and in autograd's thread of
@@ -51,6 +51,7 @@ class Strands:
         self._turn = threading.Condition()
         self._current, self._passed = "", 0
         self._running: set[str] = set()
+        self._begun: set[str] = set()
         self._failure: BaseException | None = None
         self._forward: threading.Thread | None = None
         self.order: list[str] = []
@@ -64,7 +65,7 @@ class Strands:
         """
         results: list[T] = []
         self._current, self._passed, self._failure = self.script[0], 0, None
-        self._running, self.order = {"F", "B"}, []
+        self._running, self._begun, self.order = {"F", "B"}, set(), []
         grad = torch.is_grad_enabled()
         casts = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
 
@@ -95,6 +96,7 @@ class Strands:
         """
         try:
             self._await(strand)
+            self._begun.add(strand)
             body()
         except BaseException as error:
             with self._turn:
@@ -135,7 +137,8 @@ class Strands:
         while True:
             with self._turn:
                 whose = self.script[self._passed % len(self.script)]
-                if whose == strand or other not in self._running:
+                goes_on = whose == strand and other in self._begun
+                if goes_on or other not in self._running:
                     self._passed += 1
                     self.order.append(strand)
                     if self._failure is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import dhelix_hosts
+import dhelix_paper
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,13 +25,13 @@ from flux.machine.cluster import load_cluster
 from flux.plan import domino
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
-from flux.plan.dhelix import ScheduleDHelix, folded, script_of, tied
+from flux.plan.dhelix import ScheduleDHelix, _Chunk, best_script, folded, script_time
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, Step
 from flux.plan.policies.interleave import graph_of_layer
-from flux.plan.policies.pairing import pair
 from flux.plan.strands import StrandEnded, Strands
 from harness import BUSY, PRELOAD, fresh_ranks, run_ranks
+from scripts import ROOT
 
 PRELOAD.append("torch.distributed.pipelining")
 SIZES = Llama()
@@ -136,24 +140,24 @@ def test_gradients_are_those_of_1f1b(pp: int, tp: int) -> None:
             assert result["order"] == "BF" * (places // 2)
 
 
-def test_a_script_says_whose_turn_it_is() -> None:
-    """Of Llama's layer on two hosts: every AllReduce is behind work of the other strand."""
+def test_the_best_script_hides_collectives_behind_the_other_strand() -> None:
     step = Step("t", Layer(64, 256, 8, 8, 8, True), 2, "float32", Parallel(tp=2), 64, 4, 2)
     fabric = Fabric(load_cluster("dhelix-a40"), step.parallel)
-    graph = build_step(step, fabric)
-    f, b = (graph_of_layer(graph, way) for way in ("forward", "backward"))
-    plan = pair(f, tied(b), AnalyticCost(fabric, "float32", 4))
-    script = script_of(plan, f, b)
-    assert sorted(script) == ["B", "B", "F", "F"]
-    assert [n for n in plan.backward if n[-2:] in (".w", ".d")][:4] == [
-        *("bda2.d", "fc2.d", "fc2.w", "act.d")
-    ]
-    alone = build_step(
-        Step("t", Layer(64, 256, 8, 8, 8, True), 2, "float32", Parallel(), 64, 4, 2), fabric
-    )
-    f, b = (graph_of_layer(alone, way) for way in ("forward", "backward"))
+    cost = AnalyticCost(fabric, "float32", 4)
+
+    def graphs(parallel: Parallel) -> list[Any]:
+        graph = build_step(replace(step, parallel=parallel), fabric)
+        return [graph_of_layer(graph, way) for way in ("forward", "backward")]
+
+    assert best_script(*graphs(step.parallel), cost) in ("BFBF", "FBFB")
+    assert sorted(best_script(*graphs(Parallel(tp=2, sequence=True)), cost)) == [*"BBBBFFFF"]
     with pytest.raises(ValueError, match="has no collective to hide"):
-        script_of(pair(f, b, lambda one, other: 1.0), f, b)
+        best_script(*graphs(Parallel()), cost)
+    forward = [_Chunk(1.0, 0.0, 1.0), _Chunk(1.0, 0.0, 1.0), _Chunk(0.0, 0.0, 0.0)]
+    backward = [_Chunk(1.0, 1.0, 1.0), _Chunk(1.0, 1.0, 1.0), _Chunk(0.0, 0.0, 0.0)]
+    # By turns all is hidden but the last collective; in pairs some is waited for.
+    assert script_time("FBFB", forward, backward, 1) == 6.0
+    assert script_time("FFBB", forward, backward, 1) == 7.0
 
 
 # -- strands ---------------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ def test_strands_follow_their_script_and_end_each_other() -> None:
     strands = Strands("BFF", 5.0)
     assert strands.run(lambda: body("F", 4), lambda: body("B", 2)) == "F"
     assert "".join(strands.order) == "BFFBFF"
-    assert seen == ["B0", "B1", "F0", "F1", "F2", "B ends", "F3", "F ends"]
+    assert seen == ["B0", "F0", "B1", "F1", "F2", "B ends", "F3", "F ends"]
 
     def fails() -> None:
         body("B", 1)
@@ -289,3 +293,22 @@ def test_survivors_raise_and_training_goes_on_from_its_checkpoint(how: str, tmp_
     parts = run_ranks(2, train, str(folders[1]), 4, ("", 0, 0))[0]
     assert len(whole) == 4 and parts == whole[2:]
     assert len(set(whole)) == 4
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_figures_of_the_committed_files() -> None:
+    page = (ROOT / "docs" / "dhelix.md").read_text()
+    for script in (dhelix_hosts, dhelix_paper):
+        assert script.table(json.loads(script.RESULT.read_text())) in page
+
+
+def test_the_committed_simulation_is_what_is_simulated_today() -> None:
+    number = next(n for n, case in enumerate(dhelix_paper.CASES) if case.model == "gpt-30b")
+    entry = json.loads(dhelix_paper.RESULT.read_text())["cases"][number]
+    again = dhelix_paper.entry_of(dhelix_paper.CASES[number])
+    assert again["gains"] == pytest.approx(entry["gains"], rel=1e-6)
+    for gain, points in ((1.5, -0.5), (3.0, 0.0), (9.0, 4.0)):
+        made_up = {"paper": {"dhelix": [2, 5]}, "gains": {"dhelix": gain}}
+        assert dhelix_paper.off(made_up, "dhelix") == points

@@ -25,6 +25,7 @@ from flux.plan.policies.folding import Action
 from flux.plan.policies.pipelines import combined_blocks
 from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.profile import Profile, ProfiledCost, key_of, layer_pairs, read_profile
+from flux.plan.schedule import read_schedule
 from flux.plan.simulate import Timeline, simulate
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
@@ -368,6 +369,17 @@ def test_policies_do_the_work_of_the_step(
     boundaries = {"dhelix": 2 * pp - 2, "wavelet": 2 * pp - 2, "intra_batch": pp - 1}
     times = boundaries.get(name, 2 * pp - (1 if name == "interleaved" else 2))
     assert len(sends) == (2 * step.micro_batches * times if pp > 1 else 0)
+
+
+def test_rows_of_a_folded_model_name_its_stages(tmp_path: Any) -> None:
+    schedule = timeline_of(step_with(tp=2, pp=2, micro_batches=3), "dhelix").schedule
+    assert schedule.rows()[1] == [
+        *("1F0", "2F0", "1F1", "2F1", "(1F2;2B0)OVERLAP_F_B", "(2F2;1B0)OVERLAP_F_B"),
+        *("2B1", "1B1", "2B2", "1B2"),
+    ]
+    schedule.write(tmp_path / "schedule.json")
+    again = read_schedule(tmp_path / "schedule.json")
+    assert again.rows() == schedule.rows() == w_schedule(2, 3, 1.0, 1.0, 1.0).rows()
 
 
 def test_combined_1f1b_hides_the_all_to_all_of_experts() -> None:

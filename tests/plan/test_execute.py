@@ -24,9 +24,14 @@ EXPERTS = Layer(16, 0, 4, 4, 4, True, Moe(4, 2, 16))
 
 
 def config(parallel: Parallel, layer: Layer = DENSE, **options: Any) -> PlanRun:
-    policies = (("serial", {}), ("domino", {"slices": 2}), ("serial", {"fused": "row"}))
-    step = Step("test", layer, 2, "float32", parallel, 8, 2, 1 if parallel.pp == 1 else 3)
-    return PlanRun(step=step, policies=policies if parallel.tp > 1 else policies[:1], **options)
+    policies = (
+        ("serial", {}),
+        ("dhelix", {}),
+        ("domino", {"slices": 2}),
+        ("serial", {"fused": "row"}),
+    )
+    step = Step("test", layer, 2 * parallel.pp, "float32", parallel, 8, 2, 1 + parallel.pp)
+    return PlanRun(step=step, policies=policies if parallel.tp > 1 else policies[:2], **options)
 
 
 def test_groups_partition_the_ranks() -> None:
@@ -67,6 +72,7 @@ def steps(rank: int, world: int, config: PlanRun) -> None:
         (Parallel(tp=2), DENSE),
         (Parallel(tp=2, sequence=True), DENSE),
         (Parallel(tp=2, pp=2), DENSE),
+        (Parallel(pp=4), DENSE),
         (Parallel(dp=2, ep=2), EXPERTS),
     ],
     ids=str,
@@ -107,8 +113,13 @@ def test_the_command_predicts_and_runs(tmp_path: Path) -> None:
     run = CliRunner().invoke
     small = ["--layers", "1", "--scale", "64", "--sequence", "16", "--repeats", "1"]
     profile, out, trace = (tmp_path / name for name in ("profile.json", "run.json", "trace.json"))
-    result = run(app, ["plan", "profile", *small, "--out", str(profile)])
+    result = run(app, ["plan", "profile", *small, "--pairs", "--out", str(profile)])
     assert result.exit_code == 0, result.output
+    kinds = {
+        (pair["first"]["kind"], pair["second"]["kind"])
+        for pair in json.loads(profile.read_text())["pairs"]
+    }
+    assert {("gemm", "all_reduce"), ("attention", "all_reduce")} <= kinds
     words = ["plan", "run", *small, "--warmup", "1", "--profile", str(profile), "--json", str(out)]
     result = run(app, [*words, "--trace", str(trace)])
     assert result.exit_code == 0 and "predicted" in result.output, result.output

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -423,6 +424,11 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
     page = drawn.read_text()
     assert page.count("<rect") > 100 and "<title>L0.qkv.m0.s3 (gemm " in page
     assert "domino slices=4 order=blocks: " in page
+    vector = tmp_path / "picture.svg"
+    assert run(app, [*base, *both, "--html", str(vector)]).exit_code == 0
+    root = ElementTree.parse(vector).getroot()
+    drawn_bars = [e for e in root.iter() if e.tag.endswith("rect") and len(e)]
+    assert len(drawn_bars) == page.count("<title>L") + page.count("<title>S")
     for words, message in (
         (["--html", str(drawn), "--micro-batches", "200", "--memory-gb", "1e6"], "is too large"),
         (["--tp", "7"], "tp = 7 must divide heads = 96"),

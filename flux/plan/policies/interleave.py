@@ -9,7 +9,7 @@ import networkx as nx
 
 from flux.plan.cost import CostModel
 from flux.plan.graph import Graph, Op
-from flux.plan.policies.folding import Action, Block, layers_of, stage_of
+from flux.plan.policies.folding import Action, Block, layers_of, row, stage_of
 from flux.plan.policies.pairing import Pairing, factor, time_together
 from flux.plan.schedule import StepSchedule, on_lanes
 
@@ -134,7 +134,8 @@ def scheduled(
                 _add_events(graph, deps, segments, stream)
             order += [number for segment in segments for number in segment]
         sequences.append(order + last.get(rank, []))
-    return on_lanes(replace(graph, deps=tuple(deps)), sequences, policy, stream)
+    made = on_lanes(replace(graph, deps=tuple(deps)), sequences, policy, stream)
+    return replace(made, actions=tuple(tuple(row(of_rank)) for of_rank in blocks))
 
 
 def _by_action(graph: Graph, stages: int) -> tuple[dict[Action, list[int]], dict[int, list[int]]]:

@@ -1,0 +1,282 @@
+"""Steps of a small Llama between two hosts with a limited link: 1F1B and DHelix.
+
+    python benchmarks/dhelix_hosts.py      # as root, for network namespaces; some ten minutes
+
+Tensor-parallel groups are across the hosts. With one pipeline rank each host has one rank, and with
+two it has two, which share the host's cores. Methods run by turns in one process group:
+
+    serial    1F1B; every collective is waited for at once
+    wgrad     1F1B; AllReduce of an input's gradient beside the weight's, as Megatron-core does
+    dhelix    the W-shaped schedule with strands by turns
+    compute   wgrad without collectives: its time over that of serial is the share of computation
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from common import ROOT, markdown
+from llama import Llama, Stage, layer_of, loss_of
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from flux.bench.shapes import Layer
+from flux.launch.hosts import Hosts, parse_rate
+from flux.launch.progress import Progress
+from flux.launch.spawn import run_ranks
+from flux.machine.cluster import Network, load_cluster
+from flux.plan import domino
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.dhelix import ScheduleDHelix, best_script, folded
+from flux.plan.fabric import Fabric
+from flux.plan.model import Parallel, Step
+from flux.plan.policies.interleave import graph_of_layer
+
+RESULT = ROOT / "benchmarks" / "results" / "plan" / "dhelix.json"
+METHODS = ("serial", "wgrad", "dhelix", "compute")
+PLACES = (
+    ("350mbit", 1, 8),
+    ("500mbit", 1, 8),
+    ("1gbit", 1, 8),
+    ("500mbit", 2, 8),
+    ("350mbit", 2, 16),
+)
+"""(link, pipeline ranks, micro-batches) of each case."""
+SIZES = Llama(256, 512, 1408, 8, 4, "float32")
+TP = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        link: rate of the hosts' links, in tc's notation.
+        pipeline: pipeline ranks.
+        sizes: of the model.
+        micro_batches: of a step.
+        micro_batch: sequences of each.
+        sequence: tokens of a sequence.
+        repeats: of each method.
+    """
+
+    link: str
+    pipeline: int
+    sizes: Llama
+    micro_batches: int
+    micro_batch: int
+    sequence: int
+    repeats: int
+
+
+def script_for(case: Case) -> str:
+    """Return the script that is best for this case's layer and link, by data sheets."""
+    sizes = case.sizes
+    dim = sizes.hidden // sizes.heads
+    layer = Layer(sizes.hidden, sizes.intermediate, sizes.heads, sizes.heads, dim, True)
+    step = Step("llama", layer, 1, sizes.dtype, Parallel(tp=TP), case.sequence, case.micro_batch, 1)
+    cpu = load_cluster("cpu")
+    network = Network("ethernet", 1, parse_rate(case.link) / 1e9, cpu.network.latency_us)
+    fabric = Fabric(replace(cpu, hosts=2, devices=1, network=network), step.parallel)
+    graph = build_step(step, fabric)
+    forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
+    cost = AnalyticCost(fabric, sizes.dtype, step.itemsize)
+    return best_script(forward, backward, cost)
+
+
+def groups(pipeline: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return this rank's tensor-parallel group and its pipeline."""
+    rank = dist.get_rank()
+    tensor = [dist.new_group([TP * stage + at for at in range(TP)]) for stage in range(pipeline)]
+    along = [dist.new_group([TP * stage + at for stage in range(pipeline)]) for at in range(TP)]
+    return tensor[rank // TP], along[rank % TP]
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Let every collective be waited for when it is launched."""
+    launch = domino.Channel.launch
+
+    def waited(channel: domino.Channel, *arguments: Any) -> torch.Tensor:
+        result = launch(channel, *arguments)
+        for work, _ in channel._pending:
+            if work is not None:
+                work.wait()
+        return result
+
+    with mock.patch.object(domino.Channel, "launch", waited):
+        yield
+
+
+@contextmanager
+def no_collectives() -> Iterator[None]:
+    """Leave collectives out: results are wrong, and the time is that of computation."""
+
+    def left_out(channel: domino.Channel, phase: str, call: Any, *tensors: Any) -> torch.Tensor:
+        channel._pending.append((None, tensors[0]))
+        return tensors[0]  # type: ignore[no-any-return]
+
+    with mock.patch.object(domino.Channel, "launch", left_out):
+        yield
+
+
+CONTEXTS = {"serial": at_once, "compute": no_collectives}
+
+
+def schedules(case: Case) -> tuple[dict[str, Any], bool, bool]:
+    """Return 1F1B and DHelix on this rank, and whether it has the last stage in each."""
+    tensor, pipeline = groups(case.pipeline)
+    p, rank, sizes = case.pipeline, dist.get_rank(pipeline), case.sizes
+    size = sizes.layers // p
+    parts = {"wgrad": [list(range(rank * size, (rank + 1) * size))]}
+    parts["dhelix"] = list(folded(range(sizes.layers), p, rank))
+    found: dict[str, Any] = {}
+    for kind, of in parts.items():
+        places = [rank] if kind == "wgrad" else [rank, 2 * p - 1 - rank]
+        count = p * len(places)
+        stages = []
+        for place, numbers in zip(places, of, strict=True):
+            layers = [layer_of(sizes, number, tensor) for number in numbers]
+            stage = Stage(sizes, layers, place == 0, place == count - 1)
+            stages.append(PipelineStage(stage, place, count, torch.device("cpu"), group=pipeline))
+        if kind == "wgrad":
+            found[kind] = Schedule1F1B(stages[0], case.micro_batches, loss_of)
+        else:
+            found[kind] = ScheduleDHelix(
+                stages, case.micro_batches, loss_of, script=script_for(case)
+            )
+    return found, rank == p - 1, rank == 0
+
+
+def run_case(case: Case, rank: int, progress: Progress) -> dict[str, Any]:
+    """Run one rank of a case; return the times of each method in ms, and its losses."""
+    made, last, first = schedules(case)
+    # A rank has one core. What arrives must not wait for the end of a time slice of the multiplies:
+    # the link would be idle. Threads of the network were made before, and stay as they are.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, case.micro_batches * case.micro_batch, case.sequence)
+    tokens, labels = torch.randint(case.sizes.vocabulary, shape, generator=generator)
+    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    losses: dict[str, list[float]] = {}
+    for repeat in range(case.repeats + 1):
+        for method in METHODS:
+            schedule = made["dhelix" if method == "dhelix" else "wgrad"]
+            has_loss = first if method == "dhelix" else last
+            kept: list[torch.Tensor] = []
+            dist.barrier()
+            begin = time.perf_counter()
+            with CONTEXTS.get(method, nullcontext)():
+                schedule.step(
+                    *((tokens,) if rank < TP else ()),
+                    target=labels if has_loss else None,
+                    losses=kept if has_loss else None,
+                )
+            dist.barrier()
+            if repeat:  # the first one warms up
+                times[method].append(1e3 * (time.perf_counter() - begin))
+            losses[method] = [float(loss.detach()) for loss in kept]
+        progress("steps", repeat + 1, case.repeats + 1)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, losses)
+    found = {
+        method: next(of[method] for of in everywhere if of[method])
+        for method in METHODS
+        if method != "compute"
+    }
+    for method, values in found.items():
+        torch.testing.assert_close(values, found["serial"], rtol=1e-4, atol=1e-5)
+        assert len(values) == case.micro_batches, method
+    return {"times_ms": times, "losses": found}
+
+
+def entry_of(case: Case) -> dict[str, Any]:
+    """Measure a case on two hosts; return its entry of the JSON file."""
+    world = TP * case.pipeline
+    with Hosts(2, case.link) as hosts:
+        found = run_ranks(
+            run_case,
+            case,
+            world,
+            timeout_s=300.0,
+            places=hosts.placed([rank % TP for rank in range(world)]),
+        )
+    medians = {method: statistics.median(times) for method, times in found["times_ms"].items()}
+    return {
+        **asdict(case),
+        "script": script_for(case),
+        "median_ms": medians,
+        "communication": 1 - medians["compute"] / medians["serial"],
+        "ratio_to_serial": medians["dhelix"] / medians["serial"],
+        "ratio_to_wgrad": medians["dhelix"] / medians["wgrad"],
+        **found,
+    }
+
+
+def table(content: dict[str, Any]) -> str:
+    """Return the table of docs/dhelix.md."""
+    header = [
+        "link",
+        "pipeline ranks",
+        "micro-batches",
+        "communication",
+        "serial",
+        "wgrad",
+        "DHelix",
+        "over serial",
+    ]
+    lines = [
+        [
+            case["link"],
+            str(case["pipeline"]),
+            str(case["micro_batches"]),
+            f"{100 * case['communication']:.0f}%",
+            *(f"{case['median_ms'][method]:.0f} ms" for method in ("serial", "wgrad")),
+            f"{case['median_ms']['dhelix']:.0f} ms",
+            f"**{case['ratio_to_serial']:.2f}**",
+        ]
+        for case in content["cases"]
+    ]
+    return markdown(header, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", type=int, metavar="N", help="measure the N-th of PLACES again")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args(arguments)
+    cases = []
+    if options.only is not None:
+        cases = json.loads(options.out.read_text())["cases"]
+    for number, (link, pipeline, micro_batches) in enumerate(PLACES):
+        if options.only not in (None, number):
+            continue
+        case = entry_of(Case(link, pipeline, SIZES, micro_batches, 1, 512, options.repeats))
+        cases[number : number + 1] = [case]
+        print(
+            f"{link}, {pipeline} pipeline ranks: communication {case['communication']:.0%}, "
+            f"DHelix {case['ratio_to_serial']:.2f} of serial, "
+            f"{case['ratio_to_wgrad']:.2f} of wgrad",
+            flush=True,
+        )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    content = {"torch": torch.__version__, "cases": cases}
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
