@@ -54,6 +54,7 @@ class Case:
         layers: of the model, if not all.
         capacity: factor of an expert's capacity, to which tokens are padded for AllToAll.
         oef: of collectives beside compute, where the paper has measured it (table 7).
+        kv_heads: in place of the model's.
         paper: gains over Megatron-LM in per cent, from the text: least and most.
     """
 
@@ -64,6 +65,7 @@ class Case:
     layers: int | None = None
     capacity: int = 1
     oef: float | None = None
+    kv_heads: int | None = None
     paper: dict[str, Range] = field(default_factory=dict)
 
 
@@ -115,6 +117,9 @@ CASES = (
         )
         for tp, oef in ((8, 0.5787), (16, 0.6673), (32, 0.5172))
     ),
+    # What deviations come from:
+    Case("dhelix-a800", "llama-66b", 32768, {"tp": 8, "cp": 4, "pp": 2}, kv_heads=64),
+    Case("dhelix-h100", "llama-25b", 8192, {"tp": 32}),
 )
 
 
@@ -169,6 +174,8 @@ def times_of(case: Case) -> dict[str, dict[str, float]]:
                 layers=case.layers,
                 micro_batches=count,
             )
+            if case.kv_heads is not None:
+                step = replace(step, layer=replace(step.layer, kv_heads=case.kv_heads))
             fabric = Fabric(load_cluster(case.cluster), parallel)
             cost = Cost(AnalyticCost(fabric, step.dtype, step.itemsize), case.oef)
             graph = graph_of(case, step, fabric)
@@ -228,12 +235,14 @@ def table(content: dict[str, Any]) -> str:
     lines = []
     for entry in content["cases"]:
         ranks = " ".join(f"{name}{size}" for name, size in entry["degrees"].items())
-        layers = f", {entry['layers']} layers" if entry["layers"] else ""
+        notes = [f", {entry['layers']} layers"] if entry["layers"] else []
+        notes += [f", {entry['kv_heads']} KV heads"] if entry["kv_heads"] else []
+        notes += [f", OEF {entry['oef']:.2f}"] if entry["oef"] else []
         far = off(entry, "dhelix")
         lines.append(
             [
                 entry["cluster"].removeprefix("dhelix-"),
-                entry["model"] + layers,
+                entry["model"] + "".join(notes),
                 str(entry["sequence"]),
                 ranks,
                 f"{100 * entry['communication']:.0f}%",
