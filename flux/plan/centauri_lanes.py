@@ -1,0 +1,209 @@
+"""Lanes that collectives run on, beside the program: threads for gloo, streams for CUDA.
+
+A lane runs its tasks one after the other, in the order of ``submit``. All ranks submit the same
+tasks in the same order, so the calls of a group meet their equals. A task may wait for tasks of
+other lanes that were submitted before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from flux.core.errors import PeerTimeoutError
+from flux.transport.abandonable import Abandonable
+
+
+class Done(Protocol):
+    """A submitted task."""
+
+    def wait(self) -> None:
+        """Wait until the task has ended; on CUDA, let the current stream wait.
+
+        Raises:
+            PeerTimeoutError: it failed, or has not ended in time.
+        """
+        ...
+
+
+class Lane(Protocol):
+    """Runs tasks in order."""
+
+    def submit(self, what: str, task: Callable[[], None], after: Sequence[Done] = ()) -> Done:
+        """Run a task when those before it, and ``after``, have ended."""
+        ...
+
+    def close(self) -> None:
+        """Run no further tasks. Idempotent."""
+        ...
+
+
+class _ThreadDone:
+    def __init__(self, what: str, timeout: timedelta) -> None:
+        self.what, self._timeout = what, timeout.total_seconds()
+        self._event = threading.Event()
+        self._error: BaseException | None = None
+
+    def end(self, error: BaseException | None) -> None:
+        self._error = error
+        self._event.set()
+
+    def wait(self) -> None:
+        # Twice the timeout of a collective: the lane's own error says more.
+        if not self._event.wait(2 * self._timeout):
+            raise PeerTimeoutError(f"{self.what}: not done within {2 * self._timeout:g} s")
+        if self._error is not None:
+            raise PeerTimeoutError(f"{self.what}: {self._error}") from self._error
+
+
+class ThreadLane:
+    """A lane that is a thread, for collectives that block.
+
+    When a task fails, all later ones fail with its error: ranks would no longer agree on the order.
+
+    Args:
+        timeout: of each wait; the groups that tasks use have it, too.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._tasks: SimpleQueue[tuple[Callable[[], None], Sequence[Done], _ThreadDone] | None] = (
+            SimpleQueue()
+        )
+        self._failure: BaseException | None = None
+        self._thread = Abandonable(self._run)
+
+    def submit(self, what: str, task: Callable[[], None], after: Sequence[Done] = ()) -> Done:
+        """Run a task on the thread; see ``Lane``."""
+        done = _ThreadDone(what, self._timeout)
+        self._tasks.put((task, after, done))
+        return done
+
+    def close(self) -> None:
+        """Let the thread end behind what was submitted."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._tasks.get()) is not None:
+            task, after, done = entry
+            if self._failure is None:
+                try:
+                    for other in after:
+                        other.wait()
+                    with torch.no_grad():
+                        task()
+                except BaseException as error:
+                    self._failure = error
+            done.end(self._failure)
+            del task, after, done, entry  # tensors of a task end with it
+
+
+class _StreamDone:
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class StreamLane:
+    """A lane that is a CUDA stream. NCCL's watchdog ends collectives that take too long.
+
+    Args:
+        device: of the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, what: str, task: Callable[[], None], after: Sequence[Done] = ()) -> Done:
+        """Enqueue a task on the stream, behind what the current stream has; see ``Lane``."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for other in after:
+                other.wait()
+            task()
+            return _StreamDone(self._stream.record_event())
+
+    def close(self) -> None:
+        """Nothing to end: streams belong to torch's pool."""
+
+
+class Group:
+    """The collectives of a lane on one process group.
+
+    Args:
+        group: the ranks; None: this one alone.
+        timeout: of each wait.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+        self.group, self._timeout = group, timeout
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def gather(self, slices: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Fill slices, in place, with what their ranks have.
+
+        Args:
+            slices: for each rank of the group, contiguous tensors; own ones are sent.
+
+        Each rank sends while it receives: gloo's own AllGather of two ranks takes turns, and its
+        ring of more crosses each link between hosts with all but one rank's shard.
+        """
+        if self.group is None:
+            return
+        ops: list[dist.P2POp] = []
+        for peer, theirs in enumerate(slices):
+            if peer != self.rank:
+                ops += [
+                    dist.P2POp(dist.irecv, into, group=self.group, group_peer=peer)
+                    for into in theirs
+                ]
+        # Receives first: gloo's sender waits for a word that one is posted.
+        for distance in range(1, self.size):
+            peer = (self.rank + distance) % self.size
+            ops += [
+                dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)
+                for own in slices[self.rank]
+            ]
+        self._wait(dist.batch_isend_irecv(ops))
+
+    def sum_parts(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks of the own part: ReduceScatter.
+
+        Args:
+            parts: [ranks, ...], contiguous; part i is for rank i.
+
+        gloo's ReduceScatter is an AllReduce, which moves twice as much; so parts are exchanged and
+        added here, in the order of the ranks.
+        """
+        if self.group is None:
+            return parts[0]
+        if parts.is_cuda:
+            out = torch.empty_like(parts[0])
+            self._wait([dist.reduce_scatter_tensor(out, parts, group=self.group, async_op=True)])
+            return out
+        received = torch.empty_like(parts)
+        self._wait([dist.all_to_all_single(received, parts, group=self.group, async_op=True)])
+        return received.sum(0)
+
+    def _wait(self, works: Sequence[dist.Work | None]) -> None:
+        for work in works:
+            if work is None:
+                continue
+            if dist.get_backend(self.group) == "nccl":
+                work.wait()  # lets the lane's stream wait
+            else:
+                work.wait(self._timeout)
+
+
+def make_lane(device: torch.device, timeout: timedelta) -> ThreadLane | StreamLane:
+    """Return a lane for tensors of a device."""
+    return StreamLane(device) if device.type == "cuda" else ThreadLane(timeout)

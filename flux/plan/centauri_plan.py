@@ -1,0 +1,155 @@
+"""How a model is sharded for ``flux.plan.centauri``: options, checks, and units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+
+Unit = tuple[str, nn.Module, list[tuple[str, nn.Parameter]]]
+"""(name, module, parameters by name) of what is gathered together."""
+
+
+@dataclass(frozen=True)
+class RuntimePlan:
+    """How ``parallelize`` shards and moves parameters.
+
+    Attributes:
+        units: classes of the modules whose parameters are gathered together; None: the elements of
+            each ``ModuleList``, and the other children of the model.
+        by_group: gather and reduce between hosts and inside them, in two steps; False: among all
+            ranks at once.
+        chunk_bytes: parameters of at least so many bytes travel by themselves, in place; smaller
+            ones of a unit travel together.
+        prefetch: units that are gathered ahead of the one that computes.
+        reshard_after_forward: free weights behind a unit's forward, and gather them again in
+            backward; False: keep them, for less communication and more memory.
+        param_dtype: of weights in forward and backward; inputs of units are cast. None: as they
+            are.
+        reduce_dtype: of the sums of gradients; None: of the gradients.
+        timeout_s: of each wait for other ranks.
+
+    Raises:
+        ValueError: values that cannot be.
+    """
+
+    units: tuple[type[nn.Module], ...] | None = None
+    by_group: bool = True
+    chunk_bytes: int = 256 << 10
+    prefetch: int = 2
+    reshard_after_forward: bool = True
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk_bytes", 0), ("prefetch", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for name in ("by_group", "reshard_after_forward"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ValueError(f"{name} must be a floating-point dtype or None, got {dtype!r}")
+        if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < 1e6:
+            raise ValueError(f"timeout_s must be a positive time, got {self.timeout_s!r}")
+        if self.units is not None and not (
+            isinstance(self.units, tuple)
+            and all(isinstance(u, type) and issubclass(u, nn.Module) for u in self.units)
+        ):
+            raise ValueError(f"units must be a tuple of module classes or None, got {self.units!r}")
+
+
+def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list[Unit]:
+    """Return (name, module, parameters) of each unit.
+
+    Raises:
+        ValueError: arguments that cannot be.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
+        raise ValueError(
+            "mesh must be a DeviceMesh of one or two dimensions [hosts, ranks of a host], got "
+            + (f"{mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__)
+        )
+    if not isinstance(plan, RuntimePlan):
+        raise ValueError(f"plan must be a RuntimePlan, got {type(plan).__name__}")
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh has {mesh.size()} ranks, and the world {dist.get_world_size()}: all must take "
+            "part"
+        )
+    named = dict(model.named_parameters(remove_duplicate=True))
+    if not named:
+        raise ValueError("the model has no parameters")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise ValueError(
+                f"{name}: {type(module).__name__} keeps its weights where no hook sees it"
+            )
+    for name, p in named.items():
+        if isinstance(p, DTensor):
+            raise ValueError(f"{name} is a DTensor already: parallelize the model before, or once")
+        if p.is_meta or p.device.type != mesh.device_type:
+            raise ValueError(
+                f"{name} is on {p.device}, and the mesh on {mesh.device_type}; materialize and "
+                "move the model first"
+            )
+        if p.dim() == 0:
+            raise ValueError(f"{name} has no dimensions and cannot be sharded: give it one")
+        if not p.is_contiguous():
+            raise ValueError(f"{name} is not contiguous")
+    return _units(model, plan)
+
+
+def _units(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
+    """Return (name, module, parameters) of each unit, in the order of the model.
+
+    Raises:
+        ValueError: a parameter is shared between units.
+    """
+    chosen: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if plan.units is not None:
+            is_unit = isinstance(module, plan.units)
+        else:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            in_list = isinstance(parent, nn.ModuleList)
+            is_unit = in_list or (parent is model and not isinstance(module, nn.ModuleList))
+        if is_unit and module is not model:
+            chosen[id(module)] = name
+    owner: dict[int, tuple[int, str]] = {}
+    of_unit: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    modules = {id(model): ("", model)}
+
+    def visit(module: nn.Module, name: str, unit: int) -> None:
+        if id(module) in chosen:
+            unit = id(module)
+            modules[unit] = (name, module)
+        for own, p in module._parameters.items():
+            full = f"{name}.{own}".lstrip(".")
+            if p is None:
+                continue
+            if id(p) not in owner:
+                owner[id(p)] = (unit, full)
+                of_unit.setdefault(unit, []).append((full, p))
+            elif owner[id(p)][0] != unit:
+                raise ValueError(
+                    f"{full} is {owner[id(p)][1]}, of another unit: name a class in plan.units "
+                    "that holds both"
+                )
+        for child, of in module.named_children():
+            visit(of, f"{name}.{child}".lstrip("."), unit)
+
+    visit(model, "", id(model))
+    order = [key for key in modules if key in of_unit]
+    return [(modules[key][0] or "the model", modules[key][1], of_unit[key]) for key in order]

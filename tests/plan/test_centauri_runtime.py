@@ -1,0 +1,305 @@
+"""Centauri's FSDP on ranks: losses of FSDP2, its checkpoints, and what happens to bad input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from flux.core.errors import PeerTimeoutError
+from flux.plan.centauri import RuntimePlan, parallelize, sharded
+from harness import BUSY, fresh_ranks, run_ranks
+
+WIDTH, VOCABULARY, STEPS = 24, 37, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH + 1)
+        self.down = nn.Linear(4 * WIDTH + 1, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + y
+
+
+class Net(nn.Module):
+    """Sizes that the number of ranks does not divide; an output tied to nothing."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if unused:
+            self.layers[1].spare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.scale.sum()
+        for layer in self.layers:
+            x = layer(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(7)
+    return Net(**options).double()
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(VOCABULARY, (2, 5, 2), generator=generator)
+    return tokens[..., 0], tokens[..., 1]
+
+
+def ours(world: int, model: Net, **options: Any) -> Net:
+    hosts = 2 if world == 4 else 1
+    mesh = init_device_mesh("cpu", (hosts, world // hosts))
+    options = {"timeout_s": 30.0, "chunk_bytes": 4096, **options}
+    assert parallelize(model, mesh, RuntimePlan(**options)) is model
+    return model
+
+
+def theirs(model: Net) -> Net:
+    for layer in (model.embed, *model.layers, model.head):
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def train(
+    rank: int, model: Net, optimizer: Any, first: int, count: int, micro: int = 1
+) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        total = 0.0
+        for part in range(micro):
+            tokens, wanted = batch(rank, step * micro + part)
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+            loss.backward()
+            total += float(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.9)
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def adam(model: Net) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def both(rank: int, world: int, options: dict[str, Any]) -> None:
+    reference, model = theirs(net()), ours(world, net(), **options)
+    found = train(rank, model, adam(model), 0, STEPS, micro=2)
+    assert found == pytest.approx(train(rank, reference, adam(reference), 0, STEPS, 2), rel=1e-11)
+    assert len(set(found)) == STEPS
+    for (name, one), (_, two) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        assert isinstance(one, DTensor) and one.placements == two.placements, name
+        torch.testing.assert_close(one.to_local(), two.to_local(), rtol=1e-9, atol=1e-12)
+    sharded(model).close()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"by_group": False, "prefetch": 0}, {"reshard_after_forward": False, "prefetch": 3}],
+    ids=str,
+)
+def test_losses_and_weights_are_those_of_fsdp2(world: int, options: dict[str, Any]) -> None:
+    run_ranks(world, both, options)
+
+
+def features(rank: int, world: int) -> None:
+    """What else FSDP2 can: see each assertion."""
+    # Gradients that add up without reduction; parameters without a gradient; evaluation between.
+    reference, model = theirs(net(unused=True)), ours(world, net(unused=True))
+    for m, sync in (
+        (reference, reference.set_requires_gradient_sync),
+        (model, sharded(model).set_requires_gradient_sync),
+    ):
+        for part in range(3):
+            sync(part == 2)
+            tokens, wanted = batch(rank, part)
+            with torch.no_grad():
+                m(tokens)
+            nn.functional.cross_entropy(m(tokens).flatten(0, 1), wanted.flatten()).backward()
+    pairs = zip(model.named_parameters(), reference.named_parameters(), strict=True)
+    for (name, one), (_, two) in pairs:
+        assert (one.grad is None) == (two.grad is None) == ("spare" in name), name
+        if one.grad is not None:
+            torch.testing.assert_close(
+                one.grad.to_local(), two.grad.to_local(), rtol=1e-10, atol=1e-13
+            )
+    # Weights that change outside of training are seen by the next forward; summon shows them.
+    with torch.no_grad():
+        model.scale.to_local().fill_(2.0)
+        model.head.weight.to_local().zero_()
+    assert float(model(batch(rank, 0)[0]).abs().sum()) == 0.0
+    with sharded(model).summon():
+        assert model.scale.shape == (3,) and float(model.scale.sum()) == 6.0
+        assert model.head.weight.shape == (VOCABULARY, WIDTH)
+    # Activation checkpointing recomputes in backward, where weights come again.
+    plain, model = net(), ours(world, net())
+    grads = []
+    for m in (plain, model):
+        x = m.embed(batch(0, 0)[0]).detach().requires_grad_()
+        y = torch.utils.checkpoint.checkpoint(m.layers[0], x, use_reentrant=False)
+        y.square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+    # Lower precision of weights, higher of sums; and a frozen part.
+    model = net().float()
+    model.embed.weight.requires_grad_(False)
+    model = ours(world, model, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    loss = model(batch(rank, 0)[0])
+    assert loss.dtype == torch.bfloat16
+    loss.sum().backward()
+    assert model.embed.weight.grad is None and model.head.weight.grad.dtype == torch.float32
+    # An error in forward leaves nothing behind.
+    with pytest.raises(IndexError):
+        model(torch.full((1, 1), VOCABULARY))
+    assert model(batch(rank, 0)[0]).isfinite().all()
+
+
+def test_accumulation_evaluation_checkpointing_and_dtypes() -> None:
+    run_ranks(2, features)
+
+
+def goes_on(rank: int, world: int, folder: str) -> None:
+    """Train, save, train on; load into a new model, FSDP2's and ours, and train on from there."""
+    model = ours(world, net())
+    optimizer = adam(model)
+    train(rank, model, optimizer, 0, 2)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder)
+    after = train(rank, model, optimizer, 2, 2)
+    for make in (lambda m: ours(world, m), theirs):
+        torch.manual_seed(99)
+        again = make(Net().double())
+        optimizer = adam(again)
+        train(rank, again, optimizer, 50, 1)  # other weights, and states to load into
+        state = {"model": again.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        again.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        assert train(rank, again, optimizer, 2, 2) == pytest.approx(after, rel=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_training_goes_on_from_a_checkpoint_of_either(world: int, tmp_path: Path) -> None:
+    run_ranks(world, goes_on, str(tmp_path))
+
+
+def refused(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    tied = net()
+    tied.head.weight = tied.embed.weight
+    scalar = net()
+    scalar.temperature = nn.Parameter(torch.tensor(1.0))
+    recurrent = nn.Sequential(nn.LSTM(3, 3))
+    cases: list[tuple[Any, Any, Any, str]] = [
+        (3, mesh, None, r"model must be a torch\.nn\.Module, got int"),
+        (net(), 4, None, r"mesh must be a DeviceMesh .*, got int"),
+        (net(), mesh, {"prefetch": 1}, "plan must be a RuntimePlan, got dict"),
+        (nn.ReLU(), mesh, None, "the model has no parameters"),
+        (net().to("meta"), mesh, None, "is on meta, and the mesh on cpu; materialize"),
+        (tied, mesh, None, r"head\.weight is embed\.weight, of another unit"),
+        (scalar, mesh, None, "temperature has no dimensions"),
+        (recurrent, mesh, None, "LSTM keeps its weights"),
+        (theirs(net()), mesh, None, "is a DTensor already"),
+    ]
+    for model, where, plan, message in cases:
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, where, plan)
+    for options, message in (
+        ({"prefetch": -1}, "prefetch must be an integer of at least 0"),
+        ({"by_group": 1}, "by_group must be True or False"),
+        ({"param_dtype": torch.int8}, "param_dtype must be a floating-point dtype"),
+        ({"timeout_s": 0}, "timeout_s must be a positive time"),
+        ({"units": [nn.Linear]}, "units must be a tuple of module classes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RuntimePlan(**options)  # type: ignore[arg-type]
+    model = ours(world, net())
+    with pytest.raises(ValueError, match="is a DTensor already"):
+        parallelize(model, mesh)
+    with pytest.raises(RuntimeError, match=r"embed\.weight is sharded and cannot be replaced"):
+        model.embed.weight = nn.Parameter(torch.zeros(1))
+    sharded(model).close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        model(batch(rank, 0)[0])
+    with pytest.raises(ValueError, match="was not parallelized"):
+        sharded(net())
+    dist.barrier()  # nobody has begun a collective that others did not
+
+
+def test_bad_input_is_refused_before_any_communication() -> None:
+    run_ranks(2, refused)
+
+
+def loses_a_rank(rank: int, world: int, how: str, lost: int) -> str:
+    train(rank, net(), torch.optim.SGD(net().parameters()), 0, 1)  # what takes long the first time
+    dist.barrier()
+    model = ours(world, net(), timeout_s=3.0 * BUSY)
+    optimizer = adam(model)
+    train(rank, model, optimizer, 0, 1)
+    if rank == lost and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == lost and how == "stall":
+        time.sleep(9 * BUSY)
+        return "woke"
+    began = time.monotonic()
+    with pytest.raises(PeerTimeoutError) as raised:
+        train(rank, model, optimizer, 1, 2)
+    assert time.monotonic() - began < 9 * BUSY
+    with pytest.raises(PeerTimeoutError, match="has failed before"):
+        model(batch(rank, 0)[0])
+    sharded(model).close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["kill", "stall"])
+def test_survivors_raise_when_a_rank_is_lost(how: str) -> None:
+    with fresh_ranks(4) as ranks:
+        ranks.start(loses_a_rank, how, 3)
+        outcomes = ranks.collect(60.0 * BUSY)
+    for outcome in outcomes[:3]:
+        assert outcome is not None and outcome.ok, outcome
+        assert "Gather of" in outcome.value or "Scatter of" in outcome.value
+
+
+def ends_clean(rank: int, world: int) -> None:
+    before = threading.active_count()
+    for _ in range(2):
+        model = ours(world, net())
+        train(rank, model, adam(model), 0, 1)
+        assert threading.active_count() == before + 4
+        sharded(model).close()
+        sharded(model).close()
+        deadline = time.monotonic() + 5
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() == before
+
+
+def test_close_ends_threads() -> None:
+    run_ranks(2, ends_clean)

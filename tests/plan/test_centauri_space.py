@@ -1,0 +1,376 @@
+"""Centauri's partition space and tiers: closed forms against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil, inf, prod
+from typing import Any
+
+import pytest
+
+from flux.bench.shapes import Layer, Moe
+from flux.machine.cluster import load_cluster
+from flux.plan.cost import AnalyticCost
+from flux.plan.execute import members
+from flux.plan.fabric import Fabric
+from flux.plan.graph import Graph, GraphError, Op
+from flux.plan.mesh import SubGroup, gathered_order, group_partition, parse_group
+from flux.plan.model import Parallel
+from flux.plan.policies.centauri import layer_tier, model_tier, operation_tier
+from flux.plan.policies.centauri_order import blocks
+from flux.plan.policies.centauri_space import (
+    AXES,
+    chains,
+    choose_chain,
+    even,
+    even_by_group,
+    latency,
+    meshes,
+    substitutions,
+    uneven_by_group,
+)
+from flux.plan.policies.centauri_tiers import BackwardLayer
+from flux.plan.schedule import StepSchedule
+from flux.plan.simulate import simulate
+
+DENSE = Layer(64, 256, 8, 4, 8, True)
+EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))
+
+
+# -- operation tier --------------------------------------------------------------------------------
+
+
+def test_algorithm_1_at_its_worked_numbers() -> None:
+    """Section 3.2.1: hidden by what is independent; else even chunks; else by groups of 2 x 8."""
+    assert operation_tier(5.0, 5.0, 9.0, 1.0, 2, 8, 4) == [1.0]
+    assert operation_tier(2.0, 5.0, 9.0, 1.0, 2, 8, 8, grouped=False) == [1 / 3] * 3
+    assert operation_tier(0.0, 5.0, 9.0, 1.0, 2, 8, 4, grouped=False) == [0.25] * 4
+    assert operation_tier(2.0, 5.0, 9.0, 1.0, 2, 8, 4) == [2 / 16, 14 / 16]  # between hosts first
+    assert operation_tier(1.0, 5.0, 17.0, 1.0, 2, 8, 4) == [0.5, 0.5]  # inside first; 17/2 > 8 * 1
+    assert operation_tier(1.0, 5.0, 16.0, 1.0, 2, 8, 4) == [8 / 16, 1 / 16, 7 / 16]
+
+
+def test_algorithm_1_on_random_costs() -> None:
+    """The listing of the paper, read again in exact arithmetic; every branch is taken."""
+    rng, taken = random.Random(1), set()
+    for _ in range(5000):
+        inner, comm, comp, c_inter = (Fraction(rng.randint(0, 12), 4) for _ in range(4))
+        inter, intra, most = rng.randint(1, 5), rng.randint(1, 9), rng.randint(1, 8)
+        grouped = rng.random() < 0.7
+        world = inter * intra
+        wanted = [Fraction(1)]
+        branch = "whole"
+        if inner < comm:
+            number = most if inner == 0 else min(ceil(comm / inner), most)
+            wanted, branch = [Fraction(1, number)] * number, "even"
+            if grouped and inner > c_inter:
+                wanted, branch = [Fraction(inter, world), 1 - Fraction(inter, world)], "inter"
+            elif grouped and comp / inter > intra * c_inter:
+                wanted, branch = [Fraction(intra, world), 1 - Fraction(intra, world)], "intra"
+            elif grouped:
+                wanted = [Fraction(intra, world), Fraction(inter - 1, world)]
+                wanted, branch = [*wanted, 1 - sum(wanted)], "three"
+        taken.add(branch)
+        found = operation_tier(
+            *map(float, (inner, comm, comp, c_inter)), inter, intra, most, grouped
+        )
+        assert found == pytest.approx([float(part) for part in wanted])
+        assert sum(found) == pytest.approx(1.0)
+    assert taken == {"whole", "even", "inter", "intra", "three"}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"inner": -1.0}, "inner must be finite and at least 0, got -1.0"),
+        ({"comm": float("nan")}, "comm must be finite"),
+        ({"comp": inf}, "comp must be finite"),
+        ({"inter": 0}, "inter must be an integer of at least 1, got 0"),
+        ({"intra": 2.0}, r"intra must be an integer of at least 1, got 2\.0"),
+        ({"max_chunks": 0}, "max_chunks must be an integer"),
+    ],
+    ids=str,
+)
+def test_algorithm_1_refuses_what_are_no_costs(change: dict[str, Any], message: str) -> None:
+    fine: dict[str, Any] = {"inner": 1.0, "comm": 2.0, "comp": 1.0, "c_inter": 1.0}
+    fine |= {"inter": 2, "intra": 2, "max_chunks": 4}
+    with pytest.raises(ValueError, match=message):
+        operation_tier(**{**fine, **change})
+
+
+def test_tiny_independent_costs_give_the_most_chunks() -> None:
+    assert operation_tier(5e-324, 1e300, 1.0, 1.0, 2, 2, 6, grouped=False) == [1 / 6] * 6
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def test_sub_groups_are_those_that_differ_in_one_index() -> None:
+    """By the definition of section 3.1.2, over all ranks of many meshes."""
+    rng = random.Random(2)
+    assert group_partition([2, 4], 5) == [[1, 5], [4, 5, 6, 7]]
+    assert group_partition([2, 8], 0) == [[0, 8], list(range(8))]
+    for _ in range(150):
+        mesh = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
+        index = list(itertools.product(*map(range, mesh)))  # of ranks, in their order
+        for rank in range(prod(mesh)):
+            found = group_partition(mesh, rank)
+            for dim in range(len(mesh)):
+                same = [
+                    q
+                    for q in range(prod(mesh))
+                    if all(index[q][j] == index[rank][j] for j in range(len(mesh)) if j != dim)
+                ]
+                assert found[dim] == same
+    for mesh, rank in (([], 0), ([2, 0], 0), ([2, 2], 4), ([2, 2], -1), ([2, True], 0)):
+        with pytest.raises(ValueError, match="must be"):
+            group_partition(mesh, rank)
+
+
+def test_the_order_of_gathered_shards_is_carried() -> None:
+    """Against AllGathers that are carried out, in every order of the dimensions."""
+    rng = random.Random(3)
+    assert gathered_order([2, 2], [1, 0]) == [0, 1, 2, 3]
+    assert gathered_order([2, 2], [0, 1]) == [0, 2, 1, 3]
+    for _ in range(200):
+        mesh = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
+        ranks = range(prod(mesh))
+        for order in itertools.permutations(range(len(mesh))):
+            held = {rank: [rank] for rank in ranks}
+            for dim in order:
+                held = {
+                    rank: [s for q in group_partition(mesh, rank)[dim] for s in held[q]]
+                    for rank in ranks
+                }
+            assert all(held[rank] == gathered_order(mesh, order) for rank in ranks)
+    with pytest.raises(ValueError, match="each dimension"):
+        gathered_order([2, 2], [0, 0])
+
+
+def test_names_of_sub_groups() -> None:
+    assert parse_group("dp") == SubGroup("dp")
+    assert parse_group("dp:2x4.1") == SubGroup("dp", (2, 4), 1)
+    hosts, inside = SubGroup("dp", (3, 16), 1).split((2, 8))
+    assert (hosts.name, inside.name) == ("dp:3x2x8.1", "dp:3x2x8.2")
+    assert members(Parallel(tp=2, dp=4), "dp:2x2.0") == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert members(Parallel(tp=2, dp=4), "dp:2x2.1") == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    for name in ("dp:", "dp:2x4", "dp:2x.0", "dp:2x4.2", "dp:0x4.0", "dp:ax4.0"):
+        with pytest.raises(ValueError, match="must look like"):
+            parse_group(name)
+    op = Op("r", "all_reduce", "intra", "fwd", 0, "r", shape=(1, 1), group="dp:2")
+    with pytest.raises(GraphError, match="r: a part of a group must look like"):
+        Graph((op,), ((),))
+
+
+def test_sub_groups_have_the_links_of_their_ranks() -> None:
+    fabric = Fabric(load_cluster("centauri-a"), Parallel(tp=2, dp=8))  # dp: 4 of a host
+    assert fabric.resource("dp") == fabric.resource("dp:2x4.0") == "inter"
+    assert fabric.resource("dp:2x4.1") == "intra"
+    assert fabric.span("dp:2x4.0").per_host == 1 and fabric.span("dp:2x4.1").hosts == 1
+    assert meshes(8, 4) == [(2, 4)] and meshes(8, 8) == meshes(8, 1) == meshes(12, 8) == []
+    cost = AnalyticCost(fabric, "bfloat16", 2)
+
+    def time(group: str, size: int) -> float:
+        op = Op("g", "all_gather", fabric.resource(group), "fwd", 0, "g", shape=(1, size))
+        return cost.solo(op._replace(group=group))
+
+    size = 1 << 28  # between hosts the same bytes cross each port, in whole or by groups
+    assert time("dp:2x4.0", size // 4) == pytest.approx(time("dp", size), rel=1e-3)
+    assert time("dp:2x4.1", size) < 0.2 * time("dp", size)
+
+
+# -- primitives and workload -----------------------------------------------------------------------
+
+
+def test_substitutions_are_those_that_cost_nothing() -> None:
+    """Table 2: what scales stays, and nothing that raises the latency."""
+    assert substitutions("all_reduce", 1e6, 8, 1e-3, 1e-6) == [
+        ("all_reduce",),
+        ("reduce_scatter", "all_gather"),
+    ]
+    assert substitutions("reduce_scatter", 1e6, 8, 1e-3, 1e-6)[1:] == [("reduces",)]
+    assert substitutions("all_gather", 1e6, 8, 1e-3, 1e-6)[1:] == [("broadcasts",)]
+    whole = latency("reduce_scatter", 1e6, 8, 0.0, 1e-6)
+    both = latency("reduce", 1e6, 8, 0.0, 1e-6) + latency("scatter", 1e6, 8, 0.0, 1e-6)
+    assert both > 2 * whole  # "doubles the latency"
+    with pytest.raises(ValueError, match="primitive must be one of"):
+        latency("magic", 1.0, 2, 0.0, 1.0)
+
+
+def test_chains_are_the_compatible_ones_and_the_choice_is_the_papers() -> None:
+    """Against every combination of axes of every prefix."""
+    rng = random.Random(4)
+    for _ in range(2000):
+        kinds = [rng.choice(list(AXES)) for _ in range(rng.randint(1, 5))]
+        costs = [float(rng.randint(1, 5)) for _ in kinds]
+        arrives = rng.choice([0, None])
+        wanted = {}
+        for length in range(1, len(kinds) + 1):
+            for axes in itertools.product(*(AXES[kind] for kind in kinds[:length])):
+                has, ok = arrives, True
+                for number, axis in enumerate(axes):
+                    ok = ok and axis.takes == has and (number == 0 or has is not None)
+                    has = axis.gives
+                if ok:
+                    wanted[tuple(axis.name for axis in axes)] = sum(costs[:length])
+        found = chains(kinds, costs, arrives)
+        assert {chain.axes: chain.cost for chain in found} == wanted
+        comm, independent = rng.randint(0, 12), rng.randint(0, 4)
+        chosen = choose_chain(found, comm, independent)
+        enough = [len(a) for a, cost in wanted.items() if cost + independent >= comm]
+        if not wanted:
+            assert chosen is None
+        else:
+            assert chosen is not None
+            assert len(chosen.axes) == (min(enough) if enough else max(map(len, wanted)))
+    assert [c.axes for c in chains(["matmul", "rowwise"], [1.0, 1.0], None)] == [("C",)]
+    with pytest.raises(ValueError, match="kind must be one of"):
+        chains(["magic"], [1.0])
+
+
+def test_pieces_bring_the_whole() -> None:
+    for inter, intra in itertools.product((2, 3, 6), (2, 4, 8)):
+        shapes = [even(3), even_by_group("all_gather", 3, intra)]
+        shapes += [even_by_group("reduce_scatter", 3, intra)]
+        for count, first in ((2, True), (2, False), (3, False)):
+            pieces = uneven_by_group(count, first, inter, intra)
+            shapes.append(pieces)
+            given = operation_tier(
+                2.0 if first else 1.0, 9.0, 1e3 if count == 2 else 0.0, 1.0, inter, intra, 8
+            )
+            assert [piece.brings for piece in pieces] == pytest.approx(given)
+        for pieces in shapes:
+            assert sum(piece.brings for piece in pieces) == pytest.approx(1.0)
+        crossing = [sum(p.volume for p in pieces if p.where == "inter") for pieces in shapes[3:]]
+        assert crossing == pytest.approx([1 / intra, 1.0, 1 / intra])
+
+
+# -- layer tier ------------------------------------------------------------------------------------
+
+TERMS = [
+    ("weight_gather", "inter", "all_gather", ()),
+    ("act_gather", "intra", "all_gather", ()),
+    ("act_grad", "comp", "gemm", (0,)),
+    ("weight_grad", "comp", "gemm", (1,)),
+    ("act_scatter", "intra", "reduce_scatter", (2,)),
+    ("weight_scatter", "inter", "reduce_scatter", (3,)),
+    ("others", "comp", "norm", (4,)),
+]
+PHASES = ([[0], [2, 1], [3, 4], [5, 6]], [[1], [3, 0], [2, 5], [4], [6]])
+
+
+class Given:
+    def __init__(self, costs: BackwardLayer) -> None:
+        self.costs = costs
+
+    def solo(self, op: Op) -> float:
+        return float(getattr(self.costs, op.name))
+
+    def oef(self, comp: Op, comm: Op) -> float:
+        return 1.0
+
+
+def backward_layer(deps: Sequence[tuple[int, ...]]) -> Graph:
+    ops = [
+        Op(name, kind, resource, "dgrad", 0, name, shape=(1, 1, 1),
+           group="" if resource == "comp" else "tp")
+        for name, resource, kind, _ in TERMS
+    ]  # fmt: skip
+    return Graph(tuple(ops), tuple(deps))
+
+
+def test_t1_and_t2_are_what_their_phases_take_and_no_less_than_the_best_order() -> None:
+    """Eq. 1 is a program of phases; its better one is an order that brute force finds, too."""
+    rng = random.Random(5)
+    for _ in range(250):
+        costs = BackwardLayer(*(rng.randint(0, 6) for _ in TERMS))
+        found = layer_tier(costs)
+        for total, phases in zip(found, PHASES, strict=True):
+            deps = [tuple(d for d in of[3]) for of in TERMS]
+            for before, after in itertools.pairwise(phases):
+                for number in after:
+                    deps[number] = tuple({*deps[number], *before})
+            graph = backward_layer(deps)
+            schedule = StepSchedule(graph, {(0, str(n)): (n,) for n in range(len(TERMS))})
+            assert simulate(schedule, Given(costs)).iteration_ms == pytest.approx(total)
+        graph, best = backward_layer([of[3] for of in TERMS]), inf
+        lanes = {
+            r: [n for n, of in enumerate(TERMS) if of[1] == r] for r in ("comp", "intra", "inter")
+        }
+        for orders in itertools.product(*(itertools.permutations(of) for of in lanes.values())):
+            schedule = StepSchedule(graph, {(0, r): o for r, o in zip(lanes, orders, strict=True)})
+            try:
+                best = min(best, simulate(schedule, Given(costs)).iteration_ms)
+            except GraphError:
+                continue  # an order that contradicts the dependencies
+        assert best <= min(found) + 1e-9
+    # Figure 6: tensor parallelism alone wants T1, FSDP alone T2.
+    assert min(layer_tier(BackwardLayer(0, 2, 4, 4, 2, 0, 1))) == 4 + 4 + 1
+    tp = layer_tier(BackwardLayer(0, 2, 4, 4, 2, 0, 1))
+    fsdp = layer_tier(BackwardLayer(4, 0, 4, 4, 0, 4, 0))
+    assert tp[0] < tp[1] and fsdp[1] < fsdp[0]
+
+
+# -- model tier ------------------------------------------------------------------------------------
+
+
+def test_eq_2_is_solved_as_brute_force_does() -> None:
+    rng, refused = random.Random(6), 0
+    for _ in range(5000):
+        gather, scatter = rng.uniform(0, 20), rng.uniform(0, 20)
+        forward, backward = rng.uniform(0, 4), rng.uniform(0, 4)
+        memory, free, count = rng.uniform(0, 2), rng.uniform(0, 12), rng.randint(1, 12)
+        depth, joint = rng.randint(1, 4), rng.random() < 0.5
+
+        def total(
+            one: int, two: int, of: tuple[float, ...] = (gather, scatter, forward, backward)
+        ) -> float:
+            return max(of[0] - one * of[2], 0.0) + max(of[1] - two * of[3], 0.0)
+
+        least = min(depth, count)
+        allowed = [
+            (one, two)
+            for one in range(least, count + 1)
+            for two in range(least, count + 1)
+            if max(one, two) * memory <= free and (not joint or one + two <= count)
+        ]
+        arguments = (gather, scatter, forward, backward, memory, free, count, depth, joint)
+        if not allowed:
+            refused += 1
+            with pytest.raises(ValueError, match="do not fit"):
+                model_tier(*arguments)
+            continue
+        found = model_tier(*arguments)
+        assert found in allowed
+        best = min(total(*pair) for pair in allowed)
+        assert total(*found) == pytest.approx(best, abs=1e-9)
+        fewest = min(sum(pair) for pair in allowed if total(*pair) <= best + 1e-9)
+        assert sum(found) <= fewest + (1 if abs(total(*found) - best) < 1e-9 else 0)
+    assert refused > 100
+
+
+def test_eq_2_at_the_numbers_of_figure_7() -> None:
+    """16 micro-batches, depth 4: from memory for 8 on, 8 at a time hide what 4 do not."""
+    assert model_tier(8.0, 16.0, 1.0, 2.0, 1.0, 16.0, 16, depth=4) == (8, 8)
+    assert model_tier(8.0, 16.0, 1.0, 2.0, 1.0, 4.0, 16, depth=4) == (4, 4)  # depth-first, 7b
+    assert model_tier(80.0, 160.0, 1.0, 2.0, 1.0, 16.0, 16, depth=4) == (16, 16)  # 7c
+    assert sum(model_tier(80.0, 160.0, 1.0, 2.0, 1.0, 16.0, 16, depth=4, joint=True)) == 16
+    with pytest.raises(ValueError, match="memory is for 3"):
+        model_tier(8.0, 16.0, 1.0, 2.0, 1.0, 3.0, 16, depth=4)
+    with pytest.raises(ValueError, match="gather must be at least 0"):
+        model_tier(-1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1)
+
+
+@pytest.mark.parametrize("stages, micros", [(1, 1), (1, 6), (4, 8), (4, 2)])
+@pytest.mark.parametrize("forward, backward", [(1, 1), (4, 1), (1, 4), (8, 8)])
+def test_blocks_hold_every_pass_once(stages: int, micros: int, forward: int, backward: int) -> None:
+    for stage in range(stages):
+        found = list(blocks(stage, stages, micros, forward, backward))
+        flat = [one for block in found for one in block]
+        assert sorted(flat) == sorted((k, m) for k in "FB" for m in range(micros))
+        assert all(flat.index(("F", m)) < flat.index(("B", m)) for m in range(micros))
+        assert found[0] == tuple(("F", m) for m in range(min(forward, micros)))
+        assert found[-1] == tuple(("B", m) for m in range(micros))[-min(backward, micros) :]
