@@ -291,7 +291,7 @@ def _quick(cluster: Cluster, job: Job) -> float | str:
     try:
         found = _timeline(cluster, (small, name, options))[0].iteration_ms
     except ValueError as error:
-        return f"{name}: {error}"
+        return str(error) if str(error).startswith(name) else f"{name}: {error}"
     slots = (step.micro_batches + stages - 1) / (count + stages - 1)
     return found * slots * (step.layers // stages) / layers
 
