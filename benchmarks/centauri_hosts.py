@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -200,7 +201,7 @@ def main() -> None:
         runs.append({"link": link, **job, **found})
         print(link, {name: round(value, 3) for name, value in row(runs[-1]).items()}, flush=True)
     content = {
-        "command": "python benchmarks/centauri_hosts.py",
+        "command": " ".join(["python", "benchmarks/centauri_hosts.py", *sys.argv[1:]]),
         "model": SIZES,
         "sequence": SEQUENCE,
         "ranks": f"{HOSTS} hosts of {PER_HOST}, one thread each, float32",

@@ -31,7 +31,7 @@ from flux.plan.model import Step
 
 _ADAM = 7
 """Tensors in float32: Adam reads gradient, weight and two moments, and writes the last three."""
-_OPTIMIZER_BYTES = 12.0
+OPTIMIZER_BYTES = 12.0
 """Float32 copy of the weight and two moments."""
 
 
@@ -86,9 +86,9 @@ class _Layers:
         """Return bytes of weights, gradients and optimizer states of a stage's rank."""
         step = self.step
         share = (step.shard or step.parallel.dp) if step.zero else 1
-        weight = 2.0 * step.itemsize + _OPTIMIZER_BYTES / share
+        weight = 2.0 * step.itemsize + OPTIMIZER_BYTES / share
         if step.zero == 3:  # what is gathered is allocated by the gathers
-            weight = (2.0 * step.itemsize + _OPTIMIZER_BYTES) / share
+            weight = (2.0 * step.itemsize + OPTIMIZER_BYTES) / share
         return [self.per_stage * step.layer_weights * weight] * step.parallel.pp
 
     # -- operators ---------------------------------------------------------------------------------

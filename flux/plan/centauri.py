@@ -392,8 +392,10 @@ def _unpack(packed: Any) -> torch.Tensor:
         tensor, (unit, parameter) = packed
         unit.in_backward = True
         unit.read(parameter)
-        return tensor
-    return packed
+    else:
+        tensor = packed
+    found: torch.Tensor = tensor
+    return found
 
 
 def _chunks(parameters: Sequence[Managed], least: int, name: str) -> list[Chunk]:

@@ -2,8 +2,8 @@
 
 Three rounds, each on fewer candidates:
 
-    1  every layout (degrees, micro-batch, ZeRO) by a closed form: operators of one layer one after
-       the other, the bubble of 1F1B, memory
+    1  every layout (degrees, micro-batch, ZeRO) by closed forms: operators of one layer one after
+       the other, or with all communication hidden; the bubble of 1F1B; memory
     2  every policy on the best layouts, simulated with few layers and micro-batches
     3  the best of those, simulated as they are; only these are ranked, and only if they fit
 
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from flux.bench.shapes import model_of
 from flux.machine.cluster import Cluster
@@ -156,14 +156,14 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
     progress("layouts", 0, len(possible))
     rated = [(_estimate(step, query.cluster), step) for step in possible]
     limit = query.memory_gb * 1e9
-    fitting = [(ms, step) for (ms, needed), step in rated if needed <= limit]
+    fitting = [(rating, step) for rating, step in rated if rating.memory_bytes <= limit]
     if not fitting:
-        least = min(needed for (_, needed), _ in rated) / 1e9
+        least = min(rating.memory_bytes for rating, _ in rated) / 1e9
         raise ValueError(
             f"no layout of {query.model} on {query.gpus} GPUs fits into {query.memory_gb:g} GB: "
             f"the smallest needs {least:.1f} GB"
         )
-    kept = [step for _, step in sorted(fitting, key=lambda pair: pair[0])[: query.beam]]
+    kept = _best(fitting, query.beam)
     work = [(step, name, options) for step in kept for name, options in query.policies]
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -246,23 +246,38 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _estimate(step: Step, cluster: Cluster) -> tuple[float, float]:
-    """Return ms and bytes of a step under 1F1B without overlap, from one layer of each stage."""
+class _Rating(NamedTuple):
+    """A step under 1F1B, in ms: nothing hidden, and all communication; and its memory."""
+
+    serial_ms: float
+    hidden_ms: float
+    memory_bytes: float
+
+
+def _best(rated: Sequence[tuple[_Rating, Step]], count: int) -> list[Step]:
+    """Return the layouts that are best with nothing hidden, or with all, by turns."""
+    orders = [sorted(rated, key=lambda pair: pair[0][which]) for which in (0, 1)]
+    found = dict.fromkeys(step for pair in zip(*orders, strict=True) for _, step in pair)
+    return list(found)[:count]
+
+
+def _estimate(step: Step, cluster: Cluster) -> _Rating:
+    """Rate a step from one layer of each stage."""
     stages, layers = step.parallel.pp, step.layers // step.parallel.pp
     fabric = Fabric(cluster, step.parallel)
     graph = build_step(replace(step, layers=stages, micro_batches=1), fabric)
     cost = AnalyticCost(fabric, step.dtype, step.itemsize)
-    passes = ends = kept = 0.0
+    slots = step.micro_batches + stages - 1
+    serial = hidden = kept = 0.0
     for op in graph.ops:
         if op.stage == stages // 2:
-            if op.role == "step":
-                ends += cost.solo(op)
-            else:
-                passes += cost.solo(op)
+            time = cost.solo(op) * (1 if op.role == "step" else slots)
+            serial += time
+            hidden += 0.0 if op.is_collective else time
             kept += op.allocates if op.role == "fwd" else 0.0
-    slots = step.micro_batches + stages - 1
     held = min(stages, step.micro_batches)
-    return layers * (slots * passes + ends), layers * (graph.resident[0] + held * kept)
+    memory = layers * (graph.resident[0] + held * kept)
+    return _Rating(layers * serial, layers * hidden, memory)
 
 
 # -- second and third round ------------------------------------------------------------------------

@@ -155,6 +155,14 @@ def test_each_tier_helps_or_costs_nothing() -> None:
         assert times[-1] < 0.97 * times[0]
 
 
+def test_a_substituted_all_reduce_leaves_a_share_of_the_optimizer_on_each_rank() -> None:
+    """Memory and time are those of ZeRO-1, which the paper says that it becomes."""
+    found = [simulate(*plan(step_with(zero=zero, dp=8))) for zero in (0, 1)]
+    resident = [timeline.schedule.graph.resident[0] for timeline in found]
+    assert resident[0] == pytest.approx(resident[1], rel=1e-3)
+    assert found[0].iteration_ms == pytest.approx(found[1].iteration_ms, rel=1e-3)
+
+
 def test_gain_is_within_its_bounds() -> None:
     """Section 5.4: with a share a of communication at most min(1 / a, 1 / (1 - a))."""
     for batch in (1, 4, 8):
@@ -186,7 +194,7 @@ def test_more_micro_batches_at_a_time_only_where_memory_is() -> None:
     [
         ({"layer": "t3"}, "layer must be auto, t1 or t2"),
         ({"max_chunks": 0}, "max_chunks must be an integer of at least 1"),
-        ({"prefetch": 1.5}, "prefetch must be an integer"),
+        ({"prefetch": -1}, "prefetch must be an integer of at least 0"),
         ({"operation": 1}, "operation must be true or false"),
         ({"memory_gb": -1}, "memory_gb must be at least 0"),
         ({"magic": 1}, "policy centauri: .*magic"),

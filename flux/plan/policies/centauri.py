@@ -69,7 +69,7 @@ class Centauri:
         substitute: AllReduce of gradients becomes ReduceScatter and AllGather, and AllGathers of
             weights run under the next step's forward; else they end the step.
         max_chunks: most chunks of a collective.
-        prefetch: with ZeRO-3, layers whose weights are gathered ahead.
+        prefetch: with ZeRO-3, layers whose weights are gathered ahead; 0: each in front of itself.
         memory_gb: of a device, for the model tier; 0: what the cluster's device has.
     """
 
@@ -88,10 +88,10 @@ class Centauri:
         for name, on in (("operation", operation), ("model", model), ("substitute", substitute)):
             if type(on) is not bool:
                 raise ValueError(f"centauri: {name} must be true or false, got {on!r}")
-        for name, value in (("max_chunks", max_chunks), ("prefetch", prefetch)):
-            if type(value) is not int or value < 1:
+        for name, value, least in (("max_chunks", max_chunks, 1), ("prefetch", prefetch, 0)):
+            if type(value) is not int or value < least:
                 raise ValueError(
-                    f"centauri: {name} must be an integer of at least 1, got {value!r}"
+                    f"centauri: {name} must be an integer of at least {least}, got {value!r}"
                 )
         if layer not in ("auto", "t1", "t2"):
             raise ValueError(f"centauri: layer must be auto, t1 or t2, got {layer!r}")
@@ -113,7 +113,13 @@ class Centauri:
         graph = limited(graph, orders, self.prefetch)
         if not self.operation:
             return graph
-        return partitioned(graph, self._operation_tier(window(graph), fabric, cost), fabric)
+        small = window(graph)
+        parts = partitioned(graph, self._operation_tier(small, fabric, cost), fabric)
+        if small is graph or len(parts.ops) > _MOST_OPS:
+            return parts
+        # What is best for the first layers may not be for all.
+        times = [simulate(self.order(each, cost), cost).iteration_ms for each in (graph, parts)]
+        return graph if times[0] <= times[1] else parts
 
     # -- operation tier ----------------------------------------------------------------------------
 

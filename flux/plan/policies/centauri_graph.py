@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flux.plan.build import OPTIMIZER_BYTES
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Builder, Graph, Op
 from flux.plan.mesh import parse_group
@@ -54,6 +55,7 @@ def substituted(graph: Graph, fabric: Fabric) -> Graph:
     """
     builder = Builder(graph.itemsize)
     users = _first_users(graph)
+    resident = list(graph.resident)
     place: dict[int, int] = {}
     waits: dict[int, list[int]] = {}  # for old operators, gathers at the beginning of the step
     for number, op in enumerate(graph.ops):
@@ -73,6 +75,9 @@ def substituted(graph: Graph, fabric: Fabric) -> Graph:
             continue
         if op.kind == "all_reduce" and op.role == "step":
             op = op._replace(kind="reduce_scatter")
+            if resident:  # each rank keeps the optimizer's states of its share
+                others = 1 - 1 / fabric.span(op.group).size
+                resident[op.stage] -= OPTIMIZER_BYTES * op.shape[1] * others
         if op.kind == "optimizer":
             for dep in graph.deps[number]:
                 before = graph.ops[dep]
@@ -81,7 +86,7 @@ def substituted(graph: Graph, fabric: Fabric) -> Graph:
                     op = op._replace(shape=(1, max(1, int(share)), op.shape[2]))
         behind = [place[dep] for dep in graph.deps[number]]
         place[number] = builder.add(op, [*behind, *waits.get(number, [])])
-    return builder.build(graph.resident)
+    return builder.build(resident)
 
 
 def _first_users(graph: Graph) -> dict[tuple[int, bool], list[int]]:
