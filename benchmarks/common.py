@@ -16,6 +16,7 @@ RESULTS = Path("benchmarks", "results", "cpu")
 """Relative to the root, where the commands run: they are part of the files."""
 LINK_NAMES = {
     "none": "one host",
+    "350mbit": "350 Mbit/s",
     "500mbit": "500 Mbit/s",
     "1gbit": "1 Gbit/s",
     "2gbit": "2 Gbit/s",
