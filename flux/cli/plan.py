@@ -335,7 +335,7 @@ def run_command(
     """
     given = dict(locals(), policy=policy or ["serial", "domino"])
     if searched is not None:
-        from flux.cli.plan_search import winner_of
+        from flux.plan.search import winner_of
 
         try:
             given |= winner_of(searched)

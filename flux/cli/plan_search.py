@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -191,32 +189,3 @@ def _show(query: Query, found: Found, top: int) -> None:
         f"layers, {len(found.ranked)} as they are; {found.too_large} need more memory.",
         **PLAIN,
     )
-
-
-def winner_of(path: str) -> dict[str, Any]:
-    """Return options of `flux plan run` for the first plan in a file of `flux plan search`.
-
-    Raises:
-        ValueError: the file holds something else.
-        OSError: it cannot be read.
-    """
-    from flux.core.datafile import load_json, shown
-
-    content = load_json(Path(path))
-    try:
-        first = content["plans"][0]
-        policy = dict(first["policy_options"])
-        name = policy.pop("name")
-        text = ",".join(
-            f"{key}={json.dumps(value).strip(chr(34))}" for key, value in policy.items()
-        )
-        names = ("tp", "dp", "pp", "sequence_parallel", "micro_batch", "micro_batches", "zero")
-        return {key: first[key] for key in (*names, "regather")} | {
-            "model": content["model"],
-            "sequence": content["sequence"],
-            "policy": ["serial", f"{name}:{text}" if text else name],
-        }
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not an outcome of flux plan search: {shown(str(error))}"
-        ) from error

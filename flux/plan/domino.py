@@ -251,28 +251,36 @@ class _ColumnInput(torch.autograd.Function):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x W^T; backward: dgrad, its collective, wgrad."""
+    """x W^T + b; backward: dgrad, its collective, and beside that the gradients of W and b."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, channel: Channel) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        channel: Channel,
+    ) -> torch.Tensor:
         if channel.sequence_parallel:
             channel.wait("forward")
         channel.note("forward", "column")
         ctx.channel = channel
         ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(x, weight)
+        return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         ctx.channel.note("backward", "column")
-        dx = dw = None
+        dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = grad.matmul(weight)
             ctx.channel.reduce("backward", dx)  # of dx's shape: what ``in`` waits for replaces it
         if ctx.needs_input_grad[1]:
             dw = _weight_gradient(grad, x)
-        return dx, dw, None
+        if ctx.needs_input_grad[2]:
+            db = grad.flatten(0, -2).sum(0)
+        return dx, dw, db, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -333,8 +341,9 @@ def column_linear(
     group: dist.ProcessGroup,
     sequence_parallel: bool,
     fused: LinearConfig | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x W^T of this rank's columns.
+    """Return x W^T + b of this rank's columns.
 
     Args:
         x: [..., K]; with sequence parallelism this rank's part of the first dimension.
@@ -342,6 +351,7 @@ def column_linear(
         group: the ranks; W of them.
         sequence_parallel: gather x, and reduce-scatter its gradient.
         fused: how Flux's fused ops do it, if they shall.
+        bias: [N/W], of x's dtype, or None.
 
     Returns:
         [..., N/W].
@@ -352,8 +362,8 @@ def column_linear(
         _slices.switch("entered", gathers=sequence_parallel and fused is None)
     if fused is not None:
         channel.note("forward", "fused column")
-        return autograd.column_linear(entered, weight, None, fused)
-    y: torch.Tensor = cast(Any, _ColumnLinear).apply(entered, weight, channel)
+        return autograd.column_linear(entered, weight, bias, fused)
+    y: torch.Tensor = cast(Any, _ColumnLinear).apply(entered, weight, bias, channel)
     return y
 
 

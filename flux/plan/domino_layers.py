@@ -29,9 +29,7 @@ class ColumnParallelLinear(linear.ColumnParallelLinear):
         if self.world == 1:
             return super().forward(x)
         how = self._named().config(self._user) if self.fused_in_slices else None
-        y = column_linear(x, self.weight, self.group, self.sequence_parallel, how)
-        if self.bias is not None:
-            y = y + self.bias
+        y = column_linear(x, self.weight, self.group, self.sequence_parallel, how, self.bias)
         if self.gather_output:
             y = torch.ops.flux.gather_features(y, self.group_name)
         return y

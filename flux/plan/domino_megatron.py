@@ -37,8 +37,7 @@ class ColumnParallelLinear(megatron_layers.ColumnParallelLinear):  # type: ignor
                 "switch gradient_accumulation_fusion and defer_embedding_wgrad_compute off"
             )
         fused = _fused(self, sequence_parallel, how["allreduce_dgrad"])
-        y = column_linear(input, weight, group, sequence_parallel, fused)
-        return y if how["bias"] is None else y + how["bias"]
+        return column_linear(input, weight, group, sequence_parallel, fused, how["bias"])
 
 
 class RowParallelLinear(megatron_layers.RowParallelLinear):  # type: ignore[misc, unused-ignore]

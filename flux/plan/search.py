@@ -12,15 +12,18 @@ A step has a given number of sequences, so steps of all candidates do the same w
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flux.bench.shapes import model_of
+from flux.core.datafile import load_json, shown
 from flux.machine.cluster import Cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
@@ -355,3 +358,30 @@ def layout_of(step: Step) -> str:
     if step.zero == 3:
         words.append("zero=3")
     return " ".join(words)
+
+
+def winner_of(path: str) -> dict[str, Any]:
+    """Return options of `flux plan run` for the first plan in a file of `flux plan search`.
+
+    Raises:
+        ValueError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    content = load_json(Path(path))
+    try:
+        first = content["plans"][0]
+        policy = dict(first["policy_options"])
+        name = policy.pop("name")
+        text = ",".join(
+            f"{key}={json.dumps(value).strip(chr(34))}" for key, value in policy.items()
+        )
+        names = ("tp", "dp", "pp", "sequence_parallel", "micro_batch", "micro_batches", "zero")
+        return {key: first[key] for key in (*names, "regather")} | {
+            "model": content["model"],
+            "sequence": content["sequence"],
+            "policy": ["serial", f"{name}:{text}" if text else name],
+        }
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not an outcome of flux plan search: {shown(str(error))}"
+        ) from error
