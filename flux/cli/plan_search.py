@@ -57,7 +57,8 @@ def search_command(
     """Find the fastest policy and degrees of parallelism for a model on a cluster.
 
     Without --policy all policies are tried. What does not fit into memory is left out. --json
-    writes the plans for `flux plan run --plan`; --trace and --html have the best three.
+    writes the plans for `flux plan run --plan`. --trace has the best three. --html has them with
+    few layers and micro-batches, as many as a picture can hold.
     """
     for target in (trace, picture, json_target):
         if target not in (None, "-"):
@@ -74,10 +75,15 @@ def search_command(
     content = _document(query, found)
     write(content, json_target)
     best = found.ranked[:3]
-    if trace is not None or picture is not None:
-        timelines = [(_shown(one), one.timeline(query.cluster)) for one in best]
-        write_trace(timelines, trace)
-        draw(f"{query.model} on {gpus} GPUs", timelines, picture)
+    if trace is not None:
+        write_trace([(_shown(one), one.timeline(query.cluster)) for one in best], trace)
+    if picture is not None:
+        from flux.plan.picture import MOST_OPS
+
+        small = [(_shown(one), one.small_timeline(query.cluster)) for one in best]
+        while len(small) > 1 and sum(len(timeline.start) for _, timeline in small) > MOST_OPS:
+            small.pop()
+        draw(f"{query.model} on {gpus} GPUs: few layers and micro-batches", small, picture)
     if not silent:
         _show(query, found, top)
 

@@ -9,7 +9,7 @@ from flux.plan.graph import FUSED, Op
 from flux.plan.mesh import parse_group
 from flux.plan.simulate import Timeline
 
-MOST_OPS = 20_000
+MOST_OPS = 40_000
 """Operators of a page: a browser takes a second for so many."""
 _WIDTH, _ROW, _GAP, _LEFT = 1100, 18, 14, 150  # pixels
 _COLOURS = {

@@ -5,7 +5,8 @@ Three rounds, each on fewer candidates:
     1  every layout (degrees, micro-batch, ZeRO) by closed forms: operators of one layer one after
        the other, or with all communication hidden; the bubble of 1F1B; memory
     2  every policy on the best layouts, simulated with few layers and micro-batches
-    3  the best of those, simulated as they are; only these are ranked, and only if they fit
+    3  the best of those, simulated with all layers and, up to MOST_OPS operators, with all
+       micro-batches; only these are ranked, and only if they fit
 
 A step has a given number of sequences, so steps of all candidates do the same work.
 """
@@ -38,9 +39,14 @@ VARIANTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 }
 """Options that are tried, of policies that have more than one way worth trying."""
 LAYERS = 2
-"""Layers of a stage in the second round."""
-ROUNDS = 3
+"""Layers of a stage in the second round; 1 where a stage has an odd number, as folds need two."""
+ROUNDS = 2
 """Micro-batches for each stage in the second round."""
+
+
+MOST_OPS = 60_000
+"""Operators of a step in the third round. Of a longer one fewer micro-batches are simulated: at
+least twice as many as stages, which fill the pipeline and hold the most memory."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +115,16 @@ class Plan:
     peak_memory_bytes: float
 
     def timeline(self, cluster: Cluster) -> Timeline:
-        """Return the timeline, simulated anew: those of a whole search take too much memory."""
-        return _timeline(cluster, (self.step, self.policy, self.options))[0]
+        """Return the timeline, simulated anew: those of a whole search take too much memory.
+
+        Of a step with more than MOST_OPS operators it has fewer micro-batches.
+        """
+        step, _ = _shortened(self.step)
+        return _timeline(cluster, (step, self.policy, self.options))[0]
+
+    def small_timeline(self, cluster: Cluster) -> Timeline:
+        """Return the timeline of a few layers and micro-batches, as a picture can show them."""
+        return _timeline(cluster, (_small(self.step), self.policy, self.options))[0]
 
 
 @dataclass(frozen=True)
@@ -181,9 +195,13 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
             raise ValueError(f"no policy can be used: {'; '.join(reasons)}")
         times.sort(key=lambda pair: float(pair[0]))
         best = [job for _, job in times[: max(4, query.beam // 2)]]
-        plans = list(
+        ended = list(
             _followed(pool.map(partial(_whole, query.cluster), best), "best", len(best), progress)
         )
+    reasons.update(found for found in ended if isinstance(found, str))
+    plans = [found for found in ended if isinstance(found, Plan)]
+    if not plans:
+        raise ValueError(f"no policy can be used: {'; '.join(reasons)}")
     fits = [plan for plan in plans if plan.peak_memory_bytes <= limit]
     if not fits:
         least = min(plan.peak_memory_bytes for plan in plans) / 1e9
@@ -299,25 +317,61 @@ def _timeline(cluster: Cluster, job: Job) -> tuple[Timeline, str]:
     return simulate(schedule, cost), label_of(name, options, policy)
 
 
+def _small(step: Step) -> Step:
+    """Return a step with few layers and micro-batches."""
+    stages = step.parallel.pp
+    layers = LAYERS if step.layers // stages % 2 == 0 else 1
+    count = min(step.micro_batches, ROUNDS * stages)
+    return replace(step, layers=layers * stages, micro_batches=count)
+
+
 def _quick(cluster: Cluster, job: Job) -> float | str:
     """Return the time of a step, from one with fewer layers and micro-batches; or why not."""
     step, name, options = job
-    stages = step.parallel.pp
-    layers = min(step.layers // stages, LAYERS)
-    count = min(step.micro_batches, ROUNDS * stages)
-    small = replace(step, layers=layers * stages, micro_batches=count)
+    stages, small = step.parallel.pp, _small(step)
     try:
         found = _timeline(cluster, (small, name, options))[0].iteration_ms
     except ValueError as error:
-        return str(error) if str(error).startswith(name) else f"{name}: {error}"
-    slots = (step.micro_batches + stages - 1) / (count + stages - 1)
-    return found * slots * (step.layers // stages) / layers
+        return _refusal(name, error)
+    slots = (step.micro_batches + stages - 1) / (small.micro_batches + stages - 1)
+    return found * slots * step.layers / small.layers
 
 
-def _whole(cluster: Cluster, job: Job) -> Plan:
-    t, label = _timeline(cluster, job)
-    figures = (t.iteration_ms, t.compute_ms, t.comm_ms, t.exposed_comm_ms, t.peak_memory_bytes)
-    return Plan(*job, label, *figures)
+def _shortened(step: Step) -> tuple[Step, float]:
+    """Return a step with at most MOST_OPS operators, and how much longer the whole one takes.
+
+    Both take a pass of all stages and then one more slot for each micro-batch.
+    """
+    stages, count = step.parallel.pp, step.micro_batches
+    per_micro = step.layers * 32  # operators of a layer, forward and backward
+    kept = min(count, max(2 * stages, MOST_OPS // per_micro // stages * stages))
+    factor = (count + stages - 1) / (kept + stages - 1)
+    return replace(step, micro_batches=kept), factor
+
+
+def _whole(cluster: Cluster, job: Job) -> Plan | str:
+    """Return a plan and its figures; or why there is none."""
+    step, name, options = job
+    short, factor = _shortened(step)
+    try:
+        t, label = _timeline(cluster, (short, name, options))
+    except ValueError as error:
+        return _refusal(name, error)
+    return Plan(
+        step,
+        name,
+        options,
+        label,
+        factor * t.iteration_ms,
+        factor * t.compute_ms,
+        factor * t.comm_ms,
+        factor * t.exposed_comm_ms,
+        t.peak_memory_bytes,
+    )
+
+
+def _refusal(name: str, error: ValueError) -> str:
+    return str(error) if str(error).startswith(name) else f"{name}: {error}"
 
 
 # -- why -------------------------------------------------------------------------------------------
@@ -332,7 +386,9 @@ def reasons(found: Found, cluster: Cluster) -> list[str]:
     """
     winner = found.ranked[0]
     serial = _whole(cluster, (winner.step, "serial", {}))
-    rows = [("the winner", winner), ("its layout without overlap", serial)]
+    rows = [("the winner", winner)]
+    if isinstance(serial, Plan):
+        rows.append(("its layout without overlap", serial))
     other = next((p for p in found.ranked if layout_of(p.step) != layout_of(winner.step)), None)
     if other is not None:
         rows.append((f"the next layout, {layout_of(other.step)}, {other.label}", other))
