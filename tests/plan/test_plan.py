@@ -430,7 +430,7 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
     drawn_bars = [e for e in root.iter() if e.tag.endswith("rect") and len(e)]
     assert len(drawn_bars) == page.count("<title>L") + page.count("<title>S")
     for words, message in (
-        (["--html", str(drawn), "--micro-batches", "200", "--memory-gb", "1e6"], "is too large"),
+        (["--html", str(drawn), "--micro-batches", "500", "--memory-gb", "1e6"], "is too large"),
         (["--tp", "7"], "tp = 7 must divide heads = 96"),
         (["--policy", "magic"], "policy must be one of"),
         (["--policy", "domino:slices"], "expected option=value, got 'slices'"),
