@@ -85,7 +85,7 @@ def search_command(
             small.pop()
         draw(f"{query.model} on {gpus} GPUs: few layers and micro-batches", small, picture)
     if not silent:
-        _show(query, found, top)
+        _show(query, found, top, content["why"])
 
 
 def _query(
@@ -163,10 +163,10 @@ def _document(query: Query, found: Found) -> dict[str, Any]:
     }
 
 
-def _show(query: Query, found: Found, top: int) -> None:
+def _show(query: Query, found: Found, top: int, why: list[str]) -> None:
     from rich.table import Table
 
-    from flux.plan.search import layout_of, reasons
+    from flux.plan.search import layout_of
 
     console = Console()
     title = (
@@ -188,7 +188,7 @@ def _show(query: Query, found: Found, top: int) -> None:
             f"{one.peak_memory_bytes / 1e9:.1f}",
         )
     console.print(table)
-    for line in reasons(found, query.cluster):
+    for line in why:
         console.print(line, **PLAIN)
     console.print(
         f"{found.layouts} layouts fit; {found.simulated} candidates were simulated with few "

@@ -147,7 +147,8 @@ class Domino:
         A segment begins with a column-parallel linear, with a row-parallel one, and behind the
         collective of that.
         """
-        linears = {linear for linear in LINEARS if _communicates(graph, linear)}
+        ops = [graph.ops[number] for number in numbers]
+        linears = {linear for linear in LINEARS if _communicates(ops, linear)}
         segments: list[list[list[int]]] = [[[]] for _ in range(self.slices)]
         heads = [""] * self.slices  # the linear that began a slice's segment
         for number in numbers:  # topological
@@ -197,11 +198,11 @@ class Domino:
         return blocks
 
 
-def _communicates(graph: Graph, linear: str) -> bool:
-    """Return whether a linear layer is tensor parallel: those of experts are not."""
+def _communicates(ops: Sequence[Op], linear: str) -> bool:
+    """Return whether a linear layer of a forward pass is tensor parallel: experts' are not."""
     block = ("ar1", "rs1") if linear in ("qkv", "proj") else ("ar2", "rs2")
     row = "proj" if linear in ("qkv", "proj") else "fc2"
-    return any(op.part in block or (op.part == row and op.kind in FUSED) for op in graph.ops)
+    return any(op.part in block or (op.part == row and op.kind in FUSED) for op in ops)
 
 
 _LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | {
