@@ -10,7 +10,6 @@ much there is to hide.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import ROOT, markdown
+from common import ROOT, keep, markdown
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -208,8 +207,7 @@ def main() -> None:
         "torch": torch.__version__,
         "runs": runs,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    keep(content, options.out)
     print(table(content))
 
 

@@ -10,12 +10,11 @@ the layer that needs them (figure 1a); *coarse* gathers one layer ahead, too, as
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, markdown
+from common import ROOT, keep, markdown
 
 from flux.bench.shapes import Layer
 from flux.machine.cluster import load_cluster
@@ -149,9 +148,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     rows = [measured(case) for case in cases()]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     content = {"command": "python benchmarks/centauri_paper.py", "rows": rows}
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    keep(content, options.out)
     for row in rows:
         print(
             f"{row['group']:12} {row['cluster'][-1]} {row['model']:6} batch {row['batch']} "

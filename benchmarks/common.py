@@ -81,6 +81,12 @@ def load(path: Path) -> dict[str, Any]:
     return document
 
 
+def keep(content: dict[str, Any], path: Path) -> None:
+    """Write a raw JSON, and the folders that it stands in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def unbroken(text: str) -> str:
     """Return a text whose words stay in one line of a narrow table."""
     return text.replace(" ", "\N{NO-BREAK SPACE}")

@@ -28,7 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import ROOT, markdown
+from common import ROOT, keep, markdown
 from llama import Llama, Stage, layer_of, loss_of
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -273,9 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{case['ratio_to_wgrad']:.2f} of wgrad",
             flush=True,
         )
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     content = {"torch": torch.__version__, "cases": cases}
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    keep(content, options.out)
 
 
 if __name__ == "__main__":

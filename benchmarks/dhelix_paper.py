@@ -10,13 +10,12 @@ micro-batch, so two short steps are simulated, and the time of the paper's batch
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, markdown
+from common import ROOT, keep, markdown
 
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
@@ -261,8 +260,7 @@ def main() -> None:
     for case in CASES:
         cases.append(entry_of(case))
         print(case.cluster, case.model, case.sequence, case.degrees, cases[-1]["gains"], flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"cases": cases}, indent=1) + "\n")
+    keep({"cases": cases}, options.out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import LINK_NAMES, ROOT, markdown, ratio_interval
+from common import LINK_NAMES, ROOT, keep, markdown, ratio_interval
 
 from flux.bench.config import Run
 from flux.bench.launch import on_ranks
@@ -312,8 +311,7 @@ def main() -> None:
         "versions": host.versions() | {name: version(name) for name in packages},
         "runs": runs,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    keep(content, options.out)
     print(table(content))
 
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, markdown
+from common import ROOT, keep, markdown
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "hosts.json"
 LINKS = ("500mbit", "1gbit", "2gbit")
@@ -103,8 +103,7 @@ def main() -> None:
         )
         for row in rows_of(policies):
             print(link, shape, row["policy"], f"{row['iteration_ms']:.0f} ms, {row['off']:+.1%}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    keep({"runs": runs}, options.out)
 
 
 if __name__ == "__main__":
