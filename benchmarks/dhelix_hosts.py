@@ -37,7 +37,7 @@ from flux.launch.hosts import Hosts, parse_rate
 from flux.launch.progress import Progress
 from flux.launch.spawn import run_ranks
 from flux.machine.cluster import Network, load_cluster
-from flux.plan import domino
+from flux.plan import domino_linear
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.dhelix import ScheduleDHelix, best_script, folded
@@ -108,16 +108,16 @@ def groups(pipeline: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 @contextmanager
 def at_once() -> Iterator[None]:
     """Let every collective be waited for when it is launched."""
-    launch = domino.Channel.launch
+    launch = domino_linear.Channel.launch
 
-    def waited(channel: domino.Channel, *arguments: Any) -> torch.Tensor:
+    def waited(channel: domino_linear.Channel, *arguments: Any) -> torch.Tensor:
         result = launch(channel, *arguments)
         for work, _ in channel._pending:
             if work is not None:
                 work.wait()
         return result
 
-    with mock.patch.object(domino.Channel, "launch", waited):
+    with mock.patch.object(domino_linear.Channel, "launch", waited):
         yield
 
 
@@ -125,11 +125,13 @@ def at_once() -> Iterator[None]:
 def no_collectives() -> Iterator[None]:
     """Leave collectives out: results are wrong, and the time is that of computation."""
 
-    def left_out(channel: domino.Channel, phase: str, call: Any, *tensors: Any) -> torch.Tensor:
+    def left_out(
+        channel: domino_linear.Channel, phase: str, call: Any, *tensors: Any
+    ) -> torch.Tensor:
         channel._pending.append((None, tensors[0]))
         return tensors[0]  # type: ignore[no-any-return]
 
-    with mock.patch.object(domino.Channel, "launch", left_out):
+    with mock.patch.object(domino_linear.Channel, "launch", left_out):
         yield
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from flux.layers import linear
 from flux.layers.linear import sum_grad
-from flux.plan.domino import column_linear, row_linear
+from flux.plan.domino_linear import column_linear, row_linear
 from flux.plan.policies.fuse import WHICH
 
 M = TypeVar("M", bound=nn.Module)

@@ -16,7 +16,8 @@ from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_paral
 from flux.layers.autograd import LinearConfig
 from flux.layers.megatron import flux_spec
 from flux.ops.pool import User, pool_of
-from flux.plan.domino import Domino, column_linear, row_linear
+from flux.plan.domino import Domino
+from flux.plan.domino_linear import column_linear, row_linear
 
 
 class ColumnParallelLinear(megatron_layers.ColumnParallelLinear):  # type: ignore[misc, unused-ignore]

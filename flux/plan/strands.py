@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from flux.plan import domino
+from flux.plan import slices
 
 T = TypeVar("T")
 
@@ -76,13 +76,13 @@ class Strands:
                 self._guarded("F", lambda: results.append(forward()))
 
         self._forward = threading.Thread(target=strand, name="flux-forward-strand", daemon=True)
-        before = domino.set_before_wait(self._before_wait)
+        before = slices.set_before_wait(self._before_wait)
         self._forward.start()
         try:
             self._guarded("B", backward)
         finally:
             self._forward.join(self.timeout_s)
-            domino.set_before_wait(before)
+            slices.set_before_wait(before)
         if self._failure is not None:
             raise self._failure
         if self._forward.is_alive():

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from flux.bench.shapes import Layer
 from flux.machine.cluster import load_cluster
-from flux.plan import domino
+from flux.plan import slices
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.dhelix import ScheduleDHelix, _Chunk, best_script, folded, script_time
@@ -114,7 +114,7 @@ def gradients(rank: int, world: int, tp: int, script: str) -> dict[str, Any]:
         found[kind] = losses, grads
         if kind == "dhelix":
             found["order"] = "".join(schedule.strands.order)
-    assert threading.active_count() == before and domino._before_wait is None
+    assert threading.active_count() == before and slices._before_wait is None
     return found
 
 
@@ -169,8 +169,8 @@ def test_strands_follow_their_script_and_end_each_other() -> None:
     def body(name: str, count: int) -> str:
         for number in range(count):
             seen.append(f"{name}{number}")
-            assert domino._before_wait is not None
-            domino._before_wait()
+            assert slices._before_wait is not None
+            slices._before_wait()
         seen.append(f"{name} ends")
         return name
 
@@ -187,7 +187,7 @@ def test_strands_follow_their_script_and_end_each_other() -> None:
         strands.run(lambda: body("F", 9), fails)
     with pytest.raises(ZeroDivisionError, match="as planned"):
         strands.run(fails, lambda: body("F", 9))
-    assert domino._before_wait is None
+    assert slices._before_wait is None
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match=r"has waited 0\.1 s for the other one"):
         Strands("FB", 0.1).run(lambda: time.sleep(0.3), lambda: None)

@@ -15,7 +15,7 @@ from flux.layers.linear import ParallelLinear
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
-from flux.plan.domino import ORDERS, Domino, Dropout, current_slice, recorded
+from flux.plan.domino import ORDERS, Domino, Dropout
 from flux.plan.domino_layers import replace
 from flux.plan.fabric import Fabric
 from flux.plan.graph import COLLECTIVES
@@ -23,6 +23,7 @@ from flux.plan.model import Parallel, Step
 from flux.plan.policies import planned
 from flux.plan.policies.domino import Domino as DominoPolicy
 from flux.plan.policies.fuse import WHICH
+from flux.plan.slices import current_slice, recorded
 from harness import run_ranks
 
 HIDDEN, HEADS, SEQUENCE = 16, 4, 6
