@@ -53,6 +53,8 @@ PLACES = (
     ("1gbit", 1, 8),
     ("500mbit", 2, 8),
     ("350mbit", 2, 16),
+    ("250mbit", 2, 16),
+    ("250mbit", 4, 16),
 )
 """(link, pipeline ranks, micro-batches) of each case."""
 SIZES = Llama(256, 512, 1408, 8, 4, "float32")
@@ -267,7 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number, (link, pipeline, micro_batches) in enumerate(PLACES):
         if options.only not in (None, number):
             continue
-        case = entry_of(Case(link, pipeline, SIZES, micro_batches, 1, 512, options.repeats))
+        sizes = replace(SIZES, layers=max(SIZES.layers, 2 * pipeline))  # a layer for each stage
+        case = entry_of(Case(link, pipeline, sizes, micro_batches, 1, 512, options.repeats))
         cases[number : number + 1] = [case]
         print(
             f"{link}, {pipeline} pipeline ranks: communication {case['communication']:.0%}, "

@@ -216,7 +216,13 @@ void Parser::entry() {
   kernel_ = module_->kernels.back().get();
   kernel_->name = word();
   if (accept("(")) params();
-  while (!is("{")) attribute();
+  while (!is("{")) {
+    if (accept(";")) {  // a declaration
+      module_->kernels.pop_back();
+      return;
+    }
+    attribute();
+  }
   scopes_.clear();
   source_ = {};
   body();

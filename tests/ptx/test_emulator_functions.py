@@ -96,6 +96,15 @@ def test_functions_are_called(seed: int) -> None:
     assert values.tolist() == wanted
 
 
+def test_a_kernel_may_be_declared_first() -> None:
+    """As NVRTC does in relocatable code."""
+    values = torch.arange(LANES)
+    text = kernel(f"{OWN} add.u32 %r20, %r10, 1; {STORED}", 1, ".visible .entry k(.param .u64 p0);")
+    run(text, [values])
+    assert values.tolist() == [*range(1, 1 + LANES)]
+    assert list(Module(text).kernels) == ["k"]
+
+
 @pytest.mark.parametrize(
     "function, why",
     [
