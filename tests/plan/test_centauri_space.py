@@ -9,6 +9,7 @@ from fractions import Fraction
 from math import ceil, inf, prod
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flux.bench.shapes import Layer, Moe
@@ -51,6 +52,9 @@ def test_algorithm_1_at_its_worked_numbers() -> None:
     assert operation_tier(2.0, 5.0, 9.0, 1.0, 2, 8, 4) == [2 / 16, 14 / 16]  # between hosts first
     assert operation_tier(1.0, 5.0, 17.0, 1.0, 2, 8, 4) == [0.5, 0.5]  # inside first; 17/2 > 8 * 1
     assert operation_tier(1.0, 5.0, 16.0, 1.0, 2, 8, 4) == [8 / 16, 1 / 16, 7 / 16]
+    counts = {"inter": np.int64(2), "intra": np.int32(8), "max_chunks": np.int64(8)}
+    costs = {"inner": np.float32(1), "comm": 4, "comp": 1, "c_inter": np.float64(2)}
+    assert operation_tier(**costs, **counts, grouped=False) == [0.25] * 4  # type: ignore[arg-type]
 
 
 def test_algorithm_1_on_random_costs() -> None:
@@ -113,6 +117,7 @@ def test_sub_groups_are_those_that_differ_in_one_index() -> None:
     rng = random.Random(2)
     assert group_partition([2, 4], 5) == [[1, 5], [4, 5, 6, 7]]
     assert group_partition([2, 8], 0) == [[0, 8], list(range(8))]
+    assert group_partition(mesh=np.array([2, 4]), rank=np.int64(5)) == [[1, 5], [4, 5, 6, 7]]
     for _ in range(150):
         mesh = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
         index = list(itertools.product(*map(range, mesh)))  # of ranks, in their order
@@ -125,7 +130,8 @@ def test_sub_groups_are_those_that_differ_in_one_index() -> None:
                     if all(index[q][j] == index[rank][j] for j in range(len(mesh)) if j != dim)
                 ]
                 assert found[dim] == same
-    for mesh, rank in (([], 0), ([2, 0], 0), ([2, 2], 4), ([2, 2], -1), ([2, True], 0)):
+    bad: list[tuple[Any, Any]] = [([], 0), ([2, 0], 0), ([2, 2], 4), ([2, 2], -1), ([2, True], 0)]
+    for mesh, rank in (*bad, ([2, 2.0], 0), ([2, 2], 1.0)):
         with pytest.raises(ValueError, match="must be"):
             group_partition(mesh, rank)
 
