@@ -10,6 +10,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pytest
+from torch.distributed.pipelining import schedules
 
 from flux.bench.shapes import Layer, Moe
 from flux.machine.cluster import load_cluster
@@ -199,6 +200,25 @@ def test_rows_of_a_folded_model_name_its_stages(tmp_path: Any) -> None:
     schedule.write(tmp_path / "schedule.json")
     again = read_schedule(tmp_path / "schedule.json")
     assert again.rows() == schedule.rows() == w_schedule(2, 3, 1.0, 1.0, 1.0).rows()
+
+
+@pytest.mark.parametrize(
+    "name", ["serial", "centauri", "dhelix", "wavelet", "interleaved", "zbv", "dualpipev"]
+)
+def test_rows_are_a_schedule_of_torch(name: str) -> None:
+    """torch's own parser and checks, and its simulation of sends, which must not hang."""
+    timeline = timeline_of(step_with(tp=2, pp=2, micro_batches=4), name)
+    text = timeline.schedule.to_csv().splitlines()
+    rows = [[schedules._Action.from_str(cell) for cell in line.split(",")] for line in text]
+    assert [[str(action) for action in row] for row in rows] == timeline.schedule.rows()
+    parts = [[part for a in row for part in a.sub_actions or (a,)] for row in rows]
+    ranks = {part.stage_index: rank for rank, row in enumerate(parts) for part in row}
+    order = dict(enumerate(rows))
+    schedules._validate_schedule(order, 2, len(ranks), 4)
+    lowered = schedules._add_send_recv(order, ranks.__getitem__, len(ranks))
+    sends = [action for row in lowered.values() for action in row if "SEND" in str(action)]
+    crossed = sum(ranks[stage] != ranks[stage + 1] for stage in range(len(ranks) - 1))
+    assert len(sends) == 2 * 4 * crossed
 
 
 def test_combined_1f1b_hides_the_all_to_all_of_experts() -> None:
