@@ -14,6 +14,7 @@ their next operator, and the other ranks time out.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -184,6 +185,21 @@ class Work:
         self._fused.clear()
 
 
+def _check_equal(schedule: StepSchedule) -> None:
+    """Check that all ranks have the same schedule: else collectives would meet others. Collective.
+
+    Raises:
+        ValueError: on every rank; the message names the ranks that differ from rank 0.
+    """
+    ops, lanes = schedule.graph.ops, sorted(schedule.lanes.items())
+    order = [(lane, [ops[number] for number in numbers]) for lane, numbers in lanes]
+    found = [""] * dist.get_world_size()
+    dist.all_gather_object(found, hashlib.sha256(repr(order).encode()).hexdigest())
+    others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+    if others:
+        raise ValueError(f"ranks {others} have another schedule than rank 0")
+
+
 class Executor:
     """Runs one rank's lanes. Construction is collective: it makes process groups.
 
@@ -194,7 +210,7 @@ class Executor:
         timeout_s: of each wait.
 
     Raises:
-        ValueError: the number of ranks is another one.
+        ValueError: the number of ranks is another one, or ranks have unequal schedules.
         GraphError: the schedule cannot be run.
     """
 
@@ -206,6 +222,7 @@ class Executor:
                 f"the step is for {parallel.world} ranks, and there are {dist.get_world_size()}"
             )
         schedule.validate()
+        _check_equal(schedule)
         self.schedule, self.parallel, self.work = schedule, parallel, work
         self.timeout = timedelta(seconds=timeout_s)
         self.rank = dist.get_rank()

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from flux.core.integers import checked_integer
+
 
 class SubGroup(NamedTuple):
     """A group of a plan, or a part of one.
@@ -91,8 +93,7 @@ def group_partition(mesh: Sequence[int], rank: int) -> list[list[int]]:
         ValueError: sizes below 1, or a rank outside of the mesh.
     """
     sizes = _checked(mesh)
-    if type(rank) is not int or not 0 <= rank < prod(sizes):
-        raise ValueError(f"rank must be in [0, {prod(sizes)}) of mesh {sizes}, got {rank!r}")
+    rank = checked_integer(f"rank in mesh {sizes}", rank, 0, prod(sizes))
     found = []
     for dim, size in enumerate(sizes):
         stride = prod(sizes[dim + 1 :])
@@ -130,7 +131,7 @@ def gathered_order(mesh: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def _checked(mesh: Sequence[int]) -> list[int]:
-    sizes = list(mesh)
-    if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
-        raise ValueError(f"mesh must be integers of at least 1, got {sizes!r}")
+    sizes = [checked_integer("each size of a mesh", size, 1) for size in mesh]
+    if not sizes:
+        raise ValueError("mesh must be integers of at least 1, got []")
     return sizes

@@ -36,6 +36,7 @@ from flux.plan.simulate import Timeline, simulate
 VARIANTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "serial": ({"wgrad_overlap": True}, {"fused": "auto"}),
     "domino": ({"slices": 2}, {"slices": 4}, {"slices": 2, "fused": "auto"}),
+    "centauri": ({}, {"chunks": 2}),
 }
 """Options that are tried, of policies that have more than one way worth trying."""
 LAYERS = 2

@@ -77,9 +77,14 @@ STEPS = [
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda s: f"zero{s.zero}-{s.shard}-{s.parallel}")
-def test_plans_do_the_same_work_in_a_valid_order(step: Step) -> None:
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_plans_do_the_same_work_in_a_valid_order(step: Step, chunks: int) -> None:
     """Operations and bytes of every collective are those of the plain step; memory is free."""
-    schedule, cost = plan(step, per_host=4)
+    if chunks > 1 and step.parallel.pp == 1:
+        with pytest.raises(ValueError, match="chunks = 2 needs a pipeline, and pp is 1"):
+            plan(step, chunks=chunks)
+        return
+    schedule, cost = plan(step, per_host=4, chunks=chunks)
     fabric = cost.fabric
     plain = build_step(step, fabric)
 
@@ -163,6 +168,36 @@ def test_a_substituted_all_reduce_leaves_a_share_of_the_optimizer_on_each_rank()
     assert found[0].iteration_ms == pytest.approx(found[1].iteration_ms, rel=1e-3)
 
 
+def test_gradients_of_a_stage_are_reduced_while_another_one_computes() -> None:
+    """Figure 7: two stages on a rank; with one the gradients come at the end."""
+    parallel = Parallel(tp=4, dp=4, pp=2, sequence=True)
+    step = step_of(
+        "llama3-8b", parallel, layers=4, sequence=2048, micro_batches=6, micro_batch=2, zero=0
+    )
+    found = {chunks: simulate(*plan(step, chunks=chunks)) for chunks in (1, 2, "auto")}
+    schedule = found[2].schedule
+    assert {op.layer for op in schedule.graph.ops if op.stage == 0} - {-1} == {0, 2}
+    assert {int(cell[0]) for cell in schedule.rows()[1]} == {1, 3}
+
+    def beside(timeline: Timeline) -> float:
+        """Share of rank 0's reductions that run before its last backward pass ends."""
+        ops = timeline.schedule.graph.ops
+        on = [n for n, op in enumerate(ops) if op.stage == 0]
+        last = max(timeline.end[n] for n in on if ops[n].role in ("dgrad", "wgrad"))
+        spans = [(timeline.start[n], timeline.end[n]) for n in on if ops[n].part == "grads"]
+        return sum(min(end, last) - min(start, last) for start, end in spans) / sum(
+            end - start for start, end in spans
+        )
+
+    assert beside(found[2]) > beside(found[1]) + 0.2
+    assert found[2].iteration_ms < 0.95 * found[1].iteration_ms
+    assert found["auto"].iteration_ms == min(timeline.iteration_ms for timeline in found.values())
+    tight = 1.05 * found[1].peak_memory_bytes / 1e9
+    assert found[2].peak_memory_bytes > 1.05e9 * tight
+    small = simulate(*plan(step, chunks="auto", memory_gb=tight))
+    assert small.peak_memory_bytes <= 1e9 * tight
+
+
 def test_gain_is_within_its_bounds() -> None:
     """Section 5.4: with a share a of communication at most min(1 / a, 1 / (1 - a))."""
     for batch in (1, 4, 8):
@@ -197,6 +232,8 @@ def test_more_micro_batches_at_a_time_only_where_memory_is() -> None:
         ({"prefetch": -1}, "prefetch must be an integer of at least 0"),
         ({"operation": 1}, "operation must be true or false"),
         ({"memory_gb": -1}, "memory_gb must be at least 0"),
+        ({"chunks": 0}, "chunks must be an integer of at least 1"),
+        ({"chunks": "many"}, "chunks must be an integer of at least 1, got 'many'"),
         ({"magic": 1}, "policy centauri: .*magic"),
     ],
     ids=str,

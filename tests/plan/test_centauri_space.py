@@ -9,6 +9,7 @@ from fractions import Fraction
 from math import ceil, inf, prod
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flux.bench.shapes import Layer, Moe
@@ -27,12 +28,13 @@ from flux.plan.policies.centauri_space import (
     choose_chain,
     even,
     even_by_group,
-    latency,
     meshes,
     substitutions,
     uneven_by_group,
 )
 from flux.plan.policies.centauri_tiers import BackwardLayer
+from flux.plan.policies.folding import Action
+from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
 
@@ -51,6 +53,9 @@ def test_algorithm_1_at_its_worked_numbers() -> None:
     assert operation_tier(2.0, 5.0, 9.0, 1.0, 2, 8, 4) == [2 / 16, 14 / 16]  # between hosts first
     assert operation_tier(1.0, 5.0, 17.0, 1.0, 2, 8, 4) == [0.5, 0.5]  # inside first; 17/2 > 8 * 1
     assert operation_tier(1.0, 5.0, 16.0, 1.0, 2, 8, 4) == [8 / 16, 1 / 16, 7 / 16]
+    counts = {"inter": np.int64(2), "intra": np.int32(8), "max_chunks": np.int64(8)}
+    costs = {"inner": np.float32(1), "comm": 4, "comp": 1, "c_inter": np.float64(2)}
+    assert operation_tier(**costs, **counts, grouped=False) == [0.25] * 4  # type: ignore[arg-type]
 
 
 def test_algorithm_1_on_random_costs() -> None:
@@ -113,6 +118,7 @@ def test_sub_groups_are_those_that_differ_in_one_index() -> None:
     rng = random.Random(2)
     assert group_partition([2, 4], 5) == [[1, 5], [4, 5, 6, 7]]
     assert group_partition([2, 8], 0) == [[0, 8], list(range(8))]
+    assert group_partition(mesh=np.array([2, 4]), rank=np.int64(5)) == [[1, 5], [4, 5, 6, 7]]
     for _ in range(150):
         mesh = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
         index = list(itertools.product(*map(range, mesh)))  # of ranks, in their order
@@ -125,7 +131,8 @@ def test_sub_groups_are_those_that_differ_in_one_index() -> None:
                     if all(index[q][j] == index[rank][j] for j in range(len(mesh)) if j != dim)
                 ]
                 assert found[dim] == same
-    for mesh, rank in (([], 0), ([2, 0], 0), ([2, 2], 4), ([2, 2], -1), ([2, True], 0)):
+    bad: list[tuple[Any, Any]] = [([], 0), ([2, 0], 0), ([2, 2], 4), ([2, 2], -1), ([2, True], 0)]
+    for mesh, rank in (*bad, ([2, 2.0], 0), ([2, 2], 1.0)):
         with pytest.raises(ValueError, match="must be"):
             group_partition(mesh, rank)
 
@@ -187,17 +194,15 @@ def test_sub_groups_have_the_links_of_their_ranks() -> None:
 
 def test_substitutions_are_those_that_cost_nothing() -> None:
     """Table 2: what scales stays, and nothing that raises the latency."""
-    assert substitutions("all_reduce", 1e6, 8, 1e-3, 1e-6) == [
-        ("all_reduce",),
-        ("reduce_scatter", "all_gather"),
-    ]
-    assert substitutions("reduce_scatter", 1e6, 8, 1e-3, 1e-6)[1:] == [("reduces",)]
-    assert substitutions("all_gather", 1e6, 8, 1e-3, 1e-6)[1:] == [("broadcasts",)]
-    whole = latency("reduce_scatter", 1e6, 8, 0.0, 1e-6)
-    both = latency("reduce", 1e6, 8, 0.0, 1e-6) + latency("scatter", 1e6, 8, 0.0, 1e-6)
-    assert both > 2 * whole  # "doubles the latency"
-    with pytest.raises(ValueError, match="primitive must be one of"):
-        latency("magic", 1.0, 2, 0.0, 1.0)
+    rings = {"all_reduce": 2.0} | dict.fromkeys(("reduce_scatter", "all_gather"), 1.0)
+    rings |= {"reduces": 1.0, "broadcasts": 1.0}  # of distinct roots; no other scales
+    split = ("reduce_scatter", "all_gather")
+    assert substitutions("all_reduce", rings.__getitem__) == [("all_reduce",), split]
+    assert substitutions("reduce_scatter", rings.__getitem__)[1:] == [("reduces",)]
+    assert substitutions("all_gather", rings.__getitem__)[1:] == [("broadcasts",)]
+    slow = {**rings, "reduce_scatter": 1.1}
+    assert substitutions("all_reduce", slow.__getitem__) == [("all_reduce",)]
+    assert substitutions("send", slow.__getitem__) == [("send",)]
 
 
 def test_chains_are_the_compatible_ones_and_the_choice_is_the_papers() -> None:
@@ -368,9 +373,46 @@ def test_eq_2_at_the_numbers_of_figure_7() -> None:
 @pytest.mark.parametrize("forward, backward", [(1, 1), (4, 1), (1, 4), (8, 8)])
 def test_blocks_hold_every_pass_once(stages: int, micros: int, forward: int, backward: int) -> None:
     for stage in range(stages):
-        found = list(blocks(stage, stages, micros, forward, backward))
+        found = blocks(stage, stages, micros, forward, backward)
         flat = [one for block in found for one in block]
-        assert sorted(flat) == sorted((k, m) for k in "FB" for m in range(micros))
-        assert all(flat.index(("F", m)) < flat.index(("B", m)) for m in range(micros))
-        assert found[0] == tuple(("F", m) for m in range(min(forward, micros)))
-        assert found[-1] == tuple(("B", m) for m in range(micros))[-min(backward, micros) :]
+        passes = {kind: [Action(stage, kind, micro) for micro in range(micros)] for kind in "FB"}
+        assert sorted(flat) == sorted(passes["F"] + passes["B"])
+        assert all(map(int.__lt__, map(flat.index, passes["F"]), map(flat.index, passes["B"])))
+        assert found[0] == tuple(passes["F"][:forward])
+        assert found[-1] == tuple(passes["B"][-min(backward, micros) :])
+
+
+def test_interleaved_blocks_run_to_their_end_and_are_megatrons_where_groups_are_small() -> None:
+    """All ranks by their orders alone: each pass once, and none waits for a later one."""
+    rng = random.Random(7)
+    for _ in range(400):
+        ranks, chunks, micros = rng.randint(2, 5), rng.randint(2, 4), rng.randint(1, 12)
+        sizes = [rng.choice((1, ranks, rng.randint(1, 14))) for _ in "FB"]
+        rows = [
+            [one for block in blocks(rank, ranks, micros, *sizes, chunks) for one in block]
+            for rank in range(ranks)
+        ]
+        last, done, moved = ranks * chunks - 1, set(), True
+        places = [0] * ranks
+        while moved:
+            moved = False
+            for rank, row in enumerate(rows):
+                while places[rank] < len(row):
+                    stage, kind, micro = action = row[places[rank]]
+                    assert stage % ranks == rank and action not in done
+                    before = Action(stage - 1, "F", micro) if stage else None
+                    if kind == "B":
+                        ends = stage == last
+                        before = Action(stage + (not ends), "F" if ends else "B", micro)
+                    if before is not None and before not in done:
+                        break
+                    done.add(action)
+                    places[rank], moved = places[rank] + 1, True
+        assert len(done) == 2 * micros * ranks * chunks, (ranks, chunks, micros, sizes)
+        # A stage's last backward has gradients of its weights complete: stages end in turn.
+        ends = [[row.index(Action(c * ranks + r, "B", micros - 1)) for c in range(chunks)]
+                for r, row in enumerate(rows)]  # fmt: skip
+        assert all(of == sorted(of, reverse=True) for of in ends)
+    for ranks, micros in ((2, 4), (3, 6), (4, 8)):
+        torchs = blocks_of("Interleaved1F1B", ranks, 2 * ranks, micros)
+        assert [tuple(blocks(r, ranks, micros, 1, 1, 2)) for r in range(ranks)] == list(torchs)

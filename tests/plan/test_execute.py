@@ -103,9 +103,12 @@ def wrong_world(rank: int, world: int) -> None:
     schedule = schedules_of(config(Parallel(tp=4)))["serial"]
     with pytest.raises(ValueError, match="the step is for 4 ranks, and there are 2"):
         Executor(schedule, Parallel(tp=4), Work("float32"))
+    unequal = list(schedules_of(config(Parallel(tp=2))).values())[rank]
+    with pytest.raises(ValueError, match=r"ranks \[1\] have another schedule than rank 0"):
+        Executor(unequal, Parallel(tp=2), Work("float32"))
 
 
-def test_the_wrong_number_of_ranks_is_refused() -> None:
+def test_wrong_numbers_of_ranks_and_unequal_schedules_are_refused() -> None:
     run_ranks(2, wrong_world)
 
 

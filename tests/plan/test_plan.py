@@ -271,6 +271,59 @@ def test_two_at_a_time_take_what_their_oef_says(oef: float) -> None:
         assert found == pytest.approx(a + r - oef * min(a, r))
 
 
+def by_steps(
+    graph: Graph, lanes: dict[tuple[int, str], tuple[int, ...]], cost: RandomCost
+) -> list[float]:
+    """Return ends of operators: all that can run do, until the first one of them has ended."""
+    ops, now, places = graph.ops, 0.0, dict.fromkeys(lanes, 0)
+    left = [cost.solo(op) for op in ops]
+    ends: dict[int, float] = {}
+    while len(ends) < len(ops):
+        heads = [lanes[lane][place] for lane, place in places.items() if place < len(lanes[lane])]
+        running = [n for n in heads if all(dep in ends for dep in graph.deps[n])]
+        rates = {}
+        for n in running:
+            others = [m for m in running if ops[m].is_collective != ops[n].is_collective]
+            pairs = [(m, n) if ops[n].is_collective else (n, m) for m in others]
+            rates[n] = 1 / (1 + sum(1 - cost.oef(ops[a], ops[b]) for a, b in pairs))
+        step = min(left[n] / rates[n] for n in running)
+        now += step
+        for n in running:
+            left[n] -= step * rates[n]
+            if left[n] <= 1e-12:
+                ends[n] = now
+        places = {lane: sum(n in ends for n in numbers) for lane, numbers in lanes.items()}
+    return [ends[n] for n in range(len(ops))]
+
+
+class RandomCost:
+    """Random times, and an OEF for each pair."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.known: dict[tuple[str, ...], float] = {}
+
+    def solo(self, op: Op) -> float:
+        return self.known.setdefault((op.name,), self.rng.choice((1.0, 2.0, self.rng.random())))
+
+    def oef(self, comp: Op, comm: Op) -> float:
+        return self.known.setdefault((comp.name, comm.name), self.rng.uniform(-1.0, 1.0))
+
+
+@given(st.integers(0, 2**32))
+def test_any_number_at_a_time_slow_each_other_down(seed: int) -> None:
+    """Up to three lanes: compute, links inside a host, ports."""
+    rng = random.Random(seed)
+    rows = [
+        (f"o{n}", rng.choice(("comp", "intra", "inter")),
+         tuple(d for d in range(n) if rng.random() < 0.25))
+        for n in range(rng.randint(1, 9))
+    ]  # fmt: skip
+    schedule, cost = lanes_of(tiny(*rows)), RandomCost(rng)
+    wanted = by_steps(schedule.graph, dict(schedule.lanes), cost)
+    assert simulate(schedule, cost).end == pytest.approx(wanted, abs=1e-9)
+
+
 def test_exposed_communication_is_what_no_compute_covers() -> None:
     graph = tiny(
         ("a", "comp", ()), ("r", "intra", (0,)), ("b", "comp", (0,)), ("c", "comp", (1, 2))

@@ -14,7 +14,9 @@ closed forms, those are candidates beside others, and the simulator takes the be
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
+from flux.core.integers import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, Op
@@ -28,7 +30,7 @@ from flux.plan.policies.centauri_graph import (
     substituted,
     window,
 )
-from flux.plan.policies.centauri_order import Block, blocks, list_schedule
+from flux.plan.policies.centauri_order import blocks, chunks_of, list_schedule
 from flux.plan.policies.centauri_space import (
     Piece,
     chains,
@@ -39,6 +41,7 @@ from flux.plan.policies.centauri_space import (
     uneven_by_group,
 )
 from flux.plan.policies.centauri_tiers import layer_tier, model_tier, operation_tier
+from flux.plan.policies.folding import Block, layers_of, placed
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
 
@@ -70,6 +73,8 @@ class Centauri:
             weights run under the next step's forward; else they end the step.
         max_chunks: most chunks of a collective.
         prefetch: with ZeRO-3, layers whose weights are gathered ahead; 0: each in front of itself.
+        chunks: with pipeline parallelism, stages of each rank: gradients of one are reduced while
+            another one computes. ``auto``: what is faster of 1 to 4, and fits into memory.
         memory_gb: of a device, for the model tier; 0: what the cluster's device has.
     """
 
@@ -84,33 +89,55 @@ class Centauri:
         max_chunks: int = 8,
         prefetch: int = 1,
         memory_gb: float = 0.0,
+        chunks: int | str = 1,
     ) -> None:
         for name, on in (("operation", operation), ("model", model), ("substitute", substitute)):
             if type(on) is not bool:
                 raise ValueError(f"centauri: {name} must be true or false, got {on!r}")
-        for name, value, least in (("max_chunks", max_chunks, 1), ("prefetch", prefetch, 0)):
-            if type(value) is not int or value < least:
-                raise ValueError(
-                    f"centauri: {name} must be an integer of at least {least}, got {value!r}"
-                )
+        self.max_chunks = checked_integer("centauri: max_chunks", max_chunks, 1)
+        self.prefetch = checked_integer("centauri: prefetch", prefetch, 0)
+        if chunks != "auto":
+            checked_integer("centauri: chunks", chunks, 1)
+        self.chunks = chunks
         if layer not in ("auto", "t1", "t2"):
             raise ValueError(f"centauri: layer must be auto, t1 or t2, got {layer!r}")
         if type(memory_gb) not in (int, float) or not memory_gb >= 0:
             raise ValueError(f"centauri: memory_gb must be at least 0, got {memory_gb!r}")
         self.operation, self.layer, self.model = operation, layer, model
-        self.substitute, self.max_chunks, self.prefetch = substitute, max_chunks, prefetch
-        self.memory_gb = memory_gb
+        self.substitute, self.memory_gb = substitute, memory_gb
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
-        """Return the graph with collectives in parts."""
+        """Return the graph with collectives in parts.
+
+        Raises:
+            ValueError: several stages on a rank, and no pipeline; or layers that they do not
+                divide.
+        """
+        if isinstance(self.chunks, int):
+            return self._parts(graph, self.chunks, fabric, cost)
+        limit = 1e9 * self._memory_gb(cost)
+        layers, found = layers_of(graph) // graph.stages, []
+        for chunks in (1, 2, 3, 4) if graph.stages > 1 else (1,):
+            if layers % chunks == 0:
+                parts = self._parts(graph, chunks, fabric, cost)
+                timeline = simulate(self.order(parts, cost), cost)
+                rating = (max(timeline.peak_memory_bytes, limit), timeline.iteration_ms, chunks)
+                found.append((rating, parts))
+        rating, parts = min(found, key=lambda of: of[0])
+        self.chosen = {"chunks": rating[-1]}
+        return parts
+
+    def _parts(self, graph: Graph, chunks: int, fabric: Fabric, cost: CostModel) -> Graph:
+        """Return the graph with so many stages on a rank, and collectives in parts."""
+        if chunks > 1:
+            ranks = graph.stages
+            if ranks == 1:
+                raise ValueError(f"centauri: chunks = {chunks} needs a pipeline, and pp is 1")
+            graph = placed(graph, chunks * ranks, lambda stage: stage % ranks)
         if self.substitute:
-            graph = substituted(graph, fabric)
-        micros = _micro_batches(graph)
-        orders = [
-            [one for block in blocks(stage, graph.stages, micros) for one in block]
-            for stage in range(graph.stages)
-        ]
-        graph = limited(graph, orders, self.prefetch)
+            graph = substituted(graph, fabric, cost)
+        passes = [[one for block in of for one in block] for of in _blocks(graph, 1, 1)]
+        graph = limited(graph, passes, graph.stages * chunks_of(graph), self.prefetch)
         if not self.operation:
             return graph
         small = window(graph)
@@ -188,24 +215,29 @@ class Centauri:
         if len(options) == 1:
             return self._ordered(graph, cost, *options[0][:1], *options[0][1])
         found = []
+        limit = 1e9 * self._memory_gb(cost)
         for mode, (forward, backward) in options:
             schedule = self._ordered(small, cost, mode, forward, backward)
             timeline = simulate(schedule, cost)
-            found.append((timeline.iteration_ms, timeline.peak_memory_bytes, schedule))
-        best = min(range(len(found)), key=lambda index: found[index][:2])
+            peak = timeline.peak_memory_bytes
+            found.append((max(peak, limit), timeline.iteration_ms, peak, schedule))
+        best = min(range(len(found)), key=lambda index: found[index][:3])
         if small is graph:
-            return found[best][2]
+            return found[best][3]
         mode, (forward, backward) = options[best]
         return self._ordered(graph, cost, mode, forward, backward)
 
     def _ordered(
         self, graph: Graph, cost: CostModel, weights_first: bool, forward: int, backward: int
     ) -> StepSchedule:
-        stages, micros = graph.stages, _micro_batches(graph)
-        passes: list[list[Block]] = [
-            list(blocks(stage, stages, micros, forward, backward)) for stage in range(stages)
-        ]
+        passes = _blocks(graph, forward, backward)
         return list_schedule(graph, cost, passes, weights_first, self.name)
+
+    def _memory_gb(self, cost: CostModel) -> float:
+        """Return the memory of a device; infinite if nobody has said it."""
+        fabric = getattr(cost, "fabric", None)
+        known = fabric.cluster.device.memory_gb if fabric is not None else 0.0
+        return self.memory_gb or known or inf
 
     def _model_tier(self, graph: Graph, cost: CostModel) -> list[tuple[int, int]]:
         """Return L1 and L2 of Eq. 2 for the first stage, which holds most activations.
@@ -225,9 +257,8 @@ class Centauri:
             elif op.micro == 0 and not op.is_collective:
                 sums["fwd" if op.role == "fwd" else "bwd"] += cost.solo(op)
                 held += op.allocates if op.role == "fwd" else 0.0
-        fabric = getattr(cost, "fabric", None)
-        limit = self.memory_gb or (fabric.cluster.device.memory_gb if fabric is not None else 0)
-        free = 1e9 * limit - (graph.resident[0] if graph.resident else 0.0)
+        limit = 1e9 * self._memory_gb(cost)
+        free = limit - (graph.resident[0] if graph.resident else 0.0)
         try:
             pair = model_tier(
                 sums["gather"],
@@ -235,14 +266,20 @@ class Centauri:
                 sums["fwd"],
                 sums["bwd"],
                 held,
-                max(free, 0.0) if limit else float("inf"),
+                max(free, 0.0),
                 micros,
             )
         except ValueError:  # not even one fits: the caller sees the memory of the plain schedule
             return []
         depth = min(graph.stages, micros)
         pairs = {pair, (min(max(pair), micros),) * 2, (depth, depth)}
-        return sorted(p for p in pairs if p != (1, 1) and max(p) * held <= 1e9 * (limit or 1e9))
+        return sorted(p for p in pairs if p != (1, 1) and max(p) * held <= limit)
+
+
+def _blocks(graph: Graph, forward: int, backward: int) -> list[list[Block]]:
+    """Return the blocks of each pipeline rank (see ``blocks``)."""
+    ranks, micros, chunks = graph.stages, _micro_batches(graph), chunks_of(graph)
+    return [blocks(rank, ranks, micros, forward, backward, chunks) for rank in range(ranks)]
 
 
 def _micro_batches(graph: Graph) -> int:

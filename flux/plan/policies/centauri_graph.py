@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flux.plan.build import OPTIMIZER_BYTES
+from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Builder, Graph, Op
 from flux.plan.mesh import parse_group
-from flux.plan.policies.centauri_space import WHOLE, Piece, meshes
+from flux.plan.policies.centauri_space import WHOLE, Piece, meshes, substitutions
+from flux.plan.policies.folding import Action, layers_of, stage_of
 
 Key = tuple[str, str]
 """(part, role) of a collective."""
@@ -46,10 +48,11 @@ def moves_weights(op: Op) -> bool:
     return op.is_collective and op.part.startswith(("weights", "grads"))
 
 
-def substituted(graph: Graph, fabric: Fabric) -> Graph:
+def substituted(graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
     """Return the graph in which gradients are reduce-scattered, and weights gathered.
 
-    An AllReduce of gradients becomes ReduceScatter, optimizer on a share, and AllGather of weights.
+    An AllReduce of gradients becomes ReduceScatter, optimizer on a share, and AllGather of weights;
+    it stays one where both take longer than the AllReduce.
     These AllGathers move to the beginning of the step: forward of the first micro-batch waits for
     its layer's. So the step is one of many, each of which begins with what the last one left.
     """
@@ -58,8 +61,11 @@ def substituted(graph: Graph, fabric: Fabric) -> Graph:
     resident = list(graph.resident)
     place: dict[int, int] = {}
     waits: dict[int, list[int]] = {}  # for old operators, gathers at the beginning of the step
+    whole = {number for number, op in enumerate(graph.ops) if not _splits(op, cost)}
     for number, op in enumerate(graph.ops):
         if op.role != "step" or not op.is_collective or op.kind == "reduce_scatter":
+            continue
+        if number in whole:
             continue
         if op.kind == "all_reduce":
             part = op.part.replace("grads", "weights")
@@ -73,7 +79,7 @@ def substituted(graph: Graph, fabric: Fabric) -> Graph:
         op = graph.ops[number]
         if number in place:
             continue
-        if op.kind == "all_reduce" and op.role == "step":
+        if op.kind == "all_reduce" and op.role == "step" and number not in whole:
             op = op._replace(kind="reduce_scatter")
             if resident:  # each rank keeps the optimizer's states of its share
                 others = 1 - 1 / fabric.span(op.group).size
@@ -81,12 +87,20 @@ def substituted(graph: Graph, fabric: Fabric) -> Graph:
         if op.kind == "optimizer":
             for dep in graph.deps[number]:
                 before = graph.ops[dep]
-                if before.kind == "all_reduce":
+                if before.kind == "all_reduce" and dep not in whole:
                     share = op.shape[1] / fabric.span(before.group).size
                     op = op._replace(shape=(1, max(1, int(share)), op.shape[2]))
         behind = [place[dep] for dep in graph.deps[number]]
         place[number] = builder.add(op, [*behind, *waits.get(number, [])])
     return builder.build(resident)
+
+
+def _splits(op: Op, cost: CostModel) -> bool:
+    """Return whether ReduceScatter and AllGather may take the place of an AllReduce."""
+    if op.kind != "all_reduce":
+        return True
+    allowed = substitutions(op.kind, lambda kind: cost.solo(op._replace(kind=kind)))
+    return ("reduce_scatter", "all_gather") in allowed
 
 
 def _first_users(graph: Graph) -> dict[tuple[int, bool], list[int]]:
@@ -108,29 +122,31 @@ def _first_users(graph: Graph) -> dict[tuple[int, bool], list[int]]:
     return gemms | gathers
 
 
-def limited(graph: Graph, passes: Sequence[Sequence[tuple[str, int]]], prefetch: int) -> Graph:
+def limited(graph: Graph, passes: Sequence[Sequence[Action]], stages: int, prefetch: int) -> Graph:
     """Return the graph in which ZeRO-3 gathers are at most so many layers ahead.
 
     Args:
         graph: of the step.
-        passes: for each stage ("F" or "B", micro-batch) in order.
+        passes: of each pipeline rank, in order.
+        stages: of the model.
         prefetch: layers whose weights may be gathered, beside those that are computed with.
     """
-    last: dict[tuple[int, str, int, int], int] = {}  # of a visit to a layer, its last operator
+    last: dict[tuple[str, int, int], int] = {}  # of a visit to a layer, its last operator
     for number in graph.order:
         op = graph.ops[number]
         if op.layer >= 0 and op.micro >= 0 and op.role in ("fwd", "dgrad") and not op.is_collective:
-            last[op.stage, "F" if op.role == "fwd" else "B", op.micro, op.layer] = number
-    layers: dict[int, list[int]] = {}
+            last["F" if op.role == "fwd" else "B", op.micro, op.layer] = number
+    count = layers_of(graph)
+    layers: dict[int, dict[int, None]] = {}  # by stage of the model
     for op in graph.ops:
-        if op.layer >= 0 and op.layer not in layers.setdefault(op.stage, []):
-            layers[op.stage].append(op.layer)
-    behind: dict[tuple[int, str, int, int], int] = {}
-    for stage, order in enumerate(passes):
+        if op.layer >= 0:
+            layers.setdefault(stage_of(op, count, stages), {})[op.layer] = None
+    behind: dict[tuple[str, int, int], int] = {}
+    for order in passes:
         visits = [
-            (stage, kind, micro, layer)
-            for kind, micro in order
-            for layer in sorted(layers.get(stage, []), reverse=kind == "B")
+            (kind, micro, layer)
+            for stage, kind, micro in order
+            for layer in sorted(layers.get(stage, ()), reverse=kind == "B")
         ]
         for index, visit in enumerate(visits):
             if index > prefetch:
@@ -138,7 +154,7 @@ def limited(graph: Graph, passes: Sequence[Sequence[tuple[str, int]]], prefetch:
     deps = list(graph.deps)
     for number, op in enumerate(graph.ops):
         if op.kind == "all_gather" and op.micro >= 0 and moves_weights(op):
-            visit = (op.stage, "F" if op.role == "fwd" else "B", op.micro, op.layer)
+            visit = ("F" if op.role == "fwd" else "B", op.micro, op.layer)
             if visit in behind:
                 deps[number] = (*deps[number], behind[visit])
     return replace(graph, deps=tuple(deps))

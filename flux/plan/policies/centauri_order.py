@@ -12,34 +12,70 @@ from collections.abc import Iterator, Sequence
 
 from flux.plan.cost import CostModel
 from flux.plan.graph import Graph, GraphError, Op
+from flux.plan.policies.folding import Action, Block, layers_of, stage_of
 from flux.plan.schedule import StepSchedule
-
-Block = tuple[tuple[str, int], ...]
-"""Passes that run together: ("F" or "B", micro-batch) of each."""
 
 
 def blocks(
-    stage: int, stages: int, micro_batches: int, forward: int = 1, backward: int = 1
-) -> Iterator[Block]:
-    """Yield the blocks of a stage: 1F1B, but the first and the last micro-batches run together.
+    rank: int, ranks: int, micro_batches: int, forward: int = 1, backward: int = 1, chunks: int = 1
+) -> list[Block]:
+    """Return the blocks of a pipeline rank.
+
+    With one stage on each rank: 1F1B, but the first and the last micro-batches run together, as one
+    block. With several: interleaved 1F1B, in which so many micro-batches go through a stage before
+    the rank's next stage has its turn (figure 7 of the paper).
 
     Args:
-        stage: number of the stage.
-        stages: of the pipeline.
+        rank: number of the rank.
+        ranks: of the pipeline.
         micro_batches: of the step.
-        forward: forward passes of the first block (L1 of Eq. 2).
-        backward: backward passes of the last block (L2).
+        forward: forward passes that run together (L1 of Eq. 2).
+        backward: backward passes that run together (L2).
+        chunks: stages of each rank.
     """
-    ahead = min(max(stages - stage, forward, backward), micro_batches) - 1
-    order = [("F", micro) for micro in range(ahead)]
+    if chunks > 1:
+        return list(_interleaved(rank, ranks, micro_batches, forward, backward, chunks))
+    ahead = min(max(ranks - rank, forward, backward), micro_batches) - 1
+    order = [Action(rank, "F", micro) for micro in range(ahead)]
     for micro in range(ahead, micro_batches):
-        order += [("F", micro), ("B", micro - ahead)]
-    order += [("B", micro) for micro in range(micro_batches - ahead, micro_batches)]
+        order += [Action(rank, "F", micro), Action(rank, "B", micro - ahead)]
+    order += [Action(rank, "B", micro) for micro in range(micro_batches - ahead, micro_batches)]
     first, last = min(forward, micro_batches), min(backward, micro_batches)
-    yield tuple(order[:first])
-    for one in order[first : len(order) - last]:
-        yield (one,)
-    yield tuple(order[len(order) - last :])
+    middle: list[Block] = [(one,) for one in order[first : len(order) - last]]
+    return [tuple(order[:first]), *middle, tuple(order[len(order) - last :])]
+
+
+def _interleaved(
+    rank: int, ranks: int, micro_batches: int, forward: int, backward: int, chunks: int
+) -> Iterator[Block]:
+    """Yield the blocks of a rank with several stages; groups are not smaller than the pipeline."""
+    order: dict[str, list[Action]] = {}
+    for kind, together in (("F", forward), ("B", backward)):
+        groups = max(1, micro_batches // max(together, ranks))
+        ends = [micro_batches * group // groups for group in range(groups + 1)]
+        stages = [chunk * ranks + rank for chunk in range(chunks)]
+        order[kind] = [
+            Action(stage, kind, micro)
+            for group in range(groups)
+            for stage in (stages if kind == "F" else stages[::-1])
+            for micro in range(ends[group], ends[group + 1])
+        ]
+    place = {(action.stage, action.micro): at for at, action in enumerate(order["F"])}
+    # Backward number k comes behind its own forward, and the last rank's comes first.
+    lags = [place[action.stage, action.micro] - at for at, action in enumerate(order["B"])]
+    ahead = min(max(lags) + 2 * (ranks - 1 - rank), len(place))
+    for action in order["F"][:ahead]:
+        yield (action,)
+    for at, action in enumerate(order["B"]):
+        if ahead + at < len(place):
+            yield (order["F"][ahead + at],)
+        yield (action,)
+
+
+def chunks_of(graph: Graph) -> int:
+    """Return how many stages of the model each pipeline rank has, from the layers of rank 0."""
+    layers = {op.layer for op in graph.ops if op.stage == 0 and op.layer >= 0}
+    return sum(layer - 1 not in layers for layer in layers) if graph.stages > 1 else 1
 
 
 def list_schedule(
@@ -54,7 +90,7 @@ def list_schedule(
     Args:
         graph: of the step.
         cost: of its operators.
-        passes: the blocks of each stage.
+        passes: the blocks of each pipeline rank.
         weights_first: in backward, gradients of weights have priority over those of activations
             (T2 of Eq. 1); else the other way round (T1).
         policy: name, for display.
@@ -77,6 +113,8 @@ class _Lists:
                 self.after[dep].append(number)
         self.missing = [len(deps) for deps in graph.deps]
         self.block = [0] * count  # of compute operators, the number of their block
+        self.stages = graph.stages * chunks_of(graph)  # of the model
+        self.layers = layers_of(graph)
         keys = self._compute_keys(passes, weights_first)
         self.priority: list[float] = [0.0] * count
         for place, number in enumerate(sorted(keys, key=keys.__getitem__)):
@@ -86,6 +124,7 @@ class _Lists:
         for number in keys:
             self.left[self.ops[number].stage][self.block[number]] += 1
         self.current = [0] * len(passes)
+        self.rows = tuple(tuple(str(one) for block in of for one in block) for of in passes)
         self.ready: dict[tuple[int, str, int], list[tuple[float, int]]] = {}
         self.busy: set[tuple[int, str]] = set()
         self.heap: list[tuple[float, int]] = []
@@ -95,20 +134,19 @@ class _Lists:
         self, passes: Sequence[Sequence[Block]], weights_first: bool
     ) -> dict[int, tuple[int, ...]]:
         """Return a sort key of each compute operator: its place in the stage's order."""
-        where: dict[tuple[int, str, int], int] = {}
-        sizes: dict[tuple[int, int], int] = {}
-        for stage, of_stage in enumerate(passes):
-            for index, block in enumerate(of_stage):
-                sizes[stage, index] = len(block)
-                for kind, micro in block:
-                    where[stage, kind, micro] = index
+        where: dict[Action, int] = {}
+        for of_rank in passes:
+            for index, block in enumerate(of_rank):
+                where |= dict.fromkeys(block, index)
         keys: dict[int, tuple[int, ...]] = {}
         for place, number in enumerate(self.graph.order):
             op = self.ops[number]
             if op.is_collective:
                 continue
-            kind = "F" if op.role == "fwd" else "B"
-            index = where.get((op.stage, kind, op.micro), len(passes[op.stage]))
+            several = self.stages > self.graph.stages
+            stage = stage_of(op, self.layers, self.stages) if several else op.stage
+            action = Action(stage, "F" if op.role == "fwd" else "B", op.micro)
+            index = where.get(action, len(passes[op.stage]))
             self.block[number] = index
             keys[number] = (index, *self._within(op, weights_first), place)
         return keys
@@ -158,7 +196,8 @@ class _Lists:
         if ended < len(self.ops):
             raise GraphError(f"{len(self.ops) - ended} operators wait for passes that come later")
         lanes = {lane: tuple(numbers) for lane, numbers in sorted(self.lanes.items())}
-        return StepSchedule(self.graph, lanes, policy)
+        rows = self.rows if self.stages > self.graph.stages else ()
+        return StepSchedule(self.graph, lanes, policy, rows)
 
     def _make_ready(self, number: int) -> None:
         op = self.ops[number]

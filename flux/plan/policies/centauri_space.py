@@ -6,7 +6,7 @@ ranks, and chunks of its workload together with the operators that depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -38,62 +38,20 @@ SUBSTITUTIONS: dict[str, tuple[Substitution, ...]] = {
 }
 
 
-def latency(primitive: str, payload: float, ranks: int, alpha: float, beta: float) -> float:
-    """Return the time of a primitive among equal ranks.
-
-    Rings, and pipelined chains from or to a root: every link carries at most the payload. Roots of
-    ``gather`` and ``scatter`` receive or send all shares themselves.
-
-    Args:
-        primitive: as in SUBSTITUTIONS.
-        payload: bytes of the whole tensor.
-        ranks: that take part.
-        alpha: latency of a message, in ms.
-        beta: ms per byte of a link.
-
-    Raises:
-        ValueError: no such primitive.
-    """
-    share, hops = (ranks - 1) / ranks, ranks - 1
-    times = {
-        "all_reduce": (2 * share, 2 * hops),
-        "all_gather": (share, hops),
-        "reduce_scatter": (share, hops),
-        "gather": (share, hops),
-        "scatter": (share, hops),
-        "reduce": (1.0, hops),
-        "broadcast": (1.0, hops),
-        # Each root's tree has its share of the payload; all of them run at a time.
-        "reduces": (share, hops),
-        "broadcasts": (share, hops),
-    }
-    if primitive not in times:
-        raise ValueError(f"primitive must be one of {', '.join(times)}, got {primitive!r}")
-    if ranks == 1:
-        return 0.0
-    volume, messages = times[primitive]
-    return volume * payload * beta + messages * alpha
-
-
-def substitutions(
-    kind: str, payload: float, ranks: int, alpha: float, beta: float
-) -> list[tuple[str, ...]]:
+def substitutions(kind: str, price: Callable[[str], float]) -> list[tuple[str, ...]]:
     """Return the primitives that may take the place of a collective, itself included.
 
-    Those that do not scale, and those that raise the latency, are left out (section 3.1.1).
+    Those that do not scale, and those that take longer than the collective, are left out (section
+    3.1.1). What the library does badly is among these: gloo's ReduceScatter is an AllReduce inside.
 
     Args:
         kind: of the collective.
-        payload: bytes of the whole tensor.
-        ranks: that take part.
-        alpha: latency of a message, in ms.
-        beta: ms per byte of a link.
+        price: returns the time of a primitive of the same tensor among the same ranks; it is asked
+            for those that scale.
     """
-    whole = latency(kind, payload, ranks, alpha, beta)
     found: list[tuple[str, ...]] = [(kind,)]
     for option in SUBSTITUTIONS.get(kind, ()):
-        time = sum(latency(p, payload, ranks, alpha, beta) for p in option.primitives)
-        if option.scalable and time <= whole * (1 + 1e-12):
+        if option.scalable and sum(map(price, option.primitives)) <= price(kind) * (1 + 1e-9):
             found.append(option.primitives)
     return found
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, isfinite
 
+from flux.core.integers import checked_integer
+
 
 def operation_tier(
     inner: float,
@@ -43,9 +45,8 @@ def operation_tier(
     for name, cost in costs.items():
         if not (isfinite(cost) and cost >= 0):
             raise ValueError(f"{name} must be finite and at least 0, got {cost!r}")
-    for name, count in (("inter", inter), ("intra", intra), ("max_chunks", max_chunks)):
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
+    inter, intra = checked_integer("inter", inter, 1), checked_integer("intra", intra, 1)
+    max_chunks = checked_integer("max_chunks", max_chunks, 1)
     if inner >= comm:
         return [1.0]
     if not grouped:
@@ -138,9 +139,8 @@ def model_tier(
     ):
         if not cost >= 0:
             raise ValueError(f"{name} must be at least 0, got {cost!r}")
-    for name, count in (("micro_batches", micro_batches), ("depth", depth)):
-        if type(count) is not int or count < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
+    micro_batches = checked_integer("micro_batches", micro_batches, 1)
+    depth = checked_integer("depth", depth, 1)
     least = min(depth, micro_batches)
     most = micro_batches if memory == 0 else int(min(free / memory, micro_batches))
     total = micro_batches if joint else 2 * micro_batches

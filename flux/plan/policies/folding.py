@@ -19,8 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
+from flux.core.integers import checked_integer
 from flux.plan.graph import Builder, Graph, Op
 
 
@@ -34,15 +36,9 @@ def fold(stage: int, p: int) -> int:
     Raises:
         ValueError: another stage, or p below 1.
     """
-    _whole("p", p, 1)
-    if type(stage) is not int or not 0 <= stage < 2 * p:
-        raise ValueError(f"stage must be an integer in [0, {2 * p}), got {stage!r}")
+    p = checked_integer("p", p, 1)
+    stage = checked_integer("stage", stage, 0, 2 * p)
     return min(stage, 2 * p - 1 - stage)
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 # -- passes of a pipeline --------------------------------------------------------------------------
@@ -120,9 +116,7 @@ class WSchedule:
         return [row(blocks) for blocks in self.blocks]
 
     def _checked(self, rank: int) -> int:
-        if type(rank) is not int or not 0 <= rank < self.p:
-            raise ValueError(f"rank must be an integer in [0, {self.p}), got {rank!r}")
-        return rank
+        return checked_integer("rank", rank, 0, self.p)
 
 
 def w_blocks(p: int, m: int) -> list[list[Block]]:
@@ -135,8 +129,7 @@ def w_blocks(p: int, m: int) -> list[list[Block]]:
     Raises:
         ValueError: p or m is below 1.
     """
-    _whole("p", p, 1)
-    _whole("m", m, 1)
+    p, m = checked_integer("p", p, 1), checked_integer("m", m, 1)
     slots: list[dict[int, list[Action]]] = [{} for _ in range(p)]
     for kind in "FB":  # forward comes first in a block
         for micro in range(m):
@@ -162,9 +155,11 @@ def w_schedule(p: int, m: int, f: float, b: float, s: float) -> WSchedule:
     Raises:
         ValueError: p or m is below 1, or a time is negative or not finite.
     """
+    p, m = checked_integer("p", p, 1), checked_integer("m", m, 1)
     blocks = w_blocks(p, m)
-    for name, value in (("f", f), ("b", b), ("s", s)):
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    times: dict[str, Any] = {"f": f, "b": b, "s": s}
+    for name, value in times.items():
+        if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
             raise ValueError(f"{name} must be a time of at least 0, got {value!r}")
     ended: dict[Action, float] = {}
     ends: list[list[float]] = [[] for _ in range(p)]

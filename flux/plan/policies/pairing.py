@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import networkx as nx
 
+from flux.core.integers import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.graph import Op
 
@@ -36,15 +36,14 @@ Segment = tuple[Hashable, ...]
 SegmentCost = Callable[[Segment, Segment], float]
 """Time of two segments side by side, one of which may be empty, in ms."""
 
-SMALL = 8
-"""Operators of a graph whose segments may have any length."""
+EXACT = 1_000_000
+"""Pairs of orders that are tried at most, where segments may have any length."""
 LONGEST = 4
-"""Operators of a segment of larger graphs. Longer segments of a layer do not pay: a barrier aligns
-the two strands again."""
+"""Operators of a segment of graphs with more orders. Longer segments of a layer do not pay: a
+barrier aligns the two strands again."""
 
 
-@dataclass(frozen=True)
-class Pairing:
+class Pairing(NamedTuple):
     """Segments of a forward and a backward that run side by side.
 
     Attributes:
@@ -66,11 +65,14 @@ class Pairing:
         return tuple(node for _, segment in self.segments for node in segment)
 
 
-def factor(cost: CostModel, a: Op, b: Op) -> float:
+def factor(cost: CostModel, a: Any, b: Any) -> float:
     """Return the OEF of two operators of different strands.
 
-    Operators of one resource share a stream, so one waits for the other: 0.
+    Operators of one resource share a stream, so one waits for the other: 0. Of nodes that are no
+    ``Op`` the cost model alone says it.
     """
+    if not (isinstance(a, Op) and isinstance(b, Op)):
+        return cost.oef(a, b)
     if a.resource == b.resource:
         return 0.0
     return cost.oef(b, a) if a.is_collective and not b.is_collective else cost.oef(a, b)
@@ -92,39 +94,64 @@ def pair(
         backward_graph: likewise of a backward pass.
         cost: of operators, or a function that returns the time of two segments, of nodes.
         barrier: time of the barrier behind each pair of segments, in ms.
-        longest: most operators of a segment; by default LONGEST, and no limit if both graphs have
-            at most SMALL operators.
+        longest: most operators of a segment; by default there is no limit, and LONGEST if more than
+            EXACT pairs of orders would have to be tried.
 
     Raises:
-        ValueError: a graph has a cycle, or barrier or longest is out of range.
+        TypeError: graphs are no networkx.DiGraph, or cost is neither of the two.
+        ValueError: a graph has a cycle; barrier, longest or a cost is out of range.
     """
     for graph in (forward_graph, backward_graph):
+        if not isinstance(graph, nx.DiGraph):
+            raise TypeError(f"a graph must be a networkx.DiGraph, got {type(graph).__name__}")
         if not nx.is_directed_acyclic_graph(graph):
             raise ValueError("operators of a pairing depend on each other in a cycle")
+    if not callable(cost) and not (hasattr(cost, "solo") and hasattr(cost, "oef")):
+        raise TypeError(
+            "cost must have solo(op) and oef(a, b), or be a function of two segments, "
+            f"got {type(cost).__name__}"
+        )
     if not math.isfinite(barrier) or barrier < 0:
         raise ValueError(f"barrier must be a time of at least 0, got {barrier!r}")
-    if longest is None:
-        size = max(len(forward_graph), len(backward_graph))
-        longest = size if size <= SMALL else LONGEST
-    elif type(longest) is not int or longest < 1:
-        raise ValueError(f"longest must be an integer of at least 1, got {longest!r}")
-    forward, backward = _Downsets(forward_graph, longest), _Downsets(backward_graph, longest)
+    if longest is not None:
+        longest = checked_integer("longest", longest, 1)
+    forward, backward = _downsets(forward_graph, backward_graph, longest)
     price = _priced(forward, backward, cost)
     return _shortest(forward, backward, price, barrier)
 
 
-class _Downsets:
-    """The down-sets of a graph as bit masks, and the segments that lead from one to another."""
+def _downsets(
+    forward: nx.DiGraph, backward: nx.DiGraph, longest: int | None
+) -> tuple[_Downsets, _Downsets]:
+    """Return the down-sets of both graphs, with segments as ``pair`` says."""
+    if longest is None:
+        one = _Downsets(forward, len(forward), EXACT)
+        other = _Downsets(backward, len(backward), EXACT // one.tried)
+        if one.tried * other.tried <= EXACT:
+            return one, other
+        longest = LONGEST
+    return _Downsets(forward, longest), _Downsets(backward, longest)
 
-    def __init__(self, graph: nx.DiGraph, longest: int) -> None:
+
+class _Downsets:
+    """The down-sets of a graph as bit masks, and the segments that lead from one to another.
+
+    Args:
+        graph: the operators.
+        longest: most operators of a segment.
+        most: orders of segments; when there are more, the search ends and ``tried`` says so.
+    """
+
+    def __init__(self, graph: nx.DiGraph, longest: int, most: float = math.inf) -> None:
         self.nodes = list(nx.topological_sort(graph))
         self.ops: list[Any] = [graph.nodes[node].get("op", node) for node in self.nodes]
         place = {node: number for number, node in enumerate(self.nodes)}
         self.needs = [sum(1 << place[p] for p in graph.predecessors(node)) for node in self.nodes]
         self.orders: dict[int, list[tuple[int, ...]]] = {0: [()]}
+        self.tried, self.most = 1, most
         self.after: dict[int, list[int]] = {}
         pending = [0]
-        while pending:
+        while pending and self.tried <= most:
             mask = pending.pop()
             if mask not in self.after:
                 self.after[mask] = self._reach(mask, longest)
@@ -143,8 +170,10 @@ class _Downsets:
                         wider[segment | bit] = None
             grown = list(wider)
             found |= wider
-        for segment in found:
-            self._order(segment)
+            for segment in grown:
+                self._order(segment)
+                if self.tried > self.most:
+                    return []
         return list(found)
 
     def _order(self, segment: int) -> list[tuple[int, ...]]:
@@ -158,6 +187,7 @@ class _Downsets:
                 if segment & bit and not later:  # the last one
                     known += [(*order, number) for order in self._order(segment & ~bit)]
             self.orders[segment] = known
+            self.tried += len(known)
         return known
 
     def named(self, order: tuple[int, ...]) -> Segment:
@@ -177,8 +207,16 @@ def _priced(forward: _Downsets, backward: _Downsets, cost: CostModel | SegmentCo
         of_segments: SegmentCost = cost
         return lambda f, b: of_segments(forward.named(f), backward.named(b))
     model = cast(CostModel, cost)
-    solo = [[model.solo(op) for op in side.ops] for side in (forward, backward)]
-    slowed = [[2.0 - factor(model, f, b) for b in backward.ops] for f in forward.ops]
+    solo = [[float(model.solo(op)) for op in side.ops] for side in (forward, backward)]
+    slowed = [[2.0 - float(factor(model, f, b)) for b in backward.ops] for f in forward.ops]
+    for side, times in zip((forward, backward), solo, strict=True):
+        for node, time in zip(side.nodes, times, strict=True):
+            if not 0 <= time < math.inf:
+                raise ValueError(f"{node}: solo must be a time of at least 0, got {time!r}")
+    for f, row in zip(forward.nodes, slowed, strict=True):
+        for b, slow in zip(backward.nodes, row, strict=True):
+            if not 1 <= slow < math.inf:
+                raise ValueError(f"{f} beside {b}: oef must be at most 1, got {2.0 - slow!r}")
     return lambda f, b: time_together(f, b, solo, slowed)
 
 
@@ -269,6 +307,8 @@ def _shortest(forward: _Downsets, backward: _Downsets, price: _Price, barrier: f
                 if then < time[state]:
                     time[state] = then
                     came[state] = f, b
+    if not time[states[-1]] < math.inf:
+        raise ValueError("cost: no pairing has a finite time")
     path = [states[-1]]
     while path[-1] in came:
         path.append(came[path[-1]])
