@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from flux.core.errors import PeerTimeoutError
 from flux.plan.centauri_lanes import Done, Group, make_lane
 from flux.plan.centauri_memory import share_memory
-from flux.plan.centauri_plan import RuntimePlan, Unit, checked_units, layout_of
+from flux.plan.centauri_plan import RuntimePlan, Unit, checked_units, chunked, layout_of
 from flux.plan.centauri_routes import Routes
 from flux.plan.centauri_shards import Chunk, Managed
 
@@ -203,7 +203,8 @@ class Sharded:
         owners: dict[int, tuple[_Unit, Managed]] = {}  # by original parameter
         for number, (name, module, parameters) in enumerate(found):
             managed = [Managed(n, p, self.mesh, plan.param_dtype) for n, p in parameters]
-            unit = _Unit(number, name, _chunks(managed, plan.chunk_bytes, name), self)
+            chunks = [Chunk(of, n) for n, of in chunked(managed, plan.chunk_bytes, name)]
+            unit = _Unit(number, name, chunks, self)
             self.units.append(unit)
             owners |= {id(p): (unit, m) for (_, p), m in zip(parameters, managed, strict=True)}
             self._hook(module, unit, model)
@@ -396,6 +397,16 @@ class Sharded:
             for unit in self.units:
                 unit.free()
 
+    @contextmanager
+    def recorded(self) -> Iterator[list[tuple[str, str]]]:
+        """Record collectives as they begin inside a ``with`` block: (kind, label of the chunk)."""
+        order: list[tuple[str, str]] = []
+        self.routes.order = order
+        try:
+            yield order
+        finally:
+            self.routes.order = None
+
     def close(self) -> None:
         """End lanes and destroy groups; the shards stay. Idempotent."""
         if self._closed:
@@ -422,19 +433,6 @@ def _unpack(packed: Any) -> torch.Tensor:
         tensor = packed
     found: torch.Tensor = tensor
     return found
-
-
-def _chunks(parameters: Sequence[Managed], least: int, name: str) -> list[Chunk]:
-    """Return parameters by chunk: small ones of a dtype together, in front."""
-    small: dict[tuple[torch.dtype, bool], list[Managed]] = {}
-    large = []
-    for p in parameters:
-        if p.nbytes >= least:
-            large.append(Chunk([p], p.name))
-        else:
-            small.setdefault((p.dtype, p.trained), []).append(p)
-    together = [Chunk(of, f"{len(of)} small parameters of {name}") for of in small.values()]
-    return together + large
 
 
 def sharded(model: nn.Module) -> Sharded:

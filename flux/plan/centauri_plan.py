@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -109,8 +111,6 @@ def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list
             "part"
         )
     named = dict(model.named_parameters(remove_duplicate=True))
-    if not named:
-        raise ValueError("the model has no parameters")
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             raise ValueError(
@@ -128,14 +128,14 @@ def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list
             raise ValueError(f"{name} has no dimensions and cannot be sharded: give it one")
         if not p.is_contiguous():
             raise ValueError(f"{name} is not contiguous")
-    return _units(model, plan)
+    return units_of(model, plan)
 
 
-def _units(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
+def units_of(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
     """Return (name, module, parameters) of each unit, in the order of the model.
 
     Raises:
-        ValueError: a parameter is shared between units.
+        ValueError: there are no parameters, or one is shared between units.
     """
     chosen: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -171,8 +171,42 @@ def _units(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
             visit(of, f"{name}.{child}".lstrip("."), unit)
 
     visit(model, "", id(model))
+    if not of_unit:
+        raise ValueError("the model has no parameters")
     order = [key for key in modules if key in of_unit]
     return [(modules[key][0] or "the model", modules[key][1], of_unit[key]) for key in order]
+
+
+class _Weight(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def trained(self) -> bool: ...
+
+
+W = TypeVar("W", bound=_Weight)
+
+
+def chunked(parameters: Sequence[W], least: int, unit: str) -> list[tuple[str, list[W]]]:
+    """Return a unit's parameters by chunk, with labels: small ones of a dtype together, in front.
+
+    Args:
+        parameters: of the unit.
+        least: bytes of a whole parameter that travels by itself.
+        unit: its name.
+    """
+    small: dict[tuple[torch.dtype, bool], list[W]] = {}
+    large = []
+    for p in parameters:
+        if p.nbytes >= least:
+            large.append((p.name, [p]))
+        else:
+            small.setdefault((p.dtype, p.trained), []).append(p)
+    return [(f"{len(of)} small parameters of {unit}", of) for of in small.values()] + large
 
 
 def layout_of(mesh: DeviceMesh, plan: RuntimePlan) -> torch.Tensor:
