@@ -214,7 +214,7 @@ def table(content: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--links", nargs="*", default=LINKS)
+    parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--add", action="store_true", help="to the runs of other links in --out")
@@ -232,14 +232,14 @@ def main() -> None:
         command = " ".join(["python", "benchmarks/centauri_hosts.py", *sys.argv[1:]])
         runs.append({"link": link, "command": command, **job, **found})
         print(link, {name: round(value, 3) for name, value in row(runs[-1]).items()}, flush=True)
-    content = {
-        "model": SIZES,
-        "sequence": SEQUENCE,
-        "ranks": f"{HOSTS} hosts of {PER_HOST}, one thread each, float32",
-        "torch": torch.__version__,
-        "runs": runs,
-    }
-    keep(content, options.out)
+        content = {
+            "model": SIZES,
+            "sequence": SEQUENCE,
+            "ranks": f"{HOSTS} hosts of {PER_HOST}, one thread each, float32",
+            "torch": torch.__version__,
+            "runs": sorted(runs, key=lambda run: LINKS.index(run["link"])),
+        }
+        keep(content, options.out)
     print(table(content))
 
 

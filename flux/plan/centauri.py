@@ -25,6 +25,7 @@ chunk runs beside the part inside of the one before.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -420,7 +421,15 @@ class Sharded:
 
 
 def _accept(unit: _Unit, parameter: Managed) -> Callable[[torch.Tensor], None]:
-    return lambda _: unit.accept(parameter)
+    # Weak: Python's collector does not see what a tensor's hooks refer to.
+    own, one = weakref.ref(unit), weakref.ref(parameter)
+
+    def accept(_: torch.Tensor) -> None:
+        unit, parameter = own(), one()
+        if unit is not None and parameter is not None:
+            unit.accept(parameter)
+
+    return accept
 
 
 def _unpack(packed: Any) -> torch.Tensor:
