@@ -10,6 +10,8 @@ are compared:
     fsdp2       torch's fully_shard as it comes: on a CPU it waits for each collective
     ahead       the same with gathers that are not waited for (its private _set_unshard_async_op)
                 and one unit ahead in both passes
+    kept        FSDP2 with reshard_after_forward=False: whole weights on each rank until backward;
+                Centauri keeps them once per host
     waited      Centauri's way to move data, but each collective is waited for where it begins: over
                 FSDP2 it gains by bytes and copies alone
     centauri    the same with overlap
@@ -43,7 +45,7 @@ RESULT = ROOT / "benchmarks" / "results" / "plan" / "centauri.json"
 LINKS = ("500mbit", "1gbit", "2gbit", "4gbit", "none")
 SIZES = {"width": 512, "mlp": 1408, "heads": 8, "layers": 4, "vocabulary": 2048}
 HOSTS, PER_HOST, SEQUENCE = 2, 2, 256
-METHODS = ("fsdp2", "ahead", "waited", "centauri")
+METHODS = ("fsdp2", "ahead", "kept", "waited", "centauri")
 
 
 class Block(nn.Module):
@@ -97,10 +99,9 @@ class Llama(nn.Module):
         return out
 
 
-def fsdp2(model: Llama) -> Llama:
-    for part in (model.embed, *model.layers, model.norm, model.head):
-        fully_shard(part)
-    fully_shard(model)
+def fsdp2(model: Llama, **options: Any) -> Llama:
+    for part in (model.embed, *model.layers, model.norm, model.head, model):
+        fully_shard(part, **options)
     return model
 
 
@@ -131,6 +132,7 @@ def entry(job: dict[str, Any], rank: int, progress: Progress) -> dict[str, Any]:
         "compute": model,
         "fsdp2": lambda: fsdp2(model()),
         "ahead": lambda: ahead(model()),
+        "kept": lambda: fsdp2(model(), reshard_after_forward=False),
         "waited": lambda: centauri(model(), job["timeout_s"], overlap=False, prefetch=0),
         "centauri": lambda: centauri(model(), job["timeout_s"]),
     }
@@ -192,8 +194,8 @@ def row(run: dict[str, Any]) -> dict[str, float]:
 
 def table(content: dict[str, Any]) -> str:
     """Return the table of docs/centauri.md."""
-    header = ["link", "FSDP2", "its communication", "ahead", "waited", "Centauri", "worst"]
-    header.append("MB per host")
+    header = ["link", "FSDP2", "its communication", "ahead", "kept"]
+    header += ["waited", "Centauri", "worst", "MB per host"]
     lines = []
     for run in content["runs"]:
         found, sent = row(run), run["sent_bytes_of_a_host"]
@@ -203,6 +205,7 @@ def table(content: dict[str, Any]) -> str:
                 f"{found['fsdp2']:.0f} ms",
                 f"{100 * found['share']:.0f}%",
                 f"{found['ahead_ratio']:.2f}",
+                f"{found['kept_ratio']:.2f}",
                 f"{found['waited_ratio']:.2f}",
                 f"**{found['centauri_ratio']:.2f}**",
                 f"{found['worst']:.2f}",

@@ -282,9 +282,10 @@ class Sharded:
                 saved.pop().__exit__()
             unit.depth -= 1
             self._watch(unit, output)
-            # What backward needs first stays: the last unit, and the model's own parameters.
+            # What backward needs first stays: the last unit, and the model's own parameters. What a
+            # host shares stays allocated in any case, so that freeing it would gain nothing.
             ends = module is model or unit.number == len(self.units) - 1
-            keeps = not self.plan.reshard_after_forward or ends
+            keeps = not self.plan.reshard_after_forward or ends or self.routes.memory is not None
             keeps = keeps and torch.is_grad_enabled() and self._running > 0
             if unit.depth == 0 and not unit.in_backward and not keeps and not self.held:
                 unit.free()

@@ -28,7 +28,8 @@ class RuntimePlan:
             ones of a unit travel together.
         prefetch: units that are gathered ahead of the one that computes.
         reshard_after_forward: free weights behind a unit's forward, and gather them again in
-            backward; False: keep them, for less communication and more memory.
+            backward; False: keep them, for less communication and more memory. Weights in shared
+            memory are kept in any case.
         param_dtype: of weights in forward and backward; inputs of units are cast. None: as they
             are.
         reduce_dtype: of the sums of gradients; None: of the gradients.

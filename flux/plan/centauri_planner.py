@@ -215,7 +215,8 @@ class _Step:
             for ahead in range(number, min(last, number + self.plan.prefetch) + 1):
                 self._gather(ahead, "forward")
             self._compute(number, "fwd")
-            if self.plan.reshard_after_forward and not is_model and number != last:
+            keeps = not self.plan.reshard_after_forward or self.shares
+            if not (keeps or is_model or number == last):
                 self.held.discard(number)
         for number in reversed(range(last + 1)):
             if not any(trains[: number + 1]):

@@ -60,13 +60,17 @@ def test_the_fastest_plan_is_taken_and_all_were_tried() -> None:
     assert slowest < min(ms for plan, ms in found.tried if not plan.by_group)
 
 
-def test_what_nothing_hides_is_the_bytes_over_the_link() -> None:
-    """Over a slow link a step takes what crosses it: two gathers and a reduction of a half."""
-    model = Net()
-    found = plan_run(model, (2, 2), tokens=1, cluster=on(0.01, 0.0))
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_nothing_hides_is_the_bytes_over_the_link(shared: bool) -> None:
+    """Over a slow link a step takes what crosses it: each byte once per host, of two hosts a half.
+
+    Gradients are reduced; weights are gathered, and in backward again unless the host shares them.
+    """
+    model, fixed = Net(), RuntimePlan(shared_memory=shared)
+    found = plan_run(model, (2, 2), tokens=1, cluster=on(0.01, 0.0), fixed=fixed)
     whole = {n: p.numel() * 4 for n, p in model.named_parameters()}
-    twice = sum(size for n, size in whole.items() if n != "head.weight")  # the last unit stays
-    crossing = (2 * sum(whole.values()) + twice) / 2
+    again = sum(size for n, size in whole.items() if n != "head.weight")  # the last unit stays
+    crossing = (2 * sum(whole.values()) + (0 if shared else again)) / 2
     assert found.step_ms == pytest.approx(crossing / (0.01e9 / 8) * 1e3, rel=0.02)
 
 
@@ -133,6 +137,6 @@ def runs_as_planned(rank: int, world: int, fixed: RuntimePlan) -> None:
         sharded(model).close()
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_ranks_begin_collectives_in_the_planned_order(keeps: bool) -> None:
-    run_ranks(4, runs_as_planned, RuntimePlan(reshard_after_forward=keeps, timeout_s=30.0))
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_begin_collectives_in_the_planned_order(shared: bool) -> None:
+    run_ranks(4, runs_as_planned, RuntimePlan(shared_memory=shared, timeout_s=30.0))
