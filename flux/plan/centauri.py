@@ -19,7 +19,8 @@ so optimizers, clipping and checkpoints are the same, and checkpoints of one loa
 
 Between hosts first: each rank exchanges its shard with its twins on other hosts, and then with the
 ranks of its host. So each byte crosses a link once per host, and the part between hosts of one
-chunk runs beside the part inside of the one before.
+chunk runs beside the part inside of the one before. On CPUs the ranks of a host share whole weights
+(``centauri_memory``).
 """
 
 from __future__ import annotations
@@ -243,13 +244,13 @@ class Sharded:
 
     def _group(self, lists: list[list[int]], timeout: timedelta) -> Group:
         """Make the groups of these ranks, on all of them; return the one that this rank is in."""
-        mine: dist.ProcessGroup | None = None
-        for ranks in lists:
-            group = dist.new_group(ranks, timeout) if len(ranks) > 1 else None
-            if group is not None and dist.get_rank() in ranks:
-                mine = group
-                self._groups.append(group)
-        return Group(mine, timeout)
+        mine: list[dist.ProcessGroup] = []
+        ways = 2 if dist.get_backend() == "gloo" else 1
+        for ranks in lists if len(lists[0]) > 1 else []:
+            made = [dist.new_group(ranks, timeout) for _ in range(ways)]
+            mine = made if dist.get_rank() in ranks else mine
+        self._groups += mine
+        return Group(mine[0] if mine else None, timeout, mine[1] if len(mine) > 1 else None)
 
     # -- hooks -------------------------------------------------------------------------------------
 

@@ -142,13 +142,24 @@ class Group:
     Args:
         group: the ranks; None: this one alone.
         timeout: of each wait.
+        back: another group of the same ranks, in which higher ones send to lower ones. gloo's
+            thread polls a connection without rest while data arrive there and another thread sends
+            on it, since both need its lock. With one direction on each connection they never meet.
+            None: all in one group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta,
+        back: dist.ProcessGroup | None = None,
+    ) -> None:
         self.group, self._timeout = group, timeout
+        self._back = group if back is None else back
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self._all = range(self.size)
+        self._is_nccl = group is not None and dist.get_backend(group) == "nccl"
 
     def gather(self, slices: Sequence[Sequence[torch.Tensor]]) -> None:
         """Fill slices, in place, with what their ranks have.
@@ -168,21 +179,27 @@ class Group:
         """Receive from each other rank into its tensors, and send it those that are for it."""
         if self.group is None:
             return
-        ops: list[dist.P2POp] = []
-        for peer in self._all:
-            if peer != self.rank:
-                ops += [
-                    dist.P2POp(dist.irecv, one, group=self.group, group_peer=peer)
-                    for one in into[peer]
-                ]
+        if self._is_nccl:  # which must see all of them at once
+            ops = [
+                dist.P2POp(of, one, group=self.group, group_peer=peer)
+                for of, given_to in ((dist.irecv, into), (dist.isend, given))
+                for peer in self._all
+                for one in given_to[peer]
+                if peer != self.rank
+            ]
+            self._wait(dist.batch_isend_irecv(ops))
+            return
+        works: list[dist.Work | None] = []
         # Receives first: gloo's sender waits for a word that one is posted.
+        for peer in self._all:
+            way = self.group if peer < self.rank else self._back
+            for one in into[peer] if peer != self.rank else ():
+                works.append(dist.irecv(one, group=way, group_src=peer))
         for distance in range(1, self.size):
             peer = (self.rank + distance) % self.size
-            ops += [
-                dist.P2POp(dist.isend, one, group=self.group, group_peer=peer)
-                for one in given[peer]
-            ]
-        self._wait(dist.batch_isend_irecv(ops))
+            way = self.group if peer > self.rank else self._back
+            works += [dist.isend(one, group=way, group_dst=peer) for one in given[peer]]
+        self._wait(works)
 
     def meet(self) -> None:
         """Wait until every rank of the group has called this as often as this one."""
@@ -220,7 +237,7 @@ class Group:
         for work in works:
             if work is None:
                 continue
-            if dist.get_backend(self.group) == "nccl":
+            if self._is_nccl:
                 work.wait()  # lets the lane's stream wait
             else:
                 work.wait(self._timeout)
