@@ -2,18 +2,30 @@
 
     python benchmarks/centauri_hosts.py        # as root, for network namespaces; some eight minutes
 
-Two ranks per host. Both ways and the model without communication take turns in one run, with equal
-weights and data, and their losses are compared. The share of communication in FSDP2's step says how
-much there is to hide.
+Two ranks per host. All methods take turns in one run, with equal weights and data, and their losses
+are compared:
+
+    compute     the model without communication and optimizer. What FSDP2 takes beyond it says how
+                much there is to hide.
+    fsdp2       torch's fully_shard as it comes: on a CPU it waits for each collective
+    ahead       the same with gathers that are not waited for (its private _set_unshard_async_op)
+                and one unit ahead in both passes
+    kept        FSDP2 with reshard_after_forward=False: whole weights on each rank until backward;
+                Centauri keeps them once per host
+    waited      Centauri's way to move data, but each collective is waited for where it begins: over
+                FSDP2 it gains by bytes and copies alone
+    centauri    the same with overlap
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +45,7 @@ RESULT = ROOT / "benchmarks" / "results" / "plan" / "centauri.json"
 LINKS = ("500mbit", "1gbit", "2gbit", "4gbit", "none")
 SIZES = {"width": 512, "mlp": 1408, "heads": 8, "layers": 4, "vocabulary": 2048}
 HOSTS, PER_HOST, SEQUENCE = 2, 2, 256
+METHODS = ("fsdp2", "ahead", "kept", "waited", "centauri")
 
 
 class Block(nn.Module):
@@ -86,16 +99,24 @@ class Llama(nn.Module):
         return out
 
 
-def fsdp2(model: Llama) -> Llama:
-    for part in (model.embed, *model.layers, model.norm, model.head):
-        fully_shard(part)
-    fully_shard(model)
+def fsdp2(model: Llama, **options: Any) -> Llama:
+    for part in (model.embed, *model.layers, model.norm, model.head, model):
+        fully_shard(part, **options)
     return model
 
 
-def centauri(model: Llama, timeout_s: float) -> Llama:
+def ahead(model: Llama) -> Llama:
+    parts = [model.embed, *model.layers, model.norm, model.head]
+    fsdp2(model)._set_unshard_async_op(True)
+    for here, after in pairwise(parts):
+        here.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([here])
+    return model
+
+
+def centauri(model: Llama, timeout_s: float, **options: Any) -> Llama:
     mesh = init_device_mesh("cpu", (HOSTS, PER_HOST))
-    parallelize(model, mesh, RuntimePlan(timeout_s=timeout_s))
+    parallelize(model, mesh, RuntimePlan(timeout_s=timeout_s, shared_memory=True, **options))
     return model
 
 
@@ -110,6 +131,9 @@ def entry(job: dict[str, Any], rank: int, progress: Progress) -> dict[str, Any]:
     makers: dict[str, Callable[[], Llama]] = {
         "compute": model,
         "fsdp2": lambda: fsdp2(model()),
+        "ahead": lambda: ahead(model()),
+        "kept": lambda: fsdp2(model(), reshard_after_forward=False),
+        "waited": lambda: centauri(model(), job["timeout_s"], overlap=False, prefetch=0),
         "centauri": lambda: centauri(model(), job["timeout_s"]),
     }
     models = {name: make() for name, make in makers.items()}
@@ -136,36 +160,42 @@ def entry(job: dict[str, Any], rank: int, progress: Progress) -> dict[str, Any]:
                 losses[name].append(loss.item())
                 sent[name] = link_bytes() - before
         progress("steps", index + 1, job["warmup"] + repeats)
-    sharded(models["centauri"]).close()
-    worst = max(abs(a - b) for a, b in zip(losses["fsdp2"], losses["centauri"], strict=True))
-    off = torch.tensor([worst])
+    for name in ("waited", "centauri"):
+        sharded(models[name]).close()
+    others = METHODS[1:]
+    pairs = [zip(losses["fsdp2"], losses[name], strict=True) for name in others]
+    off = torch.tensor([max(abs(a - b) for pair in pairs for a, b in pair)])
     dist.all_reduce(off, op=dist.ReduceOp.MAX)
     if float(off) > 1e-3:
         raise RuntimeError(f"losses differ by {float(off):g}: {losses}")
     return {
         "times_ms": times,
-        "losses": {name: losses[name] for name in ("fsdp2", "centauri")},
+        "losses": {name: losses[name] for name in METHODS},
         "largest_difference_of_losses": float(off),
         "sent_bytes_of_a_host": sent,
     }
 
 
 def row(run: dict[str, Any]) -> dict[str, float]:
-    """Return medians, the ratio of steps side by side, and FSDP2's share of communication."""
+    """Return medians, ratios of steps side by side, and FSDP2's share of communication."""
     times = run["times_ms"]
     middle = {name: statistics.median(of) for name, of in times.items()}
-    ratios = [a / b for a, b in zip(times["centauri"], times["fsdp2"], strict=True)]
+
+    def ratios(name: str) -> list[float]:
+        return [a / b for a, b in zip(times[name], times["fsdp2"], strict=True)]
+
     return {
         **middle,
-        "ratio": statistics.median(ratios),
-        "worst": max(ratios),
+        **{f"{name}_ratio": statistics.median(ratios(name)) for name in METHODS[1:]},
+        "worst": max(ratios("centauri")),
         "share": 1 - middle["compute"] / middle["fsdp2"],
     }
 
 
 def table(content: dict[str, Any]) -> str:
     """Return the table of docs/centauri.md."""
-    header = ["link", "FSDP2", "its communication", "Centauri", "ratio", "MB per host"]
+    header = ["link", "FSDP2", "its communication", "ahead", "kept"]
+    header += ["waited", "Centauri", "worst", "MB per host"]
     lines = []
     for run in content["runs"]:
         found, sent = row(run), run["sent_bytes_of_a_host"]
@@ -174,8 +204,11 @@ def table(content: dict[str, Any]) -> str:
                 run["link"],
                 f"{found['fsdp2']:.0f} ms",
                 f"{100 * found['share']:.0f}%",
-                f"{found['centauri']:.0f} ms",
-                f"**{found['ratio']:.2f}**",
+                f"{found['ahead_ratio']:.2f}",
+                f"{found['kept_ratio']:.2f}",
+                f"{found['waited_ratio']:.2f}",
+                f"**{found['centauri_ratio']:.2f}**",
+                f"{found['worst']:.2f}",
                 f"{sent['fsdp2'] / 1e6:.0f} and {sent['centauri'] / 1e6:.0f}",
             ]
         )
@@ -184,12 +217,14 @@ def table(content: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--links", nargs="*", default=LINKS)
+    parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--add", action="store_true", help="to the runs of other links in --out")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    runs = []
+    runs = json.loads(options.out.read_text())["runs"] if options.add else []
+    runs = [run for run in runs if run["link"] not in options.links]
     for link in options.links:
         job = {"batch": options.batch, "repeats": options.repeats, "warmup": 2, "timeout_s": 60.0}
         host_of = [host for host in range(HOSTS) for _ in range(PER_HOST)]
@@ -197,17 +232,17 @@ def main() -> None:
             found = run_ranks(
                 entry, job, HOSTS * PER_HOST, places=hosts.placed(host_of), timeout_s=60.0
             )
-        runs.append({"link": link, **job, **found})
+        command = " ".join(["python", "benchmarks/centauri_hosts.py", *sys.argv[1:]])
+        runs.append({"link": link, "command": command, **job, **found})
         print(link, {name: round(value, 3) for name, value in row(runs[-1]).items()}, flush=True)
-    content = {
-        "command": " ".join(["python", "benchmarks/centauri_hosts.py", *sys.argv[1:]]),
-        "model": SIZES,
-        "sequence": SEQUENCE,
-        "ranks": f"{HOSTS} hosts of {PER_HOST}, one thread each, float32",
-        "torch": torch.__version__,
-        "runs": runs,
-    }
-    keep(content, options.out)
+        content = {
+            "model": SIZES,
+            "sequence": SEQUENCE,
+            "ranks": f"{HOSTS} hosts of {PER_HOST}, one thread each, float32",
+            "torch": torch.__version__,
+            "runs": sorted(runs, key=lambda run: LINKS.index(run["link"])),
+        }
+        keep(content, options.out)
     print(table(content))
 
 

@@ -19,11 +19,14 @@ so optimizers, clipping and checkpoints are the same, and checkpoints of one loa
 
 Between hosts first: each rank exchanges its shard with its twins on other hosts, and then with the
 ranks of its host. So each byte crosses a link once per host, and the part between hosts of one
-chunk runs beside the part inside of the one before.
+chunk runs beside the part inside of the one before. On CPUs the ranks of a host share whole weights
+(``centauri_memory``).
 """
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -37,8 +40,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from flux.core.errors import PeerTimeoutError
 from flux.plan.centauri_lanes import Done, Group, make_lane
-from flux.plan.centauri_plan import RuntimePlan, Unit, checked_units
-from flux.plan.centauri_shards import Chunk, Managed, Routes
+from flux.plan.centauri_memory import share_memory
+from flux.plan.centauri_plan import RuntimePlan, Unit, checked_units, chunked, layout_of
+from flux.plan.centauri_routes import Routes
+from flux.plan.centauri_shards import Chunk, Managed
 
 __all__ = ["RuntimePlan", "Sharded", "parallelize", "sharded"]
 
@@ -84,7 +89,7 @@ class _Unit:
 
     @staticmethod
     def _trained(chunk: Chunk) -> set[int]:
-        return {id(p) for p in chunk.parameters if p.whole.requires_grad}
+        return {id(p) for p in chunk.parameters if p.trained}
 
     @property
     def in_use(self) -> bool:
@@ -95,10 +100,13 @@ class _Unit:
             return
         self.owner.check()
         self.gathered = True
+        self.owner.routes.enter(self.name)
         for chunk in self.chunks:
             for p in chunk.parameters:
                 p.allocate()
             chunk.start_gather(self.owner.routes)
+            if not self.owner.plan.overlap:
+                self.owner.guarded(chunk.wait)
 
     def read(self, parameter: Managed) -> nn.Parameter:
         self.gather()
@@ -128,7 +136,7 @@ class _Unit:
         self.missing[id(chunk)].discard(id(parameter))
         if not self.missing[id(chunk)]:
             self.reduce(chunk)
-            frozen = any(not p.whole.requires_grad for c in self.chunks for p in c.parameters)
+            frozen = any(not p.trained for c in self.chunks for p in c.parameters)
             if not frozen and not any(self.missing.values()) and self.depth == 0:
                 self.in_backward = False
                 if self.owner.plan.reshard_after_forward:
@@ -139,6 +147,8 @@ class _Unit:
         if all(grad is None for grad in given):
             return
         done, sums = chunk.start_reduce(self.owner.routes, self.owner.plan.reduce_dtype, given)
+        if not self.owner.plan.overlap:
+            self.owner.guarded(done.wait)
         has = [grad is not None for grad in given]
         self.owner.pending.append((done, sums, chunk, has))
 
@@ -183,7 +193,8 @@ class Sharded:
             (self.lanes[2], self.lanes[3]),
             lambda lists: self._group(lists, timeout),
         )
-        self.mesh = DeviceMesh(device.type, layout.flatten().tolist())
+        sharing = layout.view(len(layout), -1)
+        self.mesh = DeviceMesh(device.type, sharing if plan.replicate else sharing[0])
         self.pending: list[tuple[Done, list[torch.Tensor], Chunk, list[bool]]] = []
         self._failure: PeerTimeoutError | None = None
         self._closed = False
@@ -193,16 +204,13 @@ class Sharded:
         self._chunk_of: dict[int, tuple[_Unit, Managed]] = {}  # by storage
         owners: dict[int, tuple[_Unit, Managed]] = {}  # by original parameter
         for number, (name, module, parameters) in enumerate(found):
-            managed = [(p, Managed(n, p, self.mesh, plan.param_dtype)) for n, p in parameters]
-            chunks = _chunks([m for _, m in managed], plan.chunk_bytes, name)
+            managed = [Managed(n, p, self.mesh, plan.param_dtype) for n, p in parameters]
+            chunks = [Chunk(of, n) for n, of in chunked(managed, plan.chunk_bytes, name)]
             unit = _Unit(number, name, chunks, self)
             self.units.append(unit)
-            for original, one in managed:
-                owners[id(original)] = (unit, one)
-                self._chunk_of[one.buffer.untyped_storage()._cdata] = (unit, one)
-                if one.whole.requires_grad:
-                    one.whole.register_post_accumulate_grad_hook(_accept(unit, one))
+            owners |= {id(p): (unit, m) for (_, p), m in zip(parameters, managed, strict=True)}
             self._hook(module, unit, model)
+        self._allocate(device)
         for module in model.modules():
             here = {n: owners[id(p)] for n, p in module._parameters.items() if id(p) in owners}
             if here:
@@ -213,15 +221,36 @@ class Sharded:
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
 
+    def _allocate(self, device: torch.device) -> None:
+        """Give all parameters room for whole tensors: of the host, or of this rank."""
+        plan, routes = self.plan, self.routes
+        chunks = [chunk for unit in self.units for chunk in unit.chunks]
+        row = routes.intra.group
+        if row is not None and device.type == "cpu" and plan.shared_memory is not False:
+            sizes = [chunk.nbytes for chunk in chunks]
+            found = share_memory(plan.shared_memory, row, sizes, plan.timeout_s)
+            if isinstance(found, str):
+                warnings.warn(f"no shared memory, so sockets carry all: {found}", stacklevel=4)
+            else:
+                routes.memory = found
+        for number, chunk in enumerate(chunks):
+            memory = routes.memory
+            chunk.attach(None if memory is None else memory.region(number, chunk.dtype))
+        for unit in self.units:
+            for one in (p for chunk in unit.chunks for p in chunk.parameters):
+                self._chunk_of[one.buffer.untyped_storage()._cdata] = (unit, one)
+                if one.trained:
+                    one.whole.register_post_accumulate_grad_hook(_accept(unit, one))
+
     def _group(self, lists: list[list[int]], timeout: timedelta) -> Group:
         """Make the groups of these ranks, on all of them; return the one that this rank is in."""
-        mine: dist.ProcessGroup | None = None
-        for ranks in lists:
-            group = dist.new_group(ranks, timeout) if len(ranks) > 1 else None
-            if group is not None and dist.get_rank() in ranks:
-                mine = group
-                self._groups.append(group)
-        return Group(mine, timeout)
+        mine: list[dist.ProcessGroup] = []
+        ways = 2 if dist.get_backend() == "gloo" else 1
+        for ranks in lists if len(lists[0]) > 1 else []:
+            made = [dist.new_group(ranks, timeout) for _ in range(ways)]
+            mine = made if dist.get_rank() in ranks else mine
+        self._groups += mine
+        return Group(mine[0] if mine else None, timeout, mine[1] if len(mine) > 1 else None)
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -254,9 +283,10 @@ class Sharded:
                 saved.pop().__exit__()
             unit.depth -= 1
             self._watch(unit, output)
-            # What backward needs first stays: the last unit, and the model's own parameters.
+            # What backward needs first stays: the last unit, and the model's own parameters. What a
+            # host shares stays allocated in any case, so that freeing it would gain nothing.
             ends = module is model or unit.number == len(self.units) - 1
-            keeps = not self.plan.reshard_after_forward or ends
+            keeps = not self.plan.reshard_after_forward or ends or self.routes.memory is not None
             keeps = keeps and torch.is_grad_enabled() and self._running > 0
             if unit.depth == 0 and not unit.in_backward and not keeps and not self.held:
                 unit.free()
@@ -300,7 +330,7 @@ class Sharded:
         unit.gather()
         first = max(0, unit.number - self.plan.prefetch)
         for ahead in reversed(self.units[first : unit.number]):
-            if any(p.whole.requires_grad for c in ahead.chunks for p in c.parameters):
+            if any(p.trained for c in ahead.chunks for p in c.parameters):
                 ahead.in_backward = True
                 ahead.gather()
 
@@ -370,6 +400,16 @@ class Sharded:
             for unit in self.units:
                 unit.free()
 
+    @contextmanager
+    def recorded(self) -> Iterator[list[tuple[str, str]]]:
+        """Record collectives as they begin inside a ``with`` block: (kind, label of the chunk)."""
+        order: list[tuple[str, str]] = []
+        self.routes.order = order
+        try:
+            yield order
+        finally:
+            self.routes.order = None
+
     def close(self) -> None:
         """End lanes and destroy groups; the shards stay. Idempotent."""
         if self._closed:
@@ -383,7 +423,15 @@ class Sharded:
 
 
 def _accept(unit: _Unit, parameter: Managed) -> Callable[[torch.Tensor], None]:
-    return lambda _: unit.accept(parameter)
+    # Weak: Python's collector does not see what a tensor's hooks refer to.
+    own, one = weakref.ref(unit), weakref.ref(parameter)
+
+    def accept(_: torch.Tensor) -> None:
+        unit, parameter = own(), one()
+        if unit is not None and parameter is not None:
+            unit.accept(parameter)
+
+    return accept
 
 
 def _unpack(packed: Any) -> torch.Tensor:
@@ -396,19 +444,6 @@ def _unpack(packed: Any) -> torch.Tensor:
         tensor = packed
     found: torch.Tensor = tensor
     return found
-
-
-def _chunks(parameters: Sequence[Managed], least: int, name: str) -> list[Chunk]:
-    """Return parameters by chunk: small ones of a dtype together, in front."""
-    small: dict[tuple[torch.dtype, bool], list[Managed]] = {}
-    large = []
-    for p in parameters:
-        if p.size * p.buffer.element_size() >= least:
-            large.append(Chunk([p], p.name))
-        else:
-            small.setdefault((p.buffer.dtype, p.whole.requires_grad), []).append(p)
-    together = [Chunk(of, f"{len(of)} small parameters of {name}") for of in small.values()]
-    return together + large
 
 
 def sharded(model: nn.Module) -> Sharded:
@@ -428,7 +463,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan | None = N
 
     Args:
         model: with equal parameters on all ranks, on the mesh's device.
-        mesh: [hosts, ranks of a host], or of one dimension: one host.
+        mesh: [hosts, ranks of a host], or of one dimension: one host. With ``plan.replicate``
+            there is one of replicas in front: [replicas, hosts, ranks of a host], or [replicas,
+            ranks of a host].
         plan: how; by default ``RuntimePlan()``.
 
     Returns:
@@ -439,10 +476,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan | None = N
     """
     plan = RuntimePlan() if plan is None else plan
     found = checked_units(model, mesh, plan)
-    layout = mesh.mesh if mesh.ndim == 2 else mesh.mesh.view(1, -1)
-    if not plan.by_group:
-        layout = layout.reshape(1, -1)
     device = next(p for _, _, of in found for _, p in of).device
-    state = Sharded(model, found, layout, plan, device)
+    state = Sharded(model, found, layout_of(mesh, plan), plan, device)
     object.__setattr__(model, _STATE, state)
     return model

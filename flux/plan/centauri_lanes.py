@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from flux.core.errors import PeerTimeoutError
+from flux.plan.centauri_memory import add_up
 from flux.transport.abandonable import Abandonable
 
 
@@ -141,12 +142,24 @@ class Group:
     Args:
         group: the ranks; None: this one alone.
         timeout: of each wait.
+        back: another group of the same ranks, in which higher ones send to lower ones. gloo's
+            thread polls a connection without rest while data arrive there and another thread sends
+            on it, since both need its lock. With one direction on each connection they never meet.
+            None: all in one group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta,
+        back: dist.ProcessGroup | None = None,
+    ) -> None:
         self.group, self._timeout = group, timeout
+        self._back = group if back is None else back
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self._all = range(self.size)
+        self._is_nccl = group is not None and dist.get_backend(group) == "nccl"
 
     def gather(self, slices: Sequence[Sequence[torch.Tensor]]) -> None:
         """Fill slices, in place, with what their ranks have.
@@ -157,48 +170,74 @@ class Group:
         Each rank sends while it receives: gloo's own AllGather of two ranks takes turns, and its
         ring of more crosses each link between hosts with all but one rank's shard.
         """
+        own = list(slices[self.rank])
+        self._exchange(slices, [own] * self.size)
+
+    def _exchange(
+        self, into: Sequence[Sequence[torch.Tensor]], given: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        """Receive from each other rank into its tensors, and send it those that are for it."""
         if self.group is None:
             return
-        ops: list[dist.P2POp] = []
-        for peer, theirs in enumerate(slices):
-            if peer != self.rank:
-                ops += [
-                    dist.P2POp(dist.irecv, into, group=self.group, group_peer=peer)
-                    for into in theirs
-                ]
+        if self._is_nccl:  # which must see all of them at once
+            ops = [
+                dist.P2POp(of, one, group=self.group, group_peer=peer)
+                for of, given_to in ((dist.irecv, into), (dist.isend, given))
+                for peer in self._all
+                for one in given_to[peer]
+                if peer != self.rank
+            ]
+            self._wait(dist.batch_isend_irecv(ops))
+            return
+        works: list[dist.Work | None] = []
         # Receives first: gloo's sender waits for a word that one is posted.
+        for peer in self._all:
+            way = self.group if peer < self.rank else self._back
+            for one in into[peer] if peer != self.rank else ():
+                works.append(dist.irecv(one, group=way, group_src=peer))
         for distance in range(1, self.size):
             peer = (self.rank + distance) % self.size
-            ops += [
-                dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)
-                for own in slices[self.rank]
-            ]
-        self._wait(dist.batch_isend_irecv(ops))
+            way = self.group if peer > self.rank else self._back
+            works += [dist.isend(one, group=way, group_dst=peer) for one in given[peer]]
+        self._wait(works)
 
-    def sum_parts(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of the own part: ReduceScatter.
+    def meet(self) -> None:
+        """Wait until every rank of the group has called this as often as this one."""
+        words = torch.zeros(self.size, 1, dtype=torch.uint8)
+        self.gather([[word] for word in words])
+
+    def sum_parts(self, parts: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Return the sum over ranks of the own part, scaled: ReduceScatter.
 
         Args:
             parts: [ranks, ...], contiguous; part i is for rank i.
+            scale: of the sum.
 
         gloo's ReduceScatter is an AllReduce, which moves twice as much; so parts are exchanged and
         added here, in the order of the ranks.
         """
-        if self.group is None:
-            return parts[0]
         if parts.is_cuda:
             out = torch.empty_like(parts[0])
+            if self.group is None:
+                return out.copy_(parts[0]).mul_(scale)
             self._wait([dist.reduce_scatter_tensor(out, parts, group=self.group, async_op=True)])
-            return out
-        received = torch.empty_like(parts)
-        self._wait([dist.all_to_all_single(received, parts, group=self.group, async_op=True)])
-        return received.sum(0)
+            return out.mul_(scale)
+        received = [parts[i] if i == self.rank else torch.empty_like(parts[i]) for i in self._all]
+        self._exchange([[into] for into in received], [[parts[peer]] for peer in self._all])
+        out = torch.empty_like(parts[0])
+        add_up(out, received, scale)
+        return out
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Add what the ranks have, in place: AllReduce."""
+        if self.group is not None:
+            self._wait([dist.all_reduce(tensor, group=self.group, async_op=True)])
 
     def _wait(self, works: Sequence[dist.Work | None]) -> None:
         for work in works:
             if work is None:
                 continue
-            if dist.get_backend(self.group) == "nccl":
+            if self._is_nccl:
                 work.wait()  # lets the lane's stream wait
             else:
                 work.wait(self._timeout)

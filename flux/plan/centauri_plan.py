@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +28,17 @@ class RuntimePlan:
             ones of a unit travel together.
         prefetch: units that are gathered ahead of the one that computes.
         reshard_after_forward: free weights behind a unit's forward, and gather them again in
-            backward; False: keep them, for less communication and more memory.
+            backward; False: keep them, for less communication and more memory. Weights in shared
+            memory are kept in any case.
         param_dtype: of weights in forward and backward; inputs of units are cast. None: as they
             are.
         reduce_dtype: of the sums of gradients; None: of the gradients.
+        shared_memory: on a CPU, whole weights are once per host, in memory that its ranks share,
+            and stay allocated; gradients of a host are added there. False: each rank has its own,
+            and sockets carry all. None: shared where ranks of a host can; a warning says why not.
+        replicate: the first dimension of the mesh holds replicas, as that of ``fully_shard``'s mesh
+            of two does; the others are hosts and ranks of a host.
+        overlap: False: wait for each collective where it begins, to measure what overlap gains.
         timeout_s: of each wait for other ranks.
 
     Raises:
@@ -43,6 +52,9 @@ class RuntimePlan:
     reshard_after_forward: bool = True
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    shared_memory: bool | None = None
+    replicate: bool = False
+    overlap: bool = True
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -50,7 +62,7 @@ class RuntimePlan:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        for name in ("by_group", "reshard_after_forward"):
+        for name in ("by_group", "reshard_after_forward", "replicate", "overlap"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("param_dtype", "reduce_dtype"):
@@ -59,6 +71,10 @@ class RuntimePlan:
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point
             ):
                 raise ValueError(f"{name} must be a floating-point dtype or None, got {dtype!r}")
+        if self.shared_memory is not None and type(self.shared_memory) is not bool:
+            raise ValueError(
+                f"shared_memory must be True, False or None, got {self.shared_memory!r}"
+            )
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s < 1e6:
             raise ValueError(f"timeout_s must be a positive time, got {self.timeout_s!r}")
         if self.units is not None and not (
@@ -76,21 +92,26 @@ def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
-        raise ValueError(
-            "mesh must be a DeviceMesh of one or two dimensions [hosts, ranks of a host], got "
-            + (f"{mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__)
-        )
     if not isinstance(plan, RuntimePlan):
         raise ValueError(f"plan must be a RuntimePlan, got {type(plan).__name__}")
+    replicas = int(plan.replicate)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim - replicas not in (1, 2):
+        raise ValueError(
+            "mesh must be a DeviceMesh of one or two dimensions [hosts, ranks of a host]"
+            + (", and one of replicas in front of them" if replicas else "")
+            + ", got "
+            + (f"{mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__)
+        )
+    if plan.shared_memory and mesh.device_type != "cpu":
+        raise ValueError(
+            f"shared_memory is for ranks on CPUs, and the mesh is on {mesh.device_type}"
+        )
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"mesh has {mesh.size()} ranks, and the world {dist.get_world_size()}: all must take "
             "part"
         )
     named = dict(model.named_parameters(remove_duplicate=True))
-    if not named:
-        raise ValueError("the model has no parameters")
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             raise ValueError(
@@ -108,14 +129,14 @@ def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list
             raise ValueError(f"{name} has no dimensions and cannot be sharded: give it one")
         if not p.is_contiguous():
             raise ValueError(f"{name} is not contiguous")
-    return _units(model, plan)
+    return units_of(model, plan)
 
 
-def _units(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
+def units_of(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
     """Return (name, module, parameters) of each unit, in the order of the model.
 
     Raises:
-        ValueError: a parameter is shared between units.
+        ValueError: there are no parameters, or one is shared between units.
     """
     chosen: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -151,5 +172,46 @@ def _units(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
             visit(of, f"{name}.{child}".lstrip("."), unit)
 
     visit(model, "", id(model))
+    if not of_unit:
+        raise ValueError("the model has no parameters")
     order = [key for key in modules if key in of_unit]
     return [(modules[key][0] or "the model", modules[key][1], of_unit[key]) for key in order]
+
+
+class _Weight(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def trained(self) -> bool: ...
+
+
+W = TypeVar("W", bound=_Weight)
+
+
+def chunked(parameters: Sequence[W], least: int, unit: str) -> list[tuple[str, list[W]]]:
+    """Return a unit's parameters by chunk, with labels: small ones of a dtype together, in front.
+
+    Args:
+        parameters: of the unit.
+        least: bytes of a whole parameter that travels by itself.
+        unit: its name.
+    """
+    small: dict[tuple[torch.dtype, bool], list[W]] = {}
+    large = []
+    for p in parameters:
+        if p.nbytes >= least:
+            large.append((p.name, [p]))
+        else:
+            small.setdefault((p.dtype, p.trained), []).append(p)
+    return [(f"{len(of)} small parameters of {unit}", of) for of in small.values()] + large
+
+
+def layout_of(mesh: DeviceMesh, plan: RuntimePlan) -> torch.Tensor:
+    """Return global ranks as [replicas, hosts, ranks of a host]."""
+    ranks = mesh.mesh if plan.replicate else mesh.mesh.unsqueeze(0)
+    ranks = ranks if ranks.ndim == 3 else ranks.unsqueeze(1)
+    return ranks if plan.by_group else ranks.reshape(len(ranks), 1, -1)

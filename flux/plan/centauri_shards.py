@@ -9,21 +9,22 @@ rows, so that each rank's rows are one contiguous slice of it, into which they a
       inside          r1 and r3 arrive from rank 1                  | r0 | r1 | r2 | r3 |
 
 So the permutation that gathering between hosts first leaves (``gathered_order``) costs no copy.
-Small parameters of a unit travel together, and are copied out.
+Small parameters of a unit travel together, and are copied out. Where the ranks of a host share
+memory (``centauri_memory``), there is one whole weight for all of them, and nothing moves inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 from flux.core.integers import ceil_div
-from flux.plan.centauri_lanes import Done, Group, Lane
+from flux.plan.centauri_lanes import Done
+from flux.plan.centauri_routes import Routes
 
 
 class Managed:
@@ -32,15 +33,22 @@ class Managed:
     Args:
         name: in the model.
         parameter: whole; its rows of this rank are kept.
-        mesh: of one dimension: all ranks.
+        mesh: of one dimension: the ranks of the shards; or of two: replicas of them in front.
         dtype: of the whole tensor in forward and backward.
+
+    Attributes:
+        buffer: the whole tensor, with padding; see ``attach``.
+        whole: the parameter that the module uses, a view of it.
     """
+
+    buffer: torch.Tensor
+    whole: nn.Parameter
 
     def __init__(
         self, name: str, parameter: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None
     ) -> None:
         self.name, self.shape = name, parameter.shape
-        world, rank = mesh.size(), mesh.get_local_rank()
+        world, rank = mesh.size(-1 % mesh.ndim), mesh.get_local_rank(-1 % mesh.ndim)
         source = parameter.detach()
         first = source.shape[0] if source.dim() else 1
         self.rows = ceil_div(first, world)
@@ -52,17 +60,35 @@ class Managed:
         local.copy_(source[begin : begin + own])
         stride = tuple(torch.empty(self.shape, device="meta").stride())
         self.mesh, self._stride = mesh, stride
-        self.sharded = nn.Parameter(self._dtensor(local), requires_grad=parameter.requires_grad)
+        self.trained = parameter.requires_grad
+        self.sharded = nn.Parameter(self._dtensor(local), requires_grad=self.trained)
         self.size = world * self.padded.numel()  # elements of the whole, with padding
-        dtype = dtype if dtype is not None and source.is_floating_point() else source.dtype
-        self.buffer = torch.empty(self.size, dtype=dtype, device=source.device)
-        whole = self.buffer[: first * self.row].view(self.shape)
-        self.whole = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        floats = dtype is not None and source.is_floating_point()
+        self.dtype = dtype if dtype is not None and floats else source.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, with padding."""
+        return self.size * self.dtype.itemsize
+
+    def attach(self, region: torch.Tensor | None) -> None:
+        """Set where the whole tensor is: memory of the host, or None: of this rank's own."""
+        self._fixed = region is not None
+        device = self.padded.device
+        self.buffer = torch.empty(self.size, dtype=self.dtype, device=device)
+        self.buffer = self.buffer if region is None else region
+        whole = self.buffer[: self.shape.numel()].view(self.shape)
+        self.whole = nn.Parameter(whole, requires_grad=self.trained)
         self.free()
 
     def _dtensor(self, local: torch.Tensor) -> DTensor:
         return DTensor.from_local(
-            local, self.mesh, [Shard(0)], run_check=False, shape=self.shape, stride=self._stride
+            local,
+            self.mesh,
+            [*[Replicate()] * (self.mesh.ndim - 1), Shard(0)],
+            run_check=False,
+            shape=self.shape,
+            stride=self._stride,
         )
 
     @property
@@ -74,18 +100,20 @@ class Managed:
 
     def allocate(self) -> None:
         """Make room for the whole tensor; what autograd has saved of it refers to it again."""
-        self.buffer.untyped_storage().resize_(self.size * self.buffer.element_size())
+        if not self._fixed:
+            self.buffer.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
-        """Give the memory of the whole tensor back."""
-        self.buffer.untyped_storage().resize_(0)
+        """Give the memory of the whole tensor back; the host's stays."""
+        if not self._fixed:
+            self.buffer.untyped_storage().resize_(0)
 
     def accumulate(self, grad: torch.Tensor) -> None:
-        """Add this rank's rows of a gradient, [rows * row], to the shard's."""
+        """Add this rank's rows of a gradient, [rows * row], to the shard's, or make them that."""
         count = self.local.numel()
         own = grad[:count].view(self.local.shape).to(self.padded.dtype)
         if self.sharded.grad is None:
-            self.sharded.grad = self._dtensor(own.clone())
+            self.sharded.grad = self._dtensor(own)
         else:
             held: Any = self.sharded.grad
             held.to_local().add_(own)
@@ -102,21 +130,32 @@ class Chunk:
     def __init__(self, parameters: Sequence[Managed], label: str) -> None:
         self.parameters, self.label = list(parameters), label
         self.share = sum(p.padded.numel() for p in self.parameters)  # elements of a rank
+        self.nbytes = sum(p.nbytes for p in self.parameters)
+        self.dtype = self.parameters[0].dtype
         self.done: Done | None = None
+        self._region: torch.Tensor | None = None  # of several parameters
         self._together: torch.Tensor | None = None
+
+    def attach(self, region: torch.Tensor | None) -> None:
+        """Set where whole tensors are; see ``Managed.attach``. Small ones are copied out of it."""
+        alone = len(self.parameters) == 1
+        self._region = None if alone else region
+        for p in self.parameters:
+            p.attach(region if alone else None)
 
     def start_gather(self, routes: Routes) -> None:
         """Begin to fill the whole tensors, which are allocated."""
-        first = self.parameters[0]
-        world = routes.inter.size * routes.intra.size
         if len(self.parameters) == 1:
-            every = first.buffer.data.view(world, self.share)
-            every[routes.rank].copy_(first.padded)
+            every = self.parameters[0].buffer.data.view(routes.world, self.share)
         else:
-            every = first.buffer.new_empty(world, self.share)
-            torch.cat([p.padded.to(every.dtype) for p in self.parameters], out=every[routes.rank])
-            self._together = every
-        self.done = routes.gather(self.label, every)
+            flat = self._region
+            if flat is None:
+                flat = self.parameters[0].padded.new_empty(
+                    routes.world * self.share, dtype=self.dtype
+                )
+            self._together = every = flat.view(routes.world, self.share)
+        own = [p.padded for p in self.parameters]
+        self.done = routes.gather(self.label, every, own)
 
     def wait(self) -> None:
         """Wait until the whole tensors are filled."""
@@ -139,94 +178,28 @@ class Chunk:
         Args:
             routes: of all ranks.
             dtype: of the sum; None: of the gradients.
-            grads: of the parameters, whole; None counts as zeros.
+            grads: of the parameters, whole; None counts as zeros. The caller gives them away.
         """
-        world = routes.inter.size * routes.intra.size
-        first = self.parameters[0].buffer
-        parts = first.new_zeros(world, self.share, dtype=dtype or first.dtype)
+        dtype = dtype or self.dtype
+        return routes.scatter(self.label, self._parts(routes.world, dtype, grads))
+
+    def _parts(
+        self, world: int, dtype: torch.dtype, grads: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Return gradients by rank, [ranks, share]: without a copy where one has that form."""
+        only = grads[0]
+        if len(grads) == 1 and only is not None and only.numel() == world * self.share:
+            return only.detach().to(dtype).contiguous().view(world, self.share)
+        parts = self.parameters[0].padded.new_zeros(world, self.share, dtype=dtype)
         begin = 0
         for p, grad in zip(self.parameters, grads, strict=True):
             count = p.padded.numel()
             if grad is not None:
-                flat, at = grad.reshape(-1), 0
+                flat = grad.reshape(-1)
                 full = flat.numel() // count if count else 0
                 parts[:full, begin : begin + count].copy_(flat[: full * count].view(full, count))
                 at = full * count
                 if at < flat.numel():
                     parts[full, begin : begin + flat.numel() - at].copy_(flat[at:])
             begin += count
-        return routes.scatter(self.label, parts)
-
-
-class Routes:
-    """The groups and lanes of AllGather and ReduceScatter, made once. Construction is collective.
-
-    Gathers and reductions have lanes of their own, so neither waits behind the other.
-
-    Args:
-        mesh: [hosts, ranks of a host]: global ranks.
-        gather_lanes: between hosts, and inside.
-        scatter_lanes: between hosts, and inside.
-        groups: makes the group of a list of global ranks that this one is in; collective.
-    """
-
-    def __init__(
-        self,
-        mesh: torch.Tensor,
-        gather_lanes: tuple[Lane, Lane],
-        scatter_lanes: tuple[Lane, Lane],
-        groups: Callable[[list[list[int]]], Group],
-    ) -> None:
-        size = mesh.shape[1]
-        rank = dist.get_rank()
-        found = (mesh == rank).nonzero()[0].tolist()
-        self.host, self.place = int(found[0]), int(found[1])
-        self.rank = self.host * size + self.place
-        self.gather_lanes, self.scatter_lanes = gather_lanes, scatter_lanes
-        columns = [mesh[:, j].tolist() for j in range(size)]
-        rows = mesh.tolist()
-        # Sub-groups of gathers and of reductions: calls of two lanes must not meet.
-        self.inter, self.inter_sum = groups(columns), groups(columns)
-        self.intra, self.intra_sum = groups(rows), groups(rows)
-
-    def gather(self, label: str, every: torch.Tensor) -> Done:
-        """Begin an AllGather in place: between hosts, then inside.
-
-        Args:
-            label: for errors.
-            every: [ranks, share], whose own slice is there.
-        """
-        grid = every.view(self.inter.size, self.intra.size, -1)
-        hosts, inside = range(self.inter.size), range(self.intra.size)
-        own_column = [[grid[h, self.place]] for h in hosts]
-        columns = [[grid[h, j] for h in hosts] for j in inside]
-        across, within = self.gather_lanes
-        what = f"AllGather of {label}"
-        first = across.submit(what, lambda: self.inter.gather(own_column))
-        if self.intra.size == 1:
-            return first
-        return within.submit(what, lambda: self.intra.gather(columns), [first])
-
-    def scatter(self, label: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
-        """Begin a ReduceScatter: inside, then between hosts; the sum will be in the list.
-
-        Args:
-            label: for errors.
-            parts: [ranks, share].
-        """
-        grid = parts.view(self.inter.size, self.intra.size, -1)
-        world = self.inter.size * self.intra.size
-        sums: list[torch.Tensor] = []
-        across, within = self.scatter_lanes
-        what = f"ReduceScatter of {label}"
-
-        def inside() -> None:
-            permuted = grid.transpose(0, 1).contiguous()  # for each rank of this host, all hosts'
-            sums.append(self.intra_sum.sum_parts(permuted))
-
-        def between() -> None:
-            total = self.inter_sum.sum_parts(sums.pop().contiguous())
-            sums.append(total.div_(world))
-
-        first = within.submit(what, inside)
-        return across.submit(what, between, [first]), sums
+        return parts

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,49 @@ def both(rank: int, world: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"by_group": False, "prefetch": 0}, {"reshard_after_forward": False, "prefetch": 3}],
+    [
+        {"shared_memory": True},
+        {"by_group": False, "prefetch": 0, "shared_memory": False, "overlap": False},
+        {"reshard_after_forward": False, "prefetch": 3},
+    ],
     ids=str,
 )
 def test_losses_and_weights_are_those_of_fsdp2(world: int, options: dict[str, Any]) -> None:
     run_ranks(world, both, options)
+
+
+def replicated(rank: int, world: int, sizes: tuple[int, ...], folder: str) -> None:
+    """FSDP inside of replicas, beside torch's on a mesh of two dimensions; and its checkpoints."""
+    names = ("replicate", "shard")
+    pair = init_device_mesh("cpu", (sizes[0], world // sizes[0]), mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", sizes)
+    plan = RuntimePlan(replicate=True, chunk_bytes=4096, timeout_s=30.0)
+
+    def sharded_by_torch(model: Net) -> Net:
+        for layer in (model.embed, *model.layers, model.head, model):
+            fully_shard(layer, mesh=pair)
+        return model
+
+    reference, model = sharded_by_torch(net()), parallelize(net(), mesh, plan)
+    one, two = adam(model), adam(reference)
+    found = train(rank, model, one, 0, STEPS)
+    assert found == pytest.approx(train(rank, reference, two, 0, STEPS), rel=1e-12)
+    for (name, a), (_, b) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        assert a.placements == b.placements and len(a.placements) == 2, name
+        torch.testing.assert_close(a.to_local(), b.to_local(), rtol=1e-12, atol=1e-13)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    state = {"model": {n: torch.zeros_like(v) for n, v in reference.state_dict().items()}}
+    dcp.load(state, checkpoint_id=folder)
+    for name, value in model.state_dict().items():
+        assert torch.equal(state["model"][name].to_local(), value.to_local()), name
+    sharded(model).close()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 1)], ids=str)
+def test_replicas_are_those_of_hsdp(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    run_ranks(4, replicated, sizes, str(tmp_path))
 
 
 def features(rank: int, world: int) -> None:
@@ -222,6 +261,7 @@ def refused(rank: int, world: int) -> None:
         (3, mesh, None, r"model must be a torch\.nn\.Module, got int"),
         (net(), 4, None, r"mesh must be a DeviceMesh .*, got int"),
         (net(), mesh, {"prefetch": 1}, "plan must be a RuntimePlan, got dict"),
+        (net(), mesh, RuntimePlan(replicate=True), "one of replicas in front of them, got 1"),
         (nn.ReLU(), mesh, None, "the model has no parameters"),
         (net().to("meta"), mesh, None, "is on meta, and the mesh on cpu; materialize"),
         (tied, mesh, None, r"head\.weight is embed\.weight, of another unit"),
@@ -236,6 +276,8 @@ def refused(rank: int, world: int) -> None:
         ({"prefetch": -1}, "prefetch must be an integer of at least 0"),
         ({"by_group": 1}, "by_group must be True or False"),
         ({"param_dtype": torch.int8}, "param_dtype must be a floating-point dtype"),
+        ({"shared_memory": 1}, "shared_memory must be True, False or None"),
+        ({"replicate": None}, "replicate must be True or False"),
         ({"timeout_s": 0}, "timeout_s must be a positive time"),
         ({"units": [nn.Linear]}, "units must be a tuple of module classes"),
     ):
@@ -259,34 +301,46 @@ def test_bad_input_is_refused_before_any_communication() -> None:
 
 
 def loses_a_rank(rank: int, world: int, how: str, lost: int) -> str:
-    train(rank, net(), torch.optim.SGD(net().parameters()), 0, 1)  # what takes long the first time
-    dist.barrier()
-    model = ours(world, net(), timeout_s=2.0 * BUSY)
+    """Train until a rank is killed, or stalls until the others have raised."""
+    model = ours(world, net(), timeout_s=1.5 * BUSY)
     optimizer = adam(model)
     train(rank, model, optimizer, 0, 1)
+    store: Any = dist.distributed_c10d._get_default_store()
     if rank == lost and how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == lost and how == "stall":
-        time.sleep(6 * BUSY)
+        others = [f"raised/{peer}" for peer in range(world) if peer != lost]
+        store.wait(others, timedelta(seconds=20 * BUSY))
+        sharded(model).close()
         return "woke"
     began = time.monotonic()
     with pytest.raises(PeerTimeoutError) as raised:
         train(rank, model, optimizer, 1, 2)
-    assert time.monotonic() - began < 6 * BUSY
+    assert time.monotonic() - began < 4.5 * BUSY
     with pytest.raises(PeerTimeoutError, match="has failed before"):
         model(batch(rank, 0)[0])
+    store.set(f"raised/{rank}", "")
     sharded(model).close()
     return str(raised.value)
 
 
-@pytest.mark.parametrize("how", ["kill", "stall"])
-def test_survivors_raise_when_a_rank_is_lost(how: str) -> None:
+def test_survivors_raise_when_a_rank_is_lost() -> None:
+    """A rank stalls; with a new model the same ranks train again, and then it is killed."""
     with fresh_ranks(4) as ranks:
-        ranks.start(loses_a_rank, how, 3)
-        outcomes = ranks.collect(60.0 * BUSY)
-    for outcome in outcomes[:3]:
-        assert outcome is not None and outcome.ok, outcome
-        assert "Gather of" in outcome.value or "Scatter of" in outcome.value
+        ranks.run(train_plain, timeout=30.0 * BUSY)
+        for how in ("stall", "kill"):
+            ranks.start(loses_a_rank, how, 3)
+            outcomes = ranks.collect(30.0 * BUSY)
+            for outcome in outcomes[:3]:
+                assert outcome is not None and outcome.ok, (how, outcome)
+                assert "Gather of" in outcome.value or "Scatter of" in outcome.value
+        assert outcomes[3] is not None and outcomes[3].signal == signal.SIGKILL
+
+
+def train_plain(rank: int, world: int) -> None:
+    """Do what takes long the first time."""
+    model = net()
+    train(rank, model, adam(model), 0, 1)
 
 
 def ends_clean(rank: int, world: int) -> None:

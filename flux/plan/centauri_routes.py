@@ -1,0 +1,129 @@
+"""AllGather of weights and ReduceScatter of gradients: between hosts, and inside them.
+
+AllGather of a unit's weights:
+
+    enter    ranks of a host meet: the unit is free on all of them (where they share memory)
+    across   each rank exchanges its shard with its twins on other hosts
+    within   ranks of a host exchange columns; or they meet again (where they share memory)
+
+ReduceScatter of gradients is within, across, and then AllReduce over the replicas if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from flux.plan.centauri_lanes import Done, Group, Lane
+from flux.plan.centauri_memory import HostMemory
+
+
+class Routes:
+    """The groups and lanes of AllGather and ReduceScatter, made once. Construction is collective.
+
+    Gathers and reductions have lanes of their own, so neither waits behind the other.
+
+    Args:
+        mesh: [replicas, hosts, ranks of a host]: global ranks.
+        gather_lanes: between hosts, and inside.
+        scatter_lanes: between hosts, and inside.
+        groups: makes the group of a list of global ranks that this one is in; collective.
+
+    Attributes:
+        memory: what the ranks of a host share; None: nothing.
+        order: what was begun, as (collective, label), while it is recorded; else None.
+    """
+
+    def __init__(
+        self,
+        mesh: torch.Tensor,
+        gather_lanes: tuple[Lane, Lane],
+        scatter_lanes: tuple[Lane, Lane],
+        groups: Callable[[list[list[int]]], Group],
+    ) -> None:
+        replicas, hosts, size = mesh.shape
+        rank = dist.get_rank()
+        found = (mesh == rank).nonzero()[0].tolist()
+        self.host, self.place = int(found[1]), int(found[2])
+        self.rank, self.world = self.host * size + self.place, hosts * size
+        self.gather_lanes, self.scatter_lanes = gather_lanes, scatter_lanes
+        columns = mesh.transpose(1, 2).reshape(-1, hosts).tolist()
+        rows = mesh.reshape(-1, size).tolist()
+        # Sub-groups of gathers and of reductions: calls of two lanes must not meet.
+        self.inter, self.inter_sum = groups(columns), groups(columns)
+        self.intra, self.intra_sum = groups(rows), groups(rows)
+        self.entered = groups(rows)
+        self.copies = groups(mesh.reshape(replicas, -1).T.tolist())
+        self.memory: HostMemory | None = None
+        self.order: list[tuple[str, str]] | None = None
+
+    def enter(self, label: str) -> None:
+        """Let gathers that follow begin when all ranks of the host have freed the unit."""
+        if self.memory is not None:
+            self.gather_lanes[0].submit(f"AllGather of {label}", self.entered.meet)
+
+    def gather(self, label: str, every: torch.Tensor, own: Sequence[torch.Tensor]) -> Done:
+        """Begin an AllGather in place: between hosts, then inside.
+
+        Args:
+            label: for errors.
+            every: [ranks, share], where it goes.
+            own: this rank's shards, which lie one behind the other there.
+        """
+        grid = every.view(self.inter.size, self.intra.size, -1)
+        hosts, inside = range(self.inter.size), range(self.intra.size)
+        own_column = [[grid[h, self.place]] for h in hosts]
+        columns = [[grid[h, j] for h in hosts] for j in inside]
+        across, within = self.gather_lanes
+        what = self._noted("AllGather", label)
+
+        def between() -> None:
+            begin = 0
+            for shard in own:
+                every[self.rank, begin : begin + shard.numel()].copy_(shard)
+                begin += shard.numel()
+            self.inter.gather(own_column)
+
+        first = across.submit(what, between)
+        if self.intra.size == 1:
+            return first
+        if self.memory is not None:
+            return within.submit(what, self.intra.meet, [first])
+        return within.submit(what, lambda: self.intra.gather(columns), [first])
+
+    def scatter(self, label: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
+        """Begin a ReduceScatter: inside, then between hosts; the mean will be in the list.
+
+        Args:
+            label: for errors.
+            parts: [ranks, share].
+        """
+        grid = parts.view(self.inter.size, self.intra.size, -1)
+        scale = 1.0 / (self.world * self.copies.size)
+        sums: list[torch.Tensor] = []
+        across, within = self.scatter_lanes
+        what = self._noted("ReduceScatter", label)
+
+        def inside() -> None:
+            if self.memory is not None:
+                sums.append(self.memory.sum_columns(grid, self.intra_sum.meet))
+            elif self.intra.size == 1:
+                sums.append(grid[:, 0])
+            else:
+                permuted = grid.transpose(0, 1).contiguous()  # for each rank of this host
+                sums.append(self.intra_sum.sum_parts(permuted))
+
+        def between() -> None:
+            total = self.inter_sum.sum_parts(sums.pop(), scale)
+            self.copies.add_up(total)
+            sums.append(total)
+
+        first = within.submit(what, inside)
+        return across.submit(what, between, [first]), sums
+
+    def _noted(self, kind: str, label: str) -> str:
+        if self.order is not None:
+            self.order.append((kind, label))
+        return f"{kind} of {label}"
