@@ -112,6 +112,8 @@ def _scheduler(config: pytest.Config, log: Any) -> Any:
 
         def remove_node(self, node: WorkerController) -> str | None:
             crashed = super().remove_node(node)
+            if self.collection is None:  # a worker has ended without tests
+                return crashed
             self.taken.pop(node, None)
             for other in self.nodes:
                 self.check_schedule(other)  # the last one has waited for this
