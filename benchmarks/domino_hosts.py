@@ -251,7 +251,7 @@ def hidden(run: dict[str, Any], form: str) -> float:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the table of docs/plan.md."""
+    """Return the table of docs/domino.md."""
     header = ["layers", "link, share of comm.", "form", "step", "ratio", "hidden"]
     lines = []
     for run in content["runs"]:

@@ -221,6 +221,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 PAGES = (
     ROOT / "README.md",
+    ROOT / "docs" / "domino.md",
     ROOT / "docs" / "kernels.md",
     ROOT / "docs" / "plan.md",
     ROOT / "docs" / "scale.md",
