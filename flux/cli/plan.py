@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -77,7 +78,7 @@ MemoryGb = Annotated[
 ]
 
 _SHARED = (
-    *("model", "tp", "dp", "pp", "sequence_parallel", "layers", "sequence"),
+    *("model", "tp", "dp", "pp", "cp", "ep", "sequence_parallel", "layers", "sequence"),
     *("micro_batch", "micro_batches", "zero", "regather", "shard"),
 )
 
@@ -227,7 +228,7 @@ def _planned(
     """Return what these options ask for; exit for bad input."""
     given = locals()
     try:
-        step = _step(**{name: given[name] for name in (*_SHARED, "cp", "ep")})
+        step = _step(**{name: given[name] for name in _SHARED})
         policies = policy or ["serial", "domino"]
         return Planned(step, *_simulated(policies, step, cluster, hosts, memory_gb))
     except ValueError as error:
@@ -295,6 +296,8 @@ def run_command(
     tp: Tp = 2,
     dp: Dp = 1,
     pp: Pp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
     sequence_parallel: SequenceParallel = False,
     layers: Layers = 2,
     scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8,
@@ -373,6 +376,8 @@ def profile_command(
     tp: Tp = 2,
     dp: Dp = 1,
     pp: Pp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
     sequence_parallel: SequenceParallel = False,
     layers: Layers = 2,
     scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8,
@@ -424,10 +429,10 @@ def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
     for target in ("trace", "picture", "json_target"):
         if speaks() and given[target] not in (None, "-"):
             check_writable(given[target])
-    world = given["tp"] * given["dp"] * given["pp"]
+    world = prod(given[name] for name in ("tp", "cp", "dp", "pp"))
     torchrun_or_own(world, given["hosts"])
     try:
-        step = _step(**{name: given[name] for name in _SHARED}, cp=1, ep=1, dtype="float32")
+        step = _step(**{name: given[name] for name in _SHARED}, dtype="float32")
         layer = scaled(step.layer, given["scale"], given["tp"])
         config = PlanRun(
             step=replace(step, layer=layer),

@@ -139,6 +139,7 @@ def _document(query: Query, found: Found) -> dict[str, Any]:
         rows.append(
             document(one.label, step, query.cluster.name, one)
             | {
+                "cp": p.cp,
                 "ep": p.ep,
                 "sequence_parallel": p.sequence,
                 "micro_batch": step.micro_batch,
@@ -190,8 +191,11 @@ def _show(query: Query, found: Found, top: int, why: list[str]) -> None:
     console.print(table)
     for line in why:
         console.print(line, **PLAIN)
+    short = sum(plan.scaled for plan in found.ranked)
     console.print(
         f"{found.layouts} layouts fit; {found.simulated} candidates were simulated with few "
-        f"layers, {len(found.ranked)} as they are; {found.too_large} need more memory.",
+        f"layers, the best {len(found.ranked)} with all"
+        + (f", {short} of these with fewer micro-batches, and scaled" if short else "")
+        + f"; {found.too_large} need more memory.",
         **PLAIN,
     )

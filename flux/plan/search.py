@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +44,8 @@ LAYERS = 2
 """Layers of a stage in the second round; 1 where a stage has an odd number, as folds need two."""
 ROUNDS = 2
 """Micro-batches for each stage in the second round."""
-
-
+LEAST_TOKENS = 4096
+"""Of a sequence on each context parallel rank: shorter ones are served by tensor parallelism."""
 MOST_OPS = 60_000
 """Operators of a step in the third round. Of a longer one fewer micro-batches are simulated: at
 least twice as many as stages, which fill the pipeline and hold the most memory."""
@@ -103,6 +104,7 @@ class Plan:
         comm_ms: likewise.
         exposed_comm_ms: likewise.
         peak_memory_bytes: likewise.
+        scaled: whether the times are those of fewer micro-batches, scaled.
     """
 
     step: Step
@@ -114,6 +116,7 @@ class Plan:
     comm_ms: float
     exposed_comm_ms: float
     peak_memory_bytes: float
+    scaled: bool = False
 
     def timeline(self, cluster: Cluster) -> Timeline:
         """Return the timeline, simulated anew: those of a whole search take too much memory.
@@ -229,39 +232,43 @@ def _followed(
 def layouts(query: Query) -> Iterator[Step]:
     """Yield every step that the model, the cluster and the batch allow.
 
-    Tensor parallelism stays inside hosts. With it comes sequence parallelism or not, with inputs
+    Tensor parallelism stays inside hosts. Context parallel ranks share a sequence, of which each
+    keeps at least LEAST_TOKENS. With it comes sequence parallelism or not, with inputs
     gathered again or kept. Data parallel ranks share the optimizer's states (ZeRO-1), or weights
     too (ZeRO-3). Experts are spread over as many data parallel ranks as divide both.
     """
     model = model_of(query.model)
     experts = model.layer.moe.experts if model.layer.moe else 1
-    for tp in _divisors(min(query.gpus, query.cluster.devices)):
-        for pp in _divisors(model.layers):
-            if query.gpus % (tp * pp) or model.layer.heads % tp:
+    for tp, cp, pp in product(
+        _divisors(min(query.gpus, query.cluster.devices)),
+        [size for size in _divisors(query.sequence) if query.sequence >= size * LEAST_TOKENS]
+        or [1],
+        _divisors(model.layers),
+    ):
+        if query.gpus % (tp * cp * pp) or model.layer.heads % tp:
+            continue
+        dp = query.gpus // (tp * cp * pp)
+        if query.batch % dp or (model.layer.moe is None and model.layer.intermediate % tp):
+            continue
+        ep = max(size for size in _divisors(experts) if dp % size == 0)
+        zeros = (1, 3) if dp > 1 else (1,)
+        for micro_batch, (sequence, regather), zero in product(
+            _divisors(query.batch // dp), ((False, False), (True, False), (True, True)), zeros
+        ):
+            if sequence and (tp == 1 or micro_batch * query.sequence // cp % tp):
                 continue
-            dp = query.gpus // (tp * pp)
-            if query.batch % dp or (model.layer.moe is None and model.layer.intermediate % tp):
-                continue
-            ep = max(size for size in _divisors(experts) if dp % size == 0)
-            for micro_batch in _divisors(query.batch // dp):
-                tokens = micro_batch * query.sequence
-                for sequence, regather in ((False, False), (True, False), (True, True)):
-                    if sequence and (tp == 1 or tokens % tp):
-                        continue
-                    parallel = Parallel(tp=tp, dp=dp, pp=pp, ep=ep, sequence=sequence)
-                    for zero in (1, 3) if dp > 1 else (1,):
-                        yield Step(
-                            name=model.name,
-                            layer=model.layer,
-                            layers=model.layers,
-                            dtype=model.dtype,
-                            parallel=parallel,
-                            sequence=query.sequence,
-                            micro_batch=micro_batch,
-                            micro_batches=query.batch // dp // micro_batch,
-                            zero=zero,
-                            regather=regather,
-                        )
+            yield Step(
+                name=model.name,
+                layer=model.layer,
+                layers=model.layers,
+                dtype=model.dtype,
+                parallel=Parallel(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, sequence=sequence),
+                sequence=query.sequence,
+                micro_batch=micro_batch,
+                micro_batches=query.batch // dp // micro_batch,
+                zero=zero,
+                regather=regather,
+            )
 
 
 def _divisors(number: int) -> list[int]:
@@ -368,6 +375,7 @@ def _whole(cluster: Cluster, job: Job) -> Plan | str:
         factor * t.comm_ms,
         factor * t.exposed_comm_ms,
         t.peak_memory_bytes,
+        scaled=short.micro_batches < step.micro_batches,
     )
 
 
@@ -407,7 +415,7 @@ def reasons(found: Found, cluster: Cluster) -> list[str]:
 def layout_of(step: Step) -> str:
     """Return degrees and micro-batches of a step, as they are shown."""
     p = step.parallel
-    degrees = [f"{name}={getattr(p, name)}" for name in ("tp", "pp", "dp", "ep")]
+    degrees = [f"{name}={getattr(p, name)}" for name in ("tp", "cp", "pp", "dp", "ep")]
     words = [word for word in degrees if not word.endswith("=1")] or ["1 GPU"]
     words.append(f"{step.micro_batches} x {step.micro_batch}")
     if p.sequence:
@@ -424,7 +432,10 @@ def winner_of(path: str) -> dict[str, Any]:
         ValueError: the file holds something else.
         OSError: it cannot be read.
     """
-    content = load_json(Path(path))
+    try:
+        content = load_json(Path(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     try:
         first = content["plans"][0]
         policy = dict(first["policy_options"])
@@ -432,8 +443,12 @@ def winner_of(path: str) -> dict[str, Any]:
         text = ",".join(
             f"{key}={json.dumps(value).strip(chr(34))}" for key, value in policy.items()
         )
-        names = ("tp", "dp", "pp", "sequence_parallel", "micro_batch", "micro_batches", "zero")
-        return {key: first[key] for key in (*names, "regather")} | {
+        counts = ("tp", "cp", "dp", "pp", "ep", "micro_batch", "micro_batches", "zero")
+        given = {key: first[key] for key in (*counts, "sequence_parallel", "regather")}
+        for key, value in given.items():
+            if type(value) is not (int if key in counts else bool):
+                raise TypeError(f"{key} is {value!r}")
+        return given | {
             "model": content["model"],
             "sequence": content["sequence"],
             "policy": ["serial", f"{name}:{text}" if text else name],

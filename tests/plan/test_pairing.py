@@ -223,7 +223,7 @@ def test_segments_of_chains_may_have_any_length() -> None:
         ((1.0, 1.2), ValueError, "a beside a: oef must be at most 1, got 1.2"),
         (lambda x, y: float("nan"), ValueError, "no pairing has a finite time"),
     ],
-    ids=str,
+    ids=["a dict", "not a number", "below 0", "oef above 1", "never finite"],
 )
 def test_costs_of_a_pairing_are_checked(cost: Any, error: type[Exception], message: str) -> None:
     graph = nx.DiGraph()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from flux.cli.app import app
 from flux.machine.cluster import load_cluster
-from flux.plan.search import Plan, Query, default_policies, layouts, search
+from flux.plan.search import Plan, Query, default_policies, layouts, search, winner_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -51,6 +51,10 @@ def test_layouts_share_one_batch_and_all_devices() -> None:
     assert degrees == {
         (tp, pp, 8 // tp // pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if 8 % (tp * pp) == 0
     }
+    assert {s.parallel.cp for s in found} == {1}
+    longer = list(layouts(query(sequence=16384)))
+    assert {step.parallel.cp for step in longer} == {1, 2, 4}
+    assert {step.parallel.world for step in longer} == {8}
     experts = list(layouts(query(model="phi-moe")))
     assert {step.parallel.ep for step in experts} == {1, 2, 4, 8}
     assert all(step.parallel.dp % step.parallel.ep == 0 for step in experts)
@@ -129,3 +133,17 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     assert best["policy"] == first["policy"] and best["tp"] == first["tp"]
     bad = run(app, ["plan", "run", "--plan", str(trace)])
     assert bad.exit_code == 2 and "is not an outcome of flux plan search" in bad.output
+    # All degrees are taken over, and checked.
+    out.write_text(json.dumps(content | {"plans": [first | {"cp": 2, "dp": 4, "ep": 2}]}))
+    assert {key: winner_of(str(out))[key] for key in ("cp", "dp", "ep")} == {
+        "cp": 2,
+        "dp": 4,
+        "ep": 2,
+    }
+    for key, value in (("ep", "2"), ("zero", True), ("regather", 1)):
+        out.write_text(json.dumps(content | {"plans": [first | {key: value}]}))
+        with pytest.raises(ValueError, match=f"plans.json is not an outcome.*{key} is"):
+            winner_of(str(out))
+    out.write_text("{")
+    with pytest.raises(ValueError, match=r"plans.json: not JSON"):
+        winner_of(str(out))
