@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import os
+import random
 import statistics
 import sys
 import time
@@ -213,12 +215,17 @@ def measure(job: tuple[Case, None], rank: int, progress: Progress = silent) -> d
     from flux.layers import close_pools
 
     case, _ = job
+    # A host has cores of its own; threads that are made later stay on them.
+    mine = sorted(os.sched_getaffinity(0))[rank :: case.ranks]
+    if mine:
+        os.sched_setaffinity(0, mine)
     with megatron_on_cpu(2), torch.compiler.set_stance("force_eager"):
         steps = {name: Step(case, layers) for name, layers in forms(case).items()}
         calls: dict[str, Callable[[], None]] = {"comm": collectives(case), **steps}
         names, times = list(calls), {name: [] for name in calls}
         for index in range(case.warmup + case.repeats):
-            for name in names[index % len(names) :] + names[: index % len(names)]:
+            # In another order each time: a form may leave something behind for the next one.
+            for name in random.Random(index).sample(names, len(names)):
                 dist.barrier()
                 began = time.perf_counter()
                 calls[name]()
