@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import os
 import random
 import statistics
 import sys
@@ -32,6 +31,7 @@ from flux.bench.launch import on_ranks
 from flux.bench.megatron_cpu import Norm, megatron_on_cpu
 from flux.bench.model_layers import still_group
 from flux.launch.progress import Progress, silent
+from flux.launch.spawn import pin
 from flux.machine import host
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "domino_hosts.json"
@@ -216,9 +216,7 @@ def measure(job: tuple[Case, None], rank: int, progress: Progress = silent) -> d
 
     case, _ = job
     # A host has cores of its own; threads that are made later stay on them.
-    mine = sorted(os.sched_getaffinity(0))[rank :: case.ranks]
-    if mine:
-        os.sched_setaffinity(0, mine)
+    pin(rank, case.ranks, threads=1)
     with megatron_on_cpu(2), torch.compiler.set_stance("force_eager"):
         steps = {name: Step(case, layers) for name, layers in forms(case).items()}
         calls: dict[str, Callable[[], None]] = {"comm": collectives(case), **steps}

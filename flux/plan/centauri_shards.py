@@ -74,9 +74,9 @@ class Managed:
     def attach(self, region: torch.Tensor | None) -> None:
         """Set where the whole tensor is: memory of the host, or None: of this rank's own."""
         self._fixed = region is not None
-        device = self.padded.device
-        self.buffer = torch.empty(self.size, dtype=self.dtype, device=device)
-        self.buffer = self.buffer if region is None else region
+        if region is None:
+            region = torch.empty(self.size, dtype=self.dtype, device=self.padded.device)
+        self.buffer = region
         whole = self.buffer[: self.shape.numel()].view(self.shape)
         self.whole = nn.Parameter(whole, requires_grad=self.trained)
         self.free()

@@ -232,10 +232,10 @@ def _followed(
 def layouts(query: Query) -> Iterator[Step]:
     """Yield every step that the model, the cluster and the batch allow.
 
-    Tensor parallelism stays inside hosts. Context parallel ranks share a sequence, of which each
-    keeps at least LEAST_TOKENS. With it comes sequence parallelism or not, with inputs
-    gathered again or kept. Data parallel ranks share the optimizer's states (ZeRO-1), or weights
-    too (ZeRO-3). Experts are spread over as many data parallel ranks as divide both.
+    Tensor parallelism stays inside hosts. With it comes sequence parallelism or not, with inputs
+    gathered again or kept. Context parallel ranks share a sequence, of which each keeps at least
+    LEAST_TOKENS. Data parallel ranks share the optimizer's states (ZeRO-1), or weights too
+    (ZeRO-3). Experts are spread over as many data parallel ranks as divide both.
     """
     model = model_of(query.model)
     experts = model.layer.moe.experts if model.layer.moe else 1
