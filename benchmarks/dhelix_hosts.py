@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,7 +26,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import ROOT, keep, markdown
+from common import ROOT, compute_below_network, keep, markdown
 from llama import Llama, Stage, layer_of, loss_of
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -168,9 +166,7 @@ def schedules(case: Case) -> tuple[dict[str, Any], bool, bool]:
 def run_case(case: Case, rank: int, progress: Progress) -> dict[str, Any]:
     """Run one rank of a case; return the times of each method in ms, and its losses."""
     made, last, first = schedules(case)
-    # A rank has one core. What arrives must not wait for the end of a time slice of the multiplies:
-    # the link would be idle. Threads of the network were made before, and stay as they are.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    compute_below_network()
     generator = torch.Generator().manual_seed(0)
     shape = (2, case.micro_batches * case.micro_batch, case.sequence)
     tokens, labels = torch.randint(case.sizes.vocabulary, shape, generator=generator)
