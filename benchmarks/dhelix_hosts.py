@@ -2,8 +2,9 @@
 
     python benchmarks/dhelix_hosts.py      # as root, for network namespaces; some ten minutes
 
-Tensor-parallel groups are across the hosts. With one pipeline rank each host has one rank, and with
-two it has two, which share the host's cores. Methods run by turns in one process group:
+Every rank is a host: it has a link of its own, and a share of a core. Where there are more ranks
+than cores, the kernel holds the thread that computes to that share (a control group's quota), so
+that a rank computes no faster while others wait. Methods run by turns in one process group:
 
     serial    1F1B; every collective is waited for at once
     wgrad     1F1B; AllReduce of an input's gradient beside the weight's, as Megatron-core does
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -46,17 +49,20 @@ from flux.plan.policies.interleave import graph_of_layer
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "dhelix.json"
 METHODS = ("serial", "wgrad", "dhelix", "compute")
 PLACES = (
-    ("350mbit", 1, 8),
-    ("500mbit", 1, 8),
-    ("1gbit", 1, 8),
-    ("500mbit", 2, 8),
-    ("350mbit", 2, 16),
-    ("250mbit", 2, 16),
-    ("250mbit", 4, 16),
+    ("350mbit", 1, 8, 512),
+    ("500mbit", 1, 8, 512),
+    ("1gbit", 1, 8, 512),
+    ("150mbit", 2, 16, 512),
+    ("75mbit", 4, 16, 256),
 )
-"""(link, pipeline ranks, micro-batches) of each case."""
+"""(link, pipeline ranks, micro-batches, tokens of a sequence) of each case."""
 SIZES = Llama(256, 512, 1408, 8, 4, "float32")
 TP = 2
+NETWORK = 0.2
+"""Of a core that several ranks share: left to the threads of the network."""
+PERIOD_US = 10_000
+GROUPS = Path("/sys/fs/cgroup/cpu")
+"""Control groups of version 1, whose threads may be in different ones."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Case:
         micro_batch: sequences of each.
         sequence: tokens of a sequence.
         repeats: of each method.
+        cores: that a rank computes on: 1, or a part of one.
     """
 
     link: str
@@ -80,6 +87,7 @@ class Case:
     micro_batch: int
     sequence: int
     repeats: int
+    cores: float
 
 
 def script_for(case: Case) -> str:
@@ -95,6 +103,38 @@ def script_for(case: Case) -> str:
     forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
     cost = AnalyticCost(fabric, sizes.dtype, step.itemsize)
     return best_script(forward, backward, cost)
+
+
+def share_of(world: int) -> float:
+    """Return the part of a core that each rank computes on."""
+    ranks = -(-world // len(os.sched_getaffinity(0)))
+    return 1.0 if ranks == 1 else (1 - NETWORK) / ranks
+
+
+@contextmanager
+def limited(cores: float) -> Iterator[None]:
+    """Hold this thread, and those that it starts, to a part of a core.
+
+    Raises:
+        RuntimeError: there are no control groups of version 1, or no right to make one.
+    """
+    if cores >= 1:
+        yield
+        return
+    own = GROUPS / f"flux-{os.getpid()}"
+    try:
+        own.mkdir()
+    except OSError as error:
+        raise RuntimeError(f"a part of a core needs a control group in {GROUPS}: {error}") from None
+    try:
+        (own / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (own / "cpu.cfs_quota_us").write_text(str(int(cores * PERIOD_US)))
+        (own / "tasks").write_text(str(threading.get_native_id()))
+        yield
+    finally:
+        for thread in (own / "tasks").read_text().split():
+            (GROUPS / "tasks").write_text(thread)
+        own.rmdir()
 
 
 def groups(pipeline: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -166,7 +206,19 @@ def schedules(case: Case) -> tuple[dict[str, Any], bool, bool]:
 def run_case(case: Case, rank: int, progress: Progress) -> dict[str, Any]:
     """Run one rank of a case; return the times of each method in ms, and its losses."""
     made, last, first = schedules(case)
+    cores = sorted(os.sched_getaffinity(0))
+    # Ranks of a tensor-parallel group are on different cores.
+    os.sched_setaffinity(threading.get_native_id(), [cores[rank % len(cores)]])
     compute_below_network()
+    with limited(case.cores):
+        return measured(case, rank, progress, (made, last, first))
+
+
+def measured(
+    case: Case, rank: int, progress: Progress, schedule_of: tuple[dict[str, Any], bool, bool]
+) -> dict[str, Any]:
+    """Run the methods by turns on one rank."""
+    made, last, first = schedule_of
     generator = torch.Generator().manual_seed(0)
     shape = (2, case.micro_batches * case.micro_batch, case.sequence)
     tokens, labels = torch.randint(case.sizes.vocabulary, shape, generator=generator)
@@ -206,13 +258,13 @@ def run_case(case: Case, rank: int, progress: Progress) -> dict[str, Any]:
 def entry_of(case: Case) -> dict[str, Any]:
     """Measure a case on two hosts; return its entry of the JSON file."""
     world = TP * case.pipeline
-    with Hosts(2, case.link) as hosts:
+    with Hosts(world, case.link) as hosts:
         found = run_ranks(
             run_case,
             case,
             world,
-            timeout_s=300.0,
-            places=hosts.placed([rank % TP for rank in range(world)]),
+            timeout_s=600.0,
+            places=hosts.placed(range(world)),
         )
     medians = {method: statistics.median(times) for method, times in found["times_ms"].items()}
     return {
@@ -262,16 +314,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = []
     if options.only is not None:
         cases = json.loads(options.out.read_text())["cases"]
-    for number, (link, pipeline, micro_batches) in enumerate(PLACES):
+    for number, (link, pipeline, micro_batches, tokens) in enumerate(PLACES):
         if options.only not in (None, number):
             continue
-        sizes = replace(SIZES, layers=max(SIZES.layers, 2 * pipeline))  # a layer for each stage
-        case = entry_of(Case(link, pipeline, sizes, micro_batches, 1, 512, options.repeats))
-        cases[number : number + 1] = [case]
+        sizes = replace(SIZES, layers=4 * pipeline)  # two for each stage of the fold
+        share = share_of(TP * pipeline)
+        case = Case(link, pipeline, sizes, micro_batches, 1, tokens, options.repeats, share)
+        entry = entry_of(case)
+        cases[number : number + 1] = [entry]
         print(
-            f"{link}, {pipeline} pipeline ranks: communication {case['communication']:.0%}, "
-            f"DHelix {case['ratio_to_serial']:.2f} of serial, "
-            f"{case['ratio_to_wgrad']:.2f} of wgrad",
+            f"{link}, {pipeline} pipeline ranks: communication {entry['communication']:.0%}, "
+            f"DHelix {entry['ratio_to_serial']:.2f} of serial, "
+            f"{entry['ratio_to_wgrad']:.2f} of wgrad",
             flush=True,
         )
     content = {"torch": torch.__version__, "cases": cases}

@@ -2,6 +2,8 @@
 #include "machine.h"
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
 
 #include "execution.h"
 #include "races.h"
@@ -26,7 +28,7 @@ void Machine::add(std::uint64_t address, Allocation allocation) {
   order_->forget(address, allocation.end);
   order_->forget_writes(address, allocation.end);
   const std::lock_guard<std::mutex> lock(changing_);
-  auto changed = std::make_shared<Allocations>(*memory_);
+  auto changed = changeable();
   // What lay there before has been freed since.
   auto old = changed->lower_bound(address);
   if (old != changed->begin() && std::prev(old)->second.end > address) --old;
@@ -35,10 +37,17 @@ void Machine::add(std::uint64_t address, Allocation allocation) {
   memory_ = std::move(changed);
 }
 
+std::shared_ptr<Allocations> Machine::changeable() {
+  if (memory_.use_count() != 1) return std::make_shared<Allocations>(*memory_);
+  // What read it has given it up, and read before that.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return std::const_pointer_cast<Allocations>(memory_);
+}
+
 void Machine::remove_memory(std::uint64_t address) {
   order_->forget_writes(address, address + 1);
   const std::lock_guard<std::mutex> lock(changing_);
-  auto changed = std::make_shared<Allocations>(*memory_);
+  auto changed = changeable();
   changed->erase(address);
   memory_ = std::move(changed);
 }

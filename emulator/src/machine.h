@@ -293,7 +293,7 @@ class Machine {
   // Makes an address stand for the same offset of several allocations, for multimem only.
   void add_multicast(std::uint64_t address, std::uint64_t bytes,
                      std::vector<std::uint64_t> members);
-  // What is known now. Kernels look it up again and again, so it is replaced and never changed.
+  // What is known now. Kernels look it up again and again, so it is never changed while one has it.
   std::shared_ptr<const Allocations> memory() const;
 
   // Runs a kernel to its end. Throws PtxError.
@@ -323,6 +323,9 @@ class Machine {
   const Program& program(Loaded& loaded, const Kernel& kernel);
 
   void add(std::uint64_t address, Allocation allocation);
+  // The map to change and to put in place of memory_; call it under changing_. It is memory_ itself
+  // if no kernel looks at that, so that a module of thousands of variables is loaded in linear time.
+  std::shared_ptr<Allocations> changeable();
 
   mutable std::mutex changing_;  // guards memory_, but not what it points to
   std::shared_ptr<const Allocations> memory_ = std::make_shared<Allocations>();

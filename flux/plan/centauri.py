@@ -33,16 +33,22 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_map
 
 from flux.core.errors import PeerTimeoutError
-from flux.plan.centauri_lanes import Done, Group, make_lane
+from flux.plan.centauri_lanes import Done, make_lane
 from flux.plan.centauri_memory import share_memory
-from flux.plan.centauri_plan import RuntimePlan, Unit, checked_units, chunked, layout_of
-from flux.plan.centauri_routes import Routes
+from flux.plan.centauri_plan import (
+    RuntimePlan,
+    Unit,
+    all_layouts,
+    checked_units,
+    chunked,
+    layout_of,
+)
+from flux.plan.centauri_routes import Groups, Routes
 from flux.plan.centauri_shards import Chunk, Managed
 
 __all__ = ["RuntimePlan", "Sharded", "parallelize", "sharded"]
@@ -186,15 +192,10 @@ class Sharded:
         self.plan, self.reduces, self.held = plan, True, False
         timeout = timedelta(seconds=plan.timeout_s)
         self.lanes = [make_lane(device, timeout) for _ in range(4)]
-        self._groups: list[dist.ProcessGroup] = []
-        self.routes = Routes(
-            layout,
-            (self.lanes[0], self.lanes[1]),
-            (self.lanes[2], self.lanes[3]),
-            lambda lists: self._group(lists, timeout),
-        )
-        sharing = layout.view(len(layout), -1)
-        self.mesh = DeviceMesh(device.type, sharing if plan.replicate else sharing[0])
+        self._groups = Groups(all_layouts(layout), timeout)
+        lanes = (self.lanes[0], self.lanes[1]), (self.lanes[2], self.lanes[3])
+        self.routes = Routes(layout, *lanes, self._groups)
+        self.mesh = self._groups.device_mesh(layout, device.type, plan.replicate)
         self.pending: list[tuple[Done, list[torch.Tensor], Chunk, list[bool]]] = []
         self._failure: PeerTimeoutError | None = None
         self._closed = False
@@ -241,16 +242,6 @@ class Sharded:
                 self._chunk_of[one.buffer.untyped_storage()._cdata] = (unit, one)
                 if one.trained:
                     one.whole.register_post_accumulate_grad_hook(_accept(unit, one))
-
-    def _group(self, lists: list[list[int]], timeout: timedelta) -> Group:
-        """Make the groups of these ranks, on all of them; return the one that this rank is in."""
-        mine: list[dist.ProcessGroup] = []
-        ways = 2 if dist.get_backend() == "gloo" else 1
-        for ranks in lists if len(lists[0]) > 1 else []:
-            made = [dist.new_group(ranks, timeout) for _ in range(ways)]
-            mine = made if dist.get_rank() in ranks else mine
-        self._groups += mine
-        return Group(mine[0] if mine else None, timeout, mine[1] if len(mine) > 1 else None)
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -417,9 +408,7 @@ class Sharded:
         self._closed = True
         for lane in self.lanes:
             lane.close()
-        groups, self._groups = self._groups, []
-        for group in groups:
-            dist.destroy_process_group(group)
+        self._groups.close()
 
 
 def _accept(unit: _Unit, parameter: Managed) -> Callable[[torch.Tensor], None]:
@@ -459,10 +448,15 @@ def sharded(model: nn.Module) -> Sharded:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan | None = None) -> nn.Module:
-    """Shard a model's parameters over all ranks of a mesh, in place. Collective.
+    """Shard a model's parameters over all ranks of a mesh, in place.
+
+    Collective: all ranks of the world call it, each with a mesh that it is in. The mesh may be a
+    part of a larger one, ``world["hosts", "data"]``, beside tensor or pipeline parallelism:
+    gradients are averaged over its ranks alone. Linear layers of ``flux.layers`` and Megatron-core
+    keep their tensor-parallel parts as plain parameters, which are sharded as all others.
 
     Args:
-        model: with equal parameters on all ranks, on the mesh's device.
+        model: with equal parameters on all ranks of the mesh, on its device.
         mesh: [hosts, ranks of a host], or of one dimension: one host. With ``plan.replicate``
             there is one of replicas in front: [replicas, hosts, ranks of a host], or [replicas,
             ranks of a host].
@@ -472,7 +466,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan | None = N
         The model. Its parameters are DTensors; make the optimizer afterwards.
 
     Raises:
-        ValueError: arguments that cannot be; before any communication.
+        ValueError: arguments that cannot be, before any communication; or ranks of a mesh that do
+            not agree on it, on every rank.
     """
     plan = RuntimePlan() if plan is None else plan
     found = checked_units(model, mesh, plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -106,11 +106,8 @@ def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list
         raise ValueError(
             f"shared_memory is for ranks on CPUs, and the mesh is on {mesh.device_type}"
         )
-    if mesh.size() != dist.get_world_size():
-        raise ValueError(
-            f"mesh has {mesh.size()} ranks, and the world {dist.get_world_size()}: all must take "
-            "part"
-        )
+    if dist.get_rank() not in mesh.mesh.flatten().tolist():
+        raise ValueError(f"mesh has no place for rank {dist.get_rank()}: {mesh.mesh.tolist()}")
     named = dict(model.named_parameters(remove_duplicate=True))
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
@@ -215,3 +212,27 @@ def layout_of(mesh: DeviceMesh, plan: RuntimePlan) -> torch.Tensor:
     ranks = mesh.mesh if plan.replicate else mesh.mesh.unsqueeze(0)
     ranks = ranks if ranks.ndim == 3 else ranks.unsqueeze(1)
     return ranks if plan.by_group else ranks.reshape(len(ranks), 1, -1)
+
+
+def all_layouts(layout: torch.Tensor) -> list[torch.Tensor]:
+    """Return the layouts of all ranks of the world, each once. Collective.
+
+    There are several where the mesh is a part of a larger one, with dimensions of tensor or
+    pipeline parallelism.
+
+    Args:
+        layout: of this rank.
+
+    Raises:
+        ValueError: on every rank: the ranks do not agree on who is in which mesh.
+    """
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, layout.tolist())
+    for rank, theirs in enumerate(given):
+        for other in torch.tensor(theirs).flatten().tolist():
+            if given[other] != theirs:
+                raise ValueError(
+                    f"rank {rank} has {theirs} as its mesh, and rank {other} has {given[other]}: "
+                    "ranks of one mesh must agree on it"
+                )
+    return list({str(theirs): torch.tensor(theirs) for theirs in given}.values())

@@ -12,12 +12,89 @@ ReduceScatter of gradients is within, across, and then AllReduce over the replic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh
 
 from flux.plan.centauri_lanes import Done, Group, Lane
 from flux.plan.centauri_memory import HostMemory
+
+
+def columns(mesh: torch.Tensor) -> list[list[int]]:
+    """Return the ranks that are twins on different hosts, of [replicas, hosts, ranks of a host]."""
+    return mesh.transpose(1, 2).flatten(0, 1).tolist()
+
+
+def rows(mesh: torch.Tensor) -> list[list[int]]:
+    """Return the ranks of each host."""
+    return mesh.flatten(0, 1).tolist()
+
+
+def replicas(mesh: torch.Tensor) -> list[list[int]]:
+    """Return the ranks that hold the same shard."""
+    return mesh.flatten(1).T.tolist()
+
+
+def shards(mesh: torch.Tensor) -> list[list[int]]:
+    """Return the ranks among which each replica is sharded."""
+    return mesh.flatten(1).tolist()
+
+
+class Groups:
+    """Makes process groups of parts of meshes. Every call is collective for the world.
+
+    All ranks of the world make the groups of all meshes, in one order, as ``dist.new_group`` wants.
+
+    Args:
+        layouts: of all meshes: [replicas, hosts, ranks of a host].
+        timeout: of every wait.
+    """
+
+    def __init__(self, layouts: Sequence[torch.Tensor], timeout: timedelta) -> None:
+        self._layouts, self._timeout = layouts, timeout
+        self._made: list[dist.ProcessGroup] = []
+
+    def _new(
+        self, parts: Callable[[torch.Tensor], list[list[int]]], ways: int = 1, least: int = 1
+    ) -> list[dist.ProcessGroup]:
+        """Make ``ways`` groups of each part with at least ``least`` ranks; return this rank's."""
+        mine: list[dist.ProcessGroup] = []
+        for ranks in (r for layout in self._layouts for r in parts(layout) if len(r) >= least):
+            made = [dist.new_group(ranks, self._timeout) for _ in range(ways)]
+            mine = made if dist.get_rank() in ranks else mine
+        return mine
+
+    def lane(self, parts: Callable[[torch.Tensor], list[list[int]]]) -> Group:
+        """Return the group of a lane, of the part that this rank is in."""
+        ways = 2 if dist.get_backend() == "gloo" else 1
+        mine = self._new(parts, ways, least=2)
+        self._made += mine
+        return Group(mine[0] if mine else None, self._timeout, mine[1] if len(mine) > 1 else None)
+
+    def device_mesh(self, layout: torch.Tensor, device_type: str, replicate: bool) -> DeviceMesh:
+        """Return the mesh of the shards: of one dimension, or of two with replicas in front.
+
+        Its groups stay after ``close``: optimizers and checkpoints of the shards use them.
+        """
+        whole = layout.numel() == dist.get_world_size() and len(layout) == 1
+        everyone: Any = dist.group.WORLD
+        group = everyone if whole else self._new(shards)[0]
+        if not replicate:
+            return DeviceMesh.from_group(group, device_type)
+        (twins,) = self._new(replicas)
+        names = ("replicas", "shards")
+        return DeviceMesh.from_group(
+            [twins, group], device_type, layout.flatten(1), mesh_dim_names=names
+        )
+
+    def close(self) -> None:
+        """Destroy the groups of lanes."""
+        made, self._made = self._made, []
+        for group in made:
+            dist.destroy_process_group(group)
 
 
 class Routes:
@@ -29,7 +106,7 @@ class Routes:
         mesh: [replicas, hosts, ranks of a host]: global ranks.
         gather_lanes: between hosts, and inside.
         scatter_lanes: between hosts, and inside.
-        groups: makes the group of a list of global ranks that this one is in; collective.
+        groups: makes the groups.
 
     Attributes:
         memory: what the ranks of a host share; None: nothing.
@@ -41,21 +118,19 @@ class Routes:
         mesh: torch.Tensor,
         gather_lanes: tuple[Lane, Lane],
         scatter_lanes: tuple[Lane, Lane],
-        groups: Callable[[list[list[int]]], Group],
+        groups: Groups,
     ) -> None:
-        replicas, hosts, size = mesh.shape
+        _, hosts, size = mesh.shape
         rank = dist.get_rank()
         found = (mesh == rank).nonzero()[0].tolist()
         self.host, self.place = int(found[1]), int(found[2])
         self.rank, self.world = self.host * size + self.place, hosts * size
         self.gather_lanes, self.scatter_lanes = gather_lanes, scatter_lanes
-        columns = mesh.transpose(1, 2).reshape(-1, hosts).tolist()
-        rows = mesh.reshape(-1, size).tolist()
         # Sub-groups of gathers and of reductions: calls of two lanes must not meet.
-        self.inter, self.inter_sum = groups(columns), groups(columns)
-        self.intra, self.intra_sum = groups(rows), groups(rows)
-        self.entered = groups(rows)
-        self.copies = groups(mesh.reshape(replicas, -1).T.tolist())
+        self.inter, self.inter_sum = groups.lane(columns), groups.lane(columns)
+        self.intra, self.intra_sum = groups.lane(rows), groups.lane(rows)
+        self.entered = groups.lane(rows)
+        self.copies = groups.lane(replicas)
         self.memory: HostMemory | None = None
         self.order: list[tuple[str, str]] | None = None
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import networkx as nx
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import schedules as pipelining
 from torch.distributed.pipelining.stage import PipelineStage
 
@@ -186,6 +187,7 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
             for number, blocks in enumerate(w_blocks(ranks, n_microbatches))
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
+        self._begin_transfers_early(stages[0].group)
         self.register_custom_function(pipelining.OVERLAP_F_B, self._interleave)
 
     def step(self, *args: Any, target: Any = None, **options: Any) -> Any:
@@ -202,7 +204,49 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
                     f"{self._n_microbatches} micro-batches must divide the batch of "
                     f"{value.shape[dim]}"
                 )
-        return super().step(*args, target=target, **options)
+        self._sent: list[list[dist.Work]] = []
+        result = super().step(*args, target=target, **options)
+        for works in self._sent:
+            pipelining._wait_batch_p2p(works)
+        return result
+
+    def _begin_transfers_early(self, group: dist.ProcessGroup | None) -> None:
+        """Take out sends that a block does itself, and let receives begin one pass earlier.
+
+        A block sends what its forward returns while its backward goes on. The order of this rank's
+        sends stays, and so does that of its receives, so they match those of the neighbours. With
+        NCCL receives stay where they are: sends and receives are one queue there, in which a
+        receive that waits would hold back the sends behind it.
+        """
+        rows: Any = self.pipeline_order_with_comms
+        actions = [action for action in rows[self.rank] if action is not None]
+        blocks = {
+            (sub.stage_index, sub.microbatch_index)
+            for action in actions
+            for sub in (action.sub_actions or ())
+            if sub.computation_type == pipelining.FORWARD
+        }
+        self._sent_by_block = {
+            place
+            for action in actions
+            for place in [(action.stage_index, action.microbatch_index)]
+            if action.computation_type == pipelining.SEND_F and place in blocks
+        }
+        transfers = (pipelining.SEND_F, pipelining.SEND_B, pipelining.RECV_F, pipelining.RECV_B)
+        early = dist.get_backend(group) == "gloo"
+        row: list[Any] = []
+        last = None  # where the last pass, or block of two, is in the row
+        for action in actions:
+            kind, place = action.computation_type, (action.stage_index, action.microbatch_index)
+            if kind == pipelining.SEND_F and place in self._sent_by_block:
+                continue
+            if early and last is not None and kind in transfers[2:]:
+                row.insert(last, action)
+                last += 1
+                continue
+            last = last if kind in transfers else len(row)
+            row.append(action)
+        rows[self.rank] = row
 
     def _interleave(self, action: Any, ctx: Any) -> None:
         """Run the two passes of a block by turns."""
@@ -210,24 +254,26 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
         of = {stage.stage_index: stage for stage in self._stages}
         f_stage, b_stage = of[forward.stage_index], of[backward.stage_index]
         micro, earlier = forward.microbatch_index, backward.microbatch_index
-        # What a block depends on was received or handed over before, so no strand waits for it.
-        if not f_stage.is_first and forward.stage_index - 1 not in of:
-            pipelining._wait_batch_p2p(self.fwd_recv_ops.pop((forward.stage_index, micro)))
-        if not b_stage.is_last and backward.stage_index + 1 not in of:
-            pipelining._wait_batch_p2p(self.bwd_recv_ops.pop((backward.stage_index, earlier)))
         runtime: Any = self  # torch's methods have no types
         loss = runtime._maybe_get_loss(b_stage, earlier)
         self.backward_counter[backward.stage_index] += 1
         last = self.backward_counter[backward.stage_index] == self._n_microbatches
 
+        # A strand receives when its turn comes first: beside that the other one computes.
         def run_forward() -> Any:
+            if not f_stage.is_first and forward.stage_index - 1 not in of:
+                pipelining._wait_batch_p2p(self.fwd_recv_ops.pop((forward.stage_index, micro)))
             output = f_stage.forward_one_chunk(
                 micro, ctx.arg_mbs[micro], ctx.kwarg_mbs[micro], save_forward_output=True
             )
+            if (f_stage.stage_index, micro) in self._sent_by_block:
+                self._sent.append(pipelining._batch_p2p(f_stage.get_fwd_send_ops(micro)))
             runtime._maybe_compute_loss(f_stage, output, ctx.target_mbs, micro)
             return output
 
         def run_backward() -> None:
+            if not b_stage.is_last and backward.stage_index + 1 not in of:
+                pipelining._wait_batch_p2p(self.bwd_recv_ops.pop((backward.stage_index, earlier)))
             b_stage.backward_one_chunk(earlier, loss=loss, full_backward=True, last_backward=last)
 
         output = self.strands.run(run_forward, run_backward)

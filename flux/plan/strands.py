@@ -68,9 +68,11 @@ class Strands:
         self._running, self._begun, self.order = {"F", "B"}, set(), []
         grad = torch.is_grad_enabled()
         casts = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+        # A new thread has device 0 and its default stream.
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def strand() -> None:
-            with torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad), torch.cuda.stream(stream):
                 for kind, on in casts.items():
                     torch.set_autocast_enabled(kind, on)
                 self._guarded("F", lambda: results.append(forward()))

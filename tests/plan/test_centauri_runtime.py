@@ -17,9 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 from flux.core.errors import PeerTimeoutError
+from flux.layers import ColumnParallelLinear, RowParallelLinear
 from flux.plan.centauri import RuntimePlan, parallelize, sharded
 from harness import BUSY, PRELOAD, fresh_ranks, run_ranks
 
@@ -167,6 +169,139 @@ def replicated(rank: int, world: int, sizes: tuple[int, ...], folder: str) -> No
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 1)], ids=str)
 def test_replicas_are_those_of_hsdp(sizes: tuple[int, ...], tmp_path: Path) -> None:
     run_ranks(4, replicated, sizes, str(tmp_path))
+
+
+class TensorParallel(nn.Module):
+    """Blocks whose linear layers are divided among tensor-parallel ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"group": group, "dtype": torch.float64, "bias": False}
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+        self.up = ColumnParallelLinear(WIDTH, 2 * WIDTH, **options)
+        self.down = RowParallelLinear(2 * WIDTH, WIDTH, **options)
+        self.head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.one_hot(tokens % WIDTH, WIDTH).double()
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def beside_tensor_parallelism(rank: int, world: int, sizes: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", (*sizes, 2), mesh_dim_names=("hosts", "data", "tensor"))
+    place = rank // 2  # of the data-parallel rank
+
+    def made() -> TensorParallel:
+        torch.manual_seed(3 + mesh.get_local_rank("tensor"))
+        model = TensorParallel(mesh.get_group("tensor"))
+        for replicated in (model.norm, model.head):
+            for p in replicated.parameters():
+                dist.broadcast(p.data, 0)
+        return model
+
+    def trained(model: Any) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            tokens, wanted = batch(place, step)
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    reference = fully_shard(made(), mesh=mesh["hosts", "data"]._flatten("shards"))
+    model = made()
+    parallelize(model, mesh["hosts", "data"], RuntimePlan(timeout_s=30.0, chunk_bytes=512))
+    assert trained(model) == pytest.approx(trained(reference), rel=1e-11)
+    for (name, one), (_, two) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        assert isinstance(one, DTensor) and isinstance(two, DTensor)
+        assert one.device_mesh.size() == 2, name
+        torch.testing.assert_close(one.full_tensor(), two.full_tensor(), rtol=1e-9, atol=1e-12)
+    sharded(model).close()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
+def test_a_part_of_a_mesh_beside_tensor_parallelism(sizes: tuple[int, int]) -> None:
+    run_ranks(4, beside_tensor_parallelism, sizes)
+
+
+class Head(nn.Module):
+    def __init__(self, whole: Net) -> None:
+        super().__init__()
+        self.layers, self.head = whole.layers[2:], whole.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Tail(nn.Module):
+    def __init__(self, whole: Net) -> None:
+        super().__init__()
+        self.embed, self.layers = whole.embed, whole.layers[:2]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stages_of_a_pipeline(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    stage, place = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
+    whole = net()
+    with torch.no_grad():
+        whole.scale.fill_(1 / 3)
+    part: nn.Module = (Head if stage else Tail)(net())
+    parallelize(part, mesh["data"], RuntimePlan(timeout_s=30.0, chunk_bytes=4096))
+
+    def loss_of(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+    made = PipelineStage(part, stage, 2, torch.device("cpu"), group=mesh.get_group("pipeline"))
+    schedule = Schedule1F1B(made, 4, loss_of)
+    for step in range(2):
+        pairs = [[batch(data, 4 * step + number) for number in range(4)] for data in range(2)]
+        whole.zero_grad()
+        losses = [loss_of(whole(tokens), wanted) for of in pairs for tokens, wanted in of]
+        torch.stack(losses).mean().backward()
+        tokens, wanted = (torch.cat(of) for of in zip(*pairs[place], strict=True))
+        part.zero_grad()
+        kept: list[torch.Tensor] = []
+        schedule.step(*(() if stage else (tokens,)), target=wanted, losses=kept)
+        if stage:
+            mine = losses[4 * place : 4 * place + 4]
+            torch.testing.assert_close(torch.stack(kept), torch.stack(mine), rtol=1e-12, atol=0.0)
+        names = {"layers.0": "layers.2"} if stage else {}
+        for name, p in part.named_parameters():
+            grad: Any = p.grad
+            right = whole.get_parameter(names.get(name[:8], name[:8]) + name[8:]).grad
+            torch.testing.assert_close(grad.full_tensor(), right, rtol=1e-11, atol=1e-14)
+    sharded(part).close()
+
+
+def test_stages_of_a_pipeline_are_sharded_each_by_itself() -> None:
+    run_ranks(4, stages_of_a_pipeline)
+
+
+def disagree(rank: int, world: int) -> None:
+    meshes = [init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))]
+    with pytest.raises(ValueError, match=r"rank \d has \[.* as its mesh, and rank \d has"):
+        parallelize(net(), meshes[rank == 3])
+    dist.barrier()
+
+
+def test_ranks_that_disagree_on_their_mesh_are_refused() -> None:
+    run_ranks(4, disagree)
 
 
 def features(rank: int, world: int) -> None:

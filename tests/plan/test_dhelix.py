@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from llama import Llama, Stage, layer_of, loss_of
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 
 from flux.bench.shapes import Layer
 from flux.machine.cluster import load_cluster
@@ -102,6 +104,14 @@ def gradients(rank: int, world: int, tp: int, script: str) -> dict[str, Any]:
     before = threading.active_count()
     tensor, pipeline = groups(tp)
     found: dict[str, Any] = {}
+    receivers = set()
+    wait = schedules._wait_batch_p2p
+
+    def received(work: list[dist.Work]) -> None:
+        receivers.add(threading.current_thread().name)
+        wait(work)
+
+    schedules._wait_batch_p2p = received
     for kind in ("1f1b", "dhelix"):
         options = {"script": script} if kind == "dhelix" else {}
         schedule, modules = schedule_of(kind, tensor, pipeline, 6, **options)
@@ -114,6 +124,9 @@ def gradients(rank: int, world: int, tp: int, script: str) -> dict[str, Any]:
         found[kind] = losses, grads
         if kind == "dhelix":
             found["order"] = "".join(schedule.strands.order)
+    schedules._wait_batch_p2p = wait
+    # Each strand waits for its own input: the other one computes beside that.
+    assert ("flux-forward-strand" in receivers) == (dist.get_world_size(pipeline) > 1)
     assert threading.active_count() == before and slices._before_wait is None
     return found
 
@@ -200,6 +213,21 @@ def test_strands_follow_their_script_and_end_each_other() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Strands(script, timeout_s)
+
+
+def test_the_forward_strand_has_the_stream_of_its_caller(monkeypatch: Any) -> None:
+    entered = []
+
+    @contextmanager
+    def stream(given: Any) -> Iterator[None]:
+        entered.append((given, threading.current_thread().name))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    assert Strands().run(lambda: 1, lambda: None) == 1
+    assert entered == [("the caller's", "flux-forward-strand")]
 
 
 # -- bad input, and ranks that stop ----------------------------------------------------------------
