@@ -283,6 +283,7 @@ def table(content: dict[str, Any]) -> str:
     header = [
         "link",
         "pipeline ranks",
+        "cores of a rank",
         "micro-batches",
         "communication",
         "serial",
@@ -294,6 +295,7 @@ def table(content: dict[str, Any]) -> str:
         [
             case["link"],
             str(case["pipeline"]),
+            f"{case['cores']:g}",
             str(case["micro_batches"]),
             f"{100 * case['communication']:.0f}%",
             *(f"{case['median_ms'][method]:.0f} ms" for method in ("serial", "wgrad")),
@@ -312,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
     cases = []
-    if options.only is not None:
+    if options.only is not None and options.out.exists():
         cases = json.loads(options.out.read_text())["cases"]
     for number, (link, pipeline, micro_batches, tokens) in enumerate(PLACES):
         if options.only not in (None, number):
@@ -328,8 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{entry['ratio_to_wgrad']:.2f} of wgrad",
             flush=True,
         )
-    content = {"torch": torch.__version__, "cases": cases}
-    keep(content, options.out)
+        keep({"torch": torch.__version__, "cases": cases}, options.out)
 
 
 if __name__ == "__main__":
