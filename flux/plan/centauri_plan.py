@@ -108,6 +108,12 @@ def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list
         )
     if dist.get_rank() not in mesh.mesh.flatten().tolist():
         raise ValueError(f"mesh has no place for rank {dist.get_rank()}: {mesh.mesh.tolist()}")
+    flat = layout_of(mesh, plan).flatten(1)
+    if not ((flat.diff(dim=0) > 0).all() and (flat.diff(dim=1) > 0).all()):
+        raise ValueError(
+            "ranks of a mesh must ascend, as those of torch's groups do, got "
+            f"{mesh.mesh.tolist()}; where hosts take ranks in turn, give a mesh of one dimension"
+        )
     named = dict(model.named_parameters(remove_duplicate=True))
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
@@ -395,6 +395,7 @@ def refused(rank: int, world: int) -> None:
     cases: list[tuple[Any, Any, Any, str]] = [
         (3, mesh, None, r"model must be a torch\.nn\.Module, got int"),
         (net(), 4, None, r"mesh must be a DeviceMesh .*, got int"),
+        (net(), DeviceMesh("cpu", [[1, 0]]), None, r"must ascend, .* got \[\[1, 0\]\]"),
         (net(), mesh, {"prefetch": 1}, "plan must be a RuntimePlan, got dict"),
         (net(), mesh, RuntimePlan(replicate=True), "one of replicas in front of them, got 1"),
         (nn.ReLU(), mesh, None, "the model has no parameters"),
