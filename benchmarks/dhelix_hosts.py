@@ -1,6 +1,6 @@
-"""Steps of a small Llama between two hosts with a limited link: 1F1B and DHelix.
+"""Steps of a small Llama between hosts with limited links: 1F1B and DHelix.
 
-    python benchmarks/dhelix_hosts.py      # as root, for network namespaces; some ten minutes
+    python benchmarks/dhelix_hosts.py      # as root, for network namespaces; some 25 minutes
 
 Every rank is a host: it has a link of its own, and a share of a core. Where there are more ranks
 than cores, the kernel holds the thread that computes to that share (a control group's quota), so
@@ -256,7 +256,7 @@ def measured(
 
 
 def entry_of(case: Case) -> dict[str, Any]:
-    """Measure a case on two hosts; return its entry of the JSON file."""
+    """Measure a case with a host for each rank; return its entry of the JSON file."""
     world = TP * case.pipeline
     with Hosts(world, case.link) as hosts:
         found = run_ranks(

@@ -234,11 +234,16 @@ def all_layouts(layout: torch.Tensor) -> list[torch.Tensor]:
     """
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, layout.tolist())
+    takers: dict[str, list[int]] = {}
     for rank, theirs in enumerate(given):
-        for other in torch.tensor(theirs).flatten().tolist():
-            if given[other] != theirs:
-                raise ValueError(
-                    f"rank {rank} has {theirs} as its mesh, and rank {other} has {given[other]}: "
-                    "ranks of one mesh must agree on it"
-                )
-    return list({str(theirs): torch.tensor(theirs) for theirs in given}.values())
+        takers.setdefault(str(theirs), []).append(rank)
+    layouts = [torch.tensor(given[ranks[0]]) for ranks in takers.values()]
+    for theirs, ranks in zip(layouts, takers.values(), strict=True):
+        others = set(theirs.flatten().tolist()).difference(ranks)
+        if others:
+            other = min(others)
+            raise ValueError(
+                f"rank {ranks[0]} has {theirs.tolist()} as its mesh, and rank {other} has "
+                f"{given[other]}: ranks of one mesh must agree on it"
+            )
+    return layouts

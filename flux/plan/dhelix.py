@@ -226,25 +226,20 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
             for sub in (action.sub_actions or ())
             if sub.computation_type == pipelining.FORWARD
         }
-        self._sent_by_block = {
-            place
-            for action in actions
-            for place in [(action.stage_index, action.microbatch_index)]
-            if action.computation_type == pipelining.SEND_F and place in blocks
-        }
-        transfers = (pipelining.SEND_F, pipelining.SEND_B, pipelining.RECV_F, pipelining.RECV_B)
+        receives = (pipelining.RECV_F, pipelining.RECV_B)
         early = dist.get_backend(group) == "gloo"
         row: list[Any] = []
         last = None  # where the last pass, or block of two, is in the row
         for action in actions:
             kind, place = action.computation_type, (action.stage_index, action.microbatch_index)
-            if kind == pipelining.SEND_F and place in self._sent_by_block:
+            if kind == pipelining.SEND_F and place in blocks:
                 continue
-            if early and last is not None and kind in transfers[2:]:
+            if early and last is not None and kind in receives:
                 row.insert(last, action)
                 last += 1
                 continue
-            last = last if kind in transfers else len(row)
+            if kind not in (*receives, pipelining.SEND_F, pipelining.SEND_B):
+                last = len(row)
             row.append(action)
         rows[self.rank] = row
 
@@ -266,7 +261,7 @@ class ScheduleDHelix(pipelining._PipelineScheduleRuntime):
             output = f_stage.forward_one_chunk(
                 micro, ctx.arg_mbs[micro], ctx.kwarg_mbs[micro], save_forward_output=True
             )
-            if (f_stage.stage_index, micro) in self._sent_by_block:
+            if not f_stage.is_last and forward.stage_index + 1 not in of:
                 self._sent.append(pipelining._batch_p2p(f_stage.get_fwd_send_ops(micro)))
             runtime._maybe_compute_loss(f_stage, output, ctx.target_mbs, micro)
             return output
