@@ -1,10 +1,11 @@
 """Steps of a small Llama between hosts with limited links: 1F1B and DHelix.
 
-    python benchmarks/dhelix_hosts.py      # as root, for network namespaces; some 25 minutes
+    python benchmarks/dhelix_hosts.py      # as root, for network namespaces; some 50 minutes
 
 Every rank is a host: it has a link of its own, and a share of a core. Where there are more ranks
-than cores, the kernel holds the thread that computes to that share (a control group's quota), so
-that a rank computes no faster while others wait. Methods run by turns in one process group:
+than cores, the threads that compute rest behind every operation for as long as it would have taken
+longer on that share, so that a rank computes no faster while others wait. Methods run by turns in
+one process group:
 
     serial    1F1B; every collective is waited for at once
     wgrad     1F1B; AllReduce of an input's gradient beside the weight's, as Megatron-core does
@@ -20,7 +21,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from common import ROOT, compute_below_network, keep, markdown
 from llama import Llama, Stage, layer_of, loss_of
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flux.bench.shapes import Layer
 from flux.launch.hosts import Hosts, parse_rate
@@ -45,24 +47,25 @@ from flux.plan.dhelix import ScheduleDHelix, best_script, folded
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, Step
 from flux.plan.policies.interleave import graph_of_layer
+from flux.plan.strands import Strands
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "dhelix.json"
 METHODS = ("serial", "wgrad", "dhelix", "compute")
 PLACES = (
-    ("350mbit", 1, 8, 512),
-    ("500mbit", 1, 8, 512),
-    ("1gbit", 1, 8, 512),
-    ("150mbit", 2, 16, 512),
-    ("75mbit", 4, 16, 256),
+    ("350mbit", 1, 4, 8, 512),
+    ("500mbit", 1, 4, 8, 512),
+    ("1gbit", 1, 4, 8, 512),
+    ("150mbit", 2, 8, 16, 256),
+    ("75mbit", 4, 8, 16, 256),
+    ("75mbit", 4, 4, 16, 256),
 )
-"""(link, pipeline ranks, micro-batches, tokens of a sequence) of each case."""
+"""(link, pipeline ranks, layers of each, micro-batches, tokens of a sequence) of each case."""
 SIZES = Llama(256, 512, 1408, 8, 4, "float32")
 TP = 2
-NETWORK = 0.2
+NETWORK = 0.3
 """Of a core that several ranks share: left to the threads of the network."""
-PERIOD_US = 10_000
-GROUPS = Path("/sys/fs/cgroup/cpu")
-"""Control groups of version 1, whose threads may be in different ones."""
+SLEEP_S = 0.5e-3
+"""Shorter rests are added to the next one."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Case:
         micro_batch: sequences of each.
         sequence: tokens of a sequence.
         repeats: of each method.
-        cores: that a rank computes on: 1, or a part of one.
+        cores: speed of a rank's device: 1, or a part of a core.
     """
 
     link: str
@@ -91,13 +94,17 @@ class Case:
 
 
 def script_for(case: Case) -> str:
-    """Return the script that is best for this case's layer and link, by data sheets."""
+    """Return the script that is best for this case's layer and link, by data sheets.
+
+    A device that is slower than a core sees the link faster by as much.
+    """
     sizes = case.sizes
     dim = sizes.hidden // sizes.heads
     layer = Layer(sizes.hidden, sizes.intermediate, sizes.heads, sizes.heads, dim, True)
     step = Step("llama", layer, 1, sizes.dtype, Parallel(tp=TP), case.sequence, case.micro_batch, 1)
     cpu = load_cluster("cpu")
-    network = Network("ethernet", 1, parse_rate(case.link) / 1e9, cpu.network.latency_us)
+    rate = parse_rate(case.link) / 1e9 / case.cores
+    network = Network("ethernet", 1, rate, cpu.network.latency_us)
     fabric = Fabric(replace(cpu, hosts=2, devices=1, network=network), step.parallel)
     graph = build_step(step, fabric)
     forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
@@ -111,30 +118,59 @@ def share_of(world: int) -> float:
     return 1.0 if ranks == 1 else (1 - NETWORK) / ranks
 
 
-@contextmanager
-def limited(cores: float) -> Iterator[None]:
-    """Hold this thread, and those that it starts, to a part of a core.
+class Share(TorchDispatchMode):
+    """A device with a part of a core's speed, for the threads that enter it.
 
-    Raises:
-        RuntimeError: there are no control groups of version 1, or no right to make one.
+    What takes a thread t seconds of the core, operation and Python before it, keeps the device busy
+    for t / cores. The thread sleeps for the rest, in which others have the core. A device that has
+    waited is not faster afterwards. Threads of the network do not sleep.
+
+    Args:
+        cores: speed of the device.
     """
-    if cores >= 1:
-        yield
-        return
-    own = GROUPS / f"flux-{os.getpid()}"
-    try:
-        own.mkdir()
-    except OSError as error:
-        raise RuntimeError(f"a part of a core needs a control group in {GROUPS}: {error}") from None
-    try:
-        (own / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (own / "cpu.cfs_quota_us").write_text(str(int(cores * PERIOD_US)))
-        (own / "tasks").write_text(str(threading.get_native_id()))
-        yield
-    finally:
-        for thread in (own / "tasks").read_text().split():
-            (GROUPS / "tasks").write_text(thread)
-        own.rmdir()
+
+    def __init__(self, cores: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cores = cores
+        self._free = 0.0  # when the device has done what it has been given, of time.perf_counter
+        self._used = threading.local()  # seconds of the core, so far
+
+    def __enter__(self) -> Share:
+        self._used.seconds = time.thread_time()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        result = func(*args, **(kwargs or {}))
+        now = time.thread_time()
+        used, self._used.seconds = now - self._used.seconds, now
+        self._free = max(self._free, time.perf_counter() - used) + used / self.cores
+        rest = self._free - time.perf_counter()
+        if rest > SLEEP_S:
+            time.sleep(rest)
+        return result  # type: ignore[no-any-return]
+
+    @contextmanager
+    def computes(self, strands: Strands) -> Iterator[None]:
+        """Let this thread, and that of the forward strand, compute on the device."""
+        run = strands.run
+
+        def run_here(forward: Callable[[], Any], backward: Callable[[], object]) -> Any:
+            def forward_here() -> Any:
+                with self:
+                    return forward()
+
+            return run(forward_here, backward)
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the time of others would not count
+        try:
+            with self, mock.patch.object(strands, "run", run_here):
+                yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 def groups(pipeline: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -210,7 +246,8 @@ def run_case(case: Case, rank: int, progress: Progress) -> dict[str, Any]:
     # Ranks of a tensor-parallel group are on different cores.
     os.sched_setaffinity(threading.get_native_id(), [cores[rank % len(cores)]])
     compute_below_network()
-    with limited(case.cores):
+    strands = made["dhelix"].strands
+    with nullcontext() if case.cores == 1 else Share(case.cores).computes(strands):
         return measured(case, rank, progress, (made, last, first))
 
 
@@ -263,7 +300,7 @@ def entry_of(case: Case) -> dict[str, Any]:
             run_case,
             case,
             world,
-            timeout_s=600.0,
+            timeout_s=1800.0,
             places=hosts.placed(range(world)),
         )
     medians = {method: statistics.median(times) for method, times in found["times_ms"].items()}
@@ -283,6 +320,7 @@ def table(content: dict[str, Any]) -> str:
     header = [
         "link",
         "pipeline ranks",
+        "layers of a rank",
         "cores of a rank",
         "micro-batches",
         "communication",
@@ -295,6 +333,7 @@ def table(content: dict[str, Any]) -> str:
         [
             case["link"],
             str(case["pipeline"]),
+            str(case["sizes"]["layers"] // case["pipeline"]),
             f"{case['cores']:g}",
             str(case["micro_batches"]),
             f"{100 * case['communication']:.0f}%",
@@ -316,16 +355,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = []
     if options.only is not None and options.out.exists():
         cases = json.loads(options.out.read_text())["cases"]
-    for number, (link, pipeline, micro_batches, tokens) in enumerate(PLACES):
+    for number, (link, pipeline, layers, micro_batches, tokens) in enumerate(PLACES):
         if options.only not in (None, number):
             continue
-        sizes = replace(SIZES, layers=4 * pipeline)  # two for each stage of the fold
+        sizes = replace(SIZES, layers=layers * pipeline)
         share = share_of(TP * pipeline)
         case = Case(link, pipeline, sizes, micro_batches, 1, tokens, options.repeats, share)
         entry = entry_of(case)
         cases[number : number + 1] = [entry]
         print(
-            f"{link}, {pipeline} pipeline ranks: communication {entry['communication']:.0%}, "
+            f"{link}, {pipeline} pipeline ranks, {layers} layers of each: "
+            f"communication {entry['communication']:.0%}, "
             f"DHelix {entry['ratio_to_serial']:.2f} of serial, "
             f"{entry['ratio_to_wgrad']:.2f} of wgrad",
             flush=True,
