@@ -21,25 +21,36 @@ import torch
 
 LIBRARY = Path(__file__).with_name("libemulated_gpu.so")  # make emulator builds it
 
+DRIVER_ERRORS = {
+    1: "invalid value",
+    600: "not ready",
+    719: "launch failure",
+    801: "not supported by the emulator",
+    900: "not permitted while the stream is captured",
+    901: "the capture was invalidated",
+    903: "not the stream on which a capture began",
+    904: "a stream that joined the capture was not joined back",
+    905: "a dependency between a capture and work outside of it",
+}
+"""Values of CUresult."""
+
 
 class Graph:
     """What was captured on streams, with all memory that it uses; made by ``Gpu.capture``."""
 
     def __init__(self, device: Gpu) -> None:
         self.device = device
-        self.handle: int | None = None
+        self.handle = ctypes.c_void_p()
         self.kept: list[torch.Tensor] = []
         self.bodies: list[Any] = []
 
     def replay(self) -> None:
         """Put the captured work on the current stream."""
-        self.device.library.emulator_replay(
-            ctypes.c_void_p(self.handle), ctypes.c_void_p(self.device.current_stream())
-        )
+        self.device.call_driver("cuGraphLaunch", self.handle, ctypes.c_void_p(self.device._current))
 
     def close(self) -> None:
         """Destroy the streams of the graph; replays must be finished."""
-        self.device.library.emulator_destroy_graph(ctypes.c_void_p(self.handle))
+        self.device.call_driver("cuGraphExecDestroy", self.handle)
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,18 @@ class Gpu:
         # Recorders of other tests have no rules.
         function = getattr(self.library, f"emulator_{name}", None)
         return 0 if function is None else int(function(*arguments))
+
+    def call_driver(self, name: str, *arguments: Any) -> None:
+        """Call an entry point of the driver.
+
+        Raises:
+            RuntimeError: it returns an error.
+        """
+        self._check(name, getattr(self.library, name)(*arguments))
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            raise RuntimeError(f"{name} returned {status} ({DRIVER_ERRORS.get(status, 'refused')})")
 
     def _text(self, name: str) -> str:
         function = getattr(self.library, "emulator_text", None)
@@ -322,17 +345,26 @@ class Gpu:
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
-        """Capture what is put on the current stream, and on streams that follow it."""
+        """Capture what is put on the current stream, and on streams that follow it.
+
+        Raises:
+            RuntimeError: the driver refuses the capture, as of streams that are not joined.
+        """
         graph = Graph(self)
         before = self._kept, self._bodies
         self._kept, self._bodies = graph.kept, graph.bodies
-        self.library.emulator_begin_capture(ctypes.c_void_p(self._current))
+        stream, captured = ctypes.c_void_p(self._current), ctypes.c_void_p()
+        self.call_driver("cuStreamBeginCapture_v2", stream, 0)
         try:
             yield graph
         finally:
-            self.library.emulator_end_capture.restype = ctypes.c_void_p
-            graph.handle = self.library.emulator_end_capture()
             self._kept, self._bodies = before
+            status = self.library.cuStreamEndCapture(stream, ctypes.byref(captured))
+            if captured:
+                made = ctypes.byref(graph.handle)
+                self.call_driver("cuGraphInstantiateWithFlags", made, captured, ctypes.c_uint64(0))
+                self.call_driver("cuGraphDestroy", captured)
+        self._check("cuStreamEndCapture", status)
 
     def finish(self) -> None:
         """Wait for the current stream, as a reader of results must."""

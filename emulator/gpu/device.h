@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -275,9 +276,7 @@ Stream* stream_of(void* handle);
 
 using Flag = std::shared_ptr<std::atomic<bool>>;
 
-// What was put on streams while they were captured. A replay does it again, on the stream that it is
-// launched on and on streams of the graph's own, with events of its own; or (kernels_first) one thing
-// after the other, in an order that stream order and events allow.
+// What was put on streams while they were captured.
 struct Graph {
   struct Node {
     int stream;  // in order of appearance; 0 is the one on which the capture began
@@ -285,18 +284,54 @@ struct Graph {
     int records = -1, awaits = -1;  // events, by number
   };
   std::uint64_t id;
-  std::vector<Stream*> streams;
+  std::vector<Stream*> streams;  // while they are captured; null: destroyed meanwhile
   std::vector<Node> nodes;
   int events = 0;
-  std::vector<std::unique_ptr<Stream>> own;
+  bool invalid = false;  // something was done that a capture forbids
 
   int index(Stream* stream);
   void add(Stream* stream, Item item, int records = -1, int awaits = -1);
   void end();
-  void replay(Stream* on);
+  bool joined() const;  // whether the first stream comes behind all that others do
+  // For each node, those right behind which it comes.
+  std::vector<std::set<int>> edges() const;
+};
+
+struct Event {
+  bool timed = false;
+  Flag done = std::make_shared<std::atomic<bool>>(true);
+  std::shared_ptr<std::uint64_t> passed = std::make_shared<std::uint64_t>(0);  // when
+  std::uint64_t capture = 0;  // of its last record; 0: none
+  int number = 0;             // within that
+};
+
+constexpr int kUnsupported = 900;  // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+
+// Whether a call that waits for a stream, or asks for it, is made while that is captured; ends that.
+bool forbidden_in_capture(Stream* stream);
+// Whether the record of an event has become a part of a graph.
+bool captured_record(Event* event, Stream* stream);
+// The same of a wait; what is not allowed is an error.
+int captured_wait(const Event* event, Stream* stream, bool* captured);
+// Before a stream is destroyed.
+void leave_capture(Stream* stream);
+
+// A graph that can be launched. A launch does the nodes again, on the stream that it is launched on and
+// on streams of its own, with events of its own; or (kernels_first) one after the other, in an order
+// that stream order and events allow. Launches of one graph follow one another.
+class GraphExec {
+ public:
+  explicit GraphExec(const Graph& graph);
+  void launch(Stream* on);
 
  private:
-  void replay_in_turn(Stream* on);
+  void launch_in_turn(Stream* on);
+
+  std::vector<Graph::Node> nodes_;
+  std::vector<std::set<int>> edges_;
+  int events_;
+  std::vector<std::unique_ptr<Stream>> own_;
+  Flag last_ = std::make_shared<std::atomic<bool>>(true);  // whether the last launch has ended
 };
 
 }  // namespace emulated

@@ -14,15 +14,6 @@ using namespace emulated;
 constexpr unsigned kMostOps = 255;  // cuda.h: the count "must be less than 256"
 constexpr const char* kForeign = "a stream waits for a word of another device";
 constexpr int kNotReady = 600;
-constexpr int kIsolation = 905;  // cudaErrorStreamCaptureIsolation
-
-struct Event {
-  bool timed = false;
-  Flag done = std::make_shared<std::atomic<bool>>(true);
-  std::shared_ptr<std::uint64_t> passed = std::make_shared<std::uint64_t>(0);  // when
-  std::uint64_t capture = 0;  // of its last record; 0: none
-  int number = 0;             // within that
-};
 
 thread_local std::string refusal;  // why the last call was refused
 
@@ -30,8 +21,6 @@ int refuse(const std::string& why) {
   refusal = why;
   return kRefused;
 }
-
-Graph* capturing = nullptr;  // the capture that is under way: of the emulator there is one
 
 Item item(const char* what, std::function<void()> run) {
   Item made;
@@ -151,21 +140,6 @@ const char* emulator_text(const char* what) {
 }
 void emulator_clear_error() { device().clear_error(); }
 
-void emulator_begin_capture(void* stream) {
-  static std::uint64_t graphs = 0;
-  capturing = new Graph{++graphs, {}, {}, 0, {}};
-  capturing->index(stream_of(stream));
-}
-void* emulator_end_capture() {
-  capturing->end();
-  return std::exchange(capturing, nullptr);
-}
-void emulator_replay(void* graph, void* stream) {
-  log_call("replay", stream);
-  static_cast<Graph*>(graph)->replay(stream_of(stream));
-}
-void emulator_destroy_graph(void* graph) { delete static_cast<Graph*>(graph); }
-
 // -- the driver ------------------------------------------------------------------------------------
 
 int cuGetErrorString(int error, const char** text) {
@@ -188,16 +162,19 @@ int cuStreamDestroy_v2(void* stream) {
   log_call("stream_destroy", stream);
   Stream* destroyed = stream_of(stream);
   if (destroyed != stream) return kLaunchFailure;
+  leave_capture(destroyed);
   delete destroyed;
   return 0;
 }
 int cuStreamSynchronize(void* stream) {
   log_call("synchronize", stream);
+  if (forbidden_in_capture(stream_of(stream))) return kUnsupported;
   stream_of(stream)->drain();
   return device().failed() ? kLaunchFailure : 0;
 }
 int cuStreamQuery(void* stream) {
   if (device().failed()) return kLaunchFailure;
+  if (forbidden_in_capture(stream_of(stream))) return kUnsupported;
   return stream_of(stream)->idle() ? 0 : kNotReady;
 }
 int cuEventCreate(void** event, unsigned flags) {
@@ -214,13 +191,7 @@ int cuEventDestroy_v2(void* handle) {
 int cuEventRecord(void* handle, void* stream) {
   auto* event = static_cast<Event*>(handle);
   log_call("event_record", stream, number("event", reinterpret_cast<std::uintptr_t>(handle)));
-  if (Graph* graph = stream_of(stream)->capture; graph != nullptr) {
-    event->capture = graph->id;
-    event->number = graph->events++;
-    graph->add(stream_of(stream), item("event_record", {}), event->number, -1);
-    return 0;
-  }
-  event->capture = 0;
+  if (captured_record(event, stream_of(stream))) return 0;
   event->done = std::make_shared<std::atomic<bool>>(false);
   event->passed = std::make_shared<std::uint64_t>(0);
   stream_of(stream)->put(item("event_record", [done = event->done, passed = event->passed] {
@@ -240,24 +211,12 @@ int cuEventElapsedTime(float* ms, void* begin, void* end) {
 int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
   auto* event = static_cast<Event*>(handle);
   log_call("event_wait", stream, number("event", reinterpret_cast<std::uintptr_t>(handle)));
-  Graph* graph = stream_of(stream)->capture;
-  if (event->capture != 0) {
-    if (graph == nullptr) graph = capturing;
-    if (graph == nullptr || graph->id != event->capture) return kIsolation;
-    graph->add(stream_of(stream), item("event_wait", {}), -1, event->number);
-    return 0;
-  }
-  if (graph != nullptr) return kIsolation;
+  bool captured = false;
+  const int refused = captured_wait(event, stream_of(stream), &captured);
+  if (captured) return refused;
   stream_of(stream)->put(item("event_wait", [done = event->done] {
     while (!*done && !device().failed()) nap();
   }));
-  return 0;
-}
-int cuStreamGetCaptureInfo_v2(void* stream, int* status, std::uint64_t* id, void**, const void**,
-                              std::size_t*) {
-  const Graph* graph = stream_of(stream)->capture;
-  *status = graph != nullptr ? 1 : 0;
-  if (graph != nullptr) *id = graph->id;
   return 0;
 }
 int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* stream) {

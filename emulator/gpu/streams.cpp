@@ -1,5 +1,4 @@
-// Streams and graphs of the emulated device: see device.h.
-#include <algorithm>
+// Streams of the emulated device: see device.h.
 #include <set>
 
 #include "device.h"
@@ -251,83 +250,6 @@ void Stream::run_kernel(const std::shared_ptr<Entry>& entry) {
   device().end(entry->grid.get());
   --device().kernels;
   device().log_time(entry->item.what, handle(), entry->began, "kernel");
-}
-
-// -- graphs ----------------------------------------------------------------------------------------
-
-int Graph::index(Stream* stream) {
-  for (std::size_t i = 0; i < streams.size(); ++i) {
-    if (streams[i] == stream) return static_cast<int>(i);
-  }
-  streams.push_back(stream);
-  stream->capture = this;
-  return static_cast<int>(streams.size()) - 1;
-}
-
-void Graph::add(Stream* stream, Item item, int records, int awaits) {
-  const int at = index(stream);
-  nodes.push_back({at, std::move(item), records, awaits});
-}
-
-void Graph::end() {
-  for (Stream* stream : streams) stream->capture = nullptr;
-  for (std::size_t i = 1; i < streams.size(); ++i) own.push_back(std::make_unique<Stream>(false));
-}
-
-void Graph::replay(Stream* on) {
-  if (device().kernels_first) return replay_in_turn(on);
-  std::vector<Flag> done;
-  for (int i = 0; i < events; ++i) done.push_back(std::make_shared<std::atomic<bool>>(false));
-  for (const Node& node : nodes) {
-    Stream* stream = node.stream == 0 ? on : own[node.stream - 1].get();
-    Item item = node.item;
-    if (node.records >= 0) {
-      item.run = [flag = done[node.records]] { *flag = true; };
-    } else if (node.awaits >= 0) {
-      item.run = [flag = done[node.awaits]] {
-        while (!*flag && !device().failed()) nap();
-      };
-    }
-    stream->put(std::move(item));
-  }
-}
-
-// Of what the edges allow next: a kernel; else what a kernel comes behind; else what is no copy.
-void Graph::replay_in_turn(Stream* on) {
-  const int count = static_cast<int>(nodes.size());
-  std::vector<std::set<int>> before(count);
-  std::vector<bool> leads(count, false);
-  for (int i = 0; i < count; ++i) {
-    for (int j = i - 1; j >= 0; --j) {
-      if (nodes[j].stream == nodes[i].stream) {
-        before[i].insert(j);
-        break;
-      }
-    }
-    for (int j = 0; j < i && nodes[i].awaits >= 0; ++j) {
-      if (nodes[j].records == nodes[i].awaits) before[i].insert(j);
-    }
-  }
-  for (int i = count - 1; i >= 0; --i) {
-    if (nodes[i].item.kind != Item::kKernel && !leads[i]) continue;
-    for (const int j : before[i]) leads[j] = true;
-  }
-  const auto rank = [&](int i) {
-    if (nodes[i].item.kind == Item::kKernel) return 0;
-    return leads[i] ? 1 : nodes[i].item.kind == Item::kCopy ? 3 : 2;
-  };
-  std::vector<bool> done(count, false);
-  for (int turn = 0; turn < count; ++turn) {
-    int best = -1;
-    for (int i = 0; i < count; ++i) {
-      const bool ready =
-          std::all_of(before[i].begin(), before[i].end(), [&](int j) { return done[j]; });
-      if (!done[i] && ready && (best < 0 || rank(i) < rank(best))) best = i;
-    }
-    done[best] = true;
-    const Node& node = nodes[best];
-    if (node.records < 0 && node.awaits < 0) on->put(node.item);
-  }
 }
 
 }  // namespace emulated

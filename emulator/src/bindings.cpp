@@ -249,6 +249,13 @@ PYBIND11_MODULE(_machine, m) {
       .def_property_readonly_static(
           "observer",
           [](const py::object&) { return reinterpret_cast<std::uintptr_t>(&CudaDevice::wrote); })
+      .def_property_readonly_static(
+          "memory_functions",
+          [](const py::object&) {
+            return py::make_tuple(reinterpret_cast<std::uintptr_t>(&CudaDevice::add_memory),
+                                  reinterpret_cast<std::uintptr_t>(&CudaDevice::remove_memory),
+                                  reinterpret_cast<std::uintptr_t>(&CudaDevice::add_multicast));
+          })
       .def_readwrite("max_statements", &CudaDevice::max_statements);
 }
 

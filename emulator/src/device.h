@@ -64,6 +64,13 @@ class CudaDevice {
   // looked at.
   static void wrote(std::uintptr_t address, std::size_t bytes, int words, int finished);
 
+  // Memory that kernels may access from now on, or no more; the name is for messages. A multicast
+  // address stands for the same offset of all members.
+  static void add_memory(void* memory, std::size_t bytes, const char* name);
+  static void remove_memory(void* memory);
+  static void add_multicast(void* memory, std::size_t bytes, const std::uint64_t* members,
+                            int count);
+
   // Changes the PTX of libraries that are loaded from now on: for tests that seed bugs.
   std::function<std::string(const std::string&)> edit;
 

@@ -301,14 +301,6 @@ int synchronize(void* stream) {
   return wait == nullptr ? kSuccess : wait(stream);
 }
 
-void add_memory(void* memory, std::size_t bytes, const char* name) {
-  CudaDevice::instance().machine.add_memory(reinterpret_cast<std::uint64_t>(memory), bytes, name);
-}
-
-void remove_memory(void* memory) {
-  CudaDevice::instance().machine.remove_memory(reinterpret_cast<std::uint64_t>(memory));
-}
-
 constexpr FluxEmulatedCuda kTable = {load,
                                      unload,
                                      add_kernel,
@@ -325,8 +317,8 @@ constexpr FluxEmulatedCuda kTable = {load,
                                      create_stream,
                                      destroy_stream,
                                      synchronize,
-                                     add_memory,
-                                     remove_memory,
+                                     CudaDevice::add_memory,
+                                     CudaDevice::remove_memory,
                                      attach_nic};
 
 }  // namespace
@@ -346,6 +338,20 @@ void CudaDevice::attach_early(RunOnStream* run_early, ReleaseNext* release_next,
   run_early_ = run_early;
   release_next_ = release_next;
   predecessor_ended_ = predecessor_ended;
+}
+
+void CudaDevice::add_memory(void* memory, std::size_t bytes, const char* name) {
+  instance().machine.add_memory(reinterpret_cast<std::uint64_t>(memory), bytes, name);
+}
+
+void CudaDevice::remove_memory(void* memory) {
+  instance().machine.remove_memory(reinterpret_cast<std::uint64_t>(memory));
+}
+
+void CudaDevice::add_multicast(void* memory, std::size_t bytes, const std::uint64_t* members,
+                               int count) {
+  instance().machine.add_multicast(reinterpret_cast<std::uint64_t>(memory), bytes,
+                                   {members, members + count});
 }
 
 void CudaDevice::wrote(std::uintptr_t address, std::size_t bytes, int words, int finished) {

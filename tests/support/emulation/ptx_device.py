@@ -47,6 +47,7 @@ class MachineDevice(EmulatedDevice):
         assert yield_turn is not None
         self.cuda.attach_turns(yield_turn)
         self.library.emulator_observe(ctypes.c_void_p(self.cuda.observer))
+        self.library.emulator_attach_memory(*map(ctypes.c_void_p, self.cuda.memory_functions))
         self._gpus: dict[int, int] = {}
 
     def _addresses(self, *names: str) -> list[int | None]:
