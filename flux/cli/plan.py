@@ -33,7 +33,7 @@ Policy = Annotated[
     typer.Option(
         "--policy",
         help="Policy, with options behind a colon: domino:slices=4,order=blocks. Repeat it to "
-        "compare. Default: serial and domino.",
+        "compare. Default: serial and domino; of search: all.",
     ),
 ]
 ClusterName = Annotated[

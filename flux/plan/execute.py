@@ -31,7 +31,7 @@ from flux.plan.graph import FUSED, Op
 from flux.plan.mesh import group_partition, parse_group
 from flux.plan.model import Parallel
 from flux.plan.schedule import Lane, StepSchedule
-from flux.plan.simulate import Timeline, peak_memory
+from flux.plan.simulate import Timeline
 
 _FUSED: Mapping[str, Any] = {"ag_gemm": AGGemm, "gemm_rs": GemmRS, "gemm_ar": GemmAR}
 _STRIDES = ("tp", "cp", "dp", "pp")  # fastest first
@@ -404,4 +404,4 @@ def measured(
     if missing:
         raise ValueError(f"{len(missing)} operators have not run: {missing[0]} ...")
     starts, ends = ([times[n][place] for n in range(len(ops))] for place in (0, 1))
-    return Timeline(schedule, starts, ends, solo, peak_memory(schedule, starts, ends))
+    return Timeline(schedule, starts, ends, solo)

@@ -124,6 +124,11 @@ class Graph:
         """A topological order of the operators' numbers, of equals the lower number first."""
         return topological(self.ops, self.deps)
 
+    @cached_property
+    def after(self) -> list[list[int]]:
+        """For each operator, the numbers of those that depend on it. Not to be changed."""
+        return _after(self.deps)
+
     def networkx(self) -> nx.DiGraph:
         """Return the graph as networkx has it: operators are nodes with the attribute ``op``."""
         graph = nx.DiGraph()
@@ -160,7 +165,15 @@ def _base(op: Op) -> str:
         raise GraphError(f"{op.name}: {error}") from error
 
 
-def topological(ops: Sequence[Op], deps: Sequence[Iterable[int]]) -> tuple[int, ...]:
+def _after(deps: Sequence[Sequence[int]]) -> list[list[int]]:
+    after: list[list[int]] = [[] for _ in deps]
+    for number, before in enumerate(deps):
+        for dep in before:
+            after[dep].append(number)
+    return after
+
+
+def topological(ops: Sequence[Op], deps: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return a topological order of operators.
 
     Raises:
@@ -171,12 +184,7 @@ def topological(ops: Sequence[Op], deps: Sequence[Iterable[int]]) -> tuple[int, 
     """
     if all(dep < number for number, before in enumerate(deps) for dep in before):
         return tuple(range(len(ops)))  # as builders number them
-    after: list[list[int]] = [[] for _ in ops]
-    missing = [0] * len(ops)
-    for number, before in enumerate(deps):
-        for dep in before:
-            after[dep].append(number)
-            missing[number] += 1
+    after, missing = _after(deps), [len(before) for before in deps]
     order = [number for number, count in enumerate(missing) if count == 0]
     for number in order:
         for later in after[number]:

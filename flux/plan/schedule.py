@@ -49,10 +49,19 @@ class StepSchedule:
             GraphError: an operator is missing, scheduled twice, or on another stage's lane; or the
                 order of the lanes contradicts the dependencies: the step would never end.
         """
-        _ = self._is_valid
+        self.check_lanes()
+        _ = self._can_end
+
+    def check_lanes(self) -> None:
+        """Check that each operator is on a lane of its stage, once.
+
+        Raises:
+            GraphError: it is not.
+        """
+        _ = self._is_whole
 
     @cached_property
-    def _is_valid(self) -> bool:
+    def _is_whole(self) -> bool:
         ops = self.graph.ops
         seen = [False] * len(ops)
         for (stage, stream), numbers in self.lanes.items():
@@ -70,13 +79,17 @@ class StepSchedule:
         for number, found in enumerate(seen):
             if not found:
                 raise GraphError(f"{ops[number].name} is not scheduled")
+        return True
+
+    @cached_property
+    def _can_end(self) -> bool:
         if not self._ends():
             deps = list(self.graph.deps)
             for numbers in self.lanes.values():
                 for before, after in pairwise(numbers):
                     deps[after] = (*deps[after], before)
             try:
-                topological(ops, deps)
+                topological(self.graph.ops, deps)
             except GraphError as error:
                 raise GraphError(f"the lanes contradict the dependencies: {error}") from error
         return True

@@ -124,11 +124,11 @@ class Plan:
         Of a step with more than MOST_OPS operators it has fewer micro-batches.
         """
         step, _ = _shortened(self.step)
-        return _timeline(cluster, (step, self.policy, self.options))[0]
+        return _Layout(cluster, step).timeline(self.policy, self.options)[0]
 
     def small_timeline(self, cluster: Cluster) -> Timeline:
         """Return the timeline of a few layers and micro-batches, as a picture can show them."""
-        return _timeline(cluster, (_small(self.step), self.policy, self.options))[0]
+        return _Layout(cluster, _small(self.step)).timeline(self.policy, self.options)[0]
 
 
 @dataclass(frozen=True)
@@ -185,19 +185,20 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
             f"the smallest needs {least:.1f} GB"
         )
     kept = _best(fitting, query.beam)
-    work = [(step, name, options) for step in kept for name, options in query.policies]
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        quick = list(
-            _followed(
-                pool.map(partial(_quick, query.cluster), work), "policies", len(work), progress
-            )
-        )
-        reasons = Counter(found for found in quick if isinstance(found, str))
-        times = [(ms, job) for ms, job in zip(quick, work, strict=True) if not isinstance(ms, str)]
+        round2 = pool.map(partial(_quick, query.cluster, query.policies), kept)
+        quick = list(_followed(round2, "policies", len(kept), progress))
+        reasons = Counter(ms for of_step in quick for ms in of_step if isinstance(ms, str))
+        times = [
+            (ms, (step, name, options))
+            for step, of_step in zip(kept, quick, strict=True)
+            for ms, (name, options) in zip(of_step, query.policies, strict=True)
+            if not isinstance(ms, str)
+        ]
         if not times:
             raise ValueError(f"no policy can be used: {'; '.join(reasons)}")
-        times.sort(key=lambda pair: float(pair[0]))
+        times.sort(key=lambda pair: pair[0])
         best = [job for _, job in times[: max(4, query.beam // 2)]]
         ended = list(
             _followed(pool.map(partial(_whole, query.cluster), best), "best", len(best), progress)
@@ -315,14 +316,19 @@ def _estimate(step: Step, cluster: Cluster) -> _Rating:
 Job = tuple[Step, str, Mapping[str, Any]]
 
 
-def _timeline(cluster: Cluster, job: Job) -> tuple[Timeline, str]:
-    """Return the timeline of a step under a policy, and how both are shown."""
-    step, name, options = job
-    fabric = Fabric(cluster, step.parallel)
-    policy = policy_of(name, options)
-    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
-    schedule = planned(policy, build_step(step, fabric), fabric, cost)
-    return simulate(schedule, cost), label_of(name, options, policy)
+class _Layout:
+    """The graph of a step, and its timelines under policies."""
+
+    def __init__(self, cluster: Cluster, step: Step) -> None:
+        self.fabric = Fabric(cluster, step.parallel)
+        self.cost = AnalyticCost(self.fabric, step.dtype, step.itemsize)
+        self.graph = build_step(step, self.fabric)
+
+    def timeline(self, name: str, options: Mapping[str, Any]) -> tuple[Timeline, str]:
+        """Return the timeline under a policy, and how the policy is shown."""
+        policy = policy_of(name, options)
+        schedule = planned(policy, self.graph, self.fabric, self.cost)
+        return simulate(schedule, self.cost), label_of(name, options, policy)
 
 
 def _small(step: Step) -> Step:
@@ -333,16 +339,24 @@ def _small(step: Step) -> Step:
     return replace(step, layers=layers * stages, micro_batches=count)
 
 
-def _quick(cluster: Cluster, job: Job) -> float | str:
-    """Return the time of a step, from one with fewer layers and micro-batches; or why not."""
-    step, name, options = job
+def _quick(
+    cluster: Cluster, policies: Sequence[tuple[str, Mapping[str, Any]]], step: Step
+) -> list[float | str]:
+    """Return the time of a step under each policy; or why the policy cannot be used.
+
+    Times are those of fewer layers and micro-batches, scaled.
+    """
     stages, small = step.parallel.pp, _small(step)
-    try:
-        found = _timeline(cluster, (small, name, options))[0].iteration_ms
-    except ValueError as error:
-        return _refusal(name, error)
     slots = (step.micro_batches + stages - 1) / (small.micro_batches + stages - 1)
-    return found * slots * step.layers / small.layers
+    layout = _Layout(cluster, small)
+    found: list[float | str] = []
+    for name, options in policies:
+        try:
+            time = layout.timeline(name, options)[0].iteration_ms
+            found.append(time * slots * step.layers / small.layers)
+        except ValueError as error:
+            found.append(_refusal(name, error))
+    return found
 
 
 def _shortened(step: Step) -> tuple[Step, float]:
@@ -362,7 +376,7 @@ def _whole(cluster: Cluster, job: Job) -> Plan | str:
     step, name, options = job
     short, factor = _shortened(step)
     try:
-        t, label = _timeline(cluster, (short, name, options))
+        t, label = _Layout(cluster, short).timeline(name, options)
     except ValueError as error:
         return _refusal(name, error)
     return Plan(

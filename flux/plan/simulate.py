@@ -30,14 +30,12 @@ class Timeline:
         start: of each operator, by number.
         end: of each operator.
         solo: time of each operator by itself.
-        peak: most bytes that were allocated at a time, by stage; weights and optimizer included.
     """
 
     schedule: StepSchedule
     start: Sequence[float]
     end: Sequence[float]
     solo: Sequence[float]
-    peak: Sequence[float]
 
     @property
     def iteration_ms(self) -> float:
@@ -77,6 +75,28 @@ class Timeline:
     def exposed_comm_ms(self) -> float:
         """Time in which the stage communicates and computes nothing, of the stage with most."""
         return max(self.exposed_by_stage, default=0.0)
+
+    @cached_property
+    def peak(self) -> list[float]:
+        """Most bytes that are allocated at a time, by stage; weights and optimizer included.
+
+        An operator allocates when it starts, and frees when it ends.
+        """
+        graph = self.schedule.graph
+        changes: list[list[tuple[float, float]]] = [[] for _ in range(graph.stages)]
+        for op, start, end in zip(graph.ops, self.start, self.end, strict=True):
+            if op.allocates:
+                changes[op.stage].append((start, op.allocates))
+            if op.frees:
+                changes[op.stage].append((end, -op.frees))
+        peaks = []
+        for stage, of_stage in enumerate(changes):
+            held = most = graph.resident[stage] if graph.resident else 0.0
+            for _, change in sorted(of_stage):  # at one time, what is freed comes first
+                held += change
+                most = max(most, held)
+            peaks.append(most)
+        return peaks
 
     @property
     def peak_memory_bytes(self) -> float:
@@ -144,30 +164,6 @@ def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]])
     return total
 
 
-def peak_memory(
-    schedule: StepSchedule, start: Sequence[float], end: Sequence[float]
-) -> list[float]:
-    """Return the most bytes that are allocated at a time, by stage.
-
-    Args:
-        schedule: of the step.
-        start: of each operator, when it allocates.
-        end: of each operator, when what it frees is free.
-    """
-    graph = schedule.graph
-    changes: list[list[tuple[float, float]]] = [[] for _ in range(graph.stages)]
-    for number, op in enumerate(graph.ops):
-        changes[op.stage] += [(start[number], op.allocates), (end[number], -op.frees)]
-    peaks = []
-    for stage, of_stage in enumerate(changes):
-        held = most = graph.resident[stage] if graph.resident else 0.0
-        for _, change in sorted(of_stage):  # at one time, what is freed comes first
-            held += change
-            most = max(most, held)
-        peaks.append(most)
-    return peaks
-
-
 def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
     """Return when each operator runs.
 
@@ -175,7 +171,7 @@ def simulate(schedule: StepSchedule, cost: CostModel) -> Timeline:
         GraphError: the schedule cannot be run (see ``StepSchedule.validate``).
     """
     with paused_collector():
-        schedule.validate()
+        schedule.check_lanes()
         return _Simulation(schedule, cost).run()
 
 
@@ -184,15 +180,10 @@ class _Simulation:
         self.schedule, self.cost = schedule, cost
         graph: Graph = schedule.graph
         count = len(graph.ops)
-        self.ops = graph.ops
+        self.ops, self.after = graph.ops, graph.after
         self.solo = [cost.solo(op) for op in graph.ops]
-        self.communicates = [op.is_collective for op in graph.ops]
         self.start, self.end = [0.0] * count, [0.0] * count
         self.missing = [len(deps) for deps in graph.deps]
-        self.after: list[list[int]] = [[] for _ in range(count)]
-        for number, deps in enumerate(graph.deps):
-            for dep in deps:
-                self.after[dep].append(number)
         self.lanes = list(schedule.lanes.values())
         self.lane_of = [0] * count
         for index, numbers in enumerate(self.lanes):
@@ -216,9 +207,9 @@ class _Simulation:
             ended += 1
             self._finish(number, now)
         if ended < len(self.ops):
+            self.schedule.validate()  # says which operators wait for each other
             raise GraphError(f"{len(self.ops) - ended} operators never start")
-        peak = peak_memory(self.schedule, self.start, self.end)
-        return Timeline(self.schedule, self.start, self.end, self.solo, peak)
+        return Timeline(self.schedule, self.start, self.end, self.solo)
 
     def _try_start(self, lane: int, now: float) -> None:
         """Start the next operator of a lane if nothing is missing."""
@@ -227,46 +218,46 @@ class _Simulation:
         if self.busy[lane] or place == len(numbers) or self.missing[numbers[place]]:
             return
         number = numbers[place]
-        stage = self.ops[number].stage
-        running = self.running[stage]
+        running = self.running[self.ops[number].stage]
         self.busy[lane] = True
         self.start[number] = self.since[number] = now
         running.append(number)
-        self._share(stage, now)
+        self._share(running, now)
 
     def _finish(self, number: int, now: float) -> None:
         self.end[number] = now
-        op = self.ops[number]
-        self.running[op.stage].remove(number)
-        if self.running[op.stage]:
-            self._share(op.stage, now)
+        running = self.running[self.ops[number].stage]
+        running.remove(number)
+        self._share(running, now)
         lane = self.lane_of[number]
         self.next[lane] += 1
         self.busy[lane] = False
         self._try_start(lane, now)
+        missing = self.missing
         for later in self.after[number]:
-            self.missing[later] -= 1
-            if self.missing[later] == 0:
+            missing[later] -= 1
+            if not missing[later] and not self.busy[self.lane_of[later]]:
                 self._try_start(self.lane_of[later], now)
 
-    def _share(self, stage: int, now: float) -> None:
+    def _share(self, running: Sequence[int], now: float) -> None:
         """Compute the ends of a stage's running operators, which have changed."""
-        running = self.running[stage]
+        alone = len(running) == 1
         for number in running:
-            rate = 1.0 if len(running) == 1 else self._rate(number, running)
-            if rate == self.rate[number]:
+            rate = 1.0 if alone else self._rate(number, running)
+            before = self.rate[number]
+            if rate == before:
                 continue
-            self.left[number] -= (now - self.since[number]) * self.rate[number]
+            left = self.left[number] = self.left[number] - (now - self.since[number]) * before
             self.since[number], self.rate[number] = now, rate
-            self.version[number] += 1
-            end = now + max(self.left[number], 0.0) / rate
-            heapq.heappush(self.heap, (end, number, self.version[number]))
+            version = self.version[number] = self.version[number] + 1
+            heapq.heappush(self.heap, (now + (left if left > 0.0 else 0.0) / rate, number, version))
 
     def _rate(self, number: int, running: Sequence[int]) -> float:
-        op, communicates, lost = self.ops[number], self.communicates[number], 0.0
+        op, lost = self.ops[number], 0.0
+        communicates = op.is_collective
         for other in running:
-            if self.communicates[other] == communicates:
-                continue
             beside = self.ops[other]
-            lost += 1.0 - (self.cost.oef(beside, op) if communicates else self.cost.oef(op, beside))
+            if beside.is_collective != communicates:
+                oef = self.cost.oef(beside, op) if communicates else self.cost.oef(op, beside)
+                lost += 1.0 - oef
         return 1.0 / (1.0 + max(lost, 0.0))

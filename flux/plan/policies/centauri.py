@@ -105,6 +105,7 @@ class Centauri:
             raise ValueError(f"centauri: memory_gb must be at least 0, got {memory_gb!r}")
         self.operation, self.layer, self.model = operation, layer, model
         self.substitute, self.memory_gb = substitute, memory_gb
+        self._known: tuple[Graph, CostModel, StepSchedule] | None = None  # what rewrite compared
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         """Return the graph with collectives in parts.
@@ -145,8 +146,10 @@ class Centauri:
         if small is graph or len(parts.ops) > _MOST_OPS:
             return parts
         # What is best for the first layers may not be for all.
-        times = [simulate(self.order(each, cost), cost).iteration_ms for each in (graph, parts)]
-        return graph if times[0] <= times[1] else parts
+        schedules = [self._schedule(each, cost) for each in (graph, parts)]
+        best = min(schedules, key=lambda schedule: simulate(schedule, cost).iteration_ms)
+        self._known = (best.graph, cost, best)
+        return best.graph
 
     # -- operation tier ----------------------------------------------------------------------------
 
@@ -206,6 +209,11 @@ class Centauri:
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule."""
+        if self._known is not None and self._known[0] is graph and self._known[1] is cost:
+            return self._known[2]
+        return self._schedule(graph, cost)
+
+    def _schedule(self, graph: Graph, cost: CostModel) -> StepSchedule:
         small = graph if len(graph.ops) <= _MOST_OPS else window(graph)
         modes = [False, True] if self.layer == "auto" else [self.layer == "t2"]
         together = [(1, 1)]
@@ -298,14 +306,10 @@ def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
     if op.kind != "all_gather":
         gemms = [d for d in graph.deps[number] if graph.ops[d].kind == "gemm"]
         return (1, cost.solo(graph.ops[gemms[0]])) if len(gemms) == 1 else (0, 0.0)
-    after: dict[int, list[int]] = {}
-    for other, deps in enumerate(graph.deps):
-        for dep in deps:
-            after.setdefault(dep, []).append(other)
     following: list[Op] = []
     here = number
     while True:
-        nexts = [n for n in after.get(here, []) if graph.ops[n].role == "fwd"]
+        nexts = [n for n in graph.after[here] if graph.ops[n].role == "fwd"]
         if not following:
             nexts = [n for n in nexts if graph.ops[n].kind == "gemm"][:1]
         if len(nexts) != 1 or graph.ops[nexts[0]].kind not in _KINDS:

@@ -193,10 +193,7 @@ class _Rewriter:
     def __init__(self, graph: Graph, how: Mapping[Key, Partition], fabric: Fabric) -> None:
         self.graph, self.how, self.fabric = graph, how, fabric
         self.builder = Builder(graph.itemsize)
-        self.after: list[list[int]] = [[] for _ in graph.ops]
-        for number, deps in enumerate(graph.deps):
-            for dep in deps:
-                self.after[dep].append(number)
+        self.after = graph.after
         self.cuts: dict[int, tuple[float, ...]] = {}  # operators that are cut, into what fractions
         self.axis: dict[int, int] = {}  # the dimension of their shape that is cut
         self.aligned: set[tuple[int, int]] = set()  # (before, after): chunk i needs chunk i alone

@@ -107,10 +107,7 @@ class _Lists:
     ) -> None:
         self.graph, self.cost, self.ops = graph, cost, graph.ops
         count = len(graph.ops)
-        self.after: list[list[int]] = [[] for _ in range(count)]
-        for number, deps in enumerate(graph.deps):
-            for dep in deps:
-                self.after[dep].append(number)
+        self.after = graph.after
         self.missing = [len(deps) for deps in graph.deps]
         self.block = [0] * count  # of compute operators, the number of their block
         self.stages = graph.stages * chunks_of(graph)  # of the model
