@@ -5,7 +5,7 @@
 
 pip has no nvcc of CUDA 12, but its compiler as a library. NVRTC has no standard library and no host
 code: empty headers and functions that do nothing stand in for both, and only kernels are compiled.
-Constants of templates, 8,000 for sm_90a, become variables of the device, so loading takes seconds.
+Constants of templates, 8,000 for sm_90a, become variables of the device.
 """
 
 from __future__ import annotations
