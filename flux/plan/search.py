@@ -175,7 +175,7 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
             f"batch of {query.batch} or {query.cluster.devices} devices of a host do not divide"
         )
     progress("layouts", 0, len(possible))
-    rated = [(_estimate(step, query.cluster), step) for step in possible]
+    rated = [(estimate(step, query.cluster), step) for step in possible]
     limit = query.memory_gb * 1e9
     fitting = [(rating, step) for rating, step in rated if rating.memory_bytes <= limit]
     if not fitting:
@@ -276,7 +276,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-class _Rating(NamedTuple):
+class Rating(NamedTuple):
     """A step under 1F1B, in ms: nothing hidden, and all communication; and its memory."""
 
     serial_ms: float
@@ -284,30 +284,33 @@ class _Rating(NamedTuple):
     memory_bytes: float
 
 
-def _best(rated: Sequence[tuple[_Rating, Step]], count: int) -> list[Step]:
+def _best(rated: Sequence[tuple[Rating, Step]], count: int) -> list[Step]:
     """Return the layouts that are best with nothing hidden, or with all, by turns."""
     orders = [sorted(rated, key=lambda pair: pair[0][which]) for which in (0, 1)]
     found = dict.fromkeys(step for pair in zip(*orders, strict=True) for _, step in pair)
     return list(found)[:count]
 
 
-def _estimate(step: Step, cluster: Cluster) -> _Rating:
+def estimate(step: Step, cluster: Cluster) -> Rating:
     """Rate a step from one layer of each stage."""
     stages, layers = step.parallel.pp, step.layers // step.parallel.pp
     fabric = Fabric(cluster, step.parallel)
     graph = build_step(replace(step, layers=stages, micro_batches=1), fabric)
     cost = AnalyticCost(fabric, step.dtype, step.itemsize)
     slots = step.micro_batches + stages - 1
-    serial = hidden = kept = 0.0
+    serial = hidden = 0.0
+    kept = now = most = 0.0  # bytes: from forward until backward; at a time
     for op in graph.ops:
         if op.stage == stages // 2:
             time = cost.solo(op) * (1 if op.role == "step" else slots)
             serial += time
             hidden += 0.0 if op.is_collective else time
-            kept += op.allocates if op.role == "fwd" else 0.0
+            kept += op.allocates - op.frees if op.role == "fwd" else 0.0
+            most = max(most, now + op.allocates)
+            now += op.allocates - op.frees
     held = min(stages, step.micro_batches)
-    memory = layers * (graph.resident[0] + held * kept)
-    return _Rating(layers * serial, layers * hidden, memory)
+    memory = layers * (graph.resident[0] + held * kept) + most - kept
+    return Rating(layers * serial, layers * hidden, memory)
 
 
 # -- second and third round ------------------------------------------------------------------------

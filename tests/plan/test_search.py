@@ -12,7 +12,21 @@ from typer.testing import CliRunner
 
 from flux.cli.app import app
 from flux.machine.cluster import load_cluster
-from flux.plan.search import Plan, Query, default_policies, layouts, search, winner_of
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.fabric import Fabric
+from flux.plan.policies import planned, policy_of
+from flux.plan.search import (
+    Plan,
+    Query,
+    default_policies,
+    estimate,
+    layout_of,
+    layouts,
+    search,
+    winner_of,
+)
+from flux.plan.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -58,6 +72,25 @@ def test_layouts_share_one_batch_and_all_devices() -> None:
     experts = list(layouts(query(model="phi-moe")))
     assert {step.parallel.ep for step in experts} == {1, 2, 4, 8}
     assert all(step.parallel.dp % step.parallel.ep == 0 for step in experts)
+
+
+@pytest.mark.parametrize("model", ["gpt-6.7b", "phi-moe"])
+def test_the_closed_form_knows_the_memory_of_the_plain_schedule(model: str) -> None:
+    """A layout that fits is not left out in the first round, as those with ZeRO-3 once were."""
+    asked = query(model=model, sequence=4096)
+    seen = set()
+    for step in layouts(asked):
+        key = step.parallel.pp, step.parallel.tp, step.parallel.sequence, step.zero
+        if key in seen or step.micro_batches > 8:
+            continue
+        seen.add(key)
+        few = replace(step, layers=2 * step.parallel.pp)
+        fabric = Fabric(asked.cluster, few.parallel)
+        cost = AnalyticCost(fabric, few.dtype, few.itemsize)
+        schedule = planned(policy_of("serial"), build_step(few, fabric), fabric, cost)
+        peak = simulate(schedule, cost).peak_memory_bytes
+        assert estimate(few, asked.cluster).memory_bytes == pytest.approx(peak), layout_of(step)
+    assert {zero for *_, zero in seen} == {1, 3}
 
 
 def test_a_wide_beam_finds_no_faster_plan(tmp_path: Path) -> None:
