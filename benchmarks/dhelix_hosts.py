@@ -1,11 +1,11 @@
 """Steps of a small Llama between hosts with limited links: 1F1B and DHelix.
 
-    python benchmarks/dhelix_hosts.py      # as root, for network namespaces; some 50 minutes
+    python benchmarks/dhelix_hosts.py      # as root, for network namespaces; some 70 minutes
 
-Every rank is a host: it has a link of its own, and a share of a core. Where there are more ranks
-than cores, the threads that compute rest behind every operation for as long as it would have taken
-longer on that share, so that a rank computes no faster while others wait. Methods run by turns in
-one process group:
+Every rank is a host: it has a link of its own, and a device that is a part of a core. The threads
+that compute rest behind every operation for as long as it would have taken longer on that part. So
+a rank computes no faster while others wait, and threads of the network, which on a GPU's host have
+cores of their own, take no time from it. Methods run by turns in one process group:
 
     serial    1F1B; every collective is waited for at once
     wgrad     1F1B; AllReduce of an input's gradient beside the weight's, as Megatron-core does
@@ -52,18 +52,20 @@ from flux.plan.strands import Strands
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "dhelix.json"
 METHODS = ("serial", "wgrad", "dhelix", "compute")
 PLACES = (
-    ("350mbit", 1, 4, 8, 512),
-    ("500mbit", 1, 4, 8, 512),
-    ("1gbit", 1, 4, 8, 512),
-    ("150mbit", 2, 8, 16, 256),
-    ("75mbit", 4, 8, 16, 256),
-    ("75mbit", 4, 4, 16, 256),
+    ("350mbit", 1, 4, 512),
+    ("500mbit", 1, 4, 512),
+    ("700mbit", 1, 4, 512),
+    ("1gbit", 1, 4, 512),
+    ("150mbit", 2, 8, 256),
+    ("75mbit", 4, 8, 256),
+    ("75mbit", 4, 4, 256),
 )
-"""(link, pipeline ranks, layers of each, micro-batches, tokens of a sequence) of each case."""
+"""(link, pipeline ranks, layers of each, tokens of a sequence) of each case."""
+MICRO_BATCHES = 16
 SIZES = Llama(256, 512, 1408, 8, 4, "float32")
 TP = 2
 NETWORK = 0.3
-"""Of a core that several ranks share: left to the threads of the network."""
+"""Of a core: left to the threads of the network."""
 SLEEP_S = 0.5e-3
 """Shorter rests are added to the next one."""
 
@@ -80,7 +82,7 @@ class Case:
         micro_batch: sequences of each.
         sequence: tokens of a sequence.
         repeats: of each method.
-        cores: speed of a rank's device: 1, or a part of a core.
+        cores: speed of a rank's device, a part of a core.
     """
 
     link: str
@@ -114,8 +116,7 @@ def script_for(case: Case) -> str:
 
 def share_of(world: int) -> float:
     """Return the part of a core that each rank computes on."""
-    ranks = -(-world // len(os.sched_getaffinity(0)))
-    return 1.0 if ranks == 1 else (1 - NETWORK) / ranks
+    return (1 - NETWORK) / -(-world // len(os.sched_getaffinity(0)))
 
 
 class Share(TorchDispatchMode):
@@ -247,7 +248,7 @@ def run_case(case: Case, rank: int, progress: Progress) -> dict[str, Any]:
     os.sched_setaffinity(threading.get_native_id(), [cores[rank % len(cores)]])
     compute_below_network()
     strands = made["dhelix"].strands
-    with nullcontext() if case.cores == 1 else Share(case.cores).computes(strands):
+    with Share(case.cores).computes(strands):
         return measured(case, rank, progress, (made, last, first))
 
 
@@ -355,12 +356,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = []
     if options.only is not None and options.out.exists():
         cases = json.loads(options.out.read_text())["cases"]
-    for number, (link, pipeline, layers, micro_batches, tokens) in enumerate(PLACES):
+    for number, (link, pipeline, layers, tokens) in enumerate(PLACES):
         if options.only not in (None, number):
             continue
         sizes = replace(SIZES, layers=layers * pipeline)
         share = share_of(TP * pipeline)
-        case = Case(link, pipeline, sizes, micro_batches, 1, tokens, options.repeats, share)
+        case = Case(link, pipeline, sizes, MICRO_BATCHES, 1, tokens, options.repeats, share)
         entry = entry_of(case)
         cases[number : number + 1] = [entry]
         print(
