@@ -101,15 +101,19 @@ def _query(
 ) -> Query:
     from flux.bench.shapes import model_of
     from flux.machine.cluster import load_cluster
+    from flux.plan.policies import policy_of
     from flux.plan.search import Query, default_policies
 
+    asked = tuple(map(parsed, policies or ()))
+    for name, policy_options in asked:
+        policy_of(name, policy_options)  # raises, if there is none
     found = load_cluster(cluster)
     wanted = -(-gpus // found.devices) if hosts is None else hosts
     if wanted < 1:
         raise ValueError(f"gpus and hosts must be at least 1, got {gpus} and {hosts}")
     found = replace(found, hosts=max(found.hosts, wanted) if hosts is None else wanted)
     limit = found.device.memory_gb if memory is None else memory
-    if not limit:
+    if memory is None and not limit:
         raise ValueError(f"{found.source} does not say how much memory a device has: give --memory")
     return Query(
         model=model,
@@ -118,7 +122,7 @@ def _query(
         batch=4 * gpus if batch is None else batch,
         sequence=model_of(model).sequence if sequence is None else sequence,
         memory_gb=limit,
-        policies=tuple(map(parsed, policies)) if policies else default_policies(),
+        policies=asked or default_policies(),
         beam=beam,
     )
 

@@ -180,3 +180,18 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     out.write_text("{")
     with pytest.raises(ValueError, match=r"plans.json: not JSON"):
         winner_of(str(out))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--memory", "0"], "memory must be above 0 GB, got 0"),
+        (["--policy", "serial", "--policy", "nobody"], "got 'nobody'"),
+        (["--policy", "dhelix:longest=-1"], "longest must be at least 0, got -1"),
+    ],
+    ids=str,
+)
+def test_the_command_refuses_bad_options_before_it_searches(words: list[str], message: str) -> None:
+    # The model does not fit, which the search would say.
+    result = CliRunner().invoke(app, ["plan", "search", "--gpus", "8", *words])
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
