@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flux.core.datafile import load_json, shown
+from flux.plan.cost import CostModel
 from flux.plan.execute import Work, members
 from flux.plan.graph import FUSED, GROUPS, Graph, Op
 from flux.plan.model import Parallel
@@ -115,17 +116,28 @@ class ProfiledCost:
 
     Args:
         profile: of the operators.
+        estimate: says the others' times, which are scaled as the measured ones of the same kind and
+            group say. Policies look for the best of many operators, of which few are measured.
 
     Raises:
-        ValueError: from ``solo``: an operator was not measured; the message names it.
+        ValueError: an operator was not measured, and there is no estimate; the message names it.
     """
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
+    def __init__(self, profile: Profile, estimate: CostModel | None = None) -> None:
+        self.profile, self.estimate = profile, estimate
+        self._estimated: dict[Key, float] = {}
+        self._ratios: dict[tuple[str, ...], float] = {}
+        if estimate is not None:
+            self._ratios = _ratios(profile, estimate)
 
     def solo(self, op: Op) -> float:
         """Return the time of an operator by itself, in ms."""
-        found = self.profile.solo.get(key_of(op))
+        key = key_of(op)
+        found = self.profile.solo.get(key, self._estimated.get(key))
+        if found is None and self.estimate is not None:
+            ratios = [self._ratios.get(of) for of in ((op.kind, op.group), (op.kind,), ())]
+            ratio = next((one for one in ratios if one is not None), 1.0)
+            found = self._estimated[key] = ratio * self.estimate.solo(op)
         if found is None:
             raise ValueError(
                 f"{op.name}: {op.kind} {op.shape} is not in the profile; measure it with "
@@ -147,9 +159,22 @@ class ProfiledCost:
         if comp.is_collective:
             return 1.0
         found = self.profile.oef.get((comp.kind, comm.resource))
+        if found is None and self.estimate is not None:
+            return self.estimate.oef(comp, comm)
         if found is None:
             raise ValueError(f"{comp.kind} beside {comm.resource} is not in the profile")
         return found
+
+
+def _ratios(profile: Profile, estimate: CostModel) -> dict[tuple[str, ...], float]:
+    """Return measured over estimated times: medians by (kind, group), by (kind,) and of all."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for (kind, shape, group, role), ms in profile.solo.items():
+        time = estimate.solo(Op("", kind, "", role, 0, "", shape=shape, group=group))
+        if time > 0:
+            for of in ((kind, group), (kind,), ()):
+                found.setdefault(of, []).append(ms / time)
+    return {of: statistics.median(ratios) for of, ratios in found.items()}
 
 
 class Profiler:
@@ -175,6 +200,7 @@ class Profiler:
         graphs: Sequence[Graph],
         progress: Callable[[int, int], None],
         beside: Sequence[tuple[Op, Op]] = (),
+        known: Profile | None = None,
     ) -> Profile:
         """Return the times of all operators of these graphs. Collective.
 
@@ -185,11 +211,18 @@ class Profiler:
             graphs: those of all policies that are to be compared.
             progress: called with how many operators are done, and how many there are.
             beside: operators of these graphs that are measured two at a time.
+            known: what was measured before, which the result has too.
         """
-        ops = list({key_of(op): op for graph in graphs for op in graph.ops}.values())
-        parts = sorted({op.group for op in ops if op.group} - set(self.groups))
+        known = known or Profile({}, {}, self.place)
+        all_ops = {key_of(op): op for graph in graphs for op in graph.ops}
+        ops = [op for key, op in all_ops.items() if key not in known.solo]
+        parts = sorted({op.group for op in all_ops.values() if op.group} - set(self.groups))
         self.groups |= _groups(self.parallel, parts)
-        pairs = _pairs(ops)
+        pairs = [
+            (comp, comm)
+            for comp, comm in _pairs(list(all_ops.values()))
+            if (comp.kind, comm.resource) not in known.oef
+        ]
         total = len(ops) + len(pairs) + len(beside)
         calls = [self._call(op) for op in ops]
         times: list[list[float]] = [[] for _ in ops]
@@ -199,15 +232,15 @@ class Profiler:
                 if round_:  # the first one warms up
                     row.append(taken)
             progress((round_ + 1) * len(ops) // (self.repeats + 1), total)
-        solo = dict(zip(map(key_of, ops), _slowest(times), strict=True))
-        oef = {}
+        solo = {**known.solo, **dict(zip(map(key_of, ops), _slowest(times), strict=True))}
+        oef = dict(known.oef)
         for done, (comp, comm) in enumerate(pairs):
             repeated = max(1, round(solo[key_of(comm)] / max(solo[key_of(comp)], 1e-3)))
             oef[comp.kind, comm.resource] = self._factor(
                 self._call(comp), repeated, self._call(comm)
             )
             progress(len(ops) + done + 1, total)
-        found = {}
+        found = dict(known.pairs)
         if any(a.is_collective and b.is_collective for a, b in beside):
             self.others = self.others or _groups(self.parallel, sorted(self.groups))
         for done, (a, b) in enumerate(beside):
@@ -323,14 +356,17 @@ def layer_pairs(graph: Graph) -> list[tuple[Op, Op]]:
 
 
 def _pairs(ops: Sequence[Op]) -> list[tuple[Op, Op]]:
-    """Return each kind's largest compute operator beside each resource's largest collective."""
+    """Return each kind's largest compute operator beside each resource's largest collective.
 
-    def size(op: Op) -> int:
-        return int(torch.Size(op.shape).numel())
+    A send stands for a resource that has nothing else.
+    """
+
+    def size(op: Op) -> tuple[bool, int]:
+        return op.kind != "send", int(torch.Size(op.shape).numel())
 
     largest: dict[tuple[str, str], Op] = {}
     for op in sorted(ops, key=size):
         largest[("comm", op.resource) if op.is_collective else ("comp", op.kind)] = op
     comps = [op for (kind, _), op in largest.items() if kind == "comp"]
     comms = [op for (kind, _), op in largest.items() if kind == "comm"]
-    return [(comp, comm) for comp in comps for comm in comms if comm.kind != "send"]
+    return [(comp, comm) for comp in comps for comm in comms]

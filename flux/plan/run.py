@@ -21,12 +21,14 @@ from flux.plan.graph import Graph
 from flux.plan.model import Step
 from flux.plan.policies import label_of, planned, policy_of
 from flux.plan.policies.fuse import fusable
-from flux.plan.profile import Profile, ProfiledCost, Profiler, layer_pairs
+from flux.plan.profile import Profile, ProfiledCost, Profiler, key_of, layer_pairs
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
 
 Policies = tuple[tuple[str, Mapping[str, Any]], ...]
 """(name, options) of each."""
+ROUNDS = 4
+"""In which policies choose, and what they chose is measured."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,17 @@ def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, S
 
     Args:
         config: step and policies.
-        profile: what policies decide by; without one, the data sheet of the cluster.
+        profile: what policies decide by; of what it does not have, and without one, the data sheet
+            of the cluster.
 
     Raises:
-        ValueError: a policy cannot be used for this step, or its operators are not in the profile.
+        ValueError: a policy cannot be used for this step.
     """
     fabric = Fabric(config.cluster, config.step.parallel)
     graph = build_step(config.step, fabric)
     cost: CostModel = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
     if profile is not None:
-        cost = ProfiledCost(profile)
+        cost = ProfiledCost(profile, cost)
     found = {}
     for name, options in config.policies:
         policy = policy_of(name, options)
@@ -127,7 +130,7 @@ def run_entry(job: tuple[PlanRun, Any], rank: int, progress: Progress) -> tuple[
 def _run(
     config: PlanRun, only_profile: bool, work: Work, progress: Progress
 ) -> tuple[Profile, list[Ran]]:
-    profile = config.profile
+    profile, schedules = config.profile, None
     if profile is None:
         place = {
             "hosts": config.hosts,
@@ -142,9 +145,12 @@ def _run(
             lambda done, total: progress("profile", done, total),
             layer_pairs(graphs[0]) if config.pairs else (),
         )
+        profile, schedules = _chosen(config, profiler, profile, progress)
     if only_profile:
         return profile, []
-    schedules = schedules_of(config, profile)
+    schedules = schedules or schedules_of(config, profile)
+    for schedule in schedules.values():
+        simulate(schedule, ProfiledCost(profile))  # raises before anything runs
     cost = ProfiledCost(profile)
     executors = {
         label: Executor(schedule, config.step.parallel, work, config.timeout_s)
@@ -163,6 +169,27 @@ def _run(
     return profile, [
         _gathered(label, schedules[label], cost, config, runs) for label, runs in found.items()
     ]
+
+
+def _chosen(
+    config: PlanRun, profiler: Profiler, profile: Profile, progress: Progress
+) -> tuple[Profile, dict[str, StepSchedule]]:
+    """Return the schedules that policies choose by a profile, which has all of their operators.
+
+    A choice may have operators that were not measured. So these are measured, and policies choose
+    again; after ROUNDS the choice stays. Collective: all ranks have the same profile, and choose
+    alike.
+    """
+    schedules = schedules_of(config, profile)
+    for _ in range(ROUNDS):
+        graphs = [schedule.graph for schedule in schedules.values()]
+        if {key_of(op) for graph in graphs for op in graph.ops} <= set(profile.solo):
+            return profile, schedules
+        profile = profiler.measure(
+            graphs, lambda done, total: progress("profile", done, total), known=profile
+        )
+        chosen, schedules = schedules, schedules_of(config, profile)
+    return profile, chosen
 
 
 def _gathered(

@@ -135,6 +135,15 @@ def test_the_command_predicts_and_runs(tmp_path: Path) -> None:
         if e["name"] == "thread_name"
     }
     assert {"domino, predicted: comp", "domino, run: comp"} <= lanes
+    # What these choose by the profile, and sends beside compute, are measured, too.
+    words = ["--layers", "4", "--tp", "1", "--pp", "2", "--dp", "2", "--micro-batches", "4"]
+    words = [*small, *words, "--policy", "centauri:chunks=2", "--policy", "zbv"]
+    result = run(app, ["plan", "profile", *words, "--out", str(profile)])
+    assert result.exit_code == 0, result.output
+    words += ["--warmup", "0", "--profile", str(profile), "--json", str(out)]
+    result = run(app, ["plan", "run", *words])
+    assert result.exit_code == 0, result.output
+    assert [row["predicted_ms"] > 0 for row in json.loads(out.read_text())] == [True, True]
     for words, message in (
         (["--policy", "domino:slices=3"], "3 slices must divide"),
         (["--profile", str(out)], "is not a profile of flux"),

@@ -451,6 +451,17 @@ def test_profiles_are_read_back_and_missing_operators_named(tmp_path: Path) -> N
         ValueError, match="is not in the profile; measure it with flux plan profile"
     ):
         simulate(other, ProfiledCost(again))
+    # An estimate is scaled as the measured operators of its kind and group say, or of its kind.
+    slow = Profile(
+        {key: 3 * ms if key[0] == "gemm" else 5 * ms for key, ms in profile.solo.items()}, {}, {}
+    )
+    estimated = ProfiledCost(slow, cost)
+    for op in ops:
+        assert estimated.solo(op) == pytest.approx((3 if op.kind == "gemm" else 5) * cost.solo(op))
+    for op in other.graph.ops:
+        assert estimated.solo(op) == pytest.approx((3 if op.kind == "gemm" else 5) * cost.solo(op))
+    comp, comm = (next(op for op in ops if op.is_collective == is_comm) for is_comm in (0, 1))
+    assert estimated.oef(comp, comm) == cost.oef(comp, comm)
     (tmp_path / "bad.json").write_text('{"format": 1, "solo": [{"kind": 1}]}')
     with pytest.raises(ValueError, match="is not a profile of flux"):
         read_profile(tmp_path / "bad.json")
