@@ -107,12 +107,14 @@ class _Unit:
         self.owner.check()
         self.gathered = True
         self.owner.routes.enter(self.name)
-        for chunk in self.chunks:
-            for p in chunk.parameters:
-                p.allocate()
-            chunk.start_gather(self.owner.routes)
-            if not self.owner.plan.overlap:
-                self.owner.guarded(chunk.wait)
+        # Lanes write into tensors that are made here, which those of inference mode do not allow.
+        with torch.inference_mode(False):
+            for chunk in self.chunks:
+                for p in chunk.parameters:
+                    p.allocate()
+                chunk.start_gather(self.owner.routes)
+                if not self.owner.plan.overlap:
+                    self.owner.guarded(chunk.wait)
 
     def read(self, parameter: Managed) -> nn.Parameter:
         self.gather()

@@ -138,8 +138,10 @@ def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list
 def units_of(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
     """Return (name, module, parameters) of each unit, in the order of the model.
 
+    Parameters that modules of several units share, as tied embeddings, are the model's own.
+
     Raises:
-        ValueError: there are no parameters, or one is shared between units.
+        ValueError: there are no parameters.
     """
     chosen: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -151,8 +153,8 @@ def units_of(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
             is_unit = in_list or (parent is model and not isinstance(module, nn.ModuleList))
         if is_unit and module is not model:
             chosen[id(module)] = name
-    owner: dict[int, tuple[int, str]] = {}
-    of_unit: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    users: dict[int, set[int]] = {}  # of a parameter, the units
+    named: dict[int, tuple[str, nn.Parameter]] = {}
     modules = {id(model): ("", model)}
 
     def visit(module: nn.Module, name: str, unit: int) -> None:
@@ -160,23 +162,18 @@ def units_of(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
             unit = id(module)
             modules[unit] = (name, module)
         for own, p in module._parameters.items():
-            full = f"{name}.{own}".lstrip(".")
-            if p is None:
-                continue
-            if id(p) not in owner:
-                owner[id(p)] = (unit, full)
-                of_unit.setdefault(unit, []).append((full, p))
-            elif owner[id(p)][0] != unit:
-                raise ValueError(
-                    f"{full} is {owner[id(p)][1]}, of another unit: name a class in plan.units "
-                    "that holds both"
-                )
+            if p is not None:
+                users.setdefault(id(p), set()).add(unit)
+                named.setdefault(id(p), (f"{name}.{own}".lstrip("."), p))
         for child, of in module.named_children():
             visit(of, f"{name}.{child}".lstrip("."), unit)
 
     visit(model, "", id(model))
-    if not of_unit:
+    if not named:
         raise ValueError("the model has no parameters")
+    of_unit: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for key, units in users.items():
+        of_unit.setdefault(id(model) if len(units) > 1 else units.pop(), []).append(named[key])
     order = [key for key in modules if key in of_unit]
     return [(modules[key][0] or "the model", modules[key][1], of_unit[key]) for key in order]
 

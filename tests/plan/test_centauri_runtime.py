@@ -110,6 +110,12 @@ def adam(model: Net) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
+def tied(model: Net) -> Net:
+    """Share a weight between the first unit and the last one."""
+    model.head.weight = model.embed.weight
+    return model
+
+
 def both(rank: int, world: int, options: dict[str, Any]) -> None:
     reference, model = theirs(net()), ours(world, net(), **options)
     found = train(rank, model, adam(model), 0, STEPS, micro=2)
@@ -342,6 +348,19 @@ def features(rank: int, world: int) -> None:
         y.square().sum().backward()
         grads.append(x.grad)
     torch.testing.assert_close(grads[0], grads[1])
+    # A weight of two units is the model's own. FSDP2 is not told of these units.
+    reference, model = tied(net()), ours(world, tied(net()))
+    for layer in reference.layers:
+        fully_shard(layer)
+    fully_shard(reference)
+    for _ in range(2):
+        found = train(rank, model, adam(model), 0, 2)
+        assert found == pytest.approx(train(rank, reference, adam(reference), 0, 2), rel=1e-11)
+    # Inference mode, of which no tensor may be written outside of it.
+    model = ours(world, net(), shared_memory=False)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(batch(0, 0)[0]), net()(batch(0, 0)[0]))
+    train(rank, model, adam(model), 0, 1)
     # Lower precision of weights, higher of sums; and a frozen part.
     model = net().float()
     model.embed.weight.requires_grad_(False)
@@ -387,8 +406,6 @@ def test_training_goes_on_from_a_checkpoint_of_either(world: int, tmp_path: Path
 
 def refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    tied = net()
-    tied.head.weight = tied.embed.weight
     scalar = net()
     scalar.temperature = nn.Parameter(torch.tensor(1.0))
     recurrent = nn.Sequential(nn.LSTM(3, 3))
@@ -400,7 +417,6 @@ def refused(rank: int, world: int) -> None:
         (net(), mesh, RuntimePlan(replicate=True), "one of replicas in front of them, got 1"),
         (nn.ReLU(), mesh, None, "the model has no parameters"),
         (net().to("meta"), mesh, None, "is on meta, and the mesh on cpu; materialize"),
-        (tied, mesh, None, r"head\.weight is embed\.weight, of another unit"),
         (scalar, mesh, None, "temperature has no dimensions"),
         (recurrent, mesh, None, "LSTM keeps its weights"),
         (theirs(net()), mesh, None, "is a DTensor already"),
