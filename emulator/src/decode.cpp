@@ -70,8 +70,14 @@ constexpr SpecialRow kSpecials[] = {
     {"%lanemask_ge",
      [](const Context&, Lanes& o) { all(o, [](int l) { return ~((1u << l) - 1); }); }},
     {"%dynamic_smem_size", [](const Context& c, Lanes& o) { o.fill(c.launch.dynamic_shared); }},
+    {"%total_smem_size",
+     [](const Context& c, Lanes& o) {
+       o.fill(c.program.kernel->shared_bytes + c.launch.dynamic_shared);
+     }},
     // Time is the number of statements that were executed.
     {"%clock64", [](const Context& c, Lanes& o) { o.fill(c.counters.statements); }},
+    {"%clock", [](const Context& c, Lanes& o) { o.fill(c.counters.statements & 0xFFFFFFFF); }},
+    {"%clock_hi", [](const Context& c, Lanes& o) { o.fill(c.counters.statements >> 32); }},
     {"%globaltimer",
      [](const Context& c, Lanes& o) {
        const auto now = std::chrono::steady_clock::now().time_since_epoch();

@@ -67,11 +67,13 @@ class Lexer {
     at_ = end + 1;
   }
 
-  // A word goes on over "::" (shared::cta), but not over the ":" behind a label.
+  // A word goes on over "::" (shared::cta), but not over the ":" behind a label. Directives that are
+  // written together, as in ".reg.b32", are words each.
   void word() {
     auto end = at_;
     for (;; ++end) {
       const char c = end < text_.size() ? text_[end] : '\0';
+      if (c == '.' && end > at_ && text_[at_] == '.') break;
       if (begins_word(c) || std::isdigit(static_cast<unsigned char>(c))) continue;
       if (c == ':' && end + 1 < text_.size() && text_[end + 1] == ':') {
         ++end;

@@ -142,6 +142,12 @@ struct MulHighAdd {
     return Add{}(MulHigh{}(a, b), c);
   }
 };
+struct AddDistance {  // |a - b| + c
+  template <class T>
+  T operator()(T a, T b, T c) const {
+    return Add{}(a < b ? Sub{}(b, a) : Sub{}(a, b), c);
+  }
+};
 struct AddSaturating {  // of s32
   template <class T>
   T operator()(T a, T b) const {
@@ -407,6 +413,10 @@ Handler arithmetic(const Statement& s, Type type) {
   if (name == "popc") return of_bits(type, [](auto a) { return std::popcount(a); });
   if (name == "clz") return of_bits(type, [](auto a) { return std::countl_zero(a); });
   if (name == "brev") return of_bits(type, [](auto a) { return reversed(a); });
+  if (name == "cnot") return of_bits(type, [](auto a) { return a == 0; });
+  if (name == "sad") {
+    return by_integer(type, [](auto t) -> Handler { return ternary<decltype(t), AddDistance>; });
+  }
   if (name == "shl" || name == "shr") return shift_of(name, type);
   return nullptr;
 }

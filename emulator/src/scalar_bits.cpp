@@ -57,14 +57,27 @@ Outcome extract_field(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// The bytes that the modes of prmt pick, by the lowest two bits of the third operand, as it names them
+// without a mode.
+struct PermuteMode {
+  const char* name;
+  std::uint32_t picks[4];
+};
+constexpr PermuteMode kPermuteModes[] = {
+    {"f4e", {0x3210, 0x4321, 0x5432, 0x6543}}, {"b4e", {0x5670, 0x6701, 0x7012, 0x0123}},
+    {"rc8", {0x0000, 0x1111, 0x2222, 0x3333}}, {"ecl", {0x3210, 0x3211, 0x3222, 0x3333}},
+    {"ecr", {0x0000, 0x1110, 0x2210, 0x3210}}, {"rc16", {0x1010, 0x3232, 0x1010, 0x3232}},
+};
+
 Outcome permute(Context& c, const Op& op, Mask mask) {
   const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask), &s = read(c, op, 2, mask);
   Lanes& d = write(c, op, 0, mask);
   each(mask, [&](int l) {
     const std::uint64_t bytes = (a[l] & 0xFFFFFFFF) | b[l] << 32;
+    const std::uint64_t picks = op.number < 0 ? s[l] : kPermuteModes[op.number].picks[s[l] & 3];
     std::uint64_t out = 0;
     for (int i = 0; i < 4; ++i) {
-      const auto pick = s[l] >> (4 * i) & 0xF;
+      const auto pick = picks >> (4 * i) & 0xF;
       auto byte = bytes >> (8 * (pick & 7)) & 0xFF;
       if ((pick & 8) != 0) byte = byte & 0x80 ? 0xFF : 0;
       out |= byte << (8 * i);
@@ -145,6 +158,16 @@ Handler extraction(Type type) {
   }
 }
 
+bool decode_permute(const Statement& s, Op& op) {
+  op.number = -1;
+  op.handler = permute;
+  if (s.opcode.size() == 2) return true;
+  for (int mode = 0; mode < 6; ++mode) {
+    if (s.opcode.size() == 3 && s.opcode[2] == kPermuteModes[mode].name) op.number = mode;
+  }
+  return op.number >= 0;
+}
+
 Handler insertion(Type type) {
   if (type == Type::kB32) return insert_field<std::uint32_t>;
   return type == Type::kB64 ? insert_field<std::uint64_t> : nullptr;
@@ -155,8 +178,8 @@ Handler insertion(Type type) {
 bool decode_bits(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
   if (name == "lop3") return decode_look_up(s, op);
+  if (name == "prmt") return decode_permute(s, op);
   if (!has_only(s, name == "shf" ? " l r clamp wrap " : " ")) return false;
-  if (name == "prmt") op.handler = permute;
   if (name == "shf") op.handler = funnel_of(s);
   if (name == "bfi") op.handler = insertion(op.type);
   if (name == "bfe") op.handler = extraction(op.type);

@@ -1,4 +1,5 @@
-// Integers of more than one register: sums with a carry. Sums of products of bytes. Rarer fields of bits.
+// Integers of more than one register: sums with a carry. Sums of products of bytes, products of 24 bits.
+// Rarer fields of bits.
 #include <bit>
 #include <type_traits>
 
@@ -117,6 +118,35 @@ bool decode_dot(const Statement& s, Op& op) {
   return known(op.from) && known(op.type);
 }
 
+// mul24, mad24: of the low 24 bits. The product has 48 bits: .lo takes its lowest 32, .hi (op.flag) its
+// highest.
+template <bool kAdds>
+Outcome multiply_24(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
+  const Lanes& e = kAdds ? read(c, op, 2, mask) : a;
+  Lanes& d = write(c, op, 0, mask);
+  const bool negative = is_signed(op.type);
+  const auto low = [&](std::uint64_t bits) {
+    const auto raised = static_cast<std::int64_t>(bits << 40);
+    return negative ? raised >> 40
+                    : static_cast<std::int64_t>(static_cast<std::uint64_t>(raised) >> 40);
+  };
+  each(mask, [&](int l) {
+    const std::int64_t product = low(a[l]) * low(b[l]) >> (op.flag ? 16 : 0);
+    d[l] = cut(static_cast<std::uint64_t>(product) + (kAdds ? e[l] : 0), 4);
+  });
+  return Outcome::kNext;
+}
+
+bool decode_24(const Statement& s, Op& op) {
+  const std::string& name = s.opcode[0];
+  if (name != "mul24" && name != "mad24") return false;
+  op.flag = has(s, "hi");
+  op.handler = name == "mad24" ? multiply_24<true> : multiply_24<false>;
+  const bool known = op.type == Type::kU32 || op.type == Type::kS32;
+  return s.opcode.size() == 3 && (op.flag || has(s, "lo")) && known;
+}
+
 // -- bits ----------------------------------------------------------------------------------------------
 
 // bfind: the highest bit that is one, or of a negative number zero; with .shiftamt (op.flag) how far it is
@@ -178,12 +208,32 @@ Outcome extend(Context& c, const Op& op, Mask mask) {
   return Outcome::kNext;
 }
 
+// fns: the bit from which, counted from a base up or down, so many bits are one.
+Outcome find_nth(Context& c, const Op& op, Mask mask) {
+  const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask), &n = read(c, op, 2, mask);
+  Lanes& d = write(c, op, 0, mask);
+  each(mask, [&](int l) {
+    const auto bits = get<std::uint32_t>(a[l]);
+    const std::int64_t offset = get<std::int32_t>(n[l]);
+    std::int64_t left = offset < 0 ? -offset : offset, at = get<std::uint32_t>(b[l]);
+    const auto is_one = [&] { return at >= 0 && at < 32 && (bits >> at & 1) != 0; };
+    if (left == 0) left = is_one() ? 1 : 33;  // the base itself, or none
+    while (at >= 0 && at < 32 && (left -= is_one()) > 0) at += offset < 0 ? -1 : 1;
+    d[l] = left == 0 ? static_cast<std::uint64_t>(at) : 0xFFFFFFFF;
+  });
+  return Outcome::kNext;
+}
+
 bool decode_fields(const Statement& s, Op& op) {
   const std::string& name = s.opcode[0];
   if (name == "bfind") {
     op.flag = has(s, "shiftamt");
     op.handler = find_bit_of(op.type);
     return s.opcode.size() == 2u + op.flag && op.handler != nullptr;
+  }
+  if (name == "fns") {
+    op.handler = find_nth;
+    return s.opcode.size() == 2 && op.type == Type::kB32;
   }
   if (name != "bmsk" && name != "szext") return false;
   op.flag = has(s, "clamp");
@@ -196,7 +246,7 @@ bool decode_fields(const Statement& s, Op& op) {
 }  // namespace
 
 bool decode_extended(const Statement& s, Op& op) {
-  return decode_carry(s, op) || decode_dot(s, op) || decode_fields(s, op);
+  return decode_carry(s, op) || decode_dot(s, op) || decode_24(s, op) || decode_fields(s, op);
 }
 
 }  // namespace emulator

@@ -3,6 +3,7 @@
 // With .ftz subnormal operands and results become zeros that keep the sign. With .sat a result is
 // clamped to [0, 1], and NaN becomes 0; with .relu what is negative becomes 0.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -114,6 +115,19 @@ struct ReciprocalSqrt {
   template <class T>
   T operator()(T a) const {
     return 1 / std::sqrt(a);
+  }
+};
+// .approx.ftz.f64: of the upper half of a double, without subnormal numbers; the lower half is zeros.
+template <class F>
+struct OfUpperHalf {
+  double operator()(double a) const {
+    const double found = F{}(upper(a));
+    return std::fpclassify(found) == FP_SUBNORMAL ? std::copysign(0.0, found) : upper(found);
+  }
+  static double upper(double a) {
+    if (std::isnan(a)) return a;
+    if (std::fpclassify(a) == FP_SUBNORMAL) return std::copysign(0.0, a);
+    return std::bit_cast<double>(std::bit_cast<std::uint64_t>(a) >> 32 << 32);
   }
 };
 struct Exp2 {
@@ -409,6 +423,14 @@ bool decode_comparison(const Statement& s, Op& op) {
   return has_only(s, allowed.c_str());
 }
 
+bool decode_upper_half(const Statement& s, Op& op) {
+  const bool rcp = s.opcode[0] == "rcp";
+  op.flushes = false;  // the function does
+  op.handler = rcp ? compute<double, OfUpperHalf<Reciprocal>, 1, false>
+                   : compute<double, OfUpperHalf<ReciprocalSqrt>, 1, false>;
+  return (rcp || s.opcode[0] == "rsqrt") && s.opcode.size() == 4 && has(s, "approx");
+}
+
 bool decode_test(const Statement& s, Op& op) {
   constexpr const char* kKinds[] = {"finite",     "infinite", "number",
                                     "notanumber", "normal",   "subnormal"};
@@ -432,7 +454,8 @@ bool decode_float(const Statement& s, Op& op) {
   const bool is_half = op.type != Type::kF32 && op.type != Type::kF64;
   if (is_half && op.rounding != Rounding::kNearest) return false;
   if (!is_half && op.relu) return false;
-  if (op.type == Type::kF64 && (op.flushes || op.saturates)) return false;
+  if (op.type == Type::kF64 && op.flushes) return decode_upper_half(s, op);
+  if (op.type == Type::kF64 && op.saturates) return false;
   const bool careful = op.flushes || op.saturates || op.relu || op.rounding != Rounding::kNearest;
   if (name == "setp") return decode_comparison(s, op);
   if (name == "testp") return decode_test(s, op);

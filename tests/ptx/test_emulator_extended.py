@@ -221,6 +221,90 @@ def test_masks_and_extensions() -> None:
                 assert got == kept
 
 
+def test_products_of_24_bits_and_logical_negation() -> None:
+    a, b, c = draw(32, 3, 41)
+    given = [tensor(values) for values in (a, b, c)]
+    for sign in ("u32", "s32"):
+        parts = [[v % 2**24 for v in values] for values in (a, b)]
+        if sign == "s32":
+            parts = [[signed(v, 24) for v in values] for values in parts]
+        products = [p * q for p, q in zip(*parts, strict=True)]
+        for part, shift in (("lo", 0), ("hi", 16)):
+            found = apply(f"mul24.{part}.{sign} {{d}}, {{0}}, {{1}};", given[:2], 32, 32)
+            assert unsigned(found, 32) == [(v >> shift) % 2**32 for v in products]
+            found = apply(f"mad24.{part}.{sign} {{d}}, {{0}}, {{1}}, {{2}};", given, 32, 32)
+            sums = [(v >> shift) + e for v, e in zip(products, c, strict=True)]
+            assert unsigned(found, 32) == [v % 2**32 for v in sums]
+    for bits in (16, 32, 64):
+        (a,) = draw(bits, 1, 42)
+        found = apply(f"cnot.b{bits} {{d}}, {{0}};", [tensor(a)], bits, bits)
+        assert unsigned(found, bits) == [int(v == 0) for v in a]
+
+
+def test_the_nth_bit_is_found() -> None:
+    chance = random.Random(43)
+    words = [chance.choice([0, 1, 2**32 - 1, chance.getrandbits(32)]) for _ in range(LANES)]
+    bases = [chance.randrange(34) for _ in words]
+    offsets = [chance.randint(-6, 6) for _ in words]
+    given = [tensor(words), tensor(bases), tensor([v % 2**32 for v in offsets])]
+    found = unsigned(apply("fns.b32 {d}, {0}, {1}, {2};", given, 32, 32), 32)
+    for got, word, base, offset in zip(found, words, bases, offsets, strict=True):
+        ones = [bit for bit in range(32) if word >> bit & 1]
+        if offset == 0:
+            ones = [bit for bit in ones if bit == base]
+        elif offset > 0:
+            ones = [bit for bit in ones if bit >= base][offset - 1 : offset]
+        else:
+            inside = base < 32  # a search that begins outside ends at once
+            ones = [bit for bit in reversed(ones) if inside and bit <= base][-offset - 1 : -offset]
+        assert got == (ones[0] if ones else 2**32 - 1)
+
+
+@pytest.mark.parametrize(
+    "mode, picks",
+    [
+        ("f4e", ["3210", "4321", "5432", "6543"]),
+        ("b4e", ["5670", "6701", "7012", "0123"]),
+        ("rc8", ["0000", "1111", "2222", "3333"]),
+        ("ecl", ["3210", "3211", "3222", "3333"]),
+        ("ecr", ["0000", "1110", "2210", "3210"]),
+        ("rc16", ["1010", "3232", "1010", "3232"]),
+    ],
+)
+def test_bytes_are_permuted_by_modes(mode: str, picks: list[str]) -> None:
+    a, b, c = draw(32, 3, 44)
+    given = [tensor(values) for values in (a, b, c)]
+    found = unsigned(apply(f"prmt.b32.{mode} {{d}}, {{0}}, {{1}}, {{2}};", given, 32, 32), 32)
+    for got, low, high, select in zip(found, a, b, c, strict=True):
+        both = low + (high << 32)
+        wanted = [both >> (8 * int(byte)) & 0xFF for byte in picks[select % 4]]  # highest first
+        assert got == int.from_bytes(wanted, "big")
+
+
+@pytest.mark.parametrize("name, power", [("rcp", -1.0), ("rsqrt", -0.5)])
+def test_approximations_of_doubles_look_at_the_upper_half(name: str, power: float) -> None:
+    chance = random.Random(45)
+    values = [math.ldexp(chance.uniform(1, 2), chance.randint(-900, 900)) for _ in range(LANES)]
+    values[:5] = [0.0, math.inf, 1e-310, 1.7e308, -0.0]
+    bits = tensor([struct.unpack("Q", struct.pack("d", value))[0] for value in values])
+    found = unsigned(apply(f"{name}.approx.ftz.f64 {{d}}, {{0}};", [bits], 64, 64), 64)
+    for got, value in zip(found, values, strict=True):
+        assert got % 2**32 == 0
+        result = struct.unpack("d", struct.pack("Q", got))[0]
+        if value in (0.0, 1e-310):  # subnormal numbers are zeros, before and after
+            assert math.isinf(result) and (math.copysign(1, result) == math.copysign(1, value))
+        elif name == "rcp" and value in (math.inf, 1.7e308):
+            assert result == 0.0
+        else:
+            assert result == pytest.approx(value**power, rel=2**-18)
+
+
+def test_directives_may_be_written_together() -> None:
+    """As in the assembler text of CUDA's own headers."""
+    found = apply("{{.reg.b32 x;\n mov.b32 x, {0};\n add.u32 {d}, x, x;}}", [tensor([4])], 32, 32)
+    assert found.tolist() == [8]
+
+
 @pytest.mark.parametrize("bits", [32, 64])
 def test_lanes_with_equal_values_find_each_other(bits: int) -> None:
     values = [lane * lane % 5 + (lane % 3 << bits - 3) for lane in range(LANES)]

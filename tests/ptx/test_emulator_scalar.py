@@ -55,6 +55,7 @@ for w in (16, 32, 64):
             (f"mad.lo.{t} {{d}}, {{0}}, {{1}}, {{2}};", w, w, s, lambda a, b, c: a * b + c),
             (f"mad.hi.{t} {{d}}, {{0}}, {{1}}, {{2}};", w, w, s,
              lambda a, b, c, w=w: ((a * b) >> w) + c),
+            (f"sad.{t} {{d}}, {{0}}, {{1}}, {{2}};", w, w, s, lambda a, b, c: abs(a - b) + c),
             (f"min.{t} {{d}}, {{0}}, {{1}};", w, w, s, min),
             (f"max.{t} {{d}}, {{0}}, {{1}};", w, w, s, max),
             (f"div.{t} {{d}}, {{0}}, {{1}};", w, w, s, lambda a, b: trunc_div(a, b) if b else -1),
