@@ -8,6 +8,15 @@
 
 namespace emulator {
 
+// Whether all lanes of a warp execute a statement: others come later. Fails if some have ended.
+inline bool is_whole_warp(Context& c, const Op& op, Mask mask) {
+  if (mask == ~Mask{0}) return true;
+  if ((c.warp->alive & ~mask) == 0) {
+    c.fail(op, std::countr_zero(mask), "not all lanes of the warp take part");
+  }
+  return false;
+}
+
 // An element of a format as a number of the type that products are computed in.
 template <Format kFormat>
 auto element(const std::uint8_t* bytes) {

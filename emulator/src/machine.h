@@ -476,6 +476,7 @@ bool decode_tensor(const Statement& s, Op& op);
 // Whether a statement has no modifiers but these.
 bool has_no_other(const Statement& s, std::initializer_list<const char*> known);
 bool decode_wgmma(const Statement& s, Op& op);
+bool decode_wmma(const Statement& s, Op& op);
 bool decode_multimem(const Statement& s, Op& op);
 bool decode_fence(const Statement& s, Op& op);
 bool decode_call(const Statement& s, Op& op);

@@ -10,18 +10,10 @@ namespace {
 
 constexpr Mask kWhole = ~Mask{0};
 
-bool is_whole(Context& c, const Op& op, Mask mask) {
-  if (mask == kWhole) return true;
-  if ((c.warp->alive & ~mask) == 0) {
-    c.fail(op, std::countr_zero(mask), "not all lanes of the warp take part");
-  }
-  return false;
-}
-
 // Matrix i has its eight rows of 16 bytes at the addresses of lanes 8i to 8i + 7. Lane l holds
 // elements 2(l % 4) and 2(l % 4) + 1 of row l / 4, or of that column with .trans.
 Outcome move_matrices(Context& c, const Op& op, Mask mask) {
-  if (!is_whole(c, op, mask)) return Outcome::kWait;
+  if (!is_whole_warp(c, op, mask)) return Outcome::kWait;
   const bool loads = op.written == 1;
   const Lanes base = read(c, op, 0, mask);
   for (int matrix = 0; matrix < op.number; ++matrix) {
@@ -115,7 +107,7 @@ void each_element(bool half, F&& f) {
 // wrap around, or with .satfinite (op.flag) become the nearest one at the end.
 template <class T>
 Outcome multiply(Context& c, const Op& op, Mask mask) {
-  if (!is_whole(c, op, mask)) return Outcome::kWait;
+  if (!is_whole_warp(c, op, mask)) return Outcome::kWait;
   const int depth = op.number, bytes = bytes_of(op.format_a);
   const int registers_a = depth * bytes / 8, registers_b = depth * bytes / 16;
   const bool half = op.type == Type::kF16;

@@ -1,4 +1,4 @@
-"""mma.sync of the PTX machine for every type, against torch."""
+"""mma.sync and wmma of the PTX machine for every type, against torch."""
 
 from __future__ import annotations
 
@@ -114,3 +114,116 @@ def test_what_is_not_known_is_an_error(kind: str) -> None:
     a, b = (torch.zeros(rows, 16).half() for rows in (16, 8))
     with pytest.raises(PtxError, match="unknown instruction"):
         multiply(f"mma.sync.aligned.{kind}", a, b, torch.zeros(16, 8))
+
+
+# -- wmma ------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "m16n16k16": (16, 16, 16),
+    "m8n32k16": (8, 32, 16),
+    "m32n8k16": (32, 8, 16),
+    "m16n16k8": (16, 16, 8),
+}
+WMMA = [
+    *(("f16", d, c, shape) for d in ("f32", "f16") for c in ("f32", "f16") for shape in SHAPES),
+    *((kind, "f32", "f32", shape) for kind in ("bf16", "tf32") for shape in SHAPES),
+    *((kind, "s32", "s32", shape) for kind in ("s8", "u8") for shape in SHAPES),
+]
+WMMA = [case for case in WMMA if (case[0] == "tf32") == (case[3] == "m16n16k8")]
+
+
+def names_of(prefix: str, count: int) -> str:
+    return "{" + ", ".join(f"{prefix}{number}" for number in range(count)) + "}"
+
+
+def wmma(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, types: tuple[str, ...],
+    layouts: tuple[str, str, str], satfinite: bool = False,
+) -> None:  # fmt: skip
+    """Multiply on one warp; rows in memory are longer than those of the matrices."""
+    kind, d_type, c_type, shape = types
+    m, n, k = SHAPES[shape]
+    registers = {
+        "a": 8 if kind == "f16" else m * k * a.element_size() // 128,
+        "b": 8 if kind == "f16" else k * n * b.element_size() // 128,
+        "c": m * n * c.element_size() // 128,
+        "d": m * n * d.element_size() // 128,
+    }
+    names = {part: names_of(f"%r{at}", registers[part]) for at, part in enumerate("abcd", 1)}
+    lines, stored = [], []
+    begin = "sync.aligned"
+    parts = (("a", a, kind, layouts[0]), ("b", b, kind, layouts[1]), ("c", c, c_type, layouts[2]))
+    for number, (part, matrix, type_, layout) in enumerate(parts):
+        stored.append(padded(matrix if layout == "row" else matrix.t()))
+        stride = stored[-1].shape[1]
+        lines += [
+            f"ld.param.u64 %rd1, [p{number}]; mov.u32 %r1, {stride};",
+            f"wmma.load.{part}.{begin}.{layout}.{shape}.global.{type_} {names[part]}, [%rd1], %r1;",
+        ]
+    middle = (d_type, c_type) if kind == "f16" else (d_type, kind, kind, c_type)
+    end = ".satfinite" if satfinite else ""
+    lines += [
+        f"wmma.mma.{begin}.{layouts[0]}.{layouts[1]}.{shape}.{'.'.join(middle)}{end} "
+        f"{names['d']}, {names['a']}, {names['b']}, {names['c']};",
+        "ld.param.u64 %rd1, [p3];",
+        f"wmma.store.d.{begin}.row.{shape}.global.{d_type} [%rd1], {names['d']};",
+    ]
+    run(kernel("\n".join(lines), 4), [*stored, d])
+
+
+def padded(matrix: torch.Tensor) -> torch.Tensor:
+    room = 16 // matrix.element_size()
+    out = torch.zeros(matrix.shape[0], (matrix.shape[1] // room + 2) * room, dtype=matrix.dtype)
+    out[:, : matrix.shape[1]] = matrix
+    return out
+
+
+@pytest.mark.parametrize("types", WMMA, ids="-".join)
+def test_fragments_of_every_type_and_shape(types: tuple[str, str, str, str]) -> None:
+    kind, d_type, c_type, shape = types
+    m, n, k = SHAPES[shape]
+    a, b = draw(m, k, kind, 4), draw(k, n, kind, 5)
+    sums = {"f32": torch.float32, "f16": torch.float16, "s32": torch.int32}
+    c = (100 * draw(m, n, "tf32", 6)).to(sums[c_type])
+    wanted = a.double() @ b.double() + c.double()
+    tolerance = {"f32": 1e-5, "f16": 2.0**-10, "s32": 0}[d_type]
+    for layouts in (("row", "col", "row"), ("col", "row", "col"), ("col", "col", "row")):
+        d = torch.zeros(m, n, dtype=sums[d_type])
+        wmma(a, b, c, d, types, layouts)
+        torch.testing.assert_close(d.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_integers_of_fragments_wrap_around_or_saturate() -> None:
+    a, b = (torch.full((16, 16), 255, dtype=torch.uint8) for _ in range(2))
+    c = torch.full((16, 16), 2**31 - 1, dtype=torch.int32)
+    types = ("u8", "s32", "s32", "m16n16k16")
+    for saturates, wanted in ((False, 16 * 255 * 255 - 1 - 2**31), (True, 2**31 - 1)):
+        d = torch.zeros(16, 16, dtype=torch.int32)
+        wmma(a, b, c, d, types, ("row", "col", "row"), saturates)
+        assert (d == wanted).all()
+
+
+LOAD = "wmma.load.a.sync.aligned.row.m16n16k16.f16"
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        (f"add.u64 %rd1, %rd1, 16; {LOAD} {{r}}, [%rd1], 16;", "is not aligned to 32 bytes"),
+        (f"{LOAD} {{r}}, [%rd1], 12;", "a stride of 12 is not a multiple of 16 bytes"),
+        (f"{LOAD} {{r}}, [%rd1], 24;", "outside of global memory"),
+        (f"add.u32 %r1, %r0, 16; {LOAD} {{r}}, [%rd1], %r1;", "not the same stride"),
+        ("wmma.load.a.sync.aligned.row.m16n16k8.f16 {r}, [%rd1], 16;", "unknown instruction"),
+        ("wmma.load.d.sync.aligned.row.m16n16k16.f16 {r}, [%rd1], 16;", "unknown instruction"),
+        ("wmma.load.a.sync.aligned.row.m16n16k16.bf16 {r}, [%rd1], 16;", "unknown instruction"),
+        (
+            "wmma.mma.sync.aligned.row.col.m16n16k16.f32.s8.s8.f32 {r}, {r}, {r}, {r};",
+            "unknown instruction",
+        ),
+        (f"setp.lt.u32 %p0, %r0, 9; @%p0 exit; {LOAD} {{r}}, [%rd1], 16;", "not all lanes"),
+    ],
+)
+def test_fragments_that_cannot_be_are_refused(lines: str, message: str) -> None:
+    text = "ld.param.u64 %rd1, [p0];" + lines.replace("{r}", names_of("%r2", 8))
+    with pytest.raises(PtxError, match=message):
+        run(kernel(text, 1), [torch.zeros(16, 16).half()])
