@@ -74,6 +74,9 @@ constexpr SpecialRow kSpecials[] = {
      [](const Context& c, Lanes& o) {
        o.fill(c.program.kernel->shared_bytes + c.launch.dynamic_shared);
      }},
+    // Where cooperative groups find the workspace of a grid.
+    {"%envreg1", [](const Context& c, Lanes& o) { o.fill(c.workspace >> 32); }},
+    {"%envreg2", [](const Context& c, Lanes& o) { o.fill(c.workspace & 0xFFFFFFFF); }},
     // Time is the number of statements that were executed.
     {"%clock64", [](const Context& c, Lanes& o) { o.fill(c.counters.statements); }},
     {"%clock", [](const Context& c, Lanes& o) { o.fill(c.counters.statements & 0xFFFFFFFF); }},
@@ -103,7 +106,7 @@ class Decoding {
       : module_(module), kernel_(kernel), addresses_(addresses) {}
 
   Program run() {
-    Program program{&module_, &kernel_, kernel_.shared_bytes, {}, 0, false};
+    Program program{&module_, &kernel_, kernel_.shared_bytes, {}, 0, false, false};
     for (const Variable& v : module_.variables) {
       if (v.is_dynamic) program.shared_bytes = std::max(program.shared_bytes, behind_shared(v));
     }
@@ -113,6 +116,7 @@ class Decoding {
       if (op.label < 0) op.label = static_cast<int>(program.ops.size());
       op.acts = acts(s);
       program.hands_registers |= s.opcode[0] == "setmaxnreg";
+      for (const Operand& o : s.operands) program.has_workspace |= o.name.starts_with("%envreg");
       program.ops.push_back(std::move(op));
     }
     program.live = live_registers(program);

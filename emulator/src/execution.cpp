@@ -3,6 +3,7 @@
 #include "execution.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <thread>
 
@@ -51,6 +52,25 @@ Dim cluster_of(const Kernel& kernel, const Launch& launch) {
   return size;
 }
 
+// Memory that the blocks of a grid meet at: a size, and the word that cooperative groups count in.
+class Workspace {
+ public:
+  Workspace(Machine& machine, bool needed) : machine_(needed ? &machine : nullptr) {
+    if (needed) machine.add_memory(address(), sizeof(words_), "the workspace of a grid");
+  }
+  ~Workspace() {
+    if (machine_ != nullptr) machine_->remove_memory(address());
+  }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(words_.data()); }
+
+ private:
+  Machine* machine_;
+  alignas(8) std::array<std::uint32_t, 2> words_{};
+};
+
 class Execution {
  public:
   Execution(Machine& machine, const Program& program, const Launch& launch)
@@ -59,6 +79,7 @@ class Execution {
         launch_(launch),
         context_{nullptr, program, launch, counters_, nullptr, nullptr, 0, false, false, {}},
         random_(launch.seed),
+        workspace_(machine, program.has_workspace),
         engine_(launch.seed == 0 ? nullptr : &random_),
         races_(machine.order(), program, launch) {
     context_.cluster = cluster_of(*program.kernel, launch);
@@ -68,6 +89,7 @@ class Execution {
     context_.random = launch.seed == 0 ? nullptr : &random_;
     const Room& room = machine.room();
     context_.multiprocessors = room.multiprocessors();
+    context_.workspace = program.has_workspace ? workspace_.address() : 0;
     context_.most_warps = static_cast<int>(room.model().threads / kLanes);
     tenant_.kernel = program.kernel->name;
     tenant_.size = context_.cluster.count();
@@ -408,6 +430,7 @@ class Execution {
   Counters counters_;
   Context context_;
   std::mt19937_64 random_;
+  Workspace workspace_;
   Engine engine_;
   Races races_;
   Tenant tenant_;

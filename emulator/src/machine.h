@@ -192,6 +192,7 @@ struct Program {
   std::vector<Op> ops;
   std::uint64_t live = 0;        // most 32-bit values that are alive at once
   bool hands_registers = false;  // it has setmaxnreg
+  bool has_workspace = false;    // it asks for the memory that blocks of a grid meet at
 };
 
 // Threads of a warp at the same statement.
@@ -356,6 +357,7 @@ struct Context {
   int most_warps = 1;           // of a multiprocessor
   std::uint64_t bytes = 0;      // that the statement copies, where it does not say how many
   std::uint64_t releasing = 0;  // blocks that have released the next launch, or have ended
+  std::uint64_t workspace = 0;  // of a grid whose blocks meet
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;
   [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;

@@ -336,7 +336,7 @@ def test_pairs_of_halves_are_compared() -> None:
         "ex2.rn.f32 {d}, {0};",
         "fma.rn.relu.f32 {d}, {0}, {0}, {0};",
         "add.sat.u32 {d}, {0}, {0};",
-        "prmt.b32.f4e {d}, {0}, {0}, {0};",
+        "prmt.b32.f5e {d}, {0}, {0}, {0};",
         "cvt.s32.f32 {d}, {0};",
         "cvt.f16.f32 {d}, {0};",
         "cvt.rs.f16x2.f32 {d}, {0}, {0}, {0};",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulator import Device, Module
+from emulator import Device, Module, PtxError
 from test_emulator_kernels import compiled
 
 GROUPS = r"""
@@ -86,6 +86,19 @@ extern "C" __global__ void grid_sum(const float* in, float* partial, float* tota
     float all = 0;
     for (int b = 0; b < gridDim.x; ++b) all += __ldcg(&partial[b]);
     *total = all;
+  }
+}
+
+// Running sums of n values in so many steps as n has bits, with all blocks meeting between them.
+extern "C" __global__ void grid_scan(int* from, int* to, int n) {
+  const auto grid = cg::this_grid();
+  const int i = grid.thread_rank();
+  for (int by = 1; by < n; by *= 2) {
+    if (i < n) to[i] = from[i] + (i >= by ? from[i - by] : 0);
+    grid.sync();
+    int* other = from;
+    from = to;
+    to = other;
   }
 }
 """
@@ -281,6 +294,19 @@ def test_grids(groups: Module, seed: int) -> None:
             groups, "grid_sum", grid=6, block=128, args=[x, partial, total, 5000], seed=seed
         )
         torch.testing.assert_close(total[0].double(), x.double().sum(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_of_a_grid_meet(groups: Module, seed: int) -> None:
+    x = torch.randint(-9, 9, (128,), dtype=torch.int32)
+    steps = [x.clone(), torch.zeros_like(x)]
+    device = Device()
+    device.launch(groups, "grid_scan", grid=4, block=32, args=[*steps, 128], seed=seed)
+    assert torch.equal(steps[1], x.cumsum(0).int())
+    # Blocks that have no room together would wait for each other: a launch must be cooperative.
+    small = Device(multiprocessors=1, patience=0.3)
+    with pytest.raises(PtxError, match=r"deadlock: .*\n *grid_scan waits for room for 1 blocks"):
+        small.launch(groups, "grid_scan", grid=3, block=1024, args=[*steps, 128], seed=seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
