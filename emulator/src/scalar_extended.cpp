@@ -10,7 +10,9 @@ namespace {
 
 enum Part { kWhole, kLow, kHigh };  // of the first two operands: their sum; parts of their product
 
-// The condition code of PTX has one bit of each thread. For a difference it is the borrow.
+// The condition code of PTX has one bit of each thread. A difference is the sum with the complement and 1,
+// so the bit is one where nothing is borrowed. PTX calls it the borrow, which is the same for subc behind
+// sub; the division of CUDA's own library adds it behind a difference.
 Mask read_carry(Context& c, const Op& op, Mask mask) {
   const Mask missing = mask & ~c.warp->carry_written;
   if (missing != 0)
@@ -37,10 +39,9 @@ Outcome add_with_carry(Context& c, const Op& op, Mask mask) {
   Mask after = 0;
   each(mask, [&](int l) {
     const Bits x = static_cast<Bits>(first_term<T, kPart>(get<T>(a[l]), get<T>(b[l])));
-    const Bits y = get<Bits>(e[l]);
-    const Bits carry = before >> l & 1;
-    const unsigned __int128 wide = kSubtracts ? static_cast<unsigned __int128>(x) - y - carry
-                                              : static_cast<unsigned __int128>(x) + y + carry;
+    const Bits y = static_cast<Bits>(kSubtracts ? ~get<Bits>(e[l]) : get<Bits>(e[l]));
+    const Bits carry = op.flag ? before >> l & 1 : kSubtracts;
+    const unsigned __int128 wide = static_cast<unsigned __int128>(x) + y + carry;
     d[l] = bits_of(static_cast<Bits>(wide));
     after |= Mask{(wide >> (8 * sizeof(T)) & 1) != 0} << l;
   });

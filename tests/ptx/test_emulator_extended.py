@@ -221,6 +221,13 @@ def test_masks_and_extensions() -> None:
                 assert got == kept
 
 
+def test_a_difference_leaves_a_carry_where_nothing_is_borrowed() -> None:
+    a, b = draw(32, 2, 40)
+    statement = "sub.cc.u32 %r30, {0}, {1}; addc.u32 {d}, 0, 0;"
+    found = apply(statement, [tensor(a), tensor(b)], 32, 32)
+    assert found.tolist() == [int(p >= q) for p, q in zip(a, b, strict=True)]
+
+
 def test_products_of_24_bits_and_logical_negation() -> None:
     a, b, c = draw(32, 3, 41)
     given = [tensor(values) for values in (a, b, c)]

@@ -3,6 +3,7 @@ groups, cuda::barrier, cuda::pipeline and cuda::atomic_ref."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,18 @@ extern "C" __global__ void grid_sum(const float* in, float* partial, float* tota
     float all = 0;
     for (int b = 0; b < gridDim.x; ++b) all += __ldcg(&partial[b]);
     *total = all;
+  }
+}
+
+// What nvcc calls of its own library: a division of 128 bits.
+extern "C" __global__ void divide(const unsigned long long* in, unsigned long long* out) {
+  in += 4 * threadIdx.x;
+  const unsigned __int128 a = static_cast<unsigned __int128>(in[1]) << 64 | in[0];
+  const unsigned __int128 b = static_cast<unsigned __int128>(in[3]) << 64 | in[2];
+  const unsigned __int128 found[] = {a / b, a % b};
+  for (int i = 0; i < 2; ++i) {
+    out[4 * threadIdx.x + 2 * i] = static_cast<unsigned long long>(found[i]);
+    out[4 * threadIdx.x + 2 * i + 1] = static_cast<unsigned long long>(found[i] >> 64);
   }
 }
 
@@ -294,6 +307,21 @@ def test_grids(groups: Module, seed: int) -> None:
             groups, "grid_sum", grid=6, block=128, args=[x, partial, total, 5000], seed=seed
         )
         torch.testing.assert_close(total[0].double(), x.double().sum(), rtol=1e-4, atol=1e-3)
+
+
+def test_division_of_128_bits(groups: Module) -> None:
+    chance = random.Random(7)
+    pairs = [(2**80, 1), (5, 7), (2**128 - 1, 2**64 - 1), (2**128 - 1, 2**127), (3 << 100, 3)]
+    while len(pairs) < 64:
+        a, b = (chance.getrandbits(chance.randint(1, 128)) for _ in range(2))
+        pairs.append((a, max(b, 1)))
+    halves = [half for pair in pairs for v in pair for half in (v % 2**64, v >> 64)]
+    given = torch.tensor([v - 2**64 if v >= 2**63 else v for v in halves])
+    found = torch.zeros_like(given)
+    Device().launch(groups, "divide", grid=1, block=64, args=[given, found])
+    words = [v % 2**64 for v in found.tolist()]
+    whole = [low + (high << 64) for low, high in zip(words[::2], words[1::2], strict=True)]
+    assert list(zip(whole[::2], whole[1::2], strict=True)) == [divmod(a, b) for a, b in pairs]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
