@@ -32,6 +32,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int kLaunchFailure =
     719;                     // CUDA_ERROR_LAUNCH_FAILED: nothing works on the device any more
 constexpr int kRefused = 1;  // CUDA_ERROR_INVALID_VALUE
+constexpr int kNotSupported = 801;
 
 inline std::uint32_t load(const std::uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
@@ -274,7 +275,17 @@ class Stream {
 // The default stream has handle 0, as torch's has.
 Stream* stream_of(void* handle);
 
+inline Item item(const char* what, std::function<void()> run) {
+  Item made;
+  made.what = what;
+  made.run = std::move(run);
+  return made;
+}
+
 using Flag = std::shared_ptr<std::atomic<bool>>;
+inline void await(const Flag& flag) {
+  while (!*flag && !device().failed()) nap();
+}
 
 // What was put on streams while they were captured.
 struct Graph {

@@ -22,13 +22,6 @@ int refuse(const std::string& why) {
   return kRefused;
 }
 
-Item item(const char* what, std::function<void()> run) {
-  Item made;
-  made.what = what;
-  made.run = std::move(run);
-  return made;
-}
-
 std::string number(const char* name, std::uint64_t value) {
   return std::string(name) + "=" + std::to_string(value);
 }
@@ -214,9 +207,7 @@ int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
   bool captured = false;
   const int refused = captured_wait(event, stream_of(stream), &captured);
   if (captured) return refused;
-  stream_of(stream)->put(item("event_wait", [done = event->done] {
-    while (!*done && !device().failed()) nap();
-  }));
+  stream_of(stream)->put(item("event_wait", [done = event->done] { await(done); }));
   return 0;
 }
 int cuMemcpyAsync(std::uintptr_t to, std::uintptr_t from, std::size_t bytes, void* stream) {

@@ -13,7 +13,6 @@ constexpr int kInvalidated = 901;
 constexpr int kUnmatched = 903;  // not the stream on which the capture began, or none
 constexpr int kUnjoined = 904;
 constexpr int kIsolation = 905;
-constexpr int kNotSupported = 801;  // by the emulator: a graph as a node of another
 
 std::uint64_t captures = 0;     // so far
 std::vector<Graph*> under_way;  // captures; of one thread at a time, as all that the host submits
@@ -22,12 +21,6 @@ Graph* with_id(std::uint64_t id) {
   const auto found = std::find_if(under_way.begin(), under_way.end(),
                                   [id](const Graph* graph) { return graph->id == id; });
   return found == under_way.end() ? nullptr : *found;
-}
-
-Item no_work(const char* what) {
-  Item item;
-  item.what = what;
-  return item;
 }
 
 }  // namespace
@@ -103,7 +96,7 @@ bool captured_record(Event* event, Stream* stream) {
   event->capture = graph == nullptr ? 0 : graph->id;
   if (graph == nullptr) return false;
   event->number = graph->events++;
-  graph->add(stream, no_work("event_record"), event->number, -1);
+  graph->add(stream, item("event_record", {}), event->number, -1);
   return true;
 }
 
@@ -116,7 +109,7 @@ int captured_wait(const Event* event, Stream* stream, bool* captured) {
     if (graph != nullptr) graph->invalid = true;
     return kIsolation;
   }
-  of_event->add(stream, no_work("event_wait"), -1, event->number);
+  of_event->add(stream, item("event_wait", {}), -1, event->number);
   return 0;
 }
 
@@ -130,13 +123,9 @@ GraphExec::GraphExec(const Graph& graph)
 }
 
 void GraphExec::launch(Stream* on) {
-  Item first = no_work("graph_begin"), end = no_work("graph_end");
-  first.run = [before = last_] {
-    while (!*before && !device().failed()) nap();
-  };
+  on->put(item("graph_begin", [before = last_] { await(before); }));
   last_ = std::make_shared<std::atomic<bool>>(false);
-  end.run = [ended = last_] { *ended = true; };
-  on->put(std::move(first));
+  Item end = item("graph_end", [ended = last_] { *ended = true; });
   if (device().kernels_first) {
     launch_in_turn(on);
     return on->put(std::move(end));
@@ -145,15 +134,13 @@ void GraphExec::launch(Stream* on) {
   for (int i = 0; i < events_; ++i) done.push_back(std::make_shared<std::atomic<bool>>(false));
   for (const Graph::Node& node : nodes_) {
     Stream* stream = node.stream == 0 ? on : own_[node.stream - 1].get();
-    Item item = node.item;
+    Item next = node.item;
     if (node.records >= 0) {
-      item.run = [flag = done[node.records]] { *flag = true; };
+      next.run = [flag = done[node.records]] { *flag = true; };
     } else if (node.awaits >= 0) {
-      item.run = [flag = done[node.awaits]] {
-        while (!*flag && !device().failed()) nap();
-      };
+      next.run = [flag = done[node.awaits]] { await(flag); };
     }
-    stream->put(std::move(item));
+    stream->put(std::move(next));
   }
   on->put(std::move(end));
 }
@@ -245,7 +232,7 @@ int cuGraphInstantiateWithFlags(void** exec, void* graph, std::uint64_t) {
 
 int cuGraphLaunch(void* exec, void* handle) {
   Stream* const stream = stream_of(handle);
-  if (stream->capture != nullptr) return kNotSupported;
+  if (stream->capture != nullptr) return kNotSupported;  // a graph as a node of another
   device().log_call("replay", stream->handle(), "");
   static_cast<GraphExec*>(exec)->launch(stream);
   return 0;

@@ -22,7 +22,6 @@ constexpr int kOutOfMemory = 2;
 constexpr int kInvalidDevice = 101;
 constexpr int kInvalidHandle = 400;
 constexpr int kNotPermitted = 800;
-constexpr int kNotSupported = 801;
 
 // Values of enumerations of cuda.h.
 constexpr int kPinned = 1;      // CUmemAllocationType
@@ -144,6 +143,14 @@ std::vector<std::uintptr_t> mappings_of(std::uintptr_t begin, std::size_t bytes)
   return at == begin + bytes ? found : std::vector<std::uintptr_t>{};
 }
 
+// The mapping that an address lies in; null: nothing is mapped there.
+const Mapping* mapping_at(std::uintptr_t address) {
+  auto next = mappings().upper_bound(address);
+  if (next == mappings().begin()) return nullptr;
+  const auto& [begin, mapping] = *--next;
+  return address < begin + mapping.bytes ? &mapping : nullptr;
+}
+
 void take_access(std::uintptr_t at, Mapping& mapping) {
   if (!std::exchange(mapping.accessible, false)) return;
   mprotect(reinterpret_cast<void*>(at), mapping.bytes, PROT_NONE);
@@ -234,19 +241,16 @@ int cuMemRelease(std::uint64_t handle) {
 
 int cuMemRetainAllocationHandle(std::uint64_t* handle, void* address) {
   const std::lock_guard<std::mutex> hold(changing);
-  const auto at = reinterpret_cast<std::uintptr_t>(address);
-  auto next = mappings().upper_bound(at);
-  if (next == mappings().begin()) return kRefused;
-  const auto& [begin, mapping] = *--next;
-  if (at >= begin + mapping.bytes) return kRefused;
+  const Mapping* mapping = mapping_at(reinterpret_cast<std::uintptr_t>(address));
+  if (mapping == nullptr) return kRefused;
   for (const auto& [number, memory] : handles()) {
-    if (memory != mapping.memory) continue;
+    if (memory != mapping->memory) continue;
     ++memory->handles;
     *handle = number;
     return 0;
   }
-  mapping.memory->handles = 1;  // it had been released
-  *handle = handle_of(mapping.memory);
+  mapping->memory->handles = 1;  // it had been released
+  *handle = handle_of(mapping->memory);
   return 0;
 }
 
@@ -325,10 +329,7 @@ int cuMemMap(std::uintptr_t address, std::size_t bytes, std::size_t offset, std:
   if (address + bytes > range->first + range->second) return kRefused;
   auto next = mappings().lower_bound(address);
   if (next != mappings().end() && next->first < address + bytes) return kRefused;
-  if (next != mappings().begin() &&
-      std::prev(next)->first + std::prev(next)->second.bytes > address) {
-    return kRefused;
-  }
+  if (mapping_at(address) != nullptr) return kRefused;
   void* const place = reinterpret_cast<void*>(address);
   if (memory->team == 0 &&
       mmap(place, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->file, 0) == MAP_FAILED) {
@@ -374,11 +375,9 @@ int cuMemSetAccess(std::uintptr_t address, std::size_t bytes, const AccessDesc* 
 int cuMemGetAccess(unsigned long long* flags, const Location* location, std::uintptr_t address) {
   const std::lock_guard<std::mutex> hold(changing);
   if (!is_device(*location)) return kInvalidDevice;
-  auto next = mappings().upper_bound(address);
-  if (next == mappings().begin()) return kRefused;
-  const auto& [begin, mapping] = *--next;
-  if (address >= begin + mapping.bytes) return kRefused;
-  *flags = mapping.accessible ? kReadWrite : kNoAccess;
+  const Mapping* mapping = mapping_at(address);
+  if (mapping == nullptr) return kRefused;
+  *flags = mapping->accessible ? kReadWrite : kNoAccess;
   return 0;
 }
 

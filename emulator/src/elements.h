@@ -1,7 +1,9 @@
 // Elements of matrices, for instructions that multiply them.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "machine.h"
@@ -36,6 +38,27 @@ auto element(const std::uint8_t* bytes) {
     return std::int32_t{static_cast<std::int8_t>(*bytes)};
   } else {
     return std::int32_t{*bytes};
+  }
+}
+
+// A sum in a register, in float or as an integer: of f16, or of 32 bits.
+template <class T>
+T sum_of(std::uint64_t bits, bool is_f16) {
+  if constexpr (std::is_same_v<T, float>) {
+    return is_f16 ? float_of_half(static_cast<std::uint16_t>(bits)) : get<float>(bits);
+  } else {
+    return get<std::int32_t>(bits);
+  }
+}
+// The reverse. An integer wraps around, or becomes the nearest one.
+template <class Sum>
+std::uint64_t bits_of_sum(Sum sum, bool is_f16, bool saturates) {
+  if constexpr (std::is_same_v<Sum, float>) {
+    return is_f16 ? half_of_float(sum) : bits_of(sum);
+  } else {
+    using Limits = std::numeric_limits<std::int32_t>;
+    return bits_of(static_cast<std::int32_t>(
+        saturates ? std::clamp<Sum>(sum, Limits::min(), Limits::max()) : sum));
   }
 }
 

@@ -89,7 +89,7 @@ class Execution {
     context_.random = launch.seed == 0 ? nullptr : &random_;
     const Room& room = machine.room();
     context_.multiprocessors = room.multiprocessors();
-    context_.workspace = program.has_workspace ? workspace_.address() : 0;
+    context_.workspace = workspace_.address();
     context_.most_warps = static_cast<int>(room.model().threads / kLanes);
     tenant_.kernel = program.kernel->name;
     tenant_.size = context_.cluster.count();

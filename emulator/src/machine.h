@@ -357,7 +357,7 @@ struct Context {
   int most_warps = 1;           // of a multiprocessor
   std::uint64_t bytes = 0;      // that the statement copies, where it does not say how many
   std::uint64_t releasing = 0;  // blocks that have released the next launch, or have ended
-  std::uint64_t workspace = 0;  // of a grid whose blocks meet
+  std::uint64_t workspace = 0;  // of a grid whose blocks meet (Program::has_workspace)
 
   [[noreturn]] void fail(const Op& op, const std::string& why) const;
   [[noreturn]] void fail(const Op& op, int lane, const std::string& why) const;

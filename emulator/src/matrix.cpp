@@ -1,7 +1,4 @@
 // ldmatrix, stmatrix and mma.sync. Layouts of fragments: PTX ISA, "Matrix Fragments for mma.m16n8k16".
-#include <algorithm>
-#include <limits>
-
 #include "elements.h"
 #include "races.h"
 
@@ -124,22 +121,17 @@ Outcome multiply(Context& c, const Op& op, Mask mask) {
   T d[kRows][kColumns] = {};
   each_element(half, [&](int r, int lane, int part, int row, int column) {
     const std::uint64_t bits = (*before[r])[lane] >> (16 * part);
-    if constexpr (std::is_same_v<T, float>) {
-      d[row][column] = half ? float_of_half(static_cast<std::uint16_t>(bits)) : get<float>(bits);
-    }
+    if constexpr (std::is_same_v<T, float>) d[row][column] = sum_of<T>(bits, half);
   });
   accumulate(a, b, depth, d);
   Lanes results[4] = {};
   each_element(half, [&](int r, int lane, int part, int row, int column) {
     const T value = d[row][column];
     if constexpr (std::is_same_v<T, float>) {
-      results[r][lane] |=
-          half ? std::uint64_t{half_of_float(value)} << (16 * part) : bits_of(value);
+      results[r][lane] |= bits_of_sum(value, half, false) << (16 * part);
     } else {
       const std::int64_t total = std::int64_t{value} + get<std::int32_t>((*before[r])[lane]);
-      using Limits = std::numeric_limits<std::int32_t>;
-      results[r][lane] = bits_of(static_cast<std::int32_t>(
-          op.flag ? std::clamp<std::int64_t>(total, Limits::min(), Limits::max()) : total));
+      results[r][lane] = bits_of_sum(total, false, op.flag);
     }
   });
   for (int r = 0; r < (half ? 2 : 4); ++r) write(c, op, r, mask) = results[r];

@@ -126,12 +126,7 @@ Outcome multiply_24(Context& c, const Op& op, Mask mask) {
   const Lanes &a = read(c, op, 0, mask), &b = read(c, op, 1, mask);
   const Lanes& e = kAdds ? read(c, op, 2, mask) : a;
   Lanes& d = write(c, op, 0, mask);
-  const bool negative = is_signed(op.type);
-  const auto low = [&](std::uint64_t bits) {
-    const auto raised = static_cast<std::int64_t>(bits << 40);
-    return negative ? raised >> 40
-                    : static_cast<std::int64_t>(static_cast<std::uint64_t>(raised) >> 40);
-  };
+  const auto low = [&](std::uint64_t bits) { return part_of(bits, 0, 3, is_signed(op.type)); };
   each(mask, [&](int l) {
     const std::int64_t product = low(a[l]) * low(b[l]) >> (op.flag ? 16 : 0);
     d[l] = cut(static_cast<std::uint64_t>(product) + (kAdds ? e[l] : 0), 4);

@@ -1,8 +1,6 @@
 // wmma: fragments of matrices that a warp loads, multiplies and stores. PTX does not say which lane holds
 // which element, so the layout is the machine's own.
-#include <algorithm>
 #include <array>
-#include <limits>
 
 #include "elements.h"
 #include "races.h"
@@ -80,6 +78,14 @@ const Shape* shape_of(const std::string& name) {
   return nullptr;
 }
 
+// Of a load or store: op.number is the shape, op.position the matrix.
+Fragment fragment_of(const Op& op) {
+  const Shape& shape = kShapes[op.number];
+  const char part = static_cast<char>(op.position);
+  return op.format_a == Format::kNone ? fragment_of(part, shape, op.type)
+                                      : fragment_of(part, shape, op.format_a);
+}
+
 // -- loads and stores ----------------------------------------------------------------------------------
 
 // Fails unless all lanes have the same value of an operand; returns it.
@@ -91,13 +97,11 @@ std::uint64_t common(Context& c, const Op& op, const Lanes& lanes, const char* w
   return lanes[0];
 }
 
-// The matrix has op.number rows and op.position columns, which lie by columns with op.flag.
+// The matrix lies by columns with op.flag.
 Outcome move_fragment(Context& c, const Op& op, Mask mask) {
   if (!is_whole_warp(c, op, mask)) return Outcome::kWait;
   const bool loads = op.written == 1;
-  Fragment held{op.number, op.position, bytes_of(op.format_a), 0};
-  held.registers =
-      loads ? static_cast<int>(op.targets.size()) : held.rows * held.columns * held.bytes / 128;
+  const Fragment held = fragment_of(op);
   const std::uint64_t begin = common(c, op, read(c, op, 0, mask), "address") +
                               static_cast<std::uint64_t>(op.values[0].offset);
   const std::size_t last = loads ? 1 : 1 + held.registers;
@@ -143,11 +147,10 @@ bool decode_move(const Statement& s, Op& op) {
   const Format format = format_of(s.opcode.back());
   const bool input = part == "a" || part == "b";
   if (!(input ? fits(*shape, format) : fits(*shape, op.type))) return false;
-  const Fragment held =
-      input ? fragment_of(part[0], *shape, format) : fragment_of(part[0], *shape, op.type);
-  op.number = held.rows;
-  op.position = held.columns;
-  op.format_a = held.bytes == 4 ? Format::kTf32 : held.bytes == 2 ? Format::kF16 : Format::kU8;
+  op.number = static_cast<int>(shape - kShapes);
+  op.position = part[0];
+  op.format_a = input ? format : Format::kNone;
+  const Fragment held = fragment_of(op);
   op.flag = s.opcode[5] == "col";
   op.written = loads ? 1 : 0;
   op.handler = move_fragment;
@@ -189,12 +192,7 @@ Outcome multiply(Context& c, const Op& op, Mask mask) {
   const int first = in_a.registers + in_b.registers;
   fragment_of('c', shape, op.from).each([&](int r, int shift, int lane, int number) {
     const std::uint64_t bits = read(c, op, first + r, mask)[lane] >> shift;
-    if constexpr (std::is_same_v<T, float>) {
-      sums[number] = op.from == Type::kF16 ? float_of_half(static_cast<std::uint16_t>(bits))
-                                           : get<float>(bits);
-    } else {
-      sums[number] = get<std::int32_t>(bits);
-    }
+    sums[number] = sum_of<T>(bits, op.from == Type::kF16);
   });
   for (int row = 0; row < shape.rows; ++row) {
     for (int k = 0; k < shape.depth; ++k) {
@@ -206,15 +204,7 @@ Outcome multiply(Context& c, const Op& op, Mask mask) {
   std::array<Lanes, 8> results{};
   const Fragment out = fragment_of('d', shape, op.type);
   out.each([&](int r, int shift, int lane, int number) {
-    const Sum sum = sums[number];
-    if constexpr (std::is_same_v<T, float>) {
-      const bool half = op.type == Type::kF16;
-      results[r][lane] |= half ? std::uint64_t{half_of_float(sum)} << shift : bits_of(sum);
-    } else {
-      using Limits = std::numeric_limits<std::int32_t>;
-      const Sum kept = op.flag ? std::clamp<Sum>(sum, Limits::min(), Limits::max()) : sum;
-      results[r][lane] = bits_of(static_cast<std::int32_t>(kept));
-    }
+    results[r][lane] |= bits_of_sum(sums[number], op.type == Type::kF16, op.flag) << shift;
   });
   for (int r = 0; r < out.registers; ++r) write(c, op, r, mask) = results[r];
   return Outcome::kNext;

@@ -126,9 +126,7 @@ class ProfiledCost:
     def __init__(self, profile: Profile, estimate: CostModel | None = None) -> None:
         self.profile, self.estimate = profile, estimate
         self._estimated: dict[Key, float] = {}
-        self._ratios: dict[tuple[str, ...], float] = {}
-        if estimate is not None:
-            self._ratios = _ratios(profile, estimate)
+        self._ratios = {} if estimate is None else _ratios(profile, estimate)
 
     def solo(self, op: Op) -> float:
         """Return the time of an operator by itself, in ms."""

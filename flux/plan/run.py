@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -19,14 +19,12 @@ from flux.plan.execute import Executor, Work, coordinates, measured
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph
 from flux.plan.model import Step
-from flux.plan.policies import label_of, planned, policy_of
+from flux.plan.policies import Policies, label_of, planned, policy_of
 from flux.plan.policies.fuse import fusable
 from flux.plan.profile import Profile, ProfiledCost, Profiler, key_of, layer_pairs
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
 
-Policies = tuple[tuple[str, Mapping[str, Any]], ...]
-"""(name, options) of each."""
 ROUNDS = 4
 """In which policies choose, and what they chose is measured."""
 
@@ -130,8 +128,9 @@ def run_entry(job: tuple[PlanRun, Any], rank: int, progress: Progress) -> tuple[
 def _run(
     config: PlanRun, only_profile: bool, work: Work, progress: Progress
 ) -> tuple[Profile, list[Ran]]:
-    profile, schedules = config.profile, None
-    if profile is None:
+    if config.profile is not None:
+        profile, schedules = config.profile, schedules_of(config, config.profile)
+    else:
         place = {
             "hosts": config.hosts,
             "link_rate": config.link_rate,
@@ -142,16 +141,15 @@ def _run(
         profiler = Profiler(config.step.parallel, work, max(3, config.repeats), place)
         profile = profiler.measure(
             graphs,
-            lambda done, total: progress("profile", done, total),
+            partial(progress, "profile"),
             layer_pairs(graphs[0]) if config.pairs else (),
         )
         profile, schedules = _chosen(config, profiler, profile, progress)
     if only_profile:
         return profile, []
-    schedules = schedules or schedules_of(config, profile)
-    for schedule in schedules.values():
-        simulate(schedule, ProfiledCost(profile))  # raises before anything runs
     cost = ProfiledCost(profile)
+    # Raises, before anything runs, if the profile does not have what is run.
+    predicted = {label: simulate(schedule, cost) for label, schedule in schedules.items()}
     executors = {
         label: Executor(schedule, config.step.parallel, work, config.timeout_s)
         for label, schedule in schedules.items()
@@ -167,7 +165,7 @@ def _run(
                 found[label].append((max(end for _, end in times.values()), times))
         progress("steps", index + 1, rounds)
     return profile, [
-        _gathered(label, schedules[label], cost, config, runs) for label, runs in found.items()
+        _gathered(label, predicted[label], config, runs) for label, runs in found.items()
     ]
 
 
@@ -180,22 +178,18 @@ def _chosen(
     again; after ROUNDS the choice stays. Collective: all ranks have the same profile, and choose
     alike.
     """
-    schedules = schedules_of(config, profile)
     for _ in range(ROUNDS):
+        schedules = schedules_of(config, profile)
         graphs = [schedule.graph for schedule in schedules.values()]
         if {key_of(op) for graph in graphs for op in graph.ops} <= set(profile.solo):
-            return profile, schedules
-        profile = profiler.measure(
-            graphs, lambda done, total: progress("profile", done, total), known=profile
-        )
-        chosen, schedules = schedules, schedules_of(config, profile)
-    return profile, chosen
+            break
+        profile = profiler.measure(graphs, partial(progress, "profile"), known=profile)
+    return profile, schedules
 
 
 def _gathered(
     label: str,
-    schedule: StepSchedule,
-    cost: ProfiledCost,
+    predicted: Timeline,
     config: PlanRun,
     runs: list[tuple[float, dict[int, tuple[float, float]]]],
 ) -> Ran:
@@ -209,5 +203,5 @@ def _gathered(
         at = coordinates(config.step.parallel, rank)
         if at["tp"] == at["cp"] == at["dp"] == 0:
             times |= everywhere[rank][median][1]
-    predicted = simulate(schedule, cost)
-    return Ran(label, predicted, measured(schedule, times, predicted.solo), tuple(slowest))
+    run = measured(predicted.schedule, times, predicted.solo)
+    return Ran(label, predicted, run, tuple(slowest))

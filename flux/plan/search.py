@@ -31,7 +31,7 @@ from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, Step
-from flux.plan.policies import label_of, planned, policy_names, policy_of
+from flux.plan.policies import Policies, label_of, planned, policy_names, policy_of
 from flux.plan.simulate import Timeline, simulate
 
 VARIANTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
@@ -72,7 +72,7 @@ class Query:
     batch: int
     sequence: int
     memory_gb: float
-    policies: tuple[tuple[str, Mapping[str, Any]], ...]
+    policies: Policies
     beam: int = 24
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class Found:
     too_large: int = 0
 
 
-def default_policies() -> tuple[tuple[str, Mapping[str, Any]], ...]:
+def default_policies() -> Policies:
     """Return all installed policies, with the options that are worth trying."""
     return tuple(
         (name, options) for name in policy_names() for options in VARIANTS.get(name, ({},))
@@ -294,22 +294,20 @@ def _best(rated: Sequence[tuple[Rating, Step]], count: int) -> list[Step]:
 def estimate(step: Step, cluster: Cluster) -> Rating:
     """Rate a step from one layer of each stage."""
     stages, layers = step.parallel.pp, step.layers // step.parallel.pp
-    fabric = Fabric(cluster, step.parallel)
-    graph = build_step(replace(step, layers=stages, micro_batches=1), fabric)
-    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    layout = _Layout(cluster, replace(step, layers=stages, micro_batches=1))
     slots = step.micro_batches + stages - 1
     serial = hidden = 0.0
     kept = now = most = 0.0  # bytes: from forward until backward; at a time
-    for op in graph.ops:
+    for op in layout.graph.ops:
         if op.stage == stages // 2:
-            time = cost.solo(op) * (1 if op.role == "step" else slots)
+            time = layout.cost.solo(op) * (1 if op.role == "step" else slots)
             serial += time
             hidden += 0.0 if op.is_collective else time
             kept += op.allocates - op.frees if op.role == "fwd" else 0.0
             most = max(most, now + op.allocates)
             now += op.allocates - op.frees
     held = min(stages, step.micro_batches)
-    memory = layers * (graph.resident[0] + held * kept) + most - kept
+    memory = layers * (layout.graph.resident[0] + held * kept) + most - kept
     return Rating(layers * serial, layers * hidden, memory)
 
 
@@ -342,9 +340,7 @@ def _small(step: Step) -> Step:
     return replace(step, layers=layers * stages, micro_batches=count)
 
 
-def _quick(
-    cluster: Cluster, policies: Sequence[tuple[str, Mapping[str, Any]]], step: Step
-) -> list[float | str]:
+def _quick(cluster: Cluster, policies: Policies, step: Step) -> list[float | str]:
     """Return the time of a step under each policy; or why the policy cannot be used.
 
     Times are those of fewer layers and micro-batches, scaled.

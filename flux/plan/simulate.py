@@ -233,10 +233,9 @@ class _Simulation:
         self.next[lane] += 1
         self.busy[lane] = False
         self._try_start(lane, now)
-        missing = self.missing
         for later in self.after[number]:
-            missing[later] -= 1
-            if not missing[later] and not self.busy[self.lane_of[later]]:
+            self.missing[later] -= 1
+            if self.missing[later] == 0:
                 self._try_start(self.lane_of[later], now)
 
     def _share(self, running: Sequence[int], now: float) -> None:
@@ -247,10 +246,11 @@ class _Simulation:
             before = self.rate[number]
             if rate == before:
                 continue
-            left = self.left[number] = self.left[number] - (now - self.since[number]) * before
+            self.left[number] -= (now - self.since[number]) * before
             self.since[number], self.rate[number] = now, rate
-            version = self.version[number] = self.version[number] + 1
-            heapq.heappush(self.heap, (now + (left if left > 0.0 else 0.0) / rate, number, version))
+            self.version[number] += 1
+            end = now + max(self.left[number], 0.0) / rate
+            heapq.heappush(self.heap, (end, number, self.version[number]))
 
     def _rate(self, number: int, running: Sequence[int]) -> float:
         op, lost = self.ops[number], 0.0

@@ -265,11 +265,15 @@ INCREMENT = Module(
 )
 
 
-def increment(machine: MachineDevice, address: int) -> None:
-    """Run a kernel that adds 1 to a warp's words."""
+def launch(machine: MachineDevice, module: Module, address: int) -> None:
+    """Run a kernel on one warp."""
     params = address.to_bytes(8, "little")
-    one = (1, 1, 1)
-    machine.cuda.machine.launch(INCREMENT, "k", one, (LANES, 1, 1), params)
+    machine.cuda.machine.launch(module, "k", (1, 1, 1), (LANES, 1, 1), params)
+
+
+def increment(machine: MachineDevice, address: int) -> None:
+    """Add 1 to a warp's words."""
+    launch(machine, INCREMENT, address)
 
 
 def words(machine: MachineDevice, address: int, count: int = LANES) -> list[int]:
@@ -424,8 +428,7 @@ def test_multicast_objects_stand_for_memory_of_each_device(
             1,
         )
     )
-    run = machine.cuda.machine.launch
-    run(total, "k", (1, 1, 1), (LANES, 1, 1), both.to_bytes(8, "little"))
+    launch(machine, total, both)
     assert words(machine, base) == words(machine, base + PAGE) == [7] * LANES
     with pytest.raises(PtxError, match="multicast address"):
         increment(machine, both)

@@ -17,6 +17,9 @@ from flux.plan.schedule import StepSchedule
 
 GROUP = "flux.plan.policies"
 
+Policies = tuple[tuple[str, Mapping[str, Any]], ...]
+"""(name, options) of each."""
+
 
 class Policy(Protocol):
     """What turns a graph into a schedule.
