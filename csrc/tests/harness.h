@@ -29,18 +29,17 @@ namespace flux::host::test {
 using std::to_string;
 using std::chrono::milliseconds;
 
-// One rank's pad, and the data behind it, as transport/shm.py lays them out.
+// One rank's pad and data, each of its exact size, so that AddressSanitizer sees the first access
+// behind either.
 class Fabric {
  public:
   Fabric(int world, int signals, std::size_t data_bytes) : signals_(signals) {
     symmetric.signals = signals;
-    const std::size_t pad = SignalPad::bytes(signals);
-    const std::size_t bytes = pad + (data_bytes + 4095) / 4096 * 4096;
+    symmetric.data_bytes = data_bytes;
     for (int r = 0; r < world; ++r) {
-      blocks_.emplace_back(std::aligned_alloc(4096, bytes), &std::free);
-      std::memset(blocks_.back().get(), 0, bytes);
-      symmetric.pads.push_back(static_cast<SignalPad*>(blocks_.back().get()));
-      symmetric.data.push_back(static_cast<char*>(blocks_.back().get()) + pad);
+      const std::size_t words = sizeof(Word) * static_cast<std::size_t>(signals);
+      symmetric.pads.push_back(static_cast<SignalPad*>(zeros(sizeof(SignalPad) + words)));
+      symmetric.data.push_back(static_cast<char*>(zeros(data_bytes)));
     }
   }
 
@@ -57,6 +56,13 @@ class Fabric {
   Symmetric symmetric;
 
  private:
+  void* zeros(std::size_t bytes) {
+    void* block = nullptr;
+    CHECK_TRUE(posix_memalign(&block, 64, bytes) == 0, "no memory");
+    blocks_.emplace_back(block, &std::free);
+    return std::memset(block, 0, bytes);
+  }
+
   int signals_;
   std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
 };
