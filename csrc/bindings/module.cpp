@@ -106,8 +106,8 @@ void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("rank"), py::arg("pads"), py::arg("data"),
            py::arg("remote"), py::arg("row_bytes"), py::arg("slot_bytes"), py::arg("result_offset"),
-           py::arg("data_bytes"), py::arg("dtype"), py::arg("signals"), py::arg("processes") = nullptr,
-           py::arg("memory") = py::none())
+           py::arg("data_bytes"), py::arg("dtype"), py::arg("signals"),
+           py::arg("processes") = nullptr, py::arg("memory") = py::none())
       .def("begin", &begin, py::arg("schedule"), py::arg("digest"), py::arg("threaded"),
            py::arg("timeout_s"), py::arg("x") = 0, py::arg("x_stride") = 0, py::arg("partial") = 0,
            py::arg("out") = 0, py::arg("bias") = 0, py::arg("scale") = 1.0)

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -56,15 +57,18 @@ class Fabric {
   Symmetric symmetric;
 
  private:
+  static constexpr std::align_val_t kAlignment{alignof(SignalPad)};
+  struct Free {
+    void operator()(void* block) const { ::operator delete(block, kAlignment); }
+  };
+
   void* zeros(std::size_t bytes) {
-    void* block = nullptr;
-    CHECK_TRUE(posix_memalign(&block, 64, bytes) == 0, "no memory");
-    blocks_.emplace_back(block, &std::free);
-    return std::memset(block, 0, bytes);
+    blocks_.emplace_back(::operator new(bytes, kAlignment));
+    return std::memset(blocks_.back().get(), 0, bytes);
   }
 
   int signals_;
-  std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
+  std::vector<std::unique_ptr<void, Free>> blocks_;
 };
 
 inline std::string describe(Engine& e) {
