@@ -56,11 +56,10 @@ def network_slab_rows(op: Op, m: int, world: int) -> int:
         return m
     if chunk < 1024:
         return chunk
-    low, high = ceil_div(chunk, 4), chunk // 2
-    if op.reduces:
-        low, high = MIN_NETWORK_SLAB_ROWS, 2 * MIN_NETWORK_SLAB_ROWS - 1
-    fitting = (rows for rows in range(low, high + 1) if chunk % rows == 0)
-    return next(fitting, chunk if op.gathers else low)
+    if op.gathers:
+        return next((chunk // parts for parts in (4, 3, 2) if chunk % parts == 0), chunk)
+    least = MIN_NETWORK_SLAB_ROWS
+    return next((rows for rows in range(least, 2 * least) if chunk % rows == 0), least)
 
 
 def message_rows(op: Op, chunk: int, slab: int) -> int:
