@@ -126,6 +126,7 @@ class Schedule:
     receipts: tuple[TransferTuple, ...]
     program: tuple[tuple[int, int], ...]
     signals: int
+    needs: tuple[int, int, int, int]  # signals, blocks, rows of a block, gathered or result rows
     publishes_own: bool
     reductions: tuple[ReductionTuple, ...]
     homes: tuple[HomeTuple, ...]
@@ -166,6 +167,7 @@ class Engine:
         row_bytes: int,
         slot_bytes: int,
         result_offset: int,
+        data_bytes: int,
         dtype: int,
         signals: int,
         processes: Processes | None = None,
@@ -173,7 +175,7 @@ class Engine:
     ) -> None: ...
     def begin(
         self,
-        schedule: Schedule,
+        schedule: Schedule | None,
         digest: int,
         threaded: bool,
         timeout_s: float,
@@ -184,6 +186,7 @@ class Engine:
         bias: int = 0,
         scale: float = 1.0,
     ) -> None: ...
+    def require_room(self, schedule: Schedule) -> None: ...
     def refuse(self, why: str) -> None: ...
     def wait_entries(self, timeout_s: float, spin_s: float) -> bool: ...
     def wait_visit(self, visit: int, timeout_s: float, spin_s: float) -> bool: ...
@@ -521,12 +524,14 @@ class CudaOp:
         remote: Remote | None = None,
         beside: int = 0,
         strips: int = 0,
+        boxes: int = 0,
         dtype: int = 0,
         shared: bool = False,
         graph_overlap: bool = False,
     ) -> None: ...
     @staticmethod
     def pad_words(world: int, signals: int, offers: int) -> int: ...
+    def require_room(self, schedule: Schedule) -> None: ...
     def close(self) -> None: ...
     def look(self) -> None: ...
     def let_go(self) -> None: ...

@@ -214,7 +214,13 @@ void bind_schedule(py::module_& m) {
           "parcels_for",
           [](const Schedule& s, int peer) { return tuples_of(parcels_for(s, peer)); },
           py::arg("peer"))
-      .def_property_readonly("signals", [](const Schedule& s) { return signals_needed(s.spec); })
+      .def_property_readonly("signals", [](const Schedule& s) { return s.needs.signals; })
+      .def_property_readonly("needs",
+                             [](const Schedule& s) {
+                               const Needs& n = s.needs;
+                               return py::make_tuple(n.signals, n.blocks, n.block_rows,
+                                                     n.result_rows);
+                             })
       .def_readonly("publishes_own", &Schedule::publishes_own);
   m.def("build_schedule", &make_schedule, py::kw_only(), py::arg("op"), py::arg("m"), py::arg("n"),
         py::arg("k"), py::arg("rank"), py::arg("mesh"), py::arg("tile_m"), py::arg("tile_n"),

@@ -65,18 +65,19 @@ void bind_op(py::module_& m) {
                        std::int64_t sums_offset, bool scales_travel, bool all_reduce, float scale,
                        int signals, int offers, Address report, std::uint64_t timeout_ns,
                        int sm_count, int device, bool poison, int nodes,
-                       std::shared_ptr<Remote> remote, int beside, int strips, int dtype,
+                       std::shared_ptr<Remote> remote, int beside, int strips, int boxes, int dtype,
                        bool shared, bool graph_overlap) {
              const int world = static_cast<int>(pads.size());
              return std::make_unique<CudaOp>(
                  std::move(driver), std::move(kernels),
-                 CudaOpSetup{
-                     rank,           world,       std::move(pads), std::move(data),   multicast,
-                     sums_by_switch, row_bytes,   slots,           slot_bytes,        guard_bytes,
-                     rest_offset,    sums_offset, scales_travel,   all_reduce,        scale,
-                     signals,        offers,      report,          timeout_ns,        sm_count,
-                     device,         poison,      nodes,           std::move(remote), beside,
-                     strips,         dtype,       shared,          graph_overlap});
+                 CudaOpSetup{rank,          world,          std::move(pads), std::move(data),
+                             multicast,     sums_by_switch, row_bytes,       slots,
+                             slot_bytes,    guard_bytes,    rest_offset,     sums_offset,
+                             scales_travel, all_reduce,     scale,           signals,
+                             offers,        report,         timeout_ns,      sm_count,
+                             device,        poison,         nodes,           std::move(remote),
+                             beside,        strips,         boxes,           dtype,
+                             shared,        graph_overlap});
            }),
            py::kw_only(), py::arg("driver"), py::arg("kernels"), py::arg("rank"), py::arg("pads"),
            py::arg("data"), py::arg("multicast"), py::arg("sums_by_switch"), py::arg("row_bytes"),
@@ -85,10 +86,11 @@ void bind_op(py::module_& m) {
            py::arg("scale"), py::arg("signals"), py::arg("offers"), py::arg("report"),
            py::arg("timeout_ns"), py::arg("sm_count"), py::arg("device"), py::arg("poison"),
            py::arg("nodes") = 1, py::arg("remote") = nullptr, py::arg("beside") = 0,
-           py::arg("strips") = 0, py::arg("dtype") = 0, py::arg("shared") = false,
-           py::arg("graph_overlap") = false)
+           py::arg("strips") = 0, py::arg("boxes") = 0, py::arg("dtype") = 0,
+           py::arg("shared") = false, py::arg("graph_overlap") = false)
       .def_static("pad_words", &CudaOp::pad_words, py::arg("world"), py::arg("signals"),
                   py::arg("offers"))
+      .def("require_room", &CudaOp::require_room, py::arg("schedule"))
       .def("close", &CudaOp::close)
       .def("look", &CudaOp::look, py::call_guard<WithoutGil>())
       .def("let_go", &CudaOp::let_go, py::call_guard<WithoutGil>())

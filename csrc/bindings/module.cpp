@@ -54,9 +54,9 @@ std::shared_ptr<void> keep(py::object object) {
 std::unique_ptr<Engine> make_engine(int rank, const std::vector<std::uintptr_t>& pads,
                                     const std::vector<std::uintptr_t>& data,
                                     std::vector<bool> remote, std::size_t row_bytes,
-                                    std::size_t slot_bytes, std::size_t result_offset, int dtype,
-                                    int signals, std::shared_ptr<Processes> processes,
-                                    py::object memory) {
+                                    std::size_t slot_bytes, std::size_t result_offset,
+                                    std::size_t data_bytes, int dtype, int signals,
+                                    std::shared_ptr<Processes> processes, py::object memory) {
   Symmetric symmetric;
   for (const auto p : pads) symmetric.pads.push_back(pointer<SignalPad>(p));
   for (const auto p : data) symmetric.data.push_back(pointer<char>(p));
@@ -64,6 +64,7 @@ std::unique_ptr<Engine> make_engine(int rank, const std::vector<std::uintptr_t>&
   symmetric.row_bytes = row_bytes;
   symmetric.slot_bytes = slot_bytes;
   symmetric.result_offset = result_offset;
+  symmetric.data_bytes = data_bytes;
   symmetric.dtype = static_cast<DType>(dtype);
   symmetric.signals = signals;
   symmetric.processes = std::move(processes);
@@ -105,11 +106,12 @@ void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("rank"), py::arg("pads"), py::arg("data"),
            py::arg("remote"), py::arg("row_bytes"), py::arg("slot_bytes"), py::arg("result_offset"),
-           py::arg("dtype"), py::arg("signals"), py::arg("processes") = nullptr,
-           py::arg("memory") = py::none())
+           py::arg("data_bytes"), py::arg("dtype"), py::arg("signals"),
+           py::arg("processes") = nullptr, py::arg("memory") = py::none())
       .def("begin", &begin, py::arg("schedule"), py::arg("digest"), py::arg("threaded"),
            py::arg("timeout_s"), py::arg("x") = 0, py::arg("x_stride") = 0, py::arg("partial") = 0,
            py::arg("out") = 0, py::arg("bias") = 0, py::arg("scale") = 1.0)
+      .def("require_room", &Engine::require_room, py::arg("schedule"))
       .def("refuse", &Engine::refuse, py::arg("why"))
       .def("wait_entries",
            [](Engine& e, double timeout_s, double spin_s) {

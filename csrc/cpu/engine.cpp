@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <stdexcept>
 
 namespace flux::host {
 namespace {
@@ -15,10 +16,28 @@ constexpr std::chrono::microseconds kWorkerSpin{2};
 // calls after which an old signal looks new.
 constexpr std::uint32_t kRenewal = std::uint32_t{1} << 30;
 
+Needs room_in(const Symmetric& s) {
+  const auto count = [](std::size_t bytes, std::size_t each) {
+    return each == 0 ? 0 : static_cast<int>(std::min(bytes / each, std::size_t{kMaxExtent}));
+  };
+  return {s.signals, count(s.result_offset, s.slot_bytes), count(s.slot_bytes, s.row_bytes),
+          count(s.data_bytes - std::min(s.data_bytes, s.result_offset), s.row_bytes)};
+}
+
+std::string text_of(const Needs& n) {
+  return std::to_string(n.signals) + " signals, " + std::to_string(n.blocks) + " blocks of " +
+         std::to_string(n.block_rows) + " rows and " + std::to_string(n.result_rows) +
+         " gathered or result rows";
+}
+
 }  // namespace
 
 Engine::Engine(int rank, Symmetric symmetric)
-    : rank_(rank), pid_(getpid()), symmetric_(std::move(symmetric)), local_(new SignalPad()) {
+    : rank_(rank),
+      pid_(getpid()),
+      symmetric_(std::move(symmetric)),
+      room_(room_in(symmetric_)),
+      local_(new SignalPad()) {
   symmetric_.remote.resize(symmetric_.pads.size());  // on one host no rank is remote
 }
 
@@ -81,8 +100,24 @@ void Engine::next_epoch() {
   }
 }
 
+void Engine::require_room(const Schedule& schedule) const {
+  const Needs& needs = schedule.needs;
+  const int ranks = schedule.spec.problem.world, rank = schedule.spec.tiles.rank;
+  if (ranks != world() || rank != rank_) {
+    throw std::invalid_argument("the schedule is of rank " + std::to_string(rank) + " of " +
+                                std::to_string(ranks) + ", the op of rank " +
+                                std::to_string(rank_) + " of " + std::to_string(world()));
+  }
+  if (needs.signals > room_.signals || needs.blocks > room_.blocks ||
+      needs.block_rows > room_.block_rows || needs.result_rows > room_.result_rows) {
+    throw std::invalid_argument("the schedule needs " + text_of(needs) +
+                                "; the op's shared memory has " + text_of(room_));
+  }
+}
+
 void Engine::begin(std::shared_ptr<const Schedule> schedule, const Buffers& buffers,
                    std::uint32_t digest, bool threaded, std::chrono::nanoseconds timeout) {
+  if (schedule != nullptr) require_room(*schedule);
   next_epoch();
   schedule_ = std::move(schedule);
   buffers_ = buffers;
@@ -247,7 +282,7 @@ bool Engine::see_entries(const Limit& limit) {
 
 bool Engine::wait_visit(int visit, const Limit& limit) {
   const CommTiling& c = schedule_->spec.comm;
-  const Range waits = schedule_->visits[visit].waits;
+  const Range waits = schedule_->visits.at(visit).waits;
   if (waits.begin == waits.end) return true;
   const bool pull = schedule_->spec.tiles.direction == Direction::kPull;
   // A pushing peer that has entered may still wait for another rank to enter. It must not be blamed
@@ -293,6 +328,7 @@ bool Engine::run_program(const Limit& limit) {
     if (!wait_entries(limit)) return false;
     entries_seen_ = true;
   }
+  if (schedule_ == nullptr) return true;
   const auto& program = schedule_->program;
   Limit now = limit;
   for (; next_action_ < program.size(); ++next_action_) {

@@ -37,6 +37,7 @@ struct Symmetric {
   std::size_t row_bytes = 0;      // bytes of a row that is moved: K (AllGather) or N elements
   std::size_t slot_bytes = 0;     // ReduceScatter: distance between two partial blocks
   std::size_t result_offset = 0;  // GemmAR: where the reduced result begins
+  std::size_t data_bytes = 0;     // of each rank
   DType dtype = DType::kF32;
   int signals = 0;                       // in each pad
   std::shared_ptr<Processes> processes;  // of ranks that share memory; null: not watched
@@ -94,8 +95,13 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  // Throws std::invalid_argument when the pads or the data are too small for a schedule, or when it
+  // is of another rank or world. Memory and needs are the same on all ranks, so all of them throw.
+  void require_room(const Schedule& schedule) const;
+
   // Begins the next call, number epoch() + 1. `digest` covers everything that must be equal on all
-  // ranks. With `threaded`, the worker starts at once.
+  // ranks. With `threaded`, the worker starts at once. Throws as require_room, before the call has
+  // begun. Without a schedule the ranks only meet: there is nothing to do but wait_entries.
   void begin(std::shared_ptr<const Schedule> schedule, const Buffers& buffers, std::uint32_t digest,
              bool threaded, std::chrono::nanoseconds timeout);
 
@@ -200,6 +206,7 @@ class Engine {
   const int rank_;
   const pid_t pid_;
   Symmetric symmetric_;
+  const Needs room_;  // what the symmetric memory has, at most
   std::chrono::nanoseconds timeout_{0};
   std::chrono::nanoseconds delay_{0};
   std::atomic<std::uint64_t> delay_state_{0};

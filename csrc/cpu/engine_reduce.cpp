@@ -23,7 +23,7 @@ bool Engine::send(int index, const Limit& limit) {
 }
 
 void Engine::visit_done(int visit) {
-  const Range done = schedule_->visits[visit].completes;
+  const Range done = schedule_->visits.at(visit).completes;
   if (done.begin == done.end) return;
   if (schedule_->spec.store == Store::kStaged) {
     computed_.store(done.end, std::memory_order_seq_cst);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "core/ownership.h"
+#include "core/relay.h"
 #include "cuda_host/nvtx.h"
 
 namespace flux::host {
@@ -82,6 +82,41 @@ void CudaOp::close() {
 bool CudaOp::failed() const {
   // Volatile, because the device writes it.
   return *pointer<const volatile std::uint64_t>(setup_.report) != FLUX_WAIT_NONE;
+}
+
+void CudaOp::require_room(const Schedule& schedule) const {
+  const Problem& p = schedule.spec.problem;
+  const CommTiling& c = schedule.spec.comm;
+  if (p.world != setup_.world || schedule.spec.tiles.rank != setup_.rank) {
+    throw std::invalid_argument(
+        "the schedule is of rank " + std::to_string(schedule.spec.tiles.rank) + " of " +
+        std::to_string(p.world) + ", the op of rank " + std::to_string(setup_.rank) + " of " +
+        std::to_string(setup_.world));
+  }
+  const auto require = [](const char* what, std::int64_t needed, std::int64_t there) {
+    if (needed <= there) return;
+    throw std::invalid_argument("the schedule needs " + std::to_string(needed) + " " + what +
+                                ", the op's memory has " + std::to_string(there));
+  };
+  const std::int64_t tiles = tiles_per_chunk(c);
+  if (p.op == OpKind::kAGGemm) {
+    const std::int64_t signals = c.world * tiles, parts = setup_.scales_travel ? 2 : 1;
+    require("signals", signals, setup_.signals);
+    require("offers", pulls(schedule) ? signals : 0, setup_.offers);
+    require("boxes for other nodes", setup_.remote ? signals * parts : 0, setup_.boxes);
+    require("gathered rows", p.m, setup_.rest_offset / setup_.row_bytes);
+    return;
+  }
+  const ScatterTiling s{p.m, p.n, p.world, kernels_.at(0)->tile_m(), kernels_.at(0)->tile_n()};
+  const std::int64_t sums = relay() ? strip_count(s) : tiles;
+  const std::int64_t boxes = setup_.nodes * (sums + (setup_.all_reduce ? tiles : 0));
+  require("flags", setup_.nodes * flag_count(s), setup_.signals);
+  require("strips", relay() ? sums : 0, setup_.strips);
+  require("boxes for other nodes", setup_.remote ? boxes : 0, setup_.boxes);
+  require("rows of a slot", chunk_rows(p.m, p.world),
+          (setup_.slot_bytes - setup_.guard_bytes) / setup_.row_bytes);
+  require("rows of the result", setup_.all_reduce ? p.m : 0,
+          (setup_.sums_offset - setup_.rest_offset) / setup_.row_bytes);
 }
 
 // -- parts of a call -------------------------------------------------------------------------------
@@ -271,13 +306,7 @@ void CudaOp::ag_gemm(const Schedule& schedule, Stream stream, const Rows& x,
                      const std::vector<Operand>& operands, Address gathered,
                      const std::vector<Address>& sources) {
   const Span call("AGGemm", schedule.spec.problem.m);
-  const int signals = signal_count(schedule.spec.comm);
-  if (signals > setup_.signals || (pulls(schedule) && signals > setup_.offers)) {
-    throw std::invalid_argument("the schedule has " + std::to_string(signals) +
-                                " communication tiles, and the pad words for " +
-                                std::to_string(setup_.signals) + " signals and " +
-                                std::to_string(setup_.offers) + " offers");
-  }
+  require_room(schedule);
   begin(schedule, stream);
   std::vector<GatherPart> parts{
       {x.x, setup_.row_bytes, &setup_.data, sources.empty() ? &setup_.data : &sources}};
@@ -356,6 +385,7 @@ void CudaOp::await_rows(const Schedule& schedule, Stream stream) {
 
 void CudaOp::scatter(const Schedule& schedule, Stream stream, const Rows& x,
                      const Operand& operand) {
+  require_room(schedule);
   begin(schedule, stream);
   FluxGemmArgs args = gemm_args(schedule, stream, operand, x.k);
   args.a = pointer<const void>(x.x);

@@ -84,6 +84,7 @@ struct CudaOpSetup {
   std::shared_ptr<Remote> remote = nullptr;  // peers of other nodes; null: one node
   int beside = 0;                            // blocks that may run beside a GEMM
   int strips = 0;                            // words for the sum of one node, where a Relay puts it
+  int boxes = 0;                             // of the remote, for arrivals from other nodes
   int dtype = 0;                             // of sums, as FluxRelayArgs has it
   // Whether ranks share the device. If so, waiting blocks must leave room for those they wait for.
   bool shared = false;
@@ -166,6 +167,10 @@ class CudaOp {
                                 int k) const;
   // Zeroed memory of that size for a stream. It still belongs to the caller.
   void set_workspace(Stream stream, Address address, std::uint64_t bytes);
+
+  // Throws std::invalid_argument when the pads, the data or the boxes are too small for a schedule.
+  // Calls throw the same before anything is on a stream. It is alike on all ranks.
+  void require_room(const Schedule& schedule) const;
 
   // [own rows, K] x [K, N/W] each. `gathered`: where [M, K] is also copied to, or 0. `sources`: by
   // rank, the rows to pull from if these are not the gathered rows.

@@ -23,6 +23,7 @@ void check_tiles(const TileOrder& t) {
                                           " are possible: take larger ones");
 }
 
+// Signals in each pad: one group per region of partials, one for the result.
 int checked_signals(const ScheduleSpec& s) {
   int regions = 1;
   if (s.problem.op != OpKind::kAGGemm) {
@@ -80,7 +81,22 @@ void check(const ScheduleSpec& s) {
   require(is_legal(t.swizzle, t.mesh),
           "swizzle xor needs a power-of-two world, got " + str(p.world));
   check_tiles(t);
-  checked_signals(s);
+}
+
+Needs needs_of(const ScheduleSpec& s) {
+  const Problem& p = s.problem;
+  Needs needs;
+  needs.signals = checked_signals(s);
+  if (p.world == 1) return needs;  // no rows travel
+  if (p.op == OpKind::kAGGemm) {
+    needs.result_rows = p.m;
+    return needs;
+  }
+  needs.blocks = Reducing(s).room().blocks;
+  needs.block_rows = chunk_rows(p.m, p.world);
+  // A pulled result lies in its owner's memory, a pushed one at its rows of a full [M, N].
+  if (p.op == OpKind::kGemmAR) needs.result_rows = is_push(s) ? p.m : needs.block_rows;
+  return needs;
 }
 
 Range clip(int tile, int size, int limit) {
@@ -378,6 +394,7 @@ Schedule build_schedule(const ScheduleSpec& spec) {
   check(spec);
   Schedule s;
   s.spec = spec;
+  s.needs = needs_of(spec);
   choose_sequence(&s);
   build_visits(&s);
   if (spec.problem.op == OpKind::kAGGemm) {
@@ -409,8 +426,6 @@ Room room_for(Order order, Direction direction, const Mesh& mesh, const std::vec
   spec.hosts = hosts;
   return Reducing(spec).room();
 }
-
-int signals_needed(const ScheduleSpec& spec) { return checked_signals(spec); }
 
 std::vector<Parcel> parcels_for(const Schedule& s, int peer) {
   std::vector<Parcel> list;

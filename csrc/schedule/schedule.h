@@ -101,8 +101,17 @@ struct Action {
   int index;
 };
 
+// Symmetric memory that a call addresses on every rank. It is the same on all ranks.
+struct Needs {
+  int signals = 0;      // in each pad
+  int blocks = 0;       // of partials
+  int block_rows = 0;   // in a block
+  int result_rows = 0;  // gathered rows (AllGather), or rows of the result (GemmAR)
+};
+
 struct Schedule {
   ScheduleSpec spec;
+  Needs needs;
   std::vector<Visit> visits;
   std::vector<Transfer> transfers;  // in the order in which this rank moves them
   std::vector<Transfer> results;    // GemmAR only: tiles of the reduced result that this rank moves
@@ -127,8 +136,5 @@ Schedule build_schedule(const ScheduleSpec& spec);
 
 // Tiles that this rank sends to `peer`, a rank on another host.
 std::vector<Parcel> parcels_for(const Schedule& schedule, int peer);
-
-// Signals that an op needs in each pad: one group per region of partials, one for the result.
-int signals_needed(const ScheduleSpec& spec);
 
 }  // namespace flux::host

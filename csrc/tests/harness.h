@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -29,18 +30,17 @@ namespace flux::host::test {
 using std::to_string;
 using std::chrono::milliseconds;
 
-// One rank's pad, and the data behind it, as transport/shm.py lays them out.
+// One rank's pad and data, each of its exact size, so that AddressSanitizer sees the first access
+// behind either.
 class Fabric {
  public:
   Fabric(int world, int signals, std::size_t data_bytes) : signals_(signals) {
     symmetric.signals = signals;
-    const std::size_t pad = SignalPad::bytes(signals);
-    const std::size_t bytes = pad + (data_bytes + 4095) / 4096 * 4096;
+    symmetric.data_bytes = data_bytes;
     for (int r = 0; r < world; ++r) {
-      blocks_.emplace_back(std::aligned_alloc(4096, bytes), &std::free);
-      std::memset(blocks_.back().get(), 0, bytes);
-      symmetric.pads.push_back(static_cast<SignalPad*>(blocks_.back().get()));
-      symmetric.data.push_back(static_cast<char*>(blocks_.back().get()) + pad);
+      const std::size_t words = sizeof(Word) * static_cast<std::size_t>(signals);
+      symmetric.pads.push_back(static_cast<SignalPad*>(zeros(sizeof(SignalPad) + words)));
+      symmetric.data.push_back(static_cast<char*>(zeros(data_bytes)));
     }
   }
 
@@ -57,8 +57,18 @@ class Fabric {
   Symmetric symmetric;
 
  private:
+  static constexpr std::align_val_t kAlignment{alignof(SignalPad)};
+  struct Free {
+    void operator()(void* block) const { ::operator delete(block, kAlignment); }
+  };
+
+  void* zeros(std::size_t bytes) {
+    blocks_.emplace_back(::operator new(bytes, kAlignment));
+    return std::memset(blocks_.back().get(), 0, bytes);
+  }
+
   int signals_;
-  std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
+  std::vector<std::unique_ptr<void, Free>> blocks_;
 };
 
 inline std::string describe(Engine& e) {

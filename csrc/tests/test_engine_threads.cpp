@@ -213,7 +213,7 @@ void race(OpKind op, int world, int calls, std::uint32_t start, int seed) {
   Fabric fabric(world, (world + 1) * signal_count(CommTiling{kMaxM, world, 1}), data);
   fabric.symmetric.row_bytes = kRowBytes;
   fabric.symmetric.slot_bytes = slot;
-  fabric.symmetric.result_offset = slots;
+  fabric.symmetric.result_offset = op == OpKind::kAGGemm ? 0 : slots;
   fabric.pretend_epoch(start);
   on_all_ranks(world, [&](int rank) {
     Caller caller(fabric.symmetric, rank, start, seed);

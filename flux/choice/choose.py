@@ -20,7 +20,6 @@ from flux.choice.cache import look_up
 from flux.choice.keys import Key, versions
 from flux.choice.winners import Entry, Winner, fit, most_tiles
 from flux.core.dtypes import name_of
-from flux.core.heuristic import MAX_COMM_TILES
 from flux.core.knobs import Knobs, check_legal
 from flux.core.problem import Problem
 from flux.core.spec import OpSpec
@@ -43,9 +42,9 @@ class Choice(Protocol):
 
     @property
     def most_tiles(self) -> int:
-        """Most communication tiles of a chunk if ``variants`` leave it open.
+        """Most communication tiles that tuned winners cut a chunk into, at any M; 0 without any.
 
-        0: the heuristic's number.
+        ``variants`` leave the rows of winners' tiles open: a winner is scaled to each M.
         """
         ...
 
@@ -83,7 +82,7 @@ class Modelled:
     cluster: Cluster
     usable: tuple[Knobs, ...]
     kernel: GemmConfig | None = None
-    most_tiles: int = MAX_COMM_TILES
+    most_tiles: int = 0
 
     def knobs(self, m: int) -> Knobs:
         """Return the knobs of least modelled time."""
@@ -108,7 +107,7 @@ class Tuned:
     @property
     def most_tiles(self) -> int:
         """Most communication tiles of a chunk, over all winners."""
-        return max(MAX_COMM_TILES, most_tiles(self.entry.winners, self.topology.world))
+        return most_tiles(self.entry.winners, self.topology.world)
 
     def knobs(self, m: int) -> Knobs:
         """Return the winner's knobs for ``m``, scaled; warn once if ``m`` was not tuned."""
@@ -125,8 +124,8 @@ class Tuned:
         return Knobs(path=knobs.path, direction=knobs.direction, order=knobs.order)
 
     def variants(self) -> list[Knobs]:
-        """Return the winners' knobs."""
-        return [replace(winner.knobs, comm_tile_rows=None) for winner in self.entry.winners]
+        """Return the winners' knobs, without the sizes of tiles: see ``most_tiles``."""
+        return [replace(w.knobs, tile=None, comm_tile_rows=None) for w in self.entry.winners]
 
     def _say_once(self, m: int, winner: Winner) -> None:
         text = (

@@ -220,10 +220,15 @@ def _fit_rows(rows: int, before: int, now: int, measured_m: int, m: int) -> int:
 
 
 def most_tiles(winners: Sequence[Winner], world: int) -> int:
-    """Return the most communication tiles that any winner cuts a chunk into, at any M."""
-    counts = [
-        tile_count(winner.knobs.comm_tile_rows, ceil_div(winner.m, world))
-        for winner in winners
-        if winner.knobs.comm_tile_rows is not None
-    ]
-    return max(counts, default=1)
+    """Return the most communication tiles that any winner cuts a chunk into, at any M.
+
+    Where a winner leaves the rows of one open, they are at least those of its GEMM tile or what the
+    heuristic takes without one (``flux.core.heuristic.resolve``).
+    """
+    counts = [1]
+    for winner in winners:
+        tile = winner.knobs.tile
+        rows = winner.knobs.comm_tile_rows or (tile and tile[0])
+        if rows is not None:
+            counts.append(tile_count(rows, ceil_div(winner.m, world)))
+    return max(counts)

@@ -66,6 +66,9 @@ class Backend(Protocol):
     def remote_peers(self) -> Sequence[int]:
         """Ranks on other hosts, with which the CPU backend exchanges rows by messages."""
 
+    def require_room(self, schedule: TileSchedule) -> None:
+        """Raise ValueError, on every rank alike, if the op's memory is too small for a schedule."""
+
     def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
         """Begin to meet the peers without moving rows, for a call of the unfused path.
 

@@ -28,6 +28,7 @@ MIN_SLAB_ROWS = {Op.ag_gemm: 2048, Op.gemm_rs: 1024, Op.gemm_ar: 1024}
 COMM_TILE_BYTES = 1 << 20
 NETWORK_TILE_BYTES = {Op.ag_gemm: 16 << 20, Op.gemm_rs: 8 << 20, Op.gemm_ar: 8 << 20}
 MAX_COMM_TILES = 64
+MIN_NETWORK_SLAB_ROWS = 512
 FEW_ROWS = 64
 INLINE_BYTES = 256 << 10
 
@@ -55,9 +56,10 @@ def network_slab_rows(op: Op, m: int, world: int) -> int:
         return m
     if chunk < 1024:
         return chunk
-    low, high = (ceil_div(chunk, 4), chunk // 2) if op.gathers else (512, 1023)
-    fitting = (rows for rows in range(low, high + 1) if chunk % rows == 0)
-    return next(fitting, chunk if op.gathers else low)
+    if op.gathers:
+        return next((chunk // parts for parts in (4, 3, 2) if chunk % parts == 0), chunk)
+    least = MIN_NETWORK_SLAB_ROWS
+    return next((rows for rows in range(least, 2 * least) if chunk % rows == 0), least)
 
 
 def message_rows(op: Op, chunk: int, slab: int) -> int:
@@ -71,14 +73,25 @@ def message_rows(op: Op, chunk: int, slab: int) -> int:
     return chunk if slab >= chunk else max(slab, chunk - slab)
 
 
-def most_messages(chunk: int, knobs: Knobs) -> int:
-    """Return the most communication tiles of ``chunk`` rows in a ReduceScatter between nodes."""
-    least = [512]  # rows, see network_slab_rows
+def most_comm_tiles(op: Op, chunk: int, knobs: Knobs, nodes: int) -> int:
+    """Return the most communication tiles that ``resolve`` cuts a chunk into, at any M.
+
+    Symmetric memory is sized by this number, so it must change with ``resolve``.
+
+    Args:
+        op: the fused op.
+        chunk: rows of a chunk at the largest M.
+        knobs: the fields that the user fixed.
+        nodes: number of hosts.
+    """
     if knobs.comm_tile_rows is not None:
-        least.append(knobs.comm_tile_rows)
-    if knobs.tile is not None:
-        least.append(knobs.tile[0])
-    return max(MAX_COMM_TILES, ceil_div(chunk, min(least)))
+        return ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
+    most = MAX_COMM_TILES
+    if nodes > 1 and op.reduces:
+        # A partial leaves with its slab (message_rows), however many slabs a chunk has.
+        slab = MIN_NETWORK_SLAB_ROWS if knobs.tile is None else knobs.tile[0]
+        most = max(most, ceil_div(chunk, slab))
+    return min(chunk, most)
 
 
 def across_hosts(op: Op, knobs: Knobs, nodes: int) -> Knobs:

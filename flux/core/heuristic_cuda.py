@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from flux.core.heuristic import across_hosts
+from flux.core.heuristic import MAX_COMM_TILES, across_hosts
 from flux.core.integers import ceil_div, round_up
 from flux.core.knobs import Knobs, Op
 
@@ -78,6 +78,18 @@ def comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int) -> int:
         if rows < chunk and rows * row_bytes >= COMM_TILE_BYTES:
             return rows
     return chunk
+
+
+def most_comm_tiles(chunk: int, knobs: Knobs) -> int:
+    """Return no less than the most communication tiles that ``resolve_cuda`` cuts a chunk into.
+
+    Args:
+        chunk: rows of a chunk at the largest M.
+        knobs: the fields that the user fixed.
+    """
+    if knobs.comm_tile_rows is not None:
+        return ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
+    return min(chunk, MAX_COMM_TILES)
 
 
 def raster(chunk: int, cluster_rows: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flux import _C
-from flux.core.heuristic import MAX_COMM_TILES, most_messages
+from flux.core.heuristic_cuda import most_comm_tiles
 from flux.core.integers import ceil_div, round_up
 from flux.core.knobs import Knobs
 from flux.core.spec import SCALE_BYTES, OpSpec
@@ -56,16 +56,16 @@ class Layout:
             knobs: the op's knobs.
             tile: (rows, columns) of a GEMM tile.
             nodes: number of sets of ranks that share memory.
-            most_tiles: most communication tiles of a chunk if knobs.comm_tile_rows is None.
+            most_tiles: most communication tiles that tuned winners cut a chunk into.
             relays: whether the device puts sums to other nodes.
             guard_rows: rows that the kernel needs in front of each slot.
         """
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements() * spec.itemsize
+        tiles = max(most_comm_tiles(chunk, knobs), min(chunk, most_tiles))
+        # There is no schedule with more than max_tiles signals.
+        tiles = min(tiles, ceil_div(_C.core.max_tiles, world))
         if spec.op.gathers:
-            tiles = min(chunk, most_tiles or MAX_COMM_TILES)
-            if knobs.comm_tile_rows is not None:
-                tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
             rows = _up(spec.max_m * row)
             scales = _up(spec.max_m * SCALE_BYTES) if spec.scales_travel else 0
             boxes = world * tiles * (2 if scales else 1)
@@ -78,9 +78,8 @@ class Layout:
         guard = _up(guard_rows * row)
         slot = guard + _up(chunk * row)
         result = _up(spec.max_m * row) if spec.op.all_reduces else 0
-        messages = most_messages(chunk, knobs)
         strips = tiling.strip_count() if relays else 0
-        boxes = nodes * ((strips or messages) + (messages if result else 0))
+        boxes = nodes * ((strips or tiles) + (tiles if result else 0))
         size = count * slot
         sums = size + result
         end = sums + (nodes - 1) * slot if relays else sums

@@ -183,7 +183,7 @@ class TensorParallelOp:
         """Return the tile schedule of this rank for a call with ``m`` global rows. Printable.
 
         Raises:
-            ValueError: m is not in [1, max_m].
+            ValueError: m is not in [1, max_m], or the op's memory is too small for its schedule.
         """
         found = self._schedules.get(m)
         if found is not None:
@@ -192,7 +192,10 @@ class TensorParallelOp:
             raise ValueError(f"{self.spec.label}: M must be in [1, {self.spec.max_m}], got {m}")
         if len(self._schedules) >= MAX_SCHEDULES:
             self._schedules.clear()
-        found = self._schedules[m] = self._make_schedule(m, self._choice.knobs(m))
+        found = self._make_schedule(m, self._choice.knobs(m))
+        if self._backend is not None:
+            self._backend.require_room(found)
+        self._schedules[m] = found
         return found
 
     def _make_schedule(self, m: int, knobs: Knobs) -> TileSchedule:

@@ -40,6 +40,7 @@ class Watch:
             row_bytes=0,
             slot_bytes=0,
             result_offset=0,
+            data_bytes=0,
             dtype=0,
             signals=0,
             processes=memory.processes,

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from flux import Knobs, TileSchedule, Topology, make_schedule
-from flux.backends.cpu.layout import SegmentLayout
 from flux.backends.cpu.slabs import merge_visits
 from flux.core.heuristic_cuda import ClusterTile
 from flux.core.knobs import Op
 from flux.core.schedule import _make
-from flux.core.spec import OpSpec
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 SHAPE = (16, 12, 8)
@@ -112,45 +110,6 @@ def test_medium_moves_one_chunk_per_rank_round_a_ring() -> None:
     assert [t.chunk for t in schedule.transfers] == [1, 0, 3]
     assert [t.forwarded for t in schedule.transfers] == [False, True, True]
     assert {(t.src, t.dst) for t in schedule.transfers} == {(1, 2)}
-
-
-@pytest.mark.parametrize("knobs", [Knobs(), Knobs(comm_tile_rows=3), Knobs(path="medium")], ids=str)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    "topology",
-    [
-        *(Topology.flat(world) for world in (2, 3, 8)),
-        Topology(2, 1, 4),
-        Topology.of_hosts("aaab"),
-        Topology.of_hosts("abcab"),
-    ],
-    ids=str,
-)
-def test_the_workspace_holds_the_schedule_of_every_m(
-    topology: Topology, op: str, knobs: Knobs
-) -> None:
-    world = topology.world
-    for max_m in (1, 7, 300, 1001):
-        for n, k in (
-            (5, 7),
-            (1 << 17, 1 << 17),
-        ):  # rows of megabytes: as many tiles as there can be
-            spec = OpSpec(Op[op], max_m, (n,), k, torch.float32, False, "sum")
-            layout = SegmentLayout.of(spec, topology, knobs)
-            for m in {1, world, max_m // 3 + 1, max_m - 1 or 1, max_m}:
-                if m <= max_m:
-                    schedules = [
-                        make_schedule(op, (m, n, k), world, rank, topology, knobs)
-                        for rank in range(world)
-                    ]
-                    needed = schedules[0].native.signals
-                    assert needed <= layout.signals, f"M = {m} of {max_m}, N = {n}, K = {k}"
-                    blocks = [
-                        p.block for s in schedules for r in range(world) for p in s.parcels_for(r)
-                    ]
-                    blocks += [block for s in schedules for _, block in s.homes]
-                    assert max(blocks, default=-1) < max(layout.blocks, 1)
-                    assert -(-m // world) * layout.row_bytes <= layout.slot_bytes or op == "ag_gemm"
 
 
 # -- what is multiplied at once -------------------------------------------------------------------

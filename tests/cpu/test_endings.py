@@ -79,7 +79,7 @@ def test_program_ends_with_a_daemon_thread_in_a_native_wait(tmp_path: Path) -> N
     pads = [torch.zeros(_C.pad_bytes(4), dtype=torch.uint8) for _ in range(2)]
     addresses = [pad.data_ptr() for pad in pads]
     engine = _C.Engine(rank=0, pads=addresses, data=addresses, remote=[False, False], row_bytes=8,
-                       slot_bytes=8, result_offset=0, dtype=0, signals=4)
+                       slot_bytes=8, result_offset=0, data_bytes=8, dtype=0, signals=4)
     inside = threading.Event()
     def wait():
         inside.set()

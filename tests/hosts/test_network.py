@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 
 import flux
 from flux import AGGemm, GemmRS, Knobs, PeerTimeoutError, Topology
+from flux.backends.cpu.layout import SegmentLayout
 from flux.core.env import HOST
 from flux.core.recorder import Work
 from flux.ops.pool import clear_workspaces
@@ -115,6 +116,53 @@ def large(rank: int, world: int, hosts: str) -> None:
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
 def test_large_problems_match_float64(hosts: str) -> None:
     run_ranks(len(hosts), large, hosts)
+
+
+def fine(rank: int, world: int, hosts: str) -> None:
+    """A message per slab, and more slabs in a chunk than the heuristic's communication tiles."""
+    with on_host(hosts[rank]):
+        for op_name in ("gemm_rs", "gemm_ar"):
+            # Rows of one element: signals behind their end would be behind the data, too (make asan).
+            problem = Problem(op_name, 900 * world, (1,), 8)
+            with problem.build(tuning=Knobs(tile=(1, 64))) as op:
+                for m in (900 * world, 7):
+                    inputs = Inputs(problem, m, world, seed=m)
+                    inputs.check(inputs.call(op, rank), rank)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_chunks_of_many_messages_match_float64(hosts: str) -> None:
+    run_ranks(len(hosts), fine, hosts)
+
+
+def too_small(rank: int, world: int) -> list[str]:
+    """An op whose memory is too small for its schedules: the error of each call."""
+    errors = []
+    serving = SegmentLayout.serving
+    with (
+        on_host("ab"[rank]),
+        mock.patch.object(SegmentLayout, "serving", lambda *a: replace(serving(*a), signals=8)),
+    ):
+        problem = Problem("gemm_rs", 64, (4,), 8)
+        with problem.build(tuning=Knobs(comm_tile_rows=2), timeout_s=20.0) as op:
+            schedules = dict(op._schedules)
+            for m in (64, 8, 64, 16):  # 64 and 8 signals: each refusal leaves the op usable
+                inputs = Inputs(problem, m, world, seed=m)
+                try:
+                    inputs.check(inputs.call(op, rank), rank)
+                    errors.append("")
+                except ValueError as error:
+                    errors.append(str(error))
+            assert schedules == {} and set(op._schedules) == {8, 16}
+    return errors
+
+
+def test_a_schedule_that_needs_more_memory_is_refused_on_all_ranks() -> None:
+    errors = run_ranks(2, too_small)
+    assert errors[0] == errors[1]
+    needs, has = "the schedule needs 32 signals, 1 blocks of 32 rows", "memory has 8 signals, 1 blocks"
+    assert needs in errors[0][0] and has in errors[0][0] and errors[0][2] == errors[0][0]
+    assert errors[0][1] == errors[0][3] == ""
 
 
 def windowed(rank: int, world: int) -> None:

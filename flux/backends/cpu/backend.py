@@ -126,6 +126,7 @@ class CpuBackend:
             row_bytes=layout.row_bytes,
             slot_bytes=layout.slot_bytes,
             result_offset=layout.result_offset,
+            data_bytes=layout.data_bytes,
             dtype=native,
             signals=layout.signals,
             processes=memory.processes,
@@ -172,6 +173,11 @@ class CpuBackend:
         if self.network is not None:
             self.network.trace(recorder)
         self.recorder = recorder
+
+    def require_room(self, schedule: TileSchedule) -> None:
+        """Raise ValueError if the op's memory is too small: see ``Backend.require_room``."""
+        if schedule.knobs.path != "unfused":
+            self.engine.require_room(schedule.native)
 
     # -- ops ---------------------------------------------------------------------------------------
 
@@ -320,7 +326,7 @@ class CpuBackend:
     def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
         """Begin to meet the peers: see ``Backend.meet``."""
         self._lane(schedule)
-        self.engine.begin(schedule.native, digest, False, self.timeout_s)
+        self.engine.begin(None, digest, False, self.timeout_s)
         if self.network is not None:
             self.network.begin(self.engine.epoch, digest, lambda peer: (), lambda peer: ())
 

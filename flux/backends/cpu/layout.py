@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flux import _C
-from flux.core.heuristic import MAX_COMM_TILES, across_hosts
+from flux.core.heuristic import across_hosts, most_comm_tiles
 from flux.core.integers import ceil_div
 from flux.core.knobs import Direction, Knobs, Order
 from flux.core.spec import OpSpec
@@ -51,19 +51,25 @@ class SegmentLayout:
 
     @staticmethod
     def of(spec: OpSpec, topology: Topology, knobs: Knobs, most_tiles: int = 0) -> SegmentLayout:
-        """Return it for one choice of knobs; ``most_tiles`` is for open comm_tile_rows."""
+        """Return the least memory that serves every M with one choice of knobs.
+
+        ``most_tiles`` is what ``Choice.most_tiles`` has.
+        """
         world = topology.world
         knobs = across_hosts(spec.op, knobs, topology.nodes)
         chunk = ceil_div(spec.max_m, world)
         row = spec.travelling_row_bytes
-        tiles = min(chunk, most_tiles or MAX_COMM_TILES)
-        if knobs.comm_tile_rows is not None:
-            tiles = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
-        signals = world * tiles
         if knobs.path == "unfused":
             return SegmentLayout(0, row, 0, 0, 0, 0)
+        tiles = most_comm_tiles(spec.op, chunk, knobs, topology.nodes)
+        tiles = max(tiles, min(chunk, most_tiles))
+
+        def signals(regions: int) -> int:
+            # There is no schedule with more than max_tiles signals.
+            return min(regions * world * tiles, _C.core.max_tiles)
+
         if spec.op.gathers:
-            return SegmentLayout(signals, row, 0, 0, 0, spec.max_m * row)
+            return SegmentLayout(signals(1), row, 0, 0, 0, spec.max_m * row)
         blocks, regions = _C.room_for(
             order=Order[knobs.order or "direct"],
             direction=Direction[knobs.direction or "push"],
@@ -72,8 +78,8 @@ class SegmentLayout:
         )
         partials = blocks * chunk * row
         if spec.op.scatters:
-            return SegmentLayout(regions * signals, row, blocks, chunk * row, partials, partials)
+            return SegmentLayout(signals(regions), row, blocks, chunk * row, partials, partials)
         # GemmAR: a pulled result needs the own block only, a pushed one the whole [M, N].
         result = (spec.max_m if knobs.direction == "push" else chunk) * row
         bytes_ = partials + result
-        return SegmentLayout((regions + 1) * signals, row, blocks, chunk * row, partials, bytes_)
+        return SegmentLayout(signals(regions + 1), row, blocks, chunk * row, partials, bytes_)

@@ -195,6 +195,7 @@ class CudaBackend:
             remote=self._remote,
             beside=self.beside,
             strips=self.layout.strips,
+            boxes=self.layout.boxes,
             dtype=int(spec.out_dtype == torch.float16),  # FLUX_BF16, FLUX_F16
             shared=self.transport.sm_share < self.device.sm_count,
             graph_overlap=GRAPH_OVERLAP.get(),
@@ -566,6 +567,11 @@ class CudaBackend:
         """Tell the peers, and end all waits of this rank's streams."""
         self.peers.let_go(self.native.epoch)
         self.native.let_go()
+
+    def require_room(self, schedule: TileSchedule) -> None:
+        """Raise ValueError if the op's memory is too small: see ``Backend.require_room``."""
+        if schedule.knobs.path != "unfused":
+            self.native.require_room(schedule.native)
 
     def meet(self, schedule: TileSchedule, digest: int) -> Callable[[], None]:
         """Do nothing: on GPUs no rank waits for a peer before a call.
