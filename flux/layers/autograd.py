@@ -40,6 +40,7 @@ from flux.layers.wgrad import Grad, WeightGrad
 from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.ops.early_gather import EarlyGather
 from flux.ops.pool import OpPool, User
+from flux.ops.transforms import RefuseTwice, check_no_forward_mode
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def column_linear(
         TypeError: illegal input, on all ranks alike.
         PeerTimeoutError: a peer died or stalled.
     """
+    check_no_forward_mode("a layer of flux")
     y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how, _early_gather(how, weight))
     return y
 
@@ -98,6 +100,7 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> torc
         TypeError: as ``column_linear``.
         PeerTimeoutError: as ``column_linear``.
     """
+    check_no_forward_mode("a layer of flux")
     before, how.pool.early_gather = how.pool.early_gather, None
     z: torch.Tensor = cast(Any, _Row).apply(x, weight, how, before)
     return z
@@ -118,20 +121,6 @@ def _early_gather(how: LinearConfig, weight: torch.Tensor) -> EarlyGather | None
 # -- common part -----------------------------------------------------------------------------------
 
 
-class _RefuseTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise RuntimeError(
-            "a tensor-parallel linear layer of flux.layers cannot be differentiated twice: "
-            "its backward communicates, and there is no backward of that. Compute the gradient "
-            "that is differentiated again (create_graph=True) without these layers"
-        )
-
-
 def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Wrap a backward so that differentiating its results raises.
 
@@ -145,7 +134,8 @@ def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
         if not torch.is_grad_enabled():
             return results
         tensors = [r.detach().requires_grad_() for r in results if isinstance(r, torch.Tensor)]
-        refusing = iter(cast(Any, _RefuseTwice).apply(*tensors) if tensors else ())
+        count = len(tensors)
+        refusing = iter(cast(Any, RefuseTwice).apply(count, *tensors, *grads) if count else ())
         return tuple(next(refusing) if isinstance(r, torch.Tensor) else r for r in results)
 
     return run
@@ -441,5 +431,6 @@ class _OwnRows:
         """Add the others' rows, of the gathered rows [M, N]; return the gradient."""
         assert self._dw is not None
         for rows in (slice(self._begin), slice(self._end, None)):
-            self._dw.addmm_(full[rows].t(), self._x[rows])
+            # By out=, which counters of operations know.
+            torch.addmm(self._dw, full[rows].t(), self._x[rows], out=self._dw)
         return self._dw

@@ -98,7 +98,7 @@ def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> No
         run = apex.wgrad_gemm_accum_fp32 if kind == torch.float32 else apex.wgrad_gemm_accum_fp16
         run(x, dy, main_grad)
     elif kind == dy.dtype:
-        main_grad.addmm_(dy.t(), x)
+        torch.addmm(main_grad, dy.t(), x, out=main_grad)  # which counters of operations know
     elif dy.is_cuda and kind == torch.float32:
         main_grad.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
     else:

@@ -40,6 +40,7 @@ from flux.ops.executor import (
     resolve_topology,
     who_shares_memory,
 )
+from flux.ops.transforms import check_no_forward_mode
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
@@ -100,7 +101,8 @@ class TensorParallelOp:
         exchange = open_exchange(group, type(self).__name__)
         # Nothing may be exchanged while a stream is captured, which it is on all ranks or on none.
         refuse_capture(type(self).__name__, exchange)
-        with built_together(exchange, timeout_s, self._give_up):
+        # Memory of the op outlives modes: fake tensors, a default device, inference mode.
+        with torch_internals.outside_modes(), built_together(exchange, timeout_s, self._give_up):
             spec: OpSpec | None = None
             knobs = Knobs()
             problem: Exception | None = None
@@ -274,19 +276,24 @@ class TensorParallelOp:
             return None  # the dispatcher will see the call, and traces do not see weak references
         if self._backend is None or self._comparison is not None:
             return None
-        again = self._backend.again(x, weight, bias, m)
-        if again is None:
-            return None
         if not (self._unseen(x, weight) if bias is None else self._unseen(x, weight, bias)):
             return None
-        return self._guarded(again)
+        again = self._backend.again(x, weight, bias, m)
+        return None if again is None else self._guarded(again)
 
     def _check_types(self, *tensors: object) -> None:
         """Raise for tensors that the dispatcher would reject or fake before the peers are told."""
+        try:
+            check_no_forward_mode(self.spec.label)
+        except ValueError as error:
+            self._turn_away(error)
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 kind = type(tensor).__name__
                 self._turn_away(TypeError(f"{self.spec.label}: expected a tensor, got {kind}"))
+            elif type(tensor) not in _PLAIN_TYPES and torch_internals.is_dtensor(tensor):
+                text = "a DTensor has no layout that an op knows: pass its to_local()"
+                self._turn_away(TypeError(f"{self.spec.label}: {text}"))
             elif tensor.is_meta:
                 self._turn_away(
                     ValueError(

@@ -13,6 +13,7 @@ from torch import nn
 
 from flux.layers import linear
 from flux.layers.linear import sum_grad
+from flux.ops.transforms import call
 from flux.plan.domino_linear import column_linear, row_linear
 from flux.plan.policies.fuse import WHICH
 
@@ -31,7 +32,7 @@ class ColumnParallelLinear(linear.ColumnParallelLinear):
         how = self._named().config(self._user) if self.fused_in_slices else None
         y = column_linear(x, self.weight, self.group, self.sequence_parallel, how, self.bias)
         if self.gather_output:
-            y = torch.ops.flux.gather_features(y, self.group_name)
+            y = call("gather_features", y, self.group_name)
         return y
 
 
@@ -45,7 +46,7 @@ class RowParallelLinear(linear.RowParallelLinear):
         if self.world == 1:
             return super().forward(x)
         if not self.input_is_parallel:
-            x = torch.ops.flux.cut_features(x, self.group_name)
+            x = call("cut_features", x, self.group_name)
         how = self._named().config(self._user) if self.fused_in_slices else None
         z = row_linear(x, self.weight, self.group, self.sequence_parallel, how)
         if self.bias is None:
