@@ -42,7 +42,7 @@ def reason_without_memory(tensor: torch.Tensor) -> str | None:
             "resized"
         )
     if tensor.data_ptr() == 0:
-        return f"a {type(tensor).__name__} without data, such as a wrapper of another tensor"
+        return f"it is a {type(tensor).__name__} without data, such as a wrapper of another tensor"
     return None
 
 

@@ -158,6 +158,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype to multiply in: autocast's if that is on and would cast x."""
+    if x.is_meta:
+        return x.dtype  # autocast does not know the device
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype in (
         torch.float32,

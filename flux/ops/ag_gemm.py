@@ -139,8 +139,7 @@ class AGGemm(TensorParallelOp):
         if self._plain(x_shard, *weights, *given, *scales):
             outs = self._run(x_shard, weights, biases, m, scales, return_gathered)
         else:
-            outs = call(
-                self.kind.name,
+            outs = self._dispatched(
                 x_shard,
                 weights,
                 given,
@@ -182,7 +181,7 @@ class AGGemm(TensorParallelOp):
             y, x_full = self._run(x_shard, [weight], [None], gather=True, hooks=hooks)
         else:
             rest: tuple[Any, ...] = ([], [False], None, True, self.handle, [])  # no bias, gathered
-            y, x_full = call(self.kind.name, x_shard, [weight], *rest)
+            y, x_full = self._dispatched(x_shard, [weight], *rest)
             self._guarded(hooks.both)
         return y, x_full
 

@@ -40,7 +40,7 @@ from flux.ops.executor import (
     resolve_topology,
     who_shares_memory,
 )
-from flux.ops.transforms import check_no_forward_mode
+from flux.ops.transforms import call, check_no_forward_mode
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
@@ -93,6 +93,7 @@ class TensorParallelOp:
         scaling: str = "none",
         activation: str = "none",
     ) -> None:
+        self._runs = 0  # calls that have reached this op
         self._closed = True
         self._released = False  # nothing is left to give back
         self._broken: str | None = None
@@ -281,6 +282,22 @@ class TensorParallelOp:
         again = self._backend.again(x, weight, bias, m)
         return None if again is None else self._guarded(again)
 
+    def _dispatched(self, *args: Any) -> Any:
+        """Call ``torch.ops.flux``, where modes, subclasses and autograd see the call.
+
+        Their errors before the op itself is reached are told to the peers, as the op's own are.
+        """
+        if torch.compiler.is_compiling():
+            return call(self.kind.name, *args)
+        runs = self._runs
+        try:
+            return call(self.kind.name, *args)
+        except Exception as error:
+            if self._runs == runs:
+                why = f"{type(error).__name__}: {error}"
+                self._guarded(lambda: self._refuse(ValueError(why)))
+            raise
+
     def _check_types(self, *tensors: object) -> None:
         """Raise for tensors that the dispatcher would reject or fake before the peers are told."""
         try:
@@ -351,6 +368,7 @@ class TensorParallelOp:
         Returns:
             The result of each weight, and the gathered x if ``gather``.
         """
+        self._runs += 1
         return self._guarded(lambda: self._call(x, weights, biases, m, scales, gather, hooks))
 
     def _call(

@@ -11,7 +11,6 @@ from flux.core.backend import OverlapHooks
 from flux.core.knobs import Knobs, Op
 from flux.core.topology import Topology
 from flux.ops.base import TensorParallelOp, never_refused
-from flux.ops.transforms import call
 
 
 class GemmRS(TensorParallelOp):
@@ -106,7 +105,7 @@ class GemmRS(TensorParallelOp):
         self._check_grad(x, weight, *biases, *scales)
         if self._plain(x, weight, *biases, *scales):
             return self._run(x, [weight], [bias], scales=scales)[0]
-        out: torch.Tensor = call(self.kind.name, x, weight, biases, self.handle, scales)
+        out: torch.Tensor = self._dispatched(x, weight, biases, self.handle, scales)
         return out
 
     def overlapped(
@@ -124,6 +123,6 @@ class GemmRS(TensorParallelOp):
         hooks = OverlapHooks(never_refused(meanwhile))
         if self._plain(x, weight):
             return self._run(x, [weight], [None], hooks=hooks)[0]
-        out: torch.Tensor = call(self.kind.name, x, weight, [], self.handle, [])
+        out: torch.Tensor = self._dispatched(x, weight, [], self.handle, [])
         self._guarded(hooks.both)
         return out

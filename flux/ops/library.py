@@ -167,9 +167,8 @@ def _reduce_flops(x: Any, weight: Any, *args: Any, out_shape: Any) -> int:
 
 
 for _op in Op:
+    _how: tuple[Any, ...] = (REDUCING_SCHEMA, _reduce, _reduce_fake, _reduce_flops)
     if _op.gathers:
-        define(
-            _op.name + GATHERING_SCHEMA, _gather, _gather_fake, ordered=True, flops=_gather_flops
-        )
-    else:
-        define(_op.name + REDUCING_SCHEMA, _reduce, _reduce_fake, ordered=True, flops=_reduce_flops)
+        _how = (GATHERING_SCHEMA, _gather, _gather_fake, _gather_flops)
+    _schema, _kernel, _fake, _flops = _how
+    define(_op.name + _schema, _kernel, _fake, ordered=True, flops=_flops)

@@ -53,6 +53,12 @@ def transforms_are_active() -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
+def transform_needs_a_rule() -> bool:
+    """Whether the innermost transform of torch.func differentiates or vectorizes."""
+    innermost = _functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() != _functorch.TransformType.Functionalize
+
+
 def forward_mode_is_on() -> bool:
     """Whether a level of forward-mode differentiation is open, also that of torch.func.jvp."""
     level: int = cast(Any, forward_ad)._current_level
@@ -92,6 +98,7 @@ def outside_modes() -> Iterator[None]:
     with (
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
         torch.inference_mode(False),
         torch.no_grad(),
     ):

@@ -36,7 +36,7 @@ def call(name: str, *args: Any, **options: Any) -> Any:
 
     Those know autograd.Function with ``setup_context`` only, which torch.library does not make.
     """
-    if torch.compiler.is_compiling() or not torch_internals.transforms_are_active():
+    if torch.compiler.is_compiling() or not torch_internals.transform_needs_a_rule():
         return getattr(torch.ops.flux, name)(*args, **options)
     leaves, inputs = tree_flatten(args, is_leaf=_is_setting)
     outputs = _Outputs()
