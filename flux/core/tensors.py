@@ -10,6 +10,7 @@ values.
 from __future__ import annotations
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 
 def bytes_needed(tensor: torch.Tensor) -> int:
@@ -44,6 +45,25 @@ def reason_without_memory(tensor: torch.Tensor) -> str | None:
     if tensor.data_ptr() == 0:
         return f"it is a {type(tensor).__name__} without data, such as a wrapper of another tensor"
     return None
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def check_memory(label: str, **tensors: torch.Tensor | None) -> None:
+    """Check tensors that PyTorch itself is to read; its kernels fault where there is no memory.
+
+    Lazy tensors are PyTorch's to resolve, and subclasses and torch.func know what they wrap.
+
+    Raises:
+        ValueError: the elements of one are not in memory.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None or type(tensor) not in _PLAIN or is_functorch_wrapped_tensor(tensor):
+            continue
+        reason = reason_without_memory(tensor)
+        if reason is not None:
+            raise ValueError(f"{label}: {name} must be a dense tensor in memory, but {reason}")
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ from torch.nn.functional import linear
 
 from flux import _C
 from flux.core.backend import nothing
+from flux.core.tensors import check_memory
 from flux.layers.wgrad import Grad, WeightGrad
 from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.ops.early_gather import EarlyGather
@@ -83,6 +84,8 @@ def column_linear(
         PeerTimeoutError: a peer died or stalled.
     """
     check_no_forward_mode("a layer of flux")
+    if not how.sequence_parallel or _casts(x, weight):  # else the op checks, on all ranks alike
+        check_memory("column layer", x=x, weight=weight, bias=bias)
     y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how, _early_gather(how, weight))
     return y
 
@@ -101,6 +104,8 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> torc
         PeerTimeoutError: as ``column_linear``.
     """
     check_no_forward_mode("a layer of flux")
+    if _casts(x, weight):  # else the op checks, on all ranks alike
+        check_memory("row layer", x=x, weight=weight)
     before, how.pool.early_gather = how.pool.early_gather, None
     z: torch.Tensor = cast(Any, _Row).apply(x, weight, how, before)
     return z
@@ -170,6 +175,11 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
+def _casts(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether an operand is cast before it is multiplied."""
+    return not x.dtype == weight.dtype == compute_dtype(x)
+
+
 def _open(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> None:
     """Save what every backward needs.
 
@@ -225,6 +235,9 @@ class _Column(torch.autograd.Function):
         how: LinearConfig = ctx.how
         early: EarlyGather | None = ctx.early
         x, weight, wait = (*ctx.saved_tensors, None) if early is None else early.take(ctx)
+        if wait is None:
+            check_memory("backward of a column layer", x=x)
+        check_memory("backward of a column layer", weight=weight)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         deferred = need_w and how.wgrad.defer(dy)
         dtype = ctx.dtype
@@ -342,6 +355,7 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
         how: LinearConfig = ctx.how
         x, weight = ctx.saved_tensors
+        check_memory("backward of a row layer", x=x, weight=weight)
         need_x, need_w = ctx.needs_input_grad[:2]
         w, rows = weight.to(ctx.dtype), as_rows(dz).to(ctx.dtype)
         x = as_rows(x) if need_w else None

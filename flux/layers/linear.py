@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
+from flux.core.tensors import check_memory
 from flux.layers import compiled
 from flux.layers.autograd import once
 from flux.ops.pool import User, pool_of
@@ -189,6 +190,7 @@ class RowParallelLinear(ParallelLinear):
 
         Collective.
         """
+        check_memory(type(self).__name__, bias=self.bias)
         if not self.input_is_parallel and self.world > 1:
             x = call("cut_features", x, self.group_name)
         z = compiled.row_linear(x, self.weight, self._named(), self._user)

@@ -189,6 +189,16 @@ def check_no_forward_mode(name: str) -> None:
         raise ValueError(_no_forward_mode(name))
 
 
+def check_no_transforms(name: str) -> None:
+    """Raise ValueError inside any transform of torch.func, and inside forward mode."""
+    check_no_forward_mode(name)
+    if torch_internals.transforms_are_active():
+        raise ValueError(
+            f"{name}: transforms of torch.func have no rule for what it does; use the ops or "
+            "flux.layers there"
+        )
+
+
 def without_forward_mode(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
     """Return the kernel of an op, which raises inside forward-mode differentiation."""
 

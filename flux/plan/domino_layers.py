@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from flux.core.tensors import check_memory
 from flux.layers import linear
 from flux.layers.linear import sum_grad
 from flux.ops.transforms import call
@@ -45,6 +46,7 @@ class RowParallelLinear(linear.RowParallelLinear):
         """Apply the layer: [s, ..., in_features(/W)] -> [s(/W), ..., out_features]. Collective."""
         if self.world == 1:
             return super().forward(x)
+        check_memory(type(self).__name__, bias=self.bias)
         if not self.input_is_parallel:
             x = call("cut_features", x, self.group_name)
         how = self._named().config(self._user) if self.fused_in_slices else None
