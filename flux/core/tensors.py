@@ -9,6 +9,8 @@ values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
@@ -50,16 +52,17 @@ def reason_without_memory(tensor: torch.Tensor) -> str | None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def check_memory(label: str, **tensors: torch.Tensor | None) -> None:
+def check_memory(label: str, **tensors: Any) -> None:
     """Check tensors that PyTorch itself is to read; its kernels fault where there is no memory.
 
-    Lazy tensors are PyTorch's to resolve, and subclasses and torch.func know what they wrap.
+    Lazy tensors are PyTorch's to resolve, subclasses and torch.func know what they wrap, and a
+    kernel of another device refuses meta tensors. None may stand for a tensor that is absent.
 
     Raises:
         ValueError: the elements of one are not in memory.
     """
     for name, tensor in tensors.items():
-        if tensor is None or type(tensor) not in _PLAIN or is_functorch_wrapped_tensor(tensor):
+        if type(tensor) not in _PLAIN or tensor.is_meta or is_functorch_wrapped_tensor(tensor):
             continue
         reason = reason_without_memory(tensor)
         if reason is not None:

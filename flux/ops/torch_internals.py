@@ -43,8 +43,8 @@ def modes_are_active() -> bool:
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
-        or transforms_are_active()
-        or forward_mode_is_on()
+        or _functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
     )
 
 
@@ -61,7 +61,7 @@ def transform_needs_a_rule() -> bool:
 
 def forward_mode_is_on() -> bool:
     """Whether a level of forward-mode differentiation is open, also that of torch.func.jvp."""
-    level: int = cast(Any, forward_ad)._current_level
+    level: int = forward_ad._current_level
     return level >= 0
 
 
