@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from flux.core.tensors import check_memory
+
 try:
     import fused_weight_gradient_mlp_cuda as apex  # type: ignore[import-not-found, unused-ignore]
 except ImportError:
@@ -87,7 +89,9 @@ def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> No
 
     Raises:
         RuntimeError: main_grad is neither float32 nor of a 16-bit dtype (nor that of dy).
+        ValueError: main_grad has no memory.
     """
+    check_memory("gradient accumulation fusion", main_grad=main_grad)
     kind = main_grad.dtype
     if kind not in (torch.float32, torch.float16, torch.bfloat16, dy.dtype):
         raise RuntimeError(

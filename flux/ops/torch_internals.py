@@ -14,6 +14,7 @@ from torch._C import _functorch, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 try:
@@ -37,15 +38,21 @@ _TRACING = (
 def modes_are_active() -> bool:
     """Whether something watches or transforms calls.
 
-    That is a mode (fake tensors, counters, a default device, ...), a transform of torch.func, or
-    forward-mode differentiation.
+    That is a mode (fake tensors, counters, ...), a transform of torch.func, or forward-mode
+    differentiation. A default device is none of these: what is made in a call names its device.
     """
     return (
         torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or (torch._C._len_torch_function_stack() > 0 and _functions_are_watched())
         or _functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def _functions_are_watched() -> bool:
+    """Whether there is a mode for functions that is more than a default device."""
+    stack = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not all(isinstance(mode, DeviceContext) for mode in stack)
 
 
 def transforms_are_active() -> bool:
