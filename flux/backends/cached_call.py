@@ -13,11 +13,7 @@ import torch
 
 from flux.core.call import Call
 from flux.core.schedule import TileSchedule
-
-
-def _looks(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what an in-place operation can change of a tensor that stays the same object."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+from flux.core.tensors import address_of, bytes_needed, memory_of
 
 
 @dataclass(slots=True)
@@ -34,12 +30,13 @@ class CachedCall:
     x_stride: tuple[int, ...]
     x_dtype: torch.dtype
     x_device: torch.device
+    x_bytes: int  # from its first element to its end
     x_unit: int  # bytes that its address must be a multiple of
     weight: weakref.ref[torch.Tensor]
-    weight_looks: tuple[object, ...]
+    weight_memory: tuple[object, ...]
     weight_ld: int
     bias: weakref.ref[torch.Tensor] | None
-    bias_looks: tuple[object, ...]
+    bias_memory: tuple[object, ...]
     out_rows: int
     columns: int
     bias_ptr: int
@@ -66,33 +63,50 @@ class CachedCall:
             x.stride(),
             x.dtype,
             x.device,
+            bytes_needed(x),
             x_unit,
             weakref.ref(weight),
-            _looks(weight),
+            memory_of(weight),
             weight.stride(0),
             None if bias is None else weakref.ref(bias),
-            () if bias is None else _looks(bias),
+            () if bias is None else memory_of(bias),
             out_rows,
             call.columns[0],
-            0 if bias is None else bias.data_ptr(),
+            0 if bias is None else address_of(bias),
         )
 
     def is_like(self, x: torch.Tensor, weight: object, bias: object, m: int | None) -> bool:
-        """Return whether a call with these arguments differs only in the contents of tensors."""
+        """Return whether a call with these arguments differs only in the contents of tensors.
+
+        Args:
+            x: a plain tensor, like ``weight`` and ``bias`` if those are the same objects as before.
+            weight: of the call.
+            bias: of the call.
+            m: global rows, or None.
+        """
         if self.weight() is not weight or weight is None:  # which a weight that is gone gives
             return False
-        if (bias is None) != (self.bias is None):  # a bias that is gone is not no bias
+        if (bias is None) != (self.bias is None):  # a freed bias differs from None
             return False
         if self.bias is not None and self.bias() is not bias:
             return False
         return (
-            isinstance(x, torch.Tensor)
+            x.dtype is self.x_dtype
+            and x.device == self.x_device
+            and x.layout is torch.strided
+            and not x.is_nested  # has no shape
             and x.shape == self.x_shape
             and x.stride() == self.x_stride
-            and x.dtype is self.x_dtype
-            and x.device == self.x_device
-            and x.data_ptr() % self.x_unit == 0
+            and self._has_memory(x)
             and (m if m is not None else x.shape[0] * self.world) == self.m
-            and _looks(weight) == self.weight_looks
-            and (not isinstance(bias, torch.Tensor) or _looks(bias) == self.bias_looks)
+            and memory_of(weight) == self.weight_memory
+            and (not isinstance(bias, torch.Tensor) or memory_of(bias) == self.bias_memory)
         )
+
+    def _has_memory(self, x: torch.Tensor) -> bool:
+        """Return whether the memory of x holds its values, as many as were checked."""
+        at = x.data_ptr()
+        if at % self.x_unit or x.is_neg() or (at == 0 and self.x_bytes):
+            return False
+        has = x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize
+        return has >= self.x_bytes

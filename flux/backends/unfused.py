@@ -21,6 +21,7 @@ from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
 from flux.core.recorder import Work
 from flux.core.spec import FP8, OpSpec
+from flux.core.tensors import reason_without_memory, settled
 from flux.transport.abandonable import Abandonable
 from flux.transport.exchange import OfGroup
 
@@ -107,7 +108,14 @@ class UnfusedBackend:
 
         ``both_ways``: of two ranks on different hosts each sends while it receives. In gloo's
         all_gather they take turns (transport/network.py says why): it takes twice as long.
+
+        Raises:
+            ValueError: the rows are not in memory.
         """
+        reason = reason_without_memory(x)
+        if reason is not None:
+            raise ValueError(f"{self.spec.label}: rows to gather must be in memory, but {reason}")
+        x = settled(x)
         if self.world == 1:
             return lambda: x
         chunk = _C.core.chunk_rows(m, self.world)

@@ -9,6 +9,7 @@ import torch
 
 from flux import _C
 from flux.core.spec import OpSpec
+from flux.core.tensors import reason_without_memory, settled
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class Call:
         m: global rows.
         x: own rows [own, K] (AllGather) or [M, K/W]; unit stride in its last dimension.
         weights: each as the user keeps it, [columns, K] or (transpose_weight) [K, columns].
+            Neither these nor x, biases and scales are lazy.
         columns: columns of each weight.
         biases: one per weight, or None.
         scale_x: float32, [rows of x] or [1] (scaling = row | tensor); None without scaling.
@@ -77,7 +79,7 @@ class CallChecker:
                 expected.
         """
         spec = self.spec
-        self._tensor("x", x)
+        x = self._tensor("x", x)
         if x.dim() != 2 or x.shape[1] != self.k:
             raise ValueError(f"{spec.label}: x must be [rows, {self.k}], got {list(x.shape)}")
         m, rows = _rows(spec, self.world, self.rank, x.shape[0], m)
@@ -86,8 +88,8 @@ class CallChecker:
                 f"{spec.label}: expected {len(self.columns)} weight(s) and bias(es), "
                 f"got {len(weights)} and {len(biases)}"
             )
+        weights = [self._tensor("weight", weight) for weight in weights]
         for weight, expected in zip(weights, self.shapes, strict=True):
-            self._tensor("weight", weight)
             if weight.shape != expected:
                 raise ValueError(
                     f"{spec.label}: weight must be {list(expected)}"
@@ -118,7 +120,7 @@ class CallChecker:
         dense = []
         names = ["scale_x", *["scale_weight"] * len(self.columns)]
         for name, scale, length in zip(names, scales, (rows, *self.columns), strict=True):
-            self._tensor(name, scale, torch.float32)
+            scale = self._tensor(name, scale, torch.float32)
             length = length if spec.scaling == "row" else 1
             in_line = scale.dim() <= 2 and max(scale.shape, default=1) == max(length, 1)
             if scale.numel() != length or (length > 0 and not in_line):
@@ -129,7 +131,10 @@ class CallChecker:
             dense.append(scale.reshape(length))
         return dense
 
-    def _tensor(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    def _tensor(
+        self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return a tensor whose memory native code may read."""
         spec = self.spec
         dtype = dtype or spec.dtype
         if not isinstance(tensor, torch.Tensor):
@@ -138,13 +143,15 @@ class CallChecker:
             raise TypeError(f"{spec.label}: {name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != self.device:
             raise ValueError(f"{spec.label}: {name} must be on {self.where}, got {tensor.device}")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{spec.label}: {name} must be a dense tensor, got {tensor.layout}")
+        reason = reason_without_memory(tensor)
+        if reason is not None:
+            raise ValueError(f"{spec.label}: {name} must be a dense tensor in memory, but {reason}")
+        return settled(tensor)
 
     def _bias(self, bias: torch.Tensor | None, n: int) -> torch.Tensor | None:
         if bias is None:
             return None
-        self._tensor("bias", bias, self.spec.out_dtype)
+        bias = self._tensor("bias", bias, self.spec.out_dtype)
         if bias.shape != (n,):
             raise ValueError(f"{self.spec.label}: bias must be [{n}], got {list(bias.shape)}")
         return bias.contiguous()

@@ -36,10 +36,12 @@ from torch.nn.functional import linear
 
 from flux import _C
 from flux.core.backend import nothing
+from flux.core.tensors import check_memory
 from flux.layers.wgrad import Grad, WeightGrad
 from flux.ops import AGGemm, GemmAR, GemmRS
 from flux.ops.early_gather import EarlyGather
 from flux.ops.pool import OpPool, User
+from flux.ops.transforms import RefuseTwice, check_no_forward_mode
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ def column_linear(
         TypeError: illegal input, on all ranks alike.
         PeerTimeoutError: a peer died or stalled.
     """
+    check_no_forward_mode("a layer of flux")
+    if not how.sequence_parallel or _casts(x, weight):  # else the op checks, on all ranks alike
+        check_memory("column layer", x=x, weight=weight, bias=bias)
     y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how, _early_gather(how, weight))
     return y
 
@@ -98,6 +103,9 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> torc
         TypeError: as ``column_linear``.
         PeerTimeoutError: as ``column_linear``.
     """
+    check_no_forward_mode("a layer of flux")
+    if _casts(x, weight):  # else the op checks, on all ranks alike
+        check_memory("row layer", x=x, weight=weight)
     before, how.pool.early_gather = how.pool.early_gather, None
     z: torch.Tensor = cast(Any, _Row).apply(x, weight, how, before)
     return z
@@ -118,20 +126,6 @@ def _early_gather(how: LinearConfig, weight: torch.Tensor) -> EarlyGather | None
 # -- common part -----------------------------------------------------------------------------------
 
 
-class _RefuseTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise RuntimeError(
-            "a tensor-parallel linear layer of flux.layers cannot be differentiated twice: "
-            "its backward communicates, and there is no backward of that. Compute the gradient "
-            "that is differentiated again (create_graph=True) without these layers"
-        )
-
-
 def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Wrap a backward so that differentiating its results raises.
 
@@ -145,7 +139,8 @@ def once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, .
         if not torch.is_grad_enabled():
             return results
         tensors = [r.detach().requires_grad_() for r in results if isinstance(r, torch.Tensor)]
-        refusing = iter(cast(Any, _RefuseTwice).apply(*tensors) if tensors else ())
+        count = len(tensors)
+        refusing = iter(cast(Any, RefuseTwice).apply(count, *tensors, *grads) if count else ())
         return tuple(next(refusing) if isinstance(r, torch.Tensor) else r for r in results)
 
     return run
@@ -168,6 +163,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype to multiply in: autocast's if that is on and would cast x."""
+    if x.is_meta:
+        return x.dtype  # autocast does not know the device
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype in (
         torch.float32,
@@ -176,6 +173,11 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     ):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def _casts(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether an operand is cast before it is multiplied."""
+    return not x.dtype == weight.dtype == compute_dtype(x)
 
 
 def _open(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> None:
@@ -233,6 +235,9 @@ class _Column(torch.autograd.Function):
         how: LinearConfig = ctx.how
         early: EarlyGather | None = ctx.early
         x, weight, wait = (*ctx.saved_tensors, None) if early is None else early.take(ctx)
+        if wait is None:
+            check_memory("backward of a column layer", x=x)
+        check_memory("backward of a column layer", weight=weight)
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         deferred = need_w and how.wgrad.defer(dy)
         dtype = ctx.dtype
@@ -350,6 +355,7 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
         how: LinearConfig = ctx.how
         x, weight = ctx.saved_tensors
+        check_memory("backward of a row layer", x=x, weight=weight)
         need_x, need_w = ctx.needs_input_grad[:2]
         w, rows = weight.to(ctx.dtype), as_rows(dz).to(ctx.dtype)
         x = as_rows(x) if need_w else None
@@ -441,5 +447,6 @@ class _OwnRows:
         """Add the others' rows, of the gathered rows [M, N]; return the gradient."""
         assert self._dw is not None
         for rows in (slice(self._begin), slice(self._end, None)):
-            self._dw.addmm_(full[rows].t(), self._x[rows])
+            # By out=, which counters of operations know.
+            torch.addmm(self._dw, full[rows].t(), self._x[rows], out=self._dw)
         return self._dw

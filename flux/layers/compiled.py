@@ -16,6 +16,7 @@ compiler. The ops behind a graph stay until ``close_pools()``.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,8 +37,10 @@ from flux.layers.autograd import (
     row_product,
 )
 from flux.layers.wgrad import Grad
-from flux.ops.library import define
+from flux.ops import torch_internals
+from flux.ops.library import define, product_flops
 from flux.ops.pool import User, pool_of
+from flux.ops.transforms import call
 from flux.transport.exchange import resolve_group
 
 
@@ -56,6 +59,15 @@ class Named(NamedTuple):
         return LinearConfig(pool, pool.graphs if user is None else user, *self[1:])
 
 
+def in_graph(*tensors: torch.Tensor | None) -> bool:
+    """Return whether a call with these tensors takes the ops of this module.
+
+    That is in torch.compile's graphs and in others (make_fx, torch.export), inside transforms of
+    torch.func, and where only shapes are computed (fake and meta tensors).
+    """
+    return torch.compiler.is_compiling() or torch_internals.is_traced(*tensors)
+
+
 def column_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -64,11 +76,11 @@ def column_linear(
     user: User | None = None,
 ) -> torch.Tensor:
     """Apply ``flux.layers.autograd.column_linear``; ``user``: the layer, outside of graphs."""
-    if not torch.compiler.is_compiling():
+    if not in_graph(x, weight, bias):
         return autograd.column_linear(x, weight, bias, how.config(user))
     dtype = compute_dtype(x)
     own_bias = bias if bias is not None and bias.dtype == dtype else None
-    y: torch.Tensor = torch.ops.flux.column_linear(x.to(dtype), weight.to(dtype), own_bias, *how)
+    y: torch.Tensor = call("column_linear", x.to(dtype), weight.to(dtype), own_bias, *how)
     return y if bias is None or own_bias is not None else y + bias
 
 
@@ -76,10 +88,10 @@ def row_linear(
     x: torch.Tensor, weight: torch.Tensor, how: Named, user: User | None = None
 ) -> torch.Tensor:
     """Apply ``flux.layers.autograd.row_linear``; ``user``: the layer, outside of graphs."""
-    if not torch.compiler.is_compiling():
+    if not in_graph(x, weight):
         return autograd.row_linear(x, weight, how.config(user))
     dtype = compute_dtype(x)
-    z: torch.Tensor = torch.ops.flux.row_linear(x.to(dtype), weight.to(dtype), *how)
+    z: torch.Tensor = call("row_linear", x.to(dtype), weight.to(dtype), *how)
     return z
 
 
@@ -111,13 +123,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.how = inputs[-len(Named._fields) :]
 
 
-def _backward(grads_of: Any, ctx: Any, dy: torch.Tensor) -> tuple[Grad, Grad]:
+def _backward(grads_of: str, ctx: Any, dy: torch.Tensor) -> tuple[Grad, Grad]:
     """Return (dx, dw), or None in place of one that is not needed. ``grads_of``: a library op."""
     x, weight = ctx.saved_tensors
     need_x, need_w = (bool(need) for need in ctx.needs_input_grad[:2])
     if not (need_x or need_w):
         return None, None
-    grads = grads_of(dy, x, weight, need_x, need_w, *ctx.how)
+    grads = call(grads_of, dy, x, weight, need_x, need_w, *ctx.how)
     return (grads[0] if need_x else None), (grads[-1] if need_w else None)
 
 
@@ -149,7 +161,7 @@ def _column_fake(
 
 
 def _backward_column(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    dx, dw = _backward(torch.ops.flux.column_linear_grad, ctx, dy)
+    dx, dw = _backward("column_linear_grad", ctx, dy)
     db = as_rows(dy).sum(0) if ctx.needs_input_grad[2] else None
     return dx, dw, db, *[None] * len(ctx.how)
 
@@ -178,7 +190,7 @@ def _row_fake(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tensor:
 
 def _backward_row(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
     if ctx.how[1]:
-        dx, dw = _backward(torch.ops.flux.row_linear_grad, ctx, dz)
+        dx, dw = _backward("row_linear_grad", ctx, dz)
     else:  # no communication: the compiler sees both products
         (x, weight), rows = ctx.saved_tensors, as_rows(dz)
         dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
@@ -233,11 +245,32 @@ def _backward_sum_grad(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _backward_gather(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    return torch.ops.flux.cut_features(dy, ctx.group_name), None
+    return call("cut_features", dy, ctx.group_name), None
 
 
 def _backward_cut(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    return torch.ops.flux.gather_features(dy, ctx.group_name), None
+    return call("gather_features", dy, ctx.group_name), None
+
+
+# -- operations of this rank's products, for counters ----------------------------------------------
+
+
+def _linear_flops(x: Any, weight: Any, *args: Any, out_shape: Any) -> int:
+    # The rows that are multiplied: all, which a column layer returns and a row layer takes.
+    rows = max(math.prod(x[:-1]), math.prod(out_shape[:-1]))
+    return product_flops(rows, *weight)
+
+
+def _column_grad_flops(
+    dy: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *how: Any, out_shape: Any
+) -> int:
+    return (need_x + need_w) * product_flops(*dy, weight[1])
+
+
+def _row_grad_flops(
+    dz: Any, x: Any, weight: Any, need_x: bool, need_w: bool, *how: Any, out_shape: Any
+) -> int:
+    return (need_x + need_w) * product_flops(*x, weight[0])
 
 
 # -- registration ----------------------------------------------------------------------------------
@@ -250,6 +283,7 @@ define(
     _column_fake,
     setup=_setup,
     backward=_backward_column,
+    flops=_linear_flops,
 )
 define(
     f"row_linear(Tensor x, Tensor weight, {_HOW}) -> Tensor",
@@ -257,9 +291,10 @@ define(
     _row_fake,
     setup=_setup,
     backward=_backward_row,
+    flops=_linear_flops,
 )
-define("column_linear_grad" + _GRADS, _column_grad, _grads_fake)
-define("row_linear_grad" + _GRADS, _row_grad, _grads_fake)
+define("column_linear_grad" + _GRADS, _column_grad, _grads_fake, flops=_column_grad_flops)
+define("row_linear_grad" + _GRADS, _row_grad, _grads_fake, flops=_row_grad_flops)
 for _name, _kernel, _fake, _backward_of in (
     ("gather_features", _gather_features, _gather_features_fake, _backward_gather),
     ("cut_features", _cut_features, _cut_features_fake, _backward_cut),

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
+from flux.core.tensors import check_memory
 from flux.layers import compiled
 from flux.layers.autograd import once
 from flux.ops.pool import User, pool_of
+from flux.ops.transforms import call
 from flux.transport.exchange import resolve_group
 
 
@@ -142,7 +144,7 @@ class ColumnParallelLinear(ParallelLinear):
         """
         y = compiled.column_linear(x, self.weight, self.bias, self._named(), self._user)
         if self.gather_output and self.world > 1:
-            y = torch.ops.flux.gather_features(y, self.group_name)
+            y = call("gather_features", y, self.group_name)
         return y
 
 
@@ -188,8 +190,9 @@ class RowParallelLinear(ParallelLinear):
 
         Collective.
         """
+        check_memory(type(self).__name__, bias=self.bias)
         if not self.input_is_parallel and self.world > 1:
-            x = torch.ops.flux.cut_features(x, self.group_name)
+            x = call("cut_features", x, self.group_name)
         z = compiled.row_linear(x, self.weight, self._named(), self._user)
         if self.bias is None:
             return z
@@ -204,8 +207,8 @@ def sum_grad(parameter: torch.Tensor, group_name: str) -> torch.Tensor:
 
     For a parameter that every rank applies to its own rows.
     """
-    if torch.compiler.is_compiling():
-        copied: torch.Tensor = torch.ops.flux.sum_grad(parameter, group_name)
+    if compiled.in_graph(parameter):
+        copied: torch.Tensor = call("sum_grad", parameter, group_name)
         return copied
     out: torch.Tensor = cast(Any, _SumGrad).apply(parameter, group_name)
     return out

@@ -163,7 +163,7 @@ class ColumnParallelLinear(_Fused, megatron_layers.ColumnParallelLinear):  # typ
         if not fuses and not (accumulate and _megatron_cannot_accumulate()):
             y: torch.Tensor = super()._forward_impl(input=input, weight=weight, **how)
             return y
-        if fuses and torch.compiler.is_compiling() and buffer is None and not accumulate:
+        if fuses and compiled.in_graph(input, weight) and buffer is None and not accumulate:
             named = self._named(sequence_parallel, allreduce_dgrad)
             return compiled.column_linear(input, weight, how["bias"], named)
         if buffer is not None and not weight.requires_grad:
@@ -202,7 +202,7 @@ class RowParallelLinear(_Fused, megatron_layers.RowParallelLinear):  # type: ign
             return result
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        if torch.compiler.is_compiling() and not self.gradient_accumulation_fusion:
+        if compiled.in_graph(input_, self.weight) and not self.gradient_accumulation_fusion:
             output = compiled.row_linear(input_, self.weight, self._named(self.sequence_parallel))
         else:
             wgrad = WeightGrad(self.gradient_accumulation_fusion)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from flux.core.tensors import check_memory
+
 try:
     import fused_weight_gradient_mlp_cuda as apex  # type: ignore[import-not-found, unused-ignore]
 except ImportError:
@@ -87,7 +89,9 @@ def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> No
 
     Raises:
         RuntimeError: main_grad is neither float32 nor of a 16-bit dtype (nor that of dy).
+        ValueError: main_grad has no memory.
     """
+    check_memory("gradient accumulation fusion", main_grad=main_grad)
     kind = main_grad.dtype
     if kind not in (torch.float32, torch.float16, torch.bfloat16, dy.dtype):
         raise RuntimeError(
@@ -98,7 +102,7 @@ def accumulate(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> No
         run = apex.wgrad_gemm_accum_fp32 if kind == torch.float32 else apex.wgrad_gemm_accum_fp16
         run(x, dy, main_grad)
     elif kind == dy.dtype:
-        main_grad.addmm_(dy.t(), x)
+        torch.addmm(main_grad, dy.t(), x, out=main_grad)  # which counters of operations know
     elif dy.is_cuda and kind == torch.float32:
         main_grad.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
     else:

@@ -12,6 +12,7 @@ from flux.core.backend import OverlapHooks, nothing
 from flux.core.knobs import Knobs, Op
 from flux.core.topology import Topology
 from flux.ops.base import TensorParallelOp, never_refused
+from flux.ops.transforms import call
 
 
 class AGGemm(TensorParallelOp):
@@ -138,7 +139,7 @@ class AGGemm(TensorParallelOp):
         if self._plain(x_shard, *weights, *given, *scales):
             outs = self._run(x_shard, weights, biases, m, scales, return_gathered)
         else:
-            outs = torch.ops.flux.ag_gemm(
+            outs = self._dispatched(
                 x_shard,
                 weights,
                 given,
@@ -160,6 +161,9 @@ class AGGemm(TensorParallelOp):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the op without bias and autograd, beside the caller's work.
 
+        Under modes and with tensor subclasses the work comes behind the op, which the dispatcher
+        has to see.
+
         ``meanwhile`` is called once, when the own rows are multiplied and others are under way: a
         backward pass begins with its weight gradient there. ``arrived`` is called once, when the
         last rows have come and are to be multiplied: another transfer can begin. On GPUs both are
@@ -173,7 +177,12 @@ class AGGemm(TensorParallelOp):
         """
         self._check_types(x_shard, weight)
         hooks = OverlapHooks(never_refused(meanwhile), never_refused(arrived))
-        y, x_full = self._run(x_shard, [weight], [None], gather=True, hooks=hooks)
+        if self._plain(x_shard, weight):
+            y, x_full = self._run(x_shard, [weight], [None], gather=True, hooks=hooks)
+        else:
+            rest: tuple[Any, ...] = ([], [False], None, True, self.handle, [])  # no bias, gathered
+            y, x_full = self._dispatched(x_shard, [weight], *rest)
+            self._guarded(hooks.both)
         return y, x_full
 
     def start_gather(self, x_shard: torch.Tensor, m: int) -> Callable[[], torch.Tensor]:
@@ -183,7 +192,11 @@ class AGGemm(TensorParallelOp):
             What waits for them and returns them, [M, K]; raises PeerTimeoutError. Other calls of
             this op may come before that, and other gathers, in the same order on all ranks.
         """
-        return self._unfused.start_gather(x_shard, m, both_ways=self.waits_for_hosts)
+        self._check_types(x_shard)
+        if self._plain(x_shard):
+            return self._unfused.start_gather(x_shard, m, both_ways=self.waits_for_hosts)
+        x_full: torch.Tensor = call("gather_rows", x_shard, m, self.handle)
+        return lambda: x_full
 
 
 def _scales(of_x: Any, of_weight: Any) -> list[Any]:

@@ -26,8 +26,9 @@ import torch
 from flux.ops.ag_gemm import AGGemm
 from flux.ops.base import TensorParallelOp, op_of
 from flux.ops.gemm_rs import GemmRS
-from flux.ops.library import define, differentiate
+from flux.ops.library import define, differentiate, product_flops
 from flux.ops.pool import pool_of
+from flux.ops.transforms import call
 
 Grad = torch.Tensor | None
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741
@@ -80,6 +81,10 @@ def _scatter_grad_fake(
     return dys[0].new_empty(op.own_rows_symbolic(dys[0].shape[0]), op.spec.k)
 
 
+def _scatter_grad_flops(dys: Any, weights: Any, *args: Any, out_shape: Any) -> int:
+    return sum(product_flops(*dy, out_shape[1]) for dy in dys)
+
+
 def _gather_grad(
     dz: torch.Tensor, weight: torch.Tensor, m: int, need_full: bool, handle: int
 ) -> list[torch.Tensor]:
@@ -98,6 +103,10 @@ def _gather_grad_fake(
     return [dx, dz.new_empty(m, dz.shape[1])] if need_full else [dx]
 
 
+def _gather_grad_flops(dz: Any, *args: Any, out_shape: Any) -> int:
+    return product_flops(*out_shape[0], dz[1])
+
+
 def _gather_rows(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
     """Gather own rows of x into all M rows; padding at the end of x is ignored."""
     op = op_of(handle)
@@ -109,20 +118,26 @@ def _gather_rows_fake(x: torch.Tensor, m: int, handle: int) -> torch.Tensor:
     return x.new_empty(m, x.shape[1])
 
 
-for _schema, _kernel, _fake in (
-    (
-        "scatter_grad(Tensor[] dys, Tensor[] weights, Tensor? d_gathered, int handle) -> Tensor",
-        _scatter_grad,
-        _scatter_grad_fake,
-    ),
-    (
-        "gather_grad(Tensor dz, Tensor weight, SymInt m, bool need_full, int handle) -> Tensor[]",
-        _gather_grad,
-        _gather_grad_fake,
-    ),
-    ("gather_rows(Tensor x, SymInt m, int handle) -> Tensor", _gather_rows, _gather_rows_fake),
-):
-    define(_schema, _kernel, _fake, ordered=True)
+define(
+    "scatter_grad(Tensor[] dys, Tensor[] weights, Tensor? d_gathered, int handle) -> Tensor",
+    _scatter_grad,
+    _scatter_grad_fake,
+    ordered=True,
+    flops=_scatter_grad_flops,
+)
+define(
+    "gather_grad(Tensor dz, Tensor weight, SymInt m, bool need_full, int handle) -> Tensor[]",
+    _gather_grad,
+    _gather_grad_fake,
+    ordered=True,
+    flops=_gather_grad_flops,
+)
+define(
+    "gather_rows(Tensor x, SymInt m, int handle) -> Tensor",
+    _gather_rows,
+    _gather_rows_fake,
+    ordered=True,
+)
 
 
 # -- formulas ------------------------------------------------------------------------------------
@@ -149,13 +164,13 @@ def _backward_ag_gemm(ctx: Any, grads: Sequence[Grad]) -> tuple[Any, ...]:
     dx: Grad = None
     if need_x:
         d_gathered = grads[-1] if ctx.return_gathered else None
-        dx = torch.ops.flux.scatter_grad(dys, weights, d_gathered, ctx.handle)
+        dx = call("scatter_grad", dys, weights, d_gathered, ctx.handle)
         padding = x.shape[0] - dx.shape[0]
         if padding > 0:
             dx = torch.cat([dx, dx.new_zeros(padding, dx.shape[1])])
     dws: list[Grad] = [None] * len(weights)
     if any(need_w):
-        full = torch.ops.flux.gather_rows(x, ctx.m, ctx.handle)
+        full = call("gather_rows", x, ctx.m, ctx.handle)
         dws = [_weight_grad(op, dy, full) if n else None for dy, n in zip(dys, need_w, strict=True)]
     biased = [dy for dy, present in zip(dys, ctx.has_bias, strict=True) if present]
     dbs = [dy.sum(0) if n else None for dy, n in zip(biased, need_b, strict=True)]
@@ -179,10 +194,10 @@ def _backward_gemm_rs(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
     dx: Grad = None
     full: Grad = None
     if need_x:
-        dx, *rest = torch.ops.flux.gather_grad(dz, weight, m, need_w, ctx.handle)
+        dx, *rest = call("gather_grad", dz, weight, m, need_w, ctx.handle)
         full = rest[0] if need_w else None
     elif need_w:
-        full = torch.ops.flux.gather_rows(dz, m, ctx.handle)
+        full = call("gather_rows", dz, m, ctx.handle)
     return dx, (None if full is None else _weight_grad(op, full, x)), dbs, None, []
 
 

@@ -40,6 +40,7 @@ from flux.ops.executor import (
     resolve_topology,
     who_shares_memory,
 )
+from flux.ops.transforms import call, check_no_forward_mode
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
@@ -92,6 +93,7 @@ class TensorParallelOp:
         scaling: str = "none",
         activation: str = "none",
     ) -> None:
+        self._runs = 0  # calls that have reached this op
         self._closed = True
         self._released = False  # nothing is left to give back
         self._broken: str | None = None
@@ -100,7 +102,8 @@ class TensorParallelOp:
         exchange = open_exchange(group, type(self).__name__)
         # Nothing may be exchanged while a stream is captured, which it is on all ranks or on none.
         refuse_capture(type(self).__name__, exchange)
-        with built_together(exchange, timeout_s, self._give_up):
+        # Memory of the op outlives modes: fake tensors, a default device, inference mode.
+        with torch_internals.outside_modes(), built_together(exchange, timeout_s, self._give_up):
             spec: OpSpec | None = None
             knobs = Knobs()
             problem: Exception | None = None
@@ -277,19 +280,40 @@ class TensorParallelOp:
             return None  # the dispatcher will see the call, and traces do not see weak references
         if self._backend is None or self._comparison is not None:
             return None
-        again = self._backend.again(x, weight, bias, m)
-        if again is None:
-            return None
         if not (self._unseen(x, weight) if bias is None else self._unseen(x, weight, bias)):
             return None
-        return self._guarded(again)
+        again = self._backend.again(x, weight, bias, m)
+        return None if again is None else self._guarded(again)
+
+    def _dispatched(self, *args: Any) -> Any:
+        """Call ``torch.ops.flux``, where modes, subclasses and autograd see the call.
+
+        Their errors before the op itself is reached are told to the peers, as the op's own are.
+        """
+        if torch.compiler.is_compiling():
+            return call(self.kind.name, *args)
+        runs = self._runs
+        try:
+            return call(self.kind.name, *args)
+        except Exception as error:
+            if self._runs == runs:
+                why = f"{type(error).__name__}: {error}"
+                self._guarded(lambda: self._refuse(ValueError(why)))
+            raise
 
     def _check_types(self, *tensors: object) -> None:
         """Raise for tensors that the dispatcher would reject or fake before the peers are told."""
+        try:
+            check_no_forward_mode(self.spec.label)
+        except ValueError as error:
+            self._turn_away(error)
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 kind = type(tensor).__name__
                 self._turn_away(TypeError(f"{self.spec.label}: expected a tensor, got {kind}"))
+            elif type(tensor) not in _PLAIN_TYPES and torch_internals.is_dtensor(tensor):
+                text = "a DTensor has no layout that an op knows: pass its to_local()"
+                self._turn_away(TypeError(f"{self.spec.label}: {text}"))
             elif tensor.is_meta:
                 self._turn_away(
                     ValueError(
@@ -347,6 +371,7 @@ class TensorParallelOp:
         Returns:
             The result of each weight, and the gathered x if ``gather``.
         """
+        self._runs += 1
         return self._guarded(lambda: self._call(x, weights, biases, m, scales, gather, hooks))
 
     def _call(

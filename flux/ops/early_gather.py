@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from flux.core.tensors import reason_without_memory
+
 Gather = Callable[[torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
 
 
@@ -48,7 +50,7 @@ class EarlyGather:
             return
         # Looked up once: what recomputes or fetches saved tensors may give them out only once.
         self._saved = x, weight = ctx.saved_tensors
-        if x.untyped_storage().nbytes():  # else its owner has freed it, and is to compute it again
+        if reason_without_memory(x) is None:  # else its owner freed it, and will compute it again
             self._wait = self._start(x, weight)
 
     def take(

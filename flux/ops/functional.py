@@ -20,8 +20,9 @@ from flux.ops.ag_gemm import AGGemm
 from flux.ops.base import TensorParallelOp
 from flux.ops.gemm_ar import GemmAR
 from flux.ops.gemm_rs import GemmRS
-from flux.ops.library import define, spread
+from flux.ops.library import define, product_flops, spread
 from flux.ops.pool import OpPool, pool_of
+from flux.ops.transforms import call
 from flux.transport.exchange import resolve_group
 
 
@@ -49,9 +50,8 @@ def fused_all_gather_matmul(
     Gathering the last dimension gathers the contraction itself: every output element needs all
     ranks, so there is nothing to overlap with, and the library path runs.
     """
-    gathered, outs = torch.ops.flux.fused_all_gather_matmul(
-        A_shard, list(Bs), gather_dim, group_name, return_A=return_A
-    )
+    args = (A_shard, list(Bs), gather_dim, group_name)
+    gathered, outs = call("fused_all_gather_matmul", *args, return_A=return_A)
     return gathered, outs
 
 
@@ -71,9 +71,8 @@ def fused_matmul_reduce_scatter(
         ValueError, TypeError: refused input, on all ranks alike.
         PeerTimeoutError: a peer died or stalled.
     """
-    out: torch.Tensor = torch.ops.flux.fused_matmul_reduce_scatter(
-        A, B, reduce_op, scatter_dim, group_name
-    )
+    args = (A, B, reduce_op, scatter_dim, group_name)
+    out: torch.Tensor = call("fused_matmul_reduce_scatter", *args)
     return out
 
 
@@ -334,18 +333,32 @@ def _matmul_all_reduce_fake(
     return A.new_empty(A.shape[0], B.shape[1])
 
 
+def _all_gather_matmul_flops(A: Any, Bs: Any, *args: Any, out_shape: Any, **options: Any) -> int:
+    return sum(product_flops(*out, B[0]) for B, out in zip(Bs, out_shape[1], strict=True))
+
+
+def _graph_all_gather_matmul_flops(A: Any, Bs: Any, *args: Any, out_shape: Any) -> int:
+    return sum(product_flops(*out, B[0]) for B, out in zip(Bs, out_shape, strict=False))
+
+
+def _matmul_flops(A: Any, B: Any, *args: Any, out_shape: Any) -> int:
+    return product_flops(*A, B[1])
+
+
 define(
     "fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, "
     "bool return_A = True) -> (Tensor?, Tensor[])",
     _all_gather_matmul,
     _all_gather_matmul_fake,
     ordered=True,
+    flops=_all_gather_matmul_flops,
 )
 define(
     "graph_all_gather_matmul(Tensor A, Tensor[] Bs, Tensor[] biases, bool[] has_bias, "
     "int gather_dim, str group_name, bool return_A) -> Tensor[]",
     _graph_all_gather_matmul,
     _graph_all_gather_matmul_fake,
+    flops=_graph_all_gather_matmul_flops,
 )
 _SCATTER = "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor"
 define(
@@ -353,14 +366,17 @@ define(
     _matmul_reduce_scatter,
     _matmul_reduce_scatter_fake,
     ordered=True,
+    flops=_matmul_flops,
 )
 define(
     "graph_matmul_reduce_scatter" + _SCATTER,
     _graph_matmul_reduce_scatter,
     _matmul_reduce_scatter_fake,
+    flops=_matmul_flops,
 )
 define(
     "graph_matmul_all_reduce(Tensor A, Tensor B, str reduce_op, str group_name) -> Tensor",
     _graph_matmul_all_reduce,
     _matmul_all_reduce_fake,
+    flops=_matmul_flops,
 )

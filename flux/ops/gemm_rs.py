@@ -105,8 +105,7 @@ class GemmRS(TensorParallelOp):
         self._check_grad(x, weight, *biases, *scales)
         if self._plain(x, weight, *biases, *scales):
             return self._run(x, [weight], [bias], scales=scales)[0]
-        run = torch.ops.flux.gemm_rs if self.kind.scatters else torch.ops.flux.gemm_ar
-        out: torch.Tensor = run(x, weight, biases, self.handle, scales)
+        out: torch.Tensor = self._dispatched(x, weight, biases, self.handle, scales)
         return out
 
     def overlapped(
@@ -122,4 +121,8 @@ class GemmRS(TensorParallelOp):
         """
         self._check_types(x, weight)
         hooks = OverlapHooks(never_refused(meanwhile))
-        return self._run(x, [weight], [None], hooks=hooks)[0]
+        if self._plain(x, weight):
+            return self._run(x, [weight], [None], hooks=hooks)[0]
+        out: torch.Tensor = self._dispatched(x, weight, [], self.handle, [])
+        self._guarded(hooks.both)
+        return out

@@ -7,14 +7,17 @@ checks, with its own message, and on all ranks alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from flux.core.knobs import Op
 from flux.ops import torch_internals
 from flux.ops.base import op_of
+from flux.ops.transforms import FORMULAS, Formula, no_formula, run_once, without_forward_mode
 
 LIBRARY: torch.library.Library = torch.library.Library("flux", "DEF")
 GATHERING_SCHEMA = (
@@ -36,6 +39,7 @@ def define(
     ordered: bool = False,
     setup: Callable[..., None] | None = None,
     backward: Callable[..., tuple[Any, ...]] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> None:
     """Define ``torch.ops.flux.NAME``.
 
@@ -47,16 +51,32 @@ def define(
             ranks: a compiler that removes one whose result nobody reads, or that swaps two because
             this rank's shapes make it look better, leaves the other ranks waiting in another place.
         setup: as for ``differentiate``.
-        backward: as for ``differentiate``; None: there is none here.
+        backward: as for ``differentiate``; None: differentiating the op raises, unless
+            ``differentiate`` is called later.
+        flops: returns the operations of this rank's products, for counters as torch's
+            FlopCounterMode: takes the arguments with shapes in place of tensors, and out_shape;
+            None: it has no products.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, without_forward_mode(name, kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"flux::{name}", fake, lib=LIBRARY)
+    if flops is not None:
+        register_flop_formula(getattr(torch.ops.flux, name))(flops)
     if ordered:
         torch_internals.register_ordered(getattr(torch.ops.flux, name).default)
+    FORMULAS[name] = no_formula(name)
     if backward is not None and setup is not None:
         differentiate(name, setup, backward)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any, **options: Any) -> None:
+        FORMULAS[name].setup(ctx, inputs, output)
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        return run_once(FORMULAS[name].backward, ctx, ctx.needs_input_grad, grads)
+
+    # torch.library calls ``save`` with keyword-only arguments of the op by a name of their own.
+    torch.library.register_autograd(f"flux::{name}", run, setup_context=save, lib=LIBRARY)
 
 
 def differentiate(
@@ -67,9 +87,10 @@ def differentiate(
     Args:
         name: of the op, as in its schema.
         setup: saves what the backward needs: (ctx, inputs, output).
-        backward: returns a gradient or None for each input: (ctx, gradients of the outputs).
+        backward: returns a gradient or None for each input: (ctx, gradients of the outputs). Its
+            results cannot be differentiated again.
     """
-    torch.library.register_autograd(f"flux::{name}", backward, setup_context=setup, lib=LIBRARY)
+    FORMULAS[name] = Formula(setup, backward)
 
 
 def spread(biases: Sequence[torch.Tensor], has_bias: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -132,8 +153,22 @@ def _reduce_fake(
     return x.new_empty(rows, weight.shape[side], dtype=op.spec.out_dtype)
 
 
+def product_flops(*shape: int) -> int:
+    """Return the operations of a product, of all of its dimensions: those of x, and N."""
+    return 2 * math.prod(shape)
+
+
+def _gather_flops(x: Any, weights: Any, *args: Any, out_shape: Any) -> int:
+    return sum(product_flops(*out, x[1]) for out in out_shape[: len(weights)])
+
+
+def _reduce_flops(x: Any, weight: Any, *args: Any, out_shape: Any) -> int:
+    return product_flops(*x, out_shape[1])
+
+
 for _op in Op:
+    _how: tuple[Any, ...] = (REDUCING_SCHEMA, _reduce, _reduce_fake, _reduce_flops)
     if _op.gathers:
-        define(_op.name + GATHERING_SCHEMA, _gather, _gather_fake, ordered=True)
-    else:
-        define(_op.name + REDUCING_SCHEMA, _reduce, _reduce_fake, ordered=True)
+        _how = (GATHERING_SCHEMA, _gather, _gather_fake, _gather_flops)
+    _schema, _kernel, _fake, _flops = _how
+    define(_op.name + _schema, _kernel, _fake, ordered=True, flops=_flops)

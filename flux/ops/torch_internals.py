@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 import torch._higher_order_ops.effects as _effects
 import torch.distributed as dist
+from torch._C import _functorch, _TorchDispatchModeKey
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     from torch._library.effects import EffectType
@@ -20,12 +28,88 @@ def register_ordered(op: Any) -> None:
     _effects._register_effectful_op(op, EffectType.ORDERED)
 
 
+_TRACING = (
+    _TorchDispatchModeKey.FAKE,
+    _TorchDispatchModeKey.PROXY,
+    _TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
 def modes_are_active() -> bool:
-    """Whether a dispatch mode (fake tensors, counters, ...) or functorch transform is in force."""
+    """Whether something watches or transforms calls.
+
+    That is a mode (fake tensors, counters, ...), a transform of torch.func, or forward-mode
+    differentiation. A default device is none of these: what is made in a call names its device.
+    """
     return (
         torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch._C._len_torch_function_stack() > 0 and _functions_are_watched())
+        or _functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
     )
+
+
+def _functions_are_watched() -> bool:
+    """Whether there is a mode for functions that is more than a default device."""
+    stack = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not all(isinstance(mode, DeviceContext) for mode in stack)
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of torch.func is in force: grad, vjp, vmap, jvp, functionalize."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def transform_needs_a_rule() -> bool:
+    """Whether the innermost transform of torch.func differentiates or vectorizes."""
+    innermost = _functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() != _functorch.TransformType.Functionalize
+
+
+def forward_mode_is_on() -> bool:
+    """Whether a level of forward-mode differentiation is open, also that of torch.func.jvp."""
+    level: int = forward_ad._current_level
+    return level >= 0
+
+
+def is_traced(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call with these tensors is traced, transformed, or computed by shape only.
+
+    Then layers use the ops of graphs, which have fake kernels, and need no op of their own.
+    """
+    if transforms_are_active():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0 and any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACING
+    ):
+        return True
+    return any(
+        isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta
+        for tensor in tensors
+        if tensor is not None
+    )
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing their module, which takes a while."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Make real tensors, on the device and as the code says, whatever modes are active.
+
+    The body may make memory that lives longer than the modes.
+    """
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
 
 
 F = TypeVar("F", bound=Callable[..., object])

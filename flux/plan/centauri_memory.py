@@ -35,6 +35,7 @@ import torch.distributed as dist
 from flux import _C
 from flux.core.dtypes import DTYPES
 from flux.core.integers import round_up
+from flux.core.tensors import address_of
 from flux.machine.host import memory_identity
 from flux.transport import shm
 from flux.transport.exchange import Exchange, resolve_group
@@ -132,8 +133,8 @@ def add_up(out: torch.Tensor, sources: Sequence[torch.Tensor], scale: float = 1.
     if found is None or found.native is None:
         raise ValueError(f"gradients of {out.dtype} cannot be added up")
     if out.numel():
-        pointers = [source.data_ptr() for source in sources]
-        _C.reduce(found.native, pointers, out.data_ptr(), 0, 1, out.numel(), scale)
+        pointers = [address_of(source) for source in sources]
+        _C.reduce(found.native, pointers, address_of(out), 0, 1, out.numel(), scale)
 
 
 def share_memory(

@@ -11,8 +11,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from flux.core.tensors import check_memory
 from flux.layers import linear
 from flux.layers.linear import sum_grad
+from flux.ops.transforms import call
 from flux.plan.domino_linear import column_linear, row_linear
 from flux.plan.policies.fuse import WHICH
 
@@ -31,7 +33,7 @@ class ColumnParallelLinear(linear.ColumnParallelLinear):
         how = self._named().config(self._user) if self.fused_in_slices else None
         y = column_linear(x, self.weight, self.group, self.sequence_parallel, how, self.bias)
         if self.gather_output:
-            y = torch.ops.flux.gather_features(y, self.group_name)
+            y = call("gather_features", y, self.group_name)
         return y
 
 
@@ -44,8 +46,9 @@ class RowParallelLinear(linear.RowParallelLinear):
         """Apply the layer: [s, ..., in_features(/W)] -> [s(/W), ..., out_features]. Collective."""
         if self.world == 1:
             return super().forward(x)
+        check_memory(type(self).__name__, bias=self.bias)
         if not self.input_is_parallel:
-            x = torch.ops.flux.cut_features(x, self.group_name)
+            x = call("cut_features", x, self.group_name)
         how = self._named().config(self._user) if self.fused_in_slices else None
         z = row_linear(x, self.weight, self.group, self.sequence_parallel, how)
         if self.bias is None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from flux.backends.unfused import all_gather, reduce_scatter
+from flux.core.tensors import check_memory
 from flux.layers import autograd
 from flux.layers.autograd import LinearConfig
+from flux.ops.transforms import check_no_transforms
 from flux.plan.slices import before_wait, current_slice, note, running
 
 
@@ -78,6 +81,24 @@ def _all_gather(whole: torch.Tensor, part: torch.Tensor, **how: Any) -> Any:
 # -- the nodes of autograd -------------------------------------------------------------------------
 
 
+def _not_twice(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a backward so that it raises where autograd would record it, to differentiate it again.
+
+    Sums in place that are under way when it returns have no place in a graph.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "layers under Domino cannot be differentiated twice: their backward communicates, "
+                "and there is no backward of that. Do not use create_graph=True with them"
+            )
+        return backward(ctx, *grads)
+
+    return run
+
+
 class _ColumnInput(torch.autograd.Function):
     """``in``: forward gathers with sequence parallelism; backward waits for the gradient."""
 
@@ -87,6 +108,7 @@ class _ColumnInput(torch.autograd.Function):
         return channel.gather("forward", x) if channel.sequence_parallel else x.view_as(x)
 
     @staticmethod
+    @_not_twice
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (reduced,) = ctx.channel.wait("backward")
         return reduced, None
@@ -111,8 +133,10 @@ class _ColumnLinear(torch.autograd.Function):
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
+    @_not_twice
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        check_memory("backward of a column layer", dy=grad, x=x, weight=weight)
         ctx.channel.note("backward", "column")
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
@@ -142,8 +166,10 @@ class _RowLinear(torch.autograd.Function):
         return tuple(pieces)
 
     @staticmethod
+    @_not_twice
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        check_memory("backward of a row layer", x=x, weight=weight)
         if ctx.channel.sequence_parallel:
             (grad,) = ctx.channel.wait("backward")  # all columns, of which ``grads`` are parts
         else:
@@ -164,6 +190,7 @@ class _RowOutput(torch.autograd.Function):
         return sums[0].view_as(sums[0]) if len(sums) == 1 else torch.cat(sums, -1)
 
     @staticmethod
+    @_not_twice
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.channel.sequence_parallel:
             grad = ctx.channel.gather("backward", grad)
@@ -198,6 +225,8 @@ def column_linear(
     Returns:
         [..., N/W].
     """
+    check_no_transforms("a layer under Domino")
+    check_memory("column layer", x=x, weight=weight, bias=bias)
     channel = Channel(group, sequence_parallel, "column")
     entered = x if fused else cast(Any, _ColumnInput).apply(x, channel)
     if (slices := running()) is not None:
@@ -231,6 +260,8 @@ def row_linear(
     Raises:
         ValueError: a fused op in a column split, which would cut it.
     """
+    check_no_transforms("a layer under Domino")
+    check_memory("row layer", x=x, weight=weight)
     channel = Channel(group, sequence_parallel, "row")
     slices = running()
     columns = 1 if slices is None else slices.columns

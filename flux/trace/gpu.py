@@ -22,6 +22,7 @@ import torch
 
 from flux import _C
 from flux.core.recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LANE, Record, Work
+from flux.core.tensors import address_of
 
 if TYPE_CHECKING:
     from flux.backends.cuda.backend import CudaBackend
@@ -90,9 +91,9 @@ class KernelTrace:
         begun = BLOCKS * _C.TRACE_UNITS
         self.memory = backend.device.zeros(_HEADER + begun + capacity * _RECORD, torch.int64)
         self._records = self.memory[_HEADER + begun :]
-        address = self.memory.data_ptr()
+        address = address_of(self.memory)
         header = (capacity << 32, address + 8 * (_HEADER + begun), address + 8 * _HEADER, BLOCKS)
-        self.memory[:_HEADER] = torch.tensor(header, dtype=torch.int64)
+        self.memory[:_HEADER] = torch.tensor(header, dtype=torch.int64, device="cpu")
 
     def read(self, offset_ns: int) -> tuple[list[KernelRecord], int]:
         """Return the records, and the number dropped. Call it when the kernels are done."""
@@ -184,12 +185,12 @@ class GpuRecorder:
             tied = self.streams.tie(
                 self.device.current_stream(),
                 kernel if kernel.traces else None,
-                self._times.data_ptr(),
+                address_of(self._times),
             )
         self.tie = ClockOffset(*tied)
         for op, backend in zip(self.ops, self.backends, strict=True):
             memory = self.kernels.get(backend.rank)
-            backend.native.trace(0 if memory is None else memory.memory.data_ptr(), self.streams)
+            backend.native.trace(0 if memory is None else address_of(memory.memory), self.streams)
             self._agents |= backend.peers.trace(self.streams)
             backend.recorder = self
             op._unfused.trace(StreamStamps(self, backend))

@@ -172,7 +172,7 @@ class CudaDevice:
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return pinned memory: with unified addressing, the device uses the host's address."""
-        return torch.zeros(count, dtype=dtype, pin_memory=True)
+        return torch.zeros(count, dtype=dtype, device="cpu", pin_memory=True)
 
     def synchronize(self) -> None:
         """Wait until all work on the device is done."""

@@ -55,6 +55,12 @@ def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     return group
 
 
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Return whether the ranks of a group are pretended (torch.testing's backend "fake")."""
+    parts = dist.get_backend(group).split(",")  # "gloo", or "cpu:gloo,cuda:nccl"
+    return any(part.rpartition(":")[2] == "fake" for part in parts)
+
+
 class OfGroup:
     """Belongs to a process group of the user, which it does not keep alive.
 
@@ -221,6 +227,12 @@ class Exchange(OfGroup):
     def _gather(self, value: _Told, extra_s: float) -> list[_Told]:
         if self.world == 1:
             return [value]
+        if is_fake(self.group):
+            self._ended = True
+            raise ValueError(
+                f"{self.label}: the process group has the backend 'fake', whose other ranks do not "
+                "exist: an op needs real ones. Layers take fake and meta tensors there"
+            )
         if self.group in _lost:
             self._ended = True
             raise PeerTimeoutError(

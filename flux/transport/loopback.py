@@ -57,6 +57,7 @@ import torch
 from flux import _C
 from flux.core.env import POISON
 from flux.core.recorder import Work
+from flux.core.tensors import address_of
 from flux.transport.base import Memory, Peers, first_signal
 from flux.transport.device import Device
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
@@ -229,8 +230,8 @@ class LoopbackPeers(Peers):
         self.world = of.world
         self.memory = memory
         self.driver = of.device.driver
-        self.pads = [pad.data_ptr() for pad in memory.pads]
-        self.data = [data.data_ptr() for data in memory.data]
+        self.pads = [address_of(pad) for pad in memory.pads]
+        self.data = [address_of(data) for data in memory.data]
         self.signals = [pad + first_signal(self.world) * WORD for pad in self.pads]
         self.offers = [signals + layout.signals * WORD for signals in self.signals]
         pinned = of.device.pinned
@@ -323,7 +324,7 @@ class LoopbackPeers(Peers):
         for peer, agent in self.of.agents.items():
             with self._traced(agent, Work.enter, peer):
                 self.driver.signal(agent, self.pads[REAL] + peer * WORD, epoch & 0xFFFFFFFF)
-        return self._provided.rows.data_ptr()
+        return address_of(self._provided.rows)
 
     @contextmanager
     def _traced(self, agent: int, work: Work, peer: int, **what: int) -> Iterator[None]:
@@ -388,7 +389,7 @@ class LoopbackPeers(Peers):
                 address = self.signals[REAL] + flag * WORD
                 self.driver.signal(agent, address, value)
                 rest = (slab.flags - 1) * WORD
-                self.driver.copy(agent, address + WORD, words.data_ptr(), rest)
+                self.driver.copy(agent, address + WORD, address_of(words), rest)
 
     def _slabs(self, tiling: _C.core.ScatterTiling, m: int, rows: int) -> list[_Slab]:
         """Return this rank's rows in slabs of whole tile rows, about ``rows`` each."""
@@ -414,7 +415,7 @@ class LoopbackPeers(Peers):
             self.driver.order_after(later=agent, earlier=stream)
             begin = self.layout.rest_offset + self._row(m, peer)
             size = _C.core.row_count(m, self.world, peer) * self.layout.row_bytes
-            provided = self._provided.rows.data_ptr()
+            provided = address_of(self._provided.rows)
             with self._traced(agent, Work.copy, REAL, nbytes=size):
                 self.driver.copy(agent, self.data[REAL] + begin, provided + begin, size)
             done = self.pads[REAL] + (self.world + peer) * WORD
@@ -422,7 +423,7 @@ class LoopbackPeers(Peers):
 
     def end(self, stream: int, epoch: int) -> None:
         """Signal that no stream reads the provided data any more."""
-        self.driver.signal(stream, self.finished.data_ptr(), epoch & 0xFFFFFFFF)
+        self.driver.signal(stream, address_of(self.finished), epoch & 0xFFFFFFFF)
 
     def let_go(self, epoch: int) -> None:
         """Raise every word of the peers' pads, which only agents and this rank's copies await."""

@@ -313,7 +313,7 @@ class Network:
             return
         channel = cast(Any, self._channel)
         for link in self._links:
-            token = torch.empty(1, dtype=torch.uint8)
+            token = torch.empty(1, dtype=torch.uint8, device="cpu")
             try:
                 channel.recv([token], link.peer, ABORT_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
@@ -429,7 +429,7 @@ class _Link:
                 raise _Gone
 
     def _receive_calls(self) -> None:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         while True:
             self._channel.recv([header], self.peer, HEADER_TAG).wait(FOREVER)
             self._publish(bytes(header.numpy()))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from flux import _C
 from flux.core.errors import PeerTimeoutError
+from flux.core.tensors import address_of
 from flux.transport.base import Memory, Peers, sm_share
 from flux.transport.device import Device
 from flux.transport.exchange import Exchange
@@ -109,7 +110,7 @@ class Nodes:
         self._kept = inside
 
         def by_rank(of_node: list[torch.Tensor]) -> list[torch.Tensor]:
-            empty = torch.empty(0)
+            empty = torch.empty(0, device="cpu")
             return [
                 of_node[rank - self.node.start] if rank in self.node else empty
                 for rank in range(self.world)
@@ -137,7 +138,7 @@ class Nodes:
                 id=identifier,
                 rank=self.rank,
                 world=self.world,
-                data=memory.data[self.rank].data_ptr(),
+                data=address_of(memory.data[self.rank]),
                 blocks=blocks,
                 timeout_ns=int(self.timeout_s * 1e9),
             )

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from flux import _C
 from flux.core.errors import PeerTimeoutError
 from flux.core.integers import round_up
+from flux.core.tensors import address_of
 from flux.transport.base import SPARE, Memory, first_signal
 from flux.transport.device import CudaDevice, Device
 from flux.transport.exchange import Exchange, resolve_group
@@ -262,9 +263,9 @@ class Nvshmem(SymmMem):
             rank=self.rank,
             world=self.world,
             others=[rank for rank in range(self.world) if rank not in self.node],
-            data=memory.data[self.rank].data_ptr(),
+            data=address_of(memory.data[self.rank]),
             mail=self._allocate(_C.mail_words(self.world, boxes) * MAIL_WORD),
-            status=memory.pads[self.rank].data_ptr() + status * WORD,
+            status=address_of(memory.pads[self.rank]) + status * WORD,
             boxes=boxes,
         )
 

@@ -263,7 +263,7 @@ class OneGpuExchange:
         node = range(self.rank // lanes * lanes, (self.rank // lanes + 1) * lanes)
 
         def here(of_all: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [t if r in node else torch.empty(0) for r, t in enumerate(of_all)]
+            return [t if r in node else torch.empty(0, device="cpu") for r, t in enumerate(of_all)]
 
         return Memory(here(everybody.pads), here(everybody.data), everybody.multicast)
 

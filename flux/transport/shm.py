@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from flux import _C
+from flux.core.tensors import address_of
 from flux.transport.exchange import Exchange
 
 FOLDER = "/dev/shm"
@@ -61,7 +62,7 @@ class SymmetricMemory:
     @property
     def pads(self) -> list[int]:
         """Address of each rank's signal pad."""
-        return [segment.data_ptr() for segment in self.segments]
+        return [address_of(segment) for segment in self.segments]
 
     @property
     def data(self) -> list[torch.Tensor]:
@@ -218,7 +219,7 @@ def _tensor(mapping: _C.SharedMapping) -> torch.Tensor:
 
 
 def _stand_in(nbytes: int, pad_bytes: int) -> torch.Tensor:
-    segment = torch.empty(nbytes, dtype=torch.uint8)
+    segment = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     segment[:pad_bytes] = 0
     return segment
 

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from flux import _C
+from flux.core.tensors import address_of
 from flux.transport.base import WORD, Memory, first_signal, sm_share
 from flux.transport.device import Device
 from flux.transport.one_gpu import OneGpuRank, OneGpuWorld
@@ -82,9 +83,9 @@ class VirtualWorld(OneGpuWorld):
             driver=self.device.driver,
             rank=rank,
             others=[r for r in range(self.world) if not here[r]],
-            data=[data.data_ptr() for data in op.memory.data],
-            mail=[mail.data_ptr() for mail in op.mail],
-            status=[pad.data_ptr() + before for pad in op.memory.pads],
+            data=[address_of(data) for data in op.memory.data],
+            mail=[address_of(mail) for mail in op.mail],
+            status=[address_of(pad) + before for pad in op.memory.pads],
             boxes=boxes,
         )
 

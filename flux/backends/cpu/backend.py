@@ -23,7 +23,7 @@ Memory ordering and buffer reuse: csrc/cpu/signal_pad.h.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -48,6 +48,7 @@ from flux.core.integers import ceil_div
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
 from flux.core.schedule import Parcel, ParcelKind, TileSchedule
 from flux.core.spec import DTYPES, OpSpec
+from flux.core.tensors import address_of
 from flux.core.topology import Topology
 from flux.machine.host import usable_cores
 from flux.transport import shm
@@ -62,7 +63,8 @@ REFUSED = 0xFFFFFFFF
 NOBODY = 0xFFFFFFFF  # as a culprit in a pad
 MAX_CALLS = 256  # kept per op: as many weights as a model has layers
 MAX_PLANS = 1024  # kept per op
-_NO_ROWS = torch.empty(0)
+_CPU = torch.device("cpu")  # named everywhere: torch.device(...) as a context changes the default
+_NO_ROWS = torch.empty(0, device=_CPU)
 """What a closed op has gathered. ``close`` makes no tensor once the network is closed: the end of
 the program waits no longer then, and a thread that returns from torch while the interpreter is
 finalized aborts the process."""
@@ -72,9 +74,9 @@ finalized aborts the process."""
 class _Sources:
     """Memory of one call from which tiles for other hosts are sent."""
 
-    x: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    partial: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    out: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    x: torch.Tensor = _NO_ROWS
+    partial: torch.Tensor = _NO_ROWS
+    out: torch.Tensor = _NO_ROWS
 
 
 def _spin_seconds(exchange: Exchange, local: Sequence[bool]) -> float:
@@ -121,7 +123,7 @@ class CpuBackend:
         self.engine = _C.Engine(
             rank=self.rank,
             pads=memory.pads,
-            data=[d.data_ptr() for d in data],
+            data=[address_of(d) for d in data],
             remote=[not here for here in local],
             row_bytes=layout.row_bytes,
             slot_bytes=layout.slot_bytes,
@@ -141,7 +143,7 @@ class CpuBackend:
         self._wire = spec.travelling_dtype
         row = layout.row_bytes // self._wire.itemsize
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
-        self.gathered = torch.empty(0, row, dtype=self._wire)
+        self.gathered = torch.empty(0, row, dtype=self._wire, device=_CPU)
         self.slots: list[torch.Tensor] = []
         if layout.blocks:
             chunk = ceil_div(spec.max_m, self.world)
@@ -163,7 +165,7 @@ class CpuBackend:
 
     def empty(self, rows: int, columns: int) -> torch.Tensor:
         """Return a new output, full of NaN when FLUX_POISON is set."""
-        out = torch.empty(rows, columns, dtype=self.spec.out_dtype)
+        out = torch.empty(rows, columns, dtype=self.spec.out_dtype, device=_CPU)
         return spoil(out) if self.poison else out
 
     def trace(self, recorder: Recorder | None) -> None:
@@ -225,7 +227,7 @@ class CpuBackend:
         if self.network is not None:
             x = x.contiguous()
         outs = [self.empty(call.m, columns) for columns in call.columns]
-        x_full = torch.empty(call.m, spec.k, dtype=spec.dtype) if gather else None
+        x_full = x.new_empty(call.m, spec.k, dtype=spec.dtype) if gather else None
         multiply = Multiplier(spec, call)
         digest = spec.digest(call.m, biased=False)
         plan = self._plan(schedule)
@@ -234,7 +236,7 @@ class CpuBackend:
             digest,
             plan.threaded,
             self.timeout_s,
-            x=x.data_ptr(),
+            x=address_of(x),
             x_stride=x.stride(0) * x.itemsize,
         )
         if self.network is not None:
@@ -287,9 +289,9 @@ class CpuBackend:
             digest,
             plan.threaded,
             self.timeout_s,
-            partial=0 if plan.direct else partial.data_ptr(),
-            out=out.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
+            partial=0 if plan.direct else address_of(partial),
+            out=address_of(out),
+            bias=0 if bias is None else address_of(bias),
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
         )
         if self.network is not None:

@@ -40,6 +40,7 @@ from flux.core.layout import Layout
 from flux.core.recorder import CallRecorder
 from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec
+from flux.core.tensors import address_of
 from flux.core.topology import Topology
 from flux.kernels import loading
 from flux.kernels.config import TMA_BYTES, GemmConfig
@@ -144,8 +145,8 @@ class CudaBackend:
         )
         self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals, self.layout.offers)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)
-        self.pads = [pad.data_ptr() for pad in memory.pads]
-        self.data = [data.data_ptr() for data in memory.data]
+        self.pads = [address_of(pad) for pad in memory.pads]
+        self.data = [address_of(data) for data in memory.data]
         self.multicast = memory.multicast
         self.peers = transport.peers(spec, self.layout, tile, memory)
         self._own_data = memory.data[self.rank]
@@ -186,7 +187,7 @@ class CudaBackend:
             scale=1.0 / self.world if spec.reduce == "avg" else 1.0,
             signals=self.layout.signals,
             offers=self.layout.offers,
-            report=self._report.data_ptr(),
+            report=address_of(self._report),
             timeout_ns=int(timeout_s * 1e9),
             sm_count=self.sm_count,
             device=self.device.index,
@@ -291,7 +292,7 @@ class CudaBackend:
             stream,
             (self._address(call.x), self.spec.k, self.spec.k, scale),
             operands,
-            0 if x_full is None else x_full.data_ptr(),
+            0 if x_full is None else address_of(x_full),
             self.peers.gather(schedule, self.next_epoch, self.data),
         )
         if self._activate_after:
@@ -316,7 +317,7 @@ class CudaBackend:
         operand = self._operand(call, 0, out)
         self._make_room(schedule, stream, [operand], call.x.shape[1])
         if self.peers.idle:
-            self.native.gemm_rs(schedule.native, stream, x, operand, out.data_ptr())
+            self.native.gemm_rs(schedule.native, stream, x, operand, address_of(out))
             self._remember(schedule, given, 1)
             return out
         self.peers.scatter(schedule, self.next_epoch)
@@ -324,9 +325,9 @@ class CudaBackend:
             with _C.CallSpan(self.spec.label, call.m):
                 self.native.scatter(schedule.native, stream, x, operand)
                 self.peers.send_results(stream, call.m, self.native.epoch)
-                self.native.reduce(schedule.native, stream, operand, out.data_ptr())
+                self.native.reduce(schedule.native, stream, operand, address_of(out))
         else:
-            self.native.gemm_rs(schedule.native, stream, x, operand, out.data_ptr())
+            self.native.gemm_rs(schedule.native, stream, x, operand, address_of(out))
         self.peers.end(stream, self.native.epoch)
         return out
 
@@ -360,10 +361,10 @@ class CudaBackend:
             spoil(out)
         self.device.keep(x, weight, out)
         self.repeats += 1
-        at, ld, k = out.data_ptr(), last.columns, last.x_shape[1]
-        operand = (weight.data_ptr(), last.weight_ld, ld, at, ld, last.bias_ptr, 0)
+        at, ld, k = address_of(out), last.columns, last.x_shape[1]
+        operand = (address_of(weight), last.weight_ld, ld, at, ld, last.bias_ptr, 0)
         self._make_room(last.schedule, stream, [operand], k)
-        given = (x.data_ptr(), row_step(last.x_shape, last.x_stride), k, 0)
+        given = (address_of(x), row_step(last.x_shape, last.x_stride), k, 0)
         if self.spec.op.gathers:
             self.native.ag_gemm(last.schedule.native, stream, given, [operand], 0, [])
         else:
@@ -422,7 +423,7 @@ class CudaBackend:
 
     def _address(self, tensor: torch.Tensor) -> int:
         self.device.keep(tensor)
-        return tensor.data_ptr()
+        return address_of(tensor)
 
     def _operand(self, call: Call, number: int, out: torch.Tensor) -> _C.Operand:
         """Return one weight, and where its product goes, in the form of ``_C.CudaOp``."""
@@ -432,7 +433,7 @@ class CudaBackend:
             self._address(weight),
             weight.stride(0),
             call.columns[number],
-            out.data_ptr(),
+            address_of(out),
             out.stride(0),
             0 if bias is None else self._address(bias),
             self._address(scales[number]) if scales else 0,
@@ -455,7 +456,7 @@ class CudaBackend:
         if size and (kept is None or kept.numel() < size):
             # The old one stays in use until the stream has passed it: the allocator knows.
             kept = self._workspaces[stream] = self.device.zeros(size, torch.uint8)
-            self.native.set_workspace(stream, kept.data_ptr(), kept.numel())
+            self.native.set_workspace(stream, address_of(kept), kept.numel())
 
     def _make_room_in_graph(
         self, schedule: TileSchedule, stream: int, operands: list[_C.Operand], k: int
@@ -470,7 +471,7 @@ class CudaBackend:
         self._workspaces.pop(stream, None)
         if room is not None:
             self.device.keep(room)
-        self.native.set_workspace(stream, room.data_ptr() if room is not None else 0, size)
+        self.native.set_workspace(stream, address_of(room) if room is not None else 0, size)
 
     def _empty(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype = dtype or self.spec.out_dtype
@@ -628,6 +629,6 @@ class CudaBackend:
             if self.watch is not None:  # not before: what peers wait for has been done
                 self.watch.close(failed)
             self.native.close()
-            self._own_data = torch.empty(0)
+            self._own_data = torch.empty(0, device="cpu")
             self.transport.leave()
             self.peers = Peers()

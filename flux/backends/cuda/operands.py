@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flux.core.call import Call
+from flux.core.tensors import address_of
 
 
 def row_step(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -53,9 +54,9 @@ class Fit:
         """
         unit = self.unit(tensor)
         if tensor.is_contiguous():
-            return tensor.data_ptr() % unit == 0
+            return address_of(tensor) % unit == 0
         row_bytes = tensor.stride(0) * tensor.itemsize
-        return tensor.stride(-1) == 1 and (tensor.data_ptr() | row_bytes) % unit == 0
+        return tensor.stride(-1) == 1 and (address_of(tensor) | row_bytes) % unit == 0
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or a copy that fits."""

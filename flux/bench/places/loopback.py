@@ -33,6 +33,7 @@ from flux.bench.reference import (
     zeros_for,
 )
 from flux.core.problem import Problem
+from flux.core.tensors import address_of
 from flux.transport.device import Device
 from flux.transport.loopback import REAL, LoopbackWorld
 
@@ -73,7 +74,7 @@ class Link:
         for stream, pairs in zip(self._streams, directions, strict=True):
             driver.order_after(later=stream, earlier=current)
             for to, source in pairs:
-                driver.copy(stream, to.data_ptr(), source.data_ptr(), to.numel() * to.itemsize)
+                driver.copy(stream, address_of(to), address_of(source), to.numel() * to.itemsize)
         for stream in self._streams:
             driver.order_after(later=current, earlier=stream)
 
@@ -153,15 +154,15 @@ class Unfused(LibraryMethod):
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         device, size = self._machine.device, to.numel() * to.itemsize
-        device.driver.copy(device.current_stream(), to.data_ptr(), source.data_ptr(), size)
+        device.driver.copy(device.current_stream(), address_of(to), address_of(source), size)
 
     def _sum_args(self, own: torch.Tensor) -> _C.ReduceArgs:
         """Return arguments to add the slots up, without waiting for flags."""
         problem, args = self._problem, _C.ReduceArgs()
         args.rows, args.n, args.m, args.world = self._own[0], problem.n, problem.m, problem.world
         args.tile_m, args.tile_n = self._adder.tile
-        args.set_slots([own.data_ptr(), *(slot.data_ptr() for slot in self._slots)])
-        args.set_outs([self._sum.data_ptr()])
+        args.set_slots([address_of(own), *(address_of(slot) for slot in self._slots)])
+        args.set_outs([address_of(self._sum)])
         args.slot_ld = args.out_ld = problem.n
         args.scale, args.sm_count = 1.0, self._machine.device.sm_count
         return args

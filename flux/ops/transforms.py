@@ -1,0 +1,210 @@
+"""Ops of torch.library under the transforms of PyTorch: torch.func, forward mode, twice backward.
+
+Each of them gives right results or an error. Where PyTorch knows no rule of an op it may go on with
+zeros, constants or local sums, without a word.
+
+    torch.func.grad, vjp, jacrev (by loops)  right
+    torch.func.vmap, jvp, forward_ad         ValueError
+    a gradient of a gradient                 RuntimeError
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from flux.ops import torch_internals
+
+
+class Formula(NamedTuple):
+    """The derivative of an op: ``setup`` saves what ``backward`` needs."""
+
+    setup: Callable[..., None]
+    backward: Callable[..., tuple[Any, ...]]
+
+
+FORMULAS: dict[str, Formula] = {}
+"""By name of an op of torch.library."""
+
+
+def call(name: str, *args: Any, **options: Any) -> Any:
+    """Call ``torch.ops.flux.NAME``, also inside transforms of torch.func.
+
+    Those know autograd.Function with ``setup_context`` only, which torch.library does not make.
+    """
+    if torch.compiler.is_compiling() or not torch_internals.transform_needs_a_rule():
+        return getattr(torch.ops.flux, name)(*args, **options)
+    leaves, inputs = tree_flatten(args, is_leaf=_is_setting)
+    outputs = _Outputs()
+    results = cast(Any, _Transformed).apply(name, options, inputs, outputs, *leaves)
+    return tree_unflatten(results, outputs.structure)
+
+
+class _Outputs:
+    """Takes the structure of results, past torch.func."""
+
+    structure: Any = None
+
+
+def _is_setting(value: Any) -> bool:
+    """Return whether an argument is a list, but of numbers, which have no gradient."""
+    return isinstance(value, list) and not all(isinstance(one, torch.Tensor) for one in value)
+
+
+class _Transformed(torch.autograd.Function):
+    """An op of torch.library as torch.func takes it; lists of tensors are flattened."""
+
+    @staticmethod
+    def forward(
+        name: str, options: dict[str, Any], inputs: Any, outputs: _Outputs, *leaves: Any
+    ) -> tuple[Any, ...]:
+        result = getattr(torch.ops.flux, name)(*tree_unflatten(leaves, inputs), **options)
+        tensors, structure = tree_flatten(result)
+        outputs.structure = structure
+        return tuple(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.name, _, ctx.inputs, outputs, *leaves = inputs
+        ctx.outputs = outputs.structure
+        args = tree_unflatten(leaves, ctx.inputs)
+        FORMULAS[ctx.name].setup(ctx, args, tree_unflatten(output, ctx.outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        needs = tree_unflatten(ctx.needs_input_grad[4:], ctx.inputs)
+        given = tree_unflatten(grads, ctx.outputs)
+        results = run_once(
+            FORMULAS[ctx.name].backward, ctx, needs, given if isinstance(given, tuple) else (given,)
+        )
+        return None, None, None, None, *tree_leaves(results)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ValueError(_no_forward_mode(f"flux::{ctx.name}"))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, name: str, *args: Any) -> Any:
+        raise ValueError(
+            f"flux::{name}: torch.func.vmap has no rule for this op, whose ranks would have to "
+            "agree on the batch: flatten the batch into rows, or call the op in a loop"
+        )
+
+
+class _Context:
+    """What a backward sees of its autograd node."""
+
+    def __init__(self, ctx: Any, saved: Sequence[torch.Tensor], needs: Sequence[Any]) -> None:
+        self._ctx = ctx
+        self.saved_tensors = saved  # looked up once: hooks may give them out only once
+        self.needs_input_grad = needs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def run_once(
+    backward: Callable[..., Any], ctx: Any, needs: Sequence[Any], grads: Sequence[Any]
+) -> Any:
+    """Return the results of a backward, which raise when they are differentiated.
+
+    Without that autograd would treat sums over ranks as constants, or as local.
+
+    Args:
+        backward: a formula, as ``library.differentiate`` takes it.
+        ctx: the node of autograd.
+        needs: which inputs need a gradient.
+        grads: of the outputs.
+    """
+    saved = ctx.saved_tensors
+    with torch.no_grad():
+        results = backward(_Context(ctx, saved, needs), *grads)
+    sources = [leaf for leaf in tree_leaves([list(grads), saved]) if _requires_grad(leaf)]
+    if not torch.is_grad_enabled() or not sources:
+        return results
+    leaves, structure = tree_flatten(results)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    refusing = iter(cast(Any, RefuseTwice).apply(len(tensors), *tensors, *sources))
+    kept = [next(refusing) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(kept, structure)
+
+
+def _requires_grad(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+class RefuseTwice(torch.autograd.Function):
+    """Returns the first ``count`` tensors; what is differentiated through them raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return views: an input of the node may not be its output."""
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            "an op of flux or a layer of flux.layers cannot be differentiated twice: its backward "
+            "communicates, and there is no backward of that. Compute the gradient that is "
+            "differentiated again (create_graph=True, torch.func.hessian) without it"
+        )
+
+
+def no_formula(name: str) -> Formula:
+    """Return the formula of an op without one: its backward raises."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        raise RuntimeError(
+            f"flux::{name} has no backward: use an op (flux.AGGemm, flux.GemmRS, flux.GemmAR) or a "
+            "layer of flux.layers where gradients are needed"
+        )
+
+    return Formula(setup, backward)
+
+
+def _no_forward_mode(name: str) -> str:
+    return (
+        f"{name}: forward-mode differentiation (torch.autograd.forward_ad, torch.func.jvp, jacfwd) "
+        "would lose the tangents, for which flux has no rule: use reverse mode, or close the level"
+    )
+
+
+def check_no_forward_mode(name: str) -> None:
+    """Raise ValueError inside forward-mode differentiation, whose tangents would be dropped."""
+    if not torch.compiler.is_compiling() and torch_internals.forward_mode_is_on():
+        raise ValueError(_no_forward_mode(name))
+
+
+def check_no_transforms(name: str) -> None:
+    """Raise ValueError inside any transform of torch.func, and inside forward mode."""
+    check_no_forward_mode(name)
+    if torch_internals.transforms_are_active():
+        raise ValueError(
+            f"{name}: transforms of torch.func have no rule for what it does; use the ops or "
+            "flux.layers there"
+        )
+
+
+def without_forward_mode(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
+    """Return the kernel of an op, which raises inside forward-mode differentiation."""
+
+    @wraps(kernel)
+    def run(*args: Any, **options: Any) -> object:
+        check_no_forward_mode(f"flux::{name}")
+        return kernel(*args, **options)
+
+    return run
