@@ -28,6 +28,7 @@ from torch.distributed.tensor import distribute_module as _distribute_module
 from torch.distributed.tensor import parallel as torch_styles
 
 from flux.layers import compiled
+from flux.layers.autocast import cast_once, compute_dtype
 from flux.layers.eligible import reason_unsupported, say_once
 from flux.layers.linear import sum_grad
 from flux.ops.pool import User, pool_of
@@ -43,30 +44,34 @@ class StyledLinear(nn.Linear):
     user: User
     group_name: str
 
-    def local(self, name: str) -> torch.Tensor | None:
-        """Return this rank's part of a parameter."""
-        parameter = getattr(self, name)
-        return None if parameter is None else parameter.to_local()
+    def local(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's part of a parameter, in the dtype of a product with x."""
+        parameter: Any = getattr(self, name)
+        return None if parameter is None else cast_once(parameter, compute_dtype(x)).to_local()
 
     def column(
         self, x: torch.Tensor, sequence_parallel: bool, reduce_dx: bool = True
     ) -> torch.Tensor:
         """Return a column-parallel product, with its bias."""
-        weight, bias = self.local("weight"), self.local("bias")
+        weight, bias = self.local("weight", x), self.local("bias", x)
         assert weight is not None
-        named = compiled.Named(self.group_name, sequence_parallel, reduce_dx)
+        features = self.weight.shape[0]
+        named = compiled.Named(self.group_name, sequence_parallel, reduce_dx, features=features)
         return compiled.column_linear(x, weight, bias, named, self.user)
 
     def row(self, x: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
         """Return a row-parallel product, without its bias."""
-        weight = self.local("weight")
+        weight, features = self.local("weight", x), self.weight.shape[1]
         assert weight is not None
-        named = compiled.Named(self.group_name, sequence_parallel)
+        named = compiled.Named(self.group_name, sequence_parallel, features=features)
         return compiled.row_linear(x, weight, named, self.user)
 
-    def reason_unsupported(self, x: torch.Tensor) -> str | None:
-        """Return why a call is not fused, or None."""
+    def reason_unsupported(self, x: torch.Tensor, split_dim: int) -> str | None:
+        """Return why a call is not fused, or None. ``split_dim``: of the weight."""
         weight: Any = self.weight
+        features, world = weight.shape[split_dim], self.mesh.size()
+        if -(-features // world) * (world - 1) >= features:  # known to all ranks, unlike emptiness
+            return f"{features} features leave some of the {world} ranks without any"
         if torch.compiler.is_compiling():
             inside = x.to_local() if isinstance(x, DTensor) else x
             return reason_unsupported(self.group_name, inside, weight.to_local())
@@ -113,7 +118,7 @@ class ColwiseLinear(StyledLinear):
             # input, for example a gather, reduces once for all of the input's readers.
             reduce_dx = False
         dim = _dim(given, x)
-        reason = self.reason_unsupported(x)
+        reason = self.reason_unsupported(x, 0)
         if dim is None and given != REPLICATE:
             reason = f"the input is {given}"
         elif dim == x.dim() - 1:
@@ -133,7 +138,19 @@ class ColwiseLinear(StyledLinear):
             Shard(y.dim() - 1),
         ):
             return y
-        return self.deliver(DTensor.from_local(y, self.mesh, [Shard(y.dim() - 1)], run_check=False))
+        return self.deliver(self._whole(y))
+
+    def _whole(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the DTensor of a result, of whose features ranks may have different numbers."""
+        own, features = y.shape[-1], self.weight.shape[0]
+        sizes: dict[str, Any] = {}  # else DTensor takes it for even, which torch.compile traces
+        if features % self.mesh.size():
+            sizes["shape"] = torch.Size((*y.shape[:-1], features))
+            sizes["stride"] = (*(stride // own * features for stride in y.stride()[:-1]), 1)
+        whole: torch.Tensor = DTensor.from_local(
+            y, self.mesh, [Shard(y.dim() - 1)], run_check=False, **sizes
+        )
+        return whole
 
 
 class RowwiseLinear(StyledLinear):
@@ -143,7 +160,7 @@ class RowwiseLinear(StyledLinear):
         """Apply the layer to x [..., in_features] in the style's layout. Collective."""
         x, wanted = input, self.style.output_layouts[0]
         dim = _dim(wanted, x)
-        reason = self.reason_unsupported(x)
+        reason = self.reason_unsupported(x, 1)
         if dim is None and wanted != REPLICATE:
             reason = f"the style wants the output {wanted}"
         elif dim == x.dim() - 1:
@@ -158,7 +175,7 @@ class RowwiseLinear(StyledLinear):
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self.mesh, [given], run_check=False)
             x = x.redistribute(placements=[features]).to_local()
-        bias = self.local("bias")
+        bias = self.local("bias", x)
         if dim is None:
             z = self.row(x, False)
         else:

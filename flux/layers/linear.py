@@ -10,6 +10,7 @@ from torch import nn
 from typing_extensions import Self
 
 from flux.layers import compiled
+from flux.layers.autocast import cast_once, compute_dtype
 from flux.layers.autograd import once
 from flux.ops.pool import User, pool_of
 from flux.transport.exchange import resolve_group
@@ -140,7 +141,8 @@ class ColumnParallelLinear(ParallelLinear):
 
         Collective.
         """
-        y = compiled.column_linear(x, self.weight, self.bias, self._named(), self._user)
+        bias = self.bias if self.bias is None else cast_once(self.bias, compute_dtype(x))
+        y = compiled.column_linear(x, self.weight, bias, self._named(), self._user)
         if self.gather_output and self.world > 1:
             y = torch.ops.flux.gather_features(y, self.group_name)
         return y
@@ -193,7 +195,7 @@ class RowParallelLinear(ParallelLinear):
         z = compiled.row_linear(x, self.weight, self._named(), self._user)
         if self.bias is None:
             return z
-        bias: torch.Tensor = self.bias
+        bias: torch.Tensor = cast_once(self.bias, compute_dtype(x))
         if self.sequence_parallel and self.world > 1:
             bias = sum_grad(bias, self.group_name)
         return z + bias

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch._higher_order_ops.effects as _effects
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
     from torch._library.effects import EffectType
@@ -26,6 +27,31 @@ def modes_are_active() -> bool:
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+class _FirstOperand(TorchDispatchMode):
+    """Takes the first operand of an addmm, which is not computed."""
+
+    operand: torch.Tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.addmm.default:
+            return func(*args, **(kwargs or {}))  # the cast, where the cache has none
+        self.operand = args[0]
+        return args[1]
+
+
+def behind_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what an addmm that adds to ``parameter`` [N, K] or [K] gets from autocast's cache.
+
+    Autograd saves nothing for this addmm, so hooks on saved tensors do not see it.
+    """
+    columns = parameter.shape[-1]
+    nothing = torch.empty((0, columns), dtype=dtype, device=parameter.device)
+    rows = parameter.shape[0] if parameter.dim() == 2 else 1
+    with _FirstOperand() as taken:
+        torch.addmm(parameter, nothing.new_empty((rows, 0)), nothing)
+    return taken.operand
 
 
 F = TypeVar("F", bound=Callable[..., object])
