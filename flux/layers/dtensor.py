@@ -17,6 +17,7 @@ records the reason once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -82,10 +83,22 @@ class StyledLinear(nn.Linear):
         """Compute on torch's unfused path, on DTensors."""
         say_once(f"{type(self).__name__}: torch's own path, because {reason}")
         style = self.style
+        if not isinstance(x, DTensor):
+            x = self.whole(x, style.input_layouts[0], self.weight.shape[1])
         x = style._prepare_input_fn(
             style.input_layouts, style.desired_input_layouts, self, (x,), self.mesh
         )
         return self.deliver(super().forward(x))
+
+    def whole(self, x: torch.Tensor, placement: Placement, features: int) -> DTensor:
+        """Return the DTensor [..., features] of this rank's part, which others may have more of."""
+        own, world = x.shape[-1], self.mesh.size()
+        sizes: dict[str, Any] = {}  # None: DTensor takes the parts for equal ones
+        split = _dim(placement, x) == x.dim() - 1 and features % world
+        if split and own == _part(features, world, self.mesh.get_local_rank()):
+            sizes["shape"] = torch.Size((*x.shape[:-1], features))
+            sizes["stride"] = (*(s // max(own, 1) * features for s in x.stride()[:-1]), 1)
+        return DTensor.from_local(x, self.mesh, [placement], run_check=False, **sizes)
 
     def deliver(self, y: Any) -> torch.Tensor:
         """Convert a DTensor to the layout of the style."""
@@ -103,6 +116,12 @@ class StyledLinear(nn.Linear):
 def _dim(placement: Placement, x: torch.Tensor) -> int | None:
     """Return the dimension of x that is sharded: None for none."""
     return placement.dim % x.dim() if isinstance(placement, Shard) else None
+
+
+def _part(features: int, world: int, rank: int) -> int:
+    """Return a rank's number of features, as torch.chunk splits them."""
+    most = -(-features // world)
+    return max(0, min(most, features - rank * most))
 
 
 class ColwiseLinear(StyledLinear):
@@ -138,19 +157,7 @@ class ColwiseLinear(StyledLinear):
             Shard(y.dim() - 1),
         ):
             return y
-        return self.deliver(self._whole(y))
-
-    def _whole(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the DTensor of a result, of whose features ranks may have different numbers."""
-        own, features = y.shape[-1], self.weight.shape[0]
-        sizes: dict[str, Any] = {}  # else DTensor takes it for even, which torch.compile traces
-        if features % self.mesh.size():
-            sizes["shape"] = torch.Size((*y.shape[:-1], features))
-            sizes["stride"] = (*(stride // own * features for stride in y.stride()[:-1]), 1)
-        whole: torch.Tensor = DTensor.from_local(
-            y, self.mesh, [Shard(y.dim() - 1)], run_check=False, **sizes
-        )
-        return whole
+        return self.deliver(self.whole(y, Shard(y.dim() - 1), self.weight.shape[0]))
 
 
 class RowwiseLinear(StyledLinear):
@@ -173,7 +180,7 @@ class RowwiseLinear(StyledLinear):
         given = self.style.input_layouts[0]
         if isinstance(x, DTensor) or _dim(given, x) != features.dim:
             if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, self.mesh, [given], run_check=False)
+                x = self.whole(x, given, self.weight.shape[1])
             x = x.redistribute(placements=[features]).to_local()
         bias = self.local("bias", x)
         if dim is None:
@@ -194,7 +201,8 @@ def _fuse(style: Any, module: nn.Module, mesh: DeviceMesh, new: type[StyledLinea
     distribute_module(module, mesh, style._partition_linear_fn)
     module.__class__ = new
     styled = cast(StyledLinear, module)
-    styled.style, styled.mesh, styled.user = style, mesh, User()
+    # A copy: torch's styles change when they are applied to an embedding.
+    styled.style, styled.mesh, styled.user = copy.copy(style), mesh, User()
     styled.group_name = mesh.get_group().group_name
     return module
 
