@@ -93,11 +93,12 @@ class StyledLinear(nn.Linear):
     def whole(self, x: torch.Tensor, placement: Placement, features: int) -> DTensor:
         """Return the DTensor [..., features] of this rank's part, which others may have more of."""
         own, world = x.shape[-1], self.mesh.size()
-        sizes: dict[str, Any] = {}  # None: DTensor takes the parts for equal ones
+        sizes: dict[str, Any] = {}  # none: DTensor takes the parts for equal ones
         split = _dim(placement, x) == x.dim() - 1 and features % world
         if split and own == _part(features, world, self.mesh.get_local_rank()):
-            sizes["shape"] = torch.Size((*x.shape[:-1], features))
-            sizes["stride"] = (*(s // max(own, 1) * features for s in x.stride()[:-1]), 1)
+            # Dense, as strides must be the same on all ranks, and those of an empty part say nothing.
+            x, shape = x.contiguous(), torch.Size((*x.shape[:-1], features))
+            sizes = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
         return DTensor.from_local(x, self.mesh, [placement], run_check=False, **sizes)
 
     def deliver(self, y: Any) -> torch.Tensor:
