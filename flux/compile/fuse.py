@@ -28,6 +28,7 @@ from flux.compile.graph import (
     Writer,
     argument,
     aten,
+    bias_vector,
     c10d,
     depends_on,
     erase,
@@ -112,7 +113,8 @@ def _fuse_gather(gather: fx.Node) -> str:
     others += [product for product in products if operands(product)[2] in reach]
 
     writer = _writer(min(products))
-    biases = [operands(product)[0] for product in products]
+    given = [(operands(product)[0], product) for product in products]
+    biases = [b and bias_vector(b, product, writer) for b, product in given]
     weights = [operands(product)[2] for product in products]
     call = writer.call(
         torch.ops.flux.graph_all_gather_matmul.default,

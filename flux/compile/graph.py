@@ -50,13 +50,20 @@ def argument(node: fx.Node, number: int, name: str, default: Any = None) -> Any:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Return whether a node is A @ B, or bias + A @ B unscaled with one bias per column."""
+    """Return whether a node is A @ B, or bias + A @ B unscaled with one bias per column.
+
+    A bias that addmm spreads over all columns, [1] or [], is one per column, too. One with several
+    rows is not, [M, N] or [M, 1].
+    """
     if node.target is aten.mm.default:
         return True
     if node.target is not aten.addmm.default:
         return False
     plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
-    return bool(plain) and value(node.args[0]).dim() == 1  # type: ignore[arg-type]
+    *rows, columns = (1, 1, *value(node.args[0]).shape)  # type: ignore[arg-type]
+    n = value(node).shape[1]
+    spread = same(columns, n) or (same(columns, 1) and isinstance(n, int))
+    return plain and spread and all(same(size, 1) for size in rows)
 
 
 def operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
@@ -142,6 +149,15 @@ def shape_arguments(node: fx.Node) -> list[Any] | None:
     if isinstance(part, fx.Node) and part.target in _WITH_SHAPE:
         return list(part.args[1])  # type: ignore[arg-type]
     return None
+
+
+def bias_vector(bias: fx.Node, product: fx.Node, writer: Writer) -> fx.Node:
+    """Return the bias of ``is_product`` in the shape [N]."""
+    shape, n = value(bias).shape, value(product).shape[1]
+    if len(shape) == 1 and same(shape[0], n):
+        return bias
+    flat = writer.call(aten.reshape.default, bias, [-1])
+    return flat if same(value(flat).shape[0], n) else writer.call(aten.expand.default, flat, [n])
 
 
 class Writer:

@@ -19,17 +19,18 @@ W ranks; x [rows, K], weight [N, K] of this rank; SP: sequence parallelism, shar
         GEMM   [ dy @ w: others' rows | own rows ][ dy.T @ x ] sum of dx
         wires  [ x arrives, if it has not | dx is sent as it is ready ]
 
-Under autocast operands are cast as torch.nn.functional.linear's would be. The backward of a
-backward would have to communicate once more; it raises.
+Under autocast operands are cast as torch.nn.functional.linear's would be (flux/layers/autocast.py).
+Shapes are those of torch.nn.Linear, too: x may have one dimension (without SP), and no rows at all.
+The backward of a backward would have to communicate once more; it raises.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.functional import linear
@@ -37,11 +38,15 @@ from torch.nn.functional import linear
 from flux import _C
 from flux.core.backend import nothing
 from flux.core.tensors import check_memory
+from flux.layers.autocast import autocast_off, cast_once, compute_dtype
 from flux.layers.wgrad import Grad, WeightGrad
 from flux.ops import AGGemm, GemmAR, GemmRS
+from flux.ops.base import TensorParallelOp
 from flux.ops.early_gather import EarlyGather
-from flux.ops.pool import OpPool, User
+from flux.ops.pool import OpPool, User, meet
 from flux.ops.transforms import RefuseTwice, check_no_forward_mode
+
+O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741  as in flux/ops/pool.py
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class LinearConfig:
         reduce_dx: sum the gradient of a column layer's input over the ranks (without SP).
         fuse_ag: fuse gathers; else use the library's collective.
         fuse_rs: fuse reductions; else use the library's collective.
+        features: of the whole layer, in the dimension of the weight that ranks split, as
+            torch.chunk splits it; None: the rank's own times W.
         wgrad: handling of the weight gradient.
     """
 
@@ -64,7 +71,17 @@ class LinearConfig:
     reduce_dx: bool = True
     fuse_ag: bool = True
     fuse_rs: bool = True
+    features: int | None = None
     wgrad: WeightGrad = field(default_factory=WeightGrad)
+
+    def whole(self, own: int) -> int:
+        """Return the features of the whole layer, of which this rank has ``own``."""
+        return own * self.pool.world if self.features is None else self.features
+
+    def op(self, kind: type[O], m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> O:
+        """Return an op for ``m`` rows, one at least. Collective if it has to be built."""
+        fused = self.fuse_ag if kind is AGGemm else self.fuse_rs
+        return self.pool.op(kind, self.user, max(m, 1), n, k, dtype, fused=fused, **options)
 
 
 def column_linear(
@@ -86,7 +103,8 @@ def column_linear(
     check_no_forward_mode("a layer of flux")
     if not how.sequence_parallel or _casts(x, weight):  # else the op checks, on all ranks alike
         check_memory("column layer", x=x, weight=weight, bias=bias)
-    y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how, _early_gather(how, weight))
+    early, operand = _early_gather(how, weight), _cast_of(weight, x)
+    y: torch.Tensor = cast(Any, _Column).apply(x, weight, bias, how, operand, early)
     return y
 
 
@@ -107,8 +125,14 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> torc
     if _casts(x, weight):  # else the op checks, on all ranks alike
         check_memory("row layer", x=x, weight=weight)
     before, how.pool.early_gather = how.pool.early_gather, None
-    z: torch.Tensor = cast(Any, _Row).apply(x, weight, how, before)
+    z: torch.Tensor = cast(Any, _Row).apply(x, weight, how, _cast_of(weight, x), before)
     return z
+
+
+def _cast_of(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the weight in the dtype of the product, without history; None if it has that dtype."""
+    dtype = compute_dtype(x)
+    return None if weight.dtype == dtype else cast_once(weight, dtype).detach()
 
 
 def _early_gather(how: LinearConfig, weight: torch.Tensor) -> EarlyGather | None:
@@ -157,22 +181,8 @@ def fresh(result: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., K] as [M, K]."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype to multiply in: autocast's if that is on and would cast x."""
-    if x.is_meta:
-        return x.dtype  # autocast does not know the device
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-    ):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+    """Return x [..., K] as [M, K], and [K] as one row."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # not -1: M is unknown where K is 0
 
 
 def _casts(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -180,27 +190,53 @@ def _casts(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return not x.dtype == weight.dtype == compute_dtype(x)
 
 
-def _open(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> None:
-    """Save what every backward needs.
+def check_sharded(x: torch.Tensor, parts: int = 1) -> None:
+    """Raise ValueError for an x [s, ..., K] of which ranks cannot have shards of rows.
+
+    ``parts``: ranks that s is to be scattered over.
+    """
+    if x.dim() < 2:
+        raise ValueError(
+            f"with sequence parallelism ranks have shards of the first dimension, and x must have "
+            f"another for its features, got {list(x.shape)}"
+        )
+    if x.shape[0] % parts:
+        raise ValueError(
+            f"the first dimension must be divisible by the {parts} ranks that it is scattered "
+            f"over, got {list(x.shape)}"
+        )
+
+
+def _refuse_unsharded(op: TensorParallelOp, x: torch.Tensor, parts: int = 1) -> None:
+    """Apply ``check_sharded``; the peers hear of a refusal."""
+    try:
+        check_sharded(x, parts)
+    except ValueError as error:
+        op._turn_away(error)
+
+
+def _no_rows(op: TensorParallelOp, x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the result of an op without rows, [0, columns]. Collective: ranks compare M."""
+    meet(op, 0)
+    return x.new_empty(0, columns)
+
+
+def _open(
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor, operand: torch.Tensor, how: LinearConfig
+) -> None:
+    """Save what every backward needs; ``operand`` is the weight in the dtype of the product.
 
     Only the weight gradient needs x. Without SP, and in a row layer, the saved x has all rows, else
     this rank's shard.
     """
     kept = x if ctx.needs_input_grad[1] else None
-    ctx.save_for_backward(kept, weight)
+    ctx.save_for_backward(kept, operand)
     # Also keep the parameter itself. Hooks on saved tensors, such as those of activation
     # checkpointing, may return another tensor without Megatron's attributes.
     ctx.parameter = weight
     ctx.main_grad = getattr(weight, "main_grad", None) if how.wgrad.accumulate else None
     ctx.how = how
     ctx.shape, ctx.dtype = x.shape, x.dtype
-
-
-def autocast_off(x: torch.Tensor) -> Any:
-    """Return a context without autocast: the operands have been cast already."""
-    device = x.device.type
-    on = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 # -- column ----------------------------------------------------------------------------------------
@@ -214,18 +250,19 @@ class _Column(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         how: LinearConfig,
+        operand: torch.Tensor | None,
         early: EarlyGather | None,
     ) -> torch.Tensor:
         dtype = compute_dtype(x)
         ctx.input_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-        x = x.to(dtype)
-        _open(ctx, x, weight, how)
+        x, operand = x.to(dtype), weight if operand is None else operand
+        _open(ctx, x, weight, operand, how)
         ctx.early = early
         if early is not None:
             early.saved_by(ctx)
         with autocast_off(x):
             own_bias = bias if bias is not None and bias.dtype == dtype else None
-            y = column_product(x, weight.to(dtype), own_bias, how)
+            y = column_product(x, operand, own_bias, how)
             # A bias of another dtype determines the dtype of the sum, as in Megatron.
             return y if bias is None or own_bias is not None else y + bias
 
@@ -243,14 +280,13 @@ class _Column(torch.autograd.Function):
         dtype = ctx.dtype
         rows = as_rows(dy).to(dtype)
         deliver = partial(how.wgrad.deliver, ctx.parameter, ctx.main_grad) if need_w else None
-        weight = weight.to(dtype)
         if wait is None and need_w and not deferred:
             wait = begin_gather(how, x, weight)
         dx, dw = column_grads(rows, wait, weight, how, need_x, deliver)
         if dx is not None:
             dx = dx.view(ctx.shape).to(ctx.input_dtype)
         db = as_rows(dy).sum(0).to(ctx.bias_dtype) if need_b else None
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 def column_product(
@@ -260,9 +296,11 @@ def column_product(
     world, rows = how.pool.world, as_rows(x)
     if not how.sequence_parallel:
         return fresh(linear(rows, weight, bias), *x.shape[:-1], weight.shape[0])
-    m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], x.dtype)
-    op = how.pool.op(AGGemm, how.user, m, *sizes, fused=how.fuse_ag)
-    return fresh(op(rows, weight, bias), x.shape[0] * world, *x.shape[1:-1], weight.shape[0])
+    m, columns = rows.shape[0] * world, weight.shape[0]
+    op = how.op(AGGemm, m, how.whole(columns), weight.shape[1], x.dtype)
+    _refuse_unsharded(op, x)
+    y = op(rows, weight, bias) if m else _no_rows(op, rows, columns)
+    return fresh(y, x.shape[0] * world, *x.shape[1:-1], columns)
 
 
 def column_grads(
@@ -304,10 +342,10 @@ def begin_gather(
 ) -> Callable[[], torch.Tensor]:
     """Begin to gather all rows of a column layer's input; return a function that waits for them."""
     rows, world = as_rows(x), how.pool.world
-    if not how.sequence_parallel:
+    m = rows.shape[0] * world
+    if m == 0 or not how.sequence_parallel:
         return lambda: rows
-    m, sizes = rows.shape[0] * world, (weight.shape[0] * world, weight.shape[1], x.dtype)
-    op = how.pool.op(AGGemm, how.user, m, *sizes, fused=how.fuse_ag)
+    op = how.op(AGGemm, m, how.whole(weight.shape[0]), weight.shape[1], x.dtype)
     return op.start_gather(rows, m)
 
 
@@ -324,11 +362,13 @@ def _column_dx(
         meanwhile()
         return dx
     kind = GemmRS if how.sequence_parallel else GemmAR
-    n, k = weight.shape[1], weight.shape[0] * pool.world
-    op = pool.op(
-        kind, how.user, dy.shape[0], n, k, dy.dtype, transpose_weight=True, fused=how.fuse_rs
-    )
-    return op.overlapped(dy, weight, meanwhile)
+    m, n, k = dy.shape[0], weight.shape[1], how.whole(weight.shape[0])
+    op = how.op(kind, m, n, k, dy.dtype, transpose_weight=True)
+    if m:
+        return op.overlapped(dy, weight, meanwhile)
+    dx = _no_rows(op, dy, n)
+    meanwhile()
+    return dx
 
 
 # -- row -------------------------------------------------------------------------------------------
@@ -341,14 +381,14 @@ class _Row(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         how: LinearConfig,
+        operand: torch.Tensor | None,
         before: EarlyGather | None,
     ) -> torch.Tensor:
-        dtype = compute_dtype(x)
         ctx.input_dtype, ctx.before = x.dtype, before
-        x = x.to(dtype)
-        _open(ctx, x, weight, how)
+        x, operand = x.to(compute_dtype(x)), weight if operand is None else operand
+        _open(ctx, x, weight, operand, how)
         with autocast_off(x):
-            return row_product(x, weight.to(dtype), how)
+            return row_product(x, operand, how)
 
     @staticmethod
     @once
@@ -357,31 +397,27 @@ class _Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         check_memory("backward of a row layer", x=x, weight=weight)
         need_x, need_w = ctx.needs_input_grad[:2]
-        w, rows = weight.to(ctx.dtype), as_rows(dz).to(ctx.dtype)
+        rows = as_rows(dz).to(ctx.dtype)
         x = as_rows(x) if need_w else None
         deliver = partial(how.wgrad.deliver, ctx.parameter, ctx.main_grad)
         before: EarlyGather | None = ctx.before
         idle = nothing if before is None else before.begin
-        dx, dw = row_grads(rows, x, w, how, need_x, deliver, idle)
+        dx, dw = row_grads(rows, x, weight, how, need_x, deliver, idle)
         dx = None if dx is None else dx.view(ctx.shape).to(ctx.input_dtype)
-        return dx, (None if dw is None else dw.to(weight.dtype)), None, None
+        dw = None if dw is None else dw.to(ctx.parameter.dtype)
+        return dx, dw, None, None, None
 
 
 def row_product(x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> torch.Tensor:
     """Return the forward result of a row layer, on operands of one dtype."""
     pool, rows = how.pool, as_rows(x)
     kind = GemmRS if how.sequence_parallel else GemmAR
-    sizes = (weight.shape[0], weight.shape[1] * pool.world, x.dtype)
-    op = pool.op(kind, how.user, rows.shape[0], *sizes, fused=how.fuse_rs)
-    parts = pool.world if how.sequence_parallel else 1
-    if x.shape[0] % parts:
-        op._turn_away(
-            ValueError(
-                f"the first dimension must be divisible by the {parts} ranks that it is "
-                f"scattered over, got {list(x.shape)}"
-            )
-        )
-    return fresh(op(rows, weight), x.shape[0] // parts, *x.shape[1:-1], weight.shape[0])
+    m, n, k = rows.shape[0], weight.shape[0], how.whole(weight.shape[1])
+    op, lead = how.op(kind, m, n, k, x.dtype), x.shape[:-1]
+    if how.sequence_parallel:
+        _refuse_unsharded(op, x, pool.world)
+        lead = (x.shape[0] // pool.world, *x.shape[1:-1])
+    return fresh(op(rows, weight) if m else _no_rows(op, rows, n), *lead, n)
 
 
 def row_grads(
@@ -404,12 +440,12 @@ def row_grads(
         deliver: makes the weight gradient of all rows of dz [M, N] and x.
         idle: called when the last rows have arrived, before they are multiplied.
     """
-    if not how.sequence_parallel:
+    if not how.sequence_parallel or dz.shape[0] == 0:
         dx = dz @ weight if need_x else None
         idle()
         return dx, None if x is None else deliver(dz, x)
-    m, n, k = dz.shape[0] * how.pool.world, weight.shape[1] * how.pool.world, weight.shape[0]
-    op = how.pool.op(AGGemm, how.user, m, n, k, dz.dtype, transpose_weight=True, fused=how.fuse_ag)
+    m, n, k = dz.shape[0] * how.pool.world, how.whole(weight.shape[1]), weight.shape[0]
+    op = how.op(AGGemm, m, n, k, dz.dtype, transpose_weight=True)
     if x is None:
         dx = op(dz, weight) if need_x else None
         idle()

@@ -24,14 +24,14 @@ import torch
 
 from flux.backends.unfused import all_gather
 from flux.layers import autograd
+from flux.layers.autocast import autocast_off, compute_dtype
 from flux.layers.autograd import (
     LinearConfig,
     as_rows,
-    autocast_off,
     begin_gather,
+    check_sharded,
     column_grads,
     column_product,
-    compute_dtype,
     fresh,
     row_grads,
     row_product,
@@ -52,6 +52,7 @@ class Named(NamedTuple):
     reduce_dx: bool = True
     fuse_ag: bool = True
     fuse_rs: bool = True
+    features: int | None = None
 
     def config(self, user: User | None = None) -> LinearConfig:
         """Return the configuration of a layer with this user of ops; None: of one in a graph."""
@@ -95,14 +96,21 @@ def row_linear(
     return z
 
 
-def _scaled(rows: Any, group_name: str, up: bool, does: bool) -> Any:
-    """Return the rows after a gather (up) or scatter over a group, if it ``does`` that."""
-    world = resolve_group(group_name).size() if does else 1
+def _scaled(rows: Any, group_name: str, up: bool) -> Any:
+    """Return the rows after a gather (up) or scatter over a group."""
+    world = resolve_group(group_name).size()
     return rows * world if up else rows // world
 
 
-def _linear_fake(x: torch.Tensor, weight: torch.Tensor, rows: Any) -> torch.Tensor:
-    return x.new_empty(rows, *x.shape[1:-1], weight.shape[0])
+def _linear_fake(
+    x: torch.Tensor, weight: torch.Tensor, how: tuple[Any, ...], up: bool
+) -> torch.Tensor:
+    """Return the result's shape: x [s, ..., K] -> [s * W, ..., N] (up) or [s / W, ..., N]."""
+    lead = list(x.shape[:-1])
+    if Named(*how).sequence_parallel:
+        check_sharded(x)
+        lead[0] = _scaled(lead[0], how[0], up)
+    return x.new_empty(*lead, weight.shape[0])
 
 
 def _grads(dx: Grad, dw: Grad, x: torch.Tensor) -> list[torch.Tensor]:
@@ -157,7 +165,7 @@ def _column_grad(
 def _column_fake(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
 ) -> torch.Tensor:
-    return _linear_fake(x, weight, _scaled(x.shape[0], how[0], True, how[1]))
+    return _linear_fake(x, weight, how, True)
 
 
 def _backward_column(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -185,7 +193,7 @@ def _row_grad(
 
 
 def _row_fake(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tensor:
-    return _linear_fake(x, weight, _scaled(x.shape[0], how[0], False, how[1]))
+    return _linear_fake(x, weight, how, False)
 
 
 def _backward_row(ctx: Any, dz: torch.Tensor) -> tuple[Any, ...]:
@@ -219,11 +227,11 @@ def _cut_features(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def _gather_features_fake(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], _scaled(x.shape[-1], group_name, True, True))
+    return x.new_empty(*x.shape[:-1], _scaled(x.shape[-1], group_name, True))
 
 
 def _cut_features_fake(x: torch.Tensor, group_name: str) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], _scaled(x.shape[-1], group_name, False, True))
+    return x.new_empty(*x.shape[:-1], _scaled(x.shape[-1], group_name, False))
 
 
 def _sum_grad(parameter: torch.Tensor, group_name: str) -> torch.Tensor:
@@ -276,6 +284,7 @@ def _row_grad_flops(
 # -- registration ----------------------------------------------------------------------------------
 
 _HOW = "str group_name, bool sequence_parallel, bool reduce_dx, bool fuse_ag, bool fuse_rs"
+_HOW += ", int? features = None"
 _GRADS = f"(Tensor dy, Tensor x, Tensor weight, bool need_x, bool need_w, {_HOW}) -> Tensor[]"
 define(
     f"column_linear(Tensor x, Tensor weight, Tensor? bias, {_HOW}) -> Tensor",

@@ -17,6 +17,7 @@ records the reason once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from torch.distributed.tensor import distribute_module as _distribute_module
 from torch.distributed.tensor import parallel as torch_styles
 
 from flux.layers import compiled
+from flux.layers.autocast import cast_once, compute_dtype
 from flux.layers.eligible import reason_unsupported, say_once
 from flux.layers.linear import sum_grad
 from flux.ops.pool import User, pool_of
@@ -43,30 +45,34 @@ class StyledLinear(nn.Linear):
     user: User
     group_name: str
 
-    def local(self, name: str) -> torch.Tensor | None:
-        """Return this rank's part of a parameter."""
-        parameter = getattr(self, name)
-        return None if parameter is None else parameter.to_local()
+    def local(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's part of a parameter, in the dtype of a product with x."""
+        parameter: Any = getattr(self, name)
+        return None if parameter is None else cast_once(parameter, compute_dtype(x)).to_local()
 
     def column(
         self, x: torch.Tensor, sequence_parallel: bool, reduce_dx: bool = True
     ) -> torch.Tensor:
         """Return a column-parallel product, with its bias."""
-        weight, bias = self.local("weight"), self.local("bias")
+        weight, bias = self.local("weight", x), self.local("bias", x)
         assert weight is not None
-        named = compiled.Named(self.group_name, sequence_parallel, reduce_dx)
+        features = self.weight.shape[0]
+        named = compiled.Named(self.group_name, sequence_parallel, reduce_dx, features=features)
         return compiled.column_linear(x, weight, bias, named, self.user)
 
     def row(self, x: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
         """Return a row-parallel product, without its bias."""
-        weight = self.local("weight")
+        weight, features = self.local("weight", x), self.weight.shape[1]
         assert weight is not None
-        named = compiled.Named(self.group_name, sequence_parallel)
+        named = compiled.Named(self.group_name, sequence_parallel, features=features)
         return compiled.row_linear(x, weight, named, self.user)
 
-    def reason_unsupported(self, x: torch.Tensor) -> str | None:
-        """Return why a call is not fused, or None."""
+    def reason_unsupported(self, x: torch.Tensor, split_dim: int) -> str | None:
+        """Return why a call is not fused, or None. ``split_dim``: of the weight."""
         weight: Any = self.weight
+        features, world = weight.shape[split_dim], self.mesh.size()
+        if -(-features // world) * (world - 1) >= features:  # known to all ranks, unlike emptiness
+            return f"{features} features leave some of the {world} ranks without any"
         if torch.compiler.is_compiling():
             inside = x.to_local() if isinstance(x, DTensor) else x
             return reason_unsupported(self.group_name, inside, weight.to_local())
@@ -77,10 +83,23 @@ class StyledLinear(nn.Linear):
         """Compute on torch's unfused path, on DTensors."""
         say_once(f"{type(self).__name__}: torch's own path, because {reason}")
         style = self.style
+        if not isinstance(x, DTensor):
+            x = self.whole(x, style.input_layouts[0], self.weight.shape[1])
         x = style._prepare_input_fn(
             style.input_layouts, style.desired_input_layouts, self, (x,), self.mesh
         )
         return self.deliver(super().forward(x))
+
+    def whole(self, x: torch.Tensor, placement: Placement, features: int) -> DTensor:
+        """Return the DTensor [..., features] of this rank's part, which others may have more of."""
+        own, world = x.shape[-1], self.mesh.size()
+        sizes: dict[str, Any] = {}  # none: DTensor takes the parts for equal ones
+        split = _dim(placement, x) == x.dim() - 1 and features % world
+        if split and own == _part(features, world, self.mesh.get_local_rank()):
+            # Dense, as strides must be the same on all ranks, and those of an empty part say nothing.
+            x, shape = x.contiguous(), torch.Size((*x.shape[:-1], features))
+            sizes = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
+        return DTensor.from_local(x, self.mesh, [placement], run_check=False, **sizes)
 
     def deliver(self, y: Any) -> torch.Tensor:
         """Convert a DTensor to the layout of the style."""
@@ -100,6 +119,12 @@ def _dim(placement: Placement, x: torch.Tensor) -> int | None:
     return placement.dim % x.dim() if isinstance(placement, Shard) else None
 
 
+def _part(features: int, world: int, rank: int) -> int:
+    """Return a rank's number of features, as torch.chunk splits them."""
+    most = -(-features // world)
+    return max(0, min(most, features - rank * most))
+
+
 class ColwiseLinear(StyledLinear):
     """A linear layer under the style ``ColwiseParallel``."""
 
@@ -113,7 +138,7 @@ class ColwiseLinear(StyledLinear):
             # input, for example a gather, reduces once for all of the input's readers.
             reduce_dx = False
         dim = _dim(given, x)
-        reason = self.reason_unsupported(x)
+        reason = self.reason_unsupported(x, 0)
         if dim is None and given != REPLICATE:
             reason = f"the input is {given}"
         elif dim == x.dim() - 1:
@@ -133,7 +158,7 @@ class ColwiseLinear(StyledLinear):
             Shard(y.dim() - 1),
         ):
             return y
-        return self.deliver(DTensor.from_local(y, self.mesh, [Shard(y.dim() - 1)], run_check=False))
+        return self.deliver(self.whole(y, Shard(y.dim() - 1), self.weight.shape[0]))
 
 
 class RowwiseLinear(StyledLinear):
@@ -143,7 +168,7 @@ class RowwiseLinear(StyledLinear):
         """Apply the layer to x [..., in_features] in the style's layout. Collective."""
         x, wanted = input, self.style.output_layouts[0]
         dim = _dim(wanted, x)
-        reason = self.reason_unsupported(x)
+        reason = self.reason_unsupported(x, 1)
         if dim is None and wanted != REPLICATE:
             reason = f"the style wants the output {wanted}"
         elif dim == x.dim() - 1:
@@ -156,9 +181,9 @@ class RowwiseLinear(StyledLinear):
         given = self.style.input_layouts[0]
         if isinstance(x, DTensor) or _dim(given, x) != features.dim:
             if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, self.mesh, [given], run_check=False)
+                x = self.whole(x, given, self.weight.shape[1])
             x = x.redistribute(placements=[features]).to_local()
-        bias = self.local("bias")
+        bias = self.local("bias", x)
         if dim is None:
             z = self.row(x, False)
         else:
@@ -177,7 +202,8 @@ def _fuse(style: Any, module: nn.Module, mesh: DeviceMesh, new: type[StyledLinea
     distribute_module(module, mesh, style._partition_linear_fn)
     module.__class__ = new
     styled = cast(StyledLinear, module)
-    styled.style, styled.mesh, styled.user = style, mesh, User()
+    # A copy: torch's styles change when they are applied to an embedding.
+    styled.style, styled.mesh, styled.user = copy.copy(style), mesh, User()
     styled.group_name = mesh.get_group().group_name
     return module
 

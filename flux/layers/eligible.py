@@ -31,8 +31,6 @@ def reason_unsupported(group_name: str, x: torch.Tensor, weight: torch.Tensor) -
         return f"the weight is a {type(weight).__name__}"
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(device):
         return f"the input is {x.dtype} and the weight {weight.dtype}"
-    if x.numel() == 0:
-        return "the input is empty"
     reason = executor.reason_unsupported((x, weight)) or _group_cannot(group_name, device)
     if reason is not None or device == "cpu" or torch.compiler.is_compiling():
         return reason

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from flux.core.tensors import check_memory
 from flux.layers import compiled
+from flux.layers.autocast import cast_once, compute_dtype
 from flux.layers.autograd import once
 from flux.ops.pool import User, pool_of
 from flux.ops.transforms import call
@@ -142,7 +143,8 @@ class ColumnParallelLinear(ParallelLinear):
 
         Collective.
         """
-        y = compiled.column_linear(x, self.weight, self.bias, self._named(), self._user)
+        bias = self.bias if self.bias is None else cast_once(self.bias, compute_dtype(x))
+        y = compiled.column_linear(x, self.weight, bias, self._named(), self._user)
         if self.gather_output and self.world > 1:
             y = call("gather_features", y, self.group_name)
         return y
@@ -196,7 +198,7 @@ class RowParallelLinear(ParallelLinear):
         z = compiled.row_linear(x, self.weight, self._named(), self._user)
         if self.bias is None:
             return z
-        bias: torch.Tensor = self.bias
+        bias: torch.Tensor = cast_once(self.bias, compute_dtype(x))
         if self.sequence_parallel and self.world > 1:
             bias = sum_grad(bias, self.group_name)
         return z + bias

@@ -93,6 +93,8 @@ class _Fused:
         offloading = getattr(config, "_cpu_offloading_context", None)
         if offloading is not None and offloading.inside_context:
             return "activations are being offloaded"
+        if x.numel() == 0:
+            return "the input is empty"
         if getattr(self, "gtp_remat_size", 1) > 1:
             return "the weight is sharded once more (gtp_remat)"
         return reason_unsupported(self.tp_group.group_name, x, weight)

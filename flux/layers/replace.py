@@ -89,20 +89,15 @@ def _apply_plan(
     model: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh | dist.ProcessGroup
 ) -> None:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import parallelize_module
 
     from flux.layers import dtensor
+    from flux.layers.planned import apply_plan
 
     if isinstance(mesh, dist.ProcessGroup):
         mesh = DeviceMesh.from_group(mesh, _device_type(model))
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, got {mesh}")
-    styles = {name: dtensor.fused_style(style) for name, style in plan.items()}
-    for name, style in styles.items():
-        if style is not None:
-            parallelize_module(model, mesh, {name: style})
-    if not any(isinstance(module, dtensor.StyledLinear) for module in model.modules()):
-        raise ValueError(f"the plan names no linear layer of the model: {sorted(plan)}")
+    apply_plan(model, {name: dtensor.fused_style(s) for name, s in plan.items()}, mesh)
 
 
 def _device_type(model: nn.Module) -> str:

@@ -142,7 +142,7 @@ class OpPool(OfGroup):
         if entry is None or entry.op.closed or entry.op.spec.max_m < m:
             max_m = m
             if entry is not None and not entry.op.closed:
-                _meet_to_grow(entry.op, m)
+                meet(entry.op, m)  # M is more than max_m, so this op has never run with it
                 max_m = max(m, 2 * entry.op.spec.max_m)  # doubling: growing M rebuilds seldom
                 entry.op.close()
             self._drop_unused()
@@ -284,17 +284,19 @@ class OpPool(OfGroup):
             del _pools[self.group_name]
 
 
-def _meet_to_grow(op: TensorParallelOp, m: int) -> None:
-    """Meet the peers on the old op; raise ValueError if a peer calls it instead of growing it.
+def meet(op: TensorParallelOp, m: int) -> None:
+    """Meet the peers on an op, with an M that it cannot run: 0, or more than its max_m. Collective.
 
     On GPUs that takes FLUX_CHECK, as it does to find any other calls that do not fit together.
+
+    Raises:
+        ValueError: on all ranks, if a peer has another M.
     """
     if op._backend is None:
         return
     if op._comparison is not None:
         op._guarded(partial(op._comparison.compare, f"M = {m}"))
         return
-    # As in a call with M, which this op has never seen: it is more than max_m.
     digest = op.spec.digest(m, biased=False)
     backend, schedule = op._backend, op.schedule(1)
     op._guarded(lambda: backend.meet(schedule, digest)())

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 try:
     from torch._library.effects import EffectType
@@ -110,6 +110,31 @@ def outside_modes() -> Iterator[None]:
         torch.no_grad(),
     ):
         yield
+
+
+class _FirstOperand(TorchDispatchMode):
+    """Takes the first operand of an addmm, which is not computed."""
+
+    operand: torch.Tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.addmm.default:
+            return func(*args, **(kwargs or {}))  # the cast, where the cache has none
+        self.operand = args[0]
+        return args[1]
+
+
+def behind_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what an addmm that adds to ``parameter`` [N, K] or [K] gets from autocast's cache.
+
+    Autograd saves nothing for this addmm, so hooks on saved tensors do not see it.
+    """
+    columns = parameter.shape[-1]
+    nothing = torch.empty((0, columns), dtype=dtype, device=parameter.device)
+    rows = parameter.shape[0] if parameter.dim() == 2 else 1
+    with _FirstOperand() as taken:
+        torch.addmm(parameter, nothing.new_empty((rows, 0)), nothing)
+    return taken.operand
 
 
 F = TypeVar("F", bound=Callable[..., object])

@@ -138,6 +138,43 @@ def _cases(world: int) -> dict[str, tuple[Any, Any, int]]:
     }
 
 
+def _biases(rank: int, world: int) -> None:
+    """Every shape of a bias that addmm takes, behind a gather and in front of reductions."""
+    torch._dynamo.reset()
+    flux.compile.clear_report()
+    torch.manual_seed(rank)
+    group, m, n = dist.group.WORLD.group_name, 2 * world, 4 * world
+    w, x = torch.randn(6, n).double(), torch.randn(m, 6).double()
+    # Strides that are not those of a dense tensor.
+    columns = [torch.randn(*s, 2).double()[..., 0] for s in ((n,), (), (1,), (1, n), (1, 1))]
+    rows = [torch.randn(*s, 2).double()[..., 0] for s in ((m, n), (m, 1))]
+    scaled: dict[str, Any] = {"alpha": 0.5, "beta": 2}
+    left = [(rows[0], {}), (rows[1], {}), (columns[2], scaled), (rows[1], scaled)]
+
+    def run(x: torch.Tensor, columns: list[torch.Tensor]) -> list[torch.Tensor]:
+        results = []
+        full = funcol.all_gather_tensor(x[: m // world], 0, group)
+        cases = [*((2 * bias, {}) for bias in columns), *left]  # some that the graph computes
+        for bias, scales in cases:
+            products = [torch.addmm(bias, a, w, **scales) for a in (full, x, x)]
+            scattered = funcol.reduce_scatter_tensor(products[1], "sum", 0, group)
+            results += [products[0], scattered, funcol.all_reduce(products[2], "avg", group)]
+        return results
+
+    with flux.compile.enable(), torch.no_grad():
+        got = torch.compile(run, fullgraph=True, backend=passes_only)(x, columns)
+    for number, (a, b) in enumerate(zip(got, run(x, columns), strict=True)):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, msg=f"{number}")
+    report = flux.compile.report()
+    assert sum(report.fused.values()) == 1 + 2 * len(columns), str(report)
+    assert sum(report.left.values()) == 2 * len(left), str(report)
+    close_pools()
+
+
+def test_every_shape_of_a_bias_gives_eager_results() -> None:
+    run_ranks(2, _biases, timeout=120.0)
+
+
 def _each_case(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     cases = _cases(world)

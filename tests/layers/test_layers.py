@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import subprocess
 import sys
@@ -15,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from flux import GemmAR, GemmRS, Knobs, PeerTimeoutError
 from flux.backends.unfused import UnfusedBackend
-from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
+from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools, replace_linears
 from flux.ops.pool import pool_of
 from harness import fresh_ranks, held, nothing_left_in_shared_memory, run_ranks
 from op_cases import failing_work
@@ -112,6 +114,109 @@ def _whole_features(rank: int, world: int) -> None:
 
 def test_gathered_output_and_whole_input() -> None:
     run_ranks(3, _whole_features)
+
+
+SHAPES = ((), (0,), (4,), (4, 0), (0, 3), (4, 3), (4, 2, 3))
+"""Of an input, without its features: also one of one dimension, and some without rows."""
+
+
+def _shapes(rank: int, world: int) -> None:
+    torch.manual_seed(5)
+    up, down = nn.Linear(D, F).double(), nn.Linear(F, D).double()
+    for sp in (False, True):
+        layers = nn.Sequential(
+            ColumnParallelLinear.from_linear(up, sequence_parallel=sp),
+            RowParallelLinear.from_linear(down, sequence_parallel=sp),
+        )
+        if sp:
+            for layer, features in zip(layers, (D, F // world), strict=True):
+                with pytest.raises(ValueError, match=rf"x must have another .* got \[{features}\]"):
+                    layer(torch.zeros(features).double())
+        for shape in SHAPES[1:] if sp else SHAPES:
+            x = torch.randn(*shape, D).double()
+            whole = x.clone().requires_grad_()
+            expected = down(up(whole))
+            expected.square().sum().backward()
+            cut = slice(rank * 4 // world, (rank + 1) * 4 // world) if sp and shape[0] else ...
+            layers.zero_grad()
+            own = x[cut].clone().requires_grad_()
+            z = layers(own)
+            z.square().sum().backward()
+            features = slice(rank * F // world, (rank + 1) * F // world)
+            for name, got, want in (
+                ("z", z, expected[cut]),
+                ("dx", own.grad, whole.grad[cut]),
+                ("dw", layers[0].weight.grad, up.weight.grad[features]),
+                ("db", layers[0].bias.grad, up.bias.grad[features]),
+                ("dw2", layers[1].weight.grad, down.weight.grad[:, features]),
+                ("db2", layers[1].bias.grad, down.bias.grad),
+            ):
+                torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11, msg=f"{name} {shape}")
+            _fake_shapes(layers, own, z.shape)
+            up.zero_grad()
+            down.zero_grad()
+        # Ranks that do not agree on having rows all hear of it.
+        with pytest.raises(ValueError, match=r"disagree|different calls"):
+            layers[1](torch.zeros(4 * rank, F // world).double())
+        assert layers[1](torch.zeros(4, F // world).double()).shape[1] == D
+    close_pools()
+
+
+def _fake_shapes(layers: nn.Sequential, x: torch.Tensor, shape: torch.Size) -> None:
+    """Check the shape that torch.compile expects of the layers' ops."""
+    with FakeTensorMode() as fakes:
+        for layer in layers:
+            weight, how = fakes.from_tensor(layer.weight), layer._named()
+            if isinstance(layer, ColumnParallelLinear):
+                x = torch.ops.flux.column_linear(fakes.from_tensor(x), weight, None, *how)
+            else:
+                x = torch.ops.flux.row_linear(x, weight, *how)
+    assert x.shape == shape
+
+
+def test_inputs_of_every_shape_match_linear() -> None:
+    run_ranks(2, _shapes)
+
+
+def _autocast(rank: int, world: int) -> None:
+    """In a region of autocast a weight has one cast: torch's own, which backward uses, too."""
+    torch.manual_seed(6)
+    styles = {"colwise": ColumnParallelLinear, "rowwise": RowParallelLinear}
+    for style, planned in itertools.product(styles, (False, True)):
+        layer: Any = nn.Linear(D, D) if planned else styles[style](D, D)
+        if planned:
+            replace_linears(layer, {"": style}, mesh=dist.group.WORLD)
+        weight = layer.weight.to_local() if planned else layer.weight
+        x = torch.randn(6, weight.shape[1], requires_grad=True)
+        saved: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        for _ in range(2):  # regions: a step in between is seen by the second
+            saved.clear()
+            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+            with torch.autocast("cpu", torch.bfloat16), hooks:
+                expected = weight.detach().to(torch.bfloat16)
+                for _ in range(2):  # inside of a region torch's casts stay as they are, and ours
+                    layer.zero_grad()
+                    y = layer(x)
+                    assert y.dtype == torch.bfloat16
+                    (dw,) = torch.autograd.grad(y.float().sum(), layer.weight)
+                    assert dw.dtype == torch.float32
+                    with torch.no_grad():
+                        layer.weight.add_(1)
+                if not planned:
+                    nn.functional.linear(x, weight)
+            casts = [t for t in saved if t.shape in (expected.shape, expected.t().shape)]
+            assert len(casts) == 2 + (not planned) and all(t.dtype == y.dtype for t in casts)
+            assert len({t.data_ptr() for t in casts}) == 1 and torch.equal(casts[0], expected)
+    close_pools()
+
+
+def test_autocast_casts_a_weight_once_in_a_region() -> None:
+    run_ranks(2, _autocast)
 
 
 def _refusals(rank: int, world: int) -> None:

@@ -188,21 +188,183 @@ def _odd_layouts(rank: int, world: int) -> None:
         layers[1].load_state_dict(layers[0].state_dict())
         parallelize_module(layers[0], mesh, style)
         replace_linears(layers[1], {"": style}, mesh=mesh)
-        results = []
-        for layer in layers:
-            own = x.detach().clone().requires_grad_()
-            y = layer(own)
-            y.square().sum().backward()
-            grads = [own.grad, layer.weight.grad, layer.bias.grad]
-            results.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (y, *grads)])
-        for want, got in zip(*results, strict=True):
-            torch.testing.assert_close(got, want)
+        _both_equal(layers, x, f"{style}")
     assert any("features of the input are sharded" in text for text in eligible._said)
     close_pools()
 
 
 def test_layouts_without_a_fused_form_match_torch() -> None:
     run_ranks(2, _odd_layouts)
+
+
+def _uneven(rank: int, world: int) -> None:
+    """Numbers of features that the ranks do not divide, or that leave some ranks without any."""
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    whole, rows = Replicate(), Shard(0)
+    for features in (1, 5, 7):
+        for style in (
+            ColwiseParallel(output_layouts=whole),
+            ColwiseParallel(input_layouts=rows, output_layouts=rows),
+            ColwiseParallel(use_local_output=False),
+            RowwiseParallel(input_layouts=whole),
+            RowwiseParallel(input_layouts=rows, output_layouts=rows),
+            RowwiseParallel(input_layouts=whole, output_layouts=rows, use_local_output=False),
+        ):
+            torch.manual_seed(5)
+            sizes = (6, features) if isinstance(style, ColwiseParallel) else (features, 6)
+            layers = [nn.Linear(*sizes) for _ in range(2)]
+            layers[1].load_state_dict(layers[0].state_dict())
+            x = torch.randn(2 * world, 3, sizes[0])
+            x = x.chunk(world)[rank] if style.input_layouts[0] == rows else x
+            parallelize_module(layers[0], mesh, style)
+            replace_linears(layers[1], {"": style}, mesh=mesh)
+            _both_equal(layers, x, f"{features} features, {style}")
+    # Features of the input, of which torch cannot know that ranks have different numbers.
+    for style in (RowwiseParallel(), ColwiseParallel(input_layouts=Shard(-1), output_layouts=whole)):
+        torch.manual_seed(6)
+        one = nn.Linear(7, 6)
+        x = torch.randn(4, 7)
+        want = one(x)
+        replace_linears(one, {"": style}, mesh=mesh)
+        torch.testing.assert_close(one(x.chunk(world, 1)[rank]), want)
+    close_pools()
+
+
+def _both_equal(layers: list[nn.Linear], x: torch.Tensor, name: str) -> None:
+    """Check that torch's form of a layer and ours agree in results and gradients."""
+    results, kinds = [], []
+    for layer in layers:
+        own = x.detach().clone().requires_grad_()
+        y = layer(own)
+        y.square().sum().backward()
+        grads = [own.grad, layer.weight.grad, layer.bias.grad]
+        results.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (y, *grads)])
+        kinds.append(isinstance(y, DTensor))
+    assert kinds[0] == kinds[1], name
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, msg=name)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_features_that_ranks_do_not_divide_match_torch(world: int) -> None:
+    run_ranks(world, _uneven)
+
+
+# -- parameters that modules share -----------------------------------------------------------------
+
+
+class Sharing(nn.Module):
+    """Two blocks of linear layers between an embedding and a head; ``share`` makes them one."""
+
+    def __init__(self, share: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, D), nn.Linear(D, 11, bias=False)
+        self.up, self.up2, self.down, self.down2 = (nn.Linear(D, D) for _ in range(4))
+        self.norm, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        for pair in share.split():
+            one, _, other = pair.partition("=")
+            module, _, name = one.rpartition(".")
+            value = self.get_submodule(other) if not module else self.get_parameter(other)
+            setattr(self.get_submodule(module), name, value)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        x = x + self.down2(torch.tanh(self.up2(self.norm2(x))))
+        return self.head(x)
+
+
+def _losses(model: nn.Module) -> list[float]:
+    torch.manual_seed(1)
+    tokens = torch.randint(11, (2, 5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+TIED = "head.weight=embed.weight"
+LAYERS = {"up": "colwise", "down": "rowwise", "up2": "colwise", "down2": "rowwise"}
+HEAD = {"head": "colwise_rep"}
+SHARED: list[tuple[str, dict[str, Any]]] = [
+    (TIED, HEAD),  # the embedding is not in the plan
+    (TIED, LAYERS | HEAD | {"embed": "embedding_rowwise"}),
+    (TIED, LAYERS | {"embed": ColwiseParallel(output_layouts=Replicate())}),  # the head is not
+    (f"{TIED} up2.weight=up.weight up2.bias=up.bias down2.weight=down.weight", LAYERS | HEAD),
+    ("up2=up down2=down", {"up*": "colwise", "down*": "rowwise"}),  # modules, in two places
+    ("up2.weight=up.weight up2.bias=down.bias", {"up": "colwise_rep", **HEAD}),
+    ("up2.bias=up.bias", {"up": "rowwise_rep"}),
+    ("norm2.weight=norm.weight", LAYERS),  # neither is in the plan
+]
+
+
+def _shared(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    for share, plan in SHARED:
+        model, whole = Sharing(share).double(), Sharing(share).double()
+        names, keys = [name for name, _ in model.named_parameters()], list(model.state_dict())
+        expected = _losses(whole)
+        replace_linears(model, plan, mesh=group)
+        assert [name for name, _ in model.named_parameters()] == names, share
+        assert list(model.state_dict()) == keys, share
+        for got, want in zip(_losses(model), expected, strict=True):
+            assert abs(got - want) <= 1e-12 * want, (share, plan, got, want)
+    close_pools()
+
+
+def test_modules_that_share_parameters_still_share_them() -> None:
+    run_ranks(2, _shared)
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    """Return all that a plan changes of a model."""
+    return [
+        (type(m), m._forward_hooks.copy(), m._parameters.copy(), "style" in vars(m))
+        for m in model.modules()
+    ]
+
+
+def _cannot_share(rank: int, world: int) -> None:
+    whole = Replicate()
+    hooks = {"embed": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)}
+    for share, plan, match in (
+        (TIED, HEAD | {"embed": "colwise_rep"}, r"embed.weight becomes .*1.*head.weight becomes"),
+        ("up2.weight=up.weight", {"up": "colwise", "up2": "rowwise_rep"}, "does not shard it alike"),
+        ("up2=up", {"up": "colwise", "up2": "rowwise_rep"}, "'up2' leads to a module that the plan"),
+        (TIED, HEAD | hooks, "embed.weight is not sharded"),
+        ("norm2.weight=norm.weight", LAYERS | {"norm": SequenceParallel()}, "norm2.weight is not"),
+        ("", LAYERS | {"norm": ColwiseParallel()}, "only support nn.Linear"),
+        ("", {"norm": SequenceParallel()}, "names no linear layer"),
+    ):
+        model = Sharing(share)
+        before = _parts(model)
+        with pytest.raises((ValueError, NotImplementedError), match=match):
+            replace_linears(model, plan, mesh=dist.group.WORLD)
+        for was, now in zip(before, _parts(model), strict=True):
+            assert was[:2] == now[:2] and was[3] == now[3]
+            assert was[2].keys() == now[2].keys()
+            assert all(was[2][name] is now[2][name] for name in was[2])
+    model = Sharing()
+    model.head.weight.data = model.embed.weight.data
+    with pytest.raises(ValueError, match="two parameters in the same memory"):
+        replace_linears(model, HEAD, mesh=dist.group.WORLD)
+    model = Sharing(TIED)
+    model.embed.max_norm = 1.0
+    with pytest.raises(ValueError, match="embed.weight is not sharded"):
+        replace_linears(model, HEAD, mesh=dist.group.WORLD)
+    nn.utils.parametrizations.weight_norm(model.up)
+    with pytest.raises(ValueError, match="whose weight is computed from other parameters"):
+        replace_linears(model, LAYERS, mesh=dist.group.WORLD)
+
+
+def test_plan_that_cannot_keep_sharing_raises_and_changes_nothing() -> None:
+    run_ranks(2, _cannot_share)
 
 
 def _refused(rank: int, world: int) -> None:

@@ -1,0 +1,57 @@
+"""What torch.autocast makes of a layer's operands.
+
+torch casts a weight once per autocast region: its cache holds the cast of each parameter, a float32
+leaf that needs a gradient, until the outermost region ends. The cache belongs to operators like
+``addmm``, and there is no call that only asks it. So ``cast_once`` lets an ``addmm`` begin, and
+takes the weight where it arrives behind autocast. A cast is as old as torch's own: after a step of
+an optimizer inside the region, both are the cast of the weight before it.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from flux.ops import torch_internals
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype to multiply in: autocast's if that is on and would cast x."""
+    if x.is_meta:
+        return x.dtype  # autocast does not know the device
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def autocast_off(x: torch.Tensor) -> Any:
+    """Return a context without autocast: the operands have been cast already."""
+    device = x.device.type
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
+def cast_once(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight or bias in the dtype of the product, with its history for autograd.
+
+    The cast is that of torch's cache where torch would take it from there. Call it outside of a
+    Function's ``forward``: the cache would keep a cast without history, and torch's own operators
+    would find it.
+    """
+    if parameter.dtype == dtype:
+        return parameter
+    if (
+        not torch.compiler.is_compiling()
+        and torch.is_autocast_enabled(parameter.device.type)
+        and torch.is_autocast_cache_enabled()
+        and not torch_internals.modes_are_active()
+    ):
+        parameter = torch_internals.behind_autocast(parameter, dtype)
+    return parameter.to(dtype)
