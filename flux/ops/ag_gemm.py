@@ -11,7 +11,7 @@ import torch.distributed as dist
 from flux.core.backend import OverlapHooks, nothing
 from flux.core.knobs import Knobs, Op
 from flux.core.topology import Topology
-from flux.ops.base import TensorParallelOp, never_refused
+from flux.ops.base import TensorParallelOp
 
 
 class AGGemm(TensorParallelOp):
@@ -172,7 +172,7 @@ class AGGemm(TensorParallelOp):
             As for a call; what the caller's work raises closes the op, whose peers hear of it.
         """
         self._check_types(x_shard, weight)
-        hooks = OverlapHooks(never_refused(meanwhile), never_refused(arrived))
+        hooks = OverlapHooks(meanwhile, arrived)
         y, x_full = self._run(x_shard, [weight], [None], gather=True, hooks=hooks)
         return y, x_full
 

@@ -163,7 +163,7 @@ class Network:
         window_bytes: int,
         memory: object,
     ) -> None:
-        """Connect to the remote ranks and start the threads.
+        """Connect to the remote ranks.
 
         Args:
             exchange: the op's ranks.
@@ -187,6 +187,9 @@ class Network:
         self._links = [_Link(self, peer, window_bytes) for peer in remote]
         abandon_in_children(self)
         end_at_exit(self)
+
+    def open(self) -> None:
+        """Start the threads. From now on only ``close`` ends them, so the caller has this object."""
         for link in self._links:
             link.open()
 
