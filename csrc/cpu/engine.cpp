@@ -156,6 +156,7 @@ void Engine::worker_main(std::uint32_t done) {
     }
     if (stop_.load()) return;
     done = submitted_.load();
+    last_progress_ = Clock::now();  // by this thread's clock
     while (!failed() && !stop_.load()) {
       const auto now = Clock::now();
       if (run_program(Limit{now + std::chrono::seconds(1), last_progress_ + timeout_, kWorkerSpin}))

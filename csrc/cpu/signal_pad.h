@@ -25,11 +25,10 @@
 #include <string>
 
 #include "core/signal.h"
+#include "cpu/clock.h"
 #include "cpu/futex.h"
 
 namespace flux::host {
-
-using Clock = std::chrono::steady_clock;
 
 enum class PadState : std::uint32_t { kOpen = 0, kClosed = 1, kFailed = 2 };
 

@@ -19,17 +19,19 @@ from flux.backends.epilogue import Multiplier, pack, unpack
 from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
 from flux.core.call import Call
 from flux.core.errors import PeerTimeoutError
+from flux.core.patience import Patience
 from flux.core.recorder import Work
 from flux.core.spec import FP8, OpSpec
 from flux.core.tensors import reason_without_memory, settled
 from flux.transport.abandonable import Abandonable
-from flux.transport.exchange import OfGroup
+from flux.transport.exchange import OfGroup, leave_unfinished
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+FOREVER = timedelta(days=365)
 LOOK_S = 0.05
 """Seconds between two looks at the peers while a collective is waited for."""
 GRACE_S = 0.3
@@ -65,9 +67,9 @@ class UnfusedBackend:
         self._of = of
         self.rank = rank
         self.world = world
-        self.timeout = timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
         self._stamps: Stamps | None = None
-        self._look: Callable[[], None] | None = None
+        self._look: Callable[[], None] = nothing
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -79,12 +81,12 @@ class UnfusedBackend:
         return None if self._of is None else self._of.group
 
     def watch(self, look: Callable[[], None]) -> None:
-        """Call ``look`` regularly while a collective of more than two ranks is waited for.
+        """Call ``look`` regularly while a collective is waited for.
 
-        ``look`` raises if a peer is gone. gloo reports that only to ranks that exchange data with
-        the peer; of two ranks, each does.
+        ``look`` raises if a peer is gone, or has left a call. gloo reports only the end of a
+        process, and that only to ranks that exchange data with it.
         """
-        self._look = look if self.world > 2 else None
+        self._look = look
 
     def trace(self, stamps: Stamps | None) -> None:
         """Record calls from now on; None: no more. Between calls."""
@@ -148,6 +150,8 @@ class UnfusedBackend:
             receive = dist.irecv(parts[peer], group_src=peer, **to)
             send = dist.isend(shard, group_dst=peer, **to)
         except RuntimeError as error:
+            if not _of_library(error):
+                raise
             raise PeerTimeoutError(f"{self.spec.label}: rank {peer} is gone: {error}") from error
         parts[self.rank].copy_(shard)
         return [receive, send]
@@ -167,12 +171,24 @@ class UnfusedBackend:
             hooks: the caller's work beside the call.
             met: waits for the peers, before anything travels.
         """
-        if self.spec.op.gathers:
+        collective = False
+
+        def begin() -> None:
+            nonlocal collective
             met()
-            return self._ag_gemm(call, gather, hooks)
-        if self.spec.op.scatters:
-            return [self._gemm_rs(call, hooks.meanwhile, met)]
-        return [self._gemm_ar(call, hooks.meanwhile, met)]
+            collective = True
+
+        try:
+            if self.spec.op.gathers:
+                begin()
+                return self._ag_gemm(call, gather, hooks)
+            if self.spec.op.scatters:
+                return [self._gemm_rs(call, hooks.meanwhile, begin)]
+            return [self._gemm_ar(call, hooks.meanwhile, begin)]
+        except BaseException:
+            if collective and self.group is not None and self.world > 1:
+                leave_unfinished(self.group)  # of which a peer may be in the middle
+            raise
 
     def _ag_gemm(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
         spec = self.spec
@@ -256,51 +272,51 @@ class UnfusedBackend:
         return out if bias is None else out.add_(bias)
 
     def _wait(self, work: dist.Work | None) -> None:
-        """Wait for an operation of the library.
+        """Wait for an operation of the library, on a thread, and look at the peers meanwhile.
+
+        A collective of gloo may not obey a timeout, and a wait inside it runs no signal handler.
+        If a peer is gone the thread stays behind, with a collective that never ends, until the
+        process group goes.
 
         Raises:
             PeerTimeoutError: it failed or took too long, or a peer is gone.
         """
         assert work is not None
-        try:
-            if self._look is None:
-                work.wait(self.timeout)
-            else:
-                self._wait_and_look(work, self._look)
-        except PeerTimeoutError:
-            raise
-        except RuntimeError as error:
-            text = f"{self.spec.label}: rank {self.rank}: the collective of path=unfused failed"
-            raise PeerTimeoutError(f"{text}: {error}") from error
-
-    def _wait_and_look(self, work: dist.Work, look: Callable[[], None]) -> None:
-        """Wait on a thread, since not all collectives of gloo obey a timeout, and look meanwhile.
-
-        If a peer is gone the thread stays behind, with a collective that never ends, until the
-        process group goes.
-        """
         inference = torch.is_inference_mode_enabled()
 
         def wait() -> None:
             with torch.inference_mode(inference):  # reduce_scatter copies its result here
-                work.wait(self.timeout)
+                work.wait(FOREVER)
 
         call = Abandonable(wait)
-        limit_s = self.timeout.total_seconds()
-        deadline = time.monotonic() + limit_s
+        patience = Patience(self.timeout_s)
         while not call.wait(LOOK_S):
             try:
-                look()
+                self._look()
             except PeerTimeoutError:
                 if not call.wait(GRACE_S):
                     raise
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not done after {limit_s:g} s")
-        try:
-            call.result()
-        except RuntimeError:
-            named = time.monotonic() + GRACE_S
-            while time.monotonic() < named:
-                look()
-                time.sleep(0.01)
-            raise
+            if patience.left_s <= 0:
+                raise self._failed(f"not done after {self.timeout_s:g} s", None)
+        if not isinstance(call.error, RuntimeError):  # else the library's: see Abandonable.error
+            return call.result()
+        named = Patience(GRACE_S)
+        while named.left_s > 0:
+            self._look()
+            time.sleep(0.01)
+        raise self._failed(str(call.error), call.error)
+
+    def _failed(self, why: str, cause: BaseException | None) -> PeerTimeoutError:
+        text = f"{self.spec.label}: rank {self.rank}: the collective of path=unfused failed: {why}"
+        error = PeerTimeoutError(text)
+        error.__cause__ = cause
+        return error
+
+
+def _of_library(error: BaseException) -> bool:
+    """Return whether torch.distributed raised an error, and not a signal handler inside it."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    where = "" if at is None else at.tb_frame.f_globals.get("__name__", "")
+    return str(where).startswith("torch.distributed")

@@ -33,6 +33,9 @@ from flux.core.wholefile import set_aside, write_whole
 LOCK_S = 60.0
 """Seconds that a writer waits for others; each holds the lock for milliseconds."""
 
+LOOK_UP_S = 1.0
+"""Seconds that the constructor of an op waits for a writer, at most."""
+
 _MOST_EXPORTED = 256 << 20
 """Bytes: an export has the winners of all files."""
 
@@ -54,9 +57,15 @@ class Cache:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def load(self, key: Key) -> Entry | None:
-        """Return the winners of a key; None if there are none. A damaged file is set aside."""
-        return self._load(self.directory / f"{key.name}.json")
+    def load(self, key: Key, timeout_s: float = LOCK_S) -> Entry | None:
+        """Return the winners of a key; None if there are none. A damaged file is set aside.
+
+        Args:
+            key: the op and the machine.
+            timeout_s: how long to wait, before a damaged file is set aside, for a writer that may
+                replace it; it stays in place then.
+        """
+        return self._load(self.directory / f"{key.name}.json", timeout_s)
 
     def entries(self) -> Iterator[Entry]:
         """Yield all readable entries, by file name; other programs' files are ignored."""
@@ -77,19 +86,19 @@ class Cache:
         """Return the files that were set aside."""
         return sorted(self.directory.glob("*.damaged-*"))
 
-    def _load(self, path: Path) -> Entry | None:
+    def _load(self, path: Path, timeout_s: float = LOCK_S) -> Entry | None:
         try:
             return read(path)
         except FileNotFoundError:
             return None
         except (DamagedEntryError, OSError) as error:
-            return self._set_aside_unless_mended(path, str(error))
+            return self._set_aside_unless_mended(path, str(error), timeout_s)
 
-    def _set_aside_unless_mended(self, path: Path, why: str) -> Entry | None:
+    def _set_aside_unless_mended(self, path: Path, why: str, timeout_s: float) -> Entry | None:
         problem = "in a directory that flux does not write to"
         if not self.read_only:
             try:
-                with self._lock(path.stem):
+                with self._lock(path.stem, timeout_s):
                     try:
                         return read(path)  # a writer has replaced it meanwhile
                     except FileNotFoundError:
@@ -157,10 +166,10 @@ class Cache:
         with self._lock("check"):
             tempfile.TemporaryFile(dir=self.directory).close()
 
-    def _lock(self, name: str) -> FileLock:
+    def _lock(self, name: str, timeout_s: float = LOCK_S) -> FileLock:
         locks = self.directory / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
-        return FileLock(locks / f"{name}.lock", timeout=LOCK_S)
+        return FileLock(locks / f"{name}.lock", timeout=timeout_s)
 
 
 def read(path: Path) -> Entry:
@@ -231,10 +240,20 @@ def default_caches() -> Sequence[Cache]:
     return caches
 
 
-def look_up(key: Key, caches: Sequence[Cache] | None = None) -> Entry | None:
-    """Return the winners of a key, from the most preferred cache that has any."""
+def look_up(
+    key: Key, caches: Sequence[Cache] | None = None, *, timeout_s: float | None = None
+) -> Entry | None:
+    """Return the winners of a key, from the most preferred cache that has any.
+
+    Args:
+        key: the op and the machine.
+        caches: where to look; None: where ops do.
+        timeout_s: of the op that needs them. A part of it is waited for the lock of a damaged file,
+            while its peers wait for this rank.
+    """
+    limit_s = LOCK_S if timeout_s is None else min(LOOK_UP_S, timeout_s / 4)
     for cache in default_caches() if caches is None else caches:
-        entry = cache.load(key)
+        entry = cache.load(key, limit_s)
         if entry is not None and entry.winners:
             return entry
     return None

@@ -188,12 +188,15 @@ def choose(
     if exchange.world == 1:
         return Fixed(Knobs())  # no communication to tune
     shape = world_shape(hosts)
+    # A topology says how rows travel. Whether memory can be pulled from follows from the hosts.
+    apart = len(set(hosts)) > 1 if kind == "cpu" else topology.nodes > 1
     cluster = _detected(kind)
     everybody = exchange.all_gather(None if cluster is None else cluster.parts(shape))
     found: Entry | None = None
     known = [parts for parts in everybody if parts is not None]
     if exchange.rank == 0 and len(known) == exchange.world:
-        found = _look_up(key_of(spec, shape, group_parts(known), kind), topology, kind)
+        key = key_of(spec, shape, group_parts(known), kind)
+        found = _look_up(key, topology, kind, apart, exchange.timeout_s)
     found, cluster = exchange.all_gather((found, cluster))[0]
     if found is not None:
         kernel = None
@@ -202,13 +205,19 @@ def choose(
         return Tuned(found, spec, topology, exchange.rank == 0, legal, kernel)
     if kind == "cuda" or cluster is None:
         return Fixed(Knobs())  # flux/kernels/cost.py models its kernels
-    return modelled(spec, topology, cluster)
+    return modelled(spec, topology, cluster, apart)
 
 
-def _look_up(key: Key, topology: Topology, kind: str) -> Entry | None:
+def _look_up(
+    key: Key,
+    topology: Topology,
+    kind: str,
+    apart: bool = False,
+    timeout_s: float | None = None,
+) -> Entry | None:
     """Return the winners that this group can run; None, with a warning, if they cannot be read."""
     try:
-        found = look_up(key)
+        found = look_up(key, timeout_s=timeout_s)
     # For example a missing home directory, or numbers and nesting beyond Python's limits. Ops run
     # without winners then.
     except (OSError, RuntimeError, ValueError, ArithmeticError) as error:
@@ -218,7 +227,7 @@ def _look_up(key: Key, topology: Topology, kind: str) -> Entry | None:
             stacklevel=2,
         )
         return None
-    return None if found is None else usable(found, topology, kind)
+    return None if found is None else usable(found, topology, kind, apart)
 
 
 def _detected(kind: str) -> Cluster | None:
@@ -228,8 +237,10 @@ def _detected(kind: str) -> Cluster | None:
     return detect(kind)
 
 
-def modelled(spec: OpSpec, topology: Topology, cluster: Cluster) -> Modelled:
-    """Return the cost model's choice for an op without winners."""
+def modelled(
+    spec: OpSpec, topology: Topology, cluster: Cluster, apart: bool = False
+) -> Modelled:
+    """Return the cost model's choice for an op without winners; ``apart``: see ``usable``."""
     problem = Problem(
         spec.op,
         spec.max_m,
@@ -240,15 +251,27 @@ def modelled(spec: OpSpec, topology: Topology, cluster: Cluster) -> Modelled:
         topology.nodes,
     )
     paths = ("fused", "medium", "unfused") if topology.nodes == 1 else ("fused", "unfused")
-    return Modelled(problem, cluster, tuple(Knobs(path=path) for path in paths))
+    direction = "push" if apart else None
+    return Modelled(
+        problem, cluster, tuple(Knobs(path=path, direction=direction) for path in paths)
+    )
 
 
-def usable(entry: Entry, topology: Topology, kind: str) -> Entry | None:
-    """Return the winners that this group can run; warn about each of the others."""
+def usable(entry: Entry, topology: Topology, kind: str, apart: bool = False) -> Entry | None:
+    """Return the winners that this group can run; warn about each of the others.
+
+    Args:
+        entry: the winners.
+        topology: of the group.
+        kind: of device: ``cpu`` | ``cuda``.
+        apart: some ranks share no memory, so rows are pushed.
+    """
     kept = []
     for winner in entry.winners:
-        reason = _reason_unusable(winner, topology, kind)
-        if reason is None:
+        reason = _reason_unusable(winner, topology, kind, apart)
+        if reason is None and apart and winner.knobs.path != "unfused":
+            kept.append(replace(winner, knobs=replace(winner.knobs, direction="push")))
+        elif reason is None:
             kept.append(winner)
         else:
             warnings.warn(
@@ -259,12 +282,12 @@ def usable(entry: Entry, topology: Topology, kind: str) -> Entry | None:
     return replace(entry, winners=tuple(kept)) if kept else None
 
 
-def _reason_unusable(winner: Winner, topology: Topology, kind: str) -> str | None:
+def _reason_unusable(winner: Winner, topology: Topology, kind: str, apart: bool) -> str | None:
     try:
         check_legal(winner.knobs, topology)
     except ValueError as error:
         return str(error)
-    if winner.knobs.direction == "pull" and topology.nodes > 1 and winner.knobs.path != "unfused":
+    if winner.knobs.direction == "pull" and apart and winner.knobs.path != "unfused":
         return "direction = pull needs memory that peers can read, but there are several hosts"
     if kind == "cpu" and winner.knobs.reduce == "in_flight":
         return "reduce = in_flight needs backend cuda"

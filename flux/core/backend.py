@@ -47,11 +47,14 @@ class Backend(Protocol):
     Attributes:
         asynchronous: calls return before they are done; ``check`` raises what they meet.
         waits_for_hosts: the calling thread waits for rows of other hosts during a call.
+        refusals: how many calls ended in a ValueError and left nothing under way: all ranks refused
+            them, or they were refused before the peers could hear of them.
         cluster: what schedules have to know of the kernels, the same on all ranks; None on the CPU.
     """
 
     asynchronous: bool
     waits_for_hosts: bool
+    refusals: int
     cluster: ClusterTile | None
 
     @property

@@ -36,6 +36,8 @@ FORMAT = 1
 """Format of the manifest; incremented when a field changes its meaning."""
 
 
+LOCK_S = 60.0
+"""Seconds to wait for the lock of a library, where the caller sets no other limit."""
 MOST_BYTES = 8 << 20
 """Largest size of a manifest."""
 
@@ -317,7 +319,7 @@ def lock(root: Path, name: str) -> FileLock:
     """
     directory = root / ".locks"
     trust.make_private(directory)
-    return FileLock(directory / f"{name}.lock")
+    return FileLock(directory / f"{name}.lock", timeout=LOCK_S)
 
 
 def _set_aside_unless_mended(root: Path, directory: Path) -> Library | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from flux.core.backend import OverlapHooks, nothing
 from flux.core.knobs import Knobs, Op
 from flux.core.topology import Topology
-from flux.ops.base import TensorParallelOp, never_refused
+from flux.ops.base import TensorParallelOp
 from flux.ops.transforms import call
 
 
@@ -176,13 +176,13 @@ class AGGemm(TensorParallelOp):
             As for a call; what the caller's work raises closes the op, whose peers hear of it.
         """
         self._check_types(x_shard, weight)
-        hooks = OverlapHooks(never_refused(meanwhile), never_refused(arrived))
+        hooks = OverlapHooks(meanwhile, arrived)
         if self._plain(x_shard, weight):
             y, x_full = self._run(x_shard, [weight], [None], gather=True, hooks=hooks)
         else:
             rest: tuple[Any, ...] = ([], [False], None, True, self.handle, [])  # no bias, gathered
             y, x_full = self._dispatched(x_shard, [weight], *rest)
-            self._guarded(hooks.both)
+            self._guarded(hooks.both, begun=True)
         return y, x_full
 
     def start_gather(self, x_shard: torch.Tensor, m: int) -> Callable[[], torch.Tensor]:

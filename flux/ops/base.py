@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -18,9 +18,10 @@ from flux.backends import make_cpu_backend, make_cuda_backend
 from flux.backends.unfused import UnfusedBackend
 from flux.choice import choose as choice
 from flux.choice.choose import Choice, Fixed
-from flux.core.backend import NO_HOOKS, Backend, OverlapHooks, nothing
-from flux.core.call import Call, CallChecker
+from flux.core.backend import NO_HOOKS, Backend, OverlapHooks
+from flux.core.call import CallChecker
 from flux.core.env import CHECK, KERNEL_CHOICE, VARIABLES
+from flux.core.exclusive import Entry, Exclusive
 from flux.core.knobs import Knobs, Op, check_legal
 from flux.core.schedule import TileSchedule, make_schedule
 from flux.core.spec import OpSpec, as_sizes
@@ -95,10 +96,13 @@ class TensorParallelOp:
     ) -> None:
         self._runs = 0  # calls that have reached this op
         self._closed = True
-        self._released = False  # nothing is left to give back
         self._broken: str | None = None
         self._pid = os.getpid()
         self._backend: Backend | None = None  # stays None for a rank that is alone
+        self._inside = Exclusive()
+        self._begun = False  # the peers count the call that is inside, and it has not ended
+        self._ending = False  # close() was called while a call was inside
+        self._released = False  # True: nothing is left to give back
         exchange = open_exchange(group, type(self).__name__)
         # Nothing may be exchanged while a stream is captured, which it is on all ranks or on none.
         refuse_capture(type(self).__name__, exchange)
@@ -158,8 +162,6 @@ class TensorParallelOp:
             self._checker = CallChecker(spec, self.world, self.rank, device)
             # make_schedule caches too, but to hash its arguments costs more than a call may.
             self._schedules: dict[int, TileSchedule] = {}
-            self._lock = threading.Lock()
-            self._ending = False  # close() was called while a call was inside
             of_group = exchange if isinstance(exchange, Exchange) else None
             self._unfused = UnfusedBackend(spec, of_group, self.rank, self.world, timeout_s)
             if self.world > 1 and gpus is not None:
@@ -283,7 +285,7 @@ class TensorParallelOp:
         if not (self._unseen(x, weight) if bias is None else self._unseen(x, weight, bias)):
             return None
         again = self._backend.again(x, weight, bias, m)
-        return None if again is None else self._guarded(again)
+        return None if again is None else self._guarded(again, begun=True)
 
     def _dispatched(self, *args: Any) -> Any:
         """Call ``torch.ops.flux``, where modes, subclasses and autograd see the call.
@@ -342,10 +344,12 @@ class TensorParallelOp:
 
     def _refuse(self, error: TypeError | ValueError) -> None:
         """Share a refusal with the peers, who are about to make the same call."""
+        self._begun = True  # until all of them are told
         if self._comparison is not None:
             self._comparison.refuse(str(error))
         elif self._backend is not None:
             self._backend.refuse(str(error))
+        self._begun = False
 
     def _run(
         self,
@@ -395,8 +399,10 @@ class TensorParallelOp:
             self._refuse(error)
             raise
         # 3. Meet the peers. On the fused path the backend does, while the call goes on.
+        self._begun = True
         if self._comparison is not None:
-            self._compare(self._comparison, call)
+            biased = self.kind.reduces and call.biases[0] is not None
+            self._compare(self._comparison, f"M = {call.m}{', with bias' if biased else ''}")
         backend = self._backend
         if backend is None:
             return self._unfused.run(call, gather, hooks)
@@ -414,42 +420,61 @@ class TensorParallelOp:
                 "a CUDA graph cannot contain: unset FLUX_CHECK"
             )
 
-    def _compare(self, comparison: Comparison, call: Call) -> None:
-        biased = self.kind.reduces and call.biases[0] is not None
-        comparison.compare(f"M = {call.m}{', with bias' if biased else ''}")
+    def _compare(self, comparison: Comparison, what: str) -> None:
+        disagreement = comparison.compare(what)
+        if disagreement is not None:
+            self._begun = False  # no rank makes the call
+            raise disagreement
 
-    def _guarded(self, run: Callable[[], T]) -> T:
-        """Run a call: one at a time, in the process that built the op, never after a failure."""
+    def _guarded(self, run: Callable[[], T], begun: bool = False) -> T:
+        """Run a call: one at a time, in the process that built the op, never after a failure.
+
+        Any exception can be raised between any two lines: signal handlers, hooks, trace functions
+        and modes of torch are the caller's code. So its type tells nothing. Once the call has
+        begun, the op is closed, unless the backend has counted the call as refused.
+
+        Args:
+            run: the call. It sets ``_begun`` before the peers can hear of the call.
+            begun: set it here, in place of ``run``.
+        """
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"{self.spec.label} was built in process {self._pid} and cannot be used in a "
                 f"forked child ({os.getpid()}): build a new op there"
             )
-        if not self._lock.acquire(blocking=False):
+        inside = Entry()
+        if not self._inside.enter(inside):
             raise RuntimeError(f"{self.spec.label}: another thread is inside a call of this op")
+        refusals = 0 if self._backend is None else self._backend.refusals
         try:
+            if self._begun or (self._closed and not self._released):
+                self._release(failed=True)  # an exception broke off the end of an earlier call
             if self._closed:
                 raise RuntimeError(f"{self.spec.label} is closed{self._broken or ''}")
-            return run()
-        except (TypeError, ValueError):
-            raise  # refused before anything moved: the op stays usable
+            self._begun = begun
+            result = run()
+            self._begun = False
+            return result
         except BaseException as error:
-            # Peers wait for what this call will never deliver. Saying so lets them give up at once.
-            if not self._closed:
-                self._broken = f": an earlier call failed ({type(error).__name__}: {error})"
+            if self._begun and self._backend is not None and self._backend.refusals == refusals:
+                # Peers wait for what this call will never deliver. Told, they give up at once.
                 self._release(failed=True)
+                text = "".join(traceback.format_exception_only(type(error), error)).strip()
+                self._broken = f": an earlier call failed ({text})"
+            self._begun = False
             raise
         finally:
-            self._lock.release()
+            self._inside.leave(inside)
             self._end_if_asked()
 
     def _end_if_asked(self) -> None:
         """Close the op if ``close`` was called during a call and no call is inside any more."""
-        while self._ending and not self._released and self._lock.acquire(blocking=False):
+        inside = Entry()
+        while self._ending and not self._released and self._inside.enter(inside):
             try:
-                self._release(failed=False)  # the call has done its part, or was refused
+                self._release(failed=self._begun)  # else the call has ended, or was refused
             finally:
-                self._lock.release()
+                self._inside.leave(inside)
 
     def wait(self) -> None:
         """Wait until this rank's calls are done. On the CPU they are when they return.
@@ -459,7 +484,7 @@ class TensorParallelOp:
                 call that finds out.
         """
         if self._backend is not None and self._backend.asynchronous:
-            self._guarded(self._backend.check)
+            self._guarded(self._backend.check, begun=True)
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -474,6 +499,7 @@ class TensorParallelOp:
         self._closed = True
         if self._backend is not None:
             self._backend.close(failed or self._broken is not None, culprit=self.rank)
+        self._begun = False
         self._released = True
 
     def close(self) -> None:
@@ -485,11 +511,12 @@ class TensorParallelOp:
         """
         if self._released or self._pid != os.getpid():
             return
-        if self._lock.acquire(blocking=False):
+        inside = Entry()
+        if self._inside.enter(inside):
             try:
-                self._release(failed=False)
+                self._release(failed=self._begun)
             finally:
-                self._lock.release()
+                self._inside.leave(inside)
             return
         self._ending = True
         if self._backend is not None:
@@ -505,20 +532,3 @@ class TensorParallelOp:
     def __del__(self) -> None:
         if not getattr(self, "_released", True):
             self._release(failed=False)
-
-
-def never_refused(work: Callable[[], None]) -> Callable[[], None]:
-    """Return ``work`` with its ValueError and TypeError turned into RuntimeError.
-
-    Those mean a refused argument, after which an op stays usable; but rows are under way by then.
-    """
-    if work is nothing:
-        return work
-
-    def run() -> None:
-        try:
-            work()
-        except (TypeError, ValueError) as error:
-            raise RuntimeError(f"the caller's work beside the op failed: {error}") from error
-
-    return run

@@ -29,33 +29,33 @@ class Comparison:
         self._name = f"{exchange.label} {number}"
         self._calls = 0
 
-    def compare(self, what: str) -> None:
-        """Announce a call. Collective.
+    def compare(self, what: str) -> ValueError | None:
+        """Announce a call; return the error of all ranks if they make different calls. Collective.
 
-        Raises:
-            ValueError: on all ranks, when they are not about to make the same call.
+        The error is returned, since a ValueError that is raised may be that of a signal handler.
         """
-        self._meet(what, "")
+        return self._meet(what, "")
 
     def refuse(self, why: str) -> None:
         """Announce that this rank's input was refused; its caller raises that itself."""
         self._meet("", why)
 
-    def _meet(self, what: str, refusal: str) -> None:
+    def _meet(self, what: str, refusal: str) -> ValueError | None:
         self._calls += 1
         mine = f"call {self._calls} of {self._name} (of the group's ops), {what}"
         entries = self._exchange.all_gather((mine, refusal))
         if refusal:
-            return
+            return None
         for rank, (_, why) in enumerate(entries):
             if why:
-                raise ValueError(f"{self._name}: rank {rank} refused its input: {why}")
+                return ValueError(f"{self._name}: rank {rank} refused its input: {why}")
         texts = [text for text, _ in entries]
         common = Counter(texts).most_common(1)[0][0]
         for rank, text in enumerate(texts):
             if text != common:
                 other = texts.index(common)
-                raise ValueError(
+                return ValueError(
                     f"{self._name}: ranks make different calls: rank {rank} {text}; rank {other} "
                     f"{common}"
                 )
+        return None

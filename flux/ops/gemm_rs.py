@@ -10,7 +10,7 @@ import torch.distributed as dist
 from flux.core.backend import OverlapHooks
 from flux.core.knobs import Knobs, Op
 from flux.core.topology import Topology
-from flux.ops.base import TensorParallelOp, never_refused
+from flux.ops.base import TensorParallelOp
 
 
 class GemmRS(TensorParallelOp):
@@ -120,9 +120,9 @@ class GemmRS(TensorParallelOp):
             As for a call; what ``meanwhile`` raises closes the op, whose peers hear of it.
         """
         self._check_types(x, weight)
-        hooks = OverlapHooks(never_refused(meanwhile))
+        hooks = OverlapHooks(meanwhile)
         if self._plain(x, weight):
             return self._run(x, [weight], [None], hooks=hooks)[0]
         out: torch.Tensor = self._dispatched(x, weight, [], self.handle, [])
-        self._guarded(hooks.both)
+        self._guarded(hooks.both, begun=True)
         return out

@@ -228,12 +228,12 @@ class OpPool(OfGroup):
             raise
         if control is None:
             return
+        refusals = control.refusals
         try:
             control.compare(what, timeout_s)
-        except ValueError:
-            raise
         except BaseException:
-            self.close_recent()
+            if control.refusals == refusals:  # not refused on all ranks, whatever was raised
+                self.close_recent()
             raise
 
     def recent(
@@ -252,9 +252,10 @@ class OpPool(OfGroup):
         It stays open until FLUX_WORKSPACE_CACHE others have been used since.
         """
         key = (kind, n, k, dtype, timeout_s, *options.values())
-        op = self.recent_ops.pop(key, None)
+        op = self.recent_ops.get(key)
         if op is not None and (op.closed or op.spec.max_m < m):
             op.close()
+            del self.recent_ops[key]
             op = None
         while op is None and len(self.recent_ops) >= self.recent_limit:
             self.recent_ops.popitem(last=False)[1].close()
@@ -262,6 +263,7 @@ class OpPool(OfGroup):
             max_m = 1 << (m - 1).bit_length()  # doubling: growing M rebuilds seldom
             op = self._build(kind, max_m, n, k, dtype, timeout_s=timeout_s, **options)
         self.recent_ops[key] = op
+        self.recent_ops.move_to_end(key)
         return cast(O, op)
 
     # -- end ---------------------------------------------------------------------------------------
@@ -270,9 +272,9 @@ class OpPool(OfGroup):
         """Free the ops and the control pad of functional calls. Call it on every rank alike."""
         while self.recent_ops:
             self.recent_ops.popitem()[1].close()
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
 
     def close(self) -> None:
         """Free all ops. Call it on every rank alike. A later call builds its op again."""
@@ -295,11 +297,11 @@ def meet(op: TensorParallelOp, m: int) -> None:
     if op._backend is None:
         return
     if op._comparison is not None:
-        op._guarded(partial(op._comparison.compare, f"M = {m}"))
+        op._guarded(partial(op._compare, op._comparison, f"M = {m}"), begun=True)
         return
     digest = op.spec.digest(m, biased=False)
     backend, schedule = op._backend, op.schedule(1)
-    op._guarded(lambda: backend.meet(schedule, digest)())
+    op._guarded(lambda: backend.meet(schedule, digest)(), begun=True)
 
 
 def pool_of(group: dist.ProcessGroup | str | None) -> OpPool:

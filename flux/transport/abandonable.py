@@ -88,6 +88,11 @@ class Abandonable(Generic[T]):
         self._thread.join(timeout_s)
         return self.done
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the call has raised. No signal handler runs on its thread, so it is the call's."""
+        return self._error
+
     def result(self) -> T:
         """Return the call's value, or raise its error."""
         if self._error is not None:

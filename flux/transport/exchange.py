@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 import weakref
 from collections import Counter
@@ -16,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 from flux import _C
 from flux.core.errors import PeerDiedError, PeerFailedError, PeerTimeoutError
+from flux.core.patience import Patience
 from flux.core.version import __version__
 from flux.machine.host import memory_identity
 from flux.transport.abandonable import Abandonable
@@ -96,6 +96,11 @@ LOOK_S = 0.2
 """Seconds between two checks whether another rank has died or given up."""
 _lost: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Groups in which this rank has left an unfinished operation."""
+
+
+def leave_unfinished(group: dist.ProcessGroup) -> None:
+    """Note that this rank has left an operation of the group unfinished, so nothing may follow."""
+    _lost.add(group)
 
 
 class Exchange(OfGroup):
@@ -182,10 +187,11 @@ class Exchange(OfGroup):
             if not exchange._ended and exchange.group not in _lost and exchange.world > 1:
                 exchange._ended = True
                 calls.append((exchange.group, exchange._start((told, None))))
-        deadline = time.monotonic() + max(timeout_s, LEAST_S)
+        patience = Patience(max(timeout_s, LEAST_S))
         for group, call in calls:
             with _losing(group, call):
-                call.wait(max(0.0, deadline - time.monotonic()))
+                while not call.wait(LOOK_S) and patience.left_s > 0:
+                    pass
 
     def within(self, what: str, body: Callable[[], T]) -> T:
         """Return ``body()``, which waits for peers inside torch, on a thread of its own.
@@ -200,6 +206,10 @@ class Exchange(OfGroup):
         """
         call = Abandonable(body)
         self._wait(call, self._limit_s, what)
+        error = call.error
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerTimeoutError):
+            text = f"{self.label}: {self._name} could not {what}: {error}"
+            raise PeerTimeoutError(text) from error
         return call.result()
 
     @property
@@ -240,18 +250,29 @@ class Exchange(OfGroup):
                 "collective unfinished in the process group: use a new group"
             )
         limit = None if self._limit_s is None else self._limit_s + extra_s
-        call = self._start(value)
         try:
-            with _losing(self.group, call):
-                self._wait(call, limit, "exchange what an op is built from")
-            return call.result()
-        except RuntimeError as error:
+            # Unfinished from here on, whatever is raised between two lines: by a signal handler of
+            # the user, say. The next exchange would receive what this one was sent.
+            _lost.add(self.group)
+            call = self._start(value)
+            self._wait(call, limit, "exchange what an op is built from")
+            if call.error is not None:
+                raise self._lost_while_building(call.error)
+            values = call.result()
+            _lost.discard(self.group)
+            return values
+        except BaseException:
             self._give_up()
-            if isinstance(error, PeerTimeoutError):
-                raise
-            raise PeerTimeoutError(
-                f"{self.label}: {self._name} lost a peer while building the op: {error}"
-            ) from error
+            raise
+
+    def _lost_while_building(self, error: BaseException) -> BaseException:
+        """Return the error of an exchange whose collective has raised ``error``."""
+        if not isinstance(error, RuntimeError) or isinstance(error, PeerTimeoutError):
+            return error
+        text = f"{self.label}: {self._name} lost a peer while building the op: {error}"
+        lost = PeerTimeoutError(text)
+        lost.__cause__ = error
+        return lost
 
     def _wait(self, call: Abandonable[Any], limit_s: float | None, what: str) -> None:
         """Wait for a collective in which the peers are expected to do ``what``.
@@ -265,9 +286,9 @@ class Exchange(OfGroup):
             PeerDiedError: the process of another rank on this host has ended.
             PeerTimeoutError: the wait exceeds ``limit_s``, or another rank has given up.
         """
-        deadline = time.monotonic() + (float("inf") if limit_s is None else limit_s)
-        while not call.wait(max(0.0, min(LOOK_S, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
+        patience = Patience(limit_s)
+        while not call.wait(max(0.0, min(LOOK_S, patience.left_s))):
+            if patience.left_s <= 0:
                 raise self._late(what, limit_s)
             peers = _peers.get(self.group)
             lost = None if peers is None else peers.lost()

@@ -54,7 +54,6 @@ from torch.distributed import distributed_c10d
 
 from flux import _C
 from flux.core.at_exit import end_at_exit
-from flux.core.errors import PeerTimeoutError
 from flux.core.forked import abandon_in_children
 from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
 from flux.transport.exchange import Exchange
@@ -121,14 +120,7 @@ def open_channel(exchange: Exchange, timeout_s: float) -> Any:
             _yield_to_computation()
             return dist.ProcessGroupGloo(store, exchange.rank, exchange.world, timeout)
 
-        try:
-            return exchange.within("connect", connect)
-        except RuntimeError as error:
-            if isinstance(error, PeerTimeoutError):
-                raise
-            raise PeerTimeoutError(
-                f"{exchange.label}: rank {exchange.rank} could not connect to its peers: {error}"
-            ) from error
+        return exchange.within("connect", connect)
     ranks = dist.get_process_group_ranks(exchange.group)
     return exchange.within(
         "connect", lambda: dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
@@ -163,7 +155,7 @@ class Network:
         window_bytes: int,
         memory: object,
     ) -> None:
-        """Connect to the remote ranks and start the threads.
+        """Connect to the remote ranks.
 
         Args:
             exchange: the op's ranks.
@@ -187,6 +179,9 @@ class Network:
         self._links = [_Link(self, peer, window_bytes) for peer in remote]
         abandon_in_children(self)
         end_at_exit(self)
+
+    def open(self) -> None:
+        """Start the threads. From now on only ``close`` ends them, so the caller has this object."""
         for link in self._links:
             link.open()
 

@@ -22,6 +22,7 @@ Memory ordering and buffer reuse: csrc/cpu/signal_pad.h.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -96,6 +97,7 @@ class CpuBackend:
     asynchronous = False
     transport = None
     cluster: ClusterTile | None = None
+    _memory: shm.SymmetricMemory | None = None
 
     def __init__(
         self,
@@ -111,6 +113,7 @@ class CpuBackend:
         self.rank = exchange.rank
         self.world = exchange.world
         self.timeout_s = timeout_s
+        self.refusals = 0
         self.waits_for_hosts = topology.nodes > 1
         self.spin_s = _spin_seconds(exchange, local)
         self.poison = POISON.get()
@@ -135,9 +138,10 @@ class CpuBackend:
             memory=memory.segments,
         )
         self._pids = memory.processes.pids
+        self._pid = os.getpid()
+        self.network: Network | None = None
         end_at_exit(self)
         self.recorder: Recorder | None = None
-        self._memory: shm.SymmetricMemory | None = memory
         self._calls: dict[int, CachedCall] = {}  # the last one with each weight, by its id
         self._plans: dict[int, Plan] = {}  # by M
         self._wire = spec.travelling_dtype
@@ -154,11 +158,12 @@ class CpuBackend:
         if layout.data_bytes - layout.result_offset >= spec.max_m * layout.row_bytes:
             rest = data[self.rank][layout.result_offset :]
             self.gathered = self._view(rest, spec.max_m * row).view(-1, row)
-        self.network: Network | None = None
+        self._memory = memory
         if not all(local):
             remote = [rank for rank in range(self.world) if not local[rank]]
             window = int(WINDOW_MB.get() * 1e6)
             self.network = Network(exchange, remote, self.engine, timeout_s, window, memory)
+            self.network.open()
 
     def _view(self, data: torch.Tensor, elements: int) -> torch.Tensor:
         return data[: elements * self._wire.itemsize].view(self._wire)
@@ -452,7 +457,9 @@ class CpuBackend:
             self.engine.settle()
             if self.network is not None:
                 self.network.settle()
-            raise ValueError(self._mismatch_text(f))
+            error = ValueError(self._mismatch_text(f))
+            self.refusals += 1
+            raise error
         if f["kind"] == "ended":
             self.close(failed=True, culprit=self.rank)
             raise RuntimeError(f"{label}: closed during call {self.engine.epoch}")
@@ -462,11 +469,11 @@ class CpuBackend:
             what = f"rank {peer} did not deliver within {self.timeout_s:g} s"
             if f["tile"] >= 0:
                 what += f" (signal: expected {f['expected']}, observed {f['observed']})"
-            error, culprit = PeerTimeoutError(f"{where}: {what}{self._detail(peer)}"), peer
+            lost, culprit = PeerTimeoutError(f"{where}: {what}{self._detail(peer)}"), peer
         else:
-            error, culprit = self._lost(where, f["kind"], peer, f["culprit"])
+            lost, culprit = self._lost(where, f["kind"], peer, f["culprit"])
         self.close(failed=True, culprit=culprit)
-        raise error
+        raise lost
 
     def _lost(self, where: str, fate: str, peer: int, culprit: int) -> tuple[PeerTimeoutError, int]:
         """Return the error about a peer that is gone, and the rank that began it.
@@ -533,6 +540,7 @@ class CpuBackend:
         self.engine.refuse(why)
         if self.network is not None:
             self.network.refuse(self.engine.epoch, why)
+        self.refusals += 1
 
     def capturing(self) -> bool:
         """Return False: the CPU has no graphs."""
@@ -578,3 +586,8 @@ class CpuBackend:
             plan.forget_memory()
         self.slots = []
         self.gathered = _NO_ROWS
+
+    def __del__(self) -> None:
+        """Release what an exception left: in a constructor, or before the caller had this object."""
+        if self._memory is not None and self._pid == os.getpid():
+            self.close(failed=True)

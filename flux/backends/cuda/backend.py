@@ -162,6 +162,7 @@ class CudaBackend:
         self.repeats = 0  # calls that were recognised
         self._open = True
         self._ending = False  # a wait that is going on is to give up
+        self.refusals = 0
         if self._activate_after:
             self._load_activation()
 
@@ -400,6 +401,17 @@ class CudaBackend:
         if dead is not None:
             raise dead
         stream = self.device.current_stream()
+        try:
+            self._check_possible(schedule)
+        except ValueError:
+            self.refusals += 1
+            raise
+        if self.recorder is not None:
+            self.recorder.began(self.rank, schedule)
+        self._streams.add(stream)
+        return stream
+
+    def _check_possible(self, schedule: TileSchedule) -> None:
         if self.recorder is not None and self.capturing():
             raise ValueError(
                 f"{self.spec.label}: calls that are traced cannot be captured into a CUDA graph"
@@ -416,10 +428,6 @@ class CudaBackend:
                     "acts for the peers, as in loopback"
                 )
             self.peers.check(schedule.shape[0])
-        if self.recorder is not None:
-            self.recorder.began(self.rank, schedule)
-        self._streams.add(stream)
-        return stream
 
     def _address(self, tensor: torch.Tensor) -> int:
         self.device.keep(tensor)
