@@ -3,7 +3,8 @@
 torch keeps modes in the thread (gradients, autocast, hooks) or in the process (default dtype, the
 generator). A ``with`` block saves what it finds and puts it back. Slices that take turns inside of
 such blocks leave them in another order than they entered them, so each would put back what another
-one has set. ``kept_modes`` therefore surrounds every change from one to another.
+one has set. ``kept_modes`` therefore surrounds every change from one slice to another; strands, which are threads, share ``ModesOfProcess``
+only.
 
 Two mechanisms cover all modes. Guards of torch hold all of autograd's state and all dispatch keys,
 which are gradients, inference mode and what autocast is on for. Everything else is a value that can
@@ -125,10 +126,11 @@ def _write_autocast(state: tuple[list[Any], bool, int]) -> None:
     for kind, dtype in zip(_DEVICES, dtypes, strict=True):
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(keeps)
-    while torch.autocast_increment_nesting() < regions:
-        pass
-    while torch.autocast_decrement_nesting() > regions:
-        pass
+    opened = torch.autocast_increment_nesting()
+    for _ in range(opened, regions):
+        torch.autocast_increment_nesting()
+    for _ in range(regions, opened):
+        torch.autocast_decrement_nesting()
 
 
 def _cuda_stream() -> Any:
@@ -137,16 +139,15 @@ def _cuda_stream() -> Any:
 
 def _write_cuda_stream(stream: Any) -> None:
     if stream is not None:
-        torch.cuda.set_device(stream.device)
-        torch.cuda.set_stream(stream)
+        torch.cuda.set_stream(stream)  # and its device
 
 
 def _device_context() -> Any:
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # type: ignore[attr-defined]
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
 def _write_device_context(context: Any) -> None:
-    torch._GLOBAL_DEVICE_CONTEXT.device_context = context  # type: ignore[attr-defined]
+    torch._GLOBAL_DEVICE_CONTEXT.device_context = context
 
 
 @functools.cache
@@ -315,32 +316,33 @@ class _Guarded(NamedTuple):
             value.write(state)
 
 
-@contextlib.contextmanager
-def kept_process_modes() -> Iterator[None]:
-    """Put the modes of the process, and the generators, back to what they were."""
-    states, generators = _read(_of_process()), generator_states()
-    try:
-        yield
-    finally:
-        _write(_of_process(), states)
-        set_generator_states(generators)
+class ModesOfProcess:
+    """The modes that all threads share, and the random numbers, as they are when this is made."""
+
+    def __init__(self) -> None:
+        self._states, self._generators = _read(_of_process()), generator_states()
+
+    def put_back(self) -> None:
+        """Set them again, whatever has set others since."""
+        _write(_of_process(), self._states)
+        set_generator_states(self._generators)
 
 
 @contextlib.contextmanager
 def kept_modes() -> Iterator[None]:
     """Put all modes back to what they were, whatever runs inside sets, in whatever order."""
-    with kept_process_modes():
-        guarded, states = _Guarded.read(), _read(_of_thread())
-        casts = _casts()
-        with contextlib.ExitStack() as guards:
-            guarded.put_on(guards)
-            try:
-                yield
-            finally:
-                differs = _casts() != casts
-                _write(_of_thread(), states)  # first: stacks change keys, which the guards restore
-        if differs:
-            torch.clear_autocast_cache()
+    process, guarded, states = ModesOfProcess(), _Guarded.read(), _read(_of_thread())
+    casts = _casts()
+    with contextlib.ExitStack() as guards:
+        guarded.put_on(guards)
+        try:
+            yield
+        finally:
+            differs = _casts() != casts
+            process.put_back()
+            _write(_of_thread(), states)  # before the guards: stacks change the dispatch keys
+            if differs:
+                torch.clear_autocast_cache()
 
 
 def _casts() -> tuple[Any, ...]:

@@ -83,7 +83,7 @@ def note(phase: str, number: int, linear: int, what: str) -> None:
         _record.events.append((phase, number, linear, what))
 
 
-class _Slice(greenlet.greenlet):
+class _Slice(greenlet.greenlet):  # type: ignore[misc, unused-ignore]
     """The greenlet of a slice.
 
     Args:
@@ -92,7 +92,7 @@ class _Slice(greenlet.greenlet):
         body: what it runs.
     """
 
-    def __init__(self, slices: Slices, number: int, body: Callable[[], Any]) -> None:
+    def __init__(self, slices: Slices, number: int, body: Callable[..., Any]) -> None:
         super().__init__(body)
         self.slices, self.number = slices, number
         self.gr_context = contextvars.copy_context()  # a greenlet's own would be empty
