@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from flux.backends.unfused import all_gather, reduce_scatter
 from flux.layers import autograd
-from flux.layers.autograd import LinearConfig
+from flux.layers.autograd import LinearConfig, autocast_off, compute_dtype
 from flux.plan.slices import before_wait, current_slice, note, running
 
 
@@ -188,7 +188,8 @@ def column_linear(
     """Return x W^T + b of this rank's columns.
 
     Args:
-        x: [..., K]; with sequence parallelism this rank's part of the first dimension.
+        x: [..., K]; with sequence parallelism this rank's part of the first dimension. Autocast
+            casts it and the weight.
         weight: [N/W, K].
         group: the ranks; W of them.
         sequence_parallel: gather x, and reduce-scatter its gradient.
@@ -199,14 +200,18 @@ def column_linear(
         [..., N/W].
     """
     channel = Channel(group, sequence_parallel, "column")
+    if fused is None:  # fused ops cast what autocast would; the nodes here want one dtype
+        x, weight = x.to(compute_dtype(x)), weight.to(compute_dtype(x))
     entered = x if fused else cast(Any, _ColumnInput).apply(x, channel)
     if (slices := running()) is not None:
         slices.switch("entered", gathers=sequence_parallel and fused is None)
     if fused is not None:
         channel.note("forward", "fused column")
         return autograd.column_linear(entered, weight, bias, fused)
-    y: torch.Tensor = cast(Any, _ColumnLinear).apply(entered, weight, bias, channel)
-    return y
+    own_bias = bias if bias is not None and bias.dtype == weight.dtype else None
+    with autocast_off(x):
+        y: torch.Tensor = cast(Any, _ColumnLinear).apply(entered, weight, own_bias, channel)
+        return y if bias is None or own_bias is not None else y + bias
 
 
 def row_linear(
@@ -242,7 +247,9 @@ def row_linear(
         channel.note("forward", "fused row")
         pieces = [autograd.row_linear(x, weight, fused)]
     else:
-        pieces = cast(Any, _RowLinear).apply(x, weight, channel, columns)
+        x, weight = x.to(compute_dtype(x)), weight.to(compute_dtype(x))
+        with autocast_off(x):
+            pieces = cast(Any, _RowLinear).apply(x, weight, channel, columns)
     if slices is not None:
         slices.rows[channel.slice] += 1
         slices.switch("launched")
