@@ -17,12 +17,14 @@ import contextlib
 import contextvars
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.utils import stateless
 
 T = TypeVar("T")
 _C: Any = torch._C
@@ -359,7 +361,10 @@ class ModesOfThread:
     """
 
     def __init__(self) -> None:
-        check_transforms((0, 0))
+        if transform_depth() != (0, 0):
+            raise RuntimeError(
+                "no other thread can go on inside of a transform of torch.func or forward_ad"
+            )
         self._guarded, self._states = _Guarded.read(), _read(_of_thread())
         self._context = contextvars.copy_context()
 
@@ -381,13 +386,28 @@ def transform_depth() -> tuple[int, int]:
 
 
 def check_transforms(depth: tuple[int, int]) -> None:
-    """Check that transforms are as deep as they were.
+    """Check that the calling slice can wait here for others.
+
+    Args:
+        depth: of transforms when the slices began.
 
     Raises:
-        RuntimeError: one has begun since, so that others would run inside of it.
+        RuntimeError: it has begun a transform, which the others would run inside of, too; or it is
+            in ``functional_call``, which has exchanged parameters that the others use.
     """
-    if transform_depth() != depth:
+    if transform_depth() != depth or _in_functional_call():
         raise RuntimeError(
-            "a slice or strand cannot wait for a collective inside of a transform of torch.func "
-            "or torch.autograd.forward_ad that it began: the others would run inside, too"
+            "a slice cannot wait for a collective inside of a transform of torch.func "
+            "(grad, vmap, functional_call) or torch.autograd.forward_ad that it began: the others "
+            "would run inside, too. Call it around all of them"
         )
+
+
+def _in_functional_call() -> bool:
+    """Return whether a caller, in this greenlet, is torch.func.functional_call."""
+    code, frame = stateless._functional_call.__code__, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

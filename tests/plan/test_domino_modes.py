@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from flux.plan.domino import ORDERS, Domino
-from flux.plan.slices import current_slice, running
+from flux.plan.domino import ORDERS, Domino, Dropout
+from flux.plan.slices import before_wait, current_slice, running
 from flux.plan.strands import Strands
 
 setting = contextvars.ContextVar("setting", default=0)
@@ -88,7 +88,6 @@ MODES: dict[str, Callable[[], Any]] = {
     "autocast off": lambda: torch.autocast("cpu", enabled=False),
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(pack, pack),
     "no hooks": lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here"),
-    "mutation": torch.autograd.graph.allow_mutation_on_saved_tensors,
     "dtype": lambda: default_dtype(torch.float64),
     "device": lambda: default_device("meta"),
     "with device": lambda: torch.device("meta"),
@@ -121,7 +120,6 @@ def probe() -> list[Any]:
         (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
         c._autograd._top_saved_tensors_default_hooks(True),
         c._autograd._saved_tensors_hooks_is_enabled(),
-        torch.autograd.graph._allow_mutation_on_saved_tensors_enabled,
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.empty(0).device if c._is_torch_function_enabled() else None,
@@ -186,10 +184,167 @@ def check_modes(contexts: list[Callable[[], Any]], order: str = "staggered") -> 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_slices_have_modes_of_their_own(name: str) -> None:
     mode, others = MODES[name], contextlib.nullcontext
-    for outer in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
-        with outer():
-            for order in ORDERS:
-                check_modes([mode, mode, mode], order)
-            check_modes([others, mode, others])
-    with contextlib.suppress(RuntimeError), mode():  # the caller's own mode; hooks may be forbidden
-        check_modes([others, MODES["no_grad"], others])
+    for order in ORDERS:
+        check_modes([mode, mode, mode], order)
+    with torch.inference_mode():
+        check_modes([others, mode, others])
+    with contextlib.suppress(RuntimeError), mode():  # where saved tensors may have no hooks
+        check_modes([others, torch.no_grad, others])
+
+
+def test_contexts_of_python_are_the_callers_at_first() -> None:
+    token = setting.set(5)
+    seen = Domino(Call(lambda x: turn(x) * setting.get()), 2)(torch.ones(4, 2))
+    setting.reset(token)
+    assert torch.equal(seen, torch.full((4, 2), 5.0))
+
+
+class Call(nn.Module):
+    """Calls a function, which may use this module's linear layer."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.linear) if self.function.__code__.co_argcount == 2 else (
+            self.function(x)
+        )
+
+
+def with_checkpoint(x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return turn(torch.tanh(linear(turn(x))))
+
+    x = checkpoint(part, x, use_reentrant=True)
+    with torch.no_grad():
+        scale = turn(linear(turn(x))).mean(1, keepdim=True)
+    return turn(checkpoint(part, x * scale, use_reentrant=False))
+
+
+def with_autocast(x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+    """Use one weight with gradients, without and in two dtypes, while others do it otherwise."""
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        first = turn(linear(turn(x)))
+    with torch.autocast("cpu", torch.float16):
+        second = turn(linear(turn(x)))
+    with torch.autocast("cpu", torch.bfloat16):
+        third = turn(linear(turn(x)))
+    assert (first.dtype, second.dtype, third.dtype) == (torch.bfloat16, torch.half, torch.bfloat16)
+    return first.float() + second.float() + third.float()
+
+
+def with_backward(x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+    """Run a backward, whose recomputation takes no turns, and a generator, inside of a slice."""
+
+    @torch.no_grad()
+    def twice() -> Iterator[torch.Tensor]:
+        for _ in range(2):
+            yield turn(linear(x))
+
+    y = checkpoint(lambda x: turn(linear(turn(x))), turn(x), use_reentrant=False)
+    (slope,) = torch.autograd.grad((y**2).sum(), y, create_graph=True)
+    (slope * turn(y)).sum().backward(retain_graph=True)
+    return y + sum(twice())
+
+
+@pytest.mark.parametrize("function", [with_checkpoint, with_autocast, with_backward])
+def test_slices_compute_what_the_whole_batch_does(function: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(1)
+    body, results = Call(function), []
+    for model in (body, Domino(body, 2), Domino(Domino(body, 2), 2)):
+        body.zero_grad()
+        x = torch.linspace(-1, 1, 16).view(8, 2).requires_grad_()
+        y = model(x)
+        (y**2).sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in body.parameters())])
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-2, atol=1e-2)
+
+
+class Exchanged(nn.Module):
+    """Calls its layer with other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Call(lambda x, linear: turn(linear(turn(x))))
+        self.other = {name: torch.ones_like(p) for name, p in self.body.named_parameters()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(self.body, self.other, x)
+
+
+TRANSFORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "grad": lambda x: torch.func.grad(lambda w: turn(w * x).sum())(x),
+    "vmap": lambda x: torch.func.vmap(turn)(x),
+}
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMS, "functional_call"])
+def test_slices_cannot_wait_in_transforms(name: str) -> None:
+    model = Exchanged() if name == "functional_call" else Call(TRANSFORMS[name])
+    before, parameters = probe(), list(model.parameters())
+    with pytest.raises(RuntimeError, match="cannot wait for a collective inside of a transform"):
+        Domino(model)(torch.ones(4, 2))
+    assert probe() == before
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    if name == "functional_call":  # around all slices it works
+        domino = Domino(cast(Exchanged, model).body)
+        ones = {name: torch.ones_like(p) for name, p in domino.named_parameters()}
+        found = torch.func.functional_call(domino, ones, torch.ones(4, 2))
+        assert torch.equal(found, torch.full((4, 2), 3.0))
+
+
+# -- strands: a forward and a backward by turns ----------------------------------------------------
+
+
+def strand(mode: Callable[[], Any], fails: bool) -> None:
+    before = probe()
+    with mode():
+        inside = probe()
+        for _ in range(3):
+            before_wait()
+            assert probe() == inside
+        if fails:
+            raise KeyError("in a strand")
+    before_wait()
+    assert probe() == before
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_strands_begin_with_the_callers_modes_and_keep_their_own(name: str) -> None:
+    with MODES[name]():
+        before = probe()
+        inherited = Strands().run(probe, before_wait)
+        assert inherited == before
+    mode, before = MODES[name], probe()
+    Strands("BF").run(lambda: strand(mode, False), lambda: strand(torch.no_grad, False))
+    with pytest.raises(KeyError):
+        Strands("BF").run(lambda: strand(mode, False), lambda: strand(mode, True))
+    assert probe() == before
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_strand_computes_the_masks_of_its_forward(reentrant: bool) -> None:
+    own, torchs = Dropout(0.5, 61), nn.Dropout(0.5)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        for drop in (torchs, own, torchs):
+            before_wait()
+            x = drop(x * 1)
+        return x
+
+    results = []
+    for strands in (False, True):
+        torch.manual_seed(0)
+        x = torch.ones(64, requires_grad=True)
+        y = checkpoint(part, x, use_reentrant=reentrant)
+        forward, backward = lambda: part(torch.ones(64)), y.sum().backward
+        if strands:
+            other = Strands("BF").run(forward, backward)
+        else:
+            backward()
+            other = forward()
+        results.append([y.detach(), x.grad, other, torch.rand(2)])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
