@@ -3,8 +3,8 @@
 torch keeps modes in the thread (gradients, autocast, hooks) or in the process (default dtype, the
 generator). A ``with`` block saves what it finds and puts it back. Slices that take turns inside of
 such blocks leave them in another order than they entered them, so each would put back what another
-one has set. ``kept_modes`` therefore surrounds every change from one slice to another; strands, which are threads, share ``ModesOfProcess``
-only.
+one has set. ``kept_modes`` therefore surrounds every change from one slice to another. Strands are
+threads: they share ``ModesOfProcess`` only, and one begins with ``ModesOfThread`` of its caller.
 
 Two mechanisms cover all modes. Guards of torch hold all of autograd's state and all dispatch keys,
 which are gradients, inference mode and what autocast is on for. Everything else is a value that can

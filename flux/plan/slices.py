@@ -185,7 +185,9 @@ class Slices:
         copy = torch.Generator()
         copy.set_state(torch.default_generator.get_state())
         drawn = int(torch.randint(2**62, (), generator=copy, device="cpu", dtype=torch.int64))
-        cut = [(drawn * self.count + number) * 1_000_003 + self.size for number in range(self.count)]
+        cut = [
+            (drawn * self.count + number) * 1_000_003 + self.size for number in range(self.count)
+        ]
         return [seed % 2**63 for seed in cut]
 
     def _end(self, waiting: dict[int, _Slice]) -> None:

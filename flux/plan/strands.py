@@ -5,12 +5,13 @@ multiplies hide that collective. At first both run up to such a place. Then a *s
 turn it is: its n-th letter is the strand that passes the n-th place. Models need no rewriting: the
 linear layers of ``flux.plan.domino_layers`` tell when they wait.
 
-A strand is a thread, and one of the two runs at a time. The forward strand has a thread of its own.
-Backward stays where autograd runs it: in the calling thread on a CPU, and in autograd's thread of
-the device on a GPU, where greenlets could not be left. The forward strand begins with the caller's modes of
-torch; what a strand sets is its own (``flux.plan.modes``). Turns decide the order in which both strands
-launch kernels. On a GPU, all compute and all allocation is on the caller's stream, collectives are
-on the streams of their process groups, and what a strand waits for are events between these.
+A strand is a thread, and one of the two runs at a time. The forward strand has a thread of its own,
+which begins with the caller's modes of torch. Backward stays where autograd runs it: in the calling
+thread on a CPU, and in autograd's thread of the device on a GPU, where greenlets could not be left.
+Each strand keeps the modes that it sets (``flux.plan.modes``). Turns decide the order in which both
+strands launch kernels. On a GPU, all compute and all allocation is on the caller's stream,
+collectives are on the streams of their process groups, and what a strand waits for are events
+between these.
 """
 
 from __future__ import annotations

@@ -217,8 +217,8 @@ class Joiner:
         if all(result is first or _agree(result, first) for result in results):
             return first
         raise TypeError(
-            f"slices return different values as {_text(path)}, of type {type(first).__name__}: only "
-            "tensors are joined; register a container of tensors with torch.utils._pytree, or say "
+            f"slices return different values as {_text(path)}, of type {type(first).__name__}: "
+            "only tensors are joined; register a container of tensors with torch.utils._pytree, or say "
             f'joined={{"{".".join(path)}": "same"}} to take the first'
         )
 

@@ -8,11 +8,11 @@ from itertools import product
 
 import pytest
 import torch
-from test_domino_modes import turn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flux.plan.domino import Domino, Dropout
+from test_domino_modes import turn
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 PARTS = ("none", "each", "nested", "first")

@@ -194,7 +194,7 @@ def test_slices_have_modes_of_their_own(name: str) -> None:
 
 def test_contexts_of_python_are_the_callers_at_first() -> None:
     token = setting.set(5)
-    seen = Domino(Call(lambda x: turn(x) * setting.get()), 2)(torch.ones(4, 2))
+    seen = Domino(Call(lambda x, _: turn(x) * setting.get()), 2)(torch.ones(4, 2))
     setting.reset(token)
     assert torch.equal(seen, torch.full((4, 2), 5.0))
 
@@ -207,9 +207,7 @@ class Call(nn.Module):
         self.function, self.linear = function, nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, self.linear) if self.function.__code__.co_argcount == 2 else (
-            self.function(x)
-        )
+        return self.function(x, self.linear)
 
 
 def with_checkpoint(x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
@@ -248,8 +246,14 @@ def with_backward(x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
     return y + sum(twice())
 
 
-@pytest.mark.parametrize("function", [with_checkpoint, with_autocast, with_backward])
-def test_slices_compute_what_the_whole_batch_does(function: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "function, tolerance",
+    [(with_checkpoint, 1e-5), (with_autocast, 0.1), (with_backward, 1e-5)],
+    ids=["checkpoint", "autocast", "backward"],
+)
+def test_slices_compute_what_the_whole_batch_does(
+    function: Callable[..., torch.Tensor], tolerance: float
+) -> None:
     torch.manual_seed(1)
     body, results = Call(function), []
     for model in (body, Domino(body, 2), Domino(Domino(body, 2), 2)):
@@ -259,7 +263,7 @@ def test_slices_compute_what_the_whole_batch_does(function: Callable[..., torch.
         (y**2).sum().backward()
         results.append([y.detach(), x.grad, *(p.grad for p in body.parameters())])
     for found in results[1:]:
-        torch.testing.assert_close(found, results[0], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(found, results[0], rtol=tolerance, atol=tolerance)
 
 
 class Exchanged(nn.Module):
@@ -274,9 +278,9 @@ class Exchanged(nn.Module):
         return torch.func.functional_call(self.body, self.other, x)
 
 
-TRANSFORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "grad": lambda x: torch.func.grad(lambda w: turn(w * x).sum())(x),
-    "vmap": lambda x: torch.func.vmap(turn)(x),
+TRANSFORMS: dict[str, Callable[..., torch.Tensor]] = {
+    "grad": lambda x, _: torch.func.grad(lambda w: turn(w * x).sum())(x),
+    "vmap": lambda x, _: torch.func.vmap(turn)(x),
 }
 
 
