@@ -20,6 +20,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -405,9 +406,10 @@ def check_transforms(depth: tuple[int, int]) -> None:
 
 def _in_functional_call() -> bool:
     """Return whether a caller, in this greenlet, is torch.func.functional_call."""
-    code, frame = stateless._functional_call.__code__, sys._getframe(1)
+    code = stateless._functional_call.__code__
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

@@ -218,8 +218,8 @@ class Joiner:
             return first
         raise TypeError(
             f"slices return different values as {_text(path)}, of type {type(first).__name__}: "
-            "only tensors are joined; register a container of tensors with torch.utils._pytree, or say "
-            f'joined={{"{".".join(path)}": "same"}} to take the first'
+            "only tensors are joined; register a container of tensors with torch.utils._pytree, "
+            f'or say joined={{"{".".join(path)}": "same"}} to take the first'
         )
 
     def _join_nodes(self, nodes: Sequence[_Node], path: _Path) -> Any:
