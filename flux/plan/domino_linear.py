@@ -12,6 +12,7 @@ import torch.distributed as dist
 from flux.backends.unfused import all_gather, reduce_scatter
 from flux.core.tensors import check_memory
 from flux.layers import autograd
+from flux.layers.autocast import autocast_off, cast_once, compute_dtype
 from flux.layers.autograd import LinearConfig
 from flux.ops.transforms import check_no_transforms
 from flux.plan.slices import before_wait, current_slice, note, running
@@ -215,7 +216,8 @@ def column_linear(
     """Return x W^T + b of this rank's columns.
 
     Args:
-        x: [..., K]; with sequence parallelism this rank's part of the first dimension.
+        x: [..., K]; with sequence parallelism this rank's part of the first dimension. Autocast
+            casts it and the weight.
         weight: [N/W, K].
         group: the ranks; W of them.
         sequence_parallel: gather x, and reduce-scatter its gradient.
@@ -228,14 +230,18 @@ def column_linear(
     check_no_transforms("a layer under Domino")
     check_memory("column layer", x=x, weight=weight, bias=bias)
     channel = Channel(group, sequence_parallel, "column")
+    if fused is None:  # fused ops cast what autocast would; the nodes here want one dtype
+        x, weight = x.to(compute_dtype(x)), cast_once(weight, compute_dtype(x))
     entered = x if fused else cast(Any, _ColumnInput).apply(x, channel)
     if (slices := running()) is not None:
         slices.switch("entered", gathers=sequence_parallel and fused is None)
     if fused is not None:
         channel.note("forward", "fused column")
         return autograd.column_linear(entered, weight, bias, fused)
-    y: torch.Tensor = cast(Any, _ColumnLinear).apply(entered, weight, bias, channel)
-    return y
+    own_bias = bias if bias is not None and bias.dtype == weight.dtype else None
+    with autocast_off(x):
+        y: torch.Tensor = cast(Any, _ColumnLinear).apply(entered, weight, own_bias, channel)
+        return y if bias is None or own_bias is not None else y + bias
 
 
 def row_linear(
@@ -273,7 +279,9 @@ def row_linear(
         channel.note("forward", "fused row")
         pieces = [autograd.row_linear(x, weight, fused)]
     else:
-        pieces = cast(Any, _RowLinear).apply(x, weight, channel, columns)
+        x, weight = x.to(compute_dtype(x)), cast_once(weight, compute_dtype(x))
+        with autocast_off(x):
+            pieces = cast(Any, _RowLinear).apply(x, weight, channel, columns)
     if slices is not None:
         slices.rows[channel.slice] += 1
         slices.switch("launched")

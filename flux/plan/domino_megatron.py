@@ -115,15 +115,6 @@ class DominoDecoder(Domino):
             block, slices, columns, order=order, batch_dim=1, sliced={"attention_mask": 0}
         )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block on hidden_states [sequence, batch, hidden]; other arguments: its own."""
-        mask = kwargs.get("attention_mask")
-        broadcast = isinstance(mask, torch.Tensor) and mask.shape[0] == 1
-        self.sliced = {} if broadcast else {"attention_mask": 0}
-        if not args:
-            args = (kwargs.pop("hidden_states"),)
-        return super().forward(*args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -2,10 +2,16 @@
 
 Each slice runs the model's forward in a *greenlet*: code that can be left in the middle of a call
 and continued there later. Greenlets are one thread, because autograd numbers its nodes by thread.
+
+A slice has modes of torch of its own (``flux.plan.modes``), and random numbers of its own. The
+first slice goes on with the caller's random numbers, so that the caller has drawn as many
+afterwards as without slices. Others begin streams which follow from the caller's.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +20,15 @@ from typing import Any, TypeVar
 
 import greenlet
 import torch
+
+from flux.plan.modes import (
+    check_transforms,
+    generator_states,
+    kept_modes,
+    seed_generators,
+    set_generator_states,
+    transform_depth,
+)
 
 T = TypeVar("T")
 
@@ -32,7 +47,6 @@ class Record:
 
 
 _record: Record | None = None
-_slices: Slices | None = None
 _before_wait: Callable[[], None] | None = None
 
 
@@ -69,6 +83,21 @@ def note(phase: str, number: int, linear: int, what: str) -> None:
         _record.events.append((phase, number, linear, what))
 
 
+class _Slice(greenlet.greenlet):  # type: ignore[misc, unused-ignore]
+    """The greenlet of a slice.
+
+    Args:
+        slices: of which it is one.
+        number: of the slice.
+        body: what it runs.
+    """
+
+    def __init__(self, slices: Slices, number: int, body: Callable[..., Any]) -> None:
+        super().__init__(body)
+        self.slices, self.number = slices, number
+        self.gr_context = contextvars.copy_context()  # a greenlet's own would be empty
+
+
 class Slices:
     """Runs slices by turns in the calling thread.
 
@@ -84,6 +113,31 @@ class Slices:
         self.current = 0
         self.linears = [0] * count  # that a slice has begun
         self.rows = [0] * count  # row-parallel ones, of these
+        self.backward = torch._C._current_graph_task_id()  # that computes the slices again, or -1
+        self._outer = running()
+        self._transforms = transform_depth()
+        self._ending = False
+        self._calls: dict[int, tuple[list[int], list[int]]] = {}
+
+    @property
+    def first(self) -> int:
+        """Return the number of the running slice's first sample in the whole batch."""
+        outer = 0 if self._outer is None else self._outer.first
+        return outer + self.current * self.size
+
+    def number_call(self, layer: object, new: Callable[[], int]) -> int:
+        """Return the number of a layer's call, which is one for the equal calls of all slices.
+
+        Args:
+            layer: what the running slice calls.
+            new: returns the number of a call; used for the slice that comes first.
+        """
+        numbers, made = self._calls.setdefault(id(layer), ([], [0] * self.count))
+        at = made[self.current]
+        made[self.current] += 1
+        if at == len(numbers):
+            numbers.append(new() if self._outer is None else self._outer.number_call(layer, new))
+        return numbers[at]
 
     def run(self, bodies: Sequence[Callable[[], T]]) -> list[T]:
         """Run a body for each slice; return their results.
@@ -91,11 +145,25 @@ class Slices:
         Raises:
             Exception: what a body raised; the others are ended where they are.
         """
-        global _slices
-        before, _slices = _slices, self
         results: list[Any] = [None] * self.count
-        waiting = {number: greenlet.greenlet(body) for number, body in enumerate(bodies)}
-        try:
+        seeds = self._seeds()
+        drawn = generator_states()
+
+        def begin(number: int, body: Callable[[], T]) -> T:
+            nonlocal drawn
+            self._leave()  # with the caller's modes, which are this slice's at first
+            if number > 0:
+                seed_generators(seeds[number])
+            result = body()
+            if number == 0:
+                drawn = generator_states()
+            return result
+
+        waiting = {number: _Slice(self, number, begin) for number in range(self.count)}
+        with kept_modes(), contextlib.ExitStack() as ends:
+            ends.callback(self._end, waiting)
+            for number, one in waiting.items():
+                one.switch(number, bodies[number])
             for turn in itertools.count():
                 if not waiting:
                     break
@@ -106,12 +174,44 @@ class Slices:
                     results[number] = one.switch()
                     if one.dead:
                         del waiting[number]
-        finally:
-            for one in waiting.values():
-                if one and not one.dead:
-                    one.throw(greenlet.GreenletExit)
-            _slices = before
+        set_generator_states(drawn)
         return results
+
+    def _seeds(self) -> list[int]:
+        """Return a seed for the random numbers of each slice; that of the first is not used.
+
+        Other cuts give others. The caller's generator stays where it is.
+        """
+        copy = torch.Generator()
+        copy.set_state(torch.default_generator.get_state())
+        drawn = int(torch.randint(2**62, (), generator=copy, device="cpu", dtype=torch.int64))
+        cut = [
+            (drawn * self.count + number) * 1_000_003 + self.size for number in range(self.count)
+        ]
+        return [seed % 2**63 for seed in cut]
+
+    def _end(self, waiting: dict[int, _Slice]) -> None:
+        """End slices where they are, each with its own modes."""
+        self._ending = True
+        with contextlib.ExitStack() as ends:  # all of them, even if one raises on its way out
+            for number, one in waiting.items():
+                ends.callback(self._end_one, number, one)
+
+    def _end_one(self, number: int, one: _Slice) -> None:
+        self.current = number
+        if not one.dead:
+            one.throw(greenlet.GreenletExit)
+
+    def _leave(self) -> None:
+        """Let the others go on; return when it is this slice's turn again.
+
+        Raises:
+            GreenletExit: another one has failed.
+        """
+        if self._ending:
+            raise greenlet.GreenletExit
+        with kept_modes():
+            greenlet.getcurrent().parent.switch(None)
 
     def switch(self, place: str, *, gathers: bool = False) -> None:
         """Let the other slices go on, if they shall here; return when it is this one's turn again.
@@ -120,6 +220,9 @@ class Slices:
             place: "entered": behind ``in``; "row": in front of a row-parallel linear; "launched":
                 behind one.
             gathers: whether a gather has been started, which something should hide.
+
+        Raises:
+            RuntimeError: inside of a transform of torch.func that the slice began.
         """
         behind_attention = self.rows[self.current] % 2 == 1
         stays = {
@@ -130,19 +233,22 @@ class Slices:
         }
         if self.count == 1 or stays[self.order]:
             return
-        grad = torch.is_grad_enabled()
-        casts = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
-        greenlet.getcurrent().parent.switch(None)
-        torch.set_grad_enabled(grad)
-        for kind, on in casts.items():
-            torch.set_autocast_enabled(kind, on)
+        check_transforms(self._transforms)
+        self._leave()
 
 
 def running() -> Slices | None:
-    """Return the slices that run; None outside of Domino."""
-    return _slices
+    """Return the slices of which the calling code is one; None outside of Domino.
+
+    Backward that a slice starts is none of it: what it computes again cannot be left.
+    """
+    one = greenlet.getcurrent()
+    if isinstance(one, _Slice) and torch._C._current_graph_task_id() == one.slices.backward:
+        return one.slices
+    return None
 
 
 def current_slice() -> int:
     """Return the number of the slice that is running; 0 outside of Domino."""
-    return 0 if _slices is None else _slices.current
+    slices = running()
+    return 0 if slices is None else slices.current

@@ -5,11 +5,13 @@ multiplies hide that collective. At first both run up to such a place. Then a *s
 turn it is: its n-th letter is the strand that passes the n-th place. Models need no rewriting: the
 linear layers of ``flux.plan.domino_layers`` tell when they wait.
 
-A strand is a thread, and one of the two runs at a time. The forward strand has a thread of its own.
-Backward stays where autograd runs it: in the calling thread on a CPU, and in autograd's thread of
-the device on a GPU, where greenlets could not be left. Turns decide the order in which both strands
-launch kernels. On a GPU, all compute and all allocation is on the caller's stream, collectives are
-on the streams of their process groups, and what a strand waits for are events between these.
+A strand is a thread, and one of the two runs at a time. The forward strand has a thread of its own,
+which begins with the caller's modes of torch. Backward stays where autograd runs it: in the calling
+thread on a CPU, and in autograd's thread of the device on a GPU, where greenlets could not be left.
+Each strand keeps the modes that it sets (``flux.plan.modes``). Turns decide the order in which both
+strands launch kernels. On a GPU, all compute and all allocation is on the caller's stream,
+collectives are on the streams of their process groups, and what a strand waits for are events
+between these.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from flux.plan import slices
+from flux.plan.modes import (
+    ModesOfProcess,
+    ModesOfThread,
+    generator_states,
+    set_generator_states,
+)
 
 T = TypeVar("T")
 
@@ -54,6 +60,7 @@ class Strands:
         self._begun: set[str] = set()
         self._failure: BaseException | None = None
         self._forward: threading.Thread | None = None
+        self._modes: dict[str, ModesOfProcess] = {}
         self.order: list[str] = []
         """The strands that have passed a place, of the last run."""
 
@@ -66,16 +73,17 @@ class Strands:
         results: list[T] = []
         self._current, self._passed, self._failure = self.script[0], 0, None
         self._running, self._begun, self.order = {"F", "B"}, set(), []
-        grad = torch.is_grad_enabled()
-        casts = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
-        # A new thread has device 0 and its default stream.
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        modes, caller = ModesOfThread(), ModesOfProcess()
+        self._modes = {"F": caller, "B": caller}
+        drawn = generator_states()
+
+        def whole_forward() -> None:
+            nonlocal drawn
+            results.append(forward())
+            drawn = generator_states()
 
         def strand() -> None:
-            with torch.set_grad_enabled(grad), torch.cuda.stream(stream):
-                for kind, on in casts.items():
-                    torch.set_autocast_enabled(kind, on)
-                self._guarded("F", lambda: results.append(forward()))
+            modes.run(lambda: self._guarded("F", whole_forward))
 
         self._forward = threading.Thread(target=strand, name="flux-forward-strand", daemon=True)
         before = slices.set_before_wait(self._before_wait)
@@ -85,6 +93,8 @@ class Strands:
         finally:
             self._forward.join(self.timeout_s)
             slices.set_before_wait(before)
+            caller.put_back()
+        set_generator_states(drawn)
         if self._failure is not None:
             raise self._failure
         if self._forward.is_alive():
@@ -124,6 +134,8 @@ class Strands:
             came = self._turn.wait_for(
                 lambda: self._current == strand or self._failure is not None, self.timeout_s
             )
+            if came:
+                self._modes[strand].put_back()
             if self._failure is not None:
                 raise StrandEnded(f"the other strand has failed: {self._failure}")
             if not came:
@@ -146,5 +158,6 @@ class Strands:
                     if self._failure is not None:
                         raise StrandEnded(f"the other strand has failed: {self._failure}")
                     return
+                self._modes[strand] = ModesOfProcess()
                 self._give(other)
             self._await(strand)

@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -217,17 +215,22 @@ def test_strands_follow_their_script_and_end_each_other() -> None:
 
 def test_the_forward_strand_has_the_stream_of_its_caller(monkeypatch: Any) -> None:
     entered = []
+    streams = {"MainThread": "the caller's"}
 
-    @contextmanager
-    def stream(given: Any) -> Iterator[None]:
-        entered.append((given, threading.current_thread().name))
-        yield
+    def set_stream(stream: str) -> None:
+        name = threading.current_thread().name
+        entered.append((stream, name))
+        streams[name] = stream
+
+    def current_stream() -> str:
+        return streams.get(threading.current_thread().name, "the default one")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    assert Strands().run(lambda: 1, lambda: None) == 1
-    assert entered == [("the caller's", "flux-forward-strand")]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    assert Strands().run(current_stream, lambda: None) == "the caller's"
+    assert entered[0] == ("the caller's", "flux-forward-strand")
 
 
 # -- bad input, and ranks that stop ----------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flux.bench.shapes import Layer
 from flux.layers import ColumnParallelLinear, RowParallelLinear, close_pools
@@ -228,6 +229,49 @@ def compiled(rank: int, world: int) -> None:
 
 def test_parts_of_a_model_can_be_compiled() -> None:
     run_ranks(2, compiled)
+
+
+# -- checkpoints and autocast ----------------------------------------------------------------------
+
+
+class Checkpoint(nn.Module):
+    """Computes a module again in backward, and casts in it if it shall."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool | None, casts: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant, self.casts = inner, reentrant, casts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.casts):
+            if self.reentrant is None:
+                return self.inner(x)
+            return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def run_checkpoints(rank: int, world: int, sequence_parallel: bool) -> None:
+    """Compare slices with the layers as they are, where each is a checkpoint, and all of them."""
+    torch.manual_seed(1)
+    blocks = [Block(n, rank, sequence_parallel, 0.1) for n in range(2)]
+    x = torch.randn(SEQUENCE, 4, HIDDEN, dtype=torch.float64)
+    for casts in (False, True):
+        if casts:
+            blocks, x = [block.float() for block in blocks], x.float()
+        bound = 0.05 if casts else 1e-12
+        plain = nn.Sequential(*(Checkpoint(block, None, casts) for block in blocks))
+        torch.manual_seed(2)
+        expected = step(plain, x)
+        for inner, outer in ((True, None), (False, None), (None, True), (True, False)):
+            layers = nn.Sequential(*(Checkpoint(block, inner, casts) for block in blocks))
+            model = Checkpoint(Domino(replace(layers), batch_dim=1), outer, casts)
+            torch.manual_seed(2)
+            for found, wanted in zip(step(model, x), expected, strict=True):
+                size = wanted.abs().max().item()
+                torch.testing.assert_close(found, wanted, rtol=bound, atol=bound * max(size, 1))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["ar", "sp"])
+def test_checkpoints_and_autocast_in_slices(sequence_parallel: bool) -> None:
+    run_ranks(2, run_checkpoints, sequence_parallel)
 
 
 # -- failures, inference, frozen parameters --------------------------------------------------------
