@@ -485,7 +485,7 @@ def test_survivors_raise_when_a_rank_is_lost() -> None:
             outcomes = ranks.collect(30.0 * BUSY)
             for outcome in outcomes[:3]:
                 assert outcome is not None and outcome.ok, (how, outcome)
-                assert "Gather of" in outcome.value or "Scatter of" in outcome.value
+                assert "agreement on a call of Net" in outcome.value
         assert outcomes[3] is not None and outcomes[3].signal == signal.SIGKILL
 
 
