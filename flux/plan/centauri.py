@@ -102,7 +102,7 @@ class Sharded:
         units = {module: unit for (_, module, _), unit in zip(found, self.units, strict=True)}
         for module in {model: None, **units}:
             used = {owners[id(p)][0] for p in module.parameters()}
-            self._hook(module, units.get(module), sorted(used, key=lambda u: u.number))
+            _Hooks(self, module, units.get(module), sorted(used, key=lambda u: u.number))
         for module in model.modules():
             here = {n: owners[id(p)] for n, p in module._parameters.items() if id(p) in owners}
             if here:
@@ -129,39 +129,7 @@ class Sharded:
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def _hook(self, module: nn.Module, unit: Unit | None, units: Sequence[Unit]) -> None:
-        """Gather what a module's calls read; ``units`` have its parameters."""
-        calls: list[_Call] = []
-
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            call = _Call()
-            calls.append(call)
-            self._enter(call, module, units)
-            if unit is not None:
-                unit.depth += 1
-                call.unit = unit
-                self._need(unit)
-                return self._cast((args, kwargs))
-            return args, kwargs
-
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not calls:  # a hook in front of ours has raised
-                return
-            call = calls.pop()
-            if call.hooks is not None:
-                call.hooks.__exit__()
-            if call.unit is not None:
-                call.unit.depth -= 1
-            if call.entered:
-                self._watch(unit, output)
-            if call.forward is not None:
-                self._leave(call.forward, units)
-
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        # Also if forward raises: hooks of autograd must not stay behind.
-        module.register_forward_hook(after, with_kwargs=True, always_call=True)
-
-    def _enter(self, call: _Call, module: nn.Module, units: Sequence[Unit]) -> None:
+    def enter(self, call: _Call, module: nn.Module, units: Sequence[Unit]) -> None:
         """Begin a call of a part: of a forward that runs, of backward's recomputation, or new."""
         if not (self._in_backward() or self.held):
             if self._forward is None:
@@ -197,7 +165,13 @@ class Sharded:
         whole_backward_in_stage()
         self._forward = Forward(units, keeps, self.plan.prefetch)
 
-    def _leave(self, forward: Forward, units: Sequence[Unit]) -> None:
+    def leave(self, call: _Call, units: Sequence[Unit], output: Any) -> None:
+        """End a call of a part, which has begun as far as ``call`` says."""
+        if call.entered:
+            self._watch(call.unit, output)
+        forward = call.forward
+        if forward is None:
+            return
         self._inside -= 1
         if self._traffic.failed:
             self._forward = None if self._inside == 0 else self._forward
@@ -211,7 +185,8 @@ class Sharded:
         """Return whether this thread runs backward of the model."""
         return self._backward is not None and torch._C._current_graph_task_id() != -1
 
-    def _need(self, unit: Unit) -> None:
+    def need(self, unit: Unit) -> None:
+        """Gather a unit in its turn."""
         if self._in_backward():
             assert self._backward is not None
             self._backward.need(unit)
@@ -229,7 +204,7 @@ class Sharded:
     def read(self, unit: Unit, parameter: Managed) -> nn.Parameter:
         """Return a whole tensor when it is filled."""
         if not unit.gathered:
-            self._need(unit)
+            self.need(unit)
         return unit.read(parameter)
 
     def _agree(self, what: str, kind: int) -> None:
@@ -264,7 +239,8 @@ class Sharded:
                 p.trained = p.sharded.requires_grad
                 p.follow(_accept(self, unit, p))
 
-    def _cast(self, given: Any) -> Any:
+    def cast(self, given: Any) -> Any:
+        """Return inputs in the dtype of weights, where the plan gives one."""
         dtype = self.plan.param_dtype
         if dtype is None:
             return given
@@ -373,6 +349,52 @@ class Sharded:
         refuse_copy()
 
 
+class _Hooks:
+    """Gather what a module's calls read, and free it.
+
+    Args:
+        owner: of the model.
+        module: a unit's, or the model.
+        unit: whose module it is; None: the model has no parameters of its own.
+        units: that have the module's parameters.
+    """
+
+    def __init__(
+        self, owner: Sharded, module: nn.Module, unit: Unit | None, units: Sequence[Unit]
+    ) -> None:
+        self._owner, self._unit, self._units = owner, unit, units
+        self._calls: list[_Call] = []
+        module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        # Also if forward raises: hooks of autograd must not stay behind.
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the unit, those in front of it, and those ahead."""
+        call = _Call()
+        self._calls.append(call)
+        self._owner.enter(call, module, self._units)
+        if self._unit is None:
+            return args, kwargs
+        self._unit.depth += 1
+        call.unit = self._unit
+        self._owner.need(self._unit)
+        return self._owner.cast((args, kwargs))
+
+    def after(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Free units that nothing reads any more; watch for backward."""
+        if not self._calls:  # a hook in front of ours has raised
+            return
+        call = self._calls.pop()
+        if call.hooks is not None:
+            call.hooks.__exit__()
+        if call.unit is not None:
+            call.unit.depth -= 1
+        self._owner.leave(call, self._units, output)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        refuse_copy()
+
+
 class _Call:
     """A call of a module that has hooks: what it has begun, and must end."""
 
@@ -406,7 +428,8 @@ class _Saved:
         if torch._C._current_graph_task_id() != -1 and not self._unit.in_backward:
             self._owner.backward().need(self._unit)
         self._unit.read(self._parameter)
-        return self._tensor
+        # A graph of the backward itself saves the weight once more, without these hooks.
+        return self._tensor.detach().clone() if torch.is_grad_enabled() else self._tensor
 
 
 def _saving(

@@ -42,11 +42,8 @@ class Forward:
         self._next = 0
 
     def need(self, unit: Unit) -> None:
-        """Gather a unit, those in front of it, and those ahead."""
-        place = self._place[unit]
-        self._gather(place)
-        unit.gather()
-        self._gather(place + self._prefetch)
+        """Gather a unit, those in front of it, and those ahead, if they have not been yet."""
+        self._gather(self._place[unit] + self._prefetch)
 
     def _gather(self, last: int) -> None:
         while self._next <= min(last, len(self.units) - 1):
@@ -111,12 +108,16 @@ class Backward:
         }
 
     def need(self, unit: Unit) -> None:
-        """Gather a unit, those behind it in the model, and those ahead in backward."""
+        """Gather a unit, those behind it in the model, and those ahead, if not yet.
+
+        One that was freed comes again only when a weight is read: a module that hands its input on
+        has the gradient of the module in front.
+        """
         place = self._place.get(unit)
-        if place is not None:
+        if place is None:
+            self._take(unit)
+        else:
             self._gather(place + 1)
-        self._take(unit)
-        if place is not None:
             self._gather(min(place + 1 + self._traffic.plan.prefetch, self._end))
 
     def _gather(self, end: int) -> None:
@@ -134,7 +135,8 @@ class Backward:
         if not self._reduces:
             return
         grad = parameter.take_grad()
-        assert grad is not None
+        if grad is None:  # frozen after forward
+            return
         chunk = unit.chunk_of[id(parameter)]
         held = self._grads.pop(id(parameter), None)
         self._grads[id(parameter)] = grad if held is None else held.add_(grad)
@@ -145,7 +147,13 @@ class Backward:
                 self._late.append(chunk)
             return
         self._awaited[id(chunk)].discard(id(parameter))
-        while self._begun < len(self._chunks) and self._complete(*self._chunks[self._begun]):
+        # Without overlap gathers are waited for where they begin, and ranks that run different
+        # units come to gathers and reductions in different orders: so reductions come at the end.
+        while (
+            self._traffic.plan.overlap
+            and self._begun < len(self._chunks)
+            and self._complete(*self._chunks[self._begun])
+        ):
             self._reduce_next()
 
     def _complete(self, unit: Unit, chunk: Chunk) -> bool:

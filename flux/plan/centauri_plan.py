@@ -41,7 +41,8 @@ class RuntimePlan:
             and sockets carry all. None: shared where ranks of a host can; a warning says why not.
         replicate: the first dimension of the mesh holds replicas, as that of ``fully_shard``'s mesh
             of two does; the others are hosts and ranks of a host.
-        overlap: False: wait for each collective where it begins, to measure what overlap gains.
+        overlap: False: wait for each gather where it begins, and reduce behind backward, to measure
+            what overlap gains.
         timeout_s: of each wait for other ranks.
 
     Raises:

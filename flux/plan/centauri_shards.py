@@ -177,7 +177,7 @@ class Managed:
 
     def awaits_gradient(self) -> bool:
         """Return whether the backward that runs will come to this parameter."""
-        if self._node is None:
+        if self._node is None or not self.whole.requires_grad:
             return False
         try:
             return bool(torch._C._will_engine_execute_node(self._node))
