@@ -50,6 +50,7 @@ from flux.plan.centauri_plan import (
     layout_of,
 )
 from flux.plan.centauri_routes import Groups, Routes
+from flux.plan.centauri_saved import Saved, saving
 from flux.plan.centauri_shards import Managed
 from flux.plan.centauri_stages import whole_backward_in_stage
 from flux.plan.centauri_units import Parameters, Traffic, Unit, added_parameters, refuse_copy
@@ -137,7 +138,7 @@ class Sharded:
             self._inside += 1
             call.forward = self._forward
         call.entered = True
-        call.hooks = _saving(self._pack)
+        call.hooks = saving(self._pack)
         call.hooks.__enter__()
 
     def _begin(self, module: nn.Module, units: Sequence[Unit]) -> None:
@@ -253,10 +254,14 @@ class Sharded:
 
     # -- backward ----------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved | None:
+    def _pack(self, tensor: torch.Tensor) -> Saved | None:
         """Return a weight that autograd saves; None: another tensor."""
         owner = self._chunk_of.get(tensor.untyped_storage()._cdata)
-        return None if owner is None else _Saved(self, tensor, *owner)
+        return None if owner is None else Saved(self._weight_is_read, tensor, *owner)
+
+    def _weight_is_read(self, unit: Unit) -> None:
+        if torch._C._current_graph_task_id() != -1 and not unit.in_backward:
+            self.backward().need(unit)
 
     def _watch(self, unit: Unit | None, output: Any) -> None:
         """Begin backward with the first gradient of a call's outputs."""
@@ -403,51 +408,6 @@ class _Call:
         self.forward: Forward | None = None
         self.unit: Unit | None = None
         self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-
-
-class _Saved:
-    """A weight that autograd has saved: what is in it then, is gathered when backward asks."""
-
-    def __init__(
-        self, owner: Sharded, tensor: torch.Tensor, unit: Unit, parameter: Managed
-    ) -> None:
-        self._owner, self._tensor, self._unit, self._parameter = owner, tensor, unit, parameter
-        self._version = parameter.version
-
-    def get(self) -> torch.Tensor:
-        """Return the weight.
-
-        Raises:
-            RuntimeError: it was changed after the forward that has saved it.
-        """
-        if self._parameter.version != self._version:
-            raise RuntimeError(
-                f"{self._parameter.name} was changed after the forward that this backward belongs "
-                "to, as by an optimizer's step in between"
-            )
-        if torch._C._current_graph_task_id() != -1 and not self._unit.in_backward:
-            self._owner.backward().need(self._unit)
-        self._unit.read(self._parameter)
-        # A graph of the backward itself saves the weight once more, without these hooks.
-        return self._tensor.detach().clone() if torch.is_grad_enabled() else self._tensor
-
-
-def _saving(
-    pack: Callable[[torch.Tensor], _Saved | None],
-) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return hooks for weights; other tensors go to those hooks that are there, as checkpoint's."""
-    outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    packs, unpacks = outer or (lambda tensor: tensor, lambda tensor: tensor)
-
-    def save(tensor: torch.Tensor) -> Any:
-        saved = pack(tensor)
-        return packs(tensor) if saved is None else saved
-
-    def load(saved: Any) -> torch.Tensor:
-        tensor: torch.Tensor = saved.get() if isinstance(saved, _Saved) else unpacks(saved)
-        return tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(save, load)
 
 
 def _accept(owner: Sharded, unit: Unit, parameter: Managed) -> Callable[[torch.Tensor], None]:
