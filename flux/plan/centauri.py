@@ -25,153 +25,39 @@ chunk runs beside the part inside of the one before. On CPUs the ranks of a host
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_map
 
-from flux.core.errors import PeerTimeoutError
-from flux.plan.centauri_lanes import Done, make_lane
+from flux.plan.centauri_lanes import make_lane
 from flux.plan.centauri_memory import share_memory
+from flux.plan.centauri_passes import Backward, Forward
 from flux.plan.centauri_plan import (
+    WHOLE,
     RuntimePlan,
-    Unit,
+    UnitOf,
     all_layouts,
     checked_units,
-    chunked,
     layout_of,
 )
 from flux.plan.centauri_routes import Groups, Routes
-from flux.plan.centauri_shards import Chunk, Managed
+from flux.plan.centauri_saved import Saved, saving
+from flux.plan.centauri_shards import Managed
+from flux.plan.centauri_stages import whole_backward_in_stage
+from flux.plan.centauri_units import Parameters, Traffic, Unit, added_parameters, refuse_copy
 
 __all__ = ["RuntimePlan", "Sharded", "parallelize", "sharded"]
 
 _STATE = "_flux_centauri"
-
-
-class _Parameters(dict[str, Any]):
-    """A module's parameters: reading one by name while its unit is in use gives the whole tensor.
-
-    ``items`` and ``values`` always give the shards, so that optimizers and checkpoints see them.
-    """
-
-    def __init__(self, given: dict[str, Any], owners: dict[str, tuple[_Unit, Managed]]) -> None:
-        super().__init__(given)
-        self._owners = owners
-
-    def __getitem__(self, name: str) -> Any:
-        owner = self._owners.get(name)
-        if owner is not None and owner[0].in_use:
-            return owner[0].read(owner[1])
-        return super().__getitem__(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._owners and value is not super().__getitem__(name):
-            raise RuntimeError(
-                f"{self._owners[name][1].name} is sharded and cannot be replaced; copy into it, or "
-                "prepare the model before flux.plan.centauri.parallelize"
-            )
-        super().__setitem__(name, value)
-
-
-class _Unit:
-    """Parameters that are gathered for one module's forward and backward."""
-
-    def __init__(self, number: int, name: str, chunks: list[Chunk], owner: Sharded) -> None:
-        self.number, self.name, self.chunks, self.owner = number, name, chunks, owner
-        self.chunk_of = {id(p): chunk for chunk in chunks for p in chunk.parameters}
-        self.depth = 0  # of forward calls
-        self.in_backward = False
-        self.gathered = False
-        self.grads: dict[int, torch.Tensor] = {}
-        self.missing = {id(chunk): self._trained(chunk) for chunk in chunks}
-
-    @staticmethod
-    def _trained(chunk: Chunk) -> set[int]:
-        return {id(p) for p in chunk.parameters if p.trained}
-
-    @property
-    def in_use(self) -> bool:
-        return self.depth > 0 or self.in_backward or self.owner.held
-
-    def gather(self) -> None:
-        if self.gathered:
-            return
-        self.owner.check()
-        self.gathered = True
-        self.owner.routes.enter(self.name)
-        # Lanes write into tensors that are made here, which those of inference mode do not allow.
-        with torch.inference_mode(False):
-            for chunk in self.chunks:
-                for p in chunk.parameters:
-                    p.allocate()
-                chunk.start_gather(self.owner.routes)
-                if not self.owner.plan.overlap:
-                    self.owner.guarded(chunk.wait)
-
-    def read(self, parameter: Managed) -> nn.Parameter:
-        self.gather()
-        self.owner.guarded(self.chunk_of[id(parameter)].wait)
-        return parameter.whole
-
-    def free(self) -> None:
-        if not self.gathered or self.owner.failed:  # a lane may still write there
-            return
-        for chunk in self.chunks:
-            self.owner.guarded(chunk.wait)
-            for p in chunk.parameters:
-                p.free()
-        self.gathered = False
-
-    # -- gradients ---------------------------------------------------------------------------------
-
-    def accept(self, parameter: Managed) -> None:
-        """Take a gradient that is complete; start the ReduceScatter of a chunk that is."""
-        if not self.owner.reduces:
-            return
-        grad = parameter.whole.grad
-        assert grad is not None
-        parameter.whole.grad = None
-        chunk = self.chunk_of[id(parameter)]
-        self.grads[id(parameter)] = grad
-        self.missing[id(chunk)].discard(id(parameter))
-        if not self.missing[id(chunk)]:
-            self.reduce(chunk)
-            frozen = any(not p.trained for c in self.chunks for p in c.parameters)
-            if not frozen and not any(self.missing.values()) and self.depth == 0:
-                self.in_backward = False
-                if self.owner.plan.reshard_after_forward:
-                    self.free()
-
-    def reduce(self, chunk: Chunk) -> None:
-        given = [self.grads.pop(id(p), None) for p in chunk.parameters]
-        if all(grad is None for grad in given):
-            return
-        done, sums = chunk.start_reduce(self.owner.routes, self.owner.plan.reduce_dtype, given)
-        if not self.owner.plan.overlap:
-            self.owner.guarded(done.wait)
-        has = [grad is not None for grad in given]
-        self.owner.pending.append((done, sums, chunk, has))
-
-    def finish_backward(self) -> None:
-        for chunk in self.chunks:
-            for p in chunk.parameters:
-                # Gradients of backward passes that did not reduce, of parameters unused in this.
-                if self.owner.reduces and p.whole.grad is not None:
-                    self.grads[id(p)] = p.whole.grad
-                    p.whole.grad = None
-            self.reduce(chunk)
-            self.missing[id(chunk)] = self._trained(chunk)
-        self.in_backward = False
-        if self.depth == 0:
-            self.free()
 
 
 class Sharded:
@@ -186,7 +72,7 @@ class Sharded:
     def __init__(
         self,
         model: nn.Module,
-        found: Sequence[Unit],
+        found: Sequence[UnitOf],
         layout: torch.Tensor,
         plan: RuntimePlan,
         device: torch.device,
@@ -196,33 +82,32 @@ class Sharded:
         self.lanes = [make_lane(device, timeout) for _ in range(4)]
         self._groups = Groups(all_layouts(layout), timeout)
         lanes = (self.lanes[0], self.lanes[1]), (self.lanes[2], self.lanes[3])
-        self.routes = Routes(layout, *lanes, self._groups)
+        self.routes = Routes(layout, *lanes, self._groups, device.type == "cuda")
         self.mesh = self._groups.device_mesh(layout, device.type, plan.replicate)
-        self.pending: list[tuple[Done, list[torch.Tensor], Chunk, list[bool]]] = []
-        self._failure: PeerTimeoutError | None = None
-        self._closed = False
-        self._running = 0  # calls of the model
-        self._queued = False
-        self.units: list[_Unit] = []
-        self._chunk_of: dict[int, tuple[_Unit, Managed]] = {}  # by storage
-        owners: dict[int, tuple[_Unit, Managed]] = {}  # by original parameter
-        for number, (name, module, parameters) in enumerate(found):
+        self._traffic = Traffic(plan, self.routes)
+        self._forward: Forward | None = None
+        self._inside = 0  # calls of parts in it
+        self._backward: Backward | None = None
+        self._reach: set[Unit] = set()  # of the calls since the last backward
+        self._reached = False
+        self.units: list[Unit] = []
+        self._chunk_of: dict[int, tuple[Unit, Managed]] = {}  # by storage
+        owners: dict[int, tuple[Unit, Managed]] = {}  # by original parameter
+        for number, (name, _, parameters) in enumerate(found):
             managed = [Managed(n, p, self.mesh, plan.param_dtype) for n, p in parameters]
-            chunks = [Chunk(of, n) for n, of in chunked(managed, plan.chunk_bytes, name)]
-            unit = _Unit(number, name, chunks, self)
+            unit = Unit(number, name, managed, self._traffic)
             self.units.append(unit)
             owners |= {id(p): (unit, m) for (_, p), m in zip(parameters, managed, strict=True)}
-            self._hook(module, unit, model)
         self._allocate(device)
+        self._model = weakref.ref(model)
+        units = {module: unit for (_, module, _), unit in zip(found, self.units, strict=True)}
+        for module in {model: None, **units}:
+            used = {owners[id(p)][0] for p in module.parameters()}
+            _Hooks(self, module, units.get(module), sorted(used, key=lambda u: u.number))
         for module in model.modules():
             here = {n: owners[id(p)] for n, p in module._parameters.items() if id(p) in owners}
             if here:
-                given = {
-                    n: here[n][1].sharded if n in here else p for n, p in module._parameters.items()
-                }
-                module._parameters = _Parameters(given, here)
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        model.register_forward_hook(self._end, always_call=True)
+                module._parameters = Parameters(module._parameters, here, self)
 
     def _allocate(self, device: torch.device) -> None:
         """Give all parameters room for whole tensors: of the host, or of this rank."""
@@ -240,55 +125,123 @@ class Sharded:
             memory = routes.memory
             chunk.attach(None if memory is None else memory.region(number, chunk.dtype))
         for unit in self.units:
-            for one in (p for chunk in unit.chunks for p in chunk.parameters):
+            for one in unit.parameters:
                 self._chunk_of[one.buffer.untyped_storage()._cdata] = (unit, one)
-                if one.trained:
-                    one.whole.register_post_accumulate_grad_hook(_accept(unit, one))
 
-    # -- hooks -------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
-    def _begin(self, *_: Any) -> None:
-        """Free, before the model's forward, what no backward came for: shards may have changed."""
-        self.check()
-        self._running += 1
-        for unit in self.units:
-            if unit.depth == 0 and not unit.in_backward and not self.held:
+    def enter(self, call: _Call, module: nn.Module, units: Sequence[Unit]) -> None:
+        """Begin a call of a part: of a forward that runs, of backward's recomputation, or new."""
+        if not (self._in_backward() or self.held):
+            if self._forward is None:
+                self._begin(module, units)
+            self._inside += 1
+            call.forward = self._forward
+        call.entered = True
+        call.hooks = saving(self._pack)
+        call.hooks.__enter__()
+
+    def _begin(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        """Begin a call from outside, with weights as they are now."""
+        self._traffic.check()
+        whole = module is self._model()
+        if self._backward is not None and self._backward.thread == threading.get_ident():
+            self._backward.abandon()  # it has raised
+            self._backward = None
+        self._agree(f"a call of {type(module).__name__}", units[0].number << 16 | len(units))
+        if self._reached:
+            self._reached = False
+            self._reach.clear()
+        self._reach.update(units)
+        if self._backward is None:  # else another thread's: no optimizer has run
+            for unit in self.units:
                 unit.free()
+        keeps: set[Unit] = set()
+        if torch.is_grad_enabled():
+            if not self.plan.reshard_after_forward or self.routes.memory is not None:
+                # What a host shares stays allocated in any case: freeing it would gain nothing.
+                keeps = set(units)
+            elif whole:  # what backward needs first: the model's own parameters, and the last unit
+                keeps = {u for u in units if u is self.units[-1] or u.name == WHOLE}
+        whole_backward_in_stage()
+        self._forward = Forward(units, keeps, self.plan.prefetch)
 
-    def _end(self, *_: Any) -> None:
-        self._running -= 1
+    def leave(self, call: _Call, units: Sequence[Unit], output: Any) -> None:
+        """End a call of a part, which has begun as far as ``call`` says."""
+        if call.entered:
+            self._watch(call.unit, output)
+        forward = call.forward
+        if forward is None:
+            return
+        self._inside -= 1
+        if self._traffic.failed:
+            self._forward = None if self._inside == 0 else self._forward
+        elif self._inside == 0:
+            self._forward = None
+            forward.finish()
+        else:
+            forward.release(units)
 
-    def _hook(self, module: nn.Module, unit: _Unit, model: nn.Module) -> None:
-        saved: list[Any] = []
+    def _in_backward(self) -> bool:
+        """Return whether this thread runs backward of the model."""
+        return self._backward is not None and torch._C._current_graph_task_id() != -1
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def need(self, unit: Unit) -> None:
+        """Gather a unit in its turn."""
+        if self._in_backward():
+            assert self._backward is not None
+            self._backward.need(unit)
+        elif self._forward is not None and self._forward.has(unit):
+            self._forward.need(unit)
+        else:
             unit.gather()
-            unit.depth += 1
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-            hooks.__enter__()
-            saved.append(hooks)
-            for ahead in self.units[unit.number + 1 : unit.number + 1 + self.plan.prefetch]:
-                ahead.gather()
-            return self._cast((args, kwargs))
 
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if saved:
-                saved.pop().__exit__()
-            unit.depth -= 1
-            self._watch(unit, output)
-            # What backward needs first stays: the last unit, and the model's own parameters. What a
-            # host shares stays allocated in any case, so that freeing it would gain nothing.
-            ends = module is model or unit.number == len(self.units) - 1
-            keeps = not self.plan.reshard_after_forward or ends or self.routes.memory is not None
-            keeps = keeps and torch.is_grad_enabled() and self._running > 0
-            if unit.depth == 0 and not unit.in_backward and not keeps and not self.held:
-                unit.free()
+    def in_use(self, unit: Unit) -> bool:
+        """Return whether modules read whole tensors of a unit now."""
+        if self.held or unit.depth > 0 or unit.in_backward:
+            return True
+        return self._in_backward() or (self._forward is not None and self._forward.has(unit))
 
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        # Also if forward raises: hooks of autograd must not stay behind.
-        module.register_forward_hook(after, with_kwargs=True, always_call=True)
+    def read(self, unit: Unit, parameter: Managed) -> nn.Parameter:
+        """Return a whole tensor when it is filled."""
+        if not unit.gathered:
+            self.need(unit)
+        return unit.read(parameter)
 
-    def _cast(self, given: Any) -> Any:
+    def _agree(self, what: str, kind: int) -> None:
+        """Check that all ranks do the same now, with weights that can be gathered.
+
+        Raises:
+            ValueError: on every rank, before any weight moves.
+        """
+        model = self._model()
+        assert model is not None
+        wrong = added_parameters(model)
+        words = [kind, int(self.reduces), len(wrong)]
+        parameters = [p for unit in self.units for p in unit.parameters]
+        for p in parameters:
+            problem = p.problem()
+            if problem is not None:
+                wrong.append(f"{p.name}: {problem}")
+            words.append(2 * (problem is not None) + p.sharded.requires_grad)
+        names = ["the part of the model that is called", "set_requires_gradient_sync"]
+        names += ["parameters that came after parallelize"]
+        names += [f"requires_grad, dtype or place of {p.name}" for p in parameters]
+        differing: list[torch.Tensor] = []
+        values = torch.tensor(words, dtype=torch.int32)
+        self._traffic.guarded(lambda: differing.append(self.routes.agree(what, values)))
+        if wrong:
+            raise ValueError("; ".join(wrong[:3]))
+        if differing[0].any():
+            first = names[int(differing[0].nonzero()[0])]
+            raise ValueError(f"{what}: ranks differ in {first}; it must be the same on all of them")
+        for unit in self.units:
+            for p in unit.parameters:
+                p.trained = p.sharded.requires_grad
+                p.follow(_accept(self, unit, p))
+
+    def cast(self, given: Any) -> Any:
+        """Return inputs in the dtype of weights, where the plan gives one."""
         dtype = self.plan.param_dtype
         if dtype is None:
             return given
@@ -299,75 +252,48 @@ class Sharded:
 
         return tree_map(cast, given)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        owner = self._chunk_of.get(tensor.untyped_storage()._cdata)
-        return tensor if owner is None else (tensor, owner)
+    # -- backward ----------------------------------------------------------------------------------
 
-    def _watch(self, unit: _Unit, output: Any) -> None:
-        """Begin a unit's backward with the first gradient of its outputs."""
+    def _pack(self, tensor: torch.Tensor) -> Saved | None:
+        """Return a weight that autograd saves; None: another tensor."""
+        owner = self._chunk_of.get(tensor.untyped_storage()._cdata)
+        return None if owner is None else Saved(self._weight_is_read, tensor, *owner)
+
+    def _weight_is_read(self, unit: Unit) -> None:
+        if torch._C._current_graph_task_id() != -1 and not unit.in_backward:
+            self.backward().need(unit)
+
+    def _watch(self, unit: Unit | None, output: Any) -> None:
+        """Begin backward with the first gradient of a call's outputs."""
         tensors = [
             t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor) and t.requires_grad
         ]
-        if not tensors:
-            return
-        torch.autograd.graph.register_multi_grad_hook(
-            tensors, lambda _: self._before_backward(unit), mode="any"
-        )
+        if tensors:
+            torch.autograd.graph.register_multi_grad_hook(
+                tensors, lambda _: self._gradient_comes(unit), mode="any"
+            )
 
-    def _before_backward(self, unit: _Unit) -> None:
-        if not self._queued:
-            self._queued = True
+    def _gradient_comes(self, unit: Unit | None) -> None:
+        backward = self.backward()
+        if unit is not None:
+            backward.need(unit)
+
+    def backward(self) -> Backward:
+        """Return the backward that this graph belongs to, which begins now if it has not."""
+        if self._backward is None:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
-        unit.in_backward = True
-        unit.gather()
-        first = max(0, unit.number - self.plan.prefetch)
-        for ahead in reversed(self.units[first : unit.number]):
-            if any(p.trained for c in ahead.chunks for p in c.parameters):
-                ahead.in_backward = True
-                ahead.gather()
+            for p in (p for unit in self.units for p in unit.parameters):
+                p.whole.requires_grad_(p.whole.requires_grad and p.sharded.requires_grad)
+            self._backward = Backward(self.units, self._reach, self._traffic, self.reduces)
+        return self._backward
 
     def _end_backward(self) -> None:
         """Wait for all gradients, and free all weights: the end of ``backward()``."""
-        self._queued = False
-        for unit in reversed(self.units):
-            unit.finish_backward()
-        pending, self.pending = self.pending, []
-        for done, sums, chunk, has in pending:
-            self.guarded(done.wait)
-            begin = 0
-            for p, given in zip(chunk.parameters, has, strict=True):
-                count = p.padded.numel()
-                if given:
-                    p.accumulate(sums[0][begin : begin + count])
-                begin += count
-
-    # -- errors ------------------------------------------------------------------------------------
-
-    @property
-    def failed(self) -> bool:
-        """Whether a wait has failed."""
-        return self._failure is not None
-
-    def check(self) -> None:
-        """Raise what an earlier wait has raised, or if this was closed.
-
-        Raises:
-            PeerTimeoutError: a peer has failed before.
-            RuntimeError: ``close`` was called.
-        """
-        if self._failure is not None:
-            raise PeerTimeoutError(f"a peer has failed before: {self._failure}") from self._failure
-        if self._closed:
-            raise RuntimeError("the model's communication was closed by flux.plan.centauri")
-
-    def guarded(self, wait: Callable[[], None]) -> None:
-        """Call a wait; after a failure every further one fails."""
-        try:
-            wait()
-        except PeerTimeoutError as error:
-            self._failure = self._failure or error
-            raise
+        backward, self._backward = self._backward, None
+        self._reached = True
+        if backward is not None:
+            backward.finish()
 
     # -- for users ---------------------------------------------------------------------------------
 
@@ -381,17 +307,29 @@ class Sharded:
     @contextmanager
     def summon(self) -> Iterator[None]:
         """Make weights whole inside a ``with`` block. Collective."""
+        self._traffic.check()
+        self._agree("summon", -2)
+        parameters = [p for unit in self.units for p in unit.parameters]
         self.held = True
         try:
             for unit in self.units:
                 unit.gather()
-                for chunk in unit.chunks:
-                    self.guarded(chunk.wait)
+            for unit in self.units:
+                unit.wait()
+            versions = [p.whole._version for p in parameters]
             yield
+            for p, version in zip(parameters, versions, strict=True):
+                p.sharded.requires_grad_(p.whole.requires_grad)
+                if p.whole._version != version:
+                    raise RuntimeError(
+                        f"{p.name} was written inside summon, which keeps no change; write into "
+                        "the shards outside of it, under torch.no_grad"
+                    )
         finally:
             self.held = False
             for unit in self.units:
-                unit.free()
+                if unit.depth == 0:
+                    unit.free()
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[str, str]]]:
@@ -405,36 +343,83 @@ class Sharded:
 
     def close(self) -> None:
         """End lanes and destroy groups; the shards stay. Idempotent."""
-        if self._closed:
+        if self._traffic.closed:
             return
-        self._closed = True
+        self._traffic.closed = True
         for lane in self.lanes:
             lane.close()
         self._groups.close()
 
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        refuse_copy()
 
-def _accept(unit: _Unit, parameter: Managed) -> Callable[[torch.Tensor], None]:
+
+class _Hooks:
+    """Gather what a module's calls read, and free it.
+
+    Args:
+        owner: of the model.
+        module: a unit's, or the model.
+        unit: whose module it is; None: the model has no parameters of its own.
+        units: that have the module's parameters.
+    """
+
+    def __init__(
+        self, owner: Sharded, module: nn.Module, unit: Unit | None, units: Sequence[Unit]
+    ) -> None:
+        self._owner, self._unit, self._units = owner, unit, units
+        self._calls: list[_Call] = []
+        module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        # Also if forward raises: hooks of autograd must not stay behind.
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the unit, those in front of it, and those ahead."""
+        call = _Call()
+        self._calls.append(call)
+        self._owner.enter(call, module, self._units)
+        if self._unit is None:
+            return args, kwargs
+        self._unit.depth += 1
+        call.unit = self._unit
+        self._owner.need(self._unit)
+        return self._owner.cast((args, kwargs))
+
+    def after(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Free units that nothing reads any more; watch for backward."""
+        if not self._calls:  # a hook in front of ours has raised
+            return
+        call = self._calls.pop()
+        if call.hooks is not None:
+            call.hooks.__exit__()
+        if call.unit is not None:
+            call.unit.depth -= 1
+        self._owner.leave(call, self._units, output)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        refuse_copy()
+
+
+class _Call:
+    """A call of a module that has hooks: what it has begun, and must end."""
+
+    def __init__(self) -> None:
+        self.entered = False
+        self.forward: Forward | None = None
+        self.unit: Unit | None = None
+        self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+
+def _accept(owner: Sharded, unit: Unit, parameter: Managed) -> Callable[[torch.Tensor], None]:
     # Weak: Python's collector does not see what a tensor's hooks refer to.
-    own, one = weakref.ref(unit), weakref.ref(parameter)
+    owner_of, unit_of, parameter_of = weakref.ref(owner), weakref.ref(unit), weakref.ref(parameter)
 
     def accept(_: torch.Tensor) -> None:
-        unit, parameter = own(), one()
-        if unit is not None and parameter is not None:
-            unit.accept(parameter)
+        owner, unit, parameter = owner_of(), unit_of(), parameter_of()
+        if owner is not None and unit is not None and parameter is not None:
+            owner.backward().accept(unit, parameter)
 
     return accept
-
-
-def _unpack(packed: Any) -> torch.Tensor:
-    """Return a saved tensor; of a weight, when it is there again."""
-    if isinstance(packed, tuple):
-        tensor, (unit, parameter) = packed
-        unit.in_backward = True
-        unit.read(parameter)
-    else:
-        tensor = packed
-    found: torch.Tensor = tensor
-    return found
 
 
 def sharded(model: nn.Module) -> Sharded:

@@ -29,6 +29,7 @@ class Done(Protocol):
 
         Raises:
             PeerTimeoutError: it failed, or has not ended in time.
+            ValueError: it found that ranks disagree, or a dtype that cannot be added up.
         """
         ...
 
@@ -59,6 +60,8 @@ class _ThreadDone:
         # Twice the timeout of a collective: the lane's own error says more.
         if not self._event.wait(2 * self._timeout):
             raise PeerTimeoutError(f"{self.what}: not done within {2 * self._timeout:g} s")
+        if isinstance(self._error, ValueError):  # of the call itself, not of a peer
+            raise ValueError(f"{self.what}: {self._error}") from self._error
         if self._error is not None:
             raise PeerTimeoutError(f"{self.what}: {self._error}") from self._error
 
@@ -205,6 +208,20 @@ class Group:
         """Wait until every rank of the group has called this as often as this one."""
         words = torch.zeros(self.size, 1, dtype=torch.uint8)
         self.gather([[word] for word in words])
+
+    def differing(self, values: torch.Tensor) -> torch.Tensor:
+        """Return which values are not the same on all ranks. Ends when all have called it.
+
+        Args:
+            values: integers, as many on each rank.
+        """
+        # The largest value and the least one are this rank's own exactly where all ranks agree.
+        both = torch.cat([values, -values])
+        if self._is_nccl:
+            both = both.cuda()
+        if self.group is not None:
+            self._wait([dist.all_reduce(both, dist.ReduceOp.MAX, self.group, async_op=True)])
+        return (both.cpu().view(2, -1) != torch.stack([values, -values])).any(0)
 
     def sum_parts(self, parts: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Return the sum over ranks of the own part, scaled: ReduceScatter.

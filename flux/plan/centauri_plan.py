@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-Unit = tuple[str, nn.Module, list[tuple[str, nn.Parameter]]]
+UnitOf = tuple[str, nn.Module, list[tuple[str, nn.Parameter]]]
 """(name, module, parameters by name) of what is gathered together."""
+
+WHOLE = "the model"
+"""Name of the unit of parameters that are the model's own."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class RuntimePlan:
             and sockets carry all. None: shared where ranks of a host can; a warning says why not.
         replicate: the first dimension of the mesh holds replicas, as that of ``fully_shard``'s mesh
             of two does; the others are hosts and ranks of a host.
-        overlap: False: wait for each collective where it begins, to measure what overlap gains.
+        overlap: False: wait for each gather where it begins, and reduce behind backward, to measure
+            what overlap gains.
         timeout_s: of each wait for other ranks.
 
     Raises:
@@ -84,7 +88,7 @@ class RuntimePlan:
             raise ValueError(f"units must be a tuple of module classes or None, got {self.units!r}")
 
 
-def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list[Unit]:
+def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list[UnitOf]:
     """Return (name, module, parameters) of each unit.
 
     Raises:
@@ -135,7 +139,7 @@ def checked_units(model: nn.Module, mesh: DeviceMesh, plan: RuntimePlan) -> list
     return units_of(model, plan)
 
 
-def units_of(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
+def units_of(model: nn.Module, plan: RuntimePlan) -> list[UnitOf]:
     """Return (name, module, parameters) of each unit, in the order of the model.
 
     Parameters that modules of several units share, as tied embeddings, are the model's own.
@@ -175,7 +179,7 @@ def units_of(model: nn.Module, plan: RuntimePlan) -> list[Unit]:
     for key, units in users.items():
         of_unit.setdefault(id(model) if len(units) > 1 else units.pop(), []).append(named[key])
     order = [key for key in modules if key in of_unit]
-    return [(modules[key][0] or "the model", modules[key][1], of_unit[key]) for key in order]
+    return [(modules[key][0] or WHOLE, modules[key][1], of_unit[key]) for key in order]
 
 
 class _Weight(Protocol):

@@ -74,8 +74,7 @@ class PlannedRun:
     def check(self, recorded: Sequence[tuple[str, str]]) -> None:
         """Check that a step has begun its collectives as planned.
 
-        Forward must run units in the order of the modules. The reduction of parameters that the
-        model itself holds begins whenever autograd comes to them, and may differ.
+        Forward must run units in the order of the modules.
 
         Args:
             recorded: of a step, by ``Sharded.recorded``.
@@ -223,7 +222,7 @@ class _Step:
                 break  # no gradient comes so far
             self._gather(number, "backward")
             for ahead in range(number - 1, max(0, number - self.plan.prefetch) - 1, -1):
-                if trains[ahead]:
+                if any(trains[: ahead + 1]):
                     self._gather(ahead, "backward")
             self._compute(number, "bwd")
             self.held.discard(number)

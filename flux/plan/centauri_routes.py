@@ -2,7 +2,7 @@
 
 AllGather of a unit's weights:
 
-    enter    ranks of a host meet: the unit is free on all of them (where they share memory)
+    enter    all ranks meet: the unit is free on all of them, and they gather the same one
     across   each rank exchanges its shard with its twins on other hosts
     within   ranks of a host exchange columns; or they meet again (where they share memory)
 
@@ -43,6 +43,11 @@ def shards(mesh: torch.Tensor) -> list[list[int]]:
     return mesh.flatten(1).tolist()
 
 
+def everyone(mesh: torch.Tensor) -> list[list[int]]:
+    """Return all ranks, as one part."""
+    return [mesh.flatten().tolist()]
+
+
 class Groups:
     """Makes process groups of parts of meshes. Every call is collective for the world.
 
@@ -80,8 +85,8 @@ class Groups:
         Its groups stay after ``close``: optimizers and checkpoints of the shards use them.
         """
         whole = layout.numel() == dist.get_world_size() and len(layout) == 1
-        everyone: Any = dist.group.WORLD
-        group = everyone if whole else self._new(shards)[0]
+        world: Any = dist.group.WORLD
+        group = world if whole else self._new(shards)[0]
         if not replicate:
             return DeviceMesh.from_group(group, device_type)
         (twins,) = self._new(replicas)
@@ -107,6 +112,7 @@ class Routes:
         gather_lanes: between hosts, and inside.
         scatter_lanes: between hosts, and inside.
         groups: makes the groups.
+        on_cuda: whether tensors are on GPUs.
 
     Attributes:
         memory: what the ranks of a host share; None: nothing.
@@ -119,7 +125,9 @@ class Routes:
         gather_lanes: tuple[Lane, Lane],
         scatter_lanes: tuple[Lane, Lane],
         groups: Groups,
+        on_cuda: bool,
     ) -> None:
+        self.on_cuda = on_cuda
         _, hosts, size = mesh.shape
         rank = dist.get_rank()
         found = (mesh == rank).nonzero()[0].tolist()
@@ -129,23 +137,51 @@ class Routes:
         # Sub-groups of gathers and of reductions: calls of two lanes must not meet.
         self.inter, self.inter_sum = groups.lane(columns), groups.lane(columns)
         self.intra, self.intra_sum = groups.lane(rows), groups.lane(rows)
-        self.entered = groups.lane(rows)
+        self.entered = groups.lane(shards)
+        self.everyone = groups.lane(everyone)
         self.copies = groups.lane(replicas)
         self.memory: HostMemory | None = None
         self.order: list[tuple[str, str]] | None = None
 
-    def enter(self, label: str) -> None:
-        """Let gathers that follow begin when all ranks of the host have freed the unit."""
-        if self.memory is not None:
-            self.gather_lanes[0].submit(f"AllGather of {label}", self.entered.meet)
+    def agree(self, what: str, values: torch.Tensor) -> torch.Tensor:
+        """Return which values differ between ranks of the mesh. All ranks call it, and wait.
 
-    def gather(self, label: str, every: torch.Tensor, own: Sequence[torch.Tensor]) -> Done:
+        Raises:
+            PeerTimeoutError: a rank has not called it in time.
+        """
+        differing: list[torch.Tensor] = []
+        task = lambda: differing.append(self.everyone.differing(values))  # noqa: E731
+        self.gather_lanes[0].submit(f"agreement on {what}", task).wait()
+        return differing[0]
+
+    def enter(self, number: int, label: str) -> None:
+        """Let gathers that follow begin when all ranks have freed the unit and ask for it.
+
+        Where ranks ask for different units, their gathers fail: each would take the other's bytes
+        for its own.
+        """
+        if self.on_cuda:  # the host would wait for the stream
+            return
+
+        def same() -> None:
+            if self.entered.differing(torch.tensor([number])).any():
+                raise ValueError(
+                    "other ranks gather another unit now. One that runs again after it was freed, "
+                    "on some ranks only, needs RuntimePlan(reshard_after_forward=False)"
+                )
+
+        self.gather_lanes[0].submit(f"AllGather of {label}", same)
+
+    def gather(
+        self, label: str, every: torch.Tensor, own: Sequence[torch.Tensor], rooms: Sequence[int]
+    ) -> Done:
         """Begin an AllGather in place: between hosts, then inside.
 
         Args:
             label: for errors.
             every: [ranks, share], where it goes.
-            own: this rank's shards, which lie one behind the other there.
+            own: this rank's shards.
+            rooms: elements of each there, one behind the other; the last ranks fill fewer.
         """
         grid = every.view(self.inter.size, self.intra.size, -1)
         hosts, inside = range(self.inter.size), range(self.intra.size)
@@ -156,9 +192,9 @@ class Routes:
 
         def between() -> None:
             begin = 0
-            for shard in own:
-                every[self.rank, begin : begin + shard.numel()].copy_(shard)
-                begin += shard.numel()
+            for shard, room in zip(own, rooms, strict=True):
+                every[self.rank, begin : begin + shard.numel()].copy_(shard.reshape(-1))
+                begin += room
             self.inter.gather(own_column)
 
         first = across.submit(what, between)
@@ -175,11 +211,19 @@ class Routes:
             label: for errors.
             parts: [ranks, share].
         """
+        return self._scatter(self._noted("ReduceScatter", label), parts)
+
+    def average(self, what: str, values: torch.Tensor) -> torch.Tensor:
+        """Return the means of values over all ranks, when the reductions before have ended."""
+        done, sums = self._scatter(what, values.expand(self.world, -1).contiguous())
+        done.wait()
+        return sums[0].cpu()
+
+    def _scatter(self, what: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
         grid = parts.view(self.inter.size, self.intra.size, -1)
         scale = 1.0 / (self.world * self.copies.size)
         sums: list[torch.Tensor] = []
         across, within = self.scatter_lanes
-        what = self._noted("ReduceScatter", label)
 
         def inside() -> None:
             if self.memory is not None:

@@ -15,7 +15,7 @@ memory (``centauri_memory``), there is one whole weight for all of them, and not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,21 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from flux.core.integers import ceil_div
 from flux.plan.centauri_lanes import Done
 from flux.plan.centauri_routes import Routes
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return a DTensor's part of this rank, outside of autograd."""
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+    return local
+
+
+def _storages(shard: torch.Tensor) -> tuple[torch.UntypedStorage, torch.UntypedStorage]:
+    """Return the storages of a DTensor and of its local part.
+
+    Assigning ``.data`` changes the first alone, and torch goes on with the second.
+    """
+    return shard.untyped_storage(), _local(shard).untyped_storage()
 
 
 class Managed:
@@ -37,8 +52,12 @@ class Managed:
         dtype: of the whole tensor in forward and backward.
 
     Attributes:
+        sharded: what the module shows, optimizers change, and the next gather reads.
         buffer: the whole tensor, with padding; see ``attach``.
-        whole: the parameter that the module uses, a view of it.
+        whole: the parameter that forward uses, a view of it.
+        share: elements of a rank, with padding.
+        trained: whether it had a gradient when ranks last agreed on it.
+        places: the modules' dictionaries that show ``sharded``, and its name in each.
     """
 
     buffer: torch.Tensor
@@ -55,14 +74,17 @@ class Managed:
         self.row = source.numel() // max(first, 1)  # elements of one
         begin = min(rank * self.rows, first)
         own = min(begin + self.rows, first) - begin
-        self.padded = source.new_zeros(self.rows * self.row)
-        local = self.padded[: own * self.row].view(own, *source.shape[1:])
-        local.copy_(source[begin : begin + own])
+        self.share = self.rows * self.row
+        local = source[begin : begin + own].clone()
         stride = tuple(torch.empty(self.shape, device="meta").stride())
         self.mesh, self._stride = mesh, stride
         self.trained = parameter.requires_grad
         self.sharded = nn.Parameter(self._dtensor(local), requires_grad=self.trained)
-        self.size = world * self.padded.numel()  # elements of the whole, with padding
+        self.places: list[tuple[dict[str, Any], str]] = []
+        self._given = (local.dtype, local.device, local.shape)
+        self._storages = _storages(self.sharded)
+        self._node: Any = None
+        self.size = world * self.share  # elements of the whole, with padding
         floats = dtype is not None and source.is_floating_point()
         self.dtype = dtype if dtype is not None and floats else source.dtype
 
@@ -75,7 +97,7 @@ class Managed:
         """Set where the whole tensor is: memory of the host, or None: of this rank's own."""
         self._fixed = region is not None
         if region is None:
-            region = torch.empty(self.size, dtype=self.dtype, device=self.padded.device)
+            region = torch.empty(self.size, dtype=self.dtype, device=self._given[1])
         self.buffer = region
         whole = self.buffer[: self.shape.numel()].view(self.shape)
         self.whole = nn.Parameter(whole, requires_grad=self.trained)
@@ -93,10 +115,79 @@ class Managed:
 
     @property
     def local(self) -> torch.Tensor:
-        """Rows of this rank: fewer than ``padded`` has on the last ones."""
-        shard: Any = self.sharded
-        tensor: torch.Tensor = shard.detach().to_local()
-        return tensor
+        """Rows of this rank, as the module's shard has them now: on the last ranks fewer."""
+        return _local(self.sharded)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another value when the shard was changed in place or got another tensor."""
+        local = self.local
+        return local.data_ptr(), local._version + self.sharded._version
+
+    def assign(self, value: Any) -> None:
+        """Take another shard, as ``load_state_dict(assign=True)`` gives it.
+
+        Raises:
+            RuntimeError: it is not sharded alike.
+        """
+        old: Any = self.sharded
+        if (
+            not isinstance(value, nn.Parameter)
+            or not isinstance(value, DTensor)
+            or (value.shape, value.device_mesh, value.placements)
+            != (old.shape, old.device_mesh, old.placements)
+        ):
+            raise RuntimeError(
+                f"{self.name} is sharded and cannot be replaced; copy into it, or prepare the "
+                "model before flux.plan.centauri.parallelize"
+            )
+        self.sharded = value
+        self._storages = _storages(value)
+        for parameters, name in self.places:
+            dict.__setitem__(parameters, name, value)
+
+    def problem(self) -> str | None:
+        """Return why the shard cannot be gathered as it is now, or None."""
+        before, now = self._storages, _storages(self.sharded)
+        if now[0]._cdata != before[0]._cdata:  # ``.data = `` or ``_apply``
+            self._storages = now
+            if now[1]._cdata == before[1]._cdata:
+                return ".data was assigned, which a DTensor ignores; use copy_ under torch.no_grad"
+        local = self.local
+        for kind, given, found in zip(
+            ("dtype", "device", "rows of a rank"),
+            self._given,
+            (local.dtype, local.device, local.shape),
+            strict=True,
+        ):
+            if given != found:
+                return (
+                    f"its {kind} was {given} when it was sharded, and is {found}; convert the "
+                    "model before parallelize, or give RuntimePlan(param_dtype=...)"
+                )
+        return None
+
+    def follow(self, accept: Callable[[torch.Tensor], None]) -> None:
+        """Let the whole tensor have a gradient if the shard has one, and tell of each."""
+        self.whole.requires_grad_(self.sharded.requires_grad)
+        if self.whole.requires_grad and self._node is None:
+            self.whole.register_post_accumulate_grad_hook(accept)
+            with torch.inference_mode(False):
+                self._node = torch.autograd.graph.get_gradient_edge(self.whole).node
+
+    def awaits_gradient(self) -> bool:
+        """Return whether the backward that runs will come to this parameter."""
+        if self._node is None or not self.whole.requires_grad:
+            return False
+        try:
+            return bool(torch._C._will_engine_execute_node(self._node))
+        except RuntimeError:  # ``autograd.grad`` returns its gradient, and accumulates none
+            return False
+
+    def take_grad(self) -> torch.Tensor | None:
+        """Return the whole gradient, which is the caller's from now on."""
+        grad, self.whole.grad = self.whole.grad, None
+        return grad
 
     def allocate(self) -> None:
         """Make room for the whole tensor; what autograd has saved of it refers to it again."""
@@ -109,14 +200,21 @@ class Managed:
             self.buffer.untyped_storage().resize_(0)
 
     def accumulate(self, grad: torch.Tensor) -> None:
-        """Add this rank's rows of a gradient, [rows * row], to the shard's, or make them that."""
-        count = self.local.numel()
-        own = grad[:count].view(self.local.shape).to(self.padded.dtype)
-        if self.sharded.grad is None:
-            self.sharded.grad = self._dtensor(own)
+        """Add this rank's rows of a gradient, [rows * row], to the shard's, or make them that.
+
+        The shard is no part of the graph, so its hooks are called here.
+        """
+        shard, local = self.sharded, self.local
+        own: Any = self._dtensor(grad[: local.numel()].view(local.shape).to(local.dtype))
+        for hook in tuple((shard._backward_hooks or {}).values()):
+            changed = hook(own)
+            own = own if changed is None else changed
+        if shard.grad is None:
+            shard.grad = own
         else:
-            held: Any = self.sharded.grad
-            held.to_local().add_(own)
+            _local(shard.grad).add_(own.to_local())
+        for hook in tuple((getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(shard)
 
 
 class Chunk:
@@ -129,7 +227,8 @@ class Chunk:
 
     def __init__(self, parameters: Sequence[Managed], label: str) -> None:
         self.parameters, self.label = list(parameters), label
-        self.share = sum(p.padded.numel() for p in self.parameters)  # elements of a rank
+        self.share = sum(p.share for p in self.parameters)  # elements of a rank
+        self.owed = False  # gradients of a backward pass that did not reduce
         self.nbytes = sum(p.nbytes for p in self.parameters)
         self.dtype = self.parameters[0].dtype
         self.done: Done | None = None
@@ -150,12 +249,14 @@ class Chunk:
         else:
             flat = self._region
             if flat is None:
-                flat = self.parameters[0].padded.new_empty(
-                    routes.world * self.share, dtype=self.dtype
+                flat = torch.empty(
+                    routes.world * self.share,
+                    dtype=self.dtype,
+                    device=self.parameters[0].buffer.device,
                 )
             self._together = every = flat.view(routes.world, self.share)
-        own = [p.padded for p in self.parameters]
-        self.done = routes.gather(self.label, every, own)
+        own, rooms = [p.local for p in self.parameters], [p.share for p in self.parameters]
+        self.done = routes.gather(self.label, every, own, rooms)
 
     def wait(self) -> None:
         """Wait until the whole tensors are filled."""
@@ -165,7 +266,7 @@ class Chunk:
         if self._together is not None:
             begin = 0
             for p in self.parameters:
-                count = p.padded.numel()
+                count = p.share
                 p.buffer.data.view(-1, count).copy_(self._together[:, begin : begin + count])
                 begin += count
         self.done = self._together = None
@@ -190,10 +291,11 @@ class Chunk:
         only = grads[0]
         if len(grads) == 1 and only is not None and only.numel() == world * self.share:
             return only.detach().to(dtype).contiguous().view(world, self.share)
-        parts = self.parameters[0].padded.new_zeros(world, self.share, dtype=dtype)
+        device = self.parameters[0].buffer.device
+        parts = torch.zeros(world, self.share, dtype=dtype, device=device)
         begin = 0
         for p, grad in zip(self.parameters, grads, strict=True):
-            count = p.padded.numel()
+            count = p.share
             if grad is not None:
                 flat = grad.reshape(-1)
                 full = flat.numel() // count if count else 0
