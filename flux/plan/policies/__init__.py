@@ -27,7 +27,9 @@ class Policy(Protocol):
     Attributes:
         name: as on the command line.
 
-    A policy that decides an option by itself says what it took in ``chosen``, by option.
+    A policy that decides an option by itself says what it took in ``chosen``, by option. One that
+    decides by the number of operators has ``share``: a search that plans a shorter step first sets
+    it to that step's share of the whole one's operators.
     """
 
     name: str
