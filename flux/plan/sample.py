@@ -10,8 +10,8 @@ steady state lie on a line, and longer ones lie on it too:
 k1 and k2 are multiples of the number of pipeline ranks P, in which interleaved pipelines count.
 Their distance is P. Memory is that of k2: a steady pipeline holds no more.
 
-A stage of fewer layers is shorter by the same factor as under the plain schedule, which is measured
-with two numbers of layers: sends between stages are as long as with all layers.
+Layers of a stage are on a line in the same way: what the first ones cannot hide, and sends between
+stages, do not grow with them.
 """
 
 from __future__ import annotations
@@ -191,22 +191,7 @@ class _Short:
     def __init__(self, cluster: Cluster, step: Step) -> None:
         self.cluster, self.step = cluster, step
         self.stages, self.layers = step.parallel.pp, step.layers // step.parallel.pp
-        self.few = few_layers(step)
-        self.counts = lengths(step)
         self.made: dict[tuple[int, int], Layout] = {}
-        more = min(self.layers, 2 * self.few)
-        self.plain = self._plain(self.few), self._plain(more)
-
-    def _layout(self, layers: int, count: int) -> Layout:
-        if (layers, count) not in self.made:
-            step = replace(self.step, layers=layers * self.stages, micro_batches=count)
-            self.made[layers, count] = Layout(self.cluster, step)
-        return self.made[layers, count]
-
-    def _plain(self, layers: int) -> tuple[float, Figures]:
-        """Return a number of layers of a stage, and the figures of the plain schedule."""
-        timeline = self._layout(layers, self.counts[-1]).timeline(policy_of("serial"))
-        return float(layers), Figures.of(timeline)
 
     def estimate(self, name: str, options: Mapping[str, Any]) -> Estimate:
         """Return the estimate under a policy.
@@ -214,29 +199,36 @@ class _Short:
         Raises:
             ValueError: the policy cannot be used.
         """
+        few = few_layers(self.step)
         try:
-            return self._with_layers(self.few, name, options)
+            return self._with_layers(few, name, options)
         except UnevenStages as error:
-            layers = lcm(self.few, error.stages // self.stages)
+            layers = lcm(few, error.stages // self.stages)
             if self.layers % layers:
                 raise UnevenStages(error.stages, self.step.layers) from None
             return self._with_layers(layers, name, options)
 
-    def _with_layers(self, layers: int, name: str, options: Mapping[str, Any]) -> Estimate:
-        policy = policy_of(name, options)
-        _share(policy, layers * self.counts[-1] / (self.layers * self.step.micro_batches))
-        found = [(n, Figures.of(self._layout(layers, n).timeline(policy))) for n in self.counts]
+    def _with_layers(self, few: int, name: str, options: Mapping[str, Any]) -> Estimate:
+        policy, counts = policy_of(name, options), lengths(self.step)
+        least = counts[0]
+        found = [(float(n), self._figures(few, n, policy)) for n in counts]
         at = line(found[0], found[-1], self.step.micro_batches)
-        few, more = self.plain
-        times = [line(few, more, float(n)).iteration_ms for n in (layers, self.layers)]
-        # What does not grow with the layers: of the layer that runs.
-        held, per_layer = at.peak_memory_bytes, 0.0
-        if more[0] > few[0]:
-            slope = more[1].peak_memory_bytes - few[1].peak_memory_bytes
-            fixed = few[1].peak_memory_bytes - slope / (more[0] - few[0]) * few[0]
-            per_layer = (held - fixed) / layers
-        time = max(at.iteration_ms * times[1] / times[0], at.compute_ms * self.layers / layers)
-        return Estimate(time, held + per_layer * (self.layers - layers))
+        if few == self.layers:
+            return Estimate(at.iteration_ms, at.peak_memory_bytes)
+        more = min(self.layers, 2 * few)
+        short, long = found[0][1], self._figures(more, least, policy)
+        all_layers = line((few, short), (more, long), self.layers)
+        time = at.iteration_ms * all_layers.iteration_ms / short.iteration_ms
+        grown = (long.peak_memory_bytes - short.peak_memory_bytes) / (more - few)
+        memory = at.peak_memory_bytes + grown * (self.layers - few)
+        return Estimate(max(time, at.compute_ms * self.layers / few), memory)
+
+    def _figures(self, layers: int, count: int, policy: Policy) -> Figures:
+        _share(policy, layers * count / (self.layers * self.step.micro_batches))
+        if (layers, count) not in self.made:
+            step = replace(self.step, layers=layers * self.stages, micro_batches=count)
+            self.made[layers, count] = Layout(self.cluster, step)
+        return Figures.of(self.made[layers, count].timeline(policy))
 
 
 def refusal(name: str, error: ValueError) -> str:
