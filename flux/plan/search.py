@@ -89,7 +89,7 @@ class Query:
     sequence: int
     memory_gb: float
     policies: Policies
-    beam: int = 24
+    beam: int = 16
 
     def __post_init__(self) -> None:
         for name in ("gpus", "batch", "sequence", "beam"):
