@@ -156,8 +156,9 @@ def collective_ms(
         far = (hosts - 1) * per_host * shard / ports
     hops_us = (size - hosts) * link.latency_us + (hosts - 1) * network.latency_us
     passes = 2 if op.all_reduces else 1
+    starts = passes if kind == "cuda" else 1  # gloo's was measured for all three alike
     moved = max(near, far) if hosts > 1 else near
-    return passes * (moved + hops_us * 1e-3) + LIBRARY_LATENCY_US[kind] * 1e-3
+    return passes * (moved + hops_us * 1e-3) + starts * LIBRARY_LATENCY_US[kind] * 1e-3
 
 
 def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:

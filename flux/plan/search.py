@@ -175,7 +175,7 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
     Args:
         query: what is searched for.
         progress: called with a round's name, how many of its candidates are done, and their number.
-        workers: processes that simulate.
+        workers: processes that simulate; 1: this one.
 
     Raises:
         ValueError: no layout is possible, or none fits into memory; or all policies refuse.
@@ -197,8 +197,7 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
             f"the smallest needs {least:.1f} GB"
         )
     kept = _best(fitting, query.beam)
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with _pool(workers) as pool:
         round2 = pool.map(partial(estimates, query.cluster, query.policies), kept)
         rated2 = list(_followed(round2, "policies", len(kept), progress))
         refused = Counter(one for of_step in rated2 for one in of_step if isinstance(one, str))
@@ -222,6 +221,20 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
     large = len(possible) - len(fitting) + len(plans) - len(fits)
     large += sum(not _may_fit(one, query) for one in candidates)
     return Found(tuple(fits), len(fitting), len(candidates), dict(refused), large)
+
+
+class _Here(Executor):
+    """Runs jobs in this process, one after the other."""
+
+    def map(self, fn: Callable[..., Any], *jobs: Any, **_: Any) -> Iterator[Any]:
+        return map(fn, *jobs)
+
+
+def _pool(workers: int) -> Executor:
+    if workers == 1:
+        return _Here()
+    context = multiprocessing.get_context("forkserver")
+    return ProcessPoolExecutor(workers, mp_context=context)
 
 
 def _followed(
