@@ -89,32 +89,21 @@ def gemm_ms(problem: Problem, cluster: Cluster, rows: int | None = None) -> floa
     return 1e3 * max(operations, moved)
 
 
-def _transfer_ms(problem: Problem, cluster: Cluster, messages: int, library: bool) -> float:
-    """Return the time of one rank's transfers in one direction: W - 1 chunks.
+def _transfer_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time of one rank's copies in one direction: W - 1 chunks.
 
-    Transfers between hosts include all ranks of a host, which share its ports.
+    Transfers between hosts include all ranks of a host, which share its ports. With the
+    hierarchical order, every row crosses to each other host once.
     """
-    kind = cluster.device.kind
     chunk_bytes = problem.chunk * problem.row_bytes
     lanes = ceil_div(problem.world, problem.nodes)
-    share = LIBRARY_SHARE[kind][problem.op] if library else 1.0
     twice = 2 if problem.op.all_reduces else 1
-    speed = _bytes_per_ms(cluster.link.gbs) * share
-    if library and cluster.link.library_gbs:
-        speed = _bytes_per_ms(cluster.link.library_gbs)
-    inside = twice * (lanes - 1) * chunk_bytes / speed
-    latency = messages * cluster.link.latency_us * 1e-3
+    inside = twice * (lanes - 1) * chunk_bytes / _bytes_per_ms(cluster.link.gbs)
     if problem.nodes == 1:
-        return inside + latency
-    # With the hierarchical order, every row crosses to each other host once. The ranks of a host
-    # share its ports.
+        return inside
     across = twice * (problem.nodes - 1) * lanes * chunk_bytes
-    if library and kind == "cuda":
-        # NCCL's ring runs through all ranks: W - 1 chunks pass each link, those between hosts too.
-        across = twice * (problem.world - 1) * chunk_bytes
-        inside = across / speed
-    wire = across / _bytes_per_ms(cluster.network.gbs) / (share if kind == "cuda" else 1.0)
-    return max(inside, wire) + latency + messages * cluster.network.latency_us * 1e-3
+    share = LIBRARY_SHARE["cuda"][problem.op] if cluster.device.kind == "cuda" else 1.0
+    return max(inside, across / _bytes_per_ms(cluster.network.gbs) / share)
 
 
 def _bytes_per_ms(gbs: float) -> float:
@@ -124,10 +113,52 @@ def _bytes_per_ms(gbs: float) -> float:
 
 def library_ms(problem: Problem, cluster: Cluster) -> float:
     """Return the time of the library's collective alone; 0 for one rank."""
-    if problem.world == 1:
+    lanes = ceil_div(problem.world, problem.nodes)
+    shard = float(problem.chunk * problem.row_bytes)
+    return collective_ms(problem.op, shard, problem.world, lanes, cluster)
+
+
+def collective_ms(
+    op: Op,
+    shard: float,
+    size: int,
+    per_host: int,
+    cluster: Cluster,
+    network_gbs: float | None = None,
+) -> float:
+    """Return the time of a library's collective: the one model of it, also of `flux plan`.
+
+    NCCL's AllGather and ReduceScatter are a ring through all ranks. So W - 1 shards pass each link,
+    those between hosts too, and a shard takes the latency of each hop on its way. An AllReduce is
+    both. A hierarchical collective would send (hosts - 1) / hosts of the data between hosts, half
+    as much on two hosts; docs/simulator.md says why the published times are those of a ring. gloo's
+    between hosts, on a CPU, is rated as if it were hierarchical.
+
+    Args:
+        op: whose collective it is: AllGather, ReduceScatter or AllReduce.
+        shard: bytes of one rank's part.
+        size: ranks.
+        per_host: of them on one host.
+        cluster: devices and links.
+        network_gbs: GB/s of the ports that these ranks have of their host; None: all of them.
+    """
+    if size == 1:
         return 0.0
-    comm = _transfer_ms(problem, cluster, problem.world - 1, library=True)
-    return comm + LIBRARY_LATENCY_US[cluster.device.kind] * 1e-3
+    kind, link, network = cluster.device.kind, cluster.link, cluster.network
+    hosts, share = ceil_div(size, per_host), LIBRARY_SHARE[kind][op]
+    speed = _bytes_per_ms(link.library_gbs or link.gbs * share)
+    ports = _bytes_per_ms(network.gbs if network_gbs is None else network_gbs)
+    near = (size - 1) * shard / speed
+    if kind == "cuda":
+        far = (size - 1) * shard / (ports * share)
+    else:
+        near = (per_host - 1) * shard / speed
+        far = (hosts - 1) * per_host * shard / ports
+    hops_us = (size - hosts) * link.latency_us + (hosts - 1) * network.latency_us
+    passes = 2 if op.all_reduces else 1
+    starts = passes if kind == "cuda" else 1  # gloo's was measured for all three alike
+    moved = max(near, far) if hosts > 1 else near
+    return passes * (moved + hops_us * 1e-3) + starts * LIBRARY_LATENCY_US[kind] * 1e-3
 
 
 def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
@@ -181,7 +212,7 @@ def predict(
     assert knobs.comm_tile_rows is not None and knobs.tile is not None
     tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
     transfers = (world - 1) * tiles
-    comm = _transfer_ms(problem, cluster, 0, library=False) + transfers * SIGNAL_US[kind] * 1e-3
+    comm = _transfer_ms(problem, cluster) + transfers * SIGNAL_US[kind] * 1e-3
     overhead = _cut_ms(problem, cluster, knobs, whole)
     if kind == "cpu" and knobs.copy_streams:
         overhead += ENGINE_US * 1e-3

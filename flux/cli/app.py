@@ -14,6 +14,7 @@ from flux.cli import options
 from flux.cli.compile import compile_kernels
 from flux.cli.model import bench_model
 from flux.cli.plan import plan
+from flux.cli.plan_run import run_command as _run_command  # noqa: F401
 from flux.cli.plan_search import search_command as _search_command  # noqa: F401
 from flux.cli.ranks import check_writable, say_wrong, speaks, watched_ranks
 from flux.cli.simulate import simulate

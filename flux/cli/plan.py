@@ -1,4 +1,4 @@
-"""The commands `flux plan simulate`, `explain`, `profile` and `run`."""
+"""The commands `flux plan simulate` and `explain`, and options that all plan commands share."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from flux.cli import options
-from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_ranks
-from flux.cli.terminal import PLAIN, refuse
+from flux.cli.ranks import check_writable
+from flux.cli.terminal import EXIT_FAILED, PLAIN, complain, refuse
 
 if TYPE_CHECKING:
+    from flux.plan.compare import Compared
     from flux.plan.model import Step
     from flux.plan.simulate import Timeline
 
@@ -77,7 +78,7 @@ MemoryGb = Annotated[
     float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
 ]
 
-_SHARED = (
+SHARED = (
     *("model", "tp", "dp", "pp", "cp", "ep", "sequence_parallel", "layers", "sequence"),
     *("micro_batch", "micro_batches", "zero", "regather", "shard"),
 )
@@ -87,7 +88,7 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
     """Return (name, options) of a policy on the command line.
 
     Raises:
-        ValueError: an option has no value.
+        ValueError: an option has no value, or is given twice.
     """
     name, _, rest = text.partition(":")
     found: dict[str, Any] = {}
@@ -95,18 +96,26 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = part.partition("=")
         if not equals or not key or not value:
             raise ValueError(f"policy {name}: expected option=value, got {part!r}")
-        low = value.lower()
-        if low in ("true", "false"):
-            found[key] = low == "true"
-        else:
-            try:
-                found[key] = int(value)
-            except ValueError:
-                found[key] = value
+        if key in found:
+            raise ValueError(f"policy {name}: {key} is given twice")
+        found[key] = _value(value)
     return name, found
 
 
-def _step(**given: Any) -> Step:
+def _value(text: str) -> bool | int | float | str:
+    """Return the value that a text on the command line stands for."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def step_with(**given: Any) -> Step:
+    """Return the step that these options describe."""
     from flux.plan.model import Parallel, step_of
 
     degrees = {name: given.pop(name) for name in ("tp", "cp", "dp", "pp", "ep")}
@@ -114,47 +123,32 @@ def _step(**given: Any) -> Step:
     return step_of(given.pop("model"), parallel, **given)
 
 
-def _simulated(
+def _compared(
     policies: list[str], step: Step, cluster: str, hosts: int | None, memory_gb: float | None
-) -> tuple[str, list[tuple[str, Timeline]]]:
-    """Return the cluster's name, and label and timeline of each policy; exit for bad input."""
+) -> tuple[str, list[Compared]]:
+    """Return the cluster's name, and the outcome of each policy.
+
+    Raises:
+        ValueError: bad input, or no policy's plan can be used.
+    """
     from dataclasses import replace
 
     from flux.machine.cluster import load_cluster
-    from flux.plan.build import build_step
-    from flux.plan.cost import AnalyticCost
-    from flux.plan.fabric import Fabric
-    from flux.plan.graph import paused_collector
-    from flux.plan.policies import label_of, planned, policy_of
-    from flux.plan.simulate import simulate
+    from flux.plan.compare import compared, usable
 
     found = load_cluster(cluster)
     if hosts is not None:
         if hosts < 1:
             raise ValueError(f"hosts must be at least 1, got {hosts}")
         found = replace(found, hosts=hosts)
-    fabric = Fabric(found, step.parallel)
-    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
-    timelines = []
-    with paused_collector():
-        graph = build_step(step, fabric)
-        for text in policies:
-            name, chosen = parsed(text)
-            made = policy_of(name, chosen)
-            schedule = planned(made, graph, fabric, cost)
-            timelines.append((label_of(name, chosen, made), simulate(schedule, cost)))
-    limit = memory_gb if memory_gb is not None else found.device.memory_gb
-    for label, timeline in timelines:
-        needed = timeline.peak_memory_bytes / 1e9
-        if limit and needed > limit:
-            raise ValueError(
-                f"{label}: a device needs {needed:.1f} GB, and has {limit:g}; use more tp, pp or "
-                "dp (zero=1 or 3), or a smaller micro-batch"
-            )
-    return found.name, timelines
+    outcomes = compared(tuple(map(parsed, policies)), step, found, memory_gb)
+    if not usable(outcomes):
+        raise ValueError("\n".join(f"{one.label}: {one.reason}" for one in outcomes))
+    return found.name, outcomes
 
 
-def _title(step: Step, cluster: str) -> str:
+def title_of(step: Step, cluster: str) -> str:
+    """Return what stands above the table of a step."""
     p = step.parallel
     degrees = ", ".join(
         f"{name}={getattr(p, name)}"
@@ -198,11 +192,11 @@ def draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) 
 
 
 class Planned(NamedTuple):
-    """What `simulate` and `explain` are about: the step, its cluster, and labelled timelines."""
+    """What `simulate` and `explain` are about: the step, its cluster, and what policies gave."""
 
     step: Step
     cluster: str
-    timelines: list[tuple[str, Timeline]]
+    outcomes: list[Compared]
 
 
 def _planned(
@@ -228,9 +222,9 @@ def _planned(
     """Return what these options ask for; exit for bad input."""
     given = locals()
     try:
-        step = _step(**{name: given[name] for name in _SHARED})
+        step = step_with(**{name: given[name] for name in SHARED})
         policies = policy or ["serial", "domino"]
-        return Planned(step, *_simulated(policies, step, cluster, hosts, memory_gb))
+        return Planned(step, *_compared(policies, step, cluster, hosts, memory_gb))
     except ValueError as error:
         refuse(str(error))
 
@@ -262,17 +256,22 @@ def simulate_command(
 ) -> None:
     """Predict the time of a training step under one or more policies.
 
-    Nothing is run: times come from the data sheets in the cluster's file.
+    Nothing is run: times come from the data sheets in the cluster's file. A policy that cannot plan
+    the step, or needs more memory than a device has, is a row with the reason; the exit status is
+    then 1.
     """
     from flux.plan import report
+    from flux.plan.compare import usable
 
-    step, cluster, timelines = planned
-    rows = [report.document(label, step, cluster, timeline) for label, timeline in timelines]
+    step, cluster, outcomes = planned
+    rows = [report.outcome(one, step, cluster) for one in outcomes]
     if json_target != "-":
-        report.show(rows, _title(step, cluster), Console())
+        report.show(rows, title_of(step, cluster), Console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
+    timelines = usable(outcomes)
     write_trace(timelines, trace)
-    draw(_title(step, cluster), timelines, picture)
+    draw(title_of(step, cluster), timelines, picture)
+    _fail_if_any(outcomes)
 
 
 @plan.command("explain")
@@ -282,174 +281,21 @@ def explain_command(planned: Planned) -> None:
     from flux.plan.report import explain
 
     console = Console()
-    console.print(_title(planned.step, planned.cluster), **PLAIN)
-    for label, timeline in planned.timelines:
+    console.print(title_of(planned.step, planned.cluster), **PLAIN)
+    for label, timeline, reason in planned.outcomes:
+        if timeline is None or reason:
+            console.print(f"\n[bold]{label}[/]: {escape(reason)}", **PLAIN)
+            continue
         console.print(f"\n[bold]{label}[/]: {timeline.iteration_ms:.2f} ms", **PLAIN)
         for line in explain(timeline):
             console.print(line, **PLAIN)
+    _fail_if_any(planned.outcomes)
 
 
-@plan.command("run")
-def run_command(
-    policy: Policy = None,
-    model: Model = "gpt-6.7b",
-    tp: Tp = 2,
-    dp: Dp = 1,
-    pp: Pp = 1,
-    cp: Cp = 1,
-    ep: Ep = 1,
-    sequence_parallel: SequenceParallel = False,
-    layers: Layers = 2,
-    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8,
-    sequence: Sequence = 256,
-    micro_batch: MicroBatch = 2,
-    micro_batches: MicroBatches = None,
-    zero: Zero = 1,
-    regather: Regather = False,
-    shard: Shard = 0,
-    hosts: options.Hosts = "1",
-    link_rate: options.LinkRate = None,
-    profile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Use this profile; measure none.")
-    ] = None,
-    searched: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="FILE",
-            help="Run the best plan that flux plan search has written, beside serial; model, "
-            "degrees, batch and policy are the plan's.",
-        ),
-    ] = None,
-    repeats: options.Repeats = 9,
-    warmup: options.Warmup = 2,
-    threads: options.Threads = 1,
-    seed: options.Seed = 0,
-    timeout: options.Timeout = 60.0,
-    trace: TraceFile = None,
-    picture: PictureFile = None,
-    json_target: options.JsonTarget = None,
-    quiet: options.QuietTable = False,
-) -> None:
-    """Run a step under each policy on CPU ranks, beside what the simulator predicts.
-
-    First every operator is measured by itself, and beside communication. The trace has predicted
-    and measured timelines above each other.
-    """
-    given = dict(locals(), policy=policy or ["serial", "domino"])
-    if searched is not None:
-        from flux.plan.search import winner_of
-
-        try:
-            given |= winner_of(searched)
-        except (ValueError, OSError) as error:
-            refuse(str(error))
-    config, (_, found) = _on_ranks(given)
-    if not speaks():
-        return
-    from flux.plan import report
-
-    name = config.cluster.name
-    rows = []
-    for ran in found:
-        row = report.document(ran.label, config.step, name, ran.run)
-        row["iteration_ms"] = sorted(ran.times_ms)[len(ran.times_ms) // 2]
-        row |= {"predicted_ms": ran.predicted.iteration_ms, "times_ms": list(ran.times_ms)}
-        rows.append(row)
-    if not quiet and json_target != "-":
-        report.show(rows, _title(config.step, name), Console())
-    write(rows[0] if len(rows) == 1 else rows, json_target)
-    both = [
-        (f"{r.label}, {what}", t)
-        for r in found
-        for what, t in (("predicted", r.predicted), ("run", r.run))
-    ]
-    write_trace(both, trace)
-    draw(_title(config.step, name), both, picture)
-
-
-@plan.command("profile")
-def profile_command(
-    out: Annotated[str, typer.Option(metavar="FILE", help="Write the profile to FILE.")],
-    policy: Policy = None,
-    model: Model = "gpt-6.7b",
-    tp: Tp = 2,
-    dp: Dp = 1,
-    pp: Pp = 1,
-    cp: Cp = 1,
-    ep: Ep = 1,
-    sequence_parallel: SequenceParallel = False,
-    layers: Layers = 2,
-    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8,
-    sequence: Sequence = 256,
-    micro_batch: MicroBatch = 2,
-    micro_batches: MicroBatches = None,
-    zero: Zero = 1,
-    regather: Regather = False,
-    shard: Shard = 0,
-    hosts: options.Hosts = "1",
-    link_rate: options.LinkRate = None,
-    pairs: Annotated[
-        bool, typer.Option(help="Measure forward operators beside backward ones, for dhelix.")
-    ] = False,
-    repeats: options.Repeats = 9,
-    threads: options.Threads = 1,
-    seed: options.Seed = 0,
-    timeout: options.Timeout = 60.0,
-    quiet: options.QuietTable = False,
-) -> None:
-    """Measure the operators of a step, by themselves and beside communication."""
-    check_writable(out)
-    given = dict(
-        locals(),
-        policy=policy or ["serial", "domino"],
-        profile=None,
-        warmup=0,
-        trace=None,
-        picture=None,
-        json_target=None,
-    )
-    _, (measured, _) = _on_ranks(given, only_profile=True)
-    if speaks():
-        measured.write(Path(out))
-        if not quiet:
-            count = len(measured.oef) + len(measured.pairs)
-            print(f"wrote {out}: {len(measured.solo)} operators, {count} pairs")
-
-
-def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
-    """Return the configuration, and what its ranks found; exit for bad input."""
-    from dataclasses import replace
-
-    from flux.bench.launch import on_ranks
-    from flux.bench.model import scaled
-    from flux.plan.profile import read_profile
-    from flux.plan.run import PlanRun, run_entry, schedules_of
-
-    for target in ("trace", "picture", "json_target"):
-        if speaks() and given[target] not in (None, "-"):
-            check_writable(given[target])
-    world = prod(given[name] for name in ("tp", "cp", "dp", "pp"))
-    torchrun_or_own(world, given["hosts"])
-    try:
-        step = _step(**{name: given[name] for name in _SHARED}, dtype="float32")
-        layer = scaled(step.layer, given["scale"], given["tp"])
-        config = PlanRun(
-            step=replace(step, layer=layer),
-            policies=tuple(parsed(text) for text in given["policy"]),
-            pairs=given.get("pairs", False),
-            profile=read_profile(Path(given["profile"])) if given["profile"] else None,
-            repeats=given["repeats"],
-            warmup=given["warmup"],
-            threads=given["threads"],
-            seed=given["seed"],
-            timeout_s=given["timeout"],
-            hosts=given["hosts"],
-            link_rate=given["link_rate"],
-        )
-        schedules_of(config)  # raises here, before any rank starts
-    except (ValueError, OSError) as error:
-        refuse(str(error))
-    silent = given["quiet"] or given["json_target"] == "-" or not speaks()
-    with watched_ranks(silent) as progress:
-        return config, on_ranks(run_entry, config, only_profile, progress)
+def _fail_if_any(outcomes: list[Compared]) -> None:
+    """Exit with status 1 if the plan of a policy cannot be used, and name these on stderr."""
+    failed = [one for one in outcomes if one.reason]
+    for one in failed:
+        complain(f"{one.label}: {one.reason}")
+    if failed:
+        raise typer.Exit(EXIT_FAILED)

@@ -8,11 +8,12 @@ Analytic times:
     others       bytes / memory bandwidth
     fused ops    the GEMM, and what flux/choice/cost.py says that its communication adds to it
     all of them  and the time to launch one
-    collectives  alpha-beta; between hosts the slower of links inside and ports
+    collectives  alpha-beta; AllGather, ReduceScatter and AllReduce by flux/choice/cost.py, which
+                 rates the fused ops too, so that the two are compared by one model
 
 Two operators on one device at a time progress at a rate of 1 / (2 - OEF) each. OEF is 1 if the
 shorter one is hidden altogether, and 0 if one after the other is as fast (DHelix, arXiv
-2411.15871, section 4.1).
+2411.15871, section 3.2).
 
 Profiled costs replace analytic ones where `flux plan profile` has measured an operator of the same
 kind and shape.
@@ -23,7 +24,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flux.choice.cost import GEMM_SHARE, LIBRARY_SHARE, choose, library_ms, predict
+from flux.choice.cost import (
+    GEMM_SHARE,
+    LIBRARY_SHARE,
+    choose,
+    collective_ms,
+    library_ms,
+    predict,
+)
 from flux.core.integers import ceil_div
 from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
@@ -44,6 +52,14 @@ TILE = (128, 256)
 OEF = {"cuda": {"intra": 0.85, "inter": 0.95}, "cpu": {"intra": 0.0, "inter": 0.7}}
 """Assumed, where nothing was measured. On a GPU, collectives take some multiprocessors and memory
 bandwidth. On a CPU, ranks of a host copy with the cores that multiply."""
+
+
+_LIBRARY = {
+    "all_gather": FusedOp.ag_gemm,
+    "reduce_scatter": FusedOp.gemm_rs,
+    "all_reduce": FusedOp.gemm_ar,
+}
+"""The op whose collective it is."""
 
 
 class CostModel(Protocol):
@@ -152,9 +168,8 @@ class AnalyticCost:
     def _collective(self, op: Op) -> float:
         span = self.fabric.span(op.group)
         payload = float(op.shape[0]) * op.shape[1] * self.itemsize
-        inside, ports = self._speeds(op, span)
-        cluster = self.fabric.cluster
-        size, hosts = span.size, span.hosts
+        inside, ports = self._speeds(span)
+        cluster, size = self.fabric.cluster, span.size
         if op.kind == "send":
             crosses = span.hosts > 1
             gbs = self.fabric.port_gbs if crosses else cluster.link.gbs
@@ -163,28 +178,22 @@ class AnalyticCost:
         if op.kind == "all_to_all":
             near = payload * (span.per_host - 1) / size / inside
             far = payload * (size - span.per_host) / size / ports * span.per_host
-            return max(near, far) + self._latency_ms(span, 1)
-        times = 2 if op.kind == "all_reduce" else 1
-        near = times * payload * (size - 1) / size / inside
-        far = times * payload * (hosts - 1) / hosts / ports if hosts > 1 else 0.0
-        return max(near, far) + self._latency_ms(span, times)
+            return max(near, far) + self._latency_ms(span)
+        ports_gbs = self.fabric.port_gbs * span.per_host
+        kind = _LIBRARY[op.kind]
+        return collective_ms(kind, payload / size, size, span.per_host, cluster, ports_gbs)
 
-    def _speeds(self, op: Op, span: Span) -> tuple[float, float]:
+    def _speeds(self, span: Span) -> tuple[float, float]:
         """Return bytes per ms of a rank's link, and of the ports that a group has on a host."""
         cluster = self.fabric.cluster
-        share = LIBRARY_SHARE[cluster.device.kind].get(
-            {"all_gather": FusedOp.ag_gemm, "all_reduce": FusedOp.gemm_ar}.get(
-                op.kind, FusedOp.gemm_rs
-            ),
-            1.0,
-        )
+        share = LIBRARY_SHARE[cluster.device.kind][FusedOp.gemm_rs]
         ports = self.fabric.port_gbs * span.per_host * 1e6
         if cluster.device.kind == "cuda":
             ports *= share
         return max(cluster.link.gbs, 1e-6) * 1e6 * share, max(ports, 1e-6)
 
-    def _latency_ms(self, span: Span, times: int) -> float:
+    def _latency_ms(self, span: Span) -> float:
         cluster = self.fabric.cluster
         inside = (span.per_host - 1) * cluster.link.latency_us
         across = (span.hosts - 1) * cluster.network.latency_us
-        return times * (inside + across) * 1e-3
+        return (inside + across) * 1e-3

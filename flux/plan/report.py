@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
+from flux.plan.compare import Compared
 from flux.plan.model import Step
 from flux.plan.simulate import Timeline
 
@@ -29,14 +30,7 @@ class Figures(Protocol):
 
 def document(label: str, step: Step, cluster: str, timeline: Figures) -> dict[str, Any]:
     """Return the JSON object of one policy."""
-    parallel = step.parallel
-    return {
-        "policy": label,
-        "model": step.name,
-        "cluster": cluster,
-        "tp": parallel.tp,
-        "dp": parallel.dp,
-        "pp": parallel.pp,
+    return _names(label, step, cluster) | {
         "iteration_ms": timeline.iteration_ms,
         "compute_ms": timeline.compute_ms,
         "comm_ms": timeline.comm_ms,
@@ -45,11 +39,31 @@ def document(label: str, step: Step, cluster: str, timeline: Figures) -> dict[st
     }
 
 
+def outcome(one: Compared, step: Step, cluster: str) -> dict[str, Any]:
+    """Return the JSON object of one policy; if its plan cannot be used, with ``error``."""
+    if one.timeline is None:
+        return _names(one.label, step, cluster) | {"error": one.reason}
+    row = document(one.label, step, cluster, one.timeline)
+    return row | {"error": one.reason} if one.reason else row
+
+
+def _names(label: str, step: Step, cluster: str) -> dict[str, Any]:
+    parallel = step.parallel
+    return {
+        "policy": label,
+        "model": step.name,
+        "cluster": cluster,
+        "tp": parallel.tp,
+        "dp": parallel.dp,
+        "pp": parallel.pp,
+    }
+
+
 def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
-    """Print a table of policies; the first one is what the others are compared with.
+    """Print a table of policies; the first one that can be used is what others are compared with.
 
     Args:
-        rows: of ``document``; those of a run have ``predicted_ms`` besides.
+        rows: of ``document`` or ``outcome``; those of a run have ``predicted_ms`` besides.
         title: of the table.
         console: to print on.
     """
@@ -61,7 +75,11 @@ def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
     memory = [] if ran else ["GB"]  # a run predicts it, and does not measure it
     for head in (*heads, "exposed", "hidden", *memory):
         table.add_column(head, justify="right", no_wrap=True)
+    first = next((row["iteration_ms"] for row in rows if "error" not in row), None)
     for row in rows:
+        if "error" in row:
+            table.add_row(f"{row['policy']}: {row['error']}", *["-"] * (len(table.columns) - 1))
+            continue
         comm, exposed = row["comm_ms"], row["exposed_comm_ms"]
         hidden = f"{max(0.0, 100 * (1 - exposed / comm)):.0f}%" if comm else "-"
         predicted = [f"{row['predicted_ms']:.2f}"] if ran else []
@@ -69,7 +87,7 @@ def show(rows: Sequence[dict[str, Any]], title: str, console: Console) -> None:
             row["policy"],
             f"{row['iteration_ms']:.2f}",
             *predicted,
-            f"{row['iteration_ms'] / rows[0]['iteration_ms']:.2f}",
+            f"{row['iteration_ms'] / first:.2f}",
             f"{row['compute_ms']:.2f}",
             f"{comm:.2f}",
             f"{exposed:.2f}",

@@ -3,10 +3,14 @@
 Three rounds, each on fewer candidates:
 
     1  every layout (degrees, micro-batch, ZeRO) by closed forms: operators of one layer one after
-       the other, or with all communication hidden; the bubble of 1F1B; memory
-    2  every policy on the best layouts, simulated with few layers and micro-batches
-    3  the best of those, simulated with all layers and, up to MOST_OPS operators, with all
-       micro-batches; only these are ranked, and only if they fit
+       the other, or with all communication hidden, with the bubble of 1F1B or without; memory
+    2  every policy on the best layouts, and on those with nothing but data parallelism: time and
+       memory from steps with few layers and micro-batches (flux/plan/sample.py)
+    3  all that round 2 has within MARGIN of its fifth, simulated with all layers; of steps with
+       more than MOST_OPS operators, two shorter ones; the first five of these at their whole length
+
+What round 2 says of a candidate depends on no other candidate. So with further policies round 3
+loses only what is slower by more than MARGIN than five others, and the winner is as fast.
 
 A step has a given number of sequences, so steps of all candidates do the same work.
 """
@@ -17,8 +21,8 @@ import json
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,12 +31,20 @@ from typing import Any, NamedTuple
 from flux.bench.shapes import model_of
 from flux.core.datafile import load_json, shown
 from flux.machine.cluster import Cluster
-from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
-from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, Step
-from flux.plan.policies import Policies, label_of, planned, policy_names, policy_of
-from flux.plan.simulate import Timeline, simulate
+from flux.plan.policies import Policies, policy_names, policy_of
+from flux.plan.sample import (
+    Estimate,
+    Figures,
+    Layout,
+    estimates,
+    few_layers,
+    from_few_micro_batches,
+    lengths,
+    refusal,
+    whole,
+)
+from flux.plan.simulate import Timeline
 
 VARIANTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "serial": ({"wgrad_overlap": True}, {"fused": "auto"}),
@@ -40,15 +52,19 @@ VARIANTS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "centauri": ({}, {"chunks": 2}),
 }
 """Options that are tried, of policies that have more than one way worth trying."""
-LAYERS = 2
-"""Layers of a stage in the second round; 1 where a stage has an odd number, as folds need two."""
-ROUNDS = 2
-"""Micro-batches for each stage in the second round."""
 LEAST_TOKENS = 4096
 """Of a sequence on each context parallel rank: shorter ones are served by tensor parallelism."""
-MOST_OPS = 60_000
-"""Operators of a step in the third round. Of a longer one fewer micro-batches are simulated: at
-least twice as many as stages, which fill the pipeline and hold the most memory."""
+FIRST = 5
+"""Plans whose order is that of whole simulations."""
+MARGIN = 0.03
+"""How much longer than the fifth the second round may say that a step is, and it still reaches the
+third one. Of random searches the second round was off by 2% at most (tests/plan/test_search.py)."""
+MEMORY_MARGIN = 0.05
+"""Likewise of memory beyond a device's."""
+MOST_OPS = 120_000
+"""Operators of a step that the third round simulates at its whole length at once."""
+MOST_WHOLE_OPS = 1_500_000
+"""Operators of one of the first five at its whole length; longer ones take minutes, and GBs."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class Query:
         sequence: tokens of a sequence.
         memory_gb: of a device.
         policies: (name, options) to try.
-        beam: layouts that reach the second round; half as many candidates reach the third.
+        beam: layouts that reach the second round.
     """
 
     model: str
@@ -73,7 +89,7 @@ class Query:
     sequence: int
     memory_gb: float
     policies: Policies
-    beam: int = 24
+    beam: int = 16
 
     def __post_init__(self) -> None:
         for name in ("gpus", "batch", "sequence", "beam"):
@@ -90,8 +106,8 @@ class Query:
             )
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Figures):
     """A layout under a policy, and what the simulation of it says.
 
     Attributes:
@@ -99,36 +115,32 @@ class Plan:
         policy: its name.
         options: of the policy.
         label: both, as they are shown.
-        iteration_ms: time of the step.
-        compute_ms: as of ``flux.plan.simulate.Timeline``; likewise the others.
-        comm_ms: likewise.
-        exposed_comm_ms: likewise.
-        peak_memory_bytes: likewise.
-        scaled: whether the times are those of fewer micro-batches, scaled.
+        scaled: whether the figures are from steps with fewer micro-batches.
     """
 
     step: Step
     policy: str
     options: Mapping[str, Any]
     label: str
-    iteration_ms: float
-    compute_ms: float
-    comm_ms: float
-    exposed_comm_ms: float
-    peak_memory_bytes: float
     scaled: bool = False
 
     def timeline(self, cluster: Cluster) -> Timeline:
         """Return the timeline, simulated anew: those of a whole search take too much memory.
 
-        Of a step with more than MOST_OPS operators it has fewer micro-batches.
+        That of a scaled plan has fewer micro-batches.
         """
-        step, _ = _shortened(self.step)
-        return _Layout(cluster, step).timeline(self.policy, self.options)[0]
+        count = lengths(self.step)[-1] if self.scaled else self.step.micro_batches
+        return self._timeline(cluster, replace(self.step, micro_batches=count))
 
     def small_timeline(self, cluster: Cluster) -> Timeline:
         """Return the timeline of a few layers and micro-batches, as a picture can show them."""
-        return _Layout(cluster, _small(self.step)).timeline(self.policy, self.options)[0]
+        stages = self.step.parallel.pp
+        count = min(self.step.micro_batches, 2 * stages)
+        layers = few_layers(self.step) * stages
+        return self._timeline(cluster, replace(self.step, layers=layers, micro_batches=count))
+
+    def _timeline(self, cluster: Cluster, step: Step) -> Timeline:
+        return Layout(cluster, step).timeline(policy_of(self.policy, self.options))
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,7 @@ class Found:
     Attributes:
         ranked: plans that fit into memory, the fastest first.
         layouts: layouts that are possible, and fit by the closed form.
-        simulated: candidates of the second round.
+        simulated: candidates of the second round that a policy takes.
         reasons: why candidates of the second round could not be planned: how many, by policy.
         too_large: layouts, and plans of the last round, that do not fit into memory.
     """
@@ -163,7 +175,7 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
     Args:
         query: what is searched for.
         progress: called with a round's name, how many of its candidates are done, and their number.
-        workers: processes that simulate.
+        workers: processes that simulate; 1: this one.
 
     Raises:
         ValueError: no layout is possible, or none fits into memory; or all policies refuse.
@@ -185,38 +197,44 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
             f"the smallest needs {least:.1f} GB"
         )
     kept = _best(fitting, query.beam)
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        round2 = pool.map(partial(_quick, query.cluster, query.policies), kept)
-        quick = list(_followed(round2, "policies", len(kept), progress))
-        reasons = Counter(ms for of_step in quick for ms in of_step if isinstance(ms, str))
-        times = [
-            (ms, (step, name, options))
-            for step, of_step in zip(kept, quick, strict=True)
-            for ms, (name, options) in zip(of_step, query.policies, strict=True)
-            if not isinstance(ms, str)
+    with _pool(workers) as pool:
+        round2 = pool.map(partial(estimates, query.cluster, query.policies), kept)
+        rated2 = list(_followed(round2, "policies", len(kept), progress))
+        refused = Counter(one for of_step in rated2 for one in of_step if isinstance(one, str))
+        candidates = [
+            Candidate(one, (step, name, options))
+            for step, of_step in zip(kept, rated2, strict=True)
+            for one, (name, options) in zip(of_step, query.policies, strict=True)
+            if not isinstance(one, str)
         ]
-        if not times:
-            raise ValueError(f"no policy can be used: {'; '.join(reasons)}")
-        times.sort(key=lambda pair: pair[0])
-        best = [job for _, job in times[: max(4, query.beam // 2)]]
-        ended = list(
-            _followed(pool.map(partial(_whole, query.cluster), best), "best", len(best), progress)
-        )
-    reasons.update(found for found in ended if isinstance(found, str))
-    plans = [found for found in ended if isinstance(found, Plan)]
-    if not plans:
-        raise ValueError(f"no policy can be used: {'; '.join(reasons)}")
+        plans, refused3 = _third_round(candidates, query, pool, progress)
+    refused.update(refused3)
+    if not candidates or len(refused3) == len(candidates):
+        raise ValueError(f"no policy can be used: {'; '.join(refused)}")
     fits = [plan for plan in plans if plan.peak_memory_bytes <= limit]
     if not fits:
-        least = min(plan.peak_memory_bytes for plan in plans) / 1e9
+        needs = [one.rating.peak_memory_bytes for one in candidates]
         raise ValueError(
-            f"the {len(plans)} fastest plans need {least:.1f} GB and more, and a device has "
-            f"{query.memory_gb:g}: a larger beam reaches others"
+            f"the {len(candidates)} plans need {min(needs) / 1e9:.1f} GB and more, and a device "
+            f"has {query.memory_gb:g}: a larger beam reaches others"
         )
-    fits.sort(key=lambda plan: plan.iteration_ms)
     large = len(possible) - len(fitting) + len(plans) - len(fits)
-    return Found(tuple(fits), len(fitting), len(times), dict(reasons), large)
+    large += sum(not _may_fit(one, query) for one in candidates)
+    return Found(tuple(fits), len(fitting), len(candidates), dict(refused), large)
+
+
+class _Here(Executor):
+    """Runs jobs in this process, one after the other."""
+
+    def map(self, fn: Callable[..., Any], *jobs: Any, **_: Any) -> Iterator[Any]:
+        return map(fn, *jobs)
+
+
+def _pool(workers: int) -> Executor:
+    if workers == 1:
+        return _Here()
+    context = multiprocessing.get_context("forkserver")
+    return ProcessPoolExecutor(workers, mp_context=context)
 
 
 def _followed(
@@ -277,123 +295,151 @@ def _divisors(number: int) -> list[int]:
 
 
 class Rating(NamedTuple):
-    """A step under 1F1B, in ms: nothing hidden, and all communication; and its memory."""
+    """A step, in ms: nothing hidden, and all communication, under 1F1B; likewise without bubbles.
+
+    And its memory.
+    """
 
     serial_ms: float
     hidden_ms: float
+    filled_ms: float
     memory_bytes: float
 
 
 def _best(rated: Sequence[tuple[Rating, Step]], count: int) -> list[Step]:
-    """Return the layouts that are best with nothing hidden, or with all, by turns."""
-    orders = [sorted(rated, key=lambda pair: pair[0][which]) for which in (0, 1)]
+    """Return the layouts that are best by each of the three times, by turns.
+
+    Besides, of those with data parallelism alone the best with each kind of ZeRO: what everybody
+    tries first is always compared.
+    """
+    orders = [sorted(rated, key=lambda pair: pair[0][which]) for which in range(3)]
     found = dict.fromkeys(step for pair in zip(*orders, strict=True) for _, step in pair)
-    return list(found)[:count]
+    plain: dict[int, Step] = {}
+    for _, step in orders[0]:
+        if step.parallel.dp == step.parallel.world:
+            plain.setdefault(step.zero, step)
+    return list(dict.fromkeys([*list(found)[:count], *plain.values()]))
 
 
 def estimate(step: Step, cluster: Cluster) -> Rating:
     """Rate a step from one layer of each stage."""
     stages, layers = step.parallel.pp, step.layers // step.parallel.pp
-    layout = _Layout(cluster, replace(step, layers=stages, micro_batches=1))
-    slots = step.micro_batches + stages - 1
-    serial = hidden = 0.0
+    layout = Layout(cluster, replace(step, layers=stages, micro_batches=1))
+    count = step.micro_batches
+    serial = hidden = filled = 0.0
     kept = now = most = 0.0  # bytes: from forward until backward; at a time
     for op in layout.graph.ops:
         if op.stage == stages // 2:
-            time = layout.cost.solo(op) * (1 if op.role == "step" else slots)
-            serial += time
-            hidden += 0.0 if op.is_collective else time
+            time = layout.cost.solo(op)
+            once = op.role == "step"
+            serial += time * (1 if once else count + stages - 1)
+            if not op.is_collective:
+                hidden += time * (1 if once else count + stages - 1)
+                filled += time * (1 if once else count)
             kept += op.allocates - op.frees if op.role == "fwd" else 0.0
             most = max(most, now + op.allocates)
             now += op.allocates - op.frees
-    held = min(stages, step.micro_batches)
+    held = min(stages, count)
     memory = layers * (layout.graph.resident[0] + held * kept) + most - kept
-    return Rating(layers * serial, layers * hidden, memory)
+    return Rating(layers * serial, layers * hidden, layers * filled, memory)
 
 
-# -- second and third round ------------------------------------------------------------------------
+# -- third round -----------------------------------------------------------------------------------
 
 
 Job = tuple[Step, str, Mapping[str, Any]]
 
 
-class _Layout:
-    """The graph of a step, and its timelines under policies."""
+class Candidate(NamedTuple):
+    """What the second round says of a step under a policy."""
 
-    def __init__(self, cluster: Cluster, step: Step) -> None:
-        self.fabric = Fabric(cluster, step.parallel)
-        self.cost = AnalyticCost(self.fabric, step.dtype, step.itemsize)
-        self.graph = build_step(step, self.fabric)
-
-    def timeline(self, name: str, options: Mapping[str, Any]) -> tuple[Timeline, str]:
-        """Return the timeline under a policy, and how the policy is shown."""
-        policy = policy_of(name, options)
-        schedule = planned(policy, self.graph, self.fabric, self.cost)
-        return simulate(schedule, self.cost), label_of(name, options, policy)
+    rating: Estimate
+    job: Job
 
 
-def _small(step: Step) -> Step:
-    """Return a step with few layers and micro-batches."""
-    stages = step.parallel.pp
-    layers = LAYERS if step.layers // stages % 2 == 0 else 1
-    count = min(step.micro_batches, ROUNDS * stages)
-    return replace(step, layers=layers * stages, micro_batches=count)
+def _third_round(
+    candidates: Sequence[Candidate],
+    query: Query,
+    pool: Executor,
+    progress: Callable[[str, int, int], None],
+) -> tuple[list[Plan], list[str]]:
+    """Return plans, the fastest first, and why others cannot be used.
 
-
-def _quick(cluster: Cluster, policies: Policies, step: Step) -> list[float | str]:
-    """Return the time of a step under each policy; or why the policy cannot be used.
-
-    Times are those of fewer layers and micro-batches, scaled.
+    Of those that do not fit after all, the next ones take the places.
     """
-    stages, small = step.parallel.pp, _small(step)
-    slots = (step.micro_batches + stages - 1) / (small.micro_batches + stages - 1)
-    layout = _Layout(cluster, small)
-    found: list[float | str] = []
-    for name, options in policies:
-        try:
-            time = layout.timeline(name, options)[0].iteration_ms
-            found.append(time * slots * step.layers / small.layers)
-        except ValueError as error:
-            found.append(_refusal(name, error))
-    return found
+    waiting = sorted((one for one in candidates if _may_fit(one, query)), key=_order)
+    plans: list[Plan] = []
+    refused: list[str] = []
+    limit = 1e9 * query.memory_gb
+    while waiting:
+        missing = FIRST - sum(plan.peak_memory_bytes <= limit for plan in plans)
+        if missing <= 0:
+            break
+        last = waiting[min(missing, len(waiting)) - 1].rating.iteration_ms * (1 + MARGIN)
+        count = sum(one.rating.iteration_ms <= last for one in waiting)
+        jobs = [one.job for one in waiting[:count]]
+        del waiting[:count]
+        ended = pool.map(partial(_planned, query.cluster, False), jobs)
+        for one in _followed(ended, "best", count, progress):
+            (refused if isinstance(one, str) else plans).append(one)
+    return _settled(plans, query, pool, progress), refused
 
 
-def _shortened(step: Step) -> tuple[Step, float]:
-    """Return a step with at most MOST_OPS operators, and how much longer the whole one takes.
+def _settled(
+    plans: list[Plan],
+    query: Query,
+    pool: Executor,
+    progress: Callable[[str, int, int], None],
+) -> list[Plan]:
+    """Return plans, the fastest first, of which the first ones are simulated at whole length."""
+    limit = 1e9 * query.memory_gb
+    while True:
+        plans = sorted(plans, key=_rank)
+        first = [plan for plan in plans if plan.peak_memory_bytes <= limit][:FIRST]
+        short = [plan for plan in first if plan.scaled and _ops(plan.step) <= MOST_WHOLE_OPS]
+        if not short:
+            return plans
+        jobs = [(plan.step, plan.policy, plan.options) for plan in short]
+        ended = pool.map(partial(_planned, query.cluster, True), jobs)
+        settled = list(_followed(ended, "first", len(jobs), progress))
+        plans = [plan for plan in plans if plan not in short]
+        plans += [plan for plan in settled if isinstance(plan, Plan)]
 
-    Both take a pass of all stages and then one more slot for each micro-batch.
-    """
-    stages, count = step.parallel.pp, step.micro_batches
-    per_micro = step.layers * 32  # operators of a layer, forward and backward
-    kept = min(count, max(2 * stages, MOST_OPS // per_micro // stages * stages))
-    factor = (count + stages - 1) / (kept + stages - 1)
-    return replace(step, micro_batches=kept), factor
+
+def _ops(step: Step) -> int:
+    """Return the number of operators of a step, before a policy cuts them."""
+    return step.layers * step.micro_batches * 32
 
 
-def _whole(cluster: Cluster, job: Job) -> Plan | str:
+def _may_fit(one: Candidate, query: Query) -> bool:
+    return one.rating.peak_memory_bytes <= 1e9 * query.memory_gb * (1 + MEMORY_MARGIN)
+
+
+def _order(one: Candidate) -> tuple[float, str]:
+    """Return a sort key; of equally fast candidates the order does not depend on the others."""
+    return one.rating.iteration_ms, str(one.job)
+
+
+def _rank(plan: Plan) -> tuple[float, float, str]:
+    return plan.iteration_ms, plan.peak_memory_bytes, str((plan.step, plan.policy, plan.options))
+
+
+def _planned(cluster: Cluster, at_whole_length: bool, job: Job) -> Plan | str:
     """Return a plan and its figures; or why there is none."""
     step, name, options = job
-    short, factor = _shortened(step)
+    scaled = _ops(step) > MOST_OPS and not at_whole_length and len(lengths(step)) > 1
     try:
-        t, label = _Layout(cluster, short).timeline(name, options)
+        made = (from_few_micro_batches if scaled else whole)(cluster, *job)
     except ValueError as error:
-        return _refusal(name, error)
+        return refusal(name, error)
     return Plan(
-        step,
-        name,
-        options,
-        label,
-        factor * t.iteration_ms,
-        factor * t.compute_ms,
-        factor * t.comm_ms,
-        factor * t.exposed_comm_ms,
-        t.peak_memory_bytes,
-        scaled=short.micro_batches < step.micro_batches,
+        **asdict(made.figures),
+        step=step,
+        policy=name,
+        options=options,
+        label=made.label,
+        scaled=scaled,
     )
-
-
-def _refusal(name: str, error: ValueError) -> str:
-    return str(error) if str(error).startswith(name) else f"{name}: {error}"
 
 
 # -- why -------------------------------------------------------------------------------------------
@@ -407,7 +453,7 @@ def reasons(found: Found, cluster: Cluster) -> list[str]:
         cluster: of the search.
     """
     winner = found.ranked[0]
-    serial = _whole(cluster, (winner.step, "serial", {}))
+    serial = _planned(cluster, not winner.scaled, (winner.step, "serial", {}))
     rows = [("the winner", winner)]
     if isinstance(serial, Plan):
         rows.append(("its layout without overlap", serial))

@@ -12,11 +12,16 @@ from typer.testing import CliRunner
 
 from flux.cli.app import app
 from flux.machine.cluster import load_cluster
+from flux.plan import search as searching
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
+from flux.plan.model import Parallel, step_of
 from flux.plan.policies import planned, policy_of
+from flux.plan.sample import Figures, estimates, from_few_micro_batches, whole
 from flux.plan.search import (
+    MARGIN,
+    MEMORY_MARGIN,
     Plan,
     Query,
     default_policies,
@@ -93,17 +98,78 @@ def test_the_closed_form_knows_the_memory_of_the_plain_schedule(model: str) -> N
     assert {zero for *_, zero in seen} == {1, 3}
 
 
-def test_a_wide_beam_finds_no_faster_plan(tmp_path: Path) -> None:
+def small_model(folder: Path, layers: int) -> str:
     text = (ROOT / "tuning" / "shapes" / "gpt-6.7b.toml").read_text()
-    model = tmp_path / "small.toml"
-    model.write_text(text.replace("layers = 32", "layers = 4"))
-    asked = query(model=str(model), gpus=4, batch=4)
-    narrow = search(replace(asked, beam=12), silent)
-    wide = search(replace(asked, beam=100_000), silent)
-    assert wide.layouts == narrow.layouts and wide.simulated > narrow.simulated
-    times = [plan.iteration_ms for plan in wide.ranked]
-    assert times == sorted(times) and len(times) > len(narrow.ranked)
-    assert narrow.ranked[0].iteration_ms <= 1.01 * times[0]
+    model = folder / "small.toml"
+    model.write_text(text.replace("layers = 32", f"layers = {layers}"))
+    return str(model)
+
+
+LONG: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("serial", {"wgrad_overlap": True}),
+    ("serial", {"fused": "auto"}),
+    ("domino", {"slices": 2}),
+    ("centauri", {}),
+    ("centauri", {"chunks": 2}),
+    ("dhelix", {}),
+    ("wavelet", {}),
+    ("interleaved", {"chunks": 4}),
+    ("zbv", {}),
+    ("dualpipev", {}),
+)
+
+
+def test_times_of_short_steps_foretell_those_of_long_ones() -> None:
+    """Each policy fills and drains its pipeline in its own way: the ratio of 1F1B fits no other."""
+    cluster = load_cluster("flux-h800")
+    parallel = Parallel(tp=2, pp=4, sequence=True)
+    step = step_of("gpt-6.7b", parallel, layers=32, sequence=1024, micro_batch=2, micro_batches=24)
+    for (name, options), rated in zip(LONG, estimates(cluster, LONG, step), strict=True):
+        assert not isinstance(rated, str), rated
+        true = whole(cluster, step, name, options).figures
+        few = from_few_micro_batches(cluster, step, name, options).figures
+        assert few.iteration_ms == pytest.approx(true.iteration_ms, rel=0.005), (name, options)
+        assert few.compute_ms == pytest.approx(true.compute_ms, rel=1e-6), (name, options)
+        assert rated.iteration_ms == pytest.approx(true.iteration_ms, rel=MARGIN), (name, options)
+        needed = pytest.approx(true.peak_memory_bytes, rel=MEMORY_MARGIN)
+        assert few.peak_memory_bytes == needed and rated.peak_memory_bytes == needed, name
+
+
+def test_a_step_is_not_shorter_than_its_compute() -> None:
+    with pytest.raises(ValueError, match="a step of 1 ms is shorter than its compute of 2 ms"):
+        Figures(1.0, 2.0, 0.0, 0.0, 0.0)
+
+
+def test_the_first_five_are_those_of_whole_simulations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a policy more never makes the winner slower."""
+    monkeypatch.setattr(searching, "MOST_OPS", 500)
+    policies = (*SMALL, ("zbv", {}), ("centauri", {}))
+    asked = query(model=small_model(tmp_path, 8), gpus=4, batch=32, policies=policies, beam=4)
+    found = search(asked, silent, workers=1)
+    steps = dict.fromkeys(plan.step for plan in found.ranked)
+    limit = 1e9 * asked.memory_gb
+    rated = [(estimate(step, asked.cluster), step) for step in layouts(asked)]
+    kept = searching._best([one for one in rated if one[0].memory_bytes <= limit], asked.beam)
+    assert set(steps) <= set(kept)
+    plain = [step for step in kept if step.parallel.dp == 4]
+    assert {step.zero for step in plain} == {1, 3}
+    times: dict[str, list[float]] = {}
+    for step in kept:
+        for name, options in policies:
+            try:
+                figures = whole(asked.cluster, step, name, options).figures
+            except ValueError:
+                continue
+            if figures.peak_memory_bytes <= limit:
+                times.setdefault(name, []).append(figures.iteration_ms)
+    best = sorted(time for of_policy in times.values() for time in of_policy)
+    assert [plan.iteration_ms for plan in found.ranked[:5]] == best[:5]
+    assert not any(plan.scaled for plan in found.ranked[:5])
+    for one in (("zbv", {}), ("centauri", {})):
+        alone = search(replace(asked, policies=(one,)), silent, workers=1).ranked[0]
+        assert alone.iteration_ms == min(times[one[0]]) >= found.ranked[0].iteration_ms
 
 
 def check(plan: Plan, cluster: Any) -> None:
@@ -114,12 +180,12 @@ def check(plan: Plan, cluster: Any) -> None:
 
 def test_only_what_fits_is_ranked() -> None:
     asked = query(memory_gb=40.0, beam=8)
-    found = search(asked, silent)
+    found = search(asked, silent, workers=1)
     assert found.too_large > 0
     assert all(plan.peak_memory_bytes <= 40e9 for plan in found.ranked)
     check(found.ranked[0], asked.cluster)
     with pytest.raises(ValueError, match=r"fits into 4 GB: the smallest needs \d+\.\d GB"):
-        search(query(memory_gb=4.0), silent)
+        search(query(memory_gb=4.0), silent, workers=1)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +203,7 @@ def test_only_what_fits_is_ranked() -> None:
 )
 def test_what_cannot_be_searched_for_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        search(query(**changes), silent)
+        search(query(**changes), silent, workers=1)
 
 
 def test_all_installed_policies_are_tried() -> None:

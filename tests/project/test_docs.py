@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from flux.bench import metrics, report
 from flux.bench.config import BenchConfig
 from flux.bench.op import Measurement, MethodResult
+from flux.cli.app import app
 from flux.core import env
 from flux.core.knobs import Op
 from flux.core.problem import Problem
@@ -84,6 +88,60 @@ def test_snippets_print_what_the_page_shows() -> None:
         with contextlib.redirect_stdout(printed):
             exec(compile(code, str(API), "exec"), {})
         assert printed.getvalue() == expected
+
+
+PREDICTS = ("flux plan simulate ", "flux plan explain ", "flux plan search ", "flux simulate op ")
+"""Commands that print the same everywhere."""
+
+
+def shown_outputs() -> list[tuple[str, str, str]]:
+    """(page, command, output) of every command that predicts, with its output right behind it."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        fences = list(FENCE.finditer(text))
+        for block, behind in itertools.pairwise(fences):
+            command = " ".join(block[2].replace("\\\n", " ").split())
+            between = text[block.end() : behind.start()]
+            kinds = block[1], behind[1]
+            if kinds == ("sh", "text") and not between.strip() and command.startswith(PREDICTS):
+                found.append((page.name, command, behind[2]))
+    return found
+
+
+def cells(line: str) -> list[str]:
+    return [" ".join(cell.split()) for cell in re.split("[│┃]", line) if cell.strip()]
+
+
+def is_printed(line: str, printed: list[list[str]]) -> bool:
+    """Whether a line of a page is one that was printed; "..." stands for the rest of a cell."""
+
+    def same(shown: str, cell: str) -> bool:
+        return cell.startswith(shown[:-3]) if shown.endswith("...") else shown == cell
+
+    shown = cells(line)
+    return any(len(shown) == len(row) and all(map(same, shown, row)) for row in printed)
+
+
+@pytest.mark.parametrize(("page", "command", "shown"), shown_outputs(), ids=lambda text: text[:60])
+def test_commands_print_what_the_page_shows(
+    page: str, command: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables and pictures on pages are what their commands print and write now."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, shlex.split(command)[1:], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    printed = [cells(line) for line in result.output.splitlines()]
+    stale = [line for line in shown.splitlines() if not is_printed(line, printed)]
+    assert not stale, f"{page}: {command} prints\n{result.output}"
+    for picture in tmp_path.rglob("*.svg"):
+        committed = ROOT / picture.relative_to(tmp_path)
+        assert committed.read_text(encoding="utf-8") == picture.read_text(encoding="utf-8")
+
+
+def test_pages_with_predicted_tables_are_found() -> None:
+    pages = {page for page, _, _ in shown_outputs()}
+    assert {"plan.md", "domino.md", "dhelix.md", "centauri.md"} <= pages
 
 
 def anchors(page: Path) -> set[str]:

@@ -6,6 +6,7 @@ A policy is a class with a ``name`` and two methods; an entry point of the group
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -27,7 +28,9 @@ class Policy(Protocol):
     Attributes:
         name: as on the command line.
 
-    A policy that decides an option by itself says what it took in ``chosen``, by option.
+    A policy that decides an option by itself says what it took in ``chosen``, by option. One that
+    decides by the number of operators has ``share``: a search that plans a shorter step first sets
+    it to that step's share of the whole one's operators.
     """
 
     name: str
@@ -58,16 +61,43 @@ def policy_of(name: str, options: Mapping[str, Any] | None = None) -> Policy:
         options: keyword arguments of its class.
 
     Raises:
-        ValueError: no such policy, or options that it does not have.
+        ValueError: no such policy, or options or values that it does not have; the message lists
+            its options with their defaults.
     """
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
         raise ValueError(f"policy must be one of {', '.join(policy_names())}, got {name!r}")
+    made, options = found[name].load(), options or {}
+    known = _options_of(made)
+    takes = ", ".join(f"{key}={_word(value)}" for key, value in known.items()) or "none"
+    for key, value in options.items():
+        if key not in known:
+            raise ValueError(f"policy {name}: no option {key!r}; its options: {takes}")
+        if type(known[key]) is bool and type(value) is not bool:
+            raise ValueError(
+                f"{name}: {key} must be true or false, got {value!r}; its options: {takes}"
+            )
     try:
-        policy: Policy = found[name].load()(**(options or {}))
-    except TypeError as error:
-        raise ValueError(f"policy {name}: {error}") from error
+        policy: Policy = made(**options)
+    except (TypeError, ValueError) as error:
+        said = str(error) if str(error).startswith(name) else f"{name}: {error}"
+        raise ValueError(f"{said}; its options: {takes}") from error
     return policy
+
+
+def _options_of(made: type[Policy]) -> dict[str, Any]:
+    """Return the default of each option of a policy, by name."""
+    if made.__init__ is object.__init__:
+        return {}
+    parameters = inspect.signature(made).parameters
+    return {key: parameter.default for key, parameter in parameters.items()}
+
+
+def _word(value: object) -> str:
+    """Return a value as the command line takes it."""
+    if value is inspect.Parameter.empty:
+        return "..."
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def label_of(name: str, options: Mapping[str, Any], policy: Policy | None = None) -> str:

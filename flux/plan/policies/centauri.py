@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 _MOST_OPS = 20_000
-"""Operators of a graph that is simulated for each candidate of the layer and model tier. Of larger
+"""Operators of a step that is simulated for each candidate of the layer and model tier. Of larger
 ones a part is: the first layers, and two micro-batches."""
 _KINDS = {"gemm": "matmul", "elementwise": "elementwise"}
 
@@ -106,6 +106,8 @@ class Centauri:
         self.operation, self.layer, self.model = operation, layer, model
         self.substitute, self.memory_gb = substitute, memory_gb
         self._known: tuple[Graph, CostModel, StepSchedule] | None = None  # what rewrite compared
+        self._tier: tuple[object, dict[Key, Partition]] | None = None  # of the window before
+        self.share = 1.0
 
     def rewrite(self, graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
         """Return the graph with collectives in parts.
@@ -143,7 +145,7 @@ class Centauri:
             return graph
         small = window(graph)
         parts = partitioned(graph, self._operation_tier(small, fabric, cost), fabric)
-        if small is graph or len(parts.ops) > _MOST_OPS:
+        if small is graph or self._is_large(parts):
             return parts
         # What is best for the first layers may not be for all.
         schedules = [self._schedule(each, cost) for each in (graph, parts)]
@@ -156,7 +158,13 @@ class Centauri:
     def _operation_tier(
         self, graph: Graph, fabric: Fabric, cost: CostModel
     ) -> dict[Key, Partition]:
-        """Return how collectives are partitioned: one after the other, each the best way."""
+        """Return how collectives are partitioned: one after the other, each the best way.
+
+        Steps of one layout that differ in their number of micro-batches have equal windows.
+        """
+        asked = [op[1:] for op in graph.ops], graph.deps
+        if self._tier is not None and self._tier[0] == asked:
+            return self._tier[1]
         chosen: dict[Key, Partition] = {}
         best = self._time(graph, cost)
         examples: dict[Key, int] = {}
@@ -169,7 +177,11 @@ class Centauri:
                 time = self._time(partitioned(graph, {**chosen, key: candidate}, fabric), cost)
                 if time < best * (1 - 1e-6):
                     best, chosen[key] = time, candidate
+        self._tier = asked, chosen
         return chosen
+
+    def _is_large(self, graph: Graph) -> bool:
+        return len(graph.ops) > _MOST_OPS * self.share
 
     def _time(self, graph: Graph, cost: CostModel) -> float:
         return simulate(self._ordered(graph, cost, self.layer == "t2", 1, 1), cost).iteration_ms
@@ -214,7 +226,7 @@ class Centauri:
         return self._schedule(graph, cost)
 
     def _schedule(self, graph: Graph, cost: CostModel) -> StepSchedule:
-        small = graph if len(graph.ops) <= _MOST_OPS else window(graph)
+        small = window(graph) if self._is_large(graph) else graph
         modes = [False, True] if self.layer == "auto" else [self.layer == "t2"]
         together = [(1, 1)]
         if self.model and small is graph:

@@ -185,6 +185,23 @@ def _needs(action: Action, stages: int) -> list[Action]:
     return [Action(stage + 1, "B", micro) if stage < stages - 1 else Action(stage, "F", micro)]
 
 
+class UnevenStages(ValueError):
+    """Stages of a model that would have unequal numbers of layers.
+
+    Attributes:
+        stages: how many there are.
+        layers: of the model.
+    """
+
+    def __init__(self, stages: int, layers: int) -> None:
+        super().__init__(stages, layers)
+        self.stages, self.layers = stages, layers
+
+    def __str__(self) -> str:
+        """Return both numbers."""
+        return f"{self.stages} stages must divide {self.layers} layers"
+
+
 # -- layers on ranks -------------------------------------------------------------------------------
 
 
@@ -210,11 +227,11 @@ def placed(graph: Graph, stages: int, rank_of: Callable[[int], int]) -> Graph:
         rank_of: returns the pipeline rank of a stage.
 
     Raises:
-        ValueError: the stages would have unequal numbers of layers.
+        UnevenStages: the stages would have unequal numbers of layers.
     """
     layers = layers_of(graph)
     if layers % stages:
-        raise ValueError(f"{stages} stages must divide {layers} layers")
+        raise UnevenStages(stages, layers)
     templates = {op.role: op for op in graph.ops if op.kind == "send"}
     builder = Builder(graph.itemsize)
     at = [0] * len(graph.ops)  # the number of each operator in the new graph

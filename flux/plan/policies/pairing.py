@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -35,6 +36,10 @@ Segment = tuple[Hashable, ...]
 """Operators of one strand, in order."""
 SegmentCost = Callable[[Segment, Segment], float]
 """Time of two segments side by side, one of which may be empty, in ms."""
+_Order = tuple[int, ...]
+"""Numbers of operators of one strand, in order."""
+_Segments = tuple[tuple[_Order, _Order], ...]
+_Table = tuple[tuple[float, ...], ...]
 
 EXACT = 1_000_000
 """Pairs of orders that are tried at most, where segments may have any length."""
@@ -115,13 +120,44 @@ def pair(
         raise ValueError(f"barrier must be a time of at least 0, got {barrier!r}")
     if longest is not None:
         longest = checked_integer("longest", longest, 1)
-    forward, backward = _downsets(forward_graph, backward_graph, longest)
-    price = _priced(forward, backward, cost)
-    return _shortest(forward, backward, price, barrier)
+    forward, backward = _Strand(forward_graph), _Strand(backward_graph)
+    needs = forward.needs, backward.needs
+    if hasattr(cost, "solo"):
+        model = cast(CostModel, cost)
+        makespan, found = _searched(*needs, *_tables(forward, backward, model), barrier, longest)
+    else:
+        of_segments: SegmentCost = cost
+        makespan, found = _shortest(
+            *_downsets(*needs, longest),
+            lambda f, b: of_segments(forward.named(f), backward.named(b)),
+            barrier,
+        )
+    return Pairing(makespan, tuple((forward.named(f), backward.named(b)) for f, b in found))
+
+
+class _Strand:
+    """The operators of a graph, numbered in topological order.
+
+    Attributes:
+        nodes: of the graph.
+        ops: what the cost model is asked about.
+        needs: of each, a bit mask of those that it depends on.
+    """
+
+    def __init__(self, graph: nx.DiGraph) -> None:
+        self.nodes = list(nx.topological_sort(graph))
+        self.ops: list[Any] = [graph.nodes[node].get("op", node) for node in self.nodes]
+        place = {node: number for number, node in enumerate(self.nodes)}
+        self.needs = tuple(
+            sum(1 << place[p] for p in graph.predecessors(node)) for node in self.nodes
+        )
+
+    def named(self, order: _Order) -> Segment:
+        return tuple(self.nodes[number] for number in order)
 
 
 def _downsets(
-    forward: nx.DiGraph, backward: nx.DiGraph, longest: int | None
+    forward: Sequence[int], backward: Sequence[int], longest: int | None
 ) -> tuple[_Downsets, _Downsets]:
     """Return the down-sets of both graphs, with segments as ``pair`` says."""
     if longest is None:
@@ -137,17 +173,14 @@ class _Downsets:
     """The down-sets of a graph as bit masks, and the segments that lead from one to another.
 
     Args:
-        graph: the operators.
+        needs: of each operator, a bit mask of those that it depends on.
         longest: most operators of a segment.
         most: orders of segments; when there are more, the search ends and ``tried`` says so.
     """
 
-    def __init__(self, graph: nx.DiGraph, longest: int, most: float = math.inf) -> None:
-        self.nodes = list(nx.topological_sort(graph))
-        self.ops: list[Any] = [graph.nodes[node].get("op", node) for node in self.nodes]
-        place = {node: number for number, node in enumerate(self.nodes)}
-        self.needs = [sum(1 << place[p] for p in graph.predecessors(node)) for node in self.nodes]
-        self.orders: dict[int, list[tuple[int, ...]]] = {0: [()]}
+    def __init__(self, needs: Sequence[int], longest: int, most: float = math.inf) -> None:
+        self.needs = needs
+        self.orders: dict[int, list[_Order]] = {0: [()]}
         self.tried, self.most = 1, most
         self.after: dict[int, list[int]] = {}
         pending = [0]
@@ -176,7 +209,7 @@ class _Downsets:
                     return []
         return list(found)
 
-    def _order(self, segment: int) -> list[tuple[int, ...]]:
+    def _order(self, segment: int) -> list[_Order]:
         """Return all orders of a segment's operators. They do not depend on what comes before."""
         known = self.orders.get(segment)
         if known is None:
@@ -190,25 +223,20 @@ class _Downsets:
             self.tried += len(known)
         return known
 
-    def named(self, order: tuple[int, ...]) -> Segment:
-        return tuple(self.nodes[number] for number in order)
-
 
 def _bits(mask: int) -> list[int]:
     return [number for number in range(mask.bit_length()) if mask >> number & 1]
 
 
-_Price = Callable[[tuple[int, ...], tuple[int, ...]], float]
+_Price = Callable[[_Order, _Order], float]
 
 
-def _priced(forward: _Downsets, backward: _Downsets, cost: CostModel | SegmentCost) -> _Price:
-    """Return the time of two segments, given as numbers of nodes in order."""
-    if not hasattr(cost, "solo"):
-        of_segments: SegmentCost = cost
-        return lambda f, b: of_segments(forward.named(f), backward.named(b))
-    model = cast(CostModel, cost)
-    solo = [[float(model.solo(op)) for op in side.ops] for side in (forward, backward)]
-    slowed = [[2.0 - float(factor(model, f, b)) for b in backward.ops] for f in forward.ops]
+def _tables(forward: _Strand, backward: _Strand, cost: CostModel) -> tuple[_Table, _Table]:
+    """Return times of forward and of backward operators, and 2 - OEF of every two."""
+    solo = tuple(tuple(float(cost.solo(op)) for op in side.ops) for side in (forward, backward))
+    slowed = tuple(
+        tuple(2.0 - float(factor(cost, f, b)) for b in backward.ops) for f in forward.ops
+    )
     for side, times in zip((forward, backward), solo, strict=True):
         for node, time in zip(side.nodes, times, strict=True):
             if not 0 <= time < math.inf:
@@ -217,7 +245,24 @@ def _priced(forward: _Downsets, backward: _Downsets, cost: CostModel | SegmentCo
         for b, slow in zip(backward.nodes, row, strict=True):
             if not 1 <= slow < math.inf:
                 raise ValueError(f"{f} beside {b}: oef must be at most 1, got {2.0 - slow!r}")
-    return lambda f, b: time_together(f, b, solo, slowed)
+    return solo, slowed
+
+
+@lru_cache(maxsize=256)
+def _searched(
+    forward: tuple[int, ...],
+    backward: tuple[int, ...],
+    solo: _Table,
+    slowed: _Table,
+    barrier: float,
+    longest: int | None,
+) -> tuple[float, _Segments]:
+    """Return ``_shortest`` of two graphs given as numbers.
+
+    Remembered: a search over plans asks for the same layer in steps of many lengths.
+    """
+    sides = _downsets(forward, backward, longest)
+    return _shortest(*sides, lambda f, b: time_together(f, b, solo, slowed), barrier)
 
 
 def time_together(
@@ -267,11 +312,13 @@ def time_together(
     return now
 
 
-def _shortest(forward: _Downsets, backward: _Downsets, price: _Price, barrier: float) -> Pairing:
-    """Return the pairing of the recurrence."""
-    best: dict[tuple[int, int], tuple[float, tuple[int, ...], tuple[int, ...]]] = {}
+def _shortest(
+    forward: _Downsets, backward: _Downsets, price: _Price, barrier: float
+) -> tuple[float, _Segments]:
+    """Return the makespan of the recurrence, and its segments."""
+    best: dict[tuple[int, int], tuple[float, _Order, _Order]] = {}
 
-    def cheapest(f: int, b: int) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+    def cheapest(f: int, b: int) -> tuple[float, _Order, _Order]:
         """Return the least time of two segments in any order, and these orders."""
         found = best.get((f, b))
         if found is None:
@@ -315,8 +362,8 @@ def _shortest(forward: _Downsets, backward: _Downsets, price: _Price, barrier: f
     segments = []
     for after, before in pairwise(path):
         _, one, other = cheapest(after[0] & ~before[0], after[1] & ~before[1])
-        segments.append((forward.named(one), backward.named(other)))
-    return Pairing(time[states[-1]], tuple(reversed(segments)))
+        segments.append((one, other))
+    return time[states[-1]], tuple(reversed(segments))
 
 
 def round_robin(forward: Sequence[Hashable], backward: Sequence[Hashable]) -> Pairing:

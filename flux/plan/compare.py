@@ -1,0 +1,77 @@
+"""One step under several policies, beside each other: `flux plan simulate` and `explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flux.machine.cluster import Cluster
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.fabric import Fabric
+from flux.plan.graph import paused_collector
+from flux.plan.model import Step
+from flux.plan.policies import Policies, label_of, planned, policy_of
+from flux.plan.simulate import Timeline, simulate
+
+
+class Compared(NamedTuple):
+    """What became of a policy.
+
+    Attributes:
+        label: its name and options.
+        timeline: the simulated step; None if the policy cannot plan it.
+        reason: why the plan cannot be used; "" if it can.
+    """
+
+    label: str
+    timeline: Timeline | None
+    reason: str = ""
+
+
+def compared(
+    policies: Policies, step: Step, cluster: Cluster, memory_gb: float | None = None
+) -> list[Compared]:
+    """Return the outcome of each policy. One that fails leaves the others as they are.
+
+    Args:
+        policies: (name, options) of each.
+        step: what is planned.
+        cluster: where it runs.
+        memory_gb: of a device; None: what the cluster file says.
+
+    Raises:
+        ValueError: the step does not fit the cluster, or a policy or an option does not exist.
+    """
+    made = [policy_of(name, options) for name, options in policies]
+    fabric = Fabric(cluster, step.parallel)
+    cost = AnalyticCost(fabric, step.dtype, step.itemsize)
+    limit = memory_gb if memory_gb is not None else cluster.device.memory_gb
+    found = []
+    with paused_collector():
+        graph = build_step(step, fabric)
+        for (name, options), policy in zip(policies, made, strict=True):
+            try:
+                timeline = simulate(planned(policy, graph, fabric, cost), cost)
+            except ValueError as error:
+                reason = str(error).removeprefix(f"{name}: ")
+                found.append(Compared(label_of(name, options), None, reason))
+                continue
+            reason = _too_large(timeline, limit)
+            found.append(Compared(label_of(name, options, policy), timeline, reason))
+    return found
+
+
+def _too_large(timeline: Timeline, limit: float) -> str:
+    needed = timeline.peak_memory_bytes / 1e9
+    if not limit or needed <= limit:
+        return ""
+    return (
+        f"a device needs {needed:.1f} GB, and has {limit:g}; use more tp, pp or dp (zero=1 or 3), "
+        "or a smaller micro-batch"
+    )
+
+
+def usable(outcomes: Sequence[Compared]) -> list[tuple[str, Timeline]]:
+    """Return label and timeline of the policies whose plan can be used."""
+    return [(one.label, one.timeline) for one in outcomes if one.timeline and not one.reason]

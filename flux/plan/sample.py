@@ -1,0 +1,236 @@
+"""Figures of a long step from those of shorter ones: what a search over plans simulates.
+
+A pipeline fills, then every further micro-batch takes as long as the one before it, then the
+pipeline drains. How many micro-batches filling and draining take is each policy's own (1F1B: as
+many as stages; zero-bubble and folded pipelines: twice as many). So two steps that both reach the
+steady state lie on a line, and longer ones lie on it too:
+
+    time(m) = time(k1) + (m - k1) * (time(k2) - time(k1)) / (k2 - k1)     2 P <= k1 < k2 < m
+
+k1 and k2 are multiples of the number of pipeline ranks P, in which interleaved pipelines count.
+Their distance is P. Memory is that of k2: a steady pipeline holds no more.
+
+Layers of a stage are on a line in the same way: what the first ones cannot hide, and sends between
+stages, do not grow with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any, NamedTuple
+
+from flux.machine.cluster import Cluster
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.fabric import Fabric
+from flux.plan.graph import paused_collector
+from flux.plan.model import Step
+from flux.plan.policies import Policies, Policy, label_of, planned, policy_of
+from flux.plan.policies.folding import UnevenStages
+from flux.plan.simulate import Timeline, simulate
+
+LAYERS = 2
+"""Layers of a stage of a short step; 1 where a stage has an odd number, as folds need two."""
+LEAST_MICRO_BATCHES = (4, 6)
+"""Of a short step without a pipeline: policies run a few micro-batches together at its ends."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Times and memory of a step, as of ``flux.plan.simulate.Timeline``.
+
+    Raises:
+        ValueError: the step is shorter than its own compute: the policy lets one device run
+            several compute operators at a time.
+    """
+
+    iteration_ms: float
+    compute_ms: float
+    comm_ms: float
+    exposed_comm_ms: float
+    peak_memory_bytes: float
+
+    def __post_init__(self) -> None:
+        if self.iteration_ms < self.compute_ms * (1 - 1e-9):
+            raise ValueError(
+                f"a step of {self.iteration_ms:g} ms is shorter than its compute of "
+                f"{self.compute_ms:g} ms"
+            )
+
+    @classmethod
+    def of(cls, t: Timeline) -> Figures:
+        """Return the figures of a timeline."""
+        times = (t.iteration_ms, t.compute_ms, t.comm_ms, t.exposed_comm_ms)
+        return cls(*times, t.peak_memory_bytes)
+
+
+class Outcome(NamedTuple):
+    """A step's figures under a policy, and how the policy is shown."""
+
+    figures: Figures
+    label: str
+
+
+class Layout:
+    """The graph of a step, and its timelines under policies."""
+
+    def __init__(self, cluster: Cluster, step: Step) -> None:
+        self.step = step
+        self.fabric = Fabric(cluster, step.parallel)
+        self.cost = AnalyticCost(self.fabric, step.dtype, step.itemsize)
+        self.graph = build_step(step, self.fabric)
+
+    def timeline(self, policy: Policy) -> Timeline:
+        """Return the timeline under a policy."""
+        return simulate(planned(policy, self.graph, self.fabric, self.cost), self.cost)
+
+
+def line(
+    short: tuple[float, Figures], long: tuple[float, Figures], at: float, factor: float = 1.0
+) -> Figures:
+    """Return the figures at ``at`` on the line through two lengths, times multiplied.
+
+    Args:
+        short: a length and its figures.
+        long: a longer one.
+        at: the length asked for.
+        factor: of all times.
+    """
+    (near, a), (far, b) = short, long
+    share = (at - near) / (far - near) if far > near else 0.0
+
+    def on_line(name: str) -> float:
+        first, second = getattr(a, name), getattr(b, name)
+        return max(0.0, factor * float(first + (second - first) * share))
+
+    compute = on_line("compute_ms")
+    return Figures(
+        max(on_line("iteration_ms"), compute),
+        compute,
+        on_line("comm_ms"),
+        on_line("exposed_comm_ms"),
+        max(a.peak_memory_bytes, b.peak_memory_bytes),
+    )
+
+
+def lengths(step: Step) -> tuple[int, ...]:
+    """Return the two numbers of micro-batches that are simulated; or the step's own, if few."""
+    stages, least = step.parallel.pp, LEAST_MICRO_BATCHES
+    short, long = (-(-max(n * stages, few) // stages) for n, few in zip((2, 3), least, strict=True))
+    pair = short * stages, long * stages
+    return pair if step.micro_batches > pair[1] else (step.micro_batches,)
+
+
+def whole(cluster: Cluster, step: Step, name: str, options: Mapping[str, Any]) -> Outcome:
+    """Return a step's figures from its own simulation.
+
+    Raises:
+        ValueError: the policy cannot be used for the step.
+    """
+    policy = policy_of(name, options)
+    with paused_collector():
+        figures = Figures.of(Layout(cluster, step).timeline(policy))
+    return Outcome(figures, label_of(name, options, policy))
+
+
+def from_few_micro_batches(
+    cluster: Cluster, step: Step, name: str, options: Mapping[str, Any]
+) -> Outcome:
+    """Return a step's figures from those of steps with as many layers and fewer micro-batches.
+
+    Raises:
+        ValueError: the policy cannot be used for the step.
+    """
+    counts, found = lengths(step), []
+    policy = policy_of(name, options)
+    _share(policy, counts[-1] / step.micro_batches)
+    with paused_collector():
+        for count in counts:
+            layout = Layout(cluster, replace(step, micro_batches=count))
+            found.append((float(count), Figures.of(layout.timeline(policy))))
+    figures = line(found[0], found[-1], step.micro_batches)
+    return Outcome(figures, label_of(name, options, policy))
+
+
+def few_layers(step: Step) -> int:
+    """Return the number of layers of a stage in a short step."""
+    return LAYERS if step.layers // step.parallel.pp % 2 == 0 else 1
+
+
+def _share(policy: Policy, share: float) -> None:
+    """Tell a policy which share of the whole step it plans, if it asks for that."""
+    if hasattr(policy, "share"):
+        policy.share = share
+
+
+class Estimate(NamedTuple):
+    """A step's time and memory, from short steps."""
+
+    iteration_ms: float
+    peak_memory_bytes: float
+
+
+def estimates(cluster: Cluster, policies: Policies, step: Step) -> list[Estimate | str]:
+    """Return the estimate of a step under each policy; or why the policy cannot be used."""
+    with paused_collector():
+        short = _Short(cluster, step)
+        found: list[Estimate | str] = []
+        for name, options in policies:
+            try:
+                found.append(short.estimate(name, options))
+            except ValueError as error:
+                found.append(refusal(name, error))
+        return found
+
+
+class _Short:
+    """Short steps of a layout."""
+
+    def __init__(self, cluster: Cluster, step: Step) -> None:
+        self.cluster, self.step = cluster, step
+        self.stages, self.layers = step.parallel.pp, step.layers // step.parallel.pp
+        self.made: dict[tuple[int, int], Layout] = {}
+
+    def estimate(self, name: str, options: Mapping[str, Any]) -> Estimate:
+        """Return the estimate under a policy.
+
+        Raises:
+            ValueError: the policy cannot be used.
+        """
+        few = few_layers(self.step)
+        try:
+            return self._with_layers(few, name, options)
+        except UnevenStages as error:
+            layers = lcm(few, error.stages // self.stages)
+            if self.layers % layers:
+                raise UnevenStages(error.stages, self.step.layers) from None
+            return self._with_layers(layers, name, options)
+
+    def _with_layers(self, few: int, name: str, options: Mapping[str, Any]) -> Estimate:
+        policy, counts = policy_of(name, options), lengths(self.step)
+        least = counts[0]
+        found = [(float(n), self._figures(few, n, policy)) for n in counts]
+        at = line(found[0], found[-1], self.step.micro_batches)
+        if few == self.layers:
+            return Estimate(at.iteration_ms, at.peak_memory_bytes)
+        more = min(self.layers, 2 * few)
+        short, long = found[0][1], self._figures(more, least, policy)
+        all_layers = line((few, short), (more, long), self.layers)
+        time = at.iteration_ms * all_layers.iteration_ms / short.iteration_ms
+        grown = (long.peak_memory_bytes - short.peak_memory_bytes) / (more - few)
+        memory = at.peak_memory_bytes + grown * (self.layers - few)
+        return Estimate(max(time, at.compute_ms * self.layers / few), memory)
+
+    def _figures(self, layers: int, count: int, policy: Policy) -> Figures:
+        _share(policy, layers * count / (self.layers * self.step.micro_batches))
+        if (layers, count) not in self.made:
+            step = replace(self.step, layers=layers * self.stages, micro_batches=count)
+            self.made[layers, count] = Layout(self.cluster, step)
+        return Figures.of(self.made[layers, count].timeline(policy))
+
+
+def refusal(name: str, error: ValueError) -> str:
+    """Return why a policy cannot be used, with its name in front."""
+    return str(error) if str(error).startswith(name) else f"{name}: {error}"

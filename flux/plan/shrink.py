@@ -1,0 +1,103 @@
+"""A plan for a cluster, made small enough to run here: `flux plan run --plan FILE --shrink`.
+
+What the policy does stays the same; sizes do not:
+
+    degrees         those of the plan divided, as many ranks as there are here; of equally many,
+                    those with most kinds of parallelism; of these, with most tensor parallelism,
+                    then pipeline, context and data parallelism
+    layers          the fewest of a stage that the policy takes, at least 2
+    width, heads    divided by ``scale``; a power of two that brings the width to WIDTH
+    sequence        at most TOKENS
+    micro-batches   of at most MOST_SEQUENCES sequences; four for each stage, or the fewest
+                    more that the policy takes
+
+Times of a shrunk plan say that it runs, and how its communication overlaps here. They say nothing
+of the cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from math import gcd, prod
+from typing import Any
+
+from flux.bench.shapes import Layer, model_of
+
+WIDTH = 512
+TOKENS = 256
+MOST_SEQUENCES = 4
+DEGREES = ("tp", "pp", "cp", "dp")
+_MOST_LAYERS = 8
+"""Of a stage, that are tried."""
+
+
+def shrunk(
+    given: Mapping[str, Any], ranks: int, exact: bool, check: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Return what changes of a plan's options, so that it runs on so many ranks.
+
+    Args:
+        given: options of `flux plan run`, those of the plan among them.
+        ranks: that there are.
+        exact: whether all of them have to take part, as under torchrun.
+        check: raises ValueError if options cannot be run.
+
+    Raises:
+        ValueError: the policy takes no smaller step; the message has the reason of the last one.
+    """
+    layer = model_of(given["model"]).layer
+    why = f"its degrees have no divisors with a product of {ranks}"
+    for degrees in _degrees(given, ranks, exact):
+        for changes in _steps(given, degrees, layer):
+            try:
+                check({**given, **changes})
+            except ValueError as error:
+                why = str(error)
+                continue
+            return changes
+    raise ValueError(f"the plan cannot be shrunk to {ranks} ranks: {why}")
+
+
+def changes_of(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return [before, after] of everything that shrinking changes, by name.
+
+    Args:
+        given: options of the plan.
+        changes: of ``shrunk``.
+    """
+    model = model_of(given["model"])
+    before = {**given, "layers": model.layers, "scale": 1}
+    pairs = {key: [before[key], value] for key, value in changes.items()}
+    scale = pairs.pop("scale")[1]
+    pairs["hidden"] = [model.layer.hidden, model.layer.hidden // scale]
+    worlds = [prod(of[key] for key in DEGREES) for of in (before, {**before, **changes})]
+    return {"ranks": worlds} | {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _degrees(given: Mapping[str, Any], ranks: int, exact: bool) -> Iterator[dict[str, int]]:
+    """Yield the degrees that are tried, the best first."""
+    sizes = [[n for n in range(1, given[key] + 1) if given[key] % n == 0] for key in DEGREES]
+    found = [of for of in product(*sizes) if prod(of) == ranks or (not exact and prod(of) < ranks)]
+    found.sort(key=lambda of: (prod(of), sum(n > 1 for n in of), of), reverse=True)
+    for of in found:
+        yield dict(zip(DEGREES, of, strict=True))
+
+
+def _steps(
+    given: Mapping[str, Any], degrees: Mapping[str, int], layer: Layer
+) -> Iterator[dict[str, Any]]:
+    """Yield the changes that are tried with these degrees, the smallest step first."""
+    scale = 1
+    while layer.hidden // scale > WIDTH and layer.hidden % (2 * scale * degrees["tp"]) == 0:
+        scale *= 2
+    for per_stage, for_each in product(range(2, _MOST_LAYERS + 1), (4, 5, 6, 8)):
+        yield {
+            **degrees,
+            "ep": gcd(given["ep"], degrees["dp"]),
+            "layers": per_stage * degrees["pp"],
+            "scale": scale,
+            "sequence": min(given["sequence"], TOKENS),
+            "micro_batch": gcd(given["micro_batch"], MOST_SEQUENCES),
+            "micro_batches": min(given["micro_batches"], for_each * degrees["pp"]),
+        }
