@@ -19,7 +19,7 @@ TORCH ?= $(or $(MADE_WITH_TORCH),torch==2.13.0)
 
 BIN := $(VENV)/bin
 STAMPS := build/stamps
-WERROR := $(filter %-werror test test-core stress mutants,$(MAKECMDGOALS))
+WERROR := $(filter %-werror test test-core stress mutants asan,$(MAKECMDGOALS))
 NATIVE := $(STAMPS)/native$(if $(WERROR),-werror)
 comma := ,
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
@@ -70,7 +70,7 @@ endif
 # Else ninja would look for a share of these jobs.
 unexport MAKEFLAGS
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-core stress mutants emulator lint format tsan check-device kernels emulated-kernels clean distclean FORCE
+.PHONY: help bench test test-core stress mutants emulator lint format tsan asan check-device kernels emulated-kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -78,18 +78,21 @@ help: ## show this list
 bench: $(NATIVE) ## run the three fused ops next to their unfused baselines, on 2 CPU ranks
 	@for op in $(BENCH_OPS); do $(BIN)/flux bench op --op $$op $(BENCH_SHAPE) $(ARGS); done
 
+# What pytest loads before the first test, whichever that is, uses the emulator.
+PYTEST_NEEDS := $(NATIVE) $(STAMPS)/emulator
+
 # With CUTLASS there, kernels for the PTX machine are built before a test's time runs.
-test: $(NATIVE) $(STAMPS)/emulator ## run the tests
+test: $(PYTEST_NEEDS) ## run the tests
 	@if test -e $(VENV)/cuda-installed; then $(MAKE) -s emulated-kernels; fi
 	@$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
-test-core: $(NATIVE) ## run the core tests, which CI does with the oldest and the newest torch
+test-core: $(PYTEST_NEEDS) ## run the core tests, which CI does with the oldest and the newest torch
 	@$(BIN)/pytest -n $(WORKERS) $(CORE_TESTS) $(ARGS)
 
-stress: $(NATIVE) ## run the longest tests with more calls and cases; make test runs a part
+stress: $(PYTEST_NEEDS) ## run the longest tests with more calls and cases; make test runs a part
 	@FLUX_TEST_STRESS=$(STRESS) $(BIN)/pytest -n $(WORKERS) --timeout 3000 $(STRESS_TESTS) $(ARGS)
 
-mutants: $(NATIVE) ## seed faults one by one, and say which test finds each
+mutants: $(PYTEST_NEEDS) ## seed faults one by one, and say which test finds each
 	@$(BIN)/python tools/mutants.py $(ARGS)
 
 emulator: $(STAMPS)/emulator ## build the PTX machine, which tests run kernels on
@@ -110,6 +113,9 @@ tsan: $(VENV)/requirements-installed ## run the native tests under ThreadSanitiz
 	$(CMAKE) -S . -B build/tsan -DFLUX_TSAN=ON -DFLUX_WERROR=ON
 	$(BIN)/cmake --build build/tsan
 	$(NO_ASLR) $(BIN)/ctest --test-dir build/tsan --output-on-failure --no-tests=error
+
+asan: $(PYTEST_NEEDS) ## run the native tests, and tests of ops, under AddressSanitizer and UBSan
+	@$(BIN)/python tools/asan.py $(ARGS)
 
 check-device: $(VENV)/requirements-installed ## compile csrc/core for the GPU (where nvcc is; no GPU needed)
 	$(CMAKE) -S . -B build/device -DFLUX_BUILD_PYTHON=OFF -DFLUX_CHECK_DEVICE=ON

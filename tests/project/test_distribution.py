@@ -35,13 +35,29 @@ def minutes(job: str) -> int:
 
 def test_a_hang_is_reported_before_the_workflow_ends() -> None:
     script = ROOT.joinpath(".ci/run").read_text(encoding="utf-8")
-    found = re.search(r"timeout --kill-after=\d+ (\d+) make test", script)
+    found = re.search(r"timeout --kill-after=\d+ (\d+) make test ARGS", script)
     assert found is not None
     # All that comes before the tests takes about 20 minutes.
     assert minutes(jobs()["ci"]) >= int(found.group(1)) / 60 + 30
-    found = re.search(r"timeout --kill-after=\d+ (\d+) make test-core", jobs()["torch"])
+    found = re.search(r"timeout --kill-after=\d+ (\d+) make test-core", script)
     assert found is not None
     assert minutes(jobs()["torch"]) >= int(found.group(1)) / 60 + 15  # installing, building
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_run_what_ci_runs(workflow: Path) -> None:
+    """Prerequisites of a command are then those of .ci/run, and are tried with it."""
+    commands = re.findall(r"^ +- run: (.*)$", workflow.read_text(encoding="utf-8"), re.MULTILINE)
+    assert commands and set(commands) <= {".ci/run", ".ci/run test-core"}
+
+
+def test_every_make_target_is_tried_from_nothing() -> None:
+    script = ROOT.joinpath(".ci/run").read_text(encoding="utf-8")
+    assert re.search(r"^\.venv/bin/python tools/make_targets\.py$", script, re.MULTILINE)
+    helped = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    listed = set(re.findall(r"^  make ([\w-]+)", helped.stdout, re.MULTILINE))
+    phony = re.search(r"^\.PHONY: (.*)$", ROOT.joinpath("Makefile").read_text(), re.MULTILINE)
+    assert phony is not None and listed == set(phony.group(1).split()) - {"FORCE"}
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
