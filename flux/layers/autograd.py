@@ -40,8 +40,8 @@ from flux.core.backend import nothing
 from flux.layers.autocast import autocast_off, cast_once, compute_dtype
 from flux.layers.wgrad import Grad, WeightGrad
 from flux.ops import AGGemm, GemmAR, GemmRS
-from flux.ops.early_gather import EarlyGather
 from flux.ops.base import TensorParallelOp
+from flux.ops.early_gather import EarlyGather
 from flux.ops.pool import OpPool, User, meet
 
 O = TypeVar("O", bound=TensorParallelOp)  # noqa: E741  as in flux/ops/pool.py
