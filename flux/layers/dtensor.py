@@ -11,8 +11,9 @@ distributed checkpoints work unchanged. Layouts of inputs and outputs have the s
     rowwise   Shard(-1) -> Replicate               GemmAR
 
 d is any dimension except the last. Other layouts are converted before and after by torch's own
-code. A layer whose input fits none of these uses torch's own path, and the log ("flux.layers")
-records the reason once.
+code. Ranks have the features that torch.chunk gives them, not always the same number. A layer uses
+torch's own path if its input fits none of these, or if some ranks have none of its features; the
+log ("flux.layers") records the reason once.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class StyledLinear(nn.Linear):
         sizes: dict[str, Any] = {}  # none: DTensor takes the parts for equal ones
         split = _dim(placement, x) == x.dim() - 1 and features % world
         if split and own == _part(features, world, self.mesh.get_local_rank()):
-            # Dense, as strides must be the same on all ranks, and those of an empty part say nothing.
+            # Dense: strides must be the same on all ranks, and those of an empty part say nothing.
             x, shape = x.contiguous(), torch.Size((*x.shape[:-1], features))
             sizes = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
         return DTensor.from_local(x, self.mesh, [placement], run_check=False, **sizes)

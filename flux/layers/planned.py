@@ -89,7 +89,9 @@ def _steps(model: nn.Module, styles: Mapping[str, Any]) -> list[tuple[nn.Module,
             children = [child for module in found for child in module._modules.items()]
             found = [c for name, c in children if c is not None and fnmatch(name, part)]
         if not found:
-            warnings.warn(f"the plan names {pattern!r}, which the model does not have", stacklevel=4)
+            warnings.warn(
+                f"the plan names {pattern!r}, which the model does not have", stacklevel=4
+            )
         for module in found if style is not None else []:
             given = [other for named, other in steps if named is module]
             if not any(_equal(style, other) for other in given):

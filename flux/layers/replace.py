@@ -32,7 +32,9 @@ def replace_linears(
     Other models, with a tensor-parallel plan as for ``parallelize_module``: the model is
     parallelized by that plan, with our form of ``ColwiseParallel`` and ``RowwiseParallel`` for
     linear layers (flux.layers.dtensor). Hugging Face's names of styles ("colwise", "rowwise", ...)
-    work too. A Hugging Face model may bring its plan, as ``tp_plan`` or ``_tp_plan``.
+    work too. A Hugging Face model may bring its plan, as ``tp_plan`` or ``_tp_plan``. Modules that
+    share a parameter share it afterwards, also those that the plan does not name
+    (flux/layers/planned.py). Make optimizers afterwards: parameters become new objects.
 
     Args:
         model: a module, or for Megatron a list of modules (chunks of a pipeline).
@@ -41,8 +43,9 @@ def replace_linears(
         overlap: for Megatron: True or False instead of the configuration's tp_comm_overlap.
 
     Raises:
-        ValueError: there is nothing to replace, or the arguments contradict one another; on all
-            ranks alike, before any communication.
+        ValueError: there is nothing to replace, the arguments contradict one another, or the plan
+            shards one parameter in two ways; on all ranks alike, before any communication. The
+            model is as it was.
         TypeError: the same, for an argument of a wrong type.
     """
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)

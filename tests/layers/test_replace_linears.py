@@ -220,7 +220,10 @@ def _uneven(rank: int, world: int) -> None:
             replace_linears(layers[1], {"": style}, mesh=mesh)
             _both_equal(layers, x, f"{features} features, {style}")
     # Features of the input, of which torch cannot know that ranks have different numbers.
-    for style in (RowwiseParallel(), ColwiseParallel(input_layouts=Shard(-1), output_layouts=whole)):
+    for style in (
+        RowwiseParallel(),
+        ColwiseParallel(input_layouts=Shard(-1), output_layouts=whole),
+    ):
         torch.manual_seed(6)
         one = nn.Linear(7, 6)
         x = torch.randn(4, 7)
@@ -335,8 +338,16 @@ def _cannot_share(rank: int, world: int) -> None:
     hooks = {"embed": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)}
     for share, plan, match in (
         (TIED, HEAD | {"embed": "colwise_rep"}, r"embed.weight becomes .*1.*head.weight becomes"),
-        ("up2.weight=up.weight", {"up": "colwise", "up2": "rowwise_rep"}, "does not shard it alike"),
-        ("up2=up", {"up": "colwise", "up2": "rowwise_rep"}, "'up2' leads to a module that the plan"),
+        (
+            "up2.weight=up.weight",
+            {"up": "colwise", "up2": "rowwise_rep"},
+            "does not shard it alike",
+        ),
+        (
+            "up2=up",
+            {"up": "colwise", "up2": "rowwise_rep"},
+            "'up2' leads to a module that the plan",
+        ),
         (TIED, HEAD | hooks, "embed.weight is not sharded"),
         ("norm2.weight=norm.weight", LAYERS | {"norm": SequenceParallel()}, "norm2.weight is not"),
         ("", LAYERS | {"norm": ColwiseParallel()}, "only support nn.Linear"),
