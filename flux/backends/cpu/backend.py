@@ -580,6 +580,6 @@ class CpuBackend:
         self.gathered = _NO_ROWS
 
     def __del__(self) -> None:
-        """Release what an exception left: in a constructor, or before the caller had this object."""
+        """Release what an exception left, in a constructor or right behind it."""
         if self._memory is not None and self._pid == os.getpid():
             self.close(failed=True)
