@@ -134,6 +134,8 @@ void bind_engine(py::module_& m) {
              return std::make_pair(kFailureNames[static_cast<int>(e.fate(peer))],
                                    e.pad(peer).culprit.load(std::memory_order_relaxed));
            })
+      .def("look", &Engine::look)
+      .def("looks", &Engine::looks, py::arg("peer"))
       .def("visit_done", &Engine::visit_done, py::arg("visit"))
       .def("end_call", &Engine::end_call)
       .def("settle", &Engine::settle, py::call_guard<WithoutGil>())

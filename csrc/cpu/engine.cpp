@@ -83,6 +83,13 @@ Failure Engine::fate(int peer) {
   return ended ? Failure::kPeerDied : Failure::kNone;
 }
 
+void Engine::look() { pad(rank_).looked.store(Lane::now(), std::memory_order_relaxed); }
+
+bool Engine::looks(int peer) {
+  constexpr std::int64_t kRecently = 500'000'000;
+  return Lane::now() - pad(peer).looked.load(std::memory_order_relaxed) < kRecently;
+}
+
 // A signal that only large M use may stay unraised for 2^31 calls. It would then seem to be of the
 // future (core/signal.h). So every kRenewal calls all own signals are set to the previous call.
 // This is safe here for two reasons. Before this rank enters, no peer raises a signal of this call

@@ -125,6 +125,12 @@ class Engine {
   // called from any thread. Does not wait.
   Failure fate(int peer);
 
+  // Notes in the own pad that this rank looks at its peers while it waits in a collective. `looks`
+  // returns whether a peer on this host did so within the last half second: a peer that is stopped,
+  // or busy elsewhere, does not.
+  void look();
+  bool looks(int peer);
+
   // These are for the network, on its own threads. A tile is ready to send when its signal is
   // raised in the stand-in's pad. A tile that has arrived is announced in the own pad. A peer's
   // entry or refusal of a call is published in its stand-in, as the peer would publish it on this

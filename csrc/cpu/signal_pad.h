@@ -34,7 +34,7 @@ enum class PadState : std::uint32_t { kOpen = 0, kClosed = 1, kFailed = 2 };
 
 // Version of the layout of shared memory: pads, data, and the meaning of words. Raised with every change;
 // ranks with different numbers cannot build an op together.
-constexpr int kLayoutNumber = 1;
+constexpr int kLayoutNumber = 2;
 
 constexpr int kEntryHistory = 64;  // calls a refusing rank may run ahead of the slowest reader
 constexpr int kRefusalWords = 32;  // 256 bytes of explanation
@@ -47,6 +47,9 @@ struct alignas(64) SignalPad {
   // Written by the owner only.
   alignas(64) std::atomic<std::uint32_t> state;
   std::atomic<std::uint32_t> culprit;  // with kFailed: the rank that the owner gave up on
+  // When the owner last looked at its peers in a collective of the library: nanoseconds of the
+  // steady clock, which all processes of a host share.
+  std::atomic<std::int64_t> looked;
   alignas(64) std::atomic<std::uint64_t> entries[kEntryHistory];
   std::atomic<std::uint64_t> refusal[kRefusalWords];
 

@@ -70,6 +70,9 @@ class UnfusedBackend:
         self.timeout_s = timeout_s
         self._stamps: Stamps | None = None
         self._look: Callable[[], None] = nothing
+        self._silent_peer: Callable[[], int] = lambda: -1
+        self.culprit = -1
+        """The rank that a call has timed out on; -1: none, or unknown."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -80,13 +83,14 @@ class UnfusedBackend:
         """
         return None if self._of is None else self._of.group
 
-    def watch(self, look: Callable[[], None]) -> None:
+    def watch(self, look: Callable[[], None], silent_peer: Callable[[], int]) -> None:
         """Call ``look`` regularly while a collective is waited for.
 
         ``look`` raises if a peer is gone, or has left a call. gloo reports only the end of a
-        process, and that only to ranks that exchange data with it.
+        process, and that only to ranks that exchange data with it. ``silent_peer`` returns the rank
+        that all others wait for, -1 if unknown.
         """
-        self._look = look
+        self._look, self._silent_peer = look, silent_peer
 
     def trace(self, stamps: Stamps | None) -> None:
         """Record calls from now on; None: no more. Between calls."""
@@ -297,7 +301,11 @@ class UnfusedBackend:
                 if not call.wait(GRACE_S):
                     raise
             if patience.left_s <= 0:
-                raise self._failed(f"not done after {self.timeout_s:g} s", None)
+                why = f"not done after {self.timeout_s:g} s"
+                self.culprit = self._silent_peer()
+                if self.culprit >= 0:
+                    why += f": rank {self.culprit} has not been heard from"
+                raise self._failed(why, None)
         if not isinstance(call.error, RuntimeError):  # else the library's: see Abandonable.error
             return call.result()
         named = Patience(GRACE_S)

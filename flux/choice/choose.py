@@ -237,9 +237,7 @@ def _detected(kind: str) -> Cluster | None:
     return detect(kind)
 
 
-def modelled(
-    spec: OpSpec, topology: Topology, cluster: Cluster, apart: bool = False
-) -> Modelled:
+def modelled(spec: OpSpec, topology: Topology, cluster: Cluster, apart: bool = False) -> Modelled:
     """Return the cost model's choice for an op without winners; ``apart``: see ``usable``."""
     problem = Problem(
         spec.op,

@@ -129,6 +129,9 @@ class Backend(Protocol):
         From any thread, while a collective of the library is waited for.
         """
 
+    def silent_peer(self) -> int:
+        """Return the peer that a collective of the library waits for; -1 if unknown."""
+
     def reason_untraceable(self, fused: bool) -> str | None:
         """Return why calls cannot be traced, None if they can.
 

@@ -174,7 +174,7 @@ class TensorParallelOp:
                 self._backend = make_cpu_backend(
                     spec, exchange, self._choice, topology, local, timeout_s
                 )
-                self._unfused.watch(self._backend.look)
+                self._unfused.watch(self._backend.look, self._backend.silent_peer)
             self._comparison: Comparison | None = None
             if CHECK.get() and self.world > 1 and isinstance(exchange, Exchange):
                 self._comparison = Comparison(exchange)
@@ -498,7 +498,8 @@ class TensorParallelOp:
             return
         self._closed = True
         if self._backend is not None:
-            self._backend.close(failed or self._broken is not None, culprit=self.rank)
+            culprit = self._unfused.culprit if self._unfused.culprit >= 0 else self.rank
+            self._backend.close(failed or self._broken is not None, culprit)
         self._begun = False
         self._released = True
 

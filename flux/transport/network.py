@@ -54,7 +54,9 @@ from torch.distributed import distributed_c10d
 
 from flux import _C
 from flux.core.at_exit import end_at_exit
+from flux.core.exclusive import Entry, Exclusive
 from flux.core.forked import abandon_in_children
+from flux.core.patience import Patience
 from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
 from flux.transport.exchange import Exchange
 
@@ -67,6 +69,12 @@ FOREVER = timedelta(days=365)
 LARGE_BYTES = 64 << 10
 """Size from which sending a tile takes longer than waking a thread: 0.5 ms at 1 Gbit/s."""
 JOIN_S = 10.0
+FAILED_JOIN_S = 0.3
+"""The same after a failure, which is raised first. Threads that are left end a little later."""
+SEND_MARGIN_S = 1.0
+"""Seconds after its timeout that a call may still wait for a tile to be sent; see ``_flow``."""
+RECEIVE_MARGIN_S = 30.0
+"""The same, behind twice the timeout, for a tile to receive, which waits for the peer's GEMM."""
 LINGER_S = 5.0
 """Limit in seconds of a clean close, which waits for peers to receive what was sent before."""
 
@@ -96,6 +104,7 @@ class _Job:
     epoch: int
     pieces: Iterable[Piece] = ()
     header: Any = None  # the pending send of the header
+    limit: timedelta = FOREVER  # of the wait for one piece
     # Set when the first operation is posted.
     posted: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -167,6 +176,8 @@ class Network:
         """
         self.rank = exchange.rank
         self.timeout_s = timeout_s
+        self._send_limit = timedelta(seconds=timeout_s + SEND_MARGIN_S)
+        self._receive_limit = timedelta(seconds=2 * timeout_s + RECEIVE_MARGIN_S)
         self.bytes_sent = dict.fromkeys(remote, 0)
         self.first_broken = -1
         """The rank whose connection broke first; ranks that give up on it break theirs later."""
@@ -174,14 +185,15 @@ class Network:
         self._memory: object = memory
         self._channel: Any = open_channel(exchange, timeout_s)
         self._closing = False
-        self._close_lock = threading.RLock()
+        self._inside = Exclusive()  # of close
+        self._join_s = JOIN_S
         self._jobs: list[tuple[_Link, _Job]] = []
         self._links = [_Link(self, peer, window_bytes) for peer in remote]
         abandon_in_children(self)
         end_at_exit(self)
 
     def open(self) -> None:
-        """Start the threads. From now on only ``close`` ends them, so the caller has this object."""
+        """Start the threads, which only ``close`` ends: the caller must have this object by now."""
         for link in self._links:
             link.open()
 
@@ -197,7 +209,8 @@ class Network:
         """Tell the peers that this rank has entered a call, and move its tiles."""
         for link in self._links:
             header = self._send_header(link.peer, _Kind.enter, epoch, digest)
-            link.start(_Job(epoch, outgoing(link.peer), header), _Job(epoch, incoming(link.peer)))
+            out = _Job(epoch, outgoing(link.peer), header, self._send_limit)
+            link.start(out, _Job(epoch, incoming(link.peer), limit=self._receive_limit))
 
     def refuse(self, epoch: int, why: str) -> None:
         """Tell the peers that this rank's input was rejected."""
@@ -245,25 +258,25 @@ class Network:
 
         A call that a signal handler interrupts can be repeated: it breaks off what is left.
         """
-        if self._closing:
-            if self._close_lock.acquire(blocking=False):  # another thread may be inside: it does it
-                try:
-                    if self._channel is not None:
-                        self._break_off()
-                finally:
-                    self._close_lock.release()
-            return
-        self._closing = True
-        with self._close_lock:
-            if not failed and self._channel is not None:
-                self._part()
-            self._break_off()
+        inside = Entry()
+        if not self._inside.enter(inside):
+            return  # another thread is inside: it does it
+        try:
+            if not self._closing:
+                self._closing = True
+                self._join_s = FAILED_JOIN_S if failed else JOIN_S
+                if not failed and self._channel is not None:
+                    self._part()
+            if self._channel is not None:
+                self._break_off()
+        finally:
+            self._inside.leave(inside)
 
     def _part(self) -> None:
         """Tell the peers that this rank closes, and wait for their answers.
 
-        A function of its own, so that the sends are gone before the lock is: ``end`` waits for the
-        lock, and torch releases the GIL to drop a send.
+        A function of its own, so that the sends are gone before ``close`` leaves: ``end`` waits for
+        that, and torch releases the GIL to drop a send.
         """
         deadline = time.monotonic() + LINGER_S
         headers = [self._send_header(link.peer, _Kind.close, 0, 0) for link in self._links]
@@ -274,14 +287,21 @@ class Network:
         """End the threads at the program's end, also those left by an interrupted ``close``."""
         self._engine.close()
         self.close(failed=False)
-        with self._close_lock:  # another thread may be inside
-            if self._channel is not None:
-                self._break_off()
+        while self._inside.taken:  # by another thread
+            time.sleep(0.01)
+        if self._channel is not None:
+            self._join_s = JOIN_S
+            self._break_off()
 
     def _break_off(self) -> None:
         self._abort()
+        deadline = time.monotonic() + self._join_s
         for link in self._links:
-            link.join()
+            link.join(deadline)
+        self.release_unless_used()
+
+    def release_unless_used(self) -> None:
+        """Let go of connections and memory unless a thread still uses them, which calls this."""
         if not any(link.is_alive() for link in self._links):
             self._channel = self._memory = None
             for link in self._links:
@@ -327,7 +347,7 @@ class _Link:
         self._engine = network._engine
         self._channel = network._channel
         self._window = window_bytes
-        self._progress = time.monotonic()
+        self._progress = 0  # pieces sent and received
         self._current: tuple[_Job, ...] = ()
         self._outbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -346,7 +366,6 @@ class _Link:
 
     def start(self, out: _Job, into: _Job) -> None:
         """Start the jobs of a call: one to send, one to receive."""
-        self._progress = time.monotonic()
         self._current = (out, into)
         self._outbox.put(out)
         self._inbox.put(into)
@@ -357,11 +376,14 @@ class _Link:
         A connection that breaks when both jobs are done is none of this call's: the peer has failed
         in its next one, or closed the op.
         """
+        patience, progress = Patience(timeout_s), self._progress
         for job, thread in zip(self._current, self._threads, strict=False):
             while not job.done.wait(0.05):
                 if not thread.is_alive() and not job.done.is_set():
                     return self.problem or f"rank {self.peer} has closed the op"
-                if time.monotonic() - self._progress > timeout_s:
+                if self._progress != progress:
+                    patience, progress = Patience(timeout_s), self._progress
+                if patience.left_s <= 0:
                     return f"rank {self.peer} received or delivered nothing for {timeout_s:g} s"
         return None
 
@@ -375,13 +397,13 @@ class _Link:
         if goodbye is not None:
             self._threads[1].join(max(0.0, deadline - time.monotonic()))
 
-    def join(self) -> None:
-        """Stop the threads, and wait JOIN_S seconds at most for each."""
+    def join(self, deadline: float) -> None:
+        """Stop the threads, and wait for them until ``deadline`` (``time.monotonic``)."""
         self._outbox.put(None)
         self._inbox.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
-                thread.join(JOIN_S)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def drop_channel(self) -> None:
         """Let go of the connections, which operations keep too. The threads have ended."""
@@ -390,8 +412,9 @@ class _Link:
         self._outbox, self._inbox = queue.SimpleQueue(), queue.SimpleQueue()
 
     def is_alive(self) -> bool:
-        """Return whether a thread is still running."""
-        return any(thread.is_alive() for thread in self._threads)
+        """Return whether a thread other than the caller's is still running."""
+        this = threading.current_thread()
+        return any(thread.is_alive() for thread in self._threads if thread is not this)
 
     # -- threads -----------------------------------------------------------------------------------
 
@@ -407,6 +430,9 @@ class _Link:
                 if self._network.first_broken == -1:
                     self._network.first_broken = self.peer
                 self._engine.peer_left(self.peer, failed=True, culprit=self.peer)
+        finally:
+            if self._network._closing:
+                self._network.release_unless_used()
 
     def _send_calls(self) -> None:
         while (job := self._outbox.get()) is not None:
@@ -486,7 +512,12 @@ class _Link:
         post: Callable[[Piece, int, int], tuple[Any, int]],
         complete: Callable[[Piece, int], None],
     ) -> None:
-        """Keep up to ``window`` bytes, but at least two pieces, posted."""
+        """Keep up to ``window`` bytes, but at least two pieces, posted.
+
+        Only the engine decides when a peer is late. The job's limit comes after that: where a link
+        goes down, gloo does not end the wait for a tile that is half sent, not even when its
+        connections are closed.
+        """
         posted: deque[tuple[Any, Piece, int]] = deque()
         size = completed = 0
         lane = None
@@ -497,9 +528,9 @@ class _Link:
         def complete_oldest() -> None:
             nonlocal size, completed
             pending, piece, posted_ns = posted.popleft()
-            pending.wait(FOREVER)
+            pending.wait(job.limit)
             size -= piece.tensor.nbytes
-            self._progress = time.monotonic()
+            self._progress += 1
             complete(piece, job.epoch)
             if lane is not None and work is Work.receive:
                 lane.add_after_last(work, posted_ns, completed, self.peer, piece.tensor.nbytes)

@@ -151,7 +151,7 @@ def test_exit_interrupts_a_call_in_progress(tmp_path: Path) -> None:
             print("told:", error, file=sys.stderr)
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    while not built._lock.locked():
+    while not built._inside.taken:
         time.sleep(0.001)
     import atexit, weakref
     from flux.core import at_exit

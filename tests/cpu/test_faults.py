@@ -333,6 +333,48 @@ def test_stall_shorter_than_the_timeout_is_survived(where: str) -> None:
                 assert outcome.value["text"] == ""
 
 
+def waiting(rank: int, world: int, knobs: Knobs, transport: str | None, ready: str) -> str:
+    """Wait in a call for the last rank, until all are stopped."""
+    problem = PROBLEMS["gemm_rs"]
+    with problem.build(tuning=knobs, timeout_s=1.0, transport=transport) as op:
+        check_call(op, problem, rank, world, seed=0)
+        dist.barrier()
+        Path(f"{ready}-{rank}").touch()
+        if rank == 0:
+            time.sleep(0.5)
+        try:
+            check_call(op, problem, rank, world, seed=1)
+        except PeerTimeoutError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stopped", ["all", "rank 0"])
+def test_time_in_which_all_ranks_are_stopped_does_not_count(stopped: str, tmp_path: Path) -> None:
+    """As by docker pause. A single rank that is stopped as long is late, and named."""
+    cases = [(Knobs(copy_streams=1), None), (Knobs(), "send_recv"), (Knobs(path="unfused"), None)]
+    with contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(fresh_ranks(2)) for _ in cases]
+        for number, (ranks, case) in enumerate(zip(groups, cases, strict=True)):
+            ranks.start(waiting, *case, str(tmp_path / str(number)))
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) < 2 * len(cases):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pids = [pid for ranks in groups for pid in ranks.pids[: 2 if stopped == "all" else 1]]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.0)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        for ranks in groups:
+            outcomes = ranks.collect(20)
+            if stopped == "all":
+                assert all(o is not None and o.ok and o.value == "" for o in outcomes), outcomes
+            else:
+                assert outcomes[1] is not None and "rank 0" in outcomes[1].value, outcomes
+
+
 def left_behind_in_a_ring(rank: int, world: int) -> None:
     problem, knobs = PROBLEMS["ag_gemm"], Knobs(order="ring1d", direction="push", copy_streams=1)
     for seed in range(3):

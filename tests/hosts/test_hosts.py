@@ -228,6 +228,33 @@ def test_a_host_that_disappears_is_noticed_in_time(make_hosts: MakeHosts) -> Non
     )
 
 
+def cable_pulled(argument: tuple[str, str, float, int], rank: int, progress: Any) -> None:
+    """A link goes down in the middle of large tiles; gloo does not end the wait for a half one."""
+    switch, op_name, delay, host = argument
+    timeout_s = 2.5
+    problem = Problem(op_name, 1024, (1024,), 64)
+    op = problem.build(timeout_s=timeout_s)
+    inputs = Inputs(problem, 1024, 2, seed=1).local(rank)
+    op(*inputs)
+    dist.barrier()
+    if rank == 0:
+        threading.Timer(delay, set_link, (switch, host), {"up": False}).start()
+    last = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match=f"rank {1 - rank} did not deliver"):
+        while True:
+            op(*inputs)
+            last = time.monotonic()
+    assert time.monotonic() - last < delay + timeout_s + 3.0 * BUSY and op.closed
+
+
+@pytest.mark.parametrize(("op", "host"), [("gemm_ar", 0), ("gemm_rs", 1)])
+def test_a_link_that_goes_down_amid_tiles_raises_in_time(
+    op: str, host: int, make_hosts: MakeHosts
+) -> None:
+    hosts = make_hosts(2, "500mbit")
+    run_ranks(cable_pulled, (hosts.switch, op, 0.15, host), 2, places=hosts.placed((0, 1)))
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 

@@ -211,6 +211,24 @@ def test_transport_send_recv_needs_no_shared_memory(world: int) -> None:
     run_ranks(world, without_shared_memory)
 
 
+def one_node_without_shared_memory(rank: int, world: int) -> None:
+    """The topology says how rows travel, not that memory can be pulled from."""
+    for op_name in OPS:
+        problem = Problem(op_name, 30, (8,), 8)
+        for tuning in ("cache", "off", Knobs(path="medium")):
+            for topology in (Topology.flat(world), Topology(world, 1, 1)):
+                for transport in ("send_recv", "shm"):
+                    with problem.build(
+                        tuning=tuning, transport=transport, topology=topology, timeout_s=10.0
+                    ) as op:
+                        inputs = Inputs(problem, 30, world, seed=1)
+                        inputs.check(inputs.call(op, rank), rank)
+
+
+def test_topology_does_not_say_who_shares_memory() -> None:
+    run_ranks(2, one_node_without_shared_memory)
+
+
 def sent_between_hosts(rank: int, world: int, hosts: str, order: str) -> dict[str, int]:
     sent = {}
     with on_host(hosts[rank]):

@@ -143,6 +143,17 @@ def test_damaged_files_are_set_aside_with_a_warning(cache: Cache, damage: str) -
     assert cache.load(KEY) is not None
 
 
+def test_a_constructor_does_not_wait_for_the_lock_of_a_damaged_file(cache: Cache) -> None:
+    """Its peers wait for it meanwhile, for its timeout at most."""
+    cache.store(KEY, winner(64), MACHINE)
+    file_of(cache).write_text("{")
+    with cache._lock(KEY.name), pytest.warns(RuntimeWarning, match="are ignored"):
+        began = time.monotonic()
+        assert look_up(KEY, [cache], timeout_s=0.4) is None
+        assert time.monotonic() - began < 2.0
+    assert not cache.damaged()
+
+
 def test_damage_found_while_writing_is_set_aside_too(cache: Cache) -> None:
     cache.store(KEY, winner(64), MACHINE)
     for number in (1, 2):

@@ -512,6 +512,7 @@ class CpuBackend:
         memory = self._memory  # stays mapped until this returns
         if memory is None:
             return
+        self.engine.look()
         peers = [peer for peer in range(self.world) if peer != self.rank]
         first = -1 if self.network is None else self.network.first_broken
         peers.sort(key=lambda peer: peer != first)  # others give up because of the first one
@@ -520,7 +521,29 @@ class CpuBackend:
             for fate, culprit, peer in fates:
                 if fate == kind:
                     where = f"{self.spec.label}: rank {self.rank}, in a collective of path=unfused"
+                    if culprit in (-1, NOBODY, peer, self.rank):
+                        culprit = self.silent_peer()
                     raise self._lost(where, fate, peer, culprit)[0]
+
+    def silent_peer(self) -> int:
+        """Return the one peer that has neither left nor looked at its peers lately; -1 if unknown.
+
+        In a collective of the library all other ranks wait for this one. Of ranks on other hosts
+        it is known only whether they have left.
+        """
+        if self._memory is None:
+            return -1
+        remote = self.remote_peers
+        silent = [
+            peer
+            for peer in range(self.world)
+            if peer != self.rank
+            and self.engine.fate(peer)[0] == "none"
+            and (peer in remote or not self.engine.looks(peer))
+        ]
+        local = [peer for peer in silent if peer not in remote]
+        found = local or silent
+        return found[0] if len(found) == 1 else -1
 
     def _mismatch_text(self, f: _C.FailureDict) -> str:
         label, peer = self.spec.label, f["peer"]
@@ -588,6 +611,6 @@ class CpuBackend:
         self.gathered = _NO_ROWS
 
     def __del__(self) -> None:
-        """Release what an exception left: in a constructor, or before the caller had this object."""
+        """Release what an exception left, in a constructor or right behind it."""
         if self._memory is not None and self._pid == os.getpid():
             self.close(failed=True)

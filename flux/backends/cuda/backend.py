@@ -546,6 +546,10 @@ class CudaBackend:
         if dead is not None:
             raise dead
 
+    def silent_peer(self) -> int:
+        """Return -1: unknown."""
+        return -1
+
     def _dead(self) -> PeerDiedError | None:
         """Return the error about a peer that has died, or None."""
         rank = None if self.watch is None else self.watch.dead()
