@@ -179,7 +179,7 @@ class Joiner:
         given: Callable[[], Collection[int]],
     ) -> None:
         self.dim, self.size, self.hows, self.scalars, self.given = dim, size, hows, scalars, given
-        self._joined: dict[tuple[Any, ...], Any] = {}
+        self._joined: dict[tuple[Any, ...], tuple[Sequence[Any], Any]] = {}
 
     def join(self, results: Sequence[Any], path: _Path = ()) -> Any:
         """Return one result for those of all slices.
@@ -189,8 +189,8 @@ class Joiner:
         """
         one = (path if self._how(path) is not None else (), *map(id, results))
         if one not in self._joined:  # what is in two places is in two places of the result
-            self._joined[one] = self._join(results, path)
-        return self._joined[one]
+            self._joined[one] = results, self._join(results, path)  # results live: so do their ids
+        return self._joined[one][1]
 
     def _how(self, path: _Path) -> int | str | None:
         """Return what the caller has said of a part, or of what it is in."""

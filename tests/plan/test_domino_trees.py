@@ -97,6 +97,24 @@ def test_containers_are_joined_with_all_that_is_in_them(kind: Any) -> None:
     assert Domino(Body(lambda x, _: kind(x)))(X).aux is None
 
 
+class Views:
+    """Makes its children anew each time it is taken apart."""
+
+    def __init__(self, h: torch.Tensor) -> None:
+        self.h = h
+
+
+pytree.register_pytree_node(
+    Views, lambda v: ([v.h[:, :1], v.h[:, 1:]], None), lambda parts, _: Views(torch.cat(parts, 1))
+)
+
+
+def test_children_may_be_made_anew() -> None:
+    joined = Domino(Body(lambda x, _: [Views(x + at) for at in range(4)]))(X)
+    for at, views in enumerate(joined):
+        assert torch.equal(views.h, X + at)
+
+
 @pytest.mark.parametrize("kind", [Items, lambda of: collections.deque(of, 5), list, tuple])
 def test_sequences_are_joined(kind: Any) -> None:
     joined = Domino(Body(lambda x, _: kind([x, torch.Size([7])])))(X)
