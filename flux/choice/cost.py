@@ -125,6 +125,7 @@ def collective_ms(
     per_host: int,
     cluster: Cluster,
     network_gbs: float | None = None,
+    start_us: float | None = None,
 ) -> float:
     """Return the time of a library's collective: the one model of it, also of `flux plan`.
 
@@ -141,6 +142,7 @@ def collective_ms(
         per_host: of them on one host.
         cluster: devices and links.
         network_gbs: GB/s of the ports that these ranks have of their host; None: all of them.
+        start_us: time until its first byte moves; None: the library's.
     """
     if size == 1:
         return 0.0
@@ -157,8 +159,9 @@ def collective_ms(
     hops_us = (size - hosts) * link.latency_us + (hosts - 1) * network.latency_us
     passes = 2 if op.all_reduces else 1
     starts = passes if kind == "cuda" else 1  # gloo's was measured for all three alike
+    start_ms = 1e-3 * (LIBRARY_LATENCY_US[kind] if start_us is None else start_us)
     moved = max(near, far) if hosts > 1 else near
-    return passes * (moved + hops_us * 1e-3) + starts * LIBRARY_LATENCY_US[kind] * 1e-3
+    return passes * (moved + hops_us * 1e-3) + starts * start_ms
 
 
 def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:

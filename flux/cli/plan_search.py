@@ -28,6 +28,7 @@ from flux.cli.ranks import check_writable, progress_bar
 from flux.cli.terminal import PLAIN, refuse
 
 if TYPE_CHECKING:
+    from flux.machine.cluster import Cluster
     from flux.plan.search import Found, Plan, Query
 
 
@@ -135,7 +136,6 @@ def _shown(one: Plan) -> str:
 
 def _document(query: Query, found: Found) -> dict[str, Any]:
     from flux.plan.report import document
-    from flux.plan.search import reasons
 
     rows = []
     for one in found.ranked:
@@ -163,9 +163,37 @@ def _document(query: Query, found: Found) -> dict[str, Any]:
         "simulated": found.simulated,
         "too_large": found.too_large,
         "refused": dict(found.reasons),
-        "why": reasons(found, query.cluster),
+        "why": _reasons(found, query.cluster),
         "plans": rows,
     }
+
+
+def _reasons(found: Found, cluster: Cluster) -> list[str]:
+    """Return lines that say where the winner's time goes, beside what came close.
+
+    Args:
+        found: a search's outcome.
+        cluster: of the search.
+    """
+    from flux.plan.search import Plan, layout_of, plan_of
+
+    winner = found.ranked[0]
+    serial = plan_of(cluster, not winner.scaled, (winner.step, "serial", {}))
+    rows = [("the winner", winner)]
+    if isinstance(serial, Plan):
+        rows.append(("its layout without overlap", serial))
+    other = next((p for p in found.ranked if layout_of(p.step) != layout_of(winner.step)), None)
+    if other is not None:
+        rows.append((f"the next layout, {layout_of(other.step)}, {other.label}", other))
+    lines = []
+    for what, one in rows:
+        idle = one.iteration_ms - one.compute_ms - one.exposed_comm_ms
+        lines.append(
+            f"{what}: {one.iteration_ms:.1f} ms = {one.compute_ms:.1f} compute + "
+            f"{one.exposed_comm_ms:.1f} exposed communication (of {one.comm_ms:.1f}) + "
+            f"{max(idle, 0.0):.1f} idle and interference"
+        )
+    return lines
 
 
 def _show(query: Query, found: Found, top: int, why: list[str]) -> None:

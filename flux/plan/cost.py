@@ -85,11 +85,13 @@ class AnalyticCost:
         fabric: cluster and placement of the ranks.
         dtype: of the operators.
         itemsize: bytes of an element.
+        start_us: time to start a collective; None: the library's (flux/choice/cost.py).
     """
 
     fabric: Fabric
     dtype: str
     itemsize: int
+    start_us: float | None = None
     _times: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
 
     def solo(self, op: Op) -> float:
@@ -181,7 +183,8 @@ class AnalyticCost:
             return max(near, far) + self._latency_ms(span)
         ports_gbs = self.fabric.port_gbs * span.per_host
         kind = _LIBRARY[op.kind]
-        return collective_ms(kind, payload / size, size, span.per_host, cluster, ports_gbs)
+        shard, lanes = payload / size, span.per_host
+        return collective_ms(kind, shard, size, lanes, cluster, ports_gbs, self.start_us)
 
     def _speeds(self, span: Span) -> tuple[float, float]:
         """Return bytes per ms of a rank's link, and of the ports that a group has on a host."""

@@ -379,7 +379,7 @@ def _third_round(
         count = sum(one.rating.iteration_ms <= last for one in waiting)
         jobs = [one.job for one in waiting[:count]]
         del waiting[:count]
-        ended = pool.map(partial(_planned, query.cluster, False), jobs)
+        ended = pool.map(partial(plan_of, query.cluster, False), jobs)
         for one in _followed(ended, "best", count, progress):
             (refused if isinstance(one, str) else plans).append(one)
     return _settled(plans, query, pool, progress), refused
@@ -400,7 +400,7 @@ def _settled(
         if not short:
             return plans
         jobs = [(plan.step, plan.policy, plan.options) for plan in short]
-        ended = pool.map(partial(_planned, query.cluster, True), jobs)
+        ended = pool.map(partial(plan_of, query.cluster, True), jobs)
         settled = list(_followed(ended, "first", len(jobs), progress))
         plans = [plan for plan in plans if plan not in short]
         plans += [plan for plan in settled if isinstance(plan, Plan)]
@@ -424,8 +424,11 @@ def _rank(plan: Plan) -> tuple[float, float, str]:
     return plan.iteration_ms, plan.peak_memory_bytes, str((plan.step, plan.policy, plan.options))
 
 
-def _planned(cluster: Cluster, at_whole_length: bool, job: Job) -> Plan | str:
-    """Return a plan and its figures; or why there is none."""
+def plan_of(cluster: Cluster, at_whole_length: bool, job: Job) -> Plan | str:
+    """Return a plan and its figures; or why there is none.
+
+    At whole length, or else with fewer micro-batches if the step is long.
+    """
     step, name, options = job
     scaled = _ops(step) > MOST_OPS and not at_whole_length and len(lengths(step)) > 1
     try:
@@ -442,33 +445,7 @@ def _planned(cluster: Cluster, at_whole_length: bool, job: Job) -> Plan | str:
     )
 
 
-# -- why -------------------------------------------------------------------------------------------
-
-
-def reasons(found: Found, cluster: Cluster) -> list[str]:
-    """Return lines that say where the winner's time goes, beside what came close.
-
-    Args:
-        found: a search's outcome.
-        cluster: of the search.
-    """
-    winner = found.ranked[0]
-    serial = _planned(cluster, not winner.scaled, (winner.step, "serial", {}))
-    rows = [("the winner", winner)]
-    if isinstance(serial, Plan):
-        rows.append(("its layout without overlap", serial))
-    other = next((p for p in found.ranked if layout_of(p.step) != layout_of(winner.step)), None)
-    if other is not None:
-        rows.append((f"the next layout, {layout_of(other.step)}, {other.label}", other))
-    lines = []
-    for what, plan in rows:
-        idle = plan.iteration_ms - plan.compute_ms - plan.exposed_comm_ms
-        lines.append(
-            f"{what}: {plan.iteration_ms:.1f} ms = {plan.compute_ms:.1f} compute + "
-            f"{plan.exposed_comm_ms:.1f} exposed communication (of {plan.comm_ms:.1f}) + "
-            f"{max(idle, 0.0):.1f} idle and interference"
-        )
-    return lines
+# -- what is shown and written ---------------------------------------------------------------------
 
 
 def layout_of(step: Step) -> str:

@@ -8,6 +8,11 @@ from typing import Any
 import op_simulator as published
 import pytest
 
+from flux.choice.cost import gemm_ms, library_ms
+from flux.core.knobs import Op
+from flux.core.problem import Problem
+from flux.machine.cluster import load_cluster
+
 
 @pytest.fixture(scope="module")
 def times() -> list[dict[str, Any]]:
@@ -28,3 +33,21 @@ def test_published_totals_are_within_a_tenth(times: list[dict[str, Any]]) -> Non
     assert len(times) == 2 * len(published.PUBLISHED)
     for row in times:
         assert abs(row["total_off"]) <= published.LIMITS["total"], row
+
+
+def test_the_librarys_collective_between_hosts_is_a_ring() -> None:
+    """From two published figures of one cluster follows how long its library's collective takes.
+
+    With g the GEMM, c the collective, S the speed-up and E the overlap efficiency:
+    S = (g + c) / (g + (1 - E) c), so c = g (S - 1) / (1 - S (1 - E)).
+    """
+    row = next(one for one in published.PAPER_TWO_HOSTS if one.cluster == "flux-a100-nvlink")
+    cluster = load_cluster(row.cluster)
+    n, k = published.SIZES["ag_gemm"]
+    problem = Problem(Op.ag_gemm, published.TWO_HOSTS_ROWS, n, k, "bfloat16", 16, 2)
+    gemm = gemm_ms(problem, cluster)
+    implied = gemm * (row.speedup - 1) / (1 - row.speedup * (1 - row.efficiency))
+    ring = library_ms(problem, cluster)
+    assert ring == pytest.approx(implied, rel=0.1)
+    hierarchical = ring * (1 / 2) / (15 / 16)  # each row crosses between the two hosts once
+    assert hierarchical < 0.6 * implied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import time
@@ -16,7 +17,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flux.bench.shapes import Layer, Moe
+from flux.choice.cost import library_ms
 from flux.cli.app import app
+from flux.cli.plan import parsed
+from flux.core.knobs import Op as FusedOp
+from flux.core.problem import Problem
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
@@ -510,3 +515,78 @@ def test_the_command_prints_json_and_says_what_is_wrong(tmp_path: Path) -> None:
         assert result.exit_code == 2 and message in result.output, result.output
     result = run(app, ["plan", "explain", "--layers", "2", "--policy", "serial"])
     assert result.exit_code == 0 and "has most exposed communication" in result.output
+
+
+# -- policies that fail ----------------------------------------------------------------------------
+
+
+def test_a_policy_that_fails_is_a_row_beside_the_others() -> None:
+    run = CliRunner().invoke
+    base = ["plan", "simulate", "--layers", "2", "--micro-batch", "2"]
+    names = ["zbv", "serial", "domino:slices=4", "domino"]
+    words = [*base, *(word for name in names for word in ("--policy", name))]
+    shown = run(app, words)
+    assert shown.exit_code == 1 and "│ serial " in shown.stdout and "│ domino " in shown.stdout
+    for reason in ("zbv is a pipeline, and pp is 1", "4 slices must divide"):
+        assert reason in shown.stderr and reason.split()[-1] in shown.stdout
+    rows = json.loads(run(app, [*words, "--json", "-"]).stdout)
+    assert [row["policy"] for row in rows] == ["zbv", "serial", "domino slices=4", "domino"]
+    assert ["error" in row for row in rows] == [True, False, True, False]
+    assert rows[0]["error"] == "zbv is a pipeline, and pp is 1" and rows[1]["iteration_ms"] > 0
+    # One that lacks memory has its figures, too.
+    pipeline = [*base, "--tp", "4", "--pp", "2", "--micro-batches", "8", "--json", "-"]
+    both = json.loads(run(app, [*pipeline, "--policy", "serial", "--policy", "wavelet"]).stdout)
+    low, high = sorted(row["peak_memory_bytes"] for row in both)
+    limit = ["--memory-gb", str((low + high) / 2e9)]
+    lacking = run(app, [*pipeline, *limit, "--policy", "serial", "--policy", "wavelet"])
+    assert lacking.exit_code == 1
+    reasons = [row.get("error", "") for row in json.loads(lacking.stdout)]
+    assert sum("a device needs" in reason for reason in reasons) == 1
+    explained = run(app, ["plan", "explain", *words[2:]])
+    assert explained.exit_code == 1 and "has most exposed communication" in explained.stdout
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_a_wrong_option_gets_one_line_with_the_right_ones(name: str) -> None:
+    known = inspect.signature(type(policy_of(name))).parameters
+    wrong: list[dict[str, Any]] = [{"slice": 2}]
+    wrong += [{key: value} for key in known for value in ("nonsense", 1.5, -3)]
+    for options in wrong:
+        if name == "centauri" and options == {"memory_gb": 1.5}:
+            continue
+        with pytest.raises(ValueError, match=f"^(policy )?{name}") as caught:
+            policy_of(name, options)
+        message = str(caught.value)
+        listed = message.partition("its options: ")[2]
+        assert all(f"{key}=" in listed for key in known) and (known or listed == "none")
+        assert "\n" not in message and "__init__" not in message and "argument" not in message
+
+
+def test_options_of_a_policy_are_given_once_and_may_be_fractions() -> None:
+    assert parsed("centauri:memory_gb=1.5,model=false") == (
+        "centauri",
+        {"memory_gb": 1.5, "model": False},
+    )
+    with pytest.raises(ValueError, match="slices is given twice"):
+        parsed("domino:slices=2,slices=4")
+
+
+# -- one model of collectives ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", ["flux-a100-nvlink", "dhelix-a40", "flux-l20-pcie", "cpu"])
+@pytest.mark.parametrize("kind", ["ag_gemm", "gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_collective_takes_as_long_as_beside_a_fused_op(
+    cluster: str, kind: str, hosts: int
+) -> None:
+    """``fused=auto`` compares the two."""
+    found = replace(load_cluster(cluster), hosts=2)
+    ranks = hosts * found.devices
+    if found.network.gbs <= 0 and hosts > 1:
+        pytest.skip("the network's speed is not known")
+    problem = Problem(FusedOp.named(kind), 8192, 49152, 49152, "bfloat16", ranks, hosts)
+    fabric = Fabric(found, Parallel(tp=ranks))
+    moved = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter", "gemm_ar": "all_reduce"}[kind]
+    op = Op("it", moved, fabric.resource("tp"), "fwd", 0, "it", shape=(8192, 49152), group="tp")
+    assert AnalyticCost(fabric, "bfloat16", 2).solo(op) == pytest.approx(library_ms(problem, found))

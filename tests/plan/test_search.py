@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flux.cli.app import app
+from flux.cli.plan import parsed
+from flux.cli.plan_run import _config
 from flux.machine.cluster import load_cluster
 from flux.plan import search as searching
 from flux.plan.build import build_step
@@ -31,6 +33,7 @@ from flux.plan.search import (
     search,
     winner_of,
 )
+from flux.plan.shrink import changes_of, shrunk
 from flux.plan.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,11 +228,12 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     assert {"policy", "model", "cluster", "tp", "dp", "pp", "iteration_ms"} <= set(first)
     assert first["tp"] * first["dp"] * first["pp"] == 2
     assert content["why"] and trace.stat().st_size and "<svg" in page.read_text()
-    words = ["plan", "run", "--plan", str(out), "--scale", "64", "--layers", "2"]
-    ran = run(app, [*words, "--sequence", "16", "--repeats", "1", "--json", "-"])
+    ran = run(app, ["plan", "run", "--plan", str(out), "--shrink", "--repeats", "1", "--json", "-"])
     assert ran.exit_code == 0, ran.output
-    _, best = json.loads(ran.output)
+    assert "shrunk: layers 32 to 2" in ran.stderr
+    _, best = json.loads(ran.stdout)
     assert best["policy"] == first["policy"] and best["tp"] == first["tp"]
+    assert best["shrunk"]["layers"] == [32, 2]
     bad = run(app, ["plan", "run", "--plan", str(trace)])
     assert bad.exit_code == 2 and "is not an outcome of flux plan search" in bad.output
     # All degrees are taken over, and checked.
@@ -246,6 +250,56 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     out.write_text("{")
     with pytest.raises(ValueError, match=r"plans.json: not JSON"):
         winner_of(str(out))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    "policy, degrees",
+    [
+        ("zbv", {"tp": 2, "pp": 8, "dp": 4}),
+        ("dualpipev", {"tp": 4, "pp": 8, "dp": 2}),
+        ("interleaved:chunks=5", {"tp": 4, "pp": 4, "dp": 4}),
+        ("dhelix", {"tp": 8, "pp": 4, "dp": 2}),
+        ("domino:slices=4", {"tp": 8, "dp": 8, "micro_batch": 8}),
+        ("centauri:chunks=2", {"tp": 4, "pp": 16}),
+        ("centauri", {"dp": 64, "zero": 3}),
+        ("serial:fused=auto", {"tp": 8, "cp": 2, "pp": 5, "dp": 3}),
+    ],
+    ids=str,
+)
+def test_a_plan_for_a_cluster_shrinks_to_the_ranks_here(
+    policy: str, degrees: dict[str, int], ranks: int, tmp_path: Path
+) -> None:
+    plan = {"tp": 1, "cp": 1, "dp": 1, "pp": 1, "ep": 1, "micro_batch": 1, "micro_batches": 64}
+    plan |= {"zero": 1, "sequence_parallel": False, "regather": False} | degrees
+    name, options = parsed(policy)
+    plan["policy_options"] = {"name": name, **options}
+    path = tmp_path / "plans.json"
+    path.write_text(json.dumps({"model": "llama2-70b", "sequence": 4096, "plans": [plan]}))
+    given = winner_of(str(path)) | dict.fromkeys(("profile", "link_rate")) | {"shard": 0}
+    given |= {"repeats": 1, "warmup": 0, "threads": 1, "seed": 0, "timeout": 9.0, "hosts": "1"}
+    changes = shrunk(given, ranks, False, _config)
+    world = changes["tp"] * changes["cp"] * changes["dp"] * changes["pp"]
+    assert 1 < world <= ranks and changes["sequence"] <= 256
+    for key in ("tp", "cp", "dp", "pp", "micro_batches"):
+        assert changes[key] <= plan[key] and plan[key] % changes[key] == 0
+    config = _config(given | changes)  # which plans the step under the policy
+    assert config.step.layer.hidden == 512 and config.step.layers <= 40
+    assert changes_of(given, changes)["hidden"] == [8192, 512]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--shrink"], "--shrink needs --plan FILE"),
+        (["--plan", "f", "--shrink", "--layers", "4"], "--shrink chooses --layers"),
+        (["--plan", "f", "--shrink"], "f: "),
+    ],
+    ids=str,
+)
+def test_shrink_is_refused_without_a_plan(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "run", *words])
+    assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output
 
 
 @pytest.mark.parametrize(
