@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 
 from flux.cli import options
 from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_ranks
-from flux.cli.terminal import PLAIN, refuse
+from flux.cli.terminal import (
+    PLAIN,
+    command_line,
+    open_console,
+    refuse,
+    say,
+    write_file,
+    writing,
+)
 
 if TYPE_CHECKING:
     from flux.plan.model import Step
@@ -171,7 +177,7 @@ def write(content: Any, target: str | None) -> None:
     if target == "-":
         print(json.dumps(content, indent=1))
     elif target is not None:
-        Path(target).write_text(json.dumps(content, indent=1) + "\n")
+        write_file(target, json.dumps(content, indent=1) + "\n")
 
 
 def write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> None:
@@ -181,7 +187,8 @@ def write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> No
     if target is None:
         return
     events = [event for label, t in timelines for event in t.events(f"{label}: ")]
-    write_chrome(events, target, {"command": ["flux", *sys.argv[1:]]})
+    with writing(target):
+        write_chrome(events, target, {"command": command_line()})
 
 
 def draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) -> None:
@@ -194,7 +201,7 @@ def draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) 
         content = drawing(timelines) if target.endswith(".svg") else page(title, timelines)
     except ValueError as error:
         refuse(str(error))
-    Path(target).write_text(content)
+    write_file(target, content)
 
 
 class Planned(NamedTuple):
@@ -269,7 +276,7 @@ def simulate_command(
     step, cluster, timelines = planned
     rows = [report.document(label, step, cluster, timeline) for label, timeline in timelines]
     if json_target != "-":
-        report.show(rows, _title(step, cluster), Console())
+        report.show(rows, _title(step, cluster), open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
     write_trace(timelines, trace)
     draw(_title(step, cluster), timelines, picture)
@@ -281,7 +288,7 @@ def explain_command(planned: Planned) -> None:
     """Say which communication a policy hides, and which it does not."""
     from flux.plan.report import explain
 
-    console = Console()
+    console = open_console()
     console.print(_title(planned.step, planned.cluster), **PLAIN)
     for label, timeline in planned.timelines:
         console.print(f"\n[bold]{label}[/]: {timeline.iteration_ms:.2f} ms", **PLAIN)
@@ -357,7 +364,7 @@ def run_command(
         row |= {"predicted_ms": ran.predicted.iteration_ms, "times_ms": list(ran.times_ms)}
         rows.append(row)
     if not quiet and json_target != "-":
-        report.show(rows, _title(config.step, name), Console())
+        report.show(rows, _title(config.step, name), open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
     both = [
         (f"{r.label}, {what}", t)
@@ -411,10 +418,11 @@ def profile_command(
     )
     _, (measured, _) = _on_ranks(given, only_profile=True)
     if speaks():
-        measured.write(Path(out))
+        with writing(out):
+            measured.write(Path(out))
         if not quiet:
             count = len(measured.oef) + len(measured.pairs)
-            print(f"wrote {out}: {len(measured.solo)} operators, {count} pairs")
+            say(f"wrote {out}: {len(measured.solo)} operators, {count} pairs")
 
 
 def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:

@@ -9,8 +9,8 @@ Python's json parses, since its hooks see each object before duplicate keys are 
 was tried) keeps the last of them, takes integers of any size, and its messages do not say what was
 found.
 
-A ``Table`` returns the values of one TOML table or JSON object and checks each. It rejects keys that no caller has
-read: a misspelt key must not silently mean the default.
+A ``Table`` returns the values of one TOML table or JSON object and checks each. It rejects keys
+that no caller has read: a misspelt key must not silently mean the default.
 """
 
 from __future__ import annotations
@@ -213,7 +213,10 @@ def _plain(bound: float) -> str:
 
 
 class Table:
-    """One table of a TOML file, or one object of a JSON file. Reading a value removes it; ``done`` rejects keys that remain."""
+    """One table of a TOML file, or object of a JSON file.
+
+    Reading a value removes it; ``done`` rejects keys that remain.
+    """
 
     def __init__(
         self, file: Path, values: dict[str, Any], prefix: str = "", what: str = ""

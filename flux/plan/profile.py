@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flux.core.datafile import Table, shown
+from flux.core.wholefile import write_output
 from flux.plan.cost import CostModel
 from flux.plan.execute import Work, members
 from flux.plan.graph import COMPUTE, FUSED, GROUPS, RESOURCES, ROLES, Graph, Op
@@ -69,7 +70,7 @@ class Profile:
                 for (a, b), oef in self.pairs.items()
             ],
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_output(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_profile(path: Path) -> Profile:

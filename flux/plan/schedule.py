@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flux.core.datafile import Table, one_line, shown
+from flux.core.wholefile import write_output
 from flux.plan.graph import RESOURCES, ROLES, Graph, GraphError, Op, topological
 from flux.plan.records import read_group, read_kind, read_shape
 
@@ -176,7 +177,7 @@ class StepSchedule:
 
     def write(self, path: Path) -> None:
         """Write the schedule as JSON."""
-        path.write_text(json.dumps(self.to_json()) + "\n")
+        write_output(path, json.dumps(self.to_json()) + "\n")
 
 
 def read_schedule(path: Path) -> StepSchedule:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from flux.bench.shapes import model_of
 from flux.core.datafile import Table, shown
+from flux.launch.sockets import use_short_socket_paths
 from flux.machine.cluster import Cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
@@ -186,6 +187,7 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
             f"the smallest needs {least:.1f} GB"
         )
     kept = _best(fitting, query.beam)
+    use_short_socket_paths()
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         round2 = pool.map(partial(_quick, query.cluster, query.policies), kept)

@@ -374,7 +374,9 @@ def _check_space(space: Space) -> None:
 
 # -- plans -----------------------------------------------------------------------------------------
 
-STEP = step_of("gpt-6.7b", Parallel(tp=2, pp=2), layers=2, sequence=64, micro_batch=2, micro_batches=1)
+STEP = step_of(
+    "gpt-6.7b", Parallel(tp=2, pp=2), layers=2, sequence=64, micro_batch=2, micro_batches=1
+)
 FABRIC = Fabric(replace(load_cluster("cpu"), devices=4), STEP.parallel)
 COST = AnalyticCost(FABRIC, STEP.dtype, STEP.itemsize)
 GRAPH = build_step(STEP, FABRIC)
