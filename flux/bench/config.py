@@ -9,8 +9,10 @@ from typing import Any
 
 from flux.core.dtypes import BY_SHORT, DTYPES
 from flux.core.env import MOST_SECONDS
+from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch.hosts import parse_hosts, parse_rate
+from flux.machine.host import reason_too_large
 
 MOST_RANKS = 1024
 """That can be started: each is a process, and its peers have a connection to it."""
@@ -75,6 +77,27 @@ def checked_seconds(name: str, value: float) -> float:
     return value
 
 
+def memory_of(problem: Problem) -> int:
+    """Return the bytes that measuring a problem takes at least: on all ranks, on CPUs.
+
+    Inputs, one result of the three methods, and reference and bound in float64.
+    """
+    m, n, k, size = problem.m, problem.n, problem.k, DTYPES[problem.dtype].itemsize
+    results = m * n * (1 if problem.op is Op.gemm_rs or problem.op.gathers else problem.world)
+    return size * (m * k + n * k) + (size + 16) * results
+
+
+def check_memory(needed: int) -> None:
+    """Check that this host has so many bytes of memory; without it, the kernel ends a rank.
+
+    Raises:
+        ValueError: it has not; the message says how many it has.
+    """
+    problem = reason_too_large(needed)
+    if problem is not None:
+        raise ValueError(f"{problem}: lower the sizes, or the number of ranks")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The common settings of all benchmarks on ranks; pickled and sent to every rank.
@@ -113,6 +136,11 @@ class Run:
     def ranks(self) -> int:
         """Number of ranks."""
         raise NotImplementedError
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the host's memory that all ranks together need, at least; 0: unknown."""
+        return 0
 
     @property
     def host_of(self) -> tuple[int, ...]:
@@ -154,6 +182,11 @@ class BenchConfig(Run):
     def ranks(self) -> int:
         """Number of ranks."""
         return self.problem.world
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the inputs, the results and their references in float64, on CPUs."""
+        return 0 if self.backend == "cuda" else memory_of(self.problem)
 
     @property
     def processes(self) -> int:

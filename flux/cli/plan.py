@@ -429,10 +429,11 @@ def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
     """Return the configuration, and what its ranks found; exit for bad input."""
     from dataclasses import replace
 
+    from flux.bench.config import check_memory
     from flux.bench.launch import on_ranks
     from flux.bench.model import scaled
     from flux.plan.profile import read_profile
-    from flux.plan.run import PlanRun, run_entry, schedules_of
+    from flux.plan.run import PlanRun, memory_of, run_entry, schedules_of
 
     for target in ("trace", "picture", "json_target"):
         if speaks() and given[target] not in (None, "-"):
@@ -455,7 +456,8 @@ def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
             hosts=given["hosts"],
             link_rate=given["link_rate"],
         )
-        schedules_of(config)  # raises here, before any rank starts
+        # All of this raises here, before any rank starts.
+        check_memory(memory_of(config, schedules_of(config, config.profile)))
     except (ValueError, OSError) as error:
         refuse(str(error))
     silent = given["quiet"] or given["json_target"] == "-" or not speaks()

@@ -142,7 +142,7 @@ def tune_shapes(
     """
     if context.invoked_subcommand is not None:
         return
-    from flux.bench.config import check_numbers, checked_seconds
+    from flux.bench.config import check_memory, check_numbers, checked_seconds, memory_of
     from flux.tune.machine import resolve_backend
     from flux.tune.tuner import Options
 
@@ -171,6 +171,8 @@ def tune_shapes(
         if explain:
             _explain(problems, described, tried, backend, options, json_output=json_output)
             return
+        if backend == "cpu":
+            check_memory(max(map(memory_of, problems)))
     except (ValueError, TypeError) as error:
         refuse(str(error))
     _tune(
