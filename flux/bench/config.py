@@ -66,6 +66,16 @@ def check_numbers(of: object) -> None:
     checked_seconds("timeout", getattr(of, "timeout_s", 1.0))
 
 
+def check_ranks(count: int) -> None:
+    """Check that so many ranks can be started.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if count > MOST_RANKS:
+        raise ValueError(f"at most {MOST_RANKS} ranks can be started, got {count}")
+
+
 def checked_seconds(name: str, value: float) -> float:
     """Return a time to wait.
 
@@ -124,8 +134,7 @@ class Run:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        if self.ranks > MOST_RANKS:
-            raise ValueError(f"at most {MOST_RANKS} ranks can be started, got {self.ranks}")
+        check_ranks(self.ranks)
         hosts = len(set(self.host_of))
         if self.link_rate is not None:
             parse_rate(self.link_rate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
+from rich.errors import MarkupError
 from rich.markup import escape
 from rich.text import Text
 from typer.core import TyperGroup
@@ -28,9 +30,6 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-_MOST_COLUMNS = 1000
-"""Of a terminal. COLUMNS may say anything, and lines are filled up to it."""
-
 
 def printable(text: str) -> str:
     """Return ``text`` without commands to a terminal: control characters are escaped.
@@ -44,16 +43,19 @@ class SafeConsole(Console):
     """A console that prints strings as they are, control characters escaped."""
 
     def render_str(self, text: str, **how: Any) -> Text:
-        """Return a string as rich prints and measures it."""
-        return super().render_str(printable(text), **how)
+        """Return a string as rich prints and measures it; what is no markup, as it is."""
+        text = printable(text)
+        try:
+            return super().render_str(text, **how)
+        except MarkupError:  # of a name in a file
+            return super().render_str(text, **{**how, "markup": False})
 
 
 def open_console(*, stderr: bool = False, least: int = 0) -> Console:
     """Return the console of this process's output, at least ``least`` columns wide."""
     made = SafeConsole(stderr=stderr)
-    width = min(max(made.width, least), _MOST_COLUMNS)
-    if width != made.width:
-        made.width = width
+    if made.width < least:
+        made.width = least
     return made
 
 
@@ -93,9 +95,13 @@ def _silence(stream: TextIO) -> None:
 class Commands(TyperGroup):
     """The root of all commands, which ends each of them in words, whatever is printed where."""
 
+    _status = EXIT_FAILED
+    """With which a command ends that cannot print its error."""
+
     def main(self, *args: Any, **options: Any) -> Any:
         """Run a command, then write what is left of its output."""
         _open_streams()
+        _check_size()
         try:
             try:
                 return super().main(*args, **options)
@@ -113,31 +119,38 @@ class Commands(TyperGroup):
             of_stream = "stdout: " if error.errno in (errno.ENOSPC, errno.EIO) else ""
             where = of_stream if error.filename is None else f"{error.filename}: "
             complain(one_line(f"{where}{error.strerror or error}"))
-            sys.exit(EXIT_FAILED)
+            sys.exit(self._status)
         except MemoryError as error:
             complain(one_line(f"not enough memory: {error}".removesuffix(": ")))
             sys.exit(EXIT_FAILED)
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         """Parse the command line; errors quote it, control characters escaped."""
-        with _printable_errors():
+        with self._printable_errors():
             return super().make_context(*args, **options)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand; errors quote the command line, control characters escaped."""
-        with _printable_errors():
+        with self._printable_errors():
             return super().invoke(ctx)
 
+    @contextlib.contextmanager
+    def _printable_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            message = getattr(error, "message", None)  # of errors in a command line
+            if isinstance(message, str):
+                self._status = EXIT_USAGE
+                error.message = printable(message)  # type: ignore[attr-defined]
+            raise
 
-@contextlib.contextmanager
-def _printable_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        message = getattr(error, "message", None)  # of errors in a command line
-        if isinstance(message, str):
-            error.message = printable(message)  # type: ignore[attr-defined]
-        raise
+
+def _check_size() -> None:
+    """Forget a size of the terminal in the environment that none has: it is what lines fill."""
+    for name in ("COLUMNS", "LINES"):
+        if not re.fullmatch(r"[0-9]{0,3}", os.environ.get(name, ""), re.ASCII):
+            del os.environ[name]
 
 
 def _open_streams() -> None:

@@ -142,7 +142,13 @@ def tune_shapes(
     """
     if context.invoked_subcommand is not None:
         return
-    from flux.bench.config import check_memory, check_numbers, checked_seconds, memory_of
+    from flux.bench.config import (
+        check_memory,
+        check_numbers,
+        check_ranks,
+        checked_seconds,
+        memory_of,
+    )
     from flux.tune.machine import resolve_backend
     from flux.tune.tuner import Options
 
@@ -167,6 +173,7 @@ def tune_shapes(
         backend = resolve_backend(backend, transport, of_space)
         sizes = {"sequence": sequence, "batch": batch}
         usual = dtype or ("bfloat16" if op is not None and backend == "cuda" else None)
+        check_ranks(world or nproc or 1)
         problems = _problems(shapes, op, m, n, k, sizes, usual, world or nproc)
         if explain:
             _explain(problems, described, tried, backend, options, json_output=json_output)
