@@ -22,11 +22,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flux.bench.shapes import model_of
-from flux.core.datafile import Table, shown
+from flux.core.datafile import MOST_SIZE, Table, shown
 from flux.launch.sockets import use_short_socket_paths
 from flux.machine.cluster import Cluster
 from flux.plan.build import build_step
@@ -82,8 +83,12 @@ class Query:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            if value > MOST_SIZE:
+                raise ValueError(f"{name} must be at most {MOST_SIZE}, got {shown(value)}")
         if not self.memory_gb > 0:
             raise ValueError(f"memory must be above 0 GB, got {self.memory_gb:g}")
+        if not self.memory_gb <= 1e9:
+            raise ValueError(f"memory must be at most 1e9 GB, got {self.memory_gb:g}")
         devices = self.cluster.hosts * self.cluster.devices
         if self.gpus > devices:
             raise ValueError(
@@ -276,7 +281,8 @@ def layouts(query: Query) -> Iterator[Step]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 class Rating(NamedTuple):

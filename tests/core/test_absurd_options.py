@@ -74,6 +74,9 @@ def test_options_of_all_commands_are_checked_before_ranks_start() -> None:
             ["plan", "run", "--policy", "serial", "--micro-batch", "9999999"],
             "GiB of memory are needed, and",
         ),
+        (["plan", "simulate", "--micro-batches", "99999999"], "are too many operators to plan"),
+        (["plan", "search", "--gpus", "2", "--batch", "1" + "0" * 30], "batch must be at most"),
+        (["plan", "search", "--gpus", "2", "--memory", "inf"], "memory must be at most 1e9 GB"),
         (["compile", "--list", "--out", "~nosuchuser/x"], "no home directory is known for"),
     ],
 )
