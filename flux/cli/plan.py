@@ -433,7 +433,7 @@ def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
     from flux.bench.launch import on_ranks
     from flux.bench.model import scaled
     from flux.plan.profile import read_profile
-    from flux.plan.run import PlanRun, memory_of, run_entry, schedules_of
+    from flux.plan.run import PlanRun, memory_of, predictions, run_entry, schedules_of
 
     for target in ("trace", "picture", "json_target"):
         if speaks() and given[target] not in (None, "-"):
@@ -457,7 +457,10 @@ def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
             link_rate=given["link_rate"],
         )
         # All of this raises here, before any rank starts.
-        check_memory(memory_of(config, schedules_of(config, config.profile)))
+        schedules = schedules_of(config, config.profile)
+        check_memory(memory_of(config, schedules))
+        if config.profile is not None:
+            predictions(config.profile, schedules)
     except (ValueError, OSError) as error:
         refuse(str(error))
     silent = given["quiet"] or given["json_target"] == "-" or not speaks()

@@ -104,6 +104,16 @@ def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, S
     return found
 
 
+def predictions(profile: Profile, schedules: Mapping[str, StepSchedule]) -> dict[str, Timeline]:
+    """Return what a profile predicts for each schedule, by label.
+
+    Raises:
+        ValueError: the profile does not have an operator of them.
+    """
+    cost = ProfiledCost(profile)
+    return {label: simulate(schedule, cost) for label, schedule in schedules.items()}
+
+
 def memory_of(config: PlanRun, schedules: Mapping[str, StepSchedule]) -> int:
     """Return the bytes that the ranks need at least to run the schedules: of GEMMs and collectives.
 
@@ -168,9 +178,7 @@ def _run(
         profile, schedules = _chosen(config, profiler, profile, progress)
     if only_profile:
         return profile, []
-    cost = ProfiledCost(profile)
-    # Raises, before anything runs, if the profile does not have what is run.
-    predicted = {label: simulate(schedule, cost) for label, schedule in schedules.items()}
+    predicted = predictions(profile, schedules)
     executors = {
         label: Executor(schedule, config.step.parallel, work, config.timeout_s)
         for label, schedule in schedules.items()

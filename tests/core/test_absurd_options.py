@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import absurd
+import fuzz_files
 from absurd import NUMBERS, TEXTS
 from flux.cli import terminal
 from flux.cli.app import app
@@ -23,7 +24,7 @@ from flux.launch import sockets
 from flux.launch.hosts import parse_hosts, parse_rate
 from harness import STRESS
 
-CASES = 100 * STRESS
+CASES = 60 * STRESS
 """Of some 7000; `python tests/support/absurd.py` tries all."""
 ESCAPES = "\x1b[31mred\a\x9b2J\u202e\udcff"
 
@@ -86,6 +87,14 @@ def test_errors_of_large_values_say_what_is_allowed(words: list[str], said: str)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert said in result.stderr
+
+
+def test_a_profile_of_another_step_is_refused_before_ranks_start() -> None:
+    fuzz_files._profile().write(Path("profile.json"))
+    words = ["plan", "run", "--policy", "serial", "--profile", "profile.json"]
+    with absurd.without_ranks():
+        result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "is not in the profile; measure it" in result.stderr
 
 
 def test_rates_and_hosts_have_ranges() -> None:
