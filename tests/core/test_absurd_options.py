@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import absurd
-import fuzz_files
+import fuzz_plans
 from absurd import NUMBERS, TEXTS
 from flux.cli import terminal
 from flux.cli.app import app
@@ -90,7 +90,7 @@ def test_errors_of_large_values_say_what_is_allowed(words: list[str], said: str)
 
 
 def test_a_profile_of_another_step_is_refused_before_ranks_start() -> None:
-    fuzz_files._profile().write(Path("profile.json"))
+    fuzz_plans.sample_profile().write(Path("profile.json"))
     words = ["plan", "run", "--policy", "serial", "--profile", "profile.json"]
     with absurd.without_ranks():
         result = CliRunner().invoke(app, words)

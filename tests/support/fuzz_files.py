@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -29,15 +29,15 @@ from typing import Any
 
 from rich.console import Console
 
+import fuzz_plans
 import suite_data
 from flux.bench import page, results
-from flux.bench.shapes import Layer, Model, Shapes, layer_of, load_shapes, model_of
+from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes, model_of
 from flux.choice.cache import Cache, read, read_export
 from flux.choice.cost import predict, resolved
 from flux.choice.keys import Key
 from flux.choice.winners import DamagedEntryError, Entry, Winner, checksum, fit
 from flux.cli import suite_view
-from flux.cli.plan import parsed as parsed_policy
 from flux.core.datafile import data_root
 from flux.core.knobs import OPS, Knobs, Op
 from flux.core.problem import Problem
@@ -55,18 +55,9 @@ from flux.kernels.trust import UntrustedError
 from flux.machine import host
 from flux.machine.cluster import Cluster, load_cluster
 from flux.machine.detection import System
-from flux.plan import op_simulator
-from flux.plan.build import build_step
-from flux.plan.cost import AnalyticCost
-from flux.plan.fabric import Fabric
-from flux.plan.model import Parallel, step_of
-from flux.plan.picture import page as page_of_plan
-from flux.plan.policies import planned, policy_of
-from flux.plan.profile import Profile, ProfiledCost, key_of, layer_pairs, read_profile
-from flux.plan.report import explain
-from flux.plan.schedule import StepSchedule, read_schedule
+from flux.plan.profile import read_profile
+from flux.plan.schedule import read_schedule
 from flux.plan.search import winner_of
-from flux.plan.simulate import simulate
 from flux.trace import read_chrome, write_chrome
 from flux.trace.chrome import flows
 from flux.trace.record import Trace
@@ -336,18 +327,7 @@ def _check_cluster(cluster: Cluster) -> None:
         assert len(cluster.fingerprint(shape)) == 16
     knobs = resolved(SHAPE, Knobs())
     assert math.isfinite(predict(SHAPE, cluster, knobs, None).total)
-    _check_planned(cluster)
-
-
-def _check_planned(cluster: Cluster) -> None:
-    """Steps and calls have finite times on it, or there is an error in words."""
-    with suppress(ValueError):
-        fabric = Fabric(cluster, STEP.parallel)
-        cost = AnalyticCost(fabric, STEP.dtype, STEP.itemsize)
-        assert math.isfinite(sum(map(cost.solo, build_step(STEP, fabric).ops)))
-    with suppress(ValueError):
-        assert math.isfinite(op_simulator.unfused(SHAPE, cluster, None).total_ms)
-        assert math.isfinite(op_simulator.simulate(SHAPE, cluster, Knobs()).total_ms)
+    fuzz_plans.check_planned(cluster)
 
 
 def _check_shapes(shapes: Shapes) -> None:
@@ -370,86 +350,6 @@ def _check_space(space: Space) -> None:
     for name, values in space.kernels.items():
         for value in values:
             assert isinstance(value, (str, int, tuple)), name
-
-
-# -- plans -----------------------------------------------------------------------------------------
-
-STEP = step_of(
-    "gpt-6.7b", Parallel(tp=2, pp=2), layers=2, sequence=64, micro_batch=2, micro_batches=1
-)
-FABRIC = Fabric(replace(load_cluster("cpu"), devices=4), STEP.parallel)
-COST = AnalyticCost(FABRIC, STEP.dtype, STEP.itemsize)
-GRAPH = build_step(STEP, FABRIC)
-SCHEDULE = planned(policy_of("domino", {"slices": 2}), GRAPH, FABRIC, COST)
-
-
-def _written(thing: Profile | StepSchedule) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        thing.write(Path(folder) / "file")
-        return (Path(folder) / "file").read_bytes()
-
-
-def _profile() -> Profile:
-    solo = {key_of(op): 1.0 + number for number, op in enumerate(GRAPH.ops)}
-    pairs = {(key_of(a), key_of(b)): 0.25 for a, b in layer_pairs(GRAPH)[:3]}
-    return Profile(solo, {("gemm", "intra"): 0.9}, {"hosts": "1", "link_rate": None}, pairs)
-
-
-def _check_profile(profile: Profile) -> None:
-    """All operators of another step have a time beside it, and policies can plan by it."""
-    cost = ProfiledCost(profile, COST)
-    schedule = planned(policy_of("domino", {"slices": 2}), GRAPH, FABRIC, cost)
-    assert 0 <= simulate(schedule, cost).iteration_ms < 1e18
-    for (a, b), factor in profile.pairs.items():
-        assert -1e9 <= factor <= 1 and {a, b} <= set(profile.solo)
-
-
-def _check_schedule(schedule: StepSchedule) -> None:
-    """The simulator, the pictures and the trace take it."""
-    timeline = simulate(schedule, COST)
-    assert 0 <= timeline.iteration_ms < 1e18
-    assert 0 <= timeline.peak_memory_bytes < 1e18 and timeline.exposed_comm_ms >= 0
-    timeline.events("plan: ")
-    explain(timeline)
-    page_of_plan("a plan", [("plan", timeline)]).encode()
-    schedule.to_csv().encode()
-    json.dumps(schedule.to_json(), allow_nan=False)
-    for stage in range(schedule.graph.stages):
-        schedule.collectives(stage, "tp")
-
-
-def _plans_text() -> bytes:
-    row = {"tp": 2, "cp": 1, "dp": 1, "pp": 2, "ep": 1, "micro_batch": 1, "micro_batches": 2}
-    row |= {"zero": 1, "sequence_parallel": False, "regather": False, "iteration_ms": 12.5}
-    row |= {"policy_options": {"name": "domino", "order": "blocks", "slices": 2}}
-    found = {"model": "gpt-6.7b", "gpus": 4, "batch": 2, "sequence": 64, "plans": [row]}
-    return _json(found)
-
-
-def _check_winner(given: dict[str, Any]) -> None:
-    """Its step can be planned, or there is an error in words, as for options in the command."""
-    serial, text = given["policy"]
-    assert serial == "serial"
-    degrees = {name: given[name] for name in ("tp", "cp", "dp", "pp", "ep")}
-    try:
-        parallel = Parallel(**degrees, sequence=given["sequence_parallel"])
-        names = ("sequence", "micro_batch", "micro_batches", "zero", "regather")
-        step = step_of(given["model"], parallel, **{name: given[name] for name in names})
-        policy = policy_of(*parsed_policy(text))
-        if parallel.world * step.micro_batches <= 64:
-            fabric = Fabric(replace(FABRIC.cluster, hosts=64), parallel)
-            planned(policy, build_step(replace(step, layers=parallel.pp), fabric), fabric, COST)
-    except ValueError as error:
-        assert str(error).isprintable()
-
-
-def _check_model(model: Model) -> None:
-    assert model.layer.intermediate or model.layer.moe
-    assert 1 <= model.layers <= SIZE and 1 <= model.sequence <= SIZE and model.name.isprintable()
-    layer = replace(model.layer)
-    step = replace(STEP, layer=layer, layers=2, parallel=Parallel(), dtype=model.dtype)
-    graph = build_step(step, replace(FABRIC, parallel=Parallel()))
-    assert math.isfinite(sum(map(COST.solo, graph.ops)))
 
 
 # -- results and traces ----------------------------------------------------------------------------
@@ -567,19 +467,19 @@ def kinds() -> list[Kind]:
         ),
         Kind(
             *("model of a step", "s.toml", _tuning("shapes", "phi-moe"), "toml"),
-            *(model_of, bad, _check_model),
+            *(model_of, bad, fuzz_plans.check_model),
         ),
         Kind(
-            *("plan profile", "p.json", _written(_profile()), "json"),
-            *(read_profile, (*bad, OSError), _check_profile),
+            *("plan profile", "p.json", fuzz_plans.written(fuzz_plans.sample_profile()), "json"),
+            *(read_profile, (*bad, OSError), fuzz_plans.check_profile),
         ),
         Kind(
-            *("step schedule", "s.json", _written(SCHEDULE), "json"),
-            *(read_schedule, (*bad, OSError), _check_schedule),
+            *("step schedule", "s.json", fuzz_plans.written(fuzz_plans.SCHEDULE), "json"),
+            *(read_schedule, (*bad, OSError), fuzz_plans.check_schedule),
         ),
         Kind(
-            *("found plans", "f.json", _plans_text(), "json"),
-            *(lambda path: winner_of(str(path)), (*bad, OSError), _check_winner),
+            *("found plans", "f.json", fuzz_plans.plans_text(), "json"),
+            *(lambda path: winner_of(str(path)), (*bad, OSError), fuzz_plans.check_winner_of),
         ),
         Kind(
             *("space of the CPU", "s.toml", _tuning("spaces", "cpu"), "toml"),
