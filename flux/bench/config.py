@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flux.core.dtypes import BY_SHORT, DTYPES
+from flux.core.env import MOST_SECONDS
+from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch.hosts import parse_hosts, parse_rate
+from flux.machine.host import reason_too_large
+
+MOST_RANKS = 1024
+"""That can be started: each is a process, and its peers have a connection to it."""
+_RANGES = {
+    "repeats": (1, 1_000_000),
+    "warmup": (0, 1_000_000),
+    "threads": (1, max(256, os.cpu_count() or 1)),  # a library that cannot start them crashes
+    "seed": (-(2**63), 2**64 - 1),  # what torch.Generator takes
+}
+"""Smallest and largest values of settings."""
 
 ONE_GPU = ("virtual", "loopback")  # transports of ranks that share a GPU and a process
 
@@ -39,6 +53,61 @@ def link_bytes_minimum(problem: Problem, hosts: Sequence[int]) -> int:
     return twice * crossings * problem.m * problem.row_bytes
 
 
+def check_numbers(of: object) -> None:
+    """Check the numbers that say how a run goes, as far as ``of`` has them.
+
+    Raises:
+        ValueError: one is out of range; the message says which range.
+    """
+    for name, (least, most) in _RANGES.items():
+        value = getattr(of, name, least)
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{name} must be an integer in [{least}, {most}], got {value}")
+    checked_seconds("timeout", getattr(of, "timeout_s", 1.0))
+
+
+def check_ranks(count: int) -> None:
+    """Check that so many ranks can be started.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if count > MOST_RANKS:
+        raise ValueError(f"at most {MOST_RANKS} ranks can be started, got {count}")
+
+
+def checked_seconds(name: str, value: float) -> float:
+    """Return a time to wait.
+
+    Raises:
+        ValueError: it is no number above 0, or longer than any clock can tell.
+    """
+    if not 0 < value <= MOST_SECONDS:
+        raise ValueError(f"{name} must be above 0 and at most {MOST_SECONDS:g} s, got {value}")
+    return value
+
+
+def memory_of(problem: Problem) -> int:
+    """Return the bytes that measuring a problem takes at least: on all ranks, on CPUs.
+
+    Inputs, one result of the three methods, and reference and bound in float64.
+    """
+    m, n, k, size = problem.m, problem.n, problem.k, DTYPES[problem.dtype].itemsize
+    results = m * n * (1 if problem.op is Op.gemm_rs or problem.op.gathers else problem.world)
+    return size * (m * k + n * k) + (size + 16) * results
+
+
+def check_memory(needed: int) -> None:
+    """Check that this host has so many bytes of memory; without it, the kernel ends a rank.
+
+    Raises:
+        ValueError: it has not; the message says how many it has.
+    """
+    problem = reason_too_large(needed)
+    if problem is not None:
+        raise ValueError(f"{problem}: lower the sizes, or the number of ranks")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The common settings of all benchmarks on ranks; pickled and sent to every rank.
@@ -64,13 +133,8 @@ class Run:
     common_clock: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("repeats", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.warmup < 0:
-            raise ValueError(f"warmup must not be negative, got {self.warmup}")
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout must be above 0 s, got {self.timeout_s}")
+        check_numbers(self)
+        check_ranks(self.ranks)
         hosts = len(set(self.host_of))
         if self.link_rate is not None:
             parse_rate(self.link_rate)
@@ -81,6 +145,11 @@ class Run:
     def ranks(self) -> int:
         """Number of ranks."""
         raise NotImplementedError
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the host's memory that all ranks together need, at least; 0: unknown."""
+        return 0
 
     @property
     def host_of(self) -> tuple[int, ...]:
@@ -122,6 +191,11 @@ class BenchConfig(Run):
     def ranks(self) -> int:
         """Number of ranks."""
         return self.problem.world
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the inputs, the results and their references in float64, on CPUs."""
+        return 0 if self.backend == "cuda" else memory_of(self.problem)
 
     @property
     def processes(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from flux.bench.config import BenchConfig, Run
+from flux.bench.config import BenchConfig, Run, check_memory
 from flux.bench.methods import Factory
 from flux.bench.op import Measurement, measure
 from flux.bench.places.gpu import problem_here
@@ -27,6 +27,7 @@ from flux.launch.torchrun import (
     torchrun_rank,
     torchrun_world,
 )
+from flux.machine.host import reason_too_large
 
 Settings = TypeVar("Settings", bound=Run)
 Entry = Callable[[tuple[Any, Any], int, Progress], Any]
@@ -61,18 +62,21 @@ def on_ranks(entry: Entry, config: Run, extra: Any, progress: Progress) -> Any:
         RankFailedError: a new rank raised, died or stalled; none is left running.
         HostsUnavailableError: the configuration has several hosts, and this machine cannot make
             them.
-        ValueError: ranks of torchrun's lack a GPU, or those of a host are not consecutive.
+        ValueError: there is too little memory; ranks of torchrun's lack a GPU, or those of a host
+            are not consecutive.
     """
     if torchrun_world() is None:
         return _on_new_ranks(entry, config, extra, progress)
     torch.set_num_threads(config.threads)
     with torchrun_group(config.timeout_s, config.group):
         placed = on_hosts(config, hosts_of_ranks())
+        check_hosts_memory(placed)
         check_gpus(placed)
         return _quiet((entry, (placed, extra)), torchrun_rank(), progress)
 
 
 def _on_new_ranks(entry: Entry, config: Run, extra: Any, progress: Progress) -> Any:
+    check_memory(config.memory_bytes)
     many = len(set(config.host_of))
     with Hosts(many, config.link_rate) if many > 1 else nullcontext() as hosts:
         return run_ranks(
@@ -105,6 +109,19 @@ def on_hosts(config: Settings, identities: Sequence[str]) -> Settings:
     if len(sizes) == 1:
         return config
     return replace(config, hosts="+".join(map(str, sizes)), common_clock=False)
+
+
+def check_hosts_memory(config: Run) -> None:
+    """Check that the hosts of all ranks have memory for their ranks. Collective.
+
+    Raises:
+        ValueError: one has too little.
+    """
+    own = hosts_of_ranks()
+    share = config.memory_bytes * own.count(own[torchrun_rank()]) // len(own)
+    for rank, problem in enumerate(all_gather(reason_too_large(share))):
+        if problem is not None:
+            raise ValueError(f"rank {rank}: {problem}: lower the sizes")
 
 
 def check_gpus(config: Run) -> None:

@@ -97,6 +97,14 @@ class ModelConfig(Run):
         return self.world
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of the weights of both layers, and of one activation on every rank."""
+        layer, size = self.layer, self.torch_dtype.itemsize
+        weights = sum(n * k for _, n, k in layer.gemms(decodes=False))
+        rows = max(self.batch * self.sequence, self.decode_batch)
+        return size * (2 * weights + rows * layer.hidden)
+
+    @property
     def layer(self) -> Layer:
         """The layer to measure, scaled.
 

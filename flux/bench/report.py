@@ -16,6 +16,7 @@ from rich.text import Text
 from flux.bench.config import BenchConfig, link_bytes_minimum
 from flux.bench.metrics import CONFIDENCE, bootstrap, median
 from flux.bench.op import Measurement
+from flux.core.wholefile import write_output
 from flux.machine import host
 
 _VIRTUAL = (
@@ -101,7 +102,7 @@ def write_json(content: dict[str, Any], target: str) -> None:
     else:
         path = Path(target)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_output(path, text)
 
 
 def rounded(value: Any, key: str = "") -> Any:

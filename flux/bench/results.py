@@ -22,7 +22,7 @@ from flux.bench.report import FIGURES, rounded
 from flux.core.datafile import MOST_SIZE, load_json, one_line, shown
 from flux.core.events import Event, event_from
 from flux.core.knobs import OPS
-from flux.core.wholefile import write_whole
+from flux.core.wholefile import write_output
 
 FORMAT, VERSION = "flux-bench-suite", 1
 DONE, FAILED, SKIPPED, PENDING = "done", "failed", "skipped", "pending"
@@ -94,7 +94,7 @@ def save(document: dict[str, Any], path: Path) -> None:
     """
     text = json.dumps(rounded(document), indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
+    write_output(path, text)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -183,11 +183,21 @@ def model_of(name: str | Path) -> Model:
     if "layer" not in top:
         raise ValueError(f"{file}: expected the [layer] of a model, got a list of shapes")
     layer, layers = _layer(top.table("layer"))
-    sequences = {w.text("name"): w.integer("sequence") for w in top.tables("workload")}
+    sequences: dict[str, int] = {}
+    for workload in top.tables("workload"):
+        what = workload.text("name")
+        if what in sequences:
+            workload.fail("name", f"a second workload {what!r}")
+        sequences[what] = workload.integer("sequence")
+        workload.integers("batch")
+        workload.done()
     if "training" not in sequences:
         top.fail("workload", f"expected one named 'training', got {', '.join(sequences) or 'none'}")
-    dtype = top.text("dtype", choices=MEASURED_DTYPES)
-    return Model(top.text("model"), dtype, layer, layers, sequences["training"])
+    title, dtype = top.text("model"), top.text("dtype", choices=MEASURED_DTYPES)
+    top.integers("tensor_parallel")
+    top.tables("shape")  # of no model
+    top.done()
+    return Model(title, dtype, layer, layers, sequences["training"])
 
 
 def _layer(table: Table) -> tuple[Layer, int]:
@@ -202,6 +212,8 @@ def _layer(table: Table) -> tuple[Layer, int]:
         moe=_experts(table.table("moe")) if "moe" in table else None,
     )
     layers = table.integer("layers")
+    if not layer.intermediate and layer.moe is None:
+        table.fail("intermediate", "must be at least 1 in a layer without experts, got 0")
     if layer.heads % layer.kv_heads:
         table.fail("kv_heads", f"must divide heads = {layer.heads}, got {layer.kv_heads}")
     table.done()

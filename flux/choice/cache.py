@@ -229,7 +229,7 @@ def _warn(text: str) -> None:
 
 def cache_root() -> Path:
     """Return the directory in which `flux tune` puts winners: FLUX_TUNE_CACHE."""
-    return Path(env.TUNE_CACHE.get()).expanduser().absolute()
+    return env.TUNE_CACHE.path()
 
 
 def default_caches() -> Sequence[Cache]:

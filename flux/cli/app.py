@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from flux.cli import options
 from flux.cli.compile import compile_kernels
@@ -19,7 +17,14 @@ from flux.cli.plan_search import search_command as _search_command  # noqa: F401
 from flux.cli.ranks import check_writable, say_wrong, speaks, watched_ranks
 from flux.cli.simulate import simulate
 from flux.cli.suite import suite
-from flux.cli.terminal import EXIT_FAILED
+from flux.cli.terminal import (
+    EXIT_FAILED,
+    Commands,
+    command_line,
+    open_console,
+    say,
+    writing,
+)
 from flux.cli.trace import trace
 from flux.cli.tune import tune
 
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="flux",
+    cls=Commands,
     help="Tensor-parallel GEMMs with overlapped communication.",
     no_args_is_help=True,
     add_completion=False,
@@ -42,7 +48,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         import flux
 
-        print(f"flux {flux.__version__}")
+        say(f"flux {flux.__version__}")
         raise typer.Exit
 
 
@@ -76,7 +82,7 @@ def doctor(
     if json_output:
         print(json.dumps(findings.as_dict(), indent=1))
     else:
-        diagnosis.show(findings, Console())
+        diagnosis.show(findings, open_console())
     raise typer.Exit(0 if findings.usable else EXIT_FAILED)
 
 
@@ -151,14 +157,15 @@ def _report(
 ) -> None:
     from flux.bench import report
 
-    content = report.document(config, measurement, ["flux", *sys.argv[1:]])
+    content = report.document(config, measurement, command_line())
     if not silent:
-        report.show(content, Console())
+        report.show(content, open_console())
     say_wrong(measurement.complaints)
     if json_target is not None:
-        report.write_json(content, json_target)
+        with writing(json_target):
+            report.write_json(content, json_target)
         if not silent:
-            print(f"wrote {json_target}: {shlex.join(content['command'])}")
+            say(f"wrote {json_target}: {shlex.join(content['command'])}")
 
 
 def main() -> None:

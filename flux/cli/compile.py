@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import threading
 import time
 import types
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from flux.cli.terminal import (
@@ -22,7 +20,9 @@ from flux.cli.terminal import (
     EXIT_INTERRUPTED,
     PLAIN,
     complain,
+    open_console,
     refuse,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -85,9 +85,13 @@ def compile_kernels(
     Kernels that were built from the same sources with the same tools are not built again. If a
     kernel does not compile, the others are still built, and the exit status is 1.
     """
+    from flux.core.env import user_path
     from flux.kernels.registry import cache_root
 
-    root = (out or cache_root()).expanduser().absolute()
+    try:
+        root = cache_root() if out is None else user_path(out)
+    except ValueError as error:
+        refuse(str(error))
     if emulated and out is None:  # GPUs must not find these in the cache
         refuse("--emulated needs --out DIR")
     if runtime:
@@ -149,7 +153,7 @@ def _list(
         print(json.dumps({"root": str(root), "kernels": kernels}, indent=1))
         return
     for config in configs:
-        print(f"{'built' if config.name in built else '-':<6}{config.name}")
+        say(f"{'built' if config.name in built else '-':<6}{config.name}")
 
 
 def _make_root(root: Path, *, is_cache: bool) -> None:
@@ -199,7 +203,7 @@ def _compile_runtime(
         print(json.dumps(document, indent=1))
     else:
         how = f"built in {library.seconds:.0f} s" if fresh else "already built"
-        print(f"{runtime_library.NAME}: {how}: {library.path}")
+        say(f"{runtime_library.NAME}: {how}: {library.path}")
 
 
 def _compile(
@@ -274,7 +278,7 @@ def _entry(library: Library, status: str) -> dict[str, Any]:
 
 
 def _report(root: Path, plan: Plan, outcomes: Sequence[Outcome], seconds: float) -> None:
-    errors = Console(stderr=True)
+    errors = open_console(stderr=True)
     built = [outcome.library for outcome in outcomes if outcome.library and outcome.fresh]
     found = [outcome.library for outcome in outcomes if outcome.library and not outcome.fresh]
     for library in built:
@@ -289,7 +293,7 @@ def _report(root: Path, plan: Plan, outcomes: Sequence[Outcome], seconds: float)
     for outcome in failed:
         complain(outcome.error)
     ready = [*plan.ready, *found]
-    print(
+    say(
         f"{_count(built)} built in {seconds:.0f} s, {_count(ready)} already built, "
         f"{sum(len(outcome.unit.configs) for outcome in failed)} failed: {root}"
     )
@@ -325,7 +329,7 @@ def _progress(total: int, *, silent: bool) -> Iterator[Observer]:
     if silent or not total:
         yield Observer()
         return
-    console = Console()
+    console = open_console()
     if not console.is_terminal:
         yield _lines(total)
         return
@@ -368,9 +372,6 @@ def _lines(total: int) -> Observer:
             with self._lock:
                 self._ended += 1
                 how = "failed" if outcome.error else "built" if outcome.fresh else "already built"
-                print(
-                    f"[{self._ended}/{total}] {outcome.unit.what}: {how}, {outcome.seconds:.0f} s"
-                )
-                sys.stdout.flush()
+                say(f"[{self._ended}/{total}] {outcome.unit.what}: {how}, {outcome.seconds:.0f} s")
 
     return Lines()

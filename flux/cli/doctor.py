@@ -30,6 +30,7 @@ import flux
 from flux import _C
 from flux.choice.cache import default_caches
 from flux.cli.doctor_ranks import verdicts
+from flux.cli.terminal import printable
 from flux.core import env
 from flux.kernels import runtime
 from flux.kernels.build import MissingToolError
@@ -99,7 +100,15 @@ def examine(places: Sequence[Place] = ()) -> Findings:
     }
     if places:
         parts["between ranks"] = lambda: rank_pairs(places)
-    return Findings({title: part() for title, part in parts.items()})
+    return Findings({title: _examined(part) for title, part in parts.items()})
+
+
+def _examined(part: Callable[[], list[Item]]) -> list[Item]:
+    """Return the items of a section; one, if a variable that it needs has a bad value."""
+    try:
+        return part()
+    except env.VariableError as error:
+        return [Item("environment", "a bad value", BROKEN, str(error))]
 
 
 def _software() -> list[Item]:
@@ -428,8 +437,9 @@ def show(findings: Findings, console: Console) -> None:
         rows.add_column(style="dim", overflow="fold")
         for item in items:
             style = _STYLE[item.status]
+            name, value, note = map(printable, (item.name, item.value, item.note))
             rows.add_row(
-                Text(_MARK[item.status], style), item.name, Text(item.value, style), Text(item.note)
+                Text(_MARK[item.status], style), Text(name), Text(value, style), Text(note)
             )
         console.print(Panel(rows, title=title, title_align="left", box=box.ROUNDED))
     broken = [item for items in findings.sections.values() for item in items]
@@ -437,5 +447,5 @@ def show(findings: Findings, console: Console) -> None:
     if not broken:
         console.print(Text("flux is ready to run.", "bold green"))
         return
-    lines = [Text(f"{item.name}: {item.value}. {item.note}", "red") for item in broken]
+    lines = [Text(printable(f"{i.name}: {i.value}. {i.note}"), "red") for i in broken]
     console.print(Group(Text("flux cannot run:", "bold red"), *lines))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flux.cli import options
 from flux.cli.ranks import (
@@ -17,7 +15,7 @@ from flux.cli.ranks import (
     torchrun_or_own,
     watched_ranks,
 )
-from flux.cli.terminal import EXIT_FAILED, refuse
+from flux.cli.terminal import EXIT_FAILED, command_line, open_console, refuse, writing
 
 if TYPE_CHECKING:
     from flux.bench.model import ModelConfig
@@ -107,9 +105,10 @@ def _report(
 ) -> None:
     from flux.bench import model_report, report
 
-    content = model_report.document(config, found, ["flux", *sys.argv[1:]])
+    content = model_report.document(config, found, command_line())
     if not silent:
-        model_report.show(content, Console())
+        model_report.show(content, open_console())
     say_wrong([phase.complaint for phase in found if phase.complaint])
     if json_target is not None:
-        report.write_json(content, json_target)
+        with writing(json_target):
+            report.write_json(content, json_target)

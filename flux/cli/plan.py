@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from flux.cli import options
 from flux.cli.ranks import check_writable
-from flux.cli.terminal import EXIT_FAILED, PLAIN, complain, refuse
+from flux.cli.terminal import (
+    EXIT_FAILED,
+    PLAIN,
+    command_line,
+    complain,
+    open_console,
+    refuse,
+    write_file,
+    writing,
+)
 
 if TYPE_CHECKING:
     from flux.plan.compare import Compared
@@ -165,7 +172,7 @@ def write(content: Any, target: str | None) -> None:
     if target == "-":
         print(json.dumps(content, indent=1))
     elif target is not None:
-        Path(target).write_text(json.dumps(content, indent=1) + "\n")
+        write_file(target, json.dumps(content, indent=1) + "\n")
 
 
 def write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> None:
@@ -175,7 +182,8 @@ def write_trace(timelines: list[tuple[str, Timeline]], target: str | None) -> No
     if target is None:
         return
     events = [event for label, t in timelines for event in t.events(f"{label}: ")]
-    write_chrome(events, target, {"command": ["flux", *sys.argv[1:]]})
+    with writing(target):
+        write_chrome(events, target, {"command": command_line()})
 
 
 def draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) -> None:
@@ -188,7 +196,7 @@ def draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) 
         content = drawing(timelines) if target.endswith(".svg") else page(title, timelines)
     except ValueError as error:
         refuse(str(error))
-    Path(target).write_text(content)
+    write_file(target, content)
 
 
 class Planned(NamedTuple):
@@ -266,7 +274,7 @@ def simulate_command(
     step, cluster, outcomes = planned
     rows = [report.outcome(one, step, cluster) for one in outcomes]
     if json_target != "-":
-        report.show(rows, title_of(step, cluster), Console())
+        report.show(rows, title_of(step, cluster), open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
     timelines = usable(outcomes)
     write_trace(timelines, trace)
@@ -280,7 +288,7 @@ def explain_command(planned: Planned) -> None:
     """Say which communication a policy hides, and which it does not."""
     from flux.plan.report import explain
 
-    console = Console()
+    console = open_console()
     console.print(title_of(planned.step, planned.cluster), **PLAIN)
     for label, timeline, reason in planned.outcomes:
         if timeline is None or reason:

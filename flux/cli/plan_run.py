@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flux.cli import options
 from flux.cli.plan import (
@@ -40,7 +39,7 @@ from flux.cli.plan import (
     write_trace,
 )
 from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_ranks
-from flux.cli.terminal import refuse
+from flux.cli.terminal import open_console, refuse, say, writing
 
 if TYPE_CHECKING:
     from flux.plan.run import PlanRun
@@ -116,7 +115,7 @@ def run_command(
         row |= {"predicted_ms": ran.predicted.iteration_ms, "times_ms": list(ran.times_ms)}
         rows.append(row | ({"shrunk": smaller} if smaller else {}))
     if not quiet and json_target != "-":
-        report.show(rows, title_of(config.step, name), Console())
+        report.show(rows, title_of(config.step, name), open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
     both = [
         (f"{r.label}, {what}", t)
@@ -204,10 +203,11 @@ def profile_command(
     )
     _, (measured, _) = _on_ranks(given, only_profile=True)
     if speaks():
-        measured.write(Path(out))
+        with writing(out):
+            measured.write(Path(out))
         if not quiet:
             count = len(measured.oef) + len(measured.pairs)
-            print(f"wrote {out}: {len(measured.solo)} operators, {count} pairs")
+            say(f"wrote {out}: {len(measured.solo)} operators, {count} pairs")
 
 
 def _config(given: dict[str, Any]) -> PlanRun:
@@ -219,9 +219,10 @@ def _config(given: dict[str, Any]) -> PlanRun:
     """
     from dataclasses import replace
 
+    from flux.bench.config import check_memory
     from flux.bench.model import scaled
     from flux.plan.profile import read_profile
-    from flux.plan.run import PlanRun, schedules_of
+    from flux.plan.run import PlanRun, memory_of, predictions, schedules_of
 
     step = step_with(**{name: given[name] for name in SHARED}, dtype="float32")
     layer = scaled(step.layer, given["scale"], given["tp"])
@@ -238,7 +239,11 @@ def _config(given: dict[str, Any]) -> PlanRun:
         hosts=given["hosts"],
         link_rate=given["link_rate"],
     )
-    schedules_of(config)  # raises here, before any rank starts
+    # All of this raises here, before any rank starts.
+    schedules = schedules_of(config, config.profile)
+    check_memory(memory_of(config, schedules))
+    if config.profile is not None:
+        predictions(config.profile, schedules)
     return config
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flux.cli import options
 from flux.cli.plan import (
@@ -25,7 +24,7 @@ from flux.cli.plan import (
     write_trace,
 )
 from flux.cli.ranks import check_writable, progress_bar
-from flux.cli.terminal import PLAIN, refuse
+from flux.cli.terminal import PLAIN, open_console, refuse
 
 if TYPE_CHECKING:
     from flux.machine.cluster import Cluster
@@ -69,7 +68,7 @@ def search_command(
     silent = quiet or json_target == "-"
     try:
         query = _query(policy, model, cluster, hosts, memory, batch, sequence, gpus, beam)
-        with progress_bar(Console(stderr=True), shown=not silent) as progress:
+        with progress_bar(open_console(stderr=True), shown=not silent) as progress:
             found = searching.search(query, progress, workers=os.cpu_count() or 1)
     except ValueError as error:
         refuse(str(error))
@@ -201,7 +200,7 @@ def _show(query: Query, found: Found, top: int, why: list[str]) -> None:
 
     from flux.plan.search import layout_of
 
-    console = Console()
+    console = open_console()
     title = (
         f"{query.model} on {query.gpus} GPUs of {query.cluster.name}: {query.batch} sequences of "
         f"{query.sequence}, {query.memory_gb:g} GB"

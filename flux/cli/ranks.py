@@ -12,7 +12,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, PLAIN, bar_on_request, complain, refuse
+from flux.cli.terminal import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    PLAIN,
+    bar_on_request,
+    complain,
+    open_console,
+    refuse,
+)
 
 if TYPE_CHECKING:
     from flux.launch.progress import Progress
@@ -35,10 +43,11 @@ def check_writable(target: str) -> None:
     path = Path(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+        if not target or path.is_dir() or not writable:
+            refuse(f"cannot write {target!r}" if not target else f"cannot write {target}")
+    except OSError as error:  # a name that is too long, too
         refuse(f"cannot write {target}: {error.strerror}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        refuse(f"cannot write {target}")
 
 
 def speaks() -> bool:
@@ -50,7 +59,7 @@ def speaks() -> bool:
 
 def say_wrong(complaints: Sequence[str]) -> None:
     """Print complaints about results to stderr."""
-    errors = Console(stderr=True)
+    errors = open_console(stderr=True)
     for complaint in complaints:
         errors.print(f"[bold red]wrong result:[/] {escape(complaint)}", **PLAIN)
 
@@ -58,7 +67,7 @@ def say_wrong(complaints: Sequence[str]) -> None:
 @contextmanager
 def watched_ranks(silent: bool) -> Iterator[Progress]:
     """Show a progress bar on terminals while ranks run; report failures and exit."""
-    console = Console()
+    console = open_console()
     with (
         ranks_or_exit(),
         progress_bar(console, shown=console.is_terminal and not silent) as progress,
@@ -79,7 +88,7 @@ def ranks_or_exit() -> Iterator[None]:
     except RankFailedError as error:
         if error.details:
             details = escape(error.details.rstrip())
-            Console(stderr=True).print(details, style="dim", **PLAIN)
+            open_console(stderr=True).print(details, style="dim", **PLAIN)
         complain(str(error))
         raise typer.Exit(EXIT_FAILED) from None
     except KeyboardInterrupt:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from flux.cli import options
 from flux.cli.ranks import check_writable
-from flux.cli.terminal import refuse
+from flux.cli.terminal import command_line, open_console, refuse, writing
 
 if TYPE_CHECKING:
     from flux.core.problem import Problem
@@ -93,13 +91,14 @@ def simulate_op(
         refuse(str(error))
     if trace is not None:
         _write_trace(comparison, trace)
-    content = op_report.document(comparison, ["flux", *sys.argv[1:]])
+    content = op_report.document(comparison, command_line())
     if not quiet and json_target != "-":
-        op_report.show(comparison, Console())
+        op_report.show(comparison, open_console())
     if json_target is not None:
         from flux.bench.report import write_json
 
-        write_json(content, json_target)
+        with writing(json_target):
+            write_json(content, json_target)
 
 
 def _dtype(text: str) -> str:
@@ -145,7 +144,5 @@ def _write_trace(comparison: Comparison, target: str) -> None:
         for event in one.events():
             details = {**event.details, "method": one.method}
             events.append(replace(event, lane=f"{one.method}: {event.lane}", details=details))
-    try:
-        write_chrome(events, target, {"command": ["flux", *sys.argv[1:]], "simulated": True})
-    except OSError as error:
-        refuse(f"cannot write {target}: {error.strerror}")
+    with writing(target):
+        write_chrome(events, target, {"command": command_line(), "simulated": True})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,11 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flux.cli import options
 from flux.cli.ranks import check_writable, speaks, torchrun_or_own
-from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, complain, refuse
+from flux.cli.terminal import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    command_line,
+    complain,
+    open_console,
+    refuse,
+    say,
+    write_file,
+    writing,
+)
 
 if TYPE_CHECKING:
     from flux.bench.config import BenchConfig
@@ -308,7 +317,7 @@ def _measure(
     configs = plan.configs
     about = {peer.name: peer.about for peer in plan.peers}
     document = suite.new_document(
-        configs, plan.sweeps, plan.settings, reasons, ["flux", *sys.argv[1:]], about
+        configs, plan.sweeps, plan.settings, reasons, command_line(), about
     )
     target = targets["--json"]
     if resume and target is not None and target.exists():
@@ -318,13 +327,13 @@ def _measure(
             ranks.done()
             refuse(str(error))
         if not quiet:
-            print(f"resuming: {count} of {len(document['entries'])} are measured already")
+            say(f"resuming: {count} of {len(document['entries'])} are measured already")
 
     def save() -> None:
         if target is not None:
             results.save(document, target)
 
-    console, interrupted, untraced = Console(), False, None
+    console, interrupted, untraced = open_console(), False, None
     try:
         with suite_view.watcher(console, silent=quiet) as watching:
             suite.Suite(
@@ -344,7 +353,7 @@ def _measure(
         interrupted = True
     except OSError as error:
         ranks.done()
-        complain(f"cannot write {target}: {error}")
+        complain(f"cannot write {target}: {error.strerror or error}")
         raise typer.Exit(EXIT_FAILED) from None
     _write(document, targets, quiet=quiet)
     failed = suite.failures(document) + ([] if untraced is None else [untraced])
@@ -385,7 +394,8 @@ def _show_again(source: Path, targets: dict[str, Path | None], *, quiet: bool) -
         refuse(str(error))
     target = targets["--json"]
     if target is not None:
-        results.save(document, target)
+        with writing(target):
+            results.save(document, target)
     _write(document, targets, quiet=quiet)
 
 
@@ -395,13 +405,13 @@ def _write(document: dict[str, Any], targets: dict[str, Path | None], *, quiet: 
     from flux.cli import suite_view
 
     if not quiet:
-        suite_view.show(document, Console())
+        suite_view.show(document, open_console())
     contents = {"--csv": results.to_csv, "--report": page.render}
     for option, make in contents.items():
         target = targets[option]
         if target is not None:
-            target.write_text(make(document), encoding="utf-8")
+            write_file(target, make(document))
     if not quiet:
         for target in targets.values():
             if target is not None:
-                print(f"wrote {target}")
+                say(f"wrote {target}")

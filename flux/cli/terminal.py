@@ -1,12 +1,25 @@
-"""The common part of all commands: exit codes, and error messages."""
+"""The common part of all commands: exit codes, what is printed, and error messages."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+import contextlib
+import errno
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
+from rich.errors import MarkupError
 from rich.markup import escape
+from rich.text import Text
+from typer.core import TyperGroup
+
+from flux.core.datafile import one_line
+from flux.core.env import VariableError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -18,15 +31,168 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
+def printable(text: str) -> str:
+    """Return ``text`` without commands to a terminal: control characters are escaped.
+
+    Names of files and hosts, and variables of the environment may have them. Newlines stay.
+    """
+    return "\n".join(one_line(line, len(line)) for line in text.split("\n"))
+
+
+class SafeConsole(Console):
+    """A console that prints strings as they are, control characters escaped."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """Return a string as rich prints and measures it; what is no markup, as it is."""
+        text = printable(text)
+        try:
+            return super().render_str(text, **how)
+        except MarkupError:  # of a name in a file
+            return super().render_str(text, **{**how, "markup": False})
+
+
+def open_console(*, stderr: bool = False, least: int = 0) -> Console:
+    """Return the console of this process's output, at least ``least`` columns wide."""
+    made = SafeConsole(stderr=stderr)
+    if made.width < least:
+        made.width = least
+    return made
+
+
+def say(text: str) -> None:
+    """Print a line to stdout, control characters escaped."""
+    print(printable(text), flush=True)
+
+
 def complain(message: str) -> None:
     """Print an error to stderr."""
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", **PLAIN)
+    with _if_readable():
+        open_console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", **PLAIN)
 
 
 def refuse(message: str) -> NoReturn:
-    """Print why the command cannot run with these options, and exit with status 2."""
-    complain(message)
+    """Print why the command cannot run with these options, in one line; exit with status 2."""
+    complain(one_line(message, 2000))
     raise typer.Exit(EXIT_USAGE)
+
+
+@contextlib.contextmanager
+def _if_readable() -> Iterator[None]:
+    """Print to stderr in the body; if it cannot be written, the exit status alone tells."""
+    try:
+        yield
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Let what is still buffered go nowhere: the interpreter flushes once more when it ends."""
+    # A stream of a test has no descriptor.
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+class Commands(TyperGroup):
+    """The root of all commands, which ends each of them in words, whatever is printed where."""
+
+    _status = EXIT_FAILED
+    """With which a command ends that cannot print its error."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command, then write what is left of its output."""
+        _open_streams()
+        _check_size()
+        try:
+            try:
+                return super().main(*args, **options)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except VariableError as error:
+            complain(one_line(str(error)))
+            sys.exit(EXIT_USAGE)
+        except BrokenPipeError:  # as `| head` leaves: nobody reads on
+            _silence(sys.stdout)
+            sys.exit(EXIT_FAILED)
+        except OSError as error:
+            _silence(sys.stdout)
+            of_stream = "stdout: " if error.errno in (errno.ENOSPC, errno.EIO) else ""
+            where = of_stream if error.filename is None else f"{error.filename}: "
+            complain(one_line(f"{where}{error.strerror or error}"))
+            sys.exit(self._status)
+        except MemoryError as error:
+            complain(one_line(f"not enough memory: {error}".removesuffix(": ")))
+            sys.exit(EXIT_FAILED)
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse the command line; errors quote it, control characters escaped."""
+        with self._printable_errors():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand; errors quote the command line, control characters escaped."""
+        with self._printable_errors():
+            return super().invoke(ctx)
+
+    @contextlib.contextmanager
+    def _printable_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            message = getattr(error, "message", None)  # of errors in a command line
+            if isinstance(message, str):
+                self._status = EXIT_USAGE
+                error.message = printable(message)  # type: ignore[attr-defined]
+            raise
+
+
+def _check_size() -> None:
+    """Forget a size of the terminal in the environment that none has: it is what lines fill."""
+    for name in ("COLUMNS", "LINES"):
+        if not re.fullmatch(r"[0-9]{0,3}", os.environ.get(name, ""), re.ASCII):
+            del os.environ[name]
+
+
+def _open_streams() -> None:
+    """Let every text be written, whatever the encoding, and no file be taken for a stream.
+
+    With a stream closed (``>&-``), the next file that is opened would get its descriptor, and what
+    libraries and children print would go there.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
+        elif mode == "w" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def writing(target: str | Path) -> Iterator[None]:
+    """Write an output of a command in the body; if it cannot be written, exit with status 1."""
+    try:
+        yield
+    except OSError as error:
+        complain(one_line(f"cannot write {target}: {error.strerror or error}"))
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def write_file(target: str | Path, text: str) -> None:
+    """Write an output of a command; if it cannot be written, exit with status 1."""
+    from flux.core.wholefile import write_output
+
+    with writing(target):
+        write_output(Path(target), text)
+
+
+def command_line() -> list[str]:
+    """Return the words of this command for a file: bytes that are not UTF-8 are escaped."""
+    words = ("flux", *sys.argv[1:])
+    return [word.encode("utf-8", "backslashreplace").decode("utf-8") for word in words]
 
 
 def bar_on_request(console: Console, *columns: str | ProgressColumn) -> Progress:

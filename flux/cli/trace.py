@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from flux.cli import options
 from flux.cli.ranks import check_writable, speaks, watched_ranks
-from flux.cli.terminal import refuse
+from flux.cli.terminal import open_console, refuse, say, writing
 
 if TYPE_CHECKING:
     from flux.trace.record import Trace
@@ -95,10 +94,8 @@ def _report(found: Trace, out: str, *, silent: bool) -> None:
     from flux.trace.chrome import write_chrome
     from flux.trace.summary import show
 
-    try:
+    with writing(out):
         write_chrome(found.events, out, {"flux": flux.__version__, **found.metadata})
-    except OSError as error:
-        refuse(f"cannot write {out}: {error.strerror}")
     if not silent:
-        show(found.events, found.metadata, Console())
-        print(f"wrote {out}: {len(found.events)} events; open it in ui.perfetto.dev")
+        show(found.events, found.metadata, open_console())
+        say(f"wrote {out}: {len(found.events)} events; open it in ui.perfetto.dev")

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flux.cli import winners as winners_cli
 from flux.cli.ranks import torchrun_or_own
-from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, refuse
+from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, open_console, refuse, say
+from flux.core.datafile import shown
+from flux.core.env import MOST_SECONDS
 
 if TYPE_CHECKING:
     from flux.core.problem import Problem
@@ -45,16 +46,16 @@ def parse_duration(text: str) -> float:
     """
     found = _DURATION.fullmatch(text.strip().lower())
     seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"] if found else 0.0
-    if seconds <= 0:
-        raise ValueError(f"a duration must look like 90s, 10m or 2h, got {text!r}")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(f"a duration must look like 90s, 10m or 2h, got {shown(text)}")
     return seconds
 
 
 def integers(name: str, text: str) -> list[int]:
     """Return positive integers with commas between; raise ValueError for anything else."""
     parts = text.split(",")
-    if not all(re.fullmatch(r"\s*[0-9]+\s*", part) and int(part) >= 1 for part in parts):
-        raise ValueError(f"{name} must be integers >= 1 with commas between, got {text!r}")
+    if not all(re.fullmatch(r"\s*[0-9]{1,20}\s*", part) and int(part) >= 1 for part in parts):
+        raise ValueError(f"{name} must be integers >= 1 with commas between, got {shown(text)}")
     return [int(part) for part in parts]
 
 
@@ -91,7 +92,7 @@ def tune_shapes(
         str | None,
         typer.Option(metavar="TIME", help="Time limit of the whole run, such as 90s, 10m or 2h."),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="GEMM threads of each rank.")] = 1,
+    threads: Annotated[int, typer.Option(help="GEMM threads of each rank.")] = 1,
     candidate_timeout: Annotated[
         float, typer.Option(help="Seconds that one call of a candidate may take.")
     ] = 20.0,
@@ -141,6 +142,13 @@ def tune_shapes(
     """
     if context.invoked_subcommand is not None:
         return
+    from flux.bench.config import (
+        check_memory,
+        check_numbers,
+        check_ranks,
+        checked_seconds,
+        memory_of,
+    )
     from flux.tune.machine import resolve_backend
     from flux.tune.tuner import Options
 
@@ -148,8 +156,7 @@ def tune_shapes(
     if (shapes is None) == (op is None):
         refuse("say what to tune: either --shapes FILE or --op OP --m M --n N --k K")
     try:
-        if candidate_timeout <= 0:
-            raise ValueError(f"--candidate-timeout must be above 0, got {candidate_timeout}")
+        checked_seconds("--candidate-timeout", candidate_timeout)
         options = Options(
             threads=threads,
             budget_s=None if budget is None else parse_duration(budget),
@@ -157,6 +164,7 @@ def tune_shapes(
             seed=seed,
             transport=transport,
         )
+        check_numbers(options)
         tried = None if space is None else _space(space)
         described = _described(cluster)
         of_space = None if tried is None else tried.backend
@@ -165,10 +173,13 @@ def tune_shapes(
         backend = resolve_backend(backend, transport, of_space)
         sizes = {"sequence": sequence, "batch": batch}
         usual = dtype or ("bfloat16" if op is not None and backend == "cuda" else None)
+        check_ranks(world or nproc or 1)
         problems = _problems(shapes, op, m, n, k, sizes, usual, world or nproc)
         if explain:
             _explain(problems, described, tried, backend, options, json_output=json_output)
             return
+        if backend == "cpu":
+            check_memory(max(map(memory_of, problems)))
     except (ValueError, TypeError) as error:
         refuse(str(error))
     _tune(
@@ -268,16 +279,16 @@ def _explain(
                 }
             )
             continue
-        print(f"{search.label} on {problem.world} ranks, {believed.name}:")
+        say(f"{search.label} on {problem.world} ranks, {believed.name}:")
         for name, text in kept:
-            print(f"  try   {name}: {text}")
+            say(f"  try   {name}: {text}")
         for name, text in pruned:
-            print(f"  prune {name}: {text}")
+            say(f"  prune {name}: {text}")
         if remark:
-            print(f"  {remark}")
+            say(f"  {remark}")
         for one in simulated:
             times = f"{one.simulated_ms:.4g} ms simulated, {one.predicted_ms:.4g} ms predicted"
-            print(f"  sim   {one.name}: {times}")
+            say(f"  sim   {one.name}: {times}")
     if json_output:
         print(json.dumps(documents, indent=1))
 
@@ -340,7 +351,7 @@ def _tune(
             silent = json_output or not launcher.leads
             if journal is not None and journal.resumed and not silent:
                 print("resuming an unfinished run")
-            with observer(Console(), silent=silent) as watching:
+            with observer(open_console(), silent=silent) as watching:
                 Tuner(searches, launcher, here, cache, journal, options, watching).run()
     except KeyboardInterrupt:
         complain("interrupted; run the same command again to resume")
@@ -401,7 +412,7 @@ def _report(searches: Sequence[Search], cache: Any, *, json_output: bool) -> Non
         print(json.dumps([_document(search) for search in searches], indent=1))
         return
     tuned = sum(search.winner is not None for search in searches)
-    print(f"{tuned} of {len(searches)} shapes have winners, in {cache.directory}")
+    say(f"{tuned} of {len(searches)} shapes have winners, in {cache.directory}")
     for search in searches:
         if search.problem_text:
             complain(f"{search.label}: {search.problem_text}")

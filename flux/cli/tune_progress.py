@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
-from flux.cli.terminal import PLAIN, bar_on_request
+from flux.cli.terminal import PLAIN, bar_on_request, say
 from flux.tune.tuner import Observer, Search
 
 
@@ -41,15 +41,15 @@ def _lines() -> Observer:
     class Lines(Observer):
         def compiling(self, search: Search, count: int) -> None:
             if count:
-                print(f"{search.label}: building {count} kernels", flush=True)
+                say(f"{search.label}: building {count} kernels")
 
         def event(self, search: Search, event: dict[str, Any]) -> None:
             if event["event"] == "excluded":
-                print(f"{search.label}: excluded {event['name']}: {event['reason']}", flush=True)
+                say(f"{search.label}: excluded {event['name']}: {event['reason']}")
 
         def ended(self, search: Search) -> None:
             how = "" if search.settled else " (not settled: the budget was used up)"
-            print(f"{search.label}: {best_so_far(search)}{how}", flush=True)
+            say(f"{search.label}: {best_so_far(search)}{how}")
 
     return Lines()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from flux.cli.terminal import refuse
+from flux.cli.ranks import check_writable
+from flux.cli.terminal import open_console, refuse, say, write_file
 
 
 def show(
@@ -42,12 +42,12 @@ def show(
                 *(f"{winner.ms:.4g}", ratio, f"{winner.knobs}{kernel}", key.fingerprint[:8]),
             )
     if entries:
-        Console(width=max(Console().width, 140)).print(table)
+        open_console(least=140).print(table)
     else:
-        print(f"no winners in {caches[0].directory}, and flux ships none; run flux tune")
+        say(f"no winners in {caches[0].directory}, and flux ships none; run flux tune")
     damaged = caches[0].damaged()
     if damaged:
-        print(f"{len(damaged)} damaged file(s) were set aside in {caches[0].directory}")
+        say(f"{len(damaged)} damaged file(s) were set aside in {caches[0].directory}")
 
 
 def export(
@@ -55,19 +55,15 @@ def export(
 ) -> None:
     """Write all winners of this cache into one file, for `flux tune import` elsewhere."""
     from flux.choice.cache import Cache, cache_root
-    from flux.core.wholefile import write_whole
 
     entries = [entry.as_dict() for entry in Cache(cache_root()).entries()]
     text = json.dumps({"flux_winners": 1, "entries": entries}, indent=1) + "\n"
     if str(target) == "-":
         print(text, end="")
         return
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, text)
-    except OSError as error:
-        refuse(f"cannot write {target}: {error.strerror}")
-    print(f"wrote {sum(len(entry['winners']) for entry in entries)} winners to {target}")
+    check_writable(str(target))
+    write_file(target, text)
+    say(f"wrote {sum(len(entry['winners']) for entry in entries)} winners to {target}")
 
 
 def import_winners(
@@ -93,7 +89,7 @@ def import_winners(
     except (OSError, Timeout) as error:
         refuse(f"cannot write to {cache.directory}: {error}")
     count = sum(len(entry.winners) for entry in entries)
-    print(f"imported {count} winners for {len(entries)} ops into {cache.directory}")
+    say(f"imported {count} winners for {len(entries)} ops into {cache.directory}")
 
 
 def clear(
@@ -123,4 +119,4 @@ def clear(
         for path in cache.damaged():
             path.unlink(missing_ok=True)
         shutil.rmtree(cache.root / "runs", ignore_errors=True)
-    print(f"deleted the winners for {len(chosen)} ops")
+    say(f"deleted the winners for {len(chosen)} ops")

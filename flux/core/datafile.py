@@ -9,8 +9,8 @@ Python's json parses, since its hooks see each object before duplicate keys are 
 was tried) keeps the last of them, takes integers of any size, and its messages do not say what was
 found.
 
-A ``Table`` returns the values of one TOML table and checks each. It rejects keys that no caller has
-read: a misspelt key must not silently mean the default.
+A ``Table`` returns the values of one TOML table or JSON object and checks each. It rejects keys
+that no caller has read: a misspelt key must not silently mean the default.
 """
 
 from __future__ import annotations
@@ -208,13 +208,50 @@ def _parse_toml(data: bytes) -> dict[str, Any]:
     return values
 
 
-class Table:
-    """One table of a TOML file. Reading a value removes it; ``done`` rejects keys that remain."""
+def _plain(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
-    def __init__(self, file: Path, values: dict[str, Any], prefix: str = "") -> None:
+
+class Table:
+    """One table of a TOML file, or object of a JSON file.
+
+    Reading a value removes it; ``done`` rejects keys that remain.
+    """
+
+    def __init__(
+        self, file: Path, values: dict[str, Any], prefix: str = "", what: str = ""
+    ) -> None:
         self.file = file
         self._values = dict(values)
         self._prefix = prefix
+        self._what = what
+
+    @classmethod
+    def load_json(cls, file: Path, what: str, form: int | None = None) -> Table:
+        """Read a file with one JSON object.
+
+        Args:
+            file: its path.
+            what: it should be, for errors, such as "a profile of flux".
+            form: that its key "format" must say, if it has such a key.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not JSON, holds a value that this module rejects, or is of another
+                format.
+        """
+        try:
+            content = load_json(file)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} is not {what}: expected an object, got {shown(content)}")
+        table = cls(file, content, what=what)
+        if form is not None:
+            found = table._take("format")
+            if type(found) is not int or found != form:
+                table.fail("format", f"expected {form}, got {shown(found)}")
+        return table
 
     @classmethod
     def load(cls, file: Path) -> Table:
@@ -242,9 +279,10 @@ class Table:
 
     def fail(self, key: str, problem: str) -> NoReturn:
         """Raise ValueError with file, key and problem."""
-        raise ValueError(f"{self.file}: {one_line(self._prefix + key, 80)}: {one_line(problem)}")
+        where = f"{self.file} is not {self._what}" if self._what else str(self.file)
+        raise ValueError(f"{where}: {one_line(self._prefix + key, 80)}: {one_line(problem)}")
 
-    def _take(self, key: str, default: Any) -> Any:
+    def _take(self, key: str, default: Any = None) -> Any:
         if key not in self._values:
             if default is None:
                 self.fail(key, "missing")
@@ -266,24 +304,33 @@ class Table:
             )
         return value
 
-    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
-        """Return a number in [``least``, 1e15]. The upper bound keeps sums and products finite."""
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        least: float = 0.0,
+        most: float = _MOST_NUMBER,
+    ) -> float:
+        """Return a number in [``least``, ``most``]. 1e15 keeps sums and products finite."""
         value = self._take(key, default)
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (good and least <= value):
-            self.fail(key, f"expected a number >= {least:g}, got {shown(value)}")
-        if value > _MOST_NUMBER:
-            self.fail(key, f"expected a number <= {_MOST_NUMBER:g}, got {shown(value)}")
-        return float(value)
+        return float(self._within(key, value, type(value) in (int, float), "number", least, most))
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer in [``least``, 2^30]: no size of a problem is larger."""
+    def integer(
+        self, key: str, default: int | None = None, least: int = 1, most: int = MOST_SIZE
+    ) -> int:
+        """Return an integer in [``least``, ``most``]: no size of a problem is above 2^30."""
         value = self._take(key, default)
-        if type(value) is not int or value < least:
-            self.fail(key, f"expected an integer >= {least}, got {shown(value)}")
-        if value > MOST_SIZE:
-            self.fail(key, f"expected an integer <= {MOST_SIZE}, got {shown(value)}")
-        return int(value)
+        return int(self._within(key, value, type(value) is int, "integer", least, most))
+
+    def _within(
+        self, key: str, value: Any, good: bool, what: str, least: float, most: float
+    ) -> float:
+        what = f"{'an' if what == 'integer' else 'a'} {what}"
+        if not good or value < least:
+            self.fail(key, f"expected {what} >= {_plain(least)}, got {shown(value)}")
+        if value > most:
+            self.fail(key, f"expected {what} <= {_plain(most)}, got {shown(value)}")
+        return value  # type: ignore[no-any-return]
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """Return a boolean."""
@@ -292,29 +339,50 @@ class Table:
             self.fail(key, f"expected true or false, got {shown(value)}")
         return value
 
-    def integers(self, key: str, default: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Return a non-empty list of integers in [1, 2^30]."""
+    def integers(
+        self, key: str, default: Sequence[int] | None = None, least: int = 1, empty: bool = False
+    ) -> tuple[int, ...]:
+        """Return a list of integers in [``least``, 2^30], which may be empty if ``empty``."""
         values = self._take(key, default)
-        good = isinstance(values, (list, tuple)) and len(values) > 0
-        if not (good and all(type(value) is int and 1 <= value <= MOST_SIZE for value in values)):
-            self.fail(
-                key, f"expected a list of integers >= 1 and <= {MOST_SIZE}, got {shown(values)}"
-            )
+        return self.checked_integers(key, values, least, empty)
+
+    def checked_integers(
+        self, key: str, values: Any, least: int = 1, empty: bool = False
+    ) -> tuple[int, ...]:
+        """Return ``values`` as ``integers`` does; ``key`` says where they are."""
+        good = isinstance(values, (list, tuple)) and (empty or len(values) > 0)
+        if not good or not all(type(v) is int and least <= v <= MOST_SIZE for v in values):
+            wanted = f"a list of integers >= {least} and <= {MOST_SIZE}"
+            self.fail(key, f"expected {wanted}, got {shown(values)}")
         return tuple(values)
 
-    def values(self, key: str, default: Sequence[Any] | None = None) -> list[Any]:
-        """Return a non-empty list of any values."""
+    def values(
+        self, key: str, default: Sequence[Any] | None = None, empty: bool = False
+    ) -> list[Any]:
+        """Return a list of any values, which may be empty if ``empty``."""
         values = self._take(key, default)
-        if not isinstance(values, (list, tuple)) or not values:
-            self.fail(key, f"expected a list that is not empty, got {shown(values)}")
+        if not isinstance(values, (list, tuple)) or not (values or empty):
+            wanted = "a list" if empty else "a list that is not empty"
+            self.fail(key, f"expected {wanted}, got {shown(values)}")
         return list(values)
+
+    def scalars(self, key: str) -> dict[str, Any]:
+        """Return a table of texts, numbers, booleans and nulls by name."""
+        rest = self.table(key)
+        for name, value in rest._values.items():
+            if isinstance(value, (dict, list)) or not name.isprintable():
+                rest.fail(name, f"expected one value, got {shown(value)}")
+        return {
+            name: rest.text(name) if isinstance(value, str) else value
+            for name, value in list(rest._values.items())
+        }
 
     def table(self, key: str) -> Table:
         """Return a table inside this one."""
         value = self._take(key, None)
         if not isinstance(value, dict):
             self.fail(key, f"expected a table, got {shown(value)}")
-        return Table(self.file, value, f"{self._prefix}{key}.")
+        return Table(self.file, value, f"{self._prefix}{key}.", self._what)
 
     def tables(self, key: str) -> list[Table]:
         """Return a list of tables inside this one; empty if the key is missing."""
@@ -322,7 +390,7 @@ class Table:
         if not isinstance(values, (list, tuple)) or not all(isinstance(v, dict) for v in values):
             self.fail(key, f"expected [[{key}]] tables, got {shown(values)}")
         return [
-            Table(self.file, value, f"{self._prefix}{key}[{index}].")
+            Table(self.file, value, f"{self._prefix}{key}[{index}].", self._what)
             for index, value in enumerate(values)
         ]
 

@@ -5,14 +5,41 @@ Variables are read when an op is constructed, never inside a call.
 
 from __future__ import annotations
 
-import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
+from flux.core.datafile import shown
+
 T = TypeVar("T")
+
+MOST_SECONDS = 1e9
+"""The longest time to wait: 32 years. Nanoseconds since boot must fit 64 bits."""
+_NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{0,20})?(e[+-]?[0-9]{1,3})?", re.ASCII | re.IGNORECASE)
+
+
+class VariableError(ValueError):
+    """An environment variable has a value that is not allowed."""
+
+
+def user_path(text: str | Path) -> Path:
+    """Return an absolute path, of one that may begin with ``~`` or ``~user``.
+
+    Raises:
+        ValueError: there is no such user or home, or no current directory.
+    """
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        user = str(text).partition("/")[0]
+        raise ValueError(f"{shown(str(text))}: no home directory is known for {user}") from None
+    except OSError as error:
+        raise ValueError(f"{shown(str(text))}: no current directory: {error.strerror}") from None
 
 
 @dataclass(frozen=True)
@@ -28,7 +55,7 @@ class Variable(Generic[T]):
         """Return the parsed value, or the default when unset.
 
         Raises:
-            ValueError: the value cannot be parsed; the message names variable and value.
+            VariableError: the value cannot be parsed; the message names variable and value.
         """
         text = os.environ.get(self.name)
         if text is None or text == "":
@@ -36,7 +63,22 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise ValueError(f"environment variable {self.name}={text!r}: {error}") from error
+            raise VariableError(
+                f"environment variable {self.name}={shown(text)}: {error}"
+            ) from None
+
+    def path(self) -> Path:
+        """Return the value as an absolute path.
+
+        Raises:
+            VariableError: there is no such home directory.
+        """
+        try:
+            return user_path(str(self.get()))
+        except VariableError:
+            raise
+        except ValueError as error:
+            raise VariableError(f"environment variable {self.name}: {error}") from None
 
     @contextmanager
     def during(self, text: str) -> Iterator[None]:
@@ -60,23 +102,36 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError("expected a finite number >= 0")
+def _number(text: str, most: float, above: float = -1.0) -> float:
+    """Return a number in [0, ``most``] that is larger than ``above``."""
+    value = float(text) if _NUMBER.fullmatch(text.strip()) else -1.0
+    if not above < value <= most or value < 0:
+        least = ">= 0" if above < 0 else f"above {above:g}"
+        raise ValueError(f"expected a number {least} and <= {most:g}")
     return value
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("expected an integer >= 1")
+def _count(text: str, most: int) -> int:
+    value = int(text) if re.fullmatch(r"[0-9]{1,20}", text.strip(), re.ASCII) else 0
+    if not 1 <= value <= most:
+        raise ValueError(f"expected an integer >= 1 and <= {most}")
     return value
 
 
 def _model(text: str) -> str:
     if text not in ("flux", "nvidia"):
         raise ValueError("expected flux or nvidia")
+    return text
+
+
+def _name(text: str) -> str:
+    if not text.isprintable() or len(text) > 255:
+        raise ValueError("expected at most 255 printable characters")
+    return text
+
+
+def _directory(text: str) -> str:
+    user_path(text)  # raises for a user that there is not
     return text
 
 
@@ -96,39 +151,39 @@ CHECK = Variable(
 )
 SPIN_US = Variable(
     "FLUX_SPIN_US",
-    _positive,
+    partial(_number, most=1e9),
     -1.0,
     "microseconds a CPU rank spins for a signal before it sleeps; unset: 200 when every rank of "
     "the host has a core of its own, else 5",
 )
 HOST = Variable(
     "FLUX_HOST",
-    str,
+    _name,
     "",
     "name of this host: ranks that give different names share no memory and talk over the network; "
     "unset: found out",
 )
 WINDOW_MB = Variable(
     "FLUX_WINDOW_MB",
-    _positive,
+    partial(_number, most=1e6),
     32.0,
     "megabytes in flight to, and from, each peer on another host",
 )
 WORKSPACE_CACHE = Variable(
     "FLUX_WORKSPACE_CACHE",
-    _count,
+    partial(_count, most=1 << 20),
     8,
     "workspaces that the functional ops keep per process group, least recently used dropped first",
 )
 LAYER_TIMEOUT_S = Variable(
     "FLUX_LAYER_TIMEOUT_S",
-    _positive,
+    partial(_number, most=MOST_SECONDS, above=0.0),
     600.0,
     "seconds that the ops of flux.layers wait for a peer",
 )
 KERNEL_CACHE = Variable(
     "FLUX_KERNEL_CACHE",
-    str,
+    _directory,
     "~/.cache/flux/kernels",
     "directory of the CUDA kernels that `flux compile` builds",
 )
@@ -147,7 +202,7 @@ CCACHE = Variable(
 )
 TUNE_CACHE = Variable(
     "FLUX_TUNE_CACHE",
-    str,
+    _directory,
     "~/.cache/flux/tune",
     "directory of the winners that `flux tune` finds and ops use",
 )

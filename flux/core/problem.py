@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flux.core.datafile import MOST_SIZE
 from flux.core.dtypes import DTYPES
 from flux.core.integers import ceil_div
 from flux.core.knobs import Op
@@ -12,6 +13,8 @@ from flux.core.knobs import Op
 if TYPE_CHECKING:
     import torch
 
+MOST_WORLD = 65_536
+"""Ranks of a group; more take too long to plan for."""
 ACTIVATIONS = ("none", "gelu", "silu")
 SCALINGS = ("none", "tensor", "row")
 """Factors of float8 operands: one per tensor, or one per row of x and of the weight's [N, K]."""
@@ -54,8 +57,14 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "world", "nodes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value, most = (
+                getattr(self, name),
+                MOST_WORLD if name in ("world", "nodes") else MOST_SIZE,
+            )
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 

@@ -49,3 +49,23 @@ def set_aside(path: Path) -> Path:
         number += 1
     os.rename(path, target)
     return target
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that the user has named: whole, as ``write_whole``, and through links.
+
+    What is no regular file, as /dev/stdout and /dev/null, is written and not replaced; so is a file
+    in a directory that cannot be. Characters that UTF-8 does not have, of names of files, are
+    escaped.
+
+    Raises:
+        OSError: the file cannot be written; ``path`` is unchanged, if it is a regular file.
+    """
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    target = Path(os.path.realpath(path))
+    replaceable = target.is_file() and os.access(target.parent, os.W_OK)
+    if path.exists() and not replaceable:
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text)
+    else:
+        write_whole(target, text)

@@ -148,7 +148,7 @@ def package_root() -> Path:
 
 def cache_root() -> Path:
     """Return the directory in which `flux compile` puts kernels: FLUX_KERNEL_CACHE."""
-    return Path(env.KERNEL_CACHE.get()).expanduser().absolute()
+    return env.KERNEL_CACHE.path()
 
 
 def default_roots() -> list[Path]:

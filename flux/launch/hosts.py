@@ -28,6 +28,8 @@ from pathlib import Path
 
 from typing_extensions import Self
 
+from flux.core.datafile import shown
+
 MTU = 9000
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
@@ -35,6 +37,8 @@ MAX_HOSTS = 64
 _PREFIX = "flux-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)-(\d+)-(sw|h\d+)$")
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(k|m|g)?bit", re.IGNORECASE)
+_LEAST_RATE, _MOST_RATE = 1e3, 1e12
+"""Beyond these the sizes of a token bucket do not fit what tc takes."""
 _CLONE_NEWNET = 0x40000000
 _FOLDER = Path("/run/netns")
 
@@ -53,7 +57,9 @@ def parse_rate(text: str) -> float:
     scale = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
     rate = float(found[1]) * scale[(found[2] or "").lower()] if found else 0.0
     if rate <= 0:
-        raise ValueError(f"link rate must look like 500mbit or 1gbit, got {text!r}")
+        raise ValueError(f"link rate must look like 500mbit or 1gbit, got {shown(text)}")
+    if not _LEAST_RATE <= rate <= _MOST_RATE:
+        raise ValueError(f"link rate must be in [1kbit, 1000gbit], got {shown(text)}")
     return rate
 
 
@@ -65,10 +71,10 @@ def parse_hosts(text: str, world: int) -> tuple[int, ...]:
     Raises:
         ValueError: malformed, more hosts than ranks, or a sum that is not the number of ranks.
     """
-    try:
-        sizes = [int(part) for part in text.split("+")]
-    except ValueError:
-        raise ValueError(f"hosts must look like 2 or 3+1, got {text!r}") from None
+    parts = text.split("+")
+    if not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part, re.ASCII) for part in parts):
+        raise ValueError(f"hosts must look like 2 or 3+1, got {shown(text)}")
+    sizes = [int(part) for part in parts]
     if len(sizes) == 1:
         count = sizes[0]
         if not 1 <= count <= min(world, MAX_HOSTS):

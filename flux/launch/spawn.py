@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from flux.launch.hosts import Placed, wait_for_link
 from flux.launch.progress import Progress, silent
+from flux.launch.sockets import use_short_socket_paths
 
 _GRACE_S = 1.5
 _EXIT_S = 5.0
@@ -194,6 +195,7 @@ def forkserver() -> ForkServerContext:
     With many ranks this saves most of the time until the first repeat. The server has no threads,
     no CUDA state of this process, and ends with this process.
     """
+    use_short_socket_paths()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["typer", "flux.bench.launch"])
     return context

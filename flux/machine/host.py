@@ -6,6 +6,8 @@ import os
 import platform
 import re
 import socket
+from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 from flux.core.env import HOST
 
@@ -52,29 +54,58 @@ def memory_identity() -> str:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this host and container can allocate unswapped; None if unknown."""
+    """Return the bytes that this host and container can allocate unswapped; None if unknown.
+
+    The limits of this process's memory cgroup and of all cgroups around it count, of both versions.
+    What shared memory takes counts as used; the page cache does not: the kernel reclaims it.
+    """
     limits = []
-    meminfo = _text("/proc/meminfo")
-    stated = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    stated = re.search(r"^MemAvailable:\s+(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
     if stated:
         limits.append(int(stated.group(1)) * 1024)
-    for directory, limit, used, stat in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        (
-            "/sys/fs/cgroup/memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ):
-        most, now = _text(f"{directory}/{limit}").strip(), _text(f"{directory}/{used}").strip()
+    for folder, limit, used, prefix in _memory_groups():
+        most, now = _text(f"{folder}/{limit}").strip(), _text(f"{folder}/{used}").strip()
         if most.isdigit() and now.isdigit():  # "max": no limit
-            # The page cache counts as used, but the kernel reclaims it on demand.
-            stats = _text(f"{directory}/memory.stat")
-            cached = re.search(rf"^{stat} (\d+)$", stats, re.MULTILINE)
-            spare = int(cached.group(1)) if cached else 0
-            limits.append(max(int(most) - int(now) + spare, 0))
+            cached = re.findall(
+                rf"^{prefix}(?:in)?active_file (\d+)$",
+                _text(f"{folder}/memory.stat"),
+                re.MULTILINE,
+            )
+            limits.append(max(int(most) - int(now) + sum(map(int, cached)), 0))
     return min(limits, default=None)
+
+
+def _memory_groups() -> Iterator[tuple[str, str, str, str]]:
+    """Yield (folder, file of the limit, file of what is used, prefix in memory.stat) of cgroups.
+
+    Inside a container's own namespace the path of the process is "/"; without one, what the path
+    names may be mounted at the root, so that is looked at in any case.
+    """
+    lines = [line.split(":", 2) for line in _text("/proc/self/cgroup").splitlines()]
+    of_version = {
+        2: next((path for number, _, path in lines if number == "0"), "/"),
+        1: next((path for _, names, path in lines if "memory" in names.split(",")), "/"),
+    }
+    for version, path in of_version.items():
+        root = "/sys/fs/cgroup" if version == 2 else "/sys/fs/cgroup/memory"
+        files = ("memory.max", "memory.current", "")
+        if version == 1:
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        for folder in (PurePosixPath(path), *PurePosixPath(path).parents):
+            yield (f"{root}{folder}".rstrip("/"), *files)
+
+
+def reason_too_large(needed: int) -> str | None:
+    """Return why this host cannot allocate so many bytes more, in words; None if it can."""
+    available = available_memory()
+    if available is None or needed <= available:
+        return None
+    return f"{in_words(needed)} of memory are needed, and {in_words(available)} are available"
+
+
+def in_words(count: int) -> str:
+    """Return a number of bytes as people read it."""
+    return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.1f} MiB"
 
 
 def _text(path: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from flux.core.env import MOST_SECONDS
 from flux.core.knobs import Knobs
 from flux.core.spec import DTYPES, FP8, OpSpec
 from flux.core.topology import Topology
@@ -19,7 +20,6 @@ from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
 from flux.transport.placement import Place, place_here, sharing
 
-MAX_TIMEOUT_S = 1e9  # 32 years; nanoseconds since boot must fit 64 bits
 TELL_S = 60.0
 """Seconds to tell others of a failure if ``timeout_s`` itself is invalid."""
 TRANSPORTS = {"cpu": ("shm", "send_recv"), "cuda": ("symm_mem", "send_recv", "nvshmem")}
@@ -54,7 +54,7 @@ def built_together(
         PeerFailedError: another rank has failed.
         PeerTimeoutError: a peer did not come to an exchange in time.
     """
-    valid = isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S
+    valid = isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MOST_SECONDS
     if isinstance(exchange, Exchange):
         exchange.timeout_s = timeout_s if valid else None
     try:
@@ -178,9 +178,9 @@ def resolve_topology(label: str, topology: Topology | None, hosts: Sequence[str]
 
 def check_options(label: str, spec: OpSpec, world: int, timeout_s: float) -> None:
     """Raise for options that no backend supports."""
-    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_TIMEOUT_S):
+    if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MOST_SECONDS):
         raise ValueError(
-            f"{label}: timeout_s must be a positive number up to {MAX_TIMEOUT_S:g}, "
+            f"{label}: timeout_s must be a positive number up to {MOST_SECONDS:g}, "
             f"got {timeout_s!r}"
         )
     if len(spec.n) > 1 and any(n % world for n in spec.n):

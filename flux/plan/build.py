@@ -31,12 +31,24 @@ from flux.plan.model import Step
 
 _ADAM = 7
 """Tensors in float32: Adam reads gradient, weight and two moments, and writes the last three."""
+_MOST_PASSES = 1 << 18
+"""Of a layer, by micro-batch. Each has some 40 operators, of some 500 bytes."""
 OPTIMIZER_BYTES = 12.0
 """Float32 copy of the weight and two moments."""
 
 
 def build_step(step: Step, fabric: Fabric) -> Graph:
-    """Return the operators of a step: all layers, micro-batches and stages, and the optimizer."""
+    """Return the operators of a step: all layers, micro-batches and stages, and the optimizer.
+
+    Raises:
+        ValueError: there are more than memory can hold.
+    """
+    passes = step.micro_batches * (step.layers + step.parallel.pp)
+    if passes > _MOST_PASSES:
+        raise ValueError(
+            f"{step.layers} layers x {step.micro_batches} micro-batches are too many operators to "
+            f"plan: at most {_MOST_PASSES} passes of a layer"
+        )
     with paused_collector():
         return _Layers(step, fabric).build()
 

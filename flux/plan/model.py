@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from flux.bench.shapes import Layer, model_of
+from flux.core.datafile import MOST_SIZE, shown
 from flux.core.dtypes import DTYPES
 
 
@@ -34,6 +35,8 @@ class Parallel:
             value = getattr(self, degree.name)
             if degree.name != "sequence" and (type(value) is not int or value < 1):
                 raise ValueError(f"{degree.name} must be an integer of at least 1, got {value!r}")
+            if value > MOST_SIZE:
+                raise ValueError(f"{degree.name} must be at most {MOST_SIZE}, got {shown(value)}")
         if self.dp % self.ep:
             raise ValueError(f"ep = {self.ep} must divide dp = {self.dp}")
 
@@ -84,6 +87,8 @@ class Step:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            if value > MOST_SIZE:
+                raise ValueError(f"{name} must be at most {MOST_SIZE}, got {shown(value)}")
         if self.zero not in (0, 1, 3):
             raise ValueError(f"zero must be 0, 1 or 3, got {self.zero!r}")
         if type(self.shard) is not int or self.shard < 0:

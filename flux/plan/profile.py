@@ -13,18 +13,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from flux.core.datafile import load_json, shown
+from flux.core.datafile import Table, shown
+from flux.core.wholefile import write_output
 from flux.plan.cost import CostModel
 from flux.plan.execute import Work, members
-from flux.plan.graph import FUSED, GROUPS, Graph, Op
+from flux.plan.graph import COMPUTE, FUSED, GROUPS, RESOURCES, ROLES, Graph, Op
 from flux.plan.model import Parallel
+from flux.plan.records import read_group, read_kind, read_shape
 
 _FORMAT = 1
+_MOST_MS = 1e9
+T = TypeVar("T")
 Key = tuple[str, tuple[int, ...], str, str]
 """(kind, shape, group, role): what the time of an operator depends on."""
 
@@ -66,7 +70,7 @@ class Profile:
                 for (a, b), oef in self.pairs.items()
             ],
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_output(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_profile(path: Path) -> Profile:
@@ -74,20 +78,36 @@ def read_profile(path: Path) -> Profile:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else.
+        ValueError: it holds something else; the message names file and key.
     """
-    content = load_json(path)
-    try:
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format: expected {_FORMAT}, got {shown(content['format'])}")
-        solo = {_key(e): _ms(e["ms"]) for e in content["solo"]}
-        oef = {(str(e["compute"]), str(e["resource"])): _oef(e["oef"]) for e in content["oef"]}
-        pairs = {
-            (_key(e["first"]), _key(e["second"])): _oef(e["oef"]) for e in content.get("pairs", ())
-        }
-        return Profile(solo, oef, dict(content["place"]), pairs)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a profile of flux: {shown(str(error))}") from error
+    top = Table.load_json(path, "a profile of flux", _FORMAT)
+    solo: dict[Key, float] = {}
+    for one in top.tables("solo"):
+        _put(one, solo, _key(one), one.number("ms", most=_MOST_MS))
+    oef: dict[tuple[str, str], float] = {}
+    for one in top.tables("oef"):
+        kinds = one.text("compute", choices=COMPUTE), one.text("resource", choices=RESOURCES[1:])
+        _put(one, oef, kinds, _oef(one))
+    pairs: dict[tuple[Key, Key], float] = {}
+    for one in top.tables("pairs"):
+        tables = one.table("first"), one.table("second")
+        first, second = map(_key, tables)
+        for of, key in zip(tables, (first, second), strict=True):
+            of.done()
+            if key not in solo:
+                of.fail("kind", f"{key[0]} {list(key[1])} has no time by itself in solo")
+        _put(one, pairs, (first, second), _oef(one))
+    place = top.scalars("place")
+    top.done()
+    return Profile(solo, oef, place, pairs)
+
+
+def _put(table: Table, into: dict[T, float], key: T, value: float) -> None:
+    """Add an entry of a profile; fail if it is there already, or if a key of it was not read."""
+    table.done()
+    if key in into:
+        table.fail("", f"a second entry for {shown(key)}")
+    into[key] = value
 
 
 def _described(key: Key) -> dict[str, Any]:
@@ -95,20 +115,14 @@ def _described(key: Key) -> dict[str, Any]:
     return {"kind": kind, "shape": list(shape), "group": group, "role": role}
 
 
-def _key(of: Mapping[str, Any]) -> Key:
-    return str(of["kind"]), tuple(map(int, of["shape"])), str(of["group"]), str(of["role"])
+def _key(table: Table) -> Key:
+    kind = read_kind(table)
+    roles = ROLES if kind in ("attention", "norm") else ("",)
+    return kind, read_shape(table, kind), read_group(table, kind), table.text("role", choices=roles)
 
 
-def _oef(value: object) -> float:
-    if type(value) not in (int, float) or not -1e9 < float(value) <= 1:  # type: ignore[arg-type]
-        raise ValueError(f"oef: expected a number of at most 1, got {shown(value)}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _ms(value: object) -> float:
-    if type(value) not in (int, float) or not 0 <= float(value) < 1e9:  # type: ignore[arg-type]
-        raise ValueError(f"ms: expected a time, got {shown(value)}")
-    return float(value)  # type: ignore[arg-type]
+def _oef(table: Table) -> float:
+    return table.number("oef", least=-_MOST_MS, most=1.0)
 
 
 class ProfiledCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,7 @@ from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost, CostModel
 from flux.plan.execute import Executor, Work, coordinates, measured
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph
+from flux.plan.graph import FUSED, Graph
 from flux.plan.model import Step
 from flux.plan.policies import Policies, label_of, planned, policy_of
 from flux.plan.policies.fuse import fusable
@@ -103,6 +104,36 @@ def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, S
     return found
 
 
+def predictions(profile: Profile, schedules: Mapping[str, StepSchedule]) -> dict[str, Timeline]:
+    """Return what a profile predicts for each schedule, by label.
+
+    Raises:
+        ValueError: the profile does not have an operator of them.
+    """
+    cost = ProfiledCost(profile)
+    return {label: simulate(schedule, cost) for label, schedule in schedules.items()}
+
+
+def memory_of(config: PlanRun, schedules: Mapping[str, StepSchedule]) -> int:
+    """Return the bytes that the ranks need at least to run the schedules: of GEMMs and collectives.
+
+    Operators of one shape share their tensors, as in ``execute.Work``.
+    """
+    sizes: dict[tuple[object, ...], int] = {}
+    for schedule in schedules.values():
+        for op in schedule.graph.ops:
+            if op.kind in ("gemm", *FUSED):
+                m, n, k = op.shape
+                sizes[op.stage, "b", n, k] = n * k
+                if op.kind == "gemm":
+                    sizes[op.stage, "a", m, k] = m * k
+            elif op.is_collective:
+                count = op.shape[0] * op.shape[1]
+                sizes[op.stage, "whole", count] = count
+    ranks = config.ranks // config.step.parallel.pp
+    return ranks * config.step.itemsize * sum(sizes.values())
+
+
 def _graphs_to_profile(config: PlanRun) -> list[Graph]:
     """Return graphs with every operator that a policy may use."""
     fabric = Fabric(config.cluster, config.step.parallel)
@@ -147,9 +178,7 @@ def _run(
         profile, schedules = _chosen(config, profiler, profile, progress)
     if only_profile:
         return profile, []
-    cost = ProfiledCost(profile)
-    # Raises, before anything runs, if the profile does not have what is run.
-    predicted = {label: simulate(schedule, cost) for label, schedule in schedules.items()}
+    predicted = predictions(profile, schedules)
     executors = {
         label: Executor(schedule, config.step.parallel, work, config.timeout_s)
         for label, schedule in schedules.items()

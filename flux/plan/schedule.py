@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,13 +17,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flux.core.datafile import load_json, shown
-from flux.plan.graph import RESOURCES, Graph, GraphError, Op, topological
+from flux.core.datafile import Table, one_line, shown
+from flux.core.wholefile import write_output
+from flux.plan.graph import RESOURCES, ROLES, Graph, GraphError, Op, topological
+from flux.plan.records import read_group, read_kind, read_shape
 
 Lane = tuple[int, str]
 """(stage, stream)"""
 
 _FORMAT = 1
+_MOST_ITEMSIZE = 16
+_PASS = r"[0-9]{1,6}[A-Z]{1,2}[0-9]{1,6}"
+_ACTION = re.compile(rf"{_PASS}|\({_PASS};{_PASS}\)OVERLAP_F_B")
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ class StepSchedule:
 
     def write(self, path: Path) -> None:
         """Write the schedule as JSON."""
-        path.write_text(json.dumps(self.to_json()) + "\n")
+        write_output(path, json.dumps(self.to_json()) + "\n")
 
 
 def read_schedule(path: Path) -> StepSchedule:
@@ -179,44 +185,92 @@ def read_schedule(path: Path) -> StepSchedule:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else, or a schedule that cannot be run.
+        ValueError: it holds something else, or a schedule that cannot be run; the message names the
+            file.
     """
-    content = load_json(path)
+    top = Table.load_json(path, "a schedule of flux", _FORMAT)
+    ops = tuple(map(_op_of, top.tables("ops")))
+    deps = tuple(
+        top.checked_integers(f"deps[{number}]", values, 0, empty=True)
+        for number, values in enumerate(top.values("deps", empty=True))
+    )
+    stages = _stages(top, ops)
+    lanes: dict[Lane, tuple[int, ...]] = {}
+    for table in top.tables("lanes"):
+        lane = table.integer("stage", least=0), table.text("stream")
+        if lane in lanes:
+            table.fail("stream", f"a second lane {lane[1]} of stage {lane[0]}")
+        lanes[lane] = table.integers("ops", least=0, empty=True)
+        table.done()
+    policy, itemsize = top.text("policy"), top.integer("itemsize", most=_MOST_ITEMSIZE)
+    resident, actions = _resident(top, stages), _actions(top, stages)
+    top.done()
     try:
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format: expected {_FORMAT}, got {shown(content['format'])}")
-        ops = tuple(_op_of(values) for values in content["ops"])
-        deps = tuple(_numbers(values) for values in content["deps"])
-        resident = tuple(float(value) for value in content["resident"])
-        graph = Graph(ops, deps, int(content["itemsize"]), resident)
-        lanes = {
-            (int(lane["stage"]), str(lane["stream"])): _numbers(lane["ops"])
-            for lane in content["lanes"]
-        }
-        actions = tuple(tuple(map(str, row)) for row in content.get("actions", ()))
-        schedule = StepSchedule(graph, lanes, str(content["policy"]), actions)
+        schedule = StepSchedule(Graph(ops, deps, itemsize, resident), lanes, policy, actions)
+        schedule.validate()
     except GraphError as error:
-        raise ValueError(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a schedule of flux: {shown(str(error))}") from error
-    schedule.validate()
+        raise ValueError(f"{path}: {one_line(str(error))}") from error
     return schedule
 
 
-def _op_of(values: Mapping[str, Any]) -> Op:
-    op = Op(**{**values, "shape": tuple(values["shape"])})
-    for name, kind in Op.__annotations__.items():
-        value, wanted = getattr(op, name), {"str": str, "int": int, "float": (int, float)}
-        if str(kind) in wanted and not isinstance(value, wanted[str(kind)]):  # type: ignore[arg-type]
-            raise ValueError(f"{name}: expected {kind}, got {shown(value)}")
+def _op_of(table: Table) -> Op:
+    kind = read_kind(table)
+    pieces = table.integer("pieces")
+    op = Op(
+        name=table.text("name"),
+        kind=kind,
+        resource=table.text("resource", choices=RESOURCES),
+        role=table.text("role", choices=ROLES),
+        stage=table.integer("stage", least=0),
+        part=table.text("part"),
+        layer=table.integer("layer", least=-1),
+        micro=table.integer("micro", least=-1),
+        piece=table.integer("piece", least=0, most=pieces - 1),
+        pieces=pieces,
+        strand=table.integer("strand", least=0),
+        shape=read_shape(table, kind),
+        group=read_group(table, kind),
+        allocates=table.number("allocates"),
+        frees=table.number("frees"),
+    )
+    table.done()
     return op
 
 
-def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    numbers = tuple(values)
-    if not all(type(value) is int for value in numbers):
-        raise ValueError(f"expected integers, got {shown(numbers)}")
-    return numbers
+def _stages(top: Table, ops: Sequence[Op]) -> int:
+    """Return the number of stages; fail if one of them has no operators.
+
+    Lists by stage are as long as the largest number, whatever it is.
+    """
+    present = {op.stage for op in ops}
+    missing = next((stage for stage in range(len(present)) if stage not in present), None)
+    if missing is not None:
+        top.fail("ops", f"none is of stage {missing}, and some are of stage {max(present)}")
+    return len(present)
+
+
+def _resident(top: Table, stages: int) -> tuple[float, ...]:
+    values = top.values("resident", empty=True)
+    if len(values) not in (0, stages):
+        top.fail("resident", f"expected {stages} numbers, one for each stage, got {shown(values)}")
+    for value in values:
+        if type(value) not in (int, float) or not 0 <= value <= 1e15:
+            top.fail("resident", f"expected numbers in [0, 1e15], got {shown(value)}")
+    return tuple(map(float, values))
+
+
+def _actions(top: Table, stages: int) -> tuple[tuple[str, ...], ...]:
+    """Return the rows of actions in torch's notation, of each pipeline rank, or none."""
+    rows = top.values("actions", (), empty=True)
+    if len(rows) not in (0, stages):
+        top.fail("actions", f"expected {stages} rows, one for each rank, got {len(rows)}")
+    for row in rows:
+        if not isinstance(row, list):
+            top.fail("actions", f"expected lists of texts, got {shown(row)}")
+        for text in row:
+            if not isinstance(text, str) or not _ACTION.fullmatch(text):
+                top.fail("actions", f"expected actions such as 0F3, got {shown(text)}")
+    return tuple(map(tuple, rows))
 
 
 def on_lanes(

@@ -19,17 +19,20 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
+from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flux.bench.shapes import model_of
-from flux.core.datafile import load_json, shown
+from flux.core.datafile import MOST_SIZE, Table, shown
+from flux.launch.sockets import use_short_socket_paths
 from flux.machine.cluster import Cluster
 from flux.plan.model import Parallel, Step
 from flux.plan.policies import Policies, policy_names, policy_of
@@ -96,8 +99,12 @@ class Query:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            if value > MOST_SIZE:
+                raise ValueError(f"{name} must be at most {MOST_SIZE}, got {shown(value)}")
         if not self.memory_gb > 0:
             raise ValueError(f"memory must be above 0 GB, got {self.memory_gb:g}")
+        if not self.memory_gb <= 1e9:
+            raise ValueError(f"memory must be at most 1e9 GB, got {self.memory_gb:g}")
         devices = self.cluster.hosts * self.cluster.devices
         if self.gpus > devices:
             raise ValueError(
@@ -233,6 +240,7 @@ class _Here(Executor):
 def _pool(workers: int) -> Executor:
     if workers == 1:
         return _Here()
+    use_short_socket_paths()
     context = multiprocessing.get_context("forkserver")
     return ProcessPoolExecutor(workers, mp_context=context)
 
@@ -291,7 +299,8 @@ def layouts(query: Query) -> Iterator[Step]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 class Rating(NamedTuple):
@@ -468,28 +477,26 @@ def winner_of(path: str) -> dict[str, Any]:
         ValueError: the file holds something else.
         OSError: it cannot be read.
     """
-    try:
-        content = load_json(Path(path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    try:
-        first = content["plans"][0]
-        policy = dict(first["policy_options"])
-        name = policy.pop("name")
-        text = ",".join(
-            f"{key}={json.dumps(value).strip(chr(34))}" for key, value in policy.items()
-        )
-        counts = ("tp", "cp", "dp", "pp", "ep", "micro_batch", "micro_batches", "zero")
-        given = {key: first[key] for key in (*counts, "sequence_parallel", "regather")}
-        for key, value in given.items():
-            if type(value) is not (int if key in counts else bool):
-                raise TypeError(f"{key} is {value!r}")
-        return given | {
-            "model": content["model"],
-            "sequence": content["sequence"],
-            "policy": ["serial", f"{name}:{text}" if text else name],
-        }
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not an outcome of flux plan search: {shown(str(error))}"
-        ) from error
+    top = Table.load_json(Path(path), "an outcome of flux plan search")
+    plans = top.tables("plans")
+    if not plans:
+        top.fail("plans", "expected at least one")
+    first = plans[0]
+    options = first.scalars("policy_options")
+    words = {k: v if isinstance(v, str) else json.dumps(v) for k, v in options.items()}
+    for key, text in words.items():
+        if not re.fullmatch(r"[\w.+-]+", key + text, re.ASCII):
+            first.fail(f"policy_options.{key}", f"expected a word or a number, got {shown(text)}")
+    name = words.pop("name", "")
+    if not name:
+        first.fail("policy_options.name", "missing")
+    chosen = ",".join(f"{key}={text}" for key, text in words.items())
+    counts = ("tp", "cp", "dp", "pp", "ep", "micro_batch", "micro_batches")
+    return {
+        **{key: first.integer(key) for key in counts},
+        "zero": first.integer("zero", least=0),
+        **{key: first.flag(key) for key in ("sequence_parallel", "regather")},
+        "model": top.text("model"),
+        "sequence": top.integer("sequence"),
+        "policy": ["serial", f"{name}:{chosen}" if chosen else name],
+    }

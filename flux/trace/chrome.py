@@ -22,6 +22,7 @@ from flux.core.recorder import (
     NETWORK_STREAM_LANE,
     STREAM_LANE,
 )
+from flux.core.wholefile import write_output
 from flux.trace.record import Trace
 
 _MOST_BYTES = 1 << 30
@@ -116,7 +117,7 @@ def write_chrome(
         "otherData": dict(metadata or {}),
         "traceEvents": chrome_events(events),
     }
-    Path(path).write_text(json.dumps(content) + "\n")
+    write_output(Path(path), json.dumps(content) + "\n")
 
 
 def read_chrome(path: str | Path) -> Trace:

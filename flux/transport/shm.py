@@ -22,6 +22,7 @@ import torch
 
 from flux import _C
 from flux.core.tensors import address_of
+from flux.machine.host import available_memory, in_words
 from flux.transport.exchange import Exchange
 
 FOLDER = "/dev/shm"
@@ -151,12 +152,13 @@ def allocate(
         label: purpose of the memory; part of error messages.
 
     Raises:
-        OSError: on every rank, if a segment could not be made or mapped on any rank; the message
-            names the requested size.
+        OSError: on every rank, if a host has too little memory for the segments of its ranks, or a
+            segment could not be made or mapped on any rank; the message names the requested size.
         ValueError: on every rank, if ranks ask for different sizes.
     """
     pad_bytes = _C.pad_bytes(signals)
     nbytes = pad_bytes + max(data_bytes, 1)
+    _check_room(exchange, local, nbytes, label)
     own: int | None = None
     failure: tuple[int, str] | None = None
     mappings: list[_C.SharedMapping | None] = []
@@ -166,9 +168,8 @@ def allocate(
             own = create(nbytes)
         except OSError as error:
             failure = _explain(error, nbytes)
-        told = exchange.all_gather((None if own is None else segment_of(own), nbytes))
-        check_sizes(label, [size for _, size in told])
-        segments = [segment for segment, _ in told if segment is not None]
+        told = exchange.all_gather(None if own is None else segment_of(own))
+        segments = [segment for segment in told if segment is not None]
         if len(segments) == len(told):
             peers = [
                 segment if here and rank != exchange.rank else None
@@ -197,6 +198,29 @@ def allocate(
         pad_bytes,
         processes,
     )
+
+
+def _check_room(exchange: Exchange, local: Sequence[bool], nbytes: int, label: str) -> None:
+    """Check that each host has memory for the segments of its ranks. Collective.
+
+    Beyond the limit of a container /dev/shm takes pages all the same, and the kernel kills a rank.
+    All ranks look before any of them allocates.
+
+    Raises:
+        OSError: on every rank, if a host has too little.
+        ValueError: on every rank, if ranks ask for different sizes.
+    """
+    told = exchange.all_gather((nbytes, sum(local), available_memory()))
+    check_sizes(label, [size for size, _, _ in told])
+    for rank, (size, ranks, available) in enumerate(told):
+        if available is not None and size * ranks > available:
+            raise OSError(
+                errno.ENOMEM,
+                f"{label}: rank {rank} cannot allocate {size} bytes ({in_words(size)}) of shared "
+                f"memory: the {ranks} ranks of its host need {in_words(size * ranks)}, and "
+                f"{in_words(available)} are available to it; raise the limit of the container, or "
+                "lower max_m",
+            )
 
 
 def check_sizes(label: str, sizes: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,6 +48,27 @@ def test_segments_are_checked_before_they_are_mapped(descriptor: int) -> None:
         os.chown(descriptor, 12345, -1)
         with pytest.raises(OSError, match="belongs to user 12345"):
             shm.attach(segment, 8192)
+
+
+def test_memory_is_asked_for_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank alike, whichever host has too little."""
+    monkeypatch.setattr(shm, "create", lambda nbytes: pytest.fail("allocated"))
+    nbytes = _C.pad_bytes(4) + (1 << 20)
+    told = {0: (2, 5 << 20), 1: (2, 9 << 20), 2: (2, 2 << 20), 3: (1, None)}  # ranks, available
+    for rank, (ranks, available) in told.items():
+        monkeypatch.setattr(shm, "available_memory", lambda has=available: has)
+        others = {r: (nbytes, *of) for r, of in told.items() if r != rank}
+
+        def gather(own: Any, rank: int = rank, others: Any = others) -> list[Any]:
+            return [own if r == rank else others[r] for r in told]
+
+        exchange: Any = SimpleNamespace(rank=rank, all_gather=gather)
+        local = [r < ranks for r in told]
+        with pytest.raises(OSError, match=r"op: rank 2 cannot allocate .* its host need 2.0 MiB, "):
+            shm.allocate(exchange, local, 4, 1 << 20, "op")
+    other: Any = SimpleNamespace(rank=0, all_gather=lambda own: [own, (7, *own[1:])])
+    with pytest.raises(ValueError, match="op: ranks disagree; rank 1 has segments of 7 bytes"):
+        shm.allocate(other, [True, True], 4, 1 << 20, "op")
 
 
 def in_child(body: Callable[[], str]) -> str:

@@ -364,6 +364,16 @@ def test_memory_is_what_the_container_has_left(monkeypatch: pytest.MonkeyPatch) 
     assert host.available_memory() == 2 << 30
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert host.available_memory() == 8 << 30
+    # Of all cgroups around this process, of both versions.
+    files["/proc/self/cgroup"] = "4:cpu,memory:/a/b\n0::/user/me\n"
+    files["/sys/fs/cgroup/user/memory.max"] = f"{5 << 30}\n"
+    files["/sys/fs/cgroup/user/memory.current"] = f"{2 << 30}\n"
+    assert host.available_memory() == 3 << 30
+    of_group = "/sys/fs/cgroup/memory/a"
+    files[f"{of_group}/memory.limit_in_bytes"] = f"{2 << 30}\n"
+    files[f"{of_group}/memory.usage_in_bytes"] = f"{2 << 30}\n"
+    files[f"{of_group}/memory.stat"] = f"total_active_file {1 << 29}\ntotal_inactive_file 0\n"
+    assert host.available_memory() == 1 << 29
     files.clear()
     assert host.available_memory() is None
 

@@ -355,5 +355,5 @@ def test_measured_pairs_are_stored_and_used(tmp_path: Any) -> None:
     assert (cost.oef(a, b), cost.oef(b, a), cost.oef(d, c)) == (0.25, 0.25, -0.5)
     text = (tmp_path / "profile.json").read_text()
     (tmp_path / "bad.json").write_text(text.replace("0.25", "1.25", 1))
-    with pytest.raises(ValueError, match="oef: expected a number of at most 1"):
+    with pytest.raises(ValueError, match="oef: expected a number <= 1"):
         read_profile(tmp_path / "bad.json")

@@ -245,7 +245,7 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     }
     for key, value in (("ep", "2"), ("zero", True), ("regather", 1)):
         out.write_text(json.dumps(content | {"plans": [first | {key: value}]}))
-        with pytest.raises(ValueError, match=f"plans.json is not an outcome.*{key} is"):
+        with pytest.raises(ValueError, match=f"plans.json is not an outcome.*{key}: expected"):
             winner_of(str(out))
     out.write_text("{")
     with pytest.raises(ValueError, match=r"plans.json: not JSON"):

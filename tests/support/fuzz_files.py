@@ -29,9 +29,10 @@ from typing import Any
 
 from rich.console import Console
 
+import fuzz_plans
 import suite_data
 from flux.bench import page, results
-from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes
+from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes, model_of
 from flux.choice.cache import Cache, read, read_export
 from flux.choice.cost import predict, resolved
 from flux.choice.keys import Key
@@ -54,6 +55,9 @@ from flux.kernels.trust import UntrustedError
 from flux.machine import host
 from flux.machine.cluster import Cluster, load_cluster
 from flux.machine.detection import System
+from flux.plan.profile import read_profile
+from flux.plan.schedule import read_schedule
+from flux.plan.search import winner_of
 from flux.trace import read_chrome, write_chrome
 from flux.trace.chrome import flows
 from flux.trace.record import Trace
@@ -323,6 +327,7 @@ def _check_cluster(cluster: Cluster) -> None:
         assert len(cluster.fingerprint(shape)) == 16
     knobs = resolved(SHAPE, Knobs())
     assert math.isfinite(predict(SHAPE, cluster, knobs, None).total)
+    fuzz_plans.check_planned(cluster)
 
 
 def _check_shapes(shapes: Shapes) -> None:
@@ -459,6 +464,22 @@ def kinds() -> list[Kind]:
         Kind(
             *("layer of a model", "s.toml", _tuning("shapes", "llama3-8b"), "toml"),
             *(layer_of, bad, _check_layer),
+        ),
+        Kind(
+            *("model of a step", "s.toml", _tuning("shapes", "phi-moe"), "toml"),
+            *(model_of, bad, fuzz_plans.check_model),
+        ),
+        Kind(
+            *("plan profile", "p.json", fuzz_plans.written(fuzz_plans.sample_profile()), "json"),
+            *(read_profile, (*bad, OSError), fuzz_plans.check_profile),
+        ),
+        Kind(
+            *("step schedule", "s.json", fuzz_plans.written(fuzz_plans.SCHEDULE), "json"),
+            *(read_schedule, (*bad, OSError), fuzz_plans.check_schedule),
+        ),
+        Kind(
+            *("found plans", "f.json", fuzz_plans.plans_text(), "json"),
+            *(lambda path: winner_of(str(path)), (*bad, OSError), fuzz_plans.check_winner_of),
         ),
         Kind(
             *("space of the CPU", "s.toml", _tuning("spaces", "cpu"), "toml"),

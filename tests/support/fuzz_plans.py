@@ -1,0 +1,118 @@
+"""Files of plans for the fuzzer: good ones, and checks of what is accepted (see fuzz_files.py)."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flux.bench.shapes import Model
+from flux.cli.plan import parsed as parsed_policy
+from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
+from flux.machine.cluster import Cluster, load_cluster
+from flux.plan import op_simulator
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost
+from flux.plan.fabric import Fabric
+from flux.plan.model import Parallel, step_of
+from flux.plan.picture import page as page_of_plan
+from flux.plan.policies import planned, policy_of
+from flux.plan.profile import Profile, ProfiledCost, key_of, layer_pairs
+from flux.plan.report import explain
+from flux.plan.schedule import StepSchedule
+from flux.plan.simulate import simulate
+
+SIZE = 2**30  # no M, N or K is larger
+SHAPE = Problem(Op.ag_gemm, 64, 256, 128, "bfloat16", 2, 1)
+STEP = step_of(
+    "gpt-6.7b", Parallel(tp=2, pp=2), layers=2, sequence=64, micro_batch=2, micro_batches=1
+)
+FABRIC = Fabric(replace(load_cluster("cpu"), devices=4), STEP.parallel)
+COST = AnalyticCost(FABRIC, STEP.dtype, STEP.itemsize)
+GRAPH = build_step(STEP, FABRIC)
+SCHEDULE = planned(policy_of("domino", {"slices": 2}), GRAPH, FABRIC, COST)
+
+
+def written(thing: Profile | StepSchedule) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        thing.write(Path(folder) / "file")
+        return (Path(folder) / "file").read_bytes()
+
+
+def sample_profile() -> Profile:
+    solo = {key_of(op): 1.0 + number for number, op in enumerate(GRAPH.ops)}
+    pairs = {(key_of(a), key_of(b)): 0.25 for a, b in layer_pairs(GRAPH)[:3]}
+    return Profile(solo, {("gemm", "intra"): 0.9}, {"hosts": "1", "link_rate": None}, pairs)
+
+
+def check_profile(profile: Profile) -> None:
+    """All operators of another step have a time beside it, and policies can plan by it."""
+    cost = ProfiledCost(profile, COST)
+    schedule = planned(policy_of("domino", {"slices": 2}), GRAPH, FABRIC, cost)
+    assert 0 <= simulate(schedule, cost).iteration_ms < 1e18
+    for (a, b), factor in profile.pairs.items():
+        assert -1e9 <= factor <= 1 and {a, b} <= set(profile.solo)
+
+
+def check_schedule(schedule: StepSchedule) -> None:
+    """The simulator, the pictures and the trace take it."""
+    timeline = simulate(schedule, COST)
+    assert 0 <= timeline.iteration_ms < 1e18
+    assert 0 <= timeline.peak_memory_bytes < 1e18 and timeline.exposed_comm_ms >= 0
+    timeline.events("plan: ")
+    explain(timeline)
+    page_of_plan("a plan", [("plan", timeline)]).encode()
+    schedule.to_csv().encode()
+    json.dumps(schedule.to_json(), allow_nan=False)
+    for stage in range(schedule.graph.stages):
+        schedule.collectives(stage, "tp")
+
+
+def plans_text() -> bytes:
+    row = {"tp": 2, "cp": 1, "dp": 1, "pp": 2, "ep": 1, "micro_batch": 1, "micro_batches": 2}
+    row |= {"zero": 1, "sequence_parallel": False, "regather": False, "iteration_ms": 12.5}
+    row |= {"policy_options": {"name": "domino", "order": "blocks", "slices": 2}}
+    found = {"model": "gpt-6.7b", "gpus": 4, "batch": 2, "sequence": 64, "plans": [row]}
+    return (json.dumps(found, indent=1) + "\n").encode()
+
+
+def check_winner_of(given: dict[str, Any]) -> None:
+    """Its step can be planned, or there is an error in words, as for options in the command."""
+    serial, text = given["policy"]
+    assert serial == "serial"
+    degrees = {name: given[name] for name in ("tp", "cp", "dp", "pp", "ep")}
+    try:
+        parallel = Parallel(**degrees, sequence=given["sequence_parallel"])
+        names = ("sequence", "micro_batch", "micro_batches", "zero", "regather")
+        step = step_of(given["model"], parallel, **{name: given[name] for name in names})
+        policy = policy_of(*parsed_policy(text))
+        if parallel.world * step.micro_batches <= 64:
+            fabric = Fabric(replace(FABRIC.cluster, hosts=64), parallel)
+            planned(policy, build_step(replace(step, layers=parallel.pp), fabric), fabric, COST)
+    except ValueError as error:
+        assert str(error).isprintable()
+
+
+def check_model(model: Model) -> None:
+    assert model.layer.intermediate or model.layer.moe
+    assert 1 <= model.layers <= SIZE and 1 <= model.sequence <= SIZE and model.name.isprintable()
+    layer = replace(model.layer)
+    step = replace(STEP, layer=layer, layers=2, parallel=Parallel(), dtype=model.dtype)
+    graph = build_step(step, replace(FABRIC, parallel=Parallel()))
+    assert math.isfinite(sum(map(COST.solo, graph.ops)))
+
+
+def check_planned(cluster: Cluster) -> None:
+    """Steps and calls have finite times on it, or there is an error in words."""
+    with suppress(ValueError):
+        fabric = Fabric(cluster, STEP.parallel)
+        cost = AnalyticCost(fabric, STEP.dtype, STEP.itemsize)
+        assert math.isfinite(sum(map(cost.solo, build_step(STEP, fabric).ops)))
+    with suppress(ValueError):
+        assert math.isfinite(op_simulator.unfused(SHAPE, cluster, None).total_ms)
+        assert math.isfinite(op_simulator.simulate(SHAPE, cluster, Knobs()).total_ms)
