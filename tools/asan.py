@@ -35,7 +35,9 @@ TESTS = (
 
 def run(command: Sequence[object], **more: str) -> None:
     """Run a command; exit with its status if that is not 0."""
-    status = subprocess.run(list(map(str, command)), cwd=ROOT, env={**os.environ, **more}).returncode
+    status = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env={**os.environ, **more}
+    ).returncode
     if status:
         sys.exit(status if status > 0 else 128 - status)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flux import Knobs, TileSchedule, Topology, _C, make_schedule
+from flux import _C, Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.layout import SegmentLayout
 from flux.choice.choose import Choice, Fixed, Tuned, _one_kernel, modelled
 from flux.choice.keys import Key
@@ -28,10 +28,25 @@ from harness import STRESS
 
 MAX_M = 1 << 24
 CASES = 2000 * STRESS
-HOSTS = ("ab", "aab", "abb", "aaab", "aabb", "abab", "abc", "abcab", "aabbccdd", "aaaaaaab", "abaca")
+HOSTS = (
+    "ab",
+    "aab",
+    "abb",
+    "aaab",
+    "aabb",
+    "abab",
+    "abc",
+    "abcab",
+    "aabbccdd",
+    "aaaaaaab",
+    "abaca",
+)
 TOPOLOGIES = (
     *(Topology.flat(world) for world in (2, 3, 4, 8, 24)),
-    *(Topology(*mesh) for mesh in ((2, 1, 2), (1, 2, 2), (2, 2, 1), (3, 1, 2), (4, 2, 4), (16, 1, 8))),
+    *(
+        Topology(*mesh)
+        for mesh in ((2, 1, 2), (1, 2, 2), (2, 2, 1), (3, 1, 2), (4, 2, 4), (16, 1, 8))
+    ),
     *(Topology.of_hosts(hosts) for hosts in HOSTS),
 )
 KEY = Key("gemm_rs", "float32", 8, 8, "1x2", "0123456789abcdef", "cpu 0.1.0 r1", "torch 2.13")
@@ -138,7 +153,13 @@ def check_schedule(
         check_legal(knobs, topology)
         shape = (m, sum(spec.n), spec.k)
         schedule = make_schedule(
-            spec.op.name, shape, world, rng.randrange(world), topology, knobs, itemsize=spec.itemsize
+            spec.op.name,
+            shape,
+            world,
+            rng.randrange(world),
+            topology,
+            knobs,
+            itemsize=spec.itemsize,
         )
     except ValueError:
         return False  # no such schedule, such as one that stores tiles of two owners directly

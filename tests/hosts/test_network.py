@@ -160,7 +160,10 @@ def too_small(rank: int, world: int) -> list[str]:
 def test_a_schedule_that_needs_more_memory_is_refused_on_all_ranks() -> None:
     errors = run_ranks(2, too_small)
     assert errors[0] == errors[1]
-    needs, has = "the schedule needs 32 signals, 1 blocks of 32 rows", "memory has 8 signals, 1 blocks"
+    needs, has = (
+        "the schedule needs 32 signals, 1 blocks of 32 rows",
+        "memory has 8 signals, 1 blocks",
+    )
     assert needs in errors[0][0] and has in errors[0][0] and errors[0][2] == errors[0][0]
     assert errors[0][1] == errors[0][3] == ""
 
