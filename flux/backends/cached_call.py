@@ -97,16 +97,11 @@ class CachedCall:
             and not x.is_nested  # has no shape
             and x.shape == self.x_shape
             and x.stride() == self.x_stride
-            and self._has_memory(x)
+            and not x.is_neg()
+            and (at := x.data_ptr()) % self.x_unit == 0
+            and (at != 0 or self.x_bytes == 0)
+            and x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize >= self.x_bytes
             and (m if m is not None else x.shape[0] * self.world) == self.m
             and memory_of(weight) == self.weight_memory
             and (not isinstance(bias, torch.Tensor) or memory_of(bias) == self.bias_memory)
         )
-
-    def _has_memory(self, x: torch.Tensor) -> bool:
-        """Return whether the memory of x holds its values, as many as were checked."""
-        at = x.data_ptr()
-        if at % self.x_unit or x.is_neg() or (at == 0 and self.x_bytes):
-            return False
-        has = x.untyped_storage().nbytes() - x.storage_offset() * x.itemsize
-        return has >= self.x_bytes

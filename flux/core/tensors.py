@@ -19,8 +19,10 @@ def bytes_needed(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a strided tensor to the end of its last one."""
     if tensor.numel() == 0:
         return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return (last + 1) * tensor.itemsize
 
 
 def reason_without_memory(tensor: torch.Tensor) -> str | None:

@@ -41,7 +41,7 @@ from flux.ops.executor import (
     resolve_topology,
     who_shares_memory,
 )
-from flux.ops.transforms import call, check_no_forward_mode
+from flux.ops.transforms import call, no_forward_mode
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
@@ -305,10 +305,8 @@ class TensorParallelOp:
 
     def _check_types(self, *tensors: object) -> None:
         """Raise for tensors that the dispatcher would reject or fake before the peers are told."""
-        try:
-            check_no_forward_mode(self.spec.label)
-        except ValueError as error:
-            self._turn_away(error)
+        if not torch.compiler.is_compiling() and torch_internals.forward_mode_is_on():
+            self._turn_away(ValueError(no_forward_mode(self.spec.label)))
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 kind = type(tensor).__name__
