@@ -2,8 +2,8 @@
 
 AllGather of a unit's weights:
 
-    enter    all ranks meet, or where ranks of a host share memory, these: they gather the same unit,
-             and it is free on all of them
+    enter    all ranks meet, or, where ranks of a host share memory, these: they gather the same
+             unit, and it is free on all of them
     across   each rank exchanges its shard with its twins on other hosts
     within   ranks of a host exchange columns; or they meet again (where they share memory)
 
