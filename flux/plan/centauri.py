@@ -157,9 +157,12 @@ class Sharded:
             for unit in self.units:
                 unit.free()
         keeps: set[Unit] = set()
-        if torch.is_grad_enabled():
-            if not self.plan.reshard_after_forward or self.routes.memory is not None:
-                # What a host shares stays allocated in any case: freeing it would gain nothing.
+        if self.routes.memory is not None:
+            # It stays allocated in any case. So units that run again are not gathered again, which
+            # ranks of several hosts would have to do alike.
+            keeps = set(units)
+        elif torch.is_grad_enabled():
+            if not self.plan.reshard_after_forward:
                 keeps = set(units)
             elif whole:  # what backward needs first: the model's own parameters, and the last unit
                 keeps = {u for u in units if u is self.units[-1] or u.name == WHOLE}

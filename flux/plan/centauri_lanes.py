@@ -215,13 +215,15 @@ class Group:
         Args:
             values: integers, as many on each rank.
         """
-        # The largest value and the least one are this rank's own exactly where all ranks agree.
-        both = torch.cat([values, -values])
         if self._is_nccl:
-            both = both.cuda()
-        if self.group is not None:
+            # The largest value and the least one are the own one exactly where all ranks agree.
+            both = torch.cat([values, -values]).cuda()
             self._wait([dist.all_reduce(both, dist.ReduceOp.MAX, self.group, async_op=True)])
-        return (both.cpu().view(2, -1) != torch.stack([values, -values])).any(0)
+            return (both.cpu().view(2, -1) != torch.stack([values, -values])).any(0)
+        # One way between each two ranks; gloo's AllReduce takes several, one behind the other.
+        every = values.repeat(self.size, 1)
+        self.gather([[of_rank] for of_rank in every])
+        return (every != values).any(0)
 
     def sum_parts(self, parts: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Return the sum over ranks of the own part, scaled: ReduceScatter.

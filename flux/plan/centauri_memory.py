@@ -11,7 +11,7 @@ take the lock of the socket in the kernel, so stores before a meeting are visibl
 of a lane's thread follow the program's by the lock of the lane's queue.
 
 **Reuse of weights.** The region of a chunk is written by the ranks of the host and by their twins,
-each its column. Before a unit's gather all ranks meet (``enter``). A rank takes part
+each its column. Before a unit's gather all ranks of the host meet (``enter``). A rank takes part
 when its program asks for the gather, which it does only while the unit is free, so behind its last
 read. A twin's bytes arrive in a receive that is posted behind that meeting. Behind the second
 meeting, when all columns are there, ranks only read until they free the unit again.

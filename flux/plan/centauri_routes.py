@@ -2,7 +2,8 @@
 
 AllGather of a unit's weights:
 
-    enter    all ranks meet: the unit is free on all of them, and they gather the same one
+    enter    all ranks meet, or, where ranks of a host share memory, these: they gather the same
+             unit, and it is free on all of them
     across   each rank exchanges its shard with its twins on other hosts
     within   ranks of a host exchange columns; or they meet again (where they share memory)
 
@@ -137,7 +138,7 @@ class Routes:
         # Sub-groups of gathers and of reductions: calls of two lanes must not meet.
         self.inter, self.inter_sum = groups.lane(columns), groups.lane(columns)
         self.intra, self.intra_sum = groups.lane(rows), groups.lane(rows)
-        self.entered = groups.lane(shards)
+        self.entered = groups.lane(rows)
         self.everyone = groups.lane(everyone)
         self.copies = groups.lane(replicas)
         self.memory: HostMemory | None = None
@@ -163,8 +164,11 @@ class Routes:
         if self.on_cuda:  # the host would wait for the stream
             return
 
+        # Weights that a host shares stay until the next call, and are gathered once in each.
+        group = self.everyone if self.memory is None else self.entered
+
         def same() -> None:
-            if self.entered.differing(torch.tensor([number])).any():
+            if group.differing(torch.tensor([number])).any():
                 raise ValueError(
                     "other ranks gather another unit now. One that runs again after it was freed, "
                     "on some ranks only, needs RuntimePlan(reshard_after_forward=False)"
