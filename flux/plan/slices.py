@@ -10,7 +10,6 @@ afterwards as without slices. Others begin streams which follow from the caller'
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +142,7 @@ class Slices:
         """Run a body for each slice; return their results.
 
         Raises:
-            Exception: what a body raised; the others are ended where they are.
+            BaseException: what a body raised first; the others are ended where they are.
         """
         results: list[Any] = [None] * self.count
         seeds = self._seeds()
@@ -160,20 +159,14 @@ class Slices:
             return result
 
         waiting = {number: _Slice(self, number, begin) for number in range(self.count)}
-        with kept_modes(), contextlib.ExitStack() as ends:
-            ends.callback(self._end, waiting)
-            for number, one in waiting.items():
-                one.switch(number, bodies[number])
-            for turn in itertools.count():
-                if not waiting:
-                    break
-                for number, one in list(waiting.items()):
-                    if self.order == "staggered" and number > turn:
-                        break  # a slice begins one segment behind the one before it
-                    self.current = number
-                    results[number] = one.switch()
-                    if one.dead:
-                        del waiting[number]
+        with kept_modes():
+            try:
+                for number, one in waiting.items():
+                    one.switch(number, bodies[number])
+                self._take_turns(waiting, results)
+            except BaseException as error:
+                self._end(waiting, error)
+                raise
         set_generator_states(drawn)
         return results
 
@@ -190,17 +183,34 @@ class Slices:
         ]
         return [seed % 2**63 for seed in cut]
 
-    def _end(self, waiting: dict[int, _Slice]) -> None:
-        """End slices where they are, each with its own modes."""
-        self._ending = True
-        with contextlib.ExitStack() as ends:  # all of them, even if one raises on its way out
-            for number, one in waiting.items():
-                ends.callback(self._end_one, number, one)
+    def _take_turns(self, waiting: dict[int, _Slice], results: list[Any]) -> None:
+        """Switch to the slices by turns until all have ended; keep their results."""
+        for turn in itertools.count():
+            if not waiting:
+                return
+            for number, one in list(waiting.items()):
+                if self.order == "staggered" and number > turn:
+                    break  # a slice begins one segment behind the one before it
+                self.current = number
+                results[number] = one.switch()
+                if one.dead:
+                    del waiting[number]
 
-    def _end_one(self, number: int, one: _Slice) -> None:
-        self.current = number
-        if not one.dead:
-            one.throw(greenlet.GreenletExit)
+    def _end(self, waiting: dict[int, _Slice], error: BaseException) -> None:
+        """End slices where they are, each with its own modes.
+
+        Args:
+            waiting: those that have not ended; the one that failed may be among them.
+            error: what ends them; what they raise on their way out becomes its context.
+        """
+        self._ending = True
+        for number, one in waiting.items():
+            self.current = number
+            try:
+                if not one.dead:
+                    one.throw(greenlet.GreenletExit)
+            except BaseException as other:
+                other.__context__, error.__context__ = error.__context__, other
 
     def _leave(self) -> None:
         """Let the others go on; return when it is this slice's turn again.

@@ -266,6 +266,25 @@ def test_slices_compute_what_the_whole_batch_does(
         torch.testing.assert_close(found, results[0], rtol=tolerance, atol=tolerance)
 
 
+def test_what_a_slice_raises_on_its_way_out_does_not_hide_the_first_error() -> None:
+    def body(x: torch.Tensor, _: Any) -> torch.Tensor:
+        if current_slice() == 1:
+            turn(x)
+            raise ValueError("slice 1")
+        with torch.inference_mode():
+            try:
+                return turn(turn(turn(x)))
+            finally:
+                raise KeyError(f"slice {current_slice()}")
+
+    before = probe()
+    with pytest.raises(ValueError, match="slice 1") as raised:
+        Domino(Call(body), 3, order="grouped")(torch.ones(6, 2))
+    others = raised.value.__context__, cast(Any, raised.value.__context__).__context__
+    assert sorted(map(str, others)) == ["'slice 0'", "'slice 2'"]
+    assert probe() == before
+
+
 class Exchanged(nn.Module):
     """Calls its layer with other parameters."""
 
