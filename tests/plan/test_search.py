@@ -252,18 +252,17 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
         winner_of(str(out))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(
-    "policy, degrees",
+    "policy, degrees, ranks",
     [
-        ("zbv", {"tp": 2, "pp": 8, "dp": 4}),
-        ("dualpipev", {"tp": 4, "pp": 8, "dp": 2}),
-        ("interleaved:chunks=5", {"tp": 4, "pp": 4, "dp": 4}),
-        ("dhelix", {"tp": 8, "pp": 4, "dp": 2}),
-        ("domino:slices=4", {"tp": 8, "dp": 8, "micro_batch": 8}),
-        ("centauri:chunks=2", {"tp": 4, "pp": 16}),
-        ("centauri", {"dp": 64, "zero": 3}),
-        ("serial:fused=auto", {"tp": 8, "cp": 2, "pp": 5, "dp": 3}),
+        ("zbv", {"tp": 2, "pp": 8, "dp": 4}, 2),
+        ("dualpipev", {"tp": 4, "pp": 8, "dp": 2}, 4),
+        ("interleaved:chunks=5", {"tp": 4, "pp": 4, "dp": 4}, 2),
+        ("dhelix", {"tp": 8, "pp": 4, "dp": 2}, 8),
+        ("domino:slices=4", {"tp": 8, "dp": 8, "micro_batch": 8}, 3),
+        ("centauri:chunks=2", {"tp": 4, "pp": 16}, 2),
+        ("centauri", {"dp": 64, "zero": 3}, 2),
+        ("serial:fused=auto", {"tp": 8, "cp": 2, "pp": 5, "dp": 3}, 6),
     ],
     ids=str,
 )
