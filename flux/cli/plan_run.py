@@ -150,7 +150,9 @@ def _take_plan(given: dict[str, Any]) -> dict[str, list[Any]]:
         here = torchrun_world()
         ranks = max(2, os.cpu_count() or 1) if here is None else here
         changes = shrunk(given, ranks, here is not None, _config)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        refuse(f"{given['searched']}: {error.strerror}")
+    except ValueError as error:
         refuse(str(error))
     smaller = changes_of(given, changes)
     given |= changes

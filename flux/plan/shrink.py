@@ -72,7 +72,8 @@ def changes_of(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     scale = pairs.pop("scale")[1]
     pairs["hidden"] = [model.layer.hidden, model.layer.hidden // scale]
     worlds = [prod(of[key] for key in DEGREES) for of in (before, {**before, **changes})]
-    return {"ranks": worlds} | {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    pairs = {"ranks": worlds} | pairs
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _degrees(given: Mapping[str, Any], ranks: int, exact: bool) -> Iterator[dict[str, int]]:

@@ -534,7 +534,7 @@ def test_a_policy_that_fails_is_a_row_beside_the_others() -> None:
     assert ["error" in row for row in rows] == [True, False, True, False]
     assert rows[0]["error"] == "zbv is a pipeline, and pp is 1" and rows[1]["iteration_ms"] > 0
     # One that lacks memory has its figures, too.
-    pipeline = [*base, "--tp", "4", "--pp", "2", "--micro-batches", "8", "--json", "-"]
+    pipeline = ["plan", "simulate", "--layers", "4", "--tp", "4", "--pp", "2", "--json", "-"]
     both = json.loads(run(app, [*pipeline, "--policy", "serial", "--policy", "wavelet"]).stdout)
     low, high = sorted(row["peak_memory_bytes"] for row in both)
     limit = ["--memory-gb", str((low + high) / 2e9)]

@@ -116,7 +116,7 @@ LONG: tuple[tuple[str, dict[str, Any]], ...] = (
     ("centauri", {"chunks": 2}),
     ("dhelix", {}),
     ("wavelet", {}),
-    ("interleaved", {"chunks": 4}),
+    ("interleaved", {"chunks": 3}),
     ("zbv", {}),
     ("dualpipev", {}),
 )
@@ -125,8 +125,8 @@ LONG: tuple[tuple[str, dict[str, Any]], ...] = (
 def test_times_of_short_steps_foretell_those_of_long_ones() -> None:
     """Each policy fills and drains its pipeline in its own way: the ratio of 1F1B fits no other."""
     cluster = load_cluster("flux-h800")
-    parallel = Parallel(tp=2, pp=4, sequence=True)
-    step = step_of("gpt-6.7b", parallel, layers=32, sequence=1024, micro_batch=2, micro_batches=24)
+    parallel = Parallel(tp=2, pp=2, sequence=True)
+    step = step_of("gpt-6.7b", parallel, layers=12, sequence=1024, micro_batch=2, micro_batches=12)
     for (name, options), rated in zip(LONG, estimates(cluster, LONG, step), strict=True):
         assert not isinstance(rated, str), rated
         true = whole(cluster, step, name, options).figures
@@ -148,15 +148,15 @@ def test_the_first_five_are_those_of_whole_simulations(
 ) -> None:
     """And a policy more never makes the winner slower."""
     monkeypatch.setattr(searching, "MOST_OPS", 500)
-    policies = (*SMALL, ("zbv", {}), ("centauri", {}))
-    asked = query(model=small_model(tmp_path, 8), gpus=4, batch=32, policies=policies, beam=4)
+    policies = (("serial", {}), ("zbv", {}), ("centauri", {}))
+    asked = query(model=small_model(tmp_path, 4), gpus=2, batch=16, policies=policies, beam=4)
     found = search(asked, silent, workers=1)
     steps = dict.fromkeys(plan.step for plan in found.ranked)
     limit = 1e9 * asked.memory_gb
     rated = [(estimate(step, asked.cluster), step) for step in layouts(asked)]
     kept = searching._best([one for one in rated if one[0].memory_bytes <= limit], asked.beam)
     assert set(steps) <= set(kept)
-    plain = [step for step in kept if step.parallel.dp == 4]
+    plain = [step for step in kept if step.parallel.dp == 2]
     assert {step.zero for step in plain} == {1, 3}
     times: dict[str, list[float]] = {}
     for step in kept:
@@ -252,18 +252,17 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
         winner_of(str(out))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(
-    "policy, degrees",
+    "policy, degrees, ranks",
     [
-        ("zbv", {"tp": 2, "pp": 8, "dp": 4}),
-        ("dualpipev", {"tp": 4, "pp": 8, "dp": 2}),
-        ("interleaved:chunks=5", {"tp": 4, "pp": 4, "dp": 4}),
-        ("dhelix", {"tp": 8, "pp": 4, "dp": 2}),
-        ("domino:slices=4", {"tp": 8, "dp": 8, "micro_batch": 8}),
-        ("centauri:chunks=2", {"tp": 4, "pp": 16}),
-        ("centauri", {"dp": 64, "zero": 3}),
-        ("serial:fused=auto", {"tp": 8, "cp": 2, "pp": 5, "dp": 3}),
+        ("zbv", {"tp": 2, "pp": 8, "dp": 4}, 2),
+        ("dualpipev", {"tp": 4, "pp": 8, "dp": 2}, 4),
+        ("interleaved:chunks=5", {"tp": 4, "pp": 4, "dp": 4}, 2),
+        ("dhelix", {"tp": 8, "pp": 4, "dp": 2}, 8),
+        ("domino:slices=4", {"tp": 8, "dp": 8, "micro_batch": 8}, 3),
+        ("centauri:chunks=2", {"tp": 4, "pp": 16}, 2),
+        ("centauri", {"dp": 64, "zero": 3}, 2),
+        ("serial:fused=auto", {"tp": 8, "cp": 2, "pp": 5, "dp": 3}, 6),
     ],
     ids=str,
 )
