@@ -7,6 +7,7 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -374,7 +375,7 @@ class TensorParallelOp:
             The result of each weight, and the gathered x if ``gather``.
         """
         self._runs += 1
-        return self._guarded(lambda: self._call(x, weights, biases, m, scales, gather, hooks))
+        return self._guarded(partial(self._call, x, weights, biases, m, scales, gather, hooks))
 
     def _call(
         self,
@@ -463,7 +464,8 @@ class TensorParallelOp:
             raise
         finally:
             self._inside.leave(inside)
-            self._end_if_asked()
+            if self._ending:
+                self._end_if_asked()
 
     def _end_if_asked(self) -> None:
         """Close the op if ``close`` was called during a call and no call is inside any more."""
