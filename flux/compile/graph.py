@@ -63,7 +63,7 @@ def is_product(node: fx.Node) -> bool:
     *rows, columns = (1, 1, *value(node.args[0]).shape)  # type: ignore[arg-type]
     n = value(node).shape[1]
     spread = same(columns, n) or (same(columns, 1) and isinstance(n, int))
-    return plain and spread and all(same(size, 1) for size in rows)
+    return bool(plain) and spread and all(same(size, 1) for size in rows)
 
 
 def operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:

@@ -413,7 +413,7 @@ def row_product(x: torch.Tensor, weight: torch.Tensor, how: LinearConfig) -> tor
     pool, rows = how.pool, as_rows(x)
     kind = GemmRS if how.sequence_parallel else GemmAR
     m, n, k = rows.shape[0], weight.shape[0], how.whole(weight.shape[1])
-    op, lead = how.op(kind, m, n, k, x.dtype), x.shape[:-1]
+    op, lead = how.op(kind, m, n, k, x.dtype), tuple(x.shape[:-1])
     if how.sequence_parallel:
         _refuse_unsharded(op, x, pool.world)
         lead = (x.shape[0] // pool.world, *x.shape[1:-1])

@@ -49,7 +49,10 @@ class StyledLinear(nn.Linear):
     def local(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
         """Return this rank's part of a parameter, in the dtype of a product with x."""
         parameter: Any = getattr(self, name)
-        return None if parameter is None else cast_once(parameter, compute_dtype(x)).to_local()
+        if parameter is None:
+            return None
+        part: torch.Tensor = cast(Any, cast_once(parameter, compute_dtype(x))).to_local()
+        return part
 
     def column(
         self, x: torch.Tensor, sequence_parallel: bool, reduce_dx: bool = True

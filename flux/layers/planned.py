@@ -157,9 +157,10 @@ def _twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
         twin = twins[module] = object.__new__(type(module))
         for name, value in vars(module).items():
             vars(twin)[name] = value.copy() if isinstance(value, (dict, set)) else value
-        for table in (twin._parameters, twin._buffers):
+        tables: list[Any] = [twin._parameters, twin._buffers]
+        for table in tables:
             for name, tensor in table.items():
-                table[name] = on_meta(tensor)  # type: ignore[assignment, index]
+                table[name] = on_meta(tensor)
         for name, child in twin._modules.items():
             twin._modules[name] = twin_of(child)
         return twin
@@ -172,10 +173,12 @@ def _twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _adopt(shared: list[list[Holder]], styled: set[nn.Module], placements: Any) -> Any:
-    """Return a module that shares a parameter with the plan's, and a style for it; None: no more."""
+    """Return a module that shares a parameter with one of the plan, and a style for it, or None."""
     for holders in shared:
         wanted = next((p for holder in holders if (p := placements(holder)) is not None), None)
-        for module, name in holders if wanted is not None else []:
+        if wanted is None:
+            continue
+        for module, name in holders:
             if module not in styled and placements((module, name)) is None:
                 style = _style_for(module, name, wanted)
                 if style is not None:

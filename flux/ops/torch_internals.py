@@ -132,9 +132,11 @@ def behind_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     columns = parameter.shape[-1]
     nothing = torch.empty((0, columns), dtype=dtype, device=parameter.device)
     rows = parameter.shape[0] if parameter.dim() == 2 else 1
-    with _FirstOperand() as taken:
+    taken = cast(Any, _FirstOperand)()
+    with taken:
         torch.addmm(parameter, nothing.new_empty((rows, 0)), nothing)
-    return taken.operand
+    operand: torch.Tensor = taken.operand
+    return operand
 
 
 F = TypeVar("F", bound=Callable[..., object])

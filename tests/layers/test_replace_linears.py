@@ -367,7 +367,7 @@ def _cannot_share(rank: int, world: int) -> None:
         replace_linears(model, HEAD, mesh=dist.group.WORLD)
     model = Sharing(TIED)
     model.embed.max_norm = 1.0
-    with pytest.raises(ValueError, match="embed.weight is not sharded"):
+    with pytest.raises(ValueError, match=r"embed.weight is not sharded"):
         replace_linears(model, HEAD, mesh=dist.group.WORLD)
     nn.utils.parametrizations.weight_norm(model.up)
     with pytest.raises(ValueError, match="whose weight is computed from other parameters"):
