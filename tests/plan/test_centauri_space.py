@@ -184,8 +184,8 @@ def test_sub_groups_have_the_links_of_their_ranks() -> None:
         op = Op("g", "all_gather", fabric.resource(group), "fwd", 0, "g", shape=(1, size))
         return cost.solo(op._replace(group=group))
 
-    size = 1 << 28  # between hosts the same bytes cross each port, in whole or by groups
-    assert time("dp:2x4.0", size // 4) == pytest.approx(time("dp", size), rel=1e-3)
+    size = 1 << 28  # by groups a half crosses between the hosts, of a ring 7 of 8 parts
+    assert time("dp:2x4.0", size // 4) == pytest.approx(4 / 7 * time("dp", size), rel=1e-3)
     assert time("dp:2x4.1", size) < 0.2 * time("dp", size)
 
 
