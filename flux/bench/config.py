@@ -61,8 +61,10 @@ def check_numbers(of: object) -> None:
     """
     for name, (least, most) in _RANGES.items():
         value = getattr(of, name, least)
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{name} must be an integer in [{least}, {most}], got {value}")
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+        if value > most:
+            raise ValueError(f"{name} must be at most {most}, got {value}")
     checked_seconds("timeout", getattr(of, "timeout_s", 1.0))
 
 
