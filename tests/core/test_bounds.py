@@ -147,7 +147,7 @@ def check_schedule(
     rng: random.Random,
     what: object,
 ) -> bool:
-    """Compare all that one rank's schedule addresses with the op's memory, and what it says it needs."""
+    """Compare what a rank's schedule addresses with the op's memory and with its stated needs."""
     world = topology.world
     try:
         check_legal(knobs, topology)
