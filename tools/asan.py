@@ -21,6 +21,18 @@ BUILD = ROOT / "build" / "asan"
 COMPILER = os.environ.get("CXX") or "g++"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", *SANITIZE]
+# As in pyproject.toml, with the instrumented package before the other: the last is searched first.
+PYTHON_PATH = ". benchmarks tests/support tests/support/emulation build/asan"
+WHICH_MODULE = """
+import flux._C
+from harness import run_ranks
+
+def module(rank: int, world: int) -> str:
+    return str(flux._C.__file__)
+
+def test_ranks_have_the_instrumented_module() -> None:
+    assert all("build/asan" in path for path in [module(0, 1), *run_ranks(2, module)])
+"""
 CALLS = 40  # per op and world, of the native tests
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 NETWORK = "tests/hosts/test_network.py"
@@ -96,10 +108,10 @@ def main() -> None:
     run([program, "faults"], **options)
     run([program, CALLS], **options)
     python = {**options, "LD_PRELOAD": libraries, "PYTHONPATH": str(BUILD)}
-    pytest = [Path(sys.executable).with_name("pytest"), "-q", "-p", "no:cacheprovider"]
-    which = "import sys; del sys.path[0]; import flux._C as c; sys.exit('asan' not in c.__file__)"
-    run([sys.executable, "-c", which], **python)
-    run([*pytest, *TESTS, *sys.argv[1:]], **python)
+    which = BUILD / "test_which_module.py"
+    which.write_text(WHICH_MODULE)
+    pytest = [Path(sys.executable).with_name("pytest"), "-q", "-o", f"pythonpath={PYTHON_PATH}"]
+    run([*pytest, "-p", "no:cacheprovider", which, *TESTS, *sys.argv[1:]], **python)
 
 
 if __name__ == "__main__":

@@ -175,9 +175,10 @@ def install(arguments: list[str]) -> None:
             package = metadata.distribution(name.group() if name else "")
         except (metadata.PackageNotFoundError, ValueError):
             continue  # an empty line, or what this checkout lacks, such as CUTLASS
-        scripts = {script.name for script in package.entry_points.select(group="console_scripts")}
-        programs = {path.name for path in package.files or () if path.parent.name == "bin"}
-        provide(Path(".venv/bin"), *sorted(scripts | programs))
+        commands = {script.name for script in package.entry_points.select(group="console_scripts")}
+        if not commands:  # it may have programs; lists of files are slow to read
+            commands = {path.name for path in package.files or () if path.parent.name == "bin"}
+        provide(Path(".venv/bin"), *sorted(commands))
 
 
 def build(arguments: list[str]) -> None:

@@ -2,6 +2,11 @@
 // tuples.
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
 #include "bindings/bindings.h"
 #include "core/relay.h"
 #include "core/tile_map.h"
@@ -18,6 +23,60 @@ using RangeTuple = std::pair<int, int>;
 Mesh mesh_of(const MeshTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
 RangeTuple tuple_of(Range r) { return {r.begin, r.end}; }
 std::pair<int, int> tuple_of(Hop h) { return {h.chunk, h.peer}; }
+
+struct Bounded {
+  const char* name;
+  int value;
+  int least;
+  int most = kMaxExtent;
+};
+
+// The maps divide by their arguments and do not check them: kernels evaluate them.
+void in_range(std::initializer_list<Bounded> values) {
+  for (const Bounded& v : values) {
+    if (v.value >= v.least && v.value <= v.most) continue;
+    throw std::invalid_argument(std::string(v.name) + " must be in [" + std::to_string(v.least) +
+                                ", " + std::to_string(v.most) + "], got " +
+                                std::to_string(v.value));
+  }
+}
+
+auto with_checks(int (*map)(int, int)) {
+  return [map](int m, int world) {
+    in_range({{"m", m, 0}, {"world", world, 1}});
+    return map(m, world);
+  };
+}
+
+auto with_checks(int (*map)(int, int, int)) {
+  return [map](int m, int world, int rank) {
+    in_range({{"m", m, 0}, {"world", world, 1}, {"rank", rank, 0, world}});
+    return map(m, world, rank);
+  };
+}
+
+CommTiling checked_tiling(int m, int world, int rows) {
+  in_range({{"m", m, 1}, {"world", world, 1}, {"rows", rows, 1}});
+  return {m, world, rows};
+}
+
+void check_mesh(const MeshTuple& mesh, int rank) {
+  const auto [nodes, domains, lanes] = mesh;
+  in_range({{"nodes", nodes, 1, kMaxRanks},
+            {"domains", domains, 1, kMaxRanks},
+            {"lanes", lanes, 1, kMaxRanks}});
+  in_range({{"ranks of a mesh", nodes * domains * lanes, 1, kMaxRanks}});
+  in_range({{"rank", rank, 0, nodes * domains * lanes - 1}});
+}
+
+void check_slot(int slot, std::int64_t tiles) {
+  in_range({{"slot", slot, 0, static_cast<int>(std::min<std::int64_t>(tiles, kMaxExtent)) - 1}});
+}
+
+void check_step(const MeshTuple& mesh, int rank, int step) {
+  check_mesh(mesh, rank);
+  in_range({{"step", step, 0, world_of(mesh_of(mesh)) - 2}});
+}
 
 TileOrder tile_order(int op, int m, int n, int tile_m, int tile_n, int raster, int swizzle,
                      int order, int direction, const MeshTuple& mesh, int rank) {
@@ -98,11 +157,17 @@ void bind_kernel_maps(py::module_& core) {
                                return runs;
                              })
       .def("tile_at", [](const TileMap& map, int slot) {
+        check_slot(slot, std::int64_t{map.rows} * map.columns);
         const TileCoord c = tile_at(map, slot);
         return std::make_pair(c.m, c.n);
       });
   py::class_<ScatterTiling>(core, "ScatterTiling")
       .def(py::init([](int m, int n, int world, int tile_m, int tile_n) {
+             in_range({{"m", m, 1},
+                       {"n", n, 0},
+                       {"world", world, 1},
+                       {"rows of a tile", tile_m, 1},
+                       {"columns of a tile", tile_n, 1}});
              return ScatterTiling{m, n, world, tile_m, tile_n};
            }),
            py::arg("m"), py::arg("n"), py::arg("world"), py::arg("tile_m"), py::arg("tile_n"))
@@ -133,59 +198,100 @@ void bind_kernel_maps(py::module_& core) {
 
 void bind_core(py::module_& m) {
   auto core = m.def_submodule("core", "The integer maps of csrc/core.");
-  core.def("chunk_rows", &chunk_rows, py::arg("m"), py::arg("world"));
-  core.def("row_begin", &row_begin, py::arg("m"), py::arg("world"), py::arg("rank"));
-  core.def("row_end", &row_end, py::arg("m"), py::arg("world"), py::arg("rank"));
-  core.def("row_count", &row_count, py::arg("m"), py::arg("world"), py::arg("rank"));
+  core.def("chunk_rows", with_checks(&chunk_rows), py::arg("m"), py::arg("world"));
+  core.def("row_begin", with_checks(&row_begin), py::arg("m"), py::arg("world"), py::arg("rank"));
+  core.def("row_end", with_checks(&row_end), py::arg("m"), py::arg("world"), py::arg("rank"));
+  core.def("row_count", with_checks(&row_count), py::arg("m"), py::arg("world"), py::arg("rank"));
   core.def("local_n", [](int op, int n, int world, int rank) {
+    in_range({{"n", n, 0}, {"world", world, 1}, {"rank", rank, 0, world}});
     return local_n(Problem{static_cast<OpKind>(op), 1, n, 1, world}, rank);
   });
   core.def("local_k", [](int op, int k, int world, int rank) {
+    in_range({{"k", k, 0}, {"world", world, 1}, {"rank", rank, 0, world}});
     return local_k(Problem{static_cast<OpKind>(op), 1, 1, k, world}, rank);
   });
-  core.def("owner_of", &owner_of, py::arg("m"), py::arg("world"), py::arg("row"));
-  core.def("tiles_per_chunk",
-           [](int m, int world, int rows) { return tiles_per_chunk({m, world, rows}); });
+  core.def(
+      "owner_of",
+      [](int m, int world, int row) {
+        in_range({{"m", m, 1}, {"world", world, 1}, {"row", row, 0}});
+        return owner_of(m, world, row);
+      },
+      py::arg("m"), py::arg("world"), py::arg("row"));
+  core.def("tiles_per_chunk", [](int m, int world, int rows) {
+    return tiles_per_chunk(checked_tiling(m, world, rows));
+  });
   core.def("signal_index", [](int m, int world, int rows, int chunk, int tile) {
-    return signal_index({m, world, rows}, chunk, tile);
+    in_range({{"chunk", chunk, 0}, {"tile", tile, 0}});
+    return signal_index(checked_tiling(m, world, rows), chunk, tile);
   });
   core.def("comm_tile_rows", [](int m, int world, int rows, int chunk, int tile) {
-    return tuple_of(comm_tile_rows({m, world, rows}, chunk, tile));
+    in_range({{"chunk", chunk, 0}, {"tile", tile, 0}});
+    return tuple_of(comm_tile_rows(checked_tiling(m, world, rows), chunk, tile));
   });
-  core.def("comm_tile_of",
-           [](int m, int world, int rows, int row) { return comm_tile_of({m, world, rows}, row); });
+  core.def("comm_tile_of", [](int m, int world, int rows, int row) {
+    in_range({{"row", row, 0}});
+    return comm_tile_of(checked_tiling(m, world, rows), row);
+  });
   core.def("signals_of_rows", [](int m, int world, int rows, int begin, int end) {
-    return tuple_of(signals_of_rows({m, world, rows}, begin, end));
+    in_range({{"begin", begin, 0}, {"end", end, 1}});
+    return tuple_of(signals_of_rows(checked_tiling(m, world, rows), begin, end));
   });
   core.def("epoch_reached", &epoch_reached, py::arg("observed"), py::arg("expected"));
   core.def("recv_hop", [](int order, const MeshTuple& mesh, int direction, int rank, int step) {
+    check_step(mesh, rank, step);
     return tuple_of(recv_hop(static_cast<Order>(order), mesh_of(mesh),
                              static_cast<Direction>(direction), rank, step));
   });
   core.def("send_hop", [](int order, const MeshTuple& mesh, int direction, int rank, int step) {
+    check_step(mesh, rank, step);
     return tuple_of(send_hop(static_cast<Order>(order), mesh_of(mesh),
                              static_cast<Direction>(direction), rank, step));
   });
   core.def("step_of_chunk",
            [](int order, const MeshTuple& mesh, int direction, int rank, int chunk) {
+             check_mesh(mesh, rank);
              return step_of_chunk(static_cast<Order>(order), mesh_of(mesh),
                                   static_cast<Direction>(direction), rank, chunk);
            });
   core.def("swizzle_is_legal", [](int swizzle, const MeshTuple& mesh) {
+    check_mesh(mesh, 0);
     return is_legal(static_cast<Swizzle>(swizzle), mesh_of(mesh));
   });
   py::class_<TileOrder>(core, "TileOrder")
-      .def(py::init(&tile_order), py::kw_only(), py::arg("op"), py::arg("m"), py::arg("n"),
-           py::arg("tile_m"), py::arg("tile_n"), py::arg("raster"), py::arg("swizzle"),
-           py::arg("order"), py::arg("direction"), py::arg("mesh"), py::arg("rank"))
+      .def(py::init([](int op, int m, int n, int tile_m, int tile_n, int raster, int swizzle,
+                       int order, int direction, const MeshTuple& mesh, int rank) {
+             check_mesh(mesh, rank);
+             in_range({{"m", m, 1},
+                       {"n", n, 0},
+                       {"rows of a tile", tile_m, 1},
+                       {"columns of a tile", tile_n, 1},
+                       {"raster", raster, 1}});
+             return tile_order(op, m, n, tile_m, tile_n, raster, swizzle, order, direction, mesh,
+                               rank);
+           }),
+           py::kw_only(), py::arg("op"), py::arg("m"), py::arg("n"), py::arg("tile_m"),
+           py::arg("tile_n"), py::arg("raster"), py::arg("swizzle"), py::arg("order"),
+           py::arg("direction"), py::arg("mesh"), py::arg("rank"))
       .def("tiles_m", [](const TileOrder& t) { return tiles_m(t); })
       .def("tiles_n", [](const TileOrder& t) { return tiles_n(t); })
       .def("tile_count", [](const TileOrder& t) { return tile_count(t); })
-      .def("chunk_at", [](const TileOrder& t, int position) { return chunk_at(t, position); })
+      .def("chunk_at",
+           [](const TileOrder& t, int position) {
+             in_range({{"position", position, 0, world_of(t.mesh) - 1}});
+             return chunk_at(t, position);
+           })
       .def("position_of_tile",
-           [](const TileOrder& t, int tile) { return position_of_tile(t, tile); })
-      .def("tile_row_at", [](const TileOrder& t, int slot) { return tile_row_at(t, slot); })
+           [](const TileOrder& t, int tile) {
+             in_range({{"tile", tile, 0, tiles_m(t) - 1}});
+             return position_of_tile(t, tile);
+           })
+      .def("tile_row_at",
+           [](const TileOrder& t, int slot) {
+             in_range({{"slot", slot, 0, tiles_m(t) - 1}});
+             return tile_row_at(t, slot);
+           })
       .def("tile_at", [](const TileOrder& t, int slot) {
+        check_slot(slot, tile_count(t));
         const TileCoord c = tile_at(t, slot);
         return std::make_pair(c.m, c.n);
       });
@@ -230,6 +336,7 @@ void bind_schedule(py::module_& m) {
   m.def(
       "room_for",
       [](int order, int direction, const MeshTuple& mesh, const std::vector<int>& hosts) {
+        check_mesh(mesh, 0);
         const Room room = room_for(static_cast<Order>(order), static_cast<Direction>(direction),
                                    mesh_of(mesh), hosts);
         return std::make_pair(room.blocks, room.regions);

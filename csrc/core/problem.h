@@ -22,9 +22,10 @@ FLUX_HD constexpr int max_of(int a, int b) { return a > b ? a : b; }
 // The largest extent of anything: sums and products of an extent with a neighbouring index stay inside of
 // 32 bits, as (tile + 1) * tile_m does.
 constexpr int kMaxExtent = 1 << 30;
-// The most ranks, and the most GEMM tiles or signals of a schedule. Counts of tiles are products of two
+// The most ranks (building a schedule takes time in the square of them), and the most GEMM tiles or signals
+// of a schedule. Counts of tiles are products of two
 // extents, so they are taken in 64 bits until they have been compared with this.
-constexpr int kMaxRanks = 1 << 16;
+constexpr int kMaxRanks = 1 << 10;
 constexpr int kMaxTiles = 1 << 22;
 
 // Mathematical modulus: the result is in [0, m) for negative `a` too.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -31,8 +32,12 @@ class Reducing {
     two_levels_ = s.tiles.order == Order::kHierarchical && is_push(s) && placement_.hosts() > 1;
     room_ = Room{world_ - 1, 1};
     for (int rank = 0; two_levels_ && rank < world_; ++rank) {
-      room_.blocks = std::max(room_.blocks, static_cast<int>(blocks(rank).size()));
-      room_.regions = std::max(room_.regions, static_cast<int>(owners(rank).size()));
+      // What blocks(rank) and owners(rank) list: one of each rank of the host and of each other
+      // host for the own rows, one of each rank of the host for rows that it combines.
+      const int size = static_cast<int>(placement_.members(placement_.host(rank)).size());
+      const int combined = static_cast<int>(placement_.combined_by(rank).size());
+      room_.blocks = std::max(room_.blocks, size + placement_.hosts() - 2 + combined * size);
+      room_.regions = std::max(room_.regions, 1 + combined);
     }
   }
 
@@ -78,6 +83,7 @@ class Reducing {
 
   // Group of W signals in the pad of `holder` for the partials of `owner`.
   int region(int holder, int owner) const {
+    if (holder == owner) return 0;
     const auto held = owners(holder);
     return static_cast<int>(std::find(held.begin(), held.end(), owner) - held.begin());
   }
@@ -91,7 +97,7 @@ class Reducing {
   int block(int holder, int owner, int source) const {
     if (!is_push(spec_)) return wrap(owner - source - 1, world_);
     if (!two_levels_) return wrap(source - owner - 1, world_);
-    const auto list = blocks(holder);
+    const auto& list = blocks(holder);
     const auto found = std::find(list.begin(), list.end(), std::make_pair(owner, source));
     return static_cast<int>(found - list.begin());
   }
@@ -102,8 +108,10 @@ class Reducing {
  private:
   // Two levels: (owner, source) of each block in the memory of `holder`. The own partial of own rows
   // goes to the own output instead.
-  std::vector<std::pair<int, int>> blocks(int holder) const {
-    std::vector<std::pair<int, int>> list;
+  const std::vector<std::pair<int, int>>& blocks(int holder) const {
+    const auto [known, is_new] = blocks_.try_emplace(holder);
+    auto& list = known->second;
+    if (!is_new) return list;
     for (const int owner : owners(holder)) {
       for (const int source : sources(holder, owner)) {
         if (owner != holder || source != holder) list.emplace_back(owner, source);
@@ -117,6 +125,7 @@ class Reducing {
   int world_;
   bool two_levels_ = false;
   Room room_{};
+  mutable std::map<int, std::vector<std::pair<int, int>>> blocks_;  // see blocks()
 };
 
 }  // namespace flux::host

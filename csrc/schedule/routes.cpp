@@ -55,8 +55,9 @@ std::vector<Hop> Placement::arrivals(int rank) const {
   std::vector<Hop> hops;
   // Chunks of the host `back` places before this one that enter this host through `member`.
   const auto brought_by = [&](int back, int member) {
-    for (const int chunk : members_[wrap(host - back, hosts())]) {
-      if (proxy(host, chunk) == member) hops.push_back({chunk, member == rank ? chunk : member});
+    const auto& there = members_[wrap(host - back, hosts())];
+    for (std::size_t lane = lane_[member]; lane < there.size(); lane += here.size()) {
+      hops.push_back({there[lane], member == rank ? there[lane] : member});  // see proxy
     }
   };
   for (int back = 1; back < hosts(); ++back) brought_by(back, rank);

@@ -111,11 +111,39 @@ void for_each_comm_tile(const CommTiling& c, int chunk, Use&& use) {
   }
 }
 
+// By chunk, its position in the visiting order: position_of_chunk of all, without its searches.
+std::vector<int> positions(const TileOrder& t) {
+  const int world = world_of(t.mesh);
+  std::vector<int> found(world);
+  for (int p = 0; p < world; ++p) found[chunk_at(t, p)] = p;
+  return found;
+}
+
+// The tile rows in visiting order: tile_row_at of all slots, without its walks.
+std::vector<int> rows_in_order(const TileOrder& t) {
+  const int world = world_of(t.mesh);
+  const std::vector<int> position = positions(t);
+  std::vector<std::vector<int>> at(world);
+  for (int tile = 0; tile < tiles_m(t); ++tile) {
+    const Range rows = clip(tile, t.tile_m, t.m);
+    const auto first = position.begin() + owner_of(t.m, world, rows.begin);
+    const auto last = position.begin() + owner_of(t.m, world, rows.end - 1) + 1;
+    const bool gathers = t.op == OpKind::kAGGemm;  // see position_of_tile
+    at[gathers ? *std::max_element(first, last) : *std::min_element(first, last)].push_back(tile);
+  }
+  std::vector<int> order;
+  for (const auto& tiles : at) order.insert(order.end(), tiles.begin(), tiles.end());
+  return order;
+}
+
 void build_visits(Schedule* s) {
   const TileOrder& t = s->spec.tiles;
   const int tiles = static_cast<int>(tile_count(t));  // see check_tiles
+  const std::vector<int> order = rows_in_order(t);
+  s->visits.reserve(tiles);
   for (int slot = 0; slot < tiles; ++slot) {
-    const TileCoord at = tile_at(t, slot);
+    const TileCoord in_order = raster_slot(tiles_m(t), tiles_n(t), t.raster, slot);
+    const TileCoord at{order[in_order.m], in_order.n};
     Visit v{clip(at.m, t.tile_m, t.m), clip(at.n, t.tile_n, t.n), {0, 0}, -1, {0, 0}};
     const int first = owner_of(t.m, s->spec.problem.world, v.rows.begin);
     const int last = owner_of(t.m, s->spec.problem.world, v.rows.end - 1);
@@ -147,16 +175,24 @@ struct Departure {
 // Chunks that `rank` sends, in order. They are derived from the arrivals at all other ranks.
 std::vector<Departure> departures(const ScheduleSpec& s, int rank) {
   const int world = s.problem.world;
-  std::vector<std::vector<Hop>> of_peer(world);
-  for (int peer = 0; peer < world; ++peer) of_peer[peer] = arrivals(s, peer);
   std::vector<Departure> list;
-  for (int step = 0; step < world - 1; ++step) {
-    for (int i = 1; i < world; ++i) {
-      const int peer = wrap(rank + i, world);
-      const Hop hop = of_peer[peer][step];
-      if (hop.peer == rank) list.push_back({step, Hop{hop.chunk, peer}});
+  if (!is_irregular(s)) {
+    const TileOrder& t = s.tiles;
+    for (int step = 0; step < world - 1; ++step) {
+      list.push_back({step, send_hop(t.order, t.mesh, t.direction, rank, step)});
+    }
+    return list;
+  }
+  const Placement placement = placement_of(s);
+  for (int i = 1; i < world; ++i) {
+    const int peer = wrap(rank + i, world);
+    const std::vector<Hop> hops = placement.arrivals(peer);
+    for (int step = 0; step < world - 1; ++step) {
+      if (hops[step].peer == rank) list.push_back({step, Hop{hops[step].chunk, peer}});
     }
   }
+  std::stable_sort(list.begin(), list.end(),
+                   [](const Departure& a, const Departure& b) { return a.step < b.step; });
   return list;
 }
 
@@ -228,9 +264,10 @@ void build_sends(Schedule* s, const Reducing& plan) {
   for (int i = 0; i < signal_count(c); ++i) {
     if (last_visit[i] >= 0) order.push_back(i);
   }
+  const std::vector<int> position = positions(t);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
     const auto key = [&](int i) {
-      return std::make_pair(last_visit[i], position_of_chunk(t, i / tiles_per_chunk(c)));
+      return std::make_pair(last_visit[i], position[i / tiles_per_chunk(c)]);
     };
     return key(a) < key(b);
   });
@@ -243,7 +280,7 @@ void build_sends(Schedule* s, const Reducing& plan) {
     if (v.completes.begin == v.completes.end) v.completes = Range{index, index};
     ++v.completes.end;
     s->transfers.push_back(
-        {position_of_chunk(t, owner), t.rank, holder, owner, tile, comm_tile_rows(c, owner, tile),
+        {position[owner], t.rank, holder, owner, tile, comm_tile_rows(c, owner, tile),
          plan.signal(holder, owner, t.rank, tile), false, s->homes[owner].block});
   }
 }

@@ -276,6 +276,8 @@ def make_schedule(
     if topology.world != world:
         raise ValueError(f"topology has {topology.world} ranks, world is {world}")
     m, n, k = shape
+    if itemsize < 1:
+        raise ValueError(f"{op}: itemsize must be at least 1 byte, got {itemsize}")
     if min(m, n, k) < 1:
         raise ValueError(f"{op}: m, n and k must be positive, got {(m, n, k)}")
     return _make(op, (m, n, k), world, rank, topology, knobs or Knobs(), itemsize, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class Topology:
         """Return the topology of ranks on these hosts (one entry per rank; any hashable value)."""
         numbers: dict[Hashable, int] = {}
         placement = tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
-        nodes, lanes = len(numbers), max(map(placement.count, placement))
+        nodes, lanes = len(numbers), max(Counter(placement).values())
         if placement == tuple(rank // lanes for rank in range(nodes * lanes)):
             return Topology(nodes, 1, lanes)
         return Topology(nodes, 1, lanes, placement)
