@@ -95,17 +95,23 @@ PREDICTS = ("flux plan simulate ", "flux plan explain ", "flux plan search ", "f
 
 
 def shown_outputs() -> list[tuple[str, str, str]]:
-    """(page, command, output) of every command that predicts, with its output right behind it."""
+    """(page, command, output) of every command that predicts.
+
+    The output is the block right behind it; or none, of a command that draws a picture of a page.
+    """
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         fences = list(FENCE.finditer(text))
-        for block, behind in itertools.pairwise(fences):
+        for block, behind in itertools.zip_longest(fences, fences[1:]):
             command = " ".join(block[2].replace("\\\n", " ").split())
-            between = text[block.end() : behind.start()]
-            kinds = block[1], behind[1]
-            if kinds == ("sh", "text") and not between.strip() and command.startswith(PREDICTS):
+            if block[1] != "sh" or not command.startswith(PREDICTS):
+                continue
+            adjacent = behind is not None and not text[block.end() : behind.start()].strip()
+            if adjacent and behind[1] == "text":
                 found.append((page.name, command, behind[2]))
+            elif "--html docs/" in command:
+                found.append((page.name, command, ""))
     return found
 
 
