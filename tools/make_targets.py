@@ -144,7 +144,11 @@ def python(arguments: list[str]) -> None:
     elif arguments[:3] == ["-m", "pip", "install"]:
         install(arguments[3:])
     elif script == "setup.py":
-        take("flux/_C*.so", "build/native-*/libflux_host.a", "build/native-*/CMakeFiles/_C.dir/**/*.o")
+        take(
+            "flux/_C*.so",
+            "build/native-*/libflux_host.a",
+            "build/native-*/CMakeFiles/_C.dir/**/*.o",
+        )
     elif script == "tools/compile_kernels.py":
         real(script, "--help")
     elif script in ("tools/mutants.py", "tools/asan.py"):

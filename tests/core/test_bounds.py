@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flux import Knobs, TileSchedule, Topology, _C, make_schedule
+from flux import _C, Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.layout import SegmentLayout
 from flux.choice.choose import Choice, Fixed, Tuned, _one_kernel, modelled
 from flux.choice.keys import Key
@@ -29,10 +29,25 @@ from harness import STRESS
 
 MAX_M = 1 << 24
 CASES = 2000 * STRESS
-HOSTS = ("ab", "aab", "abb", "aaab", "aabb", "abab", "abc", "abcab", "aabbccdd", "aaaaaaab", "abaca")
+HOSTS = (
+    "ab",
+    "aab",
+    "abb",
+    "aaab",
+    "aabb",
+    "abab",
+    "abc",
+    "abcab",
+    "aabbccdd",
+    "aaaaaaab",
+    "abaca",
+)
 TOPOLOGIES = (
     *(Topology.flat(world) for world in (2, 3, 4, 8, 24)),
-    *(Topology(*mesh) for mesh in ((2, 1, 2), (1, 2, 2), (2, 2, 1), (3, 1, 2), (4, 2, 4), (16, 1, 8))),
+    *(
+        Topology(*mesh)
+        for mesh in ((2, 1, 2), (1, 2, 2), (2, 2, 1), (3, 1, 2), (4, 2, 4), (16, 1, 8))
+    ),
     *(Topology.of_hosts(hosts) for hosts in HOSTS),
 )
 KEY = Key("gemm_rs", "float32", 8, 8, "1x2", "0123456789abcdef", "cpu 0.1.0 r1", "torch 2.13")
@@ -133,13 +148,19 @@ def check_schedule(
     rng: random.Random,
     what: object,
 ) -> bool:
-    """Compare all that one rank's schedule addresses with the op's memory, and what it says it needs."""
+    """Compare what a schedule addresses, and what it says that it needs, with the memory."""
     world = topology.world
     try:
         check_legal(knobs, topology)
         shape = (m, sum(spec.n), spec.k)
         schedule = make_schedule(
-            spec.op.name, shape, world, rng.randrange(world), topology, knobs, itemsize=spec.itemsize
+            spec.op.name,
+            shape,
+            world,
+            rng.randrange(world),
+            topology,
+            knobs,
+            itemsize=spec.itemsize,
         )
     except ValueError:
         return False  # no such schedule, such as one that stores tiles of two owners directly

@@ -7,12 +7,10 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 
 from flux import Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.slabs import merge_visits
 from flux.core.heuristic_cuda import ClusterTile
-from flux.core.knobs import Op
 from flux.core.schedule import _make
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")

@@ -122,7 +122,7 @@ def fine(rank: int, world: int, hosts: str) -> None:
     """A message per slab, and more slabs in a chunk than the heuristic's communication tiles."""
     with on_host(hosts[rank]):
         for op_name in ("gemm_rs", "gemm_ar"):
-            # Rows of one element: signals behind their end would be behind the data, too (make asan).
+            # Rows of one element: a signal out of bounds is behind the data, too (make asan).
             problem = Problem(op_name, 900 * world, (1,), 8)
             with problem.build(tuning=Knobs(tile=(1, 64))) as op:
                 for m in (900 * world, 7):
@@ -160,7 +160,10 @@ def too_small(rank: int, world: int) -> list[str]:
 def test_a_schedule_that_needs_more_memory_is_refused_on_all_ranks() -> None:
     errors = run_ranks(2, too_small)
     assert errors[0] == errors[1]
-    needs, has = "the schedule needs 32 signals, 1 blocks of 32 rows", "memory has 8 signals, 1 blocks"
+    needs, has = (
+        "the schedule needs 32 signals, 1 blocks of 32 rows",
+        "memory has 8 signals, 1 blocks",
+    )
     assert needs in errors[0][0] and has in errors[0][0] and errors[0][2] == errors[0][0]
     assert errors[0][1] == errors[0][3] == ""
 
