@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -23,6 +24,9 @@ using RangeTuple = std::pair<int, int>;
 Mesh mesh_of(const MeshTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
 RangeTuple tuple_of(Range r) { return {r.begin, r.end}; }
 std::pair<int, int> tuple_of(Hop h) { return {h.chunk, h.peer}; }
+
+// Of tiles, which may be larger than what they cut.
+constexpr int kAnySize = std::numeric_limits<int>::max();
 
 struct Bounded {
   const char* name;
@@ -56,7 +60,7 @@ auto with_checks(int (*map)(int, int, int)) {
 }
 
 CommTiling checked_tiling(int m, int world, int rows) {
-  in_range({{"m", m, 1}, {"world", world, 1}, {"rows", rows, 1}});
+  in_range({{"m", m, 1}, {"world", world, 1}, {"rows", rows, 1, kAnySize}});
   return {m, world, rows};
 }
 
@@ -166,8 +170,8 @@ void bind_kernel_maps(py::module_& core) {
              in_range({{"m", m, 1},
                        {"n", n, 0},
                        {"world", world, 1},
-                       {"rows of a tile", tile_m, 1},
-                       {"columns of a tile", tile_n, 1}});
+                       {"rows of a tile", tile_m, 1, kAnySize},
+                       {"columns of a tile", tile_n, 1, kAnySize}});
              return ScatterTiling{m, n, world, tile_m, tile_n};
            }),
            py::arg("m"), py::arg("n"), py::arg("world"), py::arg("tile_m"), py::arg("tile_n"))
@@ -263,9 +267,9 @@ void bind_core(py::module_& m) {
              check_mesh(mesh, rank);
              in_range({{"m", m, 1},
                        {"n", n, 0},
-                       {"rows of a tile", tile_m, 1},
-                       {"columns of a tile", tile_n, 1},
-                       {"raster", raster, 1}});
+                       {"rows of a tile", tile_m, 1, kAnySize},
+                       {"columns of a tile", tile_n, 1, kAnySize},
+                       {"raster", raster, 1, kAnySize}});
              return tile_order(op, m, n, tile_m, tile_n, raster, swizzle, order, direction, mesh,
                                rank);
            }),

@@ -7,6 +7,7 @@ does not fit all the same is refused before the call begins.
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -147,7 +148,7 @@ def check_schedule(
     rng: random.Random,
     what: object,
 ) -> bool:
-    """Compare what a rank's schedule addresses with the op's memory and with its stated needs."""
+    """Compare what a schedule addresses, and what it says that it needs, with the memory."""
     world = topology.world
     try:
         check_legal(knobs, topology)
@@ -311,3 +312,42 @@ def test_the_engine_refuses_what_does_not_fit(changes: dict[str, int], message: 
             refuses()
     assert small.epoch == 0, "a refused call has no number, and no peer sees it"
     assert not memory[_C.pad_bytes(8) :].any()
+
+
+def test_maps_refuse_what_they_would_divide_by() -> None:
+    core, order = _C.core, {"swizzle": 0, "order": 0, "direction": 0, "rank": 0}
+    order |= {"op": 0, "m": 8, "n": 8, "tile_m": 4, "tile_n": 4, "raster": 1}
+    made = core.TileOrder(mesh=(1, 1, 2), **order)
+    bad: list[tuple[Any, ...]] = [
+        *((f, 4, 0, *[0] * more) for f, more in ((core.chunk_rows, 0), (core.row_begin, 1))),
+        *((f, 0, 4, 0, 0) for f in (core.local_n, core.local_k)),
+        *((core.owner_of, *sizes) for sizes in ((0, 2, 1), (4, 0, 1))),
+        *((core.tiles_per_chunk, *sizes) for sizes in ((0, 2, 1), (4, 0, 1), (4, 2, 0))),
+        *((core.comm_tile_of, *sizes, 1) for sizes in ((0, 2, 1), (4, 0, 1), (4, 2, 0))),
+        *((f, 3, (1, 1, 2), 0, 0, 5) for f in (core.recv_hop, core.send_hop)),
+        *((core.step_of_chunk, 0, mesh, 0, 0, 0) for mesh in ((0, 1, 2), (1, 1, 1 << 20))),
+        *((core.ScatterTiling, 8, 8, *sizes) for sizes in ((0, 4, 4), (2, 0, 4), (2, 4, 0))),
+        *((made.tile_at, slot) for slot in (-1, 4)),
+        (core.TileMap(made).tile_at, 4),
+    ]
+    for function, *arguments in bad:
+        if function in (core.local_n, core.local_k):
+            arguments[2] = 0  # the world
+        with pytest.raises(ValueError, match=r"must be in \[-?\d+, -?\d+\], got"):
+            function(*arguments)
+    for change in ({"tile_m": 0}, {"tile_n": 0}, {"raster": 0}, {"m": 0}, {"mesh": (1, 0, 2)}):
+        with pytest.raises(ValueError, match="must be in"):
+            core.TileOrder(**{"mesh": (1, 1, 2), **order, **change})
+    with pytest.raises(ValueError, match="itemsize must be at least 1 byte, got 0"):
+        make_schedule("ag_gemm", (4, 4, 4), 2, 0, itemsize=0)
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+def test_large_worlds_are_built_or_refused_within_seconds(op: str) -> None:
+    """It took 10 s with 1024 ranks, and hours with 65,536."""
+    began = time.process_time()
+    for topology in (Topology(128, 1, 8), Topology.of_hosts([r * 7 % 113 for r in range(1024)])):
+        assert make_schedule(op, (4096, 1024, 1024), 1024, 3, topology).visits
+    with pytest.raises(ValueError, match="world must be at most 1024, got 65536"):
+        make_schedule(op, (65536, 8, 8), 65536, 0, Topology.of_hosts([0, 1] * 32768))
+    assert time.process_time() - began < 3

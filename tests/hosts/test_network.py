@@ -122,7 +122,7 @@ def fine(rank: int, world: int, hosts: str) -> None:
     """A message per slab, and more slabs in a chunk than the heuristic's communication tiles."""
     with on_host(hosts[rank]):
         for op_name in ("gemm_rs", "gemm_ar"):
-            # Rows of one element: signals past their end are past the data, too (make asan).
+            # Rows of one element: a signal out of bounds is behind the data, too (make asan).
             problem = Problem(op_name, 900 * world, (1,), 8)
             with problem.build(tuning=Knobs(tile=(1, 64))) as op:
                 for m in (900 * world, 7):
