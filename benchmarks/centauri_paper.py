@@ -82,12 +82,12 @@ def cases() -> list[Case]:
             found.append(
                 Case("FSDP+DP", "centauri-a", 6, "big", Parallel(dp=48), batch, 3, shard=shard)
             )
-    found += [
-        replace(case, group=f"{case.group}, hierarchical", hierarchical=True) for case in found
-    ]
     for tp, dp, batch in ((4, 4, 1), (4, 4, 2), (4, 4, 4), (8, 2, 1), (8, 2, 4)):
         parallel = Parallel(tp=tp, dp=dp, pp=3, sequence=True)
         found.append(Case("TP+PP+DP", "centauri-a", 6, "small", parallel, batch, 0, 6))
+    found += [
+        replace(case, group=f"{case.group}, hierarchical", hierarchical=True) for case in found
+    ]
     for cluster in ("centauri-a", "centauri-b"):
         for ranks in (16, 64, 256):
             parallel = Parallel(dp=ranks)
@@ -151,6 +151,7 @@ CLAIMS: list[tuple[str, str, float, dict[str, Any]]] = [
     ("FSDP+DP, 48 GPUs of A, up to", "abstract", 1.49, {"group": "FSDP+DP"}),
     ("the same, hierarchical", "abstract", 1.49, {"group": "FSDP+DP, hierarchical"}),
     ("TP+PP+DP, 48 GPUs of A, up to", "abstract", 1.49, {"group": "TP+PP+DP"}),
+    ("the same, hierarchical", "abstract", 1.49, {"group": "TP+PP+DP, hierarchical"}),
     (
         *("FSDP, 256 GPUs of B", "section 5.3", 1.05),
         {"group": "FSDP on 256", "cluster": "centauri-b"},

@@ -3,7 +3,7 @@
 Three rounds, each on fewer candidates:
 
     1  every layout (degrees, micro-batch, ZeRO) by closed forms: operators of one layer one after
-       the other, or with all communication hidden, with the bubble of 1F1B or without; memory
+       the other under 1F1B; the same with all communication hidden; or without bubbles; memory
     2  every policy on the best layouts, and on those with nothing but data parallelism: time and
        memory from steps with few layers and micro-batches (flux/plan/sample.py)
     3  all that round 2 has within MARGIN of its fifth, simulated with all layers; of steps with
@@ -304,10 +304,7 @@ def _divisors(number: int) -> list[int]:
 
 
 class Rating(NamedTuple):
-    """A step, in ms: nothing hidden, and all communication, under 1F1B; likewise without bubbles.
-
-    And its memory.
-    """
+    """A step, in ms: nothing hidden; all communication hidden; no bubbles. And its memory."""
 
     serial_ms: float
     hidden_ms: float
@@ -321,7 +318,9 @@ def _best(rated: Sequence[tuple[Rating, Step]], count: int) -> list[Step]:
     Besides, of those with data parallelism alone the best with each kind of ZeRO: what everybody
     tries first is always compared.
     """
-    orders = [sorted(rated, key=lambda pair: pair[0][which]) for which in range(3)]
+    orders = [
+        sorted(rated, key=lambda pair: (pair[0][which], pair[0].serial_ms)) for which in range(3)
+    ]
     found = dict.fromkeys(step for pair in zip(*orders, strict=True) for _, step in pair)
     plain: dict[int, Step] = {}
     for _, step in orders[0]:
@@ -342,9 +341,9 @@ def estimate(step: Step, cluster: Cluster) -> Rating:
             time = layout.cost.solo(op)
             once = op.role == "step"
             serial += time * (1 if once else count + stages - 1)
+            filled += time * (1 if once else count)
             if not op.is_collective:
                 hidden += time * (1 if once else count + stages - 1)
-                filled += time * (1 if once else count)
             kept += op.allocates - op.frees if op.role == "fwd" else 0.0
             most = max(most, now + op.allocates)
             now += op.allocates - op.frees
