@@ -63,7 +63,7 @@ def test_an_op_on_the_cpu_loads_nothing_of_gpus() -> None:
     assert "flux.ops.ag_gemm" in loaded
     of_gpus = ("backends.cuda", "kernels.build", "kernels.registry", "symm_mem", "nvshmem")
     assert not [name for name in loaded for part in of_gpus if part in name]
-    assert len(loaded) <= 69
+    assert len(loaded) <= 71
 
 
 def test_backends_are_told_apart_by_their_package_alone() -> None:
@@ -110,7 +110,7 @@ def _functions_of_calls(rank: int, world: int, name: str) -> list[list[tuple[str
 
 @pytest.mark.parametrize(
     ("name", "file", "most", "most_again"),
-    [("AGGemm", "ag_gemm.py", 62, 34), ("GemmRS", "gemm_rs.py", 57, 31)],
+    [("AGGemm", "ag_gemm.py", 62, 34), ("GemmRS", "gemm_rs.py", 57, 32)],
 )
 def test_a_call_passes_through_the_files_that_the_docs_name(
     name: str, file: str, most: int, most_again: int
