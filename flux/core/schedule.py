@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from flux import _C
+from flux.core.datafile import MOST_SIZE
 from flux.core.heuristic import resolve
 from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
 from flux.core.knobs import Direction, Knobs, Op, Order, Store, Swizzle, check_legal
@@ -280,4 +281,6 @@ def make_schedule(
         raise ValueError(f"{op}: itemsize must be at least 1 byte, got {itemsize}")
     if min(m, n, k) < 1:
         raise ValueError(f"{op}: m, n and k must be positive, got {(m, n, k)}")
+    if max(m, n, k) > MOST_SIZE:
+        raise ValueError(f"{op}: m, n, k must be at most {MOST_SIZE}, got {(m, n, k)}")
     return _make(op, (m, n, k), world, rank, topology, knobs or Knobs(), itemsize, cluster)
