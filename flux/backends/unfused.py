@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from flux.transport.exchange import OfGroup, leave_unfinished
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
+T = TypeVar("T")
 FOREVER = timedelta(days=365)
 LOOK_S = 0.05
 """Seconds between two looks at the peers while a collective is waited for."""
@@ -69,6 +69,7 @@ class UnfusedBackend:
         self.world = world
         self.timeout_s = timeout_s
         self._stamps: Stamps | None = None
+        self._unfinished = False  # a collective of the call has begun, and not ended
         self._look: Callable[[], None] = nothing
         self._silent_peer: Callable[[], int] = lambda: -1
         self.culprit = -1
@@ -175,12 +176,10 @@ class UnfusedBackend:
             hooks: the caller's work beside the call.
             met: waits for the peers, before anything travels.
         """
-        collective = False
 
         def begin() -> None:
-            nonlocal collective
             met()
-            collective = True
+            self._unfinished = self.world > 1
 
         try:
             if self.spec.op.gathers:
@@ -190,16 +189,16 @@ class UnfusedBackend:
                 return [self._gemm_rs(call, hooks.meanwhile, begin)]
             return [self._gemm_ar(call, hooks.meanwhile, begin)]
         except BaseException:
-            if collective and self.group is not None and self.world > 1:
+            if self._unfinished and self.group is not None:
                 leave_unfinished(self.group)  # of which a peer may be in the middle
+            self._unfinished = False
             raise
 
     def _ag_gemm(self, call: Call, gather: bool, hooks: OverlapHooks) -> list[torch.Tensor]:
         spec = self.spec
         began = self._began()
         wait = self.start_gather(pack(spec, call), call.m)
-        hooks.meanwhile()
-        rows = wait()
+        rows = self._beside(hooks.meanwhile, wait)
         hooks.arrived()
         if self.world > 1:
             self._ended(Work.collective, began, rows.nbytes)
@@ -249,8 +248,7 @@ class UnfusedBackend:
         began = self._began()
         out = partial.new_empty(partial.shape[0] // self.world, partial.shape[1])
         work = reduce_scatter(out, partial, group=self.group, async_op=True)
-        meanwhile()
-        self._wait(work)
+        self._beside(meanwhile, lambda: self._wait(work))
         self._ended(Work.collective, began, partial.nbytes)
         return out[: _C.core.row_count(m, self.world, self.rank)]
 
@@ -264,9 +262,10 @@ class UnfusedBackend:
         met()
         began = self._began()
         work = dist.all_reduce(out, group=self.group, async_op=True) if self.world > 1 else None
-        meanwhile()
-        if self.world > 1:
-            self._wait(work)
+        if self.world == 1:
+            meanwhile()
+        else:
+            self._beside(meanwhile, lambda: self._wait(work))
             self._ended(Work.collective, began, out.nbytes)
         return self._finish(out, call.biases[0])
 
@@ -274,6 +273,22 @@ class UnfusedBackend:
         if self.spec.reduce == "avg" and self.world > 1:
             out.div_(self.world)
         return out if bias is None else out.add_(bias)
+
+    def _beside(self, meanwhile: Callable[[], None], wait: Callable[[], T]) -> T:
+        """Do the caller's work while a collective is under way; return what ``wait`` returns.
+
+        When the work raises, the collective is waited for all the same: the peers take part in it,
+        and the process group stays in step.
+        """
+        try:
+            meanwhile()
+        except Exception:
+            wait()
+            self._unfinished = False
+            raise
+        result = wait()
+        self._unfinished = False
+        return result
 
     def _wait(self, work: dist.Work | None) -> None:
         """Wait for an operation of the library, on a thread, and look at the peers meanwhile.

@@ -308,7 +308,7 @@ LARGEST = 2**30
             {},
             rf"must be at most {LARGEST}, got \(2147483647, 8, 8",
         ),
-        ((8, 2 * LARGEST - 1, 8), {}, rf"n must be in \[0, {LARGEST}\], got 2147483647"),
+        ((8, 2 * LARGEST - 1, 8), {}, rf"m, n, k must be at most {LARGEST}, got \(8, 2147483647"),
         ((16, 16, 8), {"raster": 2**31 - 1, "comm_tile_rows": 2**31 - 1}, ""),
     ],
     ids=str,
