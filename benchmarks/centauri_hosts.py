@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from flux.launch.hosts import Hosts, link_bytes
 from flux.launch.progress import Progress
 from flux.launch.spawn import run_ranks
-from flux.plan.centauri import RuntimePlan, parallelize, sharded
+from flux.runtime.centauri.module import RuntimePlan, parallelize, sharded
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "centauri.json"
 LINKS = ("500mbit", "1gbit", "2gbit", "4gbit", "none")
@@ -193,7 +193,7 @@ def row(run: dict[str, Any]) -> dict[str, float]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the table of docs/centauri.md."""
+    """Return the table of docs/use/centauri.md."""
     header = ["link", "FSDP2", "its communication", "ahead", "kept"]
     header += ["waited", "Centauri", "worst", "MB per host"]
     lines = []

@@ -21,9 +21,9 @@ from flux.bench.shapes import Layer
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
-from flux.plan.fabric import Fabric, Span
-from flux.plan.graph import Op
-from flux.plan.model import Parallel, Step
+from flux.plan.fabric import Fabric, GroupSpan
+from flux.plan.graph import Operator
+from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import Policy, planned
 from flux.plan.policies.centauri import Centauri
 from flux.plan.policies.pipelines import Interleaved1F1B
@@ -64,8 +64,8 @@ class Hierarchical(AnalyticCost):
     too; a hierarchical collective needs no more than (H - 1) / H there.
     """
 
-    def solo(self, op: Op) -> float:
-        span = self.fabric.span(op.group) if op.is_collective else Span(1, 1)
+    def solo(self, op: Operator) -> float:
+        span = self.fabric.span(op.group) if op.is_collective else GroupSpan(1, 1)
         rings = op.kind in ("all_gather", "reduce_scatter", "all_reduce") and span.hosts > 1
         less = (1 - 1 / span.hosts) / (1 - 1 / span.size) if rings else 1.0
         return super().solo(op) * less
@@ -97,7 +97,7 @@ def cases() -> list[Case]:
 
 def timelines(case: Case) -> dict[str, Timeline]:
     layer, layers = MODELS[case.model]
-    step = Step(
+    step = TrainingStep(
         *(f"LLaMA {case.model}", layer, layers, "float16", case.parallel, SEQUENCE),
         *(case.batch, case.micro_batches, case.zero),
         shard=case.shard,
@@ -160,7 +160,7 @@ CLAIMS: list[tuple[str, str, float, dict[str, Any]]] = [
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the table of docs/centauri.md."""
+    """Return the table of docs/use/centauri.md."""
     header = ["speedup over", "paper", "direct", "coarse", "serial"]
     lines = []
     for name, _, paper, where in CLAIMS:

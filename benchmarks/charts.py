@@ -1,4 +1,4 @@
-"""The charts of docs/results/, from the raw JSON under benchmarks/results/.
+"""The charts of docs/contribute/results/, from the raw JSON under benchmarks/results/.
 
 tables.py writes them: `python benchmarks/tables.py`. How they are drawn: drawing.py.
 """

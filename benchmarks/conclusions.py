@@ -1,4 +1,4 @@
-"""The first sentence of pages in docs/results/: figures from the raw JSON, in words.
+"""The first sentence of pages in docs/contribute/results/: figures from the raw JSON, in words.
 
 tables.py writes them, so that they say what the tables below them say.
 """

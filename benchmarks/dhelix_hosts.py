@@ -39,15 +39,15 @@ from flux.bench.shapes import Layer
 from flux.launch.hosts import Hosts, parse_rate
 from flux.launch.progress import Progress
 from flux.launch.spawn import run_ranks
-from flux.machine.cluster import Network, load_cluster
-from flux.plan import domino_linear
+from flux.machine.cluster import NetworkSpec, load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
-from flux.plan.dhelix import ScheduleDHelix, best_script, folded
 from flux.plan.fabric import Fabric
-from flux.plan.model import Parallel, Step
+from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies.interleave import graph_of_layer
-from flux.plan.strands import Strands
+from flux.runtime.dhelix.schedule import ScheduleDHelix, best_script, folded
+from flux.runtime.dhelix.strands import Strands
+from flux.runtime.domino import linear as domino_linear
 
 RESULT = ROOT / "benchmarks" / "results" / "plan" / "dhelix.json"
 METHODS = ("serial", "wgrad", "dhelix", "compute")
@@ -103,10 +103,12 @@ def script_for(case: Case) -> str:
     sizes = case.sizes
     dim = sizes.hidden // sizes.heads
     layer = Layer(sizes.hidden, sizes.intermediate, sizes.heads, sizes.heads, dim, True)
-    step = Step("llama", layer, 1, sizes.dtype, Parallel(tp=TP), case.sequence, case.micro_batch, 1)
+    step = TrainingStep(
+        "llama", layer, 1, sizes.dtype, Parallel(tp=TP), case.sequence, case.micro_batch, 1
+    )
     cpu = load_cluster("cpu")
     rate = parse_rate(case.link) / 1e9 / case.cores
-    network = Network("ethernet", 1, rate, cpu.network.latency_us)
+    network = NetworkSpec("ethernet", 1, rate, cpu.network.latency_us)
     fabric = Fabric(replace(cpu, hosts=2, devices=1, network=network), step.parallel)
     graph = build_step(step, fabric)
     forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
@@ -317,7 +319,7 @@ def entry_of(case: Case) -> dict[str, Any]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the table of docs/dhelix.md."""
+    """Return the table of docs/use/dhelix.md."""
     header = [
         "link",
         "pipeline ranks",

@@ -21,8 +21,8 @@ from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, Op
-from flux.plan.model import Parallel, Step, step_of
+from flux.plan.graph import Graph, Operator
+from flux.plan.model import Parallel, TrainingStep, step_of
 from flux.plan.policies import planned, policy_of
 from flux.plan.simulate import simulate
 
@@ -161,21 +161,21 @@ class Cost:
     def __init__(self, cost: AnalyticCost, case: Case) -> None:
         self.cost, self.factor, self.experts = cost, case.oef, case.experts
 
-    def solo(self, op: Op) -> float:
+    def solo(self, op: Operator) -> float:
         of_experts = self.experts != 1 and op.part in ("fc1", "act", "fc2")
         return self.cost.solo(op) * (self.experts if of_experts else 1.0)
 
-    def oef(self, comp: Op, comm: Op) -> float:
+    def oef(self, comp: Operator, comm: Operator) -> float:
         if self.factor is None or comp.is_collective:
             return self.cost.oef(comp, comm)
         return self.factor
 
 
-def graph_of(case: Case, step: Step, fabric: Fabric) -> Graph:
+def graph_of(case: Case, step: TrainingStep, fabric: Fabric) -> Graph:
     """Return the operators of a step; AllToAll moves what experts have room for."""
     graph = build_step(step, fabric)
 
-    def padded(op: Op) -> Op:
+    def padded(op: Operator) -> Operator:
         if op.kind != "all_to_all":
             return op
         return op._replace(shape=(op.shape[0] * case.capacity, op.shape[1]))
@@ -257,7 +257,7 @@ def _shown(entry: dict[str, Any], label: str) -> str:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the table of docs/dhelix.md: gains in per cent, paper | simulated."""
+    """Return the table of docs/use/dhelix.md: gains in per cent, paper | simulated."""
     header = ["cluster", "model", "tokens", "ranks", "communication"]
     header += ["wgrad", "intra-batch", "Wavelet+", "DHelix", "off"]
     lines = []

@@ -157,8 +157,8 @@ def deepspeeds(case: Case, weights: Any) -> Any:
 def forms(case: Case) -> dict[str, Any]:
     """Return the stack of layers in every form. Collective."""
     from flux.layers import replace_linears
-    from flux.plan.domino_layers import replace
-    from flux.plan.domino_megatron import DominoDecoder
+    from flux.runtime.domino.layers import replace
+    from flux.runtime.domino.megatron import DominoDecoder
 
     def sliced(slices: int, fused: str = "none") -> Any:
         return DominoDecoder(replace(block(case), fused), slices, 1, order="staggered")
@@ -258,7 +258,7 @@ def hidden(run: dict[str, Any], form: str) -> float:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the table of docs/domino.md."""
+    """Return the table of docs/use/domino.md."""
     header = ["layers", "link, share of comm.", "form", "step", "ratio", "hidden"]
     lines = []
     for run in content["runs"]:

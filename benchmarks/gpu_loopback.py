@@ -4,8 +4,8 @@
 
 The measurement of `flux bench op --transport loopback` (flux/bench/places/loopback.py) at the
 paper's shapes, with every direction and communication tile beside one another in one run.
-docs/metrics.md says what the figures mean. A file that is there already is gone on with: shapes in
-it are skipped.
+docs/use/metrics.md says what the figures mean. Shapes that an existing output file has are
+skipped.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def loopback(document: Document) -> str:
         )
     text = (
         "The link is PCIe, the peers' memory is in the host. Bounded efficiency is the share of "
-        "what can be hidden at all: docs/metrics.md."
+        "what can be hidden at all: docs/use/metrics.md."
     )
     return "\n".join([markdown(header, rows), "", text, *wrong])
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flux.layers import ColumnParallelLinear, RowParallelLinear
-from flux.plan.domino_layers import replace
+from flux.runtime.domino.layers import replace
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from common import ROOT, markdown, percent
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
-from flux.plan.op_simulator import Simulated, legal_knobs, simulate, unfused
+from flux.opsim.simulator import Simulated, legal_knobs, simulate, unfused
 
 RESULT = ROOT / "benchmarks" / "results" / "simulator" / "op.json"
 WORLD = 8
@@ -280,7 +280,7 @@ def variants_table(content: dict[str, Any]) -> str:
 
 
 LIMITS = {"total": 0.1, "exposed": 0.3}
-"""Deviations beyond these are set in bold, and explained in docs/simulator.md."""
+"""Deviations beyond these are set in bold, and explained in docs/use/simulator.md."""
 
 
 def _range(values: Sequence[float]) -> str:

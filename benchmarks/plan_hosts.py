@@ -57,7 +57,7 @@ def ranking_holds(rows: list[dict[str, Any]]) -> bool:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the table of docs/plan.md."""
+    """Return the table of docs/use/plan.md."""
     header = ["link", "sizes over", "tokens", "policy", "measured", "predicted", "off", "hidden"]
     lines = []
     for run in content["runs"]:

@@ -1,4 +1,4 @@
-"""Tables of docs/results/reliability.md: the soak, the ends of programs, and damaged files.
+"""Tables of docs/contribute/results/reliability.md: soak, ends of programs, damaged files.
 
 benchmarks/soak.py, tests/support/endings.py and tests/support/fuzz_files.py measure; tables.py
 writes the tables.

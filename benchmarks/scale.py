@@ -29,7 +29,7 @@ from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.graph import paused_collector
-from flux.plan.model import Parallel, Step, step_of
+from flux.plan.model import Parallel, TrainingStep, step_of
 from flux.plan.policies import planned, policy_of
 from flux.plan.simulate import Timeline, simulate
 
@@ -65,7 +65,7 @@ class Case(NamedTuple):
         """Number of GPUs."""
         return self.tp * self.pp * self.dp
 
-    def step(self) -> Step:
+    def step(self) -> TrainingStep:
         """Return the step."""
         return step_of(
             self.model,

@@ -51,7 +51,7 @@ from flux.core.knobs import Op
 COUNTERS = RESULTS.parent / "emulated" / "kernel_counters.json"
 HEURISTICS = RESULTS.parent / "heuristics" / "kernel_choice.json"
 FRONT = "{op}_4096x8192x2048_2x1_{link}.json"
-FOLDER = ROOT / "docs" / "results"
+FOLDER = ROOT / "docs" / "contribute" / "results"
 
 
 def foundation() -> str:
@@ -221,11 +221,11 @@ TABLES: dict[str, Callable[[], str]] = {
 
 PAGES = (
     ROOT / "README.md",
-    ROOT / "docs" / "domino.md",
-    ROOT / "docs" / "kernels.md",
-    ROOT / "docs" / "plan.md",
-    ROOT / "docs" / "scale.md",
-    ROOT / "docs" / "simulator.md",
+    ROOT / "docs" / "use" / "domino.md",
+    ROOT / "docs" / "kernels" / "kernels.md",
+    ROOT / "docs" / "use" / "plan.md",
+    ROOT / "docs" / "use" / "scale.md",
+    ROOT / "docs" / "use" / "simulator.md",
     gpu_tables.FOLDER / "README.md",
     *sorted(FOLDER.glob("*.md")),
 )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -74,3 +77,13 @@ def make_hosts() -> Iterator[Callable[..., Hosts]]:
                 pytest.skip(str(error))
 
         yield make
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print why tests were skipped, as one line a reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(re.sub(r"^Skipped: ", "", report.longrepr[2]) for report in skipped)
+    if reasons:
+        terminalreporter.write_sep("=", "skipped, by reason")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:5}  {reason}")

@@ -1,4 +1,4 @@
-"""Model-check the signals and epochs of the CUDA backend; docs/protocol.md explains.
+"""Model-check the signals and epochs of the CUDA backend; docs/kernels/protocol.md explains.
 
 python tools/model_check.py                        all standard scenarios, with their state counts
 python tools/model_check.py --op ag_gemm --world 3 --rows 6,4,6 --direction pull --poison

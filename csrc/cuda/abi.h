@@ -132,7 +132,7 @@ typedef struct FluxGemmArgs {
 } FluxGemmArgs;
 
 /* The reduction that follows a scattering GEMM: out[row] = scale * sum over slots + bias. Or a part
- * of it, for the rows of another rank: the sum of one node's partials (docs/protocol.md). */
+ * of it, for the rows of another rank: the sum of one node's partials (docs/kernels/protocol.md). */
 typedef struct FluxReduceArgs {
   int32_t rows, n;        /* rows of `rank`, all or some, and their columns */
   int32_t first_row;      /* of the [M, n] matrix */

@@ -11,7 +11,7 @@
 // on its stream. So they start while this kernel runs, even if all streams share one hardware
 // queue.
 //
-// Between nodes there is a third stream: see cuda_op_nodes.cpp, and docs/protocol.md for the
+// Between nodes there is a third stream: see cuda_op_nodes.cpp, and docs/kernels/protocol.md for the
 // pictures.
 //
 // The host waits for nothing, allocates no device memory and resets no words: signals, flags and

@@ -1,4 +1,4 @@
-// The part of a call that serves ranks of other nodes (docs/protocol.md, "Several nodes").
+// The part of a call that serves ranks of other nodes (docs/kernels/protocol.md, "Several nodes").
 //
 // ReduceScatter: the partials of a node for a rank of another node are added up, and the owner's
 // twin in the node sends the sum. Meanwhile the GEMM computes the next tiles (Flux paper, 4.2:
@@ -13,7 +13,7 @@
 // GemmAR: sums go directly to the own node, and to the twins, which forward them in their nodes.
 //
 // Tiles and phases have the same order on all ranks. In phase h a rank sends to the node h places
-// ahead and receives from the node h places behind. Buffers and their reuse: docs/protocol.md.
+// ahead and receives from the node h places behind. Buffers and their reuse: docs/kernels/protocol.md.
 #include "cuda_host/cuda_op.h"
 
 namespace flux::host {

@@ -1,7 +1,7 @@
 // ReduceScatter between nodes where the device itself puts (Relay). A kernel beside the GEMM adds
 // up the node's partials for its twins on other nodes, strip by strip. It puts each strip to its
 // owner, with a word behind it. The owner's sum awaits these words. cuda/runtime/relay.cuh has the
-// kernels, and the argument for what they read and write. docs/protocol.md has the argument for the
+// kernels, and the argument for what they read and write. docs/kernels/protocol.md has the argument for the
 // call. 2 nodes x 2, rows of rank 2:
 //
 //   network of rank 0    fork | open -> twin | relay: rank 2 has opened? flags of a strip? sum, put | ...

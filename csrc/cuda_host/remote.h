@@ -1,4 +1,4 @@
-// Peers whose memory this rank cannot address: ranks of other nodes (docs/protocol.md, "Several
+// Peers whose memory this rank cannot address: ranks of other nodes (docs/kernels/protocol.md, "Several
 // nodes").
 //
 // A Move names a place in a rank's data by its distance from the beginning. This has the same

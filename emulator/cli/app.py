@@ -26,7 +26,7 @@ EXIT_USAGE = 2
 
 app = typer.Typer(
     name="python -m emulator",
-    help="Run CUDA kernels on the CPU: see docs/emulator.md.",
+    help="Run CUDA kernels on the CPU: see docs/kernels/ptx-machine.md.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -78,7 +78,7 @@ class LibraryMethod:
         """Do nothing: no state is kept between calls."""
 
 
-class Unfused(LibraryMethod):
+class UnfusedMethod(LibraryMethod):
     """A torch.distributed collective before or after one torch.mm: the path without flux.
 
     The library collectives need equal shards: with a ragged M, chunks are padded to ceil(M/W) rows.
@@ -189,7 +189,7 @@ def default_methods(config: BenchConfig, rank: int) -> list[Method]:
 
     chosen = flux.Knobs(**config.knobs) if config.knobs else None
     return [
-        Unfused(config.problem, rank),
+        UnfusedMethod(config.problem, rank),
         Fused("medium", config, flux.Knobs(path="medium")),
         Fused("flux", config, chosen),
     ]

@@ -21,7 +21,7 @@ from flux.bench import metrics
 from flux.bench.config import BenchConfig
 from flux.bench.methods import Factory, Method, OwnTime, poisoned_methods
 from flux.bench.places import open_place
-from flux.bench.places.base import Place, Timing
+from flux.bench.places.base import BenchPlace, Timing
 from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
@@ -93,7 +93,7 @@ def measure(
     rank: int,
     progress: Progress = silent,
     factory: Factory | None = None,
-    place: Place | None = None,
+    place: BenchPlace | None = None,
 ) -> Measurement:
     """Run the benchmark, on an initialised default process group if ranks have processes.
 
@@ -132,7 +132,7 @@ class _Run:
         config: BenchConfig,
         rank: int,
         progress: Progress,
-        place: Place,
+        place: BenchPlace,
         factory: Factory,
     ) -> None:
         self._config = config

@@ -20,7 +20,7 @@ from typing import Any
 
 from flux.bench import launch, report
 from flux.bench.config import ONE_GPU, BenchConfig
-from flux.bench.methods import Factory, Fused, Method, Unfused
+from flux.bench.methods import Factory, Fused, Method, UnfusedMethod
 from flux.bench.op import Measurement
 from flux.bench.peers import PEERS, Peer, blame, peers_and_flux, unsupported
 from flux.bench.results import (
@@ -74,7 +74,7 @@ def sweep_methods(
     import flux
 
     return [
-        Unfused(config.problem, rank),
+        UnfusedMethod(config.problem, rank),
         *(
             Fused(name, config, flux.Knobs(path="fused", **knobs))
             for name, knobs in variants.items()

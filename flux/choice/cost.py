@@ -132,8 +132,8 @@ def collective_ms(
     NCCL's AllGather and ReduceScatter are a ring through all ranks. So W - 1 shards pass each link,
     those between hosts too, and a shard takes the latency of each hop on its way. An AllReduce is
     both. A hierarchical collective would send (hosts - 1) / hosts of the data between hosts, half
-    as much on two hosts; docs/simulator.md says why the published times are those of a ring. gloo's
-    between hosts, on a CPU, is rated as if it were hierarchical.
+    as much on two hosts; docs/use/simulator.md says why the published times are those of a ring.
+    gloo's between hosts, on a CPU, is rated as if it were hierarchical.
 
     Args:
         op: whose collective it is: AllGather, ReduceScatter or AllReduce.

@@ -26,9 +26,9 @@ from flux.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from flux.kernels.build import Unit
+    from flux.kernels.build import CompileUnit
     from flux.kernels.config import GemmConfig
-    from flux.kernels.driver import Observer, Outcome, Plan
+    from flux.kernels.driver import CompileObserver, CompilePlan, Outcome
     from flux.kernels.manifest import Library
 
 
@@ -250,7 +250,7 @@ def _compile(
 
 
 def _document(
-    root: Path, plan: Plan, outcomes: Sequence[Outcome], jobs: int, seconds: float
+    root: Path, plan: CompilePlan, outcomes: Sequence[Outcome], jobs: int, seconds: float
 ) -> dict[str, Any]:
     libraries = [_entry(library, "ready") for library in plan.ready]
     for outcome in outcomes:
@@ -277,7 +277,7 @@ def _entry(library: Library, status: str) -> dict[str, Any]:
     }
 
 
-def _report(root: Path, plan: Plan, outcomes: Sequence[Outcome], seconds: float) -> None:
+def _report(root: Path, plan: CompilePlan, outcomes: Sequence[Outcome], seconds: float) -> None:
     errors = open_console(stderr=True)
     built = [outcome.library for outcome in outcomes if outcome.library and outcome.fresh]
     found = [outcome.library for outcome in outcomes if outcome.library and not outcome.fresh]
@@ -322,12 +322,12 @@ def _ends_as_interrupted() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(total: int, *, silent: bool) -> Iterator[Observer]:
+def _progress(total: int, *, silent: bool) -> Iterator[CompileObserver]:
     """Show a line per library being compiled, on a terminal; else one for each that ended."""
-    from flux.kernels.driver import Observer
+    from flux.kernels.driver import CompileObserver
 
     if silent or not total:
-        yield Observer()
+        yield CompileObserver()
         return
     console = open_console()
     if not console.is_terminal:
@@ -347,8 +347,8 @@ def _progress(total: int, *, silent: bool) -> Iterator[Observer]:
         overall = bar.add_task("libraries", total=total)
         running: dict[str, TaskID] = {}
 
-        class Bar(Observer):
-            def started(self, unit: Unit) -> None:
+        class Bar(CompileObserver):
+            def started(self, unit: CompileUnit) -> None:
                 running[unit.name] = bar.add_task(escape(unit.what), total=None)
 
             def ended(self, outcome: Outcome) -> None:
@@ -360,10 +360,10 @@ def _progress(total: int, *, silent: bool) -> Iterator[Observer]:
         yield Bar()
 
 
-def _lines(total: int) -> Observer:
-    from flux.kernels.driver import Observer
+def _lines(total: int) -> CompileObserver:
+    from flux.kernels.driver import CompileObserver
 
-    class Lines(Observer):
+    class Lines(CompileObserver):
         def __init__(self) -> None:
             self._lock = threading.Lock()
             self._ended = 0

@@ -39,7 +39,7 @@ from flux.machine import host, toolchain
 from flux.machine.cluster import Cluster, load_cluster, shipped_clusters, world_shape
 from flux.machine.detection import detect
 from flux.transport import shm
-from flux.transport.placement import Place
+from flux.transport.placement import RankPlace
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
 _STYLE = {OK: "green", ABSENT: "dim", WARNING: "yellow", BROKEN: "bold red"}
@@ -78,7 +78,7 @@ class Findings:
         return {"usable": self.usable, "sections": sections}
 
 
-def examine(places: Sequence[Place] = ()) -> Findings:
+def examine(places: Sequence[RankPlace] = ()) -> Findings:
     """Examine this machine. Takes a second or two, leaves nothing behind.
 
     Args:
@@ -405,7 +405,7 @@ def gpu_pairs(count: int, reaches: Callable[[int, int], bool]) -> list[Item]:
     return items
 
 
-def rank_pairs(places: Sequence[Place]) -> list[Item]:
+def rank_pairs(places: Sequence[RankPlace]) -> list[Item]:
     """Return the transport between each pair of ranks, and why; equal pairs in one line."""
     if len(places) == 1:
         return [Item("ranks", "1", note="nothing is moved")]

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from flux.launch.torchrun import all_gather, torchrun_group
-from flux.transport.placement import Place, place_here, reach
+from flux.transport.placement import RankPlace, place_here, reach
 
 LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TransportVerdict:
     """The transport between two ranks, and why.
 
     `slow`: slower than with other hardware or settings.
@@ -29,30 +29,32 @@ class Verdict:
     slow: bool = False
 
 
-def between(a: Place, b: Place) -> Verdict:
+def between(a: RankPlace, b: RankPlace) -> TransportVerdict:
     """Return the transport between two ranks: for tensors on their GPUs if both have one."""
     if a.gpu is None or b.gpu is None:
         if a.host != b.host:
-            return Verdict("send_recv", "different hosts")
+            return TransportVerdict("send_recv", "different hosts")
         both = "no GPU" if a.gpu is b.gpu else "a GPU on one side only"
-        return Verdict("shm", f"one host, {both}: tensors on the CPU")
+        return TransportVerdict("shm", f"one host, {both}: tensors on the CPU")
     if a.host != b.host:
-        return Verdict("send_recv", "different hosts: NCCL, or nvshmem where asked for")
+        return TransportVerdict("send_recv", "different hosts: NCCL, or nvshmem where asked for")
     if a.gpu == b.gpu:
-        return Verdict(
+        return TransportVerdict(
             "symm_mem", "the same GPU, on which they take turns: a test, not a deployment"
         )
     reached = reach(a, b)
     if reached is None:
-        return Verdict("symm_mem", "one host; they do not see each other's GPU, so P2P is not sure")
+        return TransportVerdict(
+            "symm_mem", "one host; they do not see each other's GPU, so P2P is not sure"
+        )
     if reached:
-        return Verdict("symm_mem", "one host, each GPU addresses the other (P2P)")
-    return Verdict("send_recv", "one host, but no P2P between the GPUs: NCCL", slow=True)
+        return TransportVerdict("symm_mem", "one host, each GPU addresses the other (P2P)")
+    return TransportVerdict("send_recv", "one host, but no P2P between the GPUs: NCCL", slow=True)
 
 
-def verdicts(places: Sequence[Place]) -> dict[Verdict, list[tuple[int, int]]]:
+def verdicts(places: Sequence[RankPlace]) -> dict[TransportVerdict, list[tuple[int, int]]]:
     """Return all pairs of ranks, by verdict."""
-    found: dict[Verdict, list[tuple[int, int]]] = {}
+    found: dict[TransportVerdict, list[tuple[int, int]]] = {}
     for a, b in combinations(range(len(places)), 2):
         found.setdefault(between(places[a], places[b]), []).append((a, b))
     return found
@@ -64,7 +66,7 @@ def _own_gpu() -> int | None:
     return int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
 
 
-def places_of_all() -> list[Place]:
+def places_of_all() -> list[RankPlace]:
     """Return every rank's placement.
 
     Collective, in the default group or (under torchrun) a new one.

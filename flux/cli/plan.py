@@ -25,7 +25,7 @@ from flux.cli.terminal import (
 
 if TYPE_CHECKING:
     from flux.plan.compare import Compared
-    from flux.plan.model import Step
+    from flux.plan.model import TrainingStep
     from flux.plan.simulate import Timeline
 
 plan = typer.Typer(
@@ -120,7 +120,7 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
-def step_with(**given: Any) -> Step:
+def step_with(**given: Any) -> TrainingStep:
     """Return the step that these options describe."""
     from flux.plan.model import Parallel, step_of
 
@@ -130,7 +130,11 @@ def step_with(**given: Any) -> Step:
 
 
 def _compared(
-    policies: list[str], step: Step, cluster: str, hosts: int | None, memory_gb: float | None
+    policies: list[str],
+    step: TrainingStep,
+    cluster: str,
+    hosts: int | None,
+    memory_gb: float | None,
 ) -> tuple[str, list[Compared]]:
     """Return the cluster's name, and the outcome of each policy.
 
@@ -153,7 +157,7 @@ def _compared(
     return found.name, outcomes
 
 
-def title_of(step: Step, cluster: str) -> str:
+def title_of(step: TrainingStep, cluster: str) -> str:
     """Return what stands above the table of a step."""
     p = step.parallel
     degrees = ", ".join(
@@ -201,7 +205,7 @@ def draw(title: str, timelines: list[tuple[str, Timeline]], target: str | None) 
 class Planned(NamedTuple):
     """What `simulate` and `explain` are about: the step, its cluster, and what policies gave."""
 
-    step: Step
+    step: TrainingStep
     cluster: str
     outcomes: list[Compared]
 

@@ -42,7 +42,7 @@ from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_rank
 from flux.cli.terminal import open_console, refuse, say, writing
 
 if TYPE_CHECKING:
-    from flux.plan.run import PlanRun
+    from flux.runtime.run import PlanRun
 
 
 @plan.command("run")
@@ -223,8 +223,8 @@ def _config(given: dict[str, Any]) -> PlanRun:
 
     from flux.bench.config import check_memory
     from flux.bench.model import scaled
-    from flux.plan.profile import read_profile
-    from flux.plan.run import PlanRun, memory_of, predictions, schedules_of
+    from flux.runtime.profile import read_profile
+    from flux.runtime.run import PlanRun, memory_of, predictions, schedules_of
 
     step = step_with(**{name: given[name] for name in SHARED}, dtype="float32")
     layer = scaled(step.layer, given["scale"], given["tp"])
@@ -252,7 +252,7 @@ def _config(given: dict[str, Any]) -> PlanRun:
 def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
     """Return the configuration, and what its ranks found; exit for bad input."""
     from flux.bench.launch import on_ranks
-    from flux.plan.run import run_entry
+    from flux.runtime.run import run_entry
 
     for target in ("trace", "picture", "json_target"):
         if speaks() and given[target] not in (None, "-"):

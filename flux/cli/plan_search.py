@@ -28,7 +28,7 @@ from flux.cli.terminal import PLAIN, open_console, refuse
 
 if TYPE_CHECKING:
     from flux.machine.cluster import Cluster
-    from flux.plan.search import Found, Plan, Query
+    from flux.plan.search import Found, Query, SearchedPlan
 
 
 @plan.command("search")
@@ -127,7 +127,7 @@ def _query(
     )
 
 
-def _shown(one: Plan) -> str:
+def _shown(one: SearchedPlan) -> str:
     from flux.plan.search import layout_of
 
     return f"{one.label}, {layout_of(one.step)}"
@@ -174,12 +174,12 @@ def _reasons(found: Found, cluster: Cluster) -> list[str]:
         found: a search's outcome.
         cluster: of the search.
     """
-    from flux.plan.search import Plan, layout_of, plan_of
+    from flux.plan.search import SearchedPlan, layout_of, plan_of
 
     winner = found.ranked[0]
     serial = plan_of(cluster, not winner.scaled, (winner.step, "serial", {}))
     rows = [("the winner", winner)]
-    if isinstance(serial, Plan):
+    if isinstance(serial, SearchedPlan):
         rows.append(("its layout without overlap", serial))
     other = next((p for p in found.ranked if layout_of(p.step) != layout_of(winner.step)), None)
     if other is not None:

@@ -13,7 +13,7 @@ from flux.cli.terminal import command_line, open_console, refuse, writing
 if TYPE_CHECKING:
     from flux.core.problem import Problem
     from flux.machine.cluster import Cluster
-    from flux.plan.op_report import Comparison
+    from flux.opsim.report import OrderComparison
 
 simulate = typer.Typer(
     help="Predict one op on hardware that is not here, in virtual time.", no_args_is_help=True
@@ -61,7 +61,7 @@ def simulate_op(
     """Simulate unfused, medium and flux, the last with every legal order and direction.
 
     Runs the real tile schedule of every rank on the links of a cluster file. Needs no GPU, and
-    starts no ranks. docs/simulator.md says what is modelled.
+    starts no ranks. docs/use/simulator.md says what is modelled.
     """
     for target in (trace, json_target):
         if target not in (None, "-"):
@@ -69,7 +69,7 @@ def simulate_op(
     from flux.core.knobs import Knobs, Op
     from flux.core.problem import Problem
     from flux.machine.cluster import load_cluster
-    from flux.plan import op_report
+    from flux.opsim import report as op_report
 
     try:
         described = load_cluster(cluster)
@@ -110,22 +110,22 @@ def _dtype(text: str) -> str:
 
 def compared(
     problem: Problem, cluster: Cluster, given: object, gemm_ms: float | None = None
-) -> Comparison:
+) -> OrderComparison:
     """Return all methods, and flux with every order and direction that ``given`` leaves open.
 
     Raises:
-        ValueError: as ``flux.plan.op_simulator.simulate``.
+        ValueError: as ``flux.opsim.simulator.simulate``.
     """
     from flux.core.knobs import Knobs
-    from flux.plan import op_simulator
-    from flux.plan.op_report import Comparison
+    from flux.opsim import simulator as op_simulator
+    from flux.opsim.report import OrderComparison
 
     assert isinstance(given, Knobs)
     runs = [
         (op_simulator.simulate(problem, cluster, knobs, gemm_ms=gemm_ms), orders)
         for knobs, orders in op_simulator.legal_knobs(problem, cluster, given)
     ]
-    return Comparison(
+    return OrderComparison(
         cluster=cluster,
         unfused=op_simulator.unfused(problem, cluster, gemm_ms),
         medium=op_simulator.simulate(problem, cluster, Knobs(path="medium"), gemm_ms=gemm_ms),
@@ -134,7 +134,7 @@ def compared(
     )
 
 
-def _write_trace(comparison: Comparison, target: str) -> None:
+def _write_trace(comparison: OrderComparison, target: str) -> None:
     from dataclasses import replace
 
     from flux.trace.chrome import write_chrome

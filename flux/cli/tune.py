@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from flux.core.problem import Problem
     from flux.launch.supervisors import Launcher
     from flux.machine.cluster import Cluster
-    from flux.plan.op_rank import Ranked
-    from flux.tune.machine import Machine
+    from flux.opsim.rank import Ranked
+    from flux.tune.machine import TuningMachine
     from flux.tune.space import Space
     from flux.tune.tuner import Options, Search
 
@@ -295,7 +295,7 @@ def _explain(
 
 def _simulated(search: Search, cluster: Cluster, shapes: int) -> tuple[list[Ranked], str]:
     """Return the simulated ranking of the best few candidates, and a sentence about it."""
-    from flux.plan.op_rank import MOST_TILES, ranked
+    from flux.opsim.rank import MOST_TILES, ranked
 
     try:
         found = ranked(search.problem, cluster, search.candidates, MOST_TILES // shapes)
@@ -308,7 +308,7 @@ def _simulated(search: Search, cluster: Cluster, shapes: int) -> tuple[list[Rank
         return [], "not simulated: too many tiles for this many shapes; see flux simulate op"
     return found, (
         f"this hardware is not here, so the best {ran} of {fused} fused candidates are ranked by "
-        "simulation, not measurement (docs/simulator.md):"
+        "simulation, not measurement (docs/use/simulator.md):"
     )
 
 
@@ -372,7 +372,7 @@ def _tune(
 def _journal(
     cache: Any,
     searches: Sequence[Search],
-    here: Machine,
+    here: TuningMachine,
     launcher: Launcher,
     options: Options,
     *,

@@ -11,14 +11,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 from flux.cli.terminal import PLAIN, bar_on_request, say
-from flux.tune.tuner import Observer, Search
+from flux.tune.tuner import Search, TuningObserver
 
 
 @contextmanager
-def observer(console: Console, *, silent: bool) -> Iterator[Observer]:
+def observer(console: Console, *, silent: bool) -> Iterator[TuningObserver]:
     """Show a bar with the best so far on a terminal; else a line for each shape."""
     if silent:
-        yield Observer()
+        yield TuningObserver()
     elif not console.is_terminal:
         yield _lines()
     else:
@@ -37,8 +37,8 @@ def best_so_far(search: Search) -> str:
     return f"best {ms:.3g} ms{ratio}: {name}"
 
 
-def _lines() -> Observer:
-    class Lines(Observer):
+def _lines() -> TuningObserver:
+    class Lines(TuningObserver):
         def compiling(self, search: Search, count: int) -> None:
             if count:
                 say(f"{search.label}: building {count} kernels")
@@ -54,8 +54,8 @@ def _lines() -> Observer:
     return Lines()
 
 
-def _bar(bar: Progress, console: Console) -> Observer:
-    class Bar(Observer):
+def _bar(bar: Progress, console: Console) -> TuningObserver:
+    class Bar(TuningObserver):
         def __init__(self) -> None:
             self._task = bar.add_task("starting", total=None, best="")
             self._place = ""

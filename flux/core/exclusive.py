@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 
-class Entry:
+class Admission:
     """What a function enters with."""
 
     slot = -1
@@ -30,10 +30,10 @@ class Exclusive:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, Entry] = {}  # the holder of each generation
+        self._slots: dict[int, Admission] = {}  # the holder of each generation
         self._generation = 0  # the next one begins if a holder has ended without leaving
 
-    def enter(self, entry: Entry) -> bool:
+    def enter(self, entry: Admission) -> bool:
         """Enter, unless another function is inside; return whether the caller is inside now.
 
         Args:
@@ -51,7 +51,7 @@ class Exclusive:
             if self._slots.get(generation) is holder:
                 self._generation = generation + 1
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: Admission) -> None:
         """Leave. Do nothing if the caller is not inside."""
         if self._slots.get(entry.slot) is entry:
             del self._slots[entry.slot]
@@ -62,7 +62,7 @@ class Exclusive:
         return any(_runs(holder) for holder in list(self._slots.values()))
 
 
-def _runs(entry: Entry) -> bool:
+def _runs(entry: Admission) -> bool:
     """Return whether the function that has entered is on the stack of a thread."""
     for bottom in sys._current_frames().values():
         frame = bottom

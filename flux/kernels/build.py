@@ -178,7 +178,7 @@ def find_tools(emulated: bool = False) -> Tools:
 
 
 @dataclass(frozen=True)
-class Unit:
+class CompileUnit:
     """One library to be built: its configs and its identity."""
 
     configs: tuple[GemmConfig, ...]
@@ -204,7 +204,7 @@ class Unit:
         return f"{first.op} sm_{first.arch} {first.dtype}{build} x{len(self.configs)}"
 
 
-def make_unit(configs: Sequence[GemmConfig], tools: Tools, traced: bool = False) -> Unit:
+def make_unit(configs: Sequence[GemmConfig], tools: Tools, traced: bool = False) -> CompileUnit:
     """Return the library of these configs, with its key for these tools."""
     hashed = sources.sources_hash(configs, tools.csrc, traced)
     key = sources.library_key(
@@ -213,11 +213,11 @@ def make_unit(configs: Sequence[GemmConfig], tools: Tools, traced: bool = False)
         nvcc=tools.nvcc.version or "unknown",
         flags=(*tools.flags(configs[0].arch), *tools.link_inputs()),
     )
-    return Unit(tuple(configs), hashed, key, traced)
+    return CompileUnit(tuple(configs), hashed, key, traced)
 
 
 def build(
-    unit: Unit,
+    unit: CompileUnit,
     root: Path,
     tools: Tools,
     children: Children,
@@ -310,7 +310,9 @@ def _acquire(guard: FileLock, cancelled: threading.Event) -> None:
         return
 
 
-def _build_in(staging: Path, unit: Unit, root: Path, tools: Tools, children: Children) -> None:
+def _build_in(
+    staging: Path, unit: CompileUnit, root: Path, tools: Tools, children: Children
+) -> None:
     begin = time.monotonic()
     library = f"{unit.name}.so"
     text = translation_unit(unit.configs, unit.traced)
@@ -395,7 +397,7 @@ def _failure(
     return CompileError(f"{what}: nvcc failed ({how}):\n{excerpt}\n  full log: {log}")
 
 
-def _names(unit: Unit) -> str:
+def _names(unit: CompileUnit) -> str:
     return ", ".join(config.name for config in unit.configs)
 
 

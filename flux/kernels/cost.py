@@ -56,7 +56,7 @@ def blocks_per_wave(config: GemmConfig, sm_count: int) -> int:
 
 
 @dataclass(frozen=True)
-class Work:
+class GemmWork:
     """How a kernel divides a problem among blocks.
 
     Attributes:
@@ -74,7 +74,7 @@ class Work:
     tiles: int
 
 
-def divide(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Work:
+def divide(config: GemmConfig, problem: GemmProblem, sm_count: int) -> GemmWork:
     """Return the division that the tile scheduler makes, by CUTLASS 4.2's own rules.
 
     Stream-K runs tiles whole (data-parallel) if the last wave is full or at least half full, or if
@@ -89,7 +89,7 @@ def divide(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Work:
     tiles, depth = rows * columns, ceil_div(problem.k, tile_k)
     blocks = blocks_per_wave(config, sm_count)
     full, tail = divmod(tiles, blocks)
-    whole = Work(blocks, full + (tail > 0), 0, 1, tiles)
+    whole = GemmWork(blocks, full + (tail > 0), 0, 1, tiles)
     if config.schedule != "stream_k" or tail == 0:
         return whole
     before = max(full - 1, 0)
@@ -105,7 +105,7 @@ def divide(config: GemmConfig, problem: GemmProblem, sm_count: int) -> Work:
         return whole
     # If shares begin inside tiles, most tiles have one more part.
     parts = ceil_div(units, sharing) + (units % sharing > 0)
-    return Work(blocks, before, ceil_div(sharing * depth, units), parts, tiles)
+    return GemmWork(blocks, before, ceil_div(sharing * depth, units), parts, tiles)
 
 
 def _sm80_saves(sharing: int, depth: int, units: int, blocks: int) -> bool:

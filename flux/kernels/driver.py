@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flux.kernels import manifest
-from flux.kernels.build import CompileError, Tools, Unit, build, make_unit
+from flux.kernels.build import CompileError, CompileUnit, Tools, build, make_unit
 from flux.kernels.children import Cancelled, Children
 from flux.kernels.config import GemmConfig
 from flux.kernels.generator import libraries
@@ -23,11 +23,11 @@ one of four."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class CompilePlan:
     """The libraries for a set of configs: those that exist, and those to be built."""
 
     ready: list[Library]
-    units: list[Unit]
+    units: list[CompileUnit]
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,26 @@ class Outcome:
         seconds: duration, including waits for other processes.
     """
 
-    unit: Unit
+    unit: CompileUnit
     library: Library | None
     fresh: bool
     error: str
     seconds: float
 
 
-class Observer:
+class CompileObserver:
     """Receives start and end of each library's build. Called from several threads."""
 
-    def started(self, unit: Unit) -> None:
+    def started(self, unit: CompileUnit) -> None:
         """Handle the start of a compiler."""
 
     def ended(self, outcome: Outcome) -> None:
         """Handle the end of a build: built, found or failed."""
 
 
-def plan(configs: Sequence[GemmConfig], root: Path, tools: Tools, traced: bool = False) -> Plan:
+def plan(
+    configs: Sequence[GemmConfig], root: Path, tools: Tools, traced: bool = False
+) -> CompilePlan:
     """Return which of the configs ``root`` has, as built by these tools now, and which to build.
 
     Configs are grouped into libraries before the lookup, so that all processes that ask for the
@@ -84,7 +86,7 @@ def plan(configs: Sequence[GemmConfig], root: Path, tools: Tools, traced: bool =
                 ready[current[config.name].name] = current[config.name]
         if missing:
             units.append(make_unit(missing, tools, traced))
-    return Plan(list(ready.values()), units)
+    return CompilePlan(list(ready.values()), units)
 
 
 def is_current(library: Library, tools: Tools) -> bool:
@@ -104,7 +106,7 @@ def job_limit(units: int, wanted: int | None = None) -> int:
 
 
 def build_all(
-    units: Sequence[Unit], root: Path, tools: Tools, jobs: int, observer: Observer
+    units: Sequence[CompileUnit], root: Path, tools: Tools, jobs: int, observer: CompileObserver
 ) -> list[Outcome]:
     """Build the libraries, ``jobs`` at a time; one failure does not stop the others.
 
@@ -124,7 +126,7 @@ def build_all(
 
 
 def _build_one(
-    unit: Unit, root: Path, tools: Tools, children: Children, observer: Observer
+    unit: CompileUnit, root: Path, tools: Tools, children: Children, observer: CompileObserver
 ) -> Outcome:
     begin = time.monotonic()
     library, fresh, error = None, False, ""

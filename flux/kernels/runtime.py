@@ -1,4 +1,4 @@
-"""Build and find libflux_nvshmem.so: csrc/cuda/runtime linked with NVSHMEM (docs/kernels.md).
+"""Build and find libflux_nvshmem.so: csrc/cuda/runtime linked with NVSHMEM.
 
 It lies beside the kernel libraries (manifest.py), and is built and moved into place like them:
 

@@ -31,7 +31,7 @@ devices that share architecture and multiprocessors (H100, H200) differ by 60 GB
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """The device of one rank.
 
     Attributes:
@@ -83,7 +83,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkSpec:
     """The network between hosts.
 
     Attributes:
@@ -121,12 +121,12 @@ class Cluster:
     """
 
     name: str
-    device: Device
+    device: DeviceSpec
     devices: int
     hosts: int
     numa_domains: int
     link: Link
-    network: Network
+    network: NetworkSpec
     trees: int = 0
     source: str = "detected"
 
@@ -181,7 +181,7 @@ def load_cluster(name: str | Path) -> Cluster:
     top = Table.load(file)
     table = top.table("device")
     speeds = table.table("tflops")
-    device = Device(
+    device = DeviceSpec(
         kind=table.text("kind", choices=DEVICE_KINDS),
         arch=table.text("arch"),
         units=table.integer("units"),
@@ -212,7 +212,7 @@ def load_cluster(name: str | Path) -> Cluster:
     table = top.table("network")
     kind = table.text("kind", choices=NETWORK_KINDS)
     some = 0 if kind == "none" else 1
-    network = Network(
+    network = NetworkSpec(
         kind,
         table.integer("nics", least=some),
         table.number("gbits", least=0.001 * some),

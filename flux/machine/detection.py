@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from flux.machine.cluster import Cluster, Device, Link, Network
+from flux.machine.cluster import Cluster, DeviceSpec, Link, NetworkSpec
 
 # GB/s of one NVLink in one direction, by NVLink version as NVML reports it (NVIDIA's data sheets of
 # V100, A100, H100 and B200: 50 GB/s for both directions together, 100 from the fifth generation
@@ -164,19 +164,19 @@ class System:
         path = (self.root / "sys/bus/pci/devices" / bus).resolve()
         return next((part for part in path.parts if re.fullmatch(r"pci[0-9a-f:]+", part)), "")
 
-    def network(self) -> Network:
+    def network(self) -> NetworkSpec:
         """Return the ports that are up, of the fastest kind: InfiniBand, else Ethernet cards."""
         rates = sorted(self._infiniband(), reverse=True)
         kind = "infiniband"
         if not rates:
             rates, kind = sorted(self._ethernet(), reverse=True), "ethernet"
         if not rates:
-            return Network("none")
+            return NetworkSpec("none")
         # Slower ports next to fast ones are for management.
         fast = [rate for rate in rates if rate == rates[0]]
         if rates[0] == 0:
-            return Network("unknown", len(fast), 0.0, NETWORK_LATENCY_US["unknown"])
-        return Network(kind, len(fast), rates[0], NETWORK_LATENCY_US[kind])
+            return NetworkSpec("unknown", len(fast), 0.0, NETWORK_LATENCY_US["unknown"])
+        return NetworkSpec(kind, len(fast), rates[0], NETWORK_LATENCY_US[kind])
 
     def _infiniband(self) -> Iterator[float]:
         for port in (self.root / "sys/class/infiniband").glob("*/ports/*"):
@@ -234,7 +234,7 @@ def cpu_cluster(system: System, threads: int, instructions: str) -> Cluster:
     model, ghz = system.cpu()
     per_core = _CORE_FLOPS.get(instructions.upper(), 8.0) * ghz * 1e-3
     peak = per_core * threads
-    device = Device(
+    device = DeviceSpec(
         kind="cpu",
         arch=" ".join(part for part in (platform.machine(), instructions, model) if part),
         units=threads,
@@ -279,7 +279,7 @@ def cuda_cluster(
     bits, clock = (
         getattr(properties, name, 0) for name in ("memory_bus_width", "memory_clock_rate")
     )
-    device = Device(
+    device = DeviceSpec(
         kind="cuda",
         arch=f"sm_{properties.major}{properties.minor}",
         units=units,

@@ -22,7 +22,7 @@ from flux.choice.choose import Choice, Fixed
 from flux.core.backend import NO_HOOKS, Backend, OverlapHooks
 from flux.core.call import CallChecker
 from flux.core.env import CHECK, KERNEL_CHOICE, VARIABLES
-from flux.core.exclusive import Entry, Exclusive
+from flux.core.exclusive import Admission, Exclusive
 from flux.core.knobs import Knobs, Op, check_legal
 from flux.core.schedule import TileSchedule, make_schedule
 from flux.core.spec import OpSpec, as_sizes
@@ -441,7 +441,7 @@ class TensorParallelOp:
                 f"{self.spec.label} was built in process {self._pid} and cannot be used in a "
                 f"forked child ({os.getpid()}): build a new op there"
             )
-        inside = Entry()
+        inside = Admission()
         if not self._inside.enter(inside):
             raise RuntimeError(f"{self.spec.label}: another thread is inside a call of this op")
         refusals = 0 if self._backend is None else self._backend.refusals
@@ -469,7 +469,7 @@ class TensorParallelOp:
 
     def _end_if_asked(self) -> None:
         """Close the op if ``close`` was called during a call and no call is inside any more."""
-        inside = Entry()
+        inside = Admission()
         while self._ending and not self._released and self._inside.enter(inside):
             try:
                 self._release(failed=self._begun)  # else the call has ended, or was refused
@@ -512,7 +512,7 @@ class TensorParallelOp:
         """
         if self._released or self._pid != os.getpid():
             return
-        inside = Entry()
+        inside = Admission()
         if self._inside.enter(inside):
             try:
                 self._release(failed=self._begun)

@@ -18,7 +18,7 @@ from flux.ops import torch_internals
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange, resolve_group
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank
-from flux.transport.placement import Place, place_here, sharing
+from flux.transport.placement import RankPlace, place_here, sharing
 
 TELL_S = 60.0
 """Seconds to tell others of a failure if ``timeout_s`` itself is invalid."""
@@ -86,11 +86,11 @@ def refuse_capture(label: str, exchange: Exchange | OneGpuExchange) -> None:
         )
 
 
-def places_of(exchange: Exchange | OneGpuExchange, backend: str | None) -> list[Place]:
+def places_of(exchange: Exchange | OneGpuExchange, backend: str | None) -> list[RankPlace]:
     """Return where each rank is, with its GPU if it uses one. Collective."""
     if isinstance(exchange, OneGpuExchange):
         lanes = exchange.world // exchange.nodes
-        return [Place(str(rank // lanes)) for rank in range(exchange.world)]
+        return [RankPlace(str(rank // lanes)) for rank in range(exchange.world)]
     wants_gpu = (backend or default_backend(exchange)) == "cuda" and torch.cuda.is_available()
     try:
         place = place_here(torch.cuda.current_device() if wants_gpu else None)
@@ -100,7 +100,7 @@ def places_of(exchange: Exchange | OneGpuExchange, backend: str | None) -> list[
 
 
 def who_shares_memory(
-    places: Sequence[Place], backend: str, transport: str | None, topology: Topology | None
+    places: Sequence[RankPlace], backend: str, transport: str | None, topology: Topology | None
 ) -> list[str]:
     """Return a name for each rank; two ranks have the same name if they share memory.
 

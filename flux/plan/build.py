@@ -25,9 +25,9 @@ from collections.abc import Sequence
 
 from flux.core.integers import ceil_div
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Builder, Graph, Op, paused_collector
+from flux.plan.graph import Builder, Graph, Operator, paused_collector
 from flux.plan.mesh import SubGroup
-from flux.plan.model import Step
+from flux.plan.model import TrainingStep
 
 _ADAM = 7
 """Tensors in float32: Adam reads gradient, weight and two moments, and writes the last three."""
@@ -37,7 +37,7 @@ OPTIMIZER_BYTES = 12.0
 """Float32 copy of the weight and two moments."""
 
 
-def build_step(step: Step, fabric: Fabric) -> Graph:
+def build_step(step: TrainingStep, fabric: Fabric) -> Graph:
     """Return the operators of a step: all layers, micro-batches and stages, and the optimizer.
 
     Raises:
@@ -54,7 +54,7 @@ def build_step(step: Step, fabric: Fabric) -> Graph:
 
 
 class _Layers:
-    def __init__(self, step: Step, fabric: Fabric) -> None:
+    def __init__(self, step: TrainingStep, fabric: Fabric) -> None:
         self.step, self.fabric = step, fabric
         self.builder = Builder(step.itemsize)
         parallel, layer = step.parallel, step.layer
@@ -121,7 +121,7 @@ class _Layers:
         """Add an operator behind the last one, or behind others.
 
         Args:
-            part: see ``Op``.
+            part: see ``Operator``.
             kind: likewise.
             shape: likewise.
             role: likewise.
@@ -136,7 +136,7 @@ class _Layers:
         where = f"L{self.layer}." if self.layer >= 0 else f"S{self.stage}."
         number = f".m{self.micro}" if self.micro >= 0 else ""
         itemsize = self.step.itemsize
-        op = Op(
+        op = Operator(
             name=f"{where}{part}{suffix}{number}",
             kind=kind,
             resource=self.fabric.resource(group) if group else "comp",

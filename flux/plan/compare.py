@@ -10,7 +10,7 @@ from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.graph import paused_collector
-from flux.plan.model import Step
+from flux.plan.model import TrainingStep
 from flux.plan.policies import Policies, label_of, planned, policy_of
 from flux.plan.simulate import Timeline, simulate
 
@@ -30,7 +30,7 @@ class Compared(NamedTuple):
 
 
 def compared(
-    policies: Policies, step: Step, cluster: Cluster, memory_gb: float | None = None
+    policies: Policies, step: TrainingStep, cluster: Cluster, memory_gb: float | None = None
 ) -> list[Compared]:
     """Return the outcome of each policy. One that fails leaves the others as they are.
 

@@ -35,8 +35,8 @@ from flux.choice.cost import (
 from flux.core.integers import ceil_div
 from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
-from flux.plan.fabric import Fabric, Span
-from flux.plan.graph import FUSED, Op
+from flux.plan.fabric import Fabric, GroupSpan
+from flux.plan.graph import FUSED, Operator
 
 ATTENTION_SHARE = {"cuda": 0.5, "cpu": 0.6}
 """Share of the peak that attention reaches. FlashAttention-2 reaches 50 to 73% on an A100, the
@@ -65,11 +65,11 @@ _LIBRARY = {
 class CostModel(Protocol):
     """What the simulator and the policies ask for."""
 
-    def solo(self, op: Op) -> float:
+    def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself, in ms."""
         ...
 
-    def oef(self, comp: Op, comm: Op) -> float:
+    def oef(self, comp: Operator, comm: Operator) -> float:
         """Return the overlap effectiveness factor of two operators, at most 1.
 
         They occupy different resources; the first one may be a collective, too.
@@ -94,7 +94,7 @@ class AnalyticCost:
     start_us: float | None = None
     _times: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
 
-    def solo(self, op: Op) -> float:
+    def solo(self, op: Operator) -> float:
         """Return the time of an operator by itself, in ms."""
         key = (op.kind, op.shape, op.group, op.role == "dgrad")
         found = self._times.get(key)
@@ -102,7 +102,7 @@ class AnalyticCost:
             found = self._times[key] = self._time(op)
         return found
 
-    def oef(self, comp: Op, comm: Op) -> float:
+    def oef(self, comp: Operator, comm: Operator) -> float:
         """Return the overlap effectiveness factor of two operators.
 
         A fused op leaves of the links what its own communication does not take. Collectives inside
@@ -116,7 +116,7 @@ class AnalyticCost:
         busy = library_ms(self._problem(comp), self.fabric.cluster) / self.solo(comp)
         return assumed * max(0.0, 1.0 - busy)
 
-    def _time(self, op: Op) -> float:
+    def _time(self, op: Operator) -> float:
         if op.is_collective:
             return self._collective(op)
         launch = 1e-3 * LAUNCH_US[self.fabric.cluster.device.kind]
@@ -148,26 +148,26 @@ class AnalyticCost:
         operations = 2.0 * m * n * k * waves / (self._peak() * GEMM_SHARE[device.kind])
         return max(operations, self._memory_ms(self.itemsize * (m * k + n * k + m * n)))
 
-    def _fused_ms(self, op: Op) -> float:
+    def _fused_ms(self, op: Operator) -> float:
         """Return what a fused op takes beyond its GEMM, with the knobs that the op would choose."""
         problem = self._problem(op)
         cluster = self.fabric.cluster
         return predict(problem, cluster, choose(problem, cluster)).exposed_ms
 
-    def _problem(self, op: Op) -> Problem:
+    def _problem(self, op: Operator) -> Problem:
         span, (m, n, k) = self.fabric.span(op.group), op.shape
         kind = FusedOp.named(op.kind)
         n, k = (n * span.size, k) if kind.gathers else (n, k * span.size)
         return Problem(kind, m, n, k, self.dtype, span.size, span.hosts)
 
-    def _attention(self, op: Op) -> float:
+    def _attention(self, op: Operator) -> float:
         batch, heads, queries, keys, dim = op.shape
         operations = 4.0 * batch * heads * queries * keys * dim / 2
         if op.role == "dgrad":
             operations *= BACKWARD_ATTENTION
         return operations / (self._peak() * ATTENTION_SHARE[self.fabric.cluster.device.kind])
 
-    def _collective(self, op: Op) -> float:
+    def _collective(self, op: Operator) -> float:
         span = self.fabric.span(op.group)
         payload = float(op.shape[0]) * op.shape[1] * self.itemsize
         inside, ports = self._speeds(span)
@@ -186,7 +186,7 @@ class AnalyticCost:
         shard, lanes = payload / size, span.per_host
         return collective_ms(kind, shard, size, lanes, cluster, ports_gbs, self.start_us)
 
-    def _speeds(self, span: Span) -> tuple[float, float]:
+    def _speeds(self, span: GroupSpan) -> tuple[float, float]:
         """Return bytes per ms of a rank's link, and of the ports that a group has on a host."""
         cluster = self.fabric.cluster
         share = LIBRARY_SHARE[cluster.device.kind][FusedOp.gemm_rs]
@@ -195,7 +195,7 @@ class AnalyticCost:
             ports *= share
         return max(cluster.link.gbs, 1e-6) * 1e6 * share, max(ports, 1e-6)
 
-    def _latency_ms(self, span: Span) -> float:
+    def _latency_ms(self, span: GroupSpan) -> float:
         cluster = self.fabric.cluster
         inside = (span.per_host - 1) * cluster.link.latency_us
         across = (span.hosts - 1) * cluster.network.latency_us

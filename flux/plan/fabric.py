@@ -20,7 +20,7 @@ from flux.plan.model import Parallel
 
 
 @dataclass(frozen=True)
-class Span:
+class GroupSpan:
     """Where the ranks of a group are.
 
     Attributes:
@@ -75,7 +75,7 @@ class Fabric:
                     f"{span.size} crosses hosts of {cluster.devices} devices"
                 )
 
-    def span(self, group: str) -> Span:
+    def span(self, group: str) -> GroupSpan:
         """Return where the ranks of a group, or of a part of it (flux/plan/mesh.py), are."""
         p, part = self.parallel, parse_group(group)
         size, stride = {
@@ -88,7 +88,7 @@ class Fabric:
         }[part.base]
         if part.mesh:
             size, stride = part.size, stride * part.stride
-        return Span(size, max(1, min(size, self.cluster.devices // stride)))
+        return GroupSpan(size, max(1, min(size, self.cluster.devices // stride)))
 
     def resource(self, group: str) -> str:
         """Return the resource that a group's collectives occupy."""

@@ -29,7 +29,7 @@ ROLES = ("fwd", "dgrad", "wgrad", "step")
 GROUPS = ("tp", "cp", "ep", "dp", "edp", "pp")
 
 
-class Op(NamedTuple):
+class Operator(NamedTuple):
     """One operator of one pipeline stage.
 
     Attributes:
@@ -92,7 +92,7 @@ class Graph:
         GraphError: unknown kinds, numbers out of range, equal names, or a cycle.
     """
 
-    ops: tuple[Op, ...]
+    ops: tuple[Operator, ...]
     deps: tuple[tuple[int, ...], ...]
     itemsize: int = 2
     resident: tuple[float, ...] = field(default=())
@@ -138,7 +138,7 @@ class Graph:
         return graph
 
 
-def _check_op(op: Op) -> None:
+def _check_op(op: Operator) -> None:
     collective = op.kind in COLLECTIVES
     fine = (collective or op.kind in COMPUTE) and op.resource in RESOURCES and op.role in ROLES
     grouped = collective or op.kind in FUSED
@@ -158,7 +158,7 @@ def _check_op(op: Op) -> None:
     raise GraphError(f"{op.name}: {op.kind} cannot occupy {op.resource}")
 
 
-def _base(op: Op) -> str:
+def _base(op: Operator) -> str:
     try:
         return parse_group(op.group).base
     except ValueError as error:
@@ -173,7 +173,7 @@ def _after(deps: Sequence[Sequence[int]]) -> list[list[int]]:
     return after
 
 
-def topological(ops: Sequence[Op], deps: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def topological(ops: Sequence[Operator], deps: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return a topological order of operators.
 
     Raises:
@@ -223,10 +223,10 @@ class Builder:
 
     def __init__(self, itemsize: int) -> None:
         self.itemsize = itemsize
-        self.ops: list[Op] = []
+        self.ops: list[Operator] = []
         self.deps: list[tuple[int, ...]] = []
 
-    def add(self, op: Op, deps: Iterable[int]) -> int:
+    def add(self, op: Operator, deps: Iterable[int]) -> int:
         """Add an operator behind others; return its number."""
         self.ops.append(op)
         before = tuple(deps)
@@ -243,7 +243,9 @@ class Builder:
 
 
 def replaced(
-    graph: Graph, cut: Callable[[Op], Sequence[Op]], joins: Callable[[Op, Op], bool]
+    graph: Graph,
+    cut: Callable[[Operator], Sequence[Operator]],
+    joins: Callable[[Operator, Operator], bool],
 ) -> Graph:
     """Return a graph in which each operator is replaced by pieces.
 

@@ -47,7 +47,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One training step of a model.
 
     Attributes:
@@ -153,7 +153,7 @@ def step_of(
     zero: int = 1,
     regather: bool = False,
     shard: int = 0,
-) -> Step:
+) -> TrainingStep:
     """Return a step of a model in `tuning/shapes`, or of a file of that form.
 
     Args:
@@ -164,9 +164,9 @@ def step_of(
         micro_batches: of a step; by default 1, or four per pipeline stage.
         layers: by default all of the model.
         dtype: by default the model's.
-        zero: see ``Step``.
-        regather: see ``Step``.
-        shard: see ``Step``.
+        zero: see ``TrainingStep``.
+        regather: see ``TrainingStep``.
+        shard: see ``TrainingStep``.
 
     Raises:
         ValueError: no such model, or sizes that do not divide; the message names both.
@@ -174,7 +174,7 @@ def step_of(
     found = model_of(model)
     if micro_batches is None:
         micro_batches = 1 if parallel.pp == 1 else 4 * parallel.pp
-    return Step(
+    return TrainingStep(
         name=found.name,
         layer=found.layer,
         layers=found.layers if layers is None else layers,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from flux.plan.graph import FUSED, Op
+from flux.plan.graph import FUSED, Operator
 from flux.plan.mesh import parse_group
 from flux.plan.simulate import Timeline
 
@@ -31,7 +31,7 @@ _COLOURS = {
 }
 
 
-def _key(op: Op) -> tuple[str, str]:
+def _key(op: Operator) -> tuple[str, str]:
     if op.is_collective:
         group = parse_group(op.group).base
         return "comm", "dp" if group == "edp" else group

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flux.plan.compare import Compared
-from flux.plan.model import Step
+from flux.plan.model import TrainingStep
 from flux.plan.simulate import Timeline
 
 
@@ -28,7 +28,7 @@ class Figures(Protocol):
     def peak_memory_bytes(self) -> float: ...  # noqa: D102
 
 
-def document(label: str, step: Step, cluster: str, timeline: Figures) -> dict[str, Any]:
+def document(label: str, step: TrainingStep, cluster: str, timeline: Figures) -> dict[str, Any]:
     """Return the JSON object of one policy."""
     return _names(label, step, cluster) | {
         "iteration_ms": timeline.iteration_ms,
@@ -39,7 +39,7 @@ def document(label: str, step: Step, cluster: str, timeline: Figures) -> dict[st
     }
 
 
-def outcome(one: Compared, step: Step, cluster: str) -> dict[str, Any]:
+def outcome(one: Compared, step: TrainingStep, cluster: str) -> dict[str, Any]:
     """Return the JSON object of one policy; if its plan cannot be used, with ``error``."""
     if one.timeline is None:
         return _names(one.label, step, cluster) | {"error": one.reason}
@@ -47,7 +47,7 @@ def outcome(one: Compared, step: Step, cluster: str) -> dict[str, Any]:
     return row | {"error": one.reason} if one.reason else row
 
 
-def _names(label: str, step: Step, cluster: str) -> dict[str, Any]:
+def _names(label: str, step: TrainingStep, cluster: str) -> dict[str, Any]:
     parallel = step.parallel
     return {
         "policy": label,

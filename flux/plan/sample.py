@@ -26,7 +26,7 @@ from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.graph import paused_collector
-from flux.plan.model import Step
+from flux.plan.model import TrainingStep
 from flux.plan.policies import Policies, Policy, label_of, planned, policy_of
 from flux.plan.policies.folding import UnevenStages
 from flux.plan.simulate import Timeline, simulate
@@ -66,17 +66,17 @@ class Figures:
         return cls(*times, t.peak_memory_bytes)
 
 
-class Outcome(NamedTuple):
+class SampleOutcome(NamedTuple):
     """A step's figures under a policy, and how the policy is shown."""
 
     figures: Figures
     label: str
 
 
-class Layout:
+class StepLayout:
     """The graph of a step, and its timelines under policies."""
 
-    def __init__(self, cluster: Cluster, step: Step) -> None:
+    def __init__(self, cluster: Cluster, step: TrainingStep) -> None:
         self.step = step
         self.fabric = Fabric(cluster, step.parallel)
         self.cost = AnalyticCost(self.fabric, step.dtype, step.itemsize)
@@ -115,7 +115,7 @@ def line(
     )
 
 
-def lengths(step: Step) -> tuple[int, ...]:
+def lengths(step: TrainingStep) -> tuple[int, ...]:
     """Return the two numbers of micro-batches that are simulated; or the step's own, if few."""
     stages, least = step.parallel.pp, LEAST_MICRO_BATCHES
     short, long = (-(-max(n * stages, few) // stages) for n, few in zip((2, 3), least, strict=True))
@@ -123,7 +123,9 @@ def lengths(step: Step) -> tuple[int, ...]:
     return pair if step.micro_batches > pair[1] else (step.micro_batches,)
 
 
-def whole(cluster: Cluster, step: Step, name: str, options: Mapping[str, Any]) -> Outcome:
+def whole(
+    cluster: Cluster, step: TrainingStep, name: str, options: Mapping[str, Any]
+) -> SampleOutcome:
     """Return a step's figures from its own simulation.
 
     Raises:
@@ -131,13 +133,13 @@ def whole(cluster: Cluster, step: Step, name: str, options: Mapping[str, Any]) -
     """
     policy = policy_of(name, options)
     with paused_collector():
-        figures = Figures.of(Layout(cluster, step).timeline(policy))
-    return Outcome(figures, label_of(name, options, policy))
+        figures = Figures.of(StepLayout(cluster, step).timeline(policy))
+    return SampleOutcome(figures, label_of(name, options, policy))
 
 
 def from_few_micro_batches(
-    cluster: Cluster, step: Step, name: str, options: Mapping[str, Any]
-) -> Outcome:
+    cluster: Cluster, step: TrainingStep, name: str, options: Mapping[str, Any]
+) -> SampleOutcome:
     """Return a step's figures from those of steps with as many layers and fewer micro-batches.
 
     Raises:
@@ -148,13 +150,13 @@ def from_few_micro_batches(
     _share(policy, counts[-1] / step.micro_batches)
     with paused_collector():
         for count in counts:
-            layout = Layout(cluster, replace(step, micro_batches=count))
+            layout = StepLayout(cluster, replace(step, micro_batches=count))
             found.append((float(count), Figures.of(layout.timeline(policy))))
     figures = line(found[0], found[-1], step.micro_batches)
-    return Outcome(figures, label_of(name, options, policy))
+    return SampleOutcome(figures, label_of(name, options, policy))
 
 
-def few_layers(step: Step) -> int:
+def few_layers(step: TrainingStep) -> int:
     """Return the number of layers of a stage in a short step."""
     return LAYERS if step.layers // step.parallel.pp % 2 == 0 else 1
 
@@ -172,7 +174,7 @@ class Estimate(NamedTuple):
     peak_memory_bytes: float
 
 
-def estimates(cluster: Cluster, policies: Policies, step: Step) -> list[Estimate | str]:
+def estimates(cluster: Cluster, policies: Policies, step: TrainingStep) -> list[Estimate | str]:
     """Return the estimate of a step under each policy; or why the policy cannot be used."""
     with paused_collector():
         short = _Short(cluster, step)
@@ -188,10 +190,10 @@ def estimates(cluster: Cluster, policies: Policies, step: Step) -> list[Estimate
 class _Short:
     """Short steps of a layout."""
 
-    def __init__(self, cluster: Cluster, step: Step) -> None:
+    def __init__(self, cluster: Cluster, step: TrainingStep) -> None:
         self.cluster, self.step = cluster, step
         self.stages, self.layers = step.parallel.pp, step.layers // step.parallel.pp
-        self.made: dict[tuple[int, int], Layout] = {}
+        self.made: dict[tuple[int, int], StepLayout] = {}
 
     def estimate(self, name: str, options: Mapping[str, Any]) -> Estimate:
         """Return the estimate under a policy.
@@ -227,7 +229,7 @@ class _Short:
         _share(policy, layers * count / (self.layers * self.step.micro_batches))
         if (layers, count) not in self.made:
             step = replace(self.step, layers=layers * self.stages, micro_batches=count)
-            self.made[layers, count] = Layout(self.cluster, step)
+            self.made[layers, count] = StepLayout(self.cluster, step)
         return Figures.of(self.made[layers, count].timeline(policy))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from flux.core.datafile import Table, one_line, shown
 from flux.core.wholefile import write_output
-from flux.plan.graph import RESOURCES, ROLES, Graph, GraphError, Op, topological
+from flux.plan.graph import RESOURCES, ROLES, Graph, GraphError, Operator, topological
 from flux.plan.records import read_group, read_kind, read_shape
 
 Lane = tuple[int, str]
@@ -213,10 +213,10 @@ def read_schedule(path: Path) -> StepSchedule:
     return schedule
 
 
-def _op_of(table: Table) -> Op:
+def _op_of(table: Table) -> Operator:
     kind = read_kind(table)
     pieces = table.integer("pieces")
-    op = Op(
+    op = Operator(
         name=table.text("name"),
         kind=kind,
         resource=table.text("resource", choices=RESOURCES),
@@ -237,7 +237,7 @@ def _op_of(table: Table) -> Op:
     return op
 
 
-def _stages(top: Table, ops: Sequence[Op]) -> int:
+def _stages(top: Table, ops: Sequence[Operator]) -> int:
     """Return the number of stages; fail if one of them has no operators.
 
     Lists by stage are as long as the largest number, whatever it is.
@@ -277,7 +277,7 @@ def on_lanes(
     graph: Graph,
     sequences: Sequence[Iterable[int]],
     policy: str,
-    stream: Callable[[Op], str] = lambda op: op.resource,
+    stream: Callable[[Operator], str] = lambda op: op.resource,
 ) -> StepSchedule:
     """Return a schedule in which each stage's operators, in order, go to streams.
 

@@ -34,12 +34,12 @@ from flux.bench.shapes import model_of
 from flux.core.datafile import MOST_SIZE, Table, shown
 from flux.launch.sockets import use_short_socket_paths
 from flux.machine.cluster import Cluster
-from flux.plan.model import Parallel, Step
+from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import Policies, policy_names, policy_of
 from flux.plan.sample import (
     Estimate,
     Figures,
-    Layout,
+    StepLayout,
     estimates,
     few_layers,
     from_few_micro_batches,
@@ -114,7 +114,7 @@ class Query:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Figures):
+class SearchedPlan(Figures):
     """A layout under a policy, and what the simulation of it says.
 
     Attributes:
@@ -125,7 +125,7 @@ class Plan(Figures):
         scaled: whether the figures are from steps with fewer micro-batches.
     """
 
-    step: Step
+    step: TrainingStep
     policy: str
     options: Mapping[str, Any]
     label: str
@@ -146,8 +146,8 @@ class Plan(Figures):
         layers = few_layers(self.step) * stages
         return self._timeline(cluster, replace(self.step, layers=layers, micro_batches=count))
 
-    def _timeline(self, cluster: Cluster, step: Step) -> Timeline:
-        return Layout(cluster, step).timeline(policy_of(self.policy, self.options))
+    def _timeline(self, cluster: Cluster, step: TrainingStep) -> Timeline:
+        return StepLayout(cluster, step).timeline(policy_of(self.policy, self.options))
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Found:
         too_large: layouts, and plans of the last round, that do not fit into memory.
     """
 
-    ranked: tuple[Plan, ...]
+    ranked: tuple[SearchedPlan, ...]
     layouts: int
     simulated: int
     reasons: Mapping[str, int] = field(default_factory=dict)
@@ -209,7 +209,7 @@ def search(query: Query, progress: Callable[[str, int, int], None], workers: int
         rated2 = list(_followed(round2, "policies", len(kept), progress))
         refused = Counter(one for of_step in rated2 for one in of_step if isinstance(one, str))
         candidates = [
-            Candidate(one, (step, name, options))
+            PlanCandidate(one, (step, name, options))
             for step, of_step in zip(kept, rated2, strict=True)
             for one, (name, options) in zip(of_step, query.policies, strict=True)
             if not isinstance(one, str)
@@ -256,7 +256,7 @@ def _followed(
 # -- first round -----------------------------------------------------------------------------------
 
 
-def layouts(query: Query) -> Iterator[Step]:
+def layouts(query: Query) -> Iterator[TrainingStep]:
     """Yield every step that the model, the cluster and the batch allow.
 
     Tensor parallelism stays inside hosts. With it comes sequence parallelism or not, with inputs
@@ -284,7 +284,7 @@ def layouts(query: Query) -> Iterator[Step]:
         ):
             if sequence and (tp == 1 or micro_batch * query.sequence // cp % tp):
                 continue
-            yield Step(
+            yield TrainingStep(
                 name=model.name,
                 layer=model.layer,
                 layers=model.layers,
@@ -312,7 +312,7 @@ class Rating(NamedTuple):
     memory_bytes: float
 
 
-def _best(rated: Sequence[tuple[Rating, Step]], count: int) -> list[Step]:
+def _best(rated: Sequence[tuple[Rating, TrainingStep]], count: int) -> list[TrainingStep]:
     """Return the layouts that are best by each of the three times, by turns.
 
     Besides, of those with data parallelism alone the best with each kind of ZeRO: what everybody
@@ -322,17 +322,17 @@ def _best(rated: Sequence[tuple[Rating, Step]], count: int) -> list[Step]:
         sorted(rated, key=lambda pair: (pair[0][which], pair[0].serial_ms)) for which in range(3)
     ]
     found = dict.fromkeys(step for pair in zip(*orders, strict=True) for _, step in pair)
-    plain: dict[int, Step] = {}
+    plain: dict[int, TrainingStep] = {}
     for _, step in orders[0]:
         if step.parallel.dp == step.parallel.world:
             plain.setdefault(step.zero, step)
     return list(dict.fromkeys([*list(found)[:count], *plain.values()]))
 
 
-def estimate(step: Step, cluster: Cluster) -> Rating:
+def estimate(step: TrainingStep, cluster: Cluster) -> Rating:
     """Rate a step from one layer of each stage."""
     stages, layers = step.parallel.pp, step.layers // step.parallel.pp
-    layout = Layout(cluster, replace(step, layers=stages, micro_batches=1))
+    layout = StepLayout(cluster, replace(step, layers=stages, micro_batches=1))
     count = step.micro_batches
     serial = hidden = filled = 0.0
     kept = now = most = 0.0  # bytes: from forward until backward; at a time
@@ -355,10 +355,10 @@ def estimate(step: Step, cluster: Cluster) -> Rating:
 # -- third round -----------------------------------------------------------------------------------
 
 
-Job = tuple[Step, str, Mapping[str, Any]]
+Job = tuple[TrainingStep, str, Mapping[str, Any]]
 
 
-class Candidate(NamedTuple):
+class PlanCandidate(NamedTuple):
     """What the second round says of a step under a policy."""
 
     rating: Estimate
@@ -366,17 +366,17 @@ class Candidate(NamedTuple):
 
 
 def _third_round(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[PlanCandidate],
     query: Query,
     pool: Executor,
     progress: Callable[[str, int, int], None],
-) -> tuple[list[Plan], list[str]]:
+) -> tuple[list[SearchedPlan], list[str]]:
     """Return plans, the fastest first, and why others cannot be used.
 
     Of those that do not fit after all, the next ones take the places.
     """
     waiting = sorted((one for one in candidates if _may_fit(one, query)), key=_order)
-    plans: list[Plan] = []
+    plans: list[SearchedPlan] = []
     refused: list[str] = []
     limit = 1e9 * query.memory_gb
     while waiting:
@@ -394,11 +394,11 @@ def _third_round(
 
 
 def _settled(
-    plans: list[Plan],
+    plans: list[SearchedPlan],
     query: Query,
     pool: Executor,
     progress: Callable[[str, int, int], None],
-) -> list[Plan]:
+) -> list[SearchedPlan]:
     """Return plans, the fastest first, of which the first ones are simulated at whole length."""
     limit = 1e9 * query.memory_gb
     while True:
@@ -411,28 +411,28 @@ def _settled(
         ended = pool.map(partial(plan_of, query.cluster, True), jobs)
         settled = list(_followed(ended, "first", len(jobs), progress))
         plans = [plan for plan in plans if plan not in short]
-        plans += [plan for plan in settled if isinstance(plan, Plan)]
+        plans += [plan for plan in settled if isinstance(plan, SearchedPlan)]
 
 
-def _ops(step: Step) -> int:
+def _ops(step: TrainingStep) -> int:
     """Return the number of operators of a step, before a policy cuts them."""
     return step.layers * step.micro_batches * 32
 
 
-def _may_fit(one: Candidate, query: Query) -> bool:
+def _may_fit(one: PlanCandidate, query: Query) -> bool:
     return one.rating.peak_memory_bytes <= 1e9 * query.memory_gb * (1 + MEMORY_MARGIN)
 
 
-def _order(one: Candidate) -> tuple[float, str]:
+def _order(one: PlanCandidate) -> tuple[float, str]:
     """Return a sort key; of equally fast candidates the order does not depend on the others."""
     return one.rating.iteration_ms, str(one.job)
 
 
-def _rank(plan: Plan) -> tuple[float, float, str]:
+def _rank(plan: SearchedPlan) -> tuple[float, float, str]:
     return plan.iteration_ms, plan.peak_memory_bytes, str((plan.step, plan.policy, plan.options))
 
 
-def plan_of(cluster: Cluster, at_whole_length: bool, job: Job) -> Plan | str:
+def plan_of(cluster: Cluster, at_whole_length: bool, job: Job) -> SearchedPlan | str:
     """Return a plan and its figures; or why there is none.
 
     At whole length, or else with fewer micro-batches if the step is long.
@@ -443,7 +443,7 @@ def plan_of(cluster: Cluster, at_whole_length: bool, job: Job) -> Plan | str:
         made = (from_few_micro_batches if scaled else whole)(cluster, *job)
     except ValueError as error:
         return refusal(name, error)
-    return Plan(
+    return SearchedPlan(
         **asdict(made.figures),
         step=step,
         policy=name,
@@ -456,7 +456,7 @@ def plan_of(cluster: Cluster, at_whole_length: bool, job: Job) -> Plan | str:
 # -- what is shown and written ---------------------------------------------------------------------
 
 
-def layout_of(step: Step) -> str:
+def layout_of(step: TrainingStep) -> str:
     """Return degrees and micro-batches of a step, as they are shown."""
     p = step.parallel
     degrees = [f"{name}={getattr(p, name)}" for name in ("tp", "cp", "pp", "dp", "ep")]

@@ -30,7 +30,7 @@ memory operation writes the first, which makes the slab visible to the system. B
 copied from pinned words that hold the epoch. A memset does not work: it runs on multiprocessors,
 and the reduction that waits for the flags may occupy all of them.
 
-Write access and its order, in addition to csrc/cuda_host/gather_tiles.h and docs/kernels.md:
+Write access and its order, beyond csrc/cuda_host/gather_tiles.h and docs/kernels/kernels.md:
 
     gathered rows, slots,  the entry of rank 0 says that it no longer reads them; the agent awaits
       result of rank 0     it before its first copy.

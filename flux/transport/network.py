@@ -54,7 +54,7 @@ from torch.distributed import distributed_c10d
 
 from flux import _C
 from flux.core.at_exit import end_at_exit
-from flux.core.exclusive import Entry, Exclusive
+from flux.core.exclusive import Admission, Exclusive
 from flux.core.forked import abandon_in_children
 from flux.core.patience import Patience
 from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
@@ -87,7 +87,7 @@ class _Kind(IntEnum):
 
 
 @dataclass
-class Piece:
+class NetworkPiece:
     """One tile to send or receive: its memory, and its signal, if any.
 
     A piece to send without a signal is ready from the start.
@@ -102,7 +102,7 @@ class _Job:
     """The work of one thread in one call."""
 
     epoch: int
-    pieces: Iterable[Piece] = ()
+    pieces: Iterable[NetworkPiece] = ()
     header: Any = None  # the pending send of the header
     limit: timedelta = FOREVER  # of the wait for one piece
     # Set when the first operation is posted.
@@ -142,7 +142,7 @@ def _yield_to_computation() -> None:
     gloo's thread wakes for every segment that arrives. With the batch policy, which threads inherit
     and which needs no privileges, a wake-up does not interrupt the GEMM that runs on the core.
     Bytes collect in the socket's buffer meanwhile, and fewer, larger reads take them. That halves
-    the CPU time of communication (docs/results/hosts.md).
+    the CPU time of communication (docs/contribute/results/hosts.md).
     """
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -203,8 +203,8 @@ class Network:
         self,
         epoch: int,
         digest: int,
-        outgoing: Callable[[int], Iterable[Piece]],
-        incoming: Callable[[int], Iterable[Piece]],
+        outgoing: Callable[[int], Iterable[NetworkPiece]],
+        incoming: Callable[[int], Iterable[NetworkPiece]],
     ) -> None:
         """Tell the peers that this rank has entered a call, and move its tiles."""
         for link in self._links:
@@ -258,7 +258,7 @@ class Network:
 
         A call that a signal handler interrupts can be repeated: it breaks off what is left.
         """
-        inside = Entry()
+        inside = Admission()
         if not self._inside.enter(inside):
             return  # another thread is inside: it does it
         try:
@@ -480,7 +480,7 @@ class _Link:
         else:
             self._engine.peer_entered(self.peer, epoch, digest)
 
-    def _post_send(self, piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+    def _post_send(self, piece: NetworkPiece, epoch: int, number: int) -> tuple[Any, int]:
         began = self._stamp()
         ready = piece.signal is None or self._engine.await_parcel(self.peer, piece.signal, epoch)
         if not ready:
@@ -493,7 +493,7 @@ class _Link:
         posted_ns = self._stamp()
         return self._channel.send([piece.tensor], self.peer, DATA_TAG), posted_ns
 
-    def _post_receive(self, piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+    def _post_receive(self, piece: NetworkPiece, epoch: int, number: int) -> tuple[Any, int]:
         posted_ns = self._stamp()
         return self._channel.recv([piece.tensor], self.peer, DATA_TAG), posted_ns
 
@@ -501,7 +501,7 @@ class _Link:
         """Return the current time, for a trace; 0 if tracing is off."""
         return 0 if self.recorder is None else _C.Lane.now()
 
-    def _announce(self, piece: Piece, epoch: int) -> None:
+    def _announce(self, piece: NetworkPiece, epoch: int) -> None:
         assert piece.signal is not None
         self._engine.announce(piece.signal, epoch)
 
@@ -509,8 +509,8 @@ class _Link:
         self,
         job: _Job,
         work: Work,
-        post: Callable[[Piece, int, int], tuple[Any, int]],
-        complete: Callable[[Piece, int], None],
+        post: Callable[[NetworkPiece, int, int], tuple[Any, int]],
+        complete: Callable[[NetworkPiece, int], None],
     ) -> None:
         """Keep up to ``window`` bytes, but at least two pieces, posted.
 
@@ -518,7 +518,7 @@ class _Link:
         goes down, gloo does not end the wait for a tile that is half sent, not even when its
         connections are closed.
         """
-        posted: deque[tuple[Any, Piece, int]] = deque()
+        posted: deque[tuple[Any, NetworkPiece, int]] = deque()
         size = completed = 0
         lane = None
         if self.recorder is not None:

@@ -80,7 +80,7 @@ class _Thread:
         return results[0]
 
 
-class Job:
+class NvshmemJob:
     """This process's membership in NVSHMEM.
 
     Attributes:
@@ -174,7 +174,7 @@ class Job:
         return len(self._blocks)
 
 
-_job: Job | None = None
+_job: NvshmemJob | None = None
 
 
 class Nvshmem(SymmMem):
@@ -187,7 +187,7 @@ class Nvshmem(SymmMem):
         nodes: sets of ranks that address each other's memory; consecutive, equally many in each.
     """
 
-    def __init__(self, exchange: Exchange, device: Device, job: Job, nodes: int = 1) -> None:
+    def __init__(self, exchange: Exchange, device: Device, job: NvshmemJob, nodes: int = 1) -> None:
         super().__init__(exchange, device)
         self.job = job
         self.nodes = nodes
@@ -366,7 +366,7 @@ def _global_ranks(exchange: Exchange) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(exchange.group))
 
 
-def _unfit(job: Job, ranks: tuple[int, ...], device: int) -> str:
+def _unfit(job: NvshmemJob, ranks: tuple[int, ...], device: int) -> str:
     if job.lost:
         return f"NVSHMEM cannot be used any more in this process: {job.lost}"
     if job.ranks != ranks:
@@ -376,7 +376,7 @@ def _unfit(job: Job, ranks: tuple[int, ...], device: int) -> str:
     return ""
 
 
-def _join(exchange: Exchange, device: Device, library: NvshmemLibrary) -> Job:
+def _join(exchange: Exchange, device: Device, library: NvshmemLibrary) -> NvshmemJob:
     global _job
     identity, problem = b"", ""
     if exchange.rank == 0:
@@ -387,7 +387,7 @@ def _join(exchange: Exchange, device: Device, library: NvshmemLibrary) -> Job:
     identity, problem = exchange.all_gather((identity, problem))[0]
     if problem:
         raise RuntimeError(f"{exchange.label}: rank 0: {problem}")
-    job = Job(library, _global_ranks(exchange), device.index)
+    job = NvshmemJob(library, _global_ranks(exchange), device.index)
 
     def init() -> bool:
         library.init(exchange.rank, exchange.world, identity, device.index)

@@ -11,7 +11,7 @@ from flux.machine.host import host_identity, memory_identity
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The placement of a rank.
 
     Attributes:
@@ -28,10 +28,10 @@ class Place:
     memory: str = ""
 
 
-def place_here(gpu: int | None) -> Place:
+def place_here(gpu: int | None) -> RankPlace:
     """Return the placement of this rank; ``gpu``: index of its GPU, if any."""
     if gpu is None:
-        return Place(host_identity(), memory=memory_identity())
+        return RankPlace(host_identity(), memory=memory_identity())
     identities = [
         str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
     ]
@@ -39,10 +39,10 @@ def place_here(gpu: int | None) -> Place:
         identity: i == gpu or torch.cuda.can_device_access_peer(gpu, i)
         for i, identity in enumerate(identities)
     }
-    return Place(host_identity(), identities[gpu], reaches, memory_identity())
+    return RankPlace(host_identity(), identities[gpu], reaches, memory_identity())
 
 
-def reach(a: Place, b: Place) -> bool | None:
+def reach(a: RankPlace, b: RankPlace) -> bool | None:
     """Return whether two GPUs of one host address each other; None if the ranks do not see them."""
     if a.gpu is None or b.gpu is None:
         raise ValueError("both ranks must have a GPU")
@@ -53,7 +53,7 @@ def reach(a: Place, b: Place) -> bool | None:
     return a.reaches[b.gpu] and b.reaches[a.gpu]
 
 
-def sharing(places: Sequence[Place]) -> list[str]:
+def sharing(places: Sequence[RankPlace]) -> list[str]:
     """Return a name per rank; ranks that share memory have the same name.
 
     By default the ranks of a host share memory. If GPUs of a host lack P2P, only ranks with P2P

@@ -11,7 +11,7 @@ wait for. Ops are built and called rank after rank, from one thread:
     world.close()
 
 ``VirtualWorld(4, nodes=2)`` simulates two nodes of two ranks. Ranks of different nodes do not
-address each other's memory, and a remote moves rows between them (docs/protocol.md).
+address each other's memory, and a remote moves rows between them (docs/kernels/protocol.md).
 """
 
 from __future__ import annotations

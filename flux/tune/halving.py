@@ -45,7 +45,7 @@ def rounds_for(ms: float) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Step:
+class HalvingStep:
     """The next measurement: these candidates, until each has ``rounds``.
 
     In the last rung, one of them will be the winner.
@@ -70,13 +70,13 @@ class Halving:
     always: tuple[str, ...]
     rounds: tuple[int, ...] = ROUNDS
 
-    def next_step(self, samples: Samples, excluded: Collection[str]) -> Step | None:
+    def next_step(self, samples: Samples, excluded: Collection[str]) -> HalvingStep | None:
         """Return the next measurement; None if all rungs are done."""
         alive = [name for name in self.names if name not in excluded]
         for rung, rounds in enumerate(self.rounds):
             lacking = tuple(name for name in alive if len(samples.get(name, ())) < rounds)
             if lacking:
-                return Step(rung == len(self.rounds) - 1, lacking, rounds)
+                return HalvingStep(rung == len(self.rounds) - 1, lacking, rounds)
             if rung < len(SHARES):
                 alive = self._survivors(alive, samples, rounds, rung)
         return None

@@ -49,7 +49,7 @@ def build_kernels(configs: Sequence[GemmConfig], root: Path) -> dict[str, str]:
         trust.make_private(root)
     except (build.MissingToolError, OSError, ValueError) as error:
         return {config.name: str(error) for config in wanted}
-    observer, units = driver.Observer(), driver.plan(wanted, root, tools).units
+    observer, units = driver.CompileObserver(), driver.plan(wanted, root, tools).units
     outcomes = driver.build_all(units, root, tools, driver.job_limit(len(units)), observer)
     # A library has several kernels, and one that does not compile makes the whole library fail.
     mixed = [o.unit for o in outcomes if o.error and len(o.unit.configs) > 1]

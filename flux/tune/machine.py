@@ -20,16 +20,16 @@ from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster, world_shape
 from flux.machine.detection import detect
 from flux.ops.executor import TRANSPORTS, who_shares_memory
-from flux.transport.placement import Place, place_here
+from flux.transport.placement import RankPlace, place_here
 
 LOOKING_S = 180.0
 """Limit for the driver to report GPUs, in seconds: it takes some seconds for each unused GPU."""
 
-Sight = tuple[Cluster, Place]
+Sight = tuple[Cluster, RankPlace]
 
 
 @dataclass(frozen=True)
-class Machine:
+class TuningMachine:
     """The devices of a run's ranks.
 
     Attributes:
@@ -95,7 +95,7 @@ def reason_untunable(world: int, gpus: int, ranks_here: int | None) -> str | Non
     return problem and f"{problem}; --backend cpu tunes ranks on the CPU"
 
 
-def survey(launcher: Launcher, backend: str, transport: str | None, threads: int) -> Machine:
+def survey(launcher: Launcher, backend: str, transport: str | None, threads: int) -> TuningMachine:
     """Detect the devices of all ranks. Collective among supervisors.
 
     Raises:
@@ -120,7 +120,7 @@ def survey(launcher: Launcher, backend: str, transport: str | None, threads: int
     sights = [sight for _, _, of in everybody for sight in of]
     sharing = who_shares_memory([place for _, place in sights], backend, transport, None)
     shape = world_shape(sharing)
-    return Machine(
+    return TuningMachine(
         seen[0][0], sharing, group_parts([cluster.parts(shape) for cluster, _ in sights])
     )
 

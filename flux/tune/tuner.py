@@ -35,9 +35,9 @@ from flux.machine.cluster import Cluster
 from flux.tune import kernels
 from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
-from flux.tune.machine import Machine
+from flux.tune.machine import TuningMachine
 from flux.tune.space import ALWAYS, Candidate, Pruned, Space, candidates
-from flux.tune.worker import NOBODY, Blackboard, Job, Maker, tune_rank
+from flux.tune.worker import NOBODY, Blackboard, Maker, TuningJob, tune_rank
 
 CANDIDATE_TIMEOUT_S = 20.0
 _FEWEST_STALL_S = 30.0
@@ -159,7 +159,7 @@ def _is_time_pair(value: object) -> bool:
     )
 
 
-class Observer:
+class TuningObserver:
     """Receives the progress of a run; the command displays it."""
 
     def started(self, search: Search, number: int, total: int) -> None:
@@ -217,11 +217,11 @@ class Tuner:
         self,
         searches: Sequence[Search],
         launcher: Launcher,
-        machine: Machine,
+        machine: TuningMachine,
         cache: Cache,
         journal: Journal | None,
         options: Options,
-        observer: Observer | None = None,
+        observer: TuningObserver | None = None,
     ) -> None:
         self._searches = searches
         self._launcher = launcher
@@ -229,7 +229,7 @@ class Tuner:
         self._cache = cache
         self._journal = journal
         self._options = options
-        self._observer = observer or Observer()
+        self._observer = observer or TuningObserver()
         self._deadline = None if options.budget_s is None else time.monotonic() + options.budget_s
         if journal is not None:
             self._resume(journal)
@@ -277,7 +277,7 @@ class Tuner:
         at_once = _MOST_AT_ONCE
         self._compile(search)
         while True:
-            job: Job | None = None
+            job: TuningJob | None = None
             if leads and not search.done and time.monotonic() < until and not search.problem_text:
                 Blackboard.create(blackboard)
                 job = self._job(search, blackboard, until - time.monotonic(), at_once)
@@ -337,7 +337,7 @@ class Tuner:
                 reason = f"does not compile: {errors[bad[0]]}"
                 self._note(search, {"event": "excluded", "name": name, "reason": reason})
 
-    def _run(self, search: Search, job: Job) -> str:
+    def _run(self, search: Search, job: TuningJob) -> str:
         timeout = self._options.candidate_timeout_s
         # The float64 reference takes about ten times as long as the GEMM in float32 at peak.
         reference_s = gemm_ms(search.problem, self._machine.cluster) * 40e-3
@@ -353,7 +353,7 @@ class Tuner:
         )
         return failure.partition("\n")[0]
 
-    def _job(self, search: Search, blackboard: Path, seconds: float, at_once: int) -> Job:
+    def _job(self, search: Search, blackboard: Path, seconds: float, at_once: int) -> TuningJob:
         options = self._options
         if self._machine.backend == "cpu":
             at_once = min(at_once, self._fitting(search.problem))
@@ -366,7 +366,7 @@ class Tuner:
             seed=options.seed,
             common_clock=len(set(self._launcher.hosts)) == 1,
         )
-        return Job(
+        return TuningJob(
             config=config,
             candidates=search.candidates,
             halving=search.halving,
@@ -438,11 +438,13 @@ def spec_of(problem: Problem) -> OpSpec:
     return OpSpec(p.op, p.m, (p.n,), p.k, p.torch_dtype, False, "sum")
 
 
-def _key(search: Search, machine: Machine) -> Key:
+def _key(search: Search, machine: TuningMachine) -> Key:
     return key_of(spec_of(search.problem), machine.shape, machine.parts, machine.backend)
 
 
-def describe(searches: Sequence[Search], machine: Machine, options: Options) -> dict[str, Any]:
+def describe(
+    searches: Sequence[Search], machine: TuningMachine, options: Options
+) -> dict[str, Any]:
     """Return the description of a run; runs with equal descriptions share a journal."""
     key = _key(searches[0], machine).as_dict()
     if machine.backend == "cuda":  # the versions list built kernels, and a run adds to those

@@ -37,7 +37,7 @@ from flux.bench.timing import quiet_collector
 from flux.choice.choose import Fixed
 from flux.core.problem import Problem
 from flux.launch.torchrun import all_gather
-from flux.tune.halving import Halving, Step
+from flux.tune.halving import Halving, HalvingStep
 from flux.tune.space import Candidate
 
 ANCHOR = "unfused"
@@ -48,7 +48,7 @@ Report = Callable[[Any, int, int], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class TuningJob:
     """The arguments that ranks are started with; pickled.
 
     Attributes:
@@ -197,14 +197,14 @@ class _Patient:
         return self._place.time(call, call.wait)
 
 
-def tune_rank(job: Job, rank: int, report: Report) -> None:
+def tune_rank(job: TuningJob, rank: int, report: Report) -> None:
     """Run the search on this rank. Collective."""
     with contextlib.closing(Blackboard(job.blackboard)) as blackboard:
         _Worker(job, rank, report, blackboard).run()
 
 
 class _Worker:
-    def __init__(self, job: Job, rank: int, report: Report, blackboard: Blackboard) -> None:
+    def __init__(self, job: TuningJob, rank: int, report: Report, blackboard: Blackboard) -> None:
         self._job = job
         self._rank = rank
         self._send = report
@@ -241,7 +241,7 @@ class _Worker:
         # anyway.
         self._keep([])
 
-    def _next(self) -> Step | None:
+    def _next(self) -> HalvingStep | None:
         """Return the next step of all ranks. Called on rank 0."""
         step = self._job.halving.next_step(self._samples, self._excluded)
         if step is None or time.monotonic() > self._deadline:
@@ -313,7 +313,7 @@ class _Worker:
 
     # -- timing ------------------------------------------------------------------------------------
 
-    def _measure(self, names: list[str], step: Step) -> None:
+    def _measure(self, names: list[str], step: HalvingStep) -> None:
         if not names:
             return
         anchors = [] if ANCHOR in names or ANCHOR in self._excluded else [ANCHOR]

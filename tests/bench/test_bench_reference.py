@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flux.bench.config import MEASURED_DTYPES
-from flux.bench.methods import Unfused
+from flux.bench.methods import UnfusedMethod
 from flux.bench.reference import Reference, growth, judge, make_inputs, make_reference
 from flux.core.knobs import OPS, Op
 from flux.core.problem import Problem
@@ -136,7 +136,7 @@ def _library_path(
     problem = Problem(Op[op], *shape, dtype, world)
     inputs = make_inputs(problem, rank, seed=3)
     reference = make_reference(problem, rank, inputs)
-    verdict = judge(problem, rank, Unfused(problem, rank)(inputs), reference)
+    verdict = judge(problem, rank, UnfusedMethod(problem, rank)(inputs), reference)
     return verdict.ok, verdict.complaint, reference.expected.flatten().tolist()
 
 

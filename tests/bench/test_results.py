@@ -1,4 +1,4 @@
-"""docs/results/: tables, sentences and charts are those of the raw JSON, and charts are legible."""
+"""docs/contribute/results/: tables, sentences and charts match the raw JSON; charts are legible."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_every_page_begins_with_a_conclusion_and_its_chart() -> None:
             assert title.startswith("# ") and re.fullmatch(r"\*\*[^*]+\*\*\n?", sentence), page
             assert chart.startswith("!["), page
             assert f"({page.name})" in (tables.FOLDER / "index.md").read_text()
-    text = (tables.ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    shown |= set(re.findall(r"!\[[^\]]+\]\(results/(\S+\.svg)\)", text))
+    text = (tables.ROOT / "docs" / "use" / "scale.md").read_text(encoding="utf-8")
+    shown |= set(re.findall(r"!\[[^\]]+\]\(\S+/results/(\S+\.svg)\)", text))
     assert shown == set(charts.CHARTS)
 
 
 def test_figures_that_other_pages_repeat_are_those_of_the_raw_json() -> None:
-    pages = [tables.ROOT / "README.md", tables.ROOT / "docs/api.md"]
+    pages = [tables.ROOT / "README.md", tables.ROOT / "docs/use/ops.md"]
     readme, api = (" ".join(page.read_text(encoding="utf-8").split()) for page in pages)
     _, slow, middle, _ = conclusions.training_ratios()
     took = f"of a GPT-3 layer took {slow:.2f} of Megatron-core's time at 500 Mbit/s and"

@@ -1,4 +1,4 @@
-"""A model check of the CUDA backend's signals and epochs: docs/protocol.md."""
+"""A model check of the CUDA backend's signals and epochs: docs/kernels/protocol.md."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from flux import AGGemm, Knobs, PeerTimeoutError
-from flux.core.exclusive import Entry, Exclusive
+from flux.core.exclusive import Admission, Exclusive
 from flux.ops.pool import pool_of
 from flux.transport.exchange import Exchange
 from harness import BUSY, fresh_ranks, more
@@ -240,9 +240,9 @@ def test_a_holder_that_ended_without_leaving_does_not_count() -> None:
     exclusive = Exclusive()
 
     def enter_and_end() -> None:
-        inside = Entry()
+        inside = Admission()
         assert exclusive.enter(inside)
-        assert exclusive.taken and not exclusive.enter(Entry())
+        assert exclusive.taken and not exclusive.enter(Admission())
 
     for _ in range(3):
         enter_and_end()
@@ -252,7 +252,7 @@ def test_a_holder_that_ended_without_leaving_does_not_count() -> None:
 
     def contend() -> None:
         while time.monotonic() < stop:
-            inside = Entry()
+            inside = Admission()
             if exclusive.enter(inside):
                 counts.append(1)
                 assert len(counts) == 1

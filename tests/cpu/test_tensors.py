@@ -301,7 +301,7 @@ def test_addresses_are_taken_at_one_place() -> None:
     comparing = {
         "backends/cached_call.py",
         "layers/planned.py",
-        "plan/centauri_shards.py",
-        "plan/trees.py",
+        "runtime/centauri/shards.py",
+        "runtime/domino/trees.py",
     }
     assert taking == {"core/tensors.py"} | comparing

@@ -24,7 +24,7 @@ from flux import Knobs, PeerTimeoutError, Topology
 from flux.core.errors import PeerFailedError
 from flux.ops import executor
 from flux.transport import nodes
-from flux.transport.placement import Place
+from flux.transport.placement import RankPlace
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS
 from op_cases import Case, random_cases
@@ -94,7 +94,7 @@ def _pairs(rank: int, world: int, library: Path) -> None:
     """Four GPUs of one host, of which 0 and 1, and 2 and 3, are joined by a bridge."""
     here = Emulated(rank, library, 0)
     reaches = {f"gpu {other}": other // 2 == rank // 2 for other in range(world)}
-    executor.place_here = lambda gpu: Place("here", f"gpu {rank}", reaches)  # type: ignore
+    executor.place_here = lambda gpu: RankPlace("here", f"gpu {rank}", reaches)  # type: ignore
     p = Problem("gemm_rs", 9, (8,), 8, BF16)
     with p.build(backend="cuda") as op:
         assert op.topology == Topology(2, 1, 2), "two nodes, though nobody has said so"

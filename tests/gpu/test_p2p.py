@@ -9,15 +9,15 @@ from flux.core.topology import Topology
 from flux.layers import eligible
 from flux.ops import torch_internals
 from flux.ops.executor import reason_gpus_unsupported, who_shares_memory
-from flux.transport.placement import Place, reach, sharing
+from flux.transport.placement import RankPlace, reach, sharing
 
 
-def host(name: str, bridges: list[list[int]], count: int) -> list[Place]:
+def host(name: str, bridges: list[list[int]], count: int) -> list[RankPlace]:
     """Ranks with a GPU each, of which those on a bridge reach each other."""
     gpus = [f"{name} {i}" for i in range(count)]
     together = [next((b for b in bridges if i in b), [i]) for i in range(count)]
     return [
-        Place(name, gpus[i], {gpu: j in together[i] for j, gpu in enumerate(gpus)}, name)
+        RankPlace(name, gpus[i], {gpu: j in together[i] for j, gpu in enumerate(gpus)}, name)
         for i in range(count)
     ]
 
@@ -35,7 +35,7 @@ def host(name: str, bridges: list[list[int]], count: int) -> list[Place]:
         (host("a", [[0, 1], [2, 3]], 4) + host("b", [[0, 1]], 2), ["0", "0", "2", "2", "4", "4"]),
     ],
 )
-def test_ranks_with_mutual_p2p_share_memory(places: list[Place], nodes: list[str]) -> None:
+def test_ranks_with_mutual_p2p_share_memory(places: list[RankPlace], nodes: list[str]) -> None:
     assert sharing(places) == nodes
     for transport in (None, "nvshmem"):
         assert who_shares_memory(places, "cuda", transport, None) == nodes
@@ -45,15 +45,15 @@ def test_ranks_with_mutual_p2p_share_memory(places: list[Place], nodes: list[str
 
 
 def test_reach_must_be_mutual_and_known() -> None:
-    a, b = Place("a", "0", {"0": True, "1": True}), Place("a", "1", {"0": False, "1": True})
+    a, b = RankPlace("a", "0", {"0": True, "1": True}), RankPlace("a", "1", {"0": False, "1": True})
     assert reach(a, b) is reach(b, a) is False
     assert sharing([a, b]) == ["0", "1"]
-    blind = Place("a", "1", {"1": True})  # CUDA_VISIBLE_DEVICES of one each
+    blind = RankPlace("a", "1", {"1": True})  # CUDA_VISIBLE_DEVICES of one each
     assert reach(a, blind) is None and sharing([a, blind]) == ["a", "a"]
     assert reach(a, a) is True and sharing([a, a]) == ["a", "a"]
     with pytest.raises(ValueError, match="must have a GPU"):
-        reach(a, Place("a"))
-    assert sharing([a, Place("a")]) == ["a", "a"], "a rank without one is refused elsewhere"
+        reach(a, RankPlace("a"))
+    assert sharing([a, RankPlace("a")]) == ["a", "a"], "a rank without one is refused elsewhere"
 
 
 def test_topology_can_split_ranks_into_more_nodes() -> None:

@@ -11,9 +11,9 @@ import pytest
 from flux.core.datafile import data_root, find
 from flux.machine.cluster import (
     Cluster,
-    Device,
+    DeviceSpec,
     Link,
-    Network,
+    NetworkSpec,
     load_cluster,
     shipped_clusters,
     world_shape,
@@ -100,8 +100,10 @@ def test_cluster_file_can_be_given_by_path(tmp_path: Path) -> None:
 
 
 def cluster(**changes: object) -> Cluster:
-    device = Device("cuda", "sm_90", 132, 85.0, 3350, {"bfloat16": 989}, "NVIDIA H100 80GB HBM3")
-    base = Cluster("one", device, 8, 1, 2, Link("nvswitch", 450), Network("infiniband", 8, 400))
+    device = DeviceSpec(
+        "cuda", "sm_90", 132, 85.0, 3350, {"bfloat16": 989}, "NVIDIA H100 80GB HBM3"
+    )
+    base = Cluster("one", device, 8, 1, 2, Link("nvswitch", 450), NetworkSpec("infiniband", 8, 400))
     return replace(base, **changes)
 
 
@@ -135,7 +137,7 @@ def test_the_fingerprint_depends_on_what_affects_speed() -> None:
 
 
 def test_the_network_counts_between_hosts_only() -> None:
-    slow = cluster(network=Network("infiniband", 1, 100))
+    slow = cluster(network=NetworkSpec("infiniband", 1, 100))
     assert slow.fingerprint("1x8") == cluster().fingerprint("1x8")
     assert slow.fingerprint("2x8") != cluster().fingerprint("2x8")
 

@@ -22,7 +22,7 @@ from flux.cli.doctor_ranks import between, places_of_all
 from flux.core import env
 from flux.core.knobs import Knobs
 from flux.machine import host, toolchain
-from flux.transport.placement import Place
+from flux.transport.placement import RankPlace
 from harness import nothing_left_in_shared_memory, run_ranks
 
 SECTIONS = [
@@ -250,8 +250,8 @@ def test_doctor_reports_the_transport_between_ranks() -> None:
     """Four GPUs of one host, the last without P2P; one more on another host, and two without."""
     gpus = [f"gpu {i}" for i in range(4)]
     seen = {gpu: gpu != "gpu 3" for gpu in gpus}
-    places = [Place("one", gpu, seen) for gpu in gpus]
-    places.append(Place("two", "gpu 4", {"gpu 4": True}))
+    places = [RankPlace("one", gpu, seen) for gpu in gpus]
+    places.append(RankPlace("two", "gpu 4", {"gpu 4": True}))
     found = {item.note: item for item in doctor.rank_pairs(places)}
     p2p, none, across = found.values()
     assert (p2p.name, p2p.value) == ("symm_mem", "ranks 0-1, 0-2, 1-2") and "P2P" in p2p.note
@@ -260,17 +260,17 @@ def test_doctor_reports_the_transport_between_ranks() -> None:
     assert (across.name, across.value) == ("send_recv", "ranks 0-4, 1-4, 2-4, 3-4")
     assert "NCCL" in across.note and {across.status, p2p.status} == {"ok"}
 
-    alone = Place("one", "gpu 5", {"gpu 5": True})  # CUDA_VISIBLE_DEVICES of one each
+    alone = RankPlace("one", "gpu 5", {"gpu 5": True})  # CUDA_VISIBLE_DEVICES of one each
     assert between(places[0], alone).transport == "symm_mem"
     assert "not sure" in between(places[0], alone).why
     assert "take turns" in between(alone, alone).why
-    here, there = Place("one"), Place("two")
+    here, there = RankPlace("one"), RankPlace("two")
     assert between(here, here).transport == "shm" and between(here, there).transport == "send_recv"
     assert between(here, alone).why == "one host, a GPU on one side only: tensors on the CPU"
     assert doctor.rank_pairs([here])[0].note == "nothing is moved"
 
 
-def _places(rank: int, world: int) -> list[Place]:
+def _places(rank: int, world: int) -> list[RankPlace]:
     return places_of_all()
 
 

@@ -182,17 +182,17 @@ def test_smallest_window_gives_correct_results() -> None:
 
 @pytest.mark.parametrize(("window", "most"), [(0, 2), (100, 2), (160, 4), (10**6, 6)])
 def test_bytes_in_flight_stay_within_the_window(window: int, most: int) -> None:
-    from flux.transport.network import Piece, _Job, _Link
+    from flux.transport.network import NetworkPiece, _Job, _Link
 
     link: Any = SimpleNamespace(recorder=None, _window=window, _progress=0.0)
-    pieces = [Piece(torch.empty(40, dtype=torch.uint8), None)] * 6
+    pieces = [NetworkPiece(torch.empty(40, dtype=torch.uint8), None)] * 6
     under_way: list[int] = [0]
 
-    def post(piece: Piece, epoch: int, number: int) -> tuple[Any, int]:
+    def post(piece: NetworkPiece, epoch: int, number: int) -> tuple[Any, int]:
         under_way.append(under_way[-1] + 1)
         return SimpleNamespace(wait=lambda timeout: None), 0
 
-    def complete(piece: Piece, epoch: int) -> None:
+    def complete(piece: NetworkPiece, epoch: int) -> None:
         under_way.append(under_way[-1] - 1)
 
     _Link._flow(link, _Job(1, pieces), Work.receive, post, complete)

@@ -35,7 +35,9 @@ def build_set(
     root = root or sandbox.cache
     tools = sandbox.tools()
     plan = driver.plan(configs, root, tools)
-    return driver.build_all(plan.units, root, tools, 2, driver.Observer()) if plan.units else []
+    return (
+        driver.build_all(plan.units, root, tools, 2, driver.CompileObserver()) if plan.units else []
+    )
 
 
 def build_one(sandbox: Sandbox, config: GemmConfig) -> manifest.Library:
@@ -229,7 +231,7 @@ def test_a_directory_that_cannot_be_written_is_a_failure(sandbox: Sandbox) -> No
     sandbox.cache.write_text("a file")
     tools = sandbox.tools()
     units = [make_unit(SM90[:1], tools)]
-    (outcome,) = driver.build_all(units, sandbox.cache, tools, 1, driver.Observer())
+    (outcome,) = driver.build_all(units, sandbox.cache, tools, 1, driver.CompileObserver())
     assert SM90[0].name in outcome.error and str(sandbox.cache) in outcome.error
 
 

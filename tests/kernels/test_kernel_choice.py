@@ -16,7 +16,7 @@ from flux.core.env import KERNEL_CHOICE
 from flux.kernels import nvidia_heuristics
 from flux.kernels.choice import best_of, choose
 from flux.kernels.config import GemmConfig
-from flux.kernels.cost import Work, blocks_per_wave, cost, cycles, divide
+from flux.kernels.cost import GemmWork, blocks_per_wave, cost, cycles, divide
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel
@@ -51,24 +51,29 @@ def best(op: str, m: int, archs: tuple[str, ...] = ("90a", "80"), sms: int = SMS
 @pytest.mark.parametrize(
     ("m", "n", "k", "expected"),
     [
-        (128 * 132, 128, 1024, Work(132, 1, 0, 1, 132)),  # a full wave: whole tiles
-        (128 * 66, 128, 1024, Work(132, 1, 0, 1, 66)),  # half full: whole
-        (128 * 64, 128, 1024, Work(132, 0, 8, 2, 64)),  # less than half: 128 units of 8 k tiles
-        (128 * 50, 128, 4096, Work(132, 0, 25, 4, 50)),  # shares that begin within tiles
-        (128 * 44, 128, 4096, Work(132, 0, 22, 3, 44)),  # divides: split-K in three
-        (128 * 44, 128, 512, Work(132, 1, 0, 1, 44)),  # 8 k tiles: not split
-        (128 * (132 + 60), 128, 1024, Work(132, 0, 24, 2, 192)),  # the tail and the wave before it
-        (128 * (3 * 132 + 10), 128, 1024, Work(132, 2, 18, 2, 406)),
-        (128 * (132 + 66), 128, 1024, Work(132, 2, 0, 1, 198)),
+        (128 * 132, 128, 1024, GemmWork(132, 1, 0, 1, 132)),  # a full wave: whole tiles
+        (128 * 66, 128, 1024, GemmWork(132, 1, 0, 1, 66)),  # half full: whole
+        (128 * 64, 128, 1024, GemmWork(132, 0, 8, 2, 64)),  # less than half: 128 units of 8 k tiles
+        (128 * 50, 128, 4096, GemmWork(132, 0, 25, 4, 50)),  # shares that begin within tiles
+        (128 * 44, 128, 4096, GemmWork(132, 0, 22, 3, 44)),  # divides: split-K in three
+        (128 * 44, 128, 512, GemmWork(132, 1, 0, 1, 44)),  # 8 k tiles: not split
+        (
+            128 * (132 + 60),
+            128,
+            1024,
+            GemmWork(132, 0, 24, 2, 192),
+        ),  # the tail and the wave before it
+        (128 * (3 * 132 + 10), 128, 1024, GemmWork(132, 2, 18, 2, 406)),
+        (128 * (132 + 66), 128, 1024, GemmWork(132, 2, 0, 1, 198)),
     ],
 )
-def test_stream_k_by_cutlass_rule(m: int, n: int, k: int, expected: Work) -> None:
+def test_stream_k_by_cutlass_rule(m: int, n: int, k: int, expected: GemmWork) -> None:
     assert divide(SPLIT, GemmProblem(m, n, k), SMS) == expected
 
 
 def test_other_schedules_never_share_and_clusters_are_filled_up() -> None:
-    assert divide(TALL, GemmProblem(128 * 3, 256, 4096), SMS) == Work(132, 1, 0, 1, 4)
-    assert divide(TALL, GemmProblem(128 * 266, 256, 64), SMS) == Work(132, 3, 0, 1, 266)
+    assert divide(TALL, GemmProblem(128 * 3, 256, 4096), SMS) == GemmWork(132, 1, 0, 1, 4)
+    assert divide(TALL, GemmProblem(128 * 266, 256, 64), SMS) == GemmWork(132, 3, 0, 1, 266)
 
 
 @pytest.mark.parametrize(

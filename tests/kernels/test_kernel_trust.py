@@ -68,7 +68,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build_set(sandbox: Sandbox) -> list[Library]:
     plan = driver.plan(SM90, sandbox.cache, sandbox.tools())
-    driver.build_all(plan.units, sandbox.cache, sandbox.tools(), 2, driver.Observer())
+    driver.build_all(plan.units, sandbox.cache, sandbox.tools(), 2, driver.CompileObserver())
     return list(manifest.scan(sandbox.cache))
 
 
@@ -251,7 +251,9 @@ def test_nothing_is_built_where_it_would_not_be_used(sandbox: Sandbox) -> None:
     assert "is writable by every user" in " ".join(done.stderr.split())
     assert sandbox.calls() == []
     [unit, *_] = driver.plan(SM90, sandbox.root / "elsewhere", sandbox.tools()).units
-    [outcome] = driver.build_all([unit], sandbox.cache, sandbox.tools(), 1, driver.Observer())
+    [outcome] = driver.build_all(
+        [unit], sandbox.cache, sandbox.tools(), 1, driver.CompileObserver()
+    )
     assert "is writable by every user" in outcome.error
 
 

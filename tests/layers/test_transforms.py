@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flux
 from flux.layers import RowParallelLinear, wgrad
-from flux.plan import domino_layers
+from flux.runtime.domino import layers as domino_layers
 from harness import run_ranks
 
 M, N, K = 8, 16, 12

@@ -16,10 +16,9 @@ from flux.cli.app import app
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
-from flux.plan.execute import Executor, Work
 from flux.plan.fabric import Fabric
 from flux.plan.graph import COLLECTIVES, Graph
-from flux.plan.model import Parallel, Step, step_of
+from flux.plan.model import Parallel, TrainingStep, step_of
 from flux.plan.policies import planned, policy_names, policy_of
 from flux.plan.policies.centauri import Centauri
 from flux.plan.policies.centauri_graph import Partition, partitioned
@@ -30,6 +29,7 @@ from flux.plan.policies.centauri_space import (
 from flux.plan.policies.serial import Serial
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import Timeline, simulate
+from flux.runtime.execute import Executor, OperatorWork
 from harness import run_ranks
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
@@ -46,13 +46,15 @@ def step_with(
     shard: int = 0,
     layers: int = 4,
     **degrees: Any,
-) -> Step:
+) -> TrainingStep:
     parallel = Parallel(**degrees)
-    return Step("test", layer, layers, "bfloat16", parallel, 64, 4, micros, zero, shard=shard)
+    return TrainingStep(
+        "test", layer, layers, "bfloat16", parallel, 64, 4, micros, zero, shard=shard
+    )
 
 
 def plan(
-    step: Step, cluster: str = "centauri-a", per_host: int = 0, **options: Any
+    step: TrainingStep, cluster: str = "centauri-a", per_host: int = 0, **options: Any
 ) -> tuple[StepSchedule, AnalyticCost]:
     found = load_cluster(cluster)
     found = replace(found, devices=per_host, hosts=64) if per_host else found
@@ -78,7 +80,7 @@ STEPS = [
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda s: f"zero{s.zero}-{s.shard}-{s.parallel}")
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_plans_do_the_same_work_in_a_valid_order(step: Step, chunks: int) -> None:
+def test_plans_do_the_same_work_in_a_valid_order(step: TrainingStep, chunks: int) -> None:
     """Operations and bytes of every collective are those of the plain step; memory is free."""
     if chunks > 1 and step.parallel.pp == 1:
         with pytest.raises(ValueError, match="chunks = 2 needs a pipeline, and pp is 1"):
@@ -282,7 +284,7 @@ def test_the_command_knows_fsdp_and_centauri() -> None:
 
 def run_steps(rank: int, world: int, schedules: list[StepSchedule], parallel: Parallel) -> None:
     for schedule in schedules:
-        times = Executor(schedule, parallel, Work("float32"), 60.0).run()
+        times = Executor(schedule, parallel, OperatorWork("float32"), 60.0).run()
         for (stage, _), numbers in schedule.lanes.items():
             here = [n for n in numbers if n in times] if stage == 0 else []
             assert all(times[a][1] <= times[b][0] for a, b in itertools.pairwise(here))
@@ -292,7 +294,9 @@ def run_steps(rank: int, world: int, schedules: list[StepSchedule], parallel: Pa
 
 def test_plans_by_groups_run_on_ranks() -> None:
     """Two hosts of two: sub-groups between them and inside."""
-    step = Step("test", Layer(16, 64, 4, 4, 4, False), 2, "float32", Parallel(dp=4), 8, 2, 1, 3)
+    step = TrainingStep(
+        "test", Layer(16, 64, 4, 4, 4, False), 2, "float32", Parallel(dp=4), 8, 2, 1, 3
+    )
     slow = load_cluster("cpu")
     slow = replace(slow, devices=2, hosts=2, network=replace(slow.network, gbits=1.0))
     fabric = Fabric(slow, step.parallel)

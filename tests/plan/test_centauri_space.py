@@ -15,9 +15,8 @@ import pytest
 from flux.bench.shapes import Layer, Moe
 from flux.machine.cluster import load_cluster
 from flux.plan.cost import AnalyticCost
-from flux.plan.execute import members
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, GraphError, Op
+from flux.plan.graph import Graph, GraphError, Operator
 from flux.plan.mesh import SubGroup, gathered_order, group_partition, parse_group
 from flux.plan.model import Parallel
 from flux.plan.policies.centauri import layer_tier, model_tier, operation_tier
@@ -37,6 +36,7 @@ from flux.plan.policies.folding import Action
 from flux.plan.policies.torch_rows import blocks_of
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
+from flux.runtime.execute import members
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))
@@ -167,7 +167,7 @@ def test_names_of_sub_groups() -> None:
     for name in ("dp:", "dp:2x4", "dp:2x.0", "dp:2x4.2", "dp:0x4.0", "dp:ax4.0"):
         with pytest.raises(ValueError, match="must look like"):
             parse_group(name)
-    op = Op("r", "all_reduce", "intra", "fwd", 0, "r", shape=(1, 1), group="dp:2")
+    op = Operator("r", "all_reduce", "intra", "fwd", 0, "r", shape=(1, 1), group="dp:2")
     with pytest.raises(GraphError, match="r: a part of a group must look like"):
         Graph((op,), ((),))
 
@@ -181,7 +181,7 @@ def test_sub_groups_have_the_links_of_their_ranks() -> None:
     cost = AnalyticCost(fabric, "bfloat16", 2)
 
     def time(group: str, size: int) -> float:
-        op = Op("g", "all_gather", fabric.resource(group), "fwd", 0, "g", shape=(1, size))
+        op = Operator("g", "all_gather", fabric.resource(group), "fwd", 0, "g", shape=(1, size))
         return cost.solo(op._replace(group=group))
 
     size = 1 << 28  # by groups a half crosses between the hosts, of a ring 7 of 8 parts
@@ -271,16 +271,16 @@ class Given:
     def __init__(self, costs: BackwardLayer) -> None:
         self.costs = costs
 
-    def solo(self, op: Op) -> float:
+    def solo(self, op: Operator) -> float:
         return float(getattr(self.costs, op.name))
 
-    def oef(self, comp: Op, comm: Op) -> float:
+    def oef(self, comp: Operator, comm: Operator) -> float:
         return 1.0
 
 
 def backward_layer(deps: Sequence[tuple[int, ...]]) -> Graph:
     ops = [
-        Op(name, kind, resource, "dgrad", 0, name, shape=(1, 1, 1),
+        Operator(name, kind, resource, "dgrad", 0, name, shape=(1, 1, 1),
            group="" if resource == "comp" else "tp")
         for name, resource, kind, _ in TERMS
     ]  # fmt: skip

@@ -17,16 +17,16 @@ from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, Op
-from flux.plan.model import Parallel, Step
+from flux.plan.graph import Graph, Operator
+from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import planned, policy_of
 from flux.plan.policies.dhelix import fold, strand_blocks, w_schedule
 from flux.plan.policies.folding import Action
 from flux.plan.policies.pipelines import combined_blocks
 from flux.plan.policies.torch_rows import blocks_of
-from flux.plan.profile import Profile, ProfiledCost, key_of, layer_pairs, read_profile
 from flux.plan.schedule import read_schedule
 from flux.plan.simulate import Timeline, simulate
+from flux.runtime.profile import Profile, ProfiledCost, key_of, layer_pairs, read_profile
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))
@@ -146,13 +146,13 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def step_with(layer: Layer = DENSE, **degrees: Any) -> Step:
+def step_with(layer: Layer = DENSE, **degrees: Any) -> TrainingStep:
     pp = degrees.get("pp", 1)
     micro_batches = degrees.pop("micro_batches", 4 * pp)
-    return Step("test", layer, 8, "bfloat16", Parallel(**degrees), 64, 4, micro_batches)
+    return TrainingStep("test", layer, 8, "bfloat16", Parallel(**degrees), 64, 4, micro_batches)
 
 
-def timeline_of(step: Step, name: str, **options: Any) -> Timeline:
+def timeline_of(step: TrainingStep, name: str, **options: Any) -> Timeline:
     fabric = Fabric(load_cluster("dhelix-a40"), step.parallel)
     cost = AnalyticCost(fabric, step.dtype, step.itemsize)
     graph = build_step(step, fabric)
@@ -242,10 +242,10 @@ class Free:
     def __init__(self, cost: AnalyticCost) -> None:
         self.cost = cost
 
-    def solo(self, op: Op) -> float:
+    def solo(self, op: Operator) -> float:
         return 0.0 if op.kind == "send" or op.role == "step" else self.cost.solo(op)
 
-    def oef(self, comp: Op, comm: Op) -> float:
+    def oef(self, comp: Operator, comm: Operator) -> float:
         return self.cost.oef(comp, comm)
 
 

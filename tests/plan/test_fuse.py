@@ -15,7 +15,7 @@ from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.graph import FUSED, Graph
-from flux.plan.model import Parallel, Step
+from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import planned, policy_of
 from flux.plan.policies.fuse import WHICH, fused
 from flux.plan.simulate import simulate
@@ -30,14 +30,14 @@ DEGREES: list[dict[str, Any]] = [
 ]
 
 
-def step_of(layer: Layer = DENSE, regather: bool = True, **degrees: Any) -> Step:
+def step_of(layer: Layer = DENSE, regather: bool = True, **degrees: Any) -> TrainingStep:
     parallel = Parallel(**degrees)
-    return Step(
+    return TrainingStep(
         "test", layer, 4, "bfloat16", parallel, 2048, 4, 2, regather=regather and parallel.sequence
     )
 
 
-def fabric_of(step: Step, cluster: str = "flux-h800") -> Fabric:
+def fabric_of(step: TrainingStep, cluster: str = "flux-h800") -> Fabric:
     return Fabric(replace(load_cluster(cluster), hosts=2), step.parallel)
 
 
@@ -129,7 +129,7 @@ def test_a_fused_op_is_between_its_gemm_and_the_unfused_call() -> None:
     ids=str,
 )
 def test_what_cannot_be_fused_is_refused(
-    step: Step, name: str, options: dict[str, Any], message: str
+    step: TrainingStep, name: str, options: dict[str, Any], message: str
 ) -> None:
     fabric = fabric_of(step)
     cost = AnalyticCost(fabric, step.dtype, step.itemsize)

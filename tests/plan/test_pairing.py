@@ -15,7 +15,7 @@ import pytest
 from flux.machine.cluster import load_cluster
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Op
+from flux.plan.graph import Operator
 from flux.plan.model import Parallel
 from flux.plan.policies.dhelix import layer_graph, pair
 
@@ -33,21 +33,21 @@ class Random:
         for number in range(count):
             resource = self.rng.choice(("comp", "comp", "intra", "inter"))
             kind, group = ("gemm", "") if resource == "comp" else ("all_gather", "tp")
-            op = Op(f"{letter}{number}", kind, resource, "fwd", 0, "x", group=group)
+            op = Operator(f"{letter}{number}", kind, resource, "fwd", 0, "x", group=group)
             self.times[op.name] = self.rng.choice((1.0, 2.0, self.rng.uniform(0.2, 3)))
             graph.add_node(op.name, op=op)
             before = [f"{letter}{n}" for n in range(number) if self.rng.random() < density]
             graph.add_edges_from((dep, op.name) for dep in before)
         return graph
 
-    def solo(self, op: Op) -> float:
+    def solo(self, op: Operator) -> float:
         return self.times[op.name]
 
-    def oef(self, comp: Op, comm: Op) -> float:
+    def oef(self, comp: Operator, comm: Operator) -> float:
         key = frozenset((comp.name, comm.name))
         return self.factors.setdefault(key, self.rng.uniform(-0.5, 1.0))
 
-    def together(self, f: Sequence[Op], b: Sequence[Op]) -> float:
+    def together(self, f: Sequence[Operator], b: Sequence[Operator]) -> float:
         """The time of two segments, by small steps of work: each operator is a list of atoms."""
         if not f or not b:
             return sum(self.solo(op) for op in (*f, *b))

@@ -26,13 +26,13 @@ from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, GraphError, Op
-from flux.plan.model import Parallel, Step, step_of
+from flux.plan.graph import Graph, GraphError, Operator
+from flux.plan.model import Parallel, TrainingStep, step_of
 from flux.plan.policies import planned, policy_names, policy_of
 from flux.plan.policies.passes import one_f_one_b
-from flux.plan.profile import Profile, ProfiledCost, key_of, read_profile
 from flux.plan.schedule import StepSchedule, read_schedule
 from flux.plan.simulate import Timeline, simulate
+from flux.runtime.profile import Profile, ProfiledCost, key_of, read_profile
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))
@@ -48,16 +48,18 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 
 def step_with(
     layer: Layer = DENSE, layers: int = 4, micro_batches: int = 1, **degrees: Any
-) -> Step:
-    return Step("test", layer, layers, "bfloat16", Parallel(**degrees), 64, 4, micro_batches)
+) -> TrainingStep:
+    return TrainingStep(
+        "test", layer, layers, "bfloat16", Parallel(**degrees), 64, 4, micro_batches
+    )
 
 
-def fabric_of(step: Step, cluster: str = "flux-h800") -> Fabric:
+def fabric_of(step: TrainingStep, cluster: str = "flux-h800") -> Fabric:
     return Fabric(load_cluster(cluster), step.parallel)
 
 
 def plan(
-    step: Step, name: str, cluster: str = "flux-h800", **options: Any
+    step: TrainingStep, name: str, cluster: str = "flux-h800", **options: Any
 ) -> tuple[StepSchedule, AnalyticCost]:
     fabric = fabric_of(step, cluster)
     cost = AnalyticCost(fabric, step.dtype, step.itemsize)
@@ -70,17 +72,17 @@ class Given:
     def __init__(self, times: dict[str, float], oef: float = 1.0) -> None:
         self.times, self.factor = times, oef
 
-    def solo(self, op: Op) -> float:
+    def solo(self, op: Operator) -> float:
         return self.times[op.name]
 
-    def oef(self, comp: Op, comm: Op) -> float:
+    def oef(self, comp: Operator, comm: Operator) -> float:
         return self.factor
 
 
 def tiny(*rows: tuple[str, str, tuple[int, ...]]) -> Graph:
     """A graph of (name, resource, deps) on one stage."""
     ops = [
-        Op(name, "gemm" if resource == "comp" else "all_reduce", resource, "fwd", 0, name,
+        Operator(name, "gemm" if resource == "comp" else "all_reduce", resource, "fwd", 0, name,
            shape=(1, 1, 1), group="" if resource == "comp" else "tp")
         for name, resource, _ in rows
     ]  # fmt: skip
@@ -308,10 +310,10 @@ class RandomCost:
         self.rng = rng
         self.known: dict[tuple[str, ...], float] = {}
 
-    def solo(self, op: Op) -> float:
+    def solo(self, op: Operator) -> float:
         return self.known.setdefault((op.name,), self.rng.choice((1.0, 2.0, self.rng.random())))
 
-    def oef(self, comp: Op, comm: Op) -> float:
+    def oef(self, comp: Operator, comm: Operator) -> float:
         return self.known.setdefault((comp.name, comm.name), self.rng.uniform(-1.0, 1.0))
 
 
@@ -370,7 +372,7 @@ def test_peak_memory_of_a_pipeline_grows_towards_its_first_stage() -> None:
 def test_small_plans_take_milliseconds_and_large_ones_seconds() -> None:
     """Of this process's time: tests run beside each other, which makes it up to twice as long.
 
-    Alone, the large one takes 8 seconds (docs/scale.md).
+    Alone, the large one takes 8 seconds (docs/use/scale.md).
     """
     step = step_of("gpt3-13b", Parallel(tp=4), layers=3, micro_batch=2)
     schedule, cost = plan(step, "domino")
@@ -588,5 +590,7 @@ def test_a_collective_takes_as_long_as_beside_a_fused_op(
     problem = Problem(FusedOp.named(kind), 8192, 49152, 49152, "bfloat16", ranks, hosts)
     fabric = Fabric(found, Parallel(tp=ranks))
     moved = {"ag_gemm": "all_gather", "gemm_rs": "reduce_scatter", "gemm_ar": "all_reduce"}[kind]
-    op = Op("it", moved, fabric.resource("tp"), "fwd", 0, "it", shape=(8192, 49152), group="tp")
+    op = Operator(
+        "it", moved, fabric.resource("tp"), "fwd", 0, "it", shape=(8192, 49152), group="tp"
+    )
     assert AnalyticCost(fabric, "bfloat16", 2).solo(op) == pytest.approx(library_ms(problem, found))

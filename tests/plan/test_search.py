@@ -24,8 +24,8 @@ from flux.plan.sample import Figures, estimates, from_few_micro_batches, whole
 from flux.plan.search import (
     MARGIN,
     MEMORY_MARGIN,
-    Plan,
     Query,
+    SearchedPlan,
     default_policies,
     estimate,
     layout_of,
@@ -175,7 +175,7 @@ def test_the_first_five_are_those_of_whole_simulations(
         assert alone.iteration_ms == min(times[one[0]]) >= found.ranked[0].iteration_ms
 
 
-def check(plan: Plan, cluster: Any) -> None:
+def check(plan: SearchedPlan, cluster: Any) -> None:
     timeline = plan.timeline(cluster)
     assert timeline.iteration_ms == plan.iteration_ms
     assert timeline.peak_memory_bytes == plan.peak_memory_bytes

@@ -115,7 +115,7 @@ def _functions_of_calls(rank: int, world: int, name: str) -> list[list[tuple[str
 def test_a_call_passes_through_the_files_that_the_docs_name(
     name: str, file: str, most: int, most_again: int
 ) -> None:
-    text = ROOT.joinpath("docs/architecture.md").read_text(encoding="utf-8")
+    text = ROOT.joinpath("docs/contribute/architecture.md").read_text(encoding="utf-8")
     section = text.split("## Following one call")[1].split("\n## ")[0]
     named = set(re.findall(r"\]\(\.\./(flux/[a-z_/]+\.py)\)", section))
     named = {path.replace("ag_gemm.py", file) for path in named}

@@ -1,4 +1,4 @@
-"""What docs/emulator.md shows runs and prints what it says; its options are the command's."""
+"""docs/kernels/ptx-machine.md: its examples run and print what it shows; its options exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from emulator.cli.app import app
 from emulator.cli.programs import find_nvcc
 
-PAGE = Path(__file__).parents[2] / "docs" / "emulator.md"
+PAGE = Path(__file__).parents[2] / "docs" / "kernels" / "ptx-machine.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -9,11 +9,11 @@ import time
 import torch
 
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Method, Unfused, default_methods
+from flux.bench.methods import Method, UnfusedMethod, default_methods
 from flux.bench.reference import Inputs
 
 
-class Faulty(Unfused):
+class Faulty(UnfusedMethod):
     """The unfused path under the name of flux, to be spoilt."""
 
     name = "flux"
@@ -82,19 +82,19 @@ class Stuck(Faulty):
 
 
 def off_by_a_little(config: BenchConfig, rank: int) -> list[Method]:
-    return [Unfused(config.problem, rank), OffByALittle(config, rank)]
+    return [UnfusedMethod(config.problem, rank), OffByALittle(config, rank)]
 
 
 def stale_later(config: BenchConfig, rank: int) -> list[Method]:
-    return [Unfused(config.problem, rank), StaleLater(config, rank)]
+    return [UnfusedMethod(config.problem, rank), StaleLater(config, rank)]
 
 
 def unwritten(config: BenchConfig, rank: int) -> list[Method]:
-    return [Unfused(config.problem, rank), Unwritten(config, rank)]
+    return [UnfusedMethod(config.problem, rank), Unwritten(config, rank)]
 
 
 def wrong_shape(config: BenchConfig, rank: int) -> list[Method]:
-    return [Unfused(config.problem, rank), WrongShape(config, rank)]
+    return [UnfusedMethod(config.problem, rank), WrongShape(config, rank)]
 
 
 def killed(config: BenchConfig, rank: int) -> list[Method]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flux.plan.centauri import RuntimePlan, parallelize
+from flux.runtime.centauri.module import RuntimePlan, parallelize
 
 WIDTH, VOCABULARY = 24, 37
 

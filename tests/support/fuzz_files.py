@@ -55,9 +55,9 @@ from flux.kernels.trust import UntrustedError
 from flux.machine import host
 from flux.machine.cluster import Cluster, load_cluster
 from flux.machine.detection import System
-from flux.plan.profile import read_profile
 from flux.plan.schedule import read_schedule
 from flux.plan.search import winner_of
+from flux.runtime.profile import read_profile
 from flux.trace import read_chrome, write_chrome
 from flux.trace.chrome import flows
 from flux.trace.record import Trace

@@ -15,17 +15,17 @@ from flux.cli.plan import parsed as parsed_policy
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
-from flux.plan import op_simulator
+from flux.opsim import simulator as op_simulator
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, step_of
 from flux.plan.picture import page as page_of_plan
 from flux.plan.policies import planned, policy_of
-from flux.plan.profile import Profile, ProfiledCost, key_of, layer_pairs
 from flux.plan.report import explain
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
+from flux.runtime.profile import Profile, ProfiledCost, key_of, layer_pairs
 
 SIZE = 2**30  # no M, N or K is larger
 SHAPE = Problem(Op.ag_gemm, 64, 256, 128, "bfloat16", 2, 1)

@@ -20,7 +20,7 @@ from peers.cublasmp import CublasMp
 from peers.transformer_engine import TransformerEngine
 
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Method, Unfused
+from flux.bench.methods import Method, UnfusedMethod
 from flux.bench.peers.async_tp import AsyncTp
 from flux.bench.peers.base import Guarded
 
@@ -208,7 +208,7 @@ def beside_unfused(config: BenchConfig, rank: int, name: str, python: str = "") 
     if name in FAKES:
         peer, fake = FAKES[name]
         fake()
-    return [Unfused(config.problem, rank), Guarded(peer, config, rank)]
+    return [UnfusedMethod(config.problem, rank), Guarded(peer, config, rank)]
 
 
 class Stub:
@@ -226,7 +226,7 @@ class Stub:
         return "has no shape with an odd M" if config.problem.m % 2 else None
 
     def make(self, config: BenchConfig, rank: int) -> Method:
-        method: Any = Unfused(config.problem, rank)
+        method: Any = UnfusedMethod(config.problem, rank)
         method.name = self.name
         if self.fault == "kill" and rank == 1:
             import os

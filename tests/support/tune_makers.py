@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from flux.bench.config import BenchConfig
-from flux.bench.methods import Method, Unfused
+from flux.bench.methods import Method, UnfusedMethod
 from flux.bench.reference import Inputs
 from flux.tune.space import Candidate
 
 
-class Slept(Unfused):
+class Slept(UnfusedMethod):
     """The library path followed by a sleep, so that times of candidates are known."""
 
     def __init__(self, config: BenchConfig, candidate: Candidate, rank: int, ms: float) -> None:

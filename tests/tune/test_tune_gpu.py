@@ -25,7 +25,7 @@ from flux.core.knobs import Knobs, Op
 from flux.launch.supervisors import Launcher, Spawned
 from flux.machine.cluster import load_cluster
 from flux.machine.detection import detect
-from flux.transport.placement import Place
+from flux.transport.placement import RankPlace
 from flux.tune import kernels, machine
 from flux.tune.journal import Journal, run_id
 from flux.tune.space import Candidate, load_space
@@ -286,7 +286,7 @@ def test_ranks_without_p2p_are_nodes_to_the_tuner_as_they_are_to_ops(
 ) -> None:
     cluster = load_cluster("flux-a100-pcie")
     reaches = ({"a": True, "b": False}, {"a": False, "b": True})
-    places = [Place("here", name, found) for name, found in zip("ab", reaches, strict=True)]
+    places = [RankPlace("here", name, found) for name, found in zip("ab", reaches, strict=True)]
     monkeypatch.setattr(machine, "look", lambda *_: [(cluster, place) for place in places])
     monkeypatch.setattr(gpu, "gpus_here", lambda: (2, None))
     found = machine.survey(Spawned(2), "cuda", None, 1)
@@ -335,7 +335,7 @@ def test_untunable_problems_are_errors_of_one_line(
     arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = 2 if "fp32" in arguments else 1
-    sight = (load_cluster("flux-h800"), Place("here"))
+    sight = (load_cluster("flux-h800"), RankPlace("here"))
     monkeypatch.setattr(machine, "look", lambda backend, gpus, threads: [sight] * len(gpus))
     monkeypatch.setattr(gpu, "gpus_here", lambda: (gpus, None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

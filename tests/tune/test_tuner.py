@@ -26,7 +26,7 @@ from flux.tune.halving import Halving, score
 from flux.tune.journal import BusyError, Journal, run_id
 from flux.tune.machine import survey
 from flux.tune.space import load_space
-from flux.tune.tuner import Observer, Options, Search, Tuner, describe, make_search
+from flux.tune.tuner import Options, Search, Tuner, TuningObserver, describe, make_search
 from harness import STRESS, stress_only
 from scripts import (
     SUPPORT,
@@ -182,7 +182,7 @@ copy_streams = [0]
 """
 
 
-class Log(Observer):
+class Log(TuningObserver):
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-// Where the ranks of a captured call meet (docs/protocol.md, captured calls): one block, launched on the
+// Where the ranks of a captured call meet (docs/kernels/protocol.md, captured calls): one block, launched on the
 // caller's stream when the kernels of earlier calls have ended, so it finds a multiprocessor free.
 //
 // Memory ordering. The block's resets come before its raises: a barrier and a fence lie between. Writes of

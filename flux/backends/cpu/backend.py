@@ -32,7 +32,7 @@ import torch
 from flux import _C
 from flux.backends.cached_call import CachedCall
 from flux.backends.cpu.layout import SegmentLayout
-from flux.backends.cpu.slabs import Plan, Slab, make_plan
+from flux.backends.cpu.slabs import Slab, SlabPlan, make_plan
 from flux.backends.epilogue import (
     Multiplier,
     pack,
@@ -54,7 +54,7 @@ from flux.core.topology import Topology
 from flux.machine.host import usable_cores
 from flux.transport import shm
 from flux.transport.exchange import Exchange
-from flux.transport.network import Network, Piece
+from flux.transport.network import Network, NetworkPiece
 
 if TYPE_CHECKING:
     from flux.choice.choose import Choice
@@ -143,7 +143,7 @@ class CpuBackend:
         end_at_exit(self)
         self.recorder: Recorder | None = None
         self._calls: dict[int, CachedCall] = {}  # the last one with each weight, by its id
-        self._plans: dict[int, Plan] = {}  # by M
+        self._plans: dict[int, SlabPlan] = {}  # by M
         self._wire = spec.travelling_dtype
         row = layout.row_bytes // self._wire.itemsize
         # AllGather: the gathered input; pushed GemmAR: where peers leave the result.
@@ -363,7 +363,7 @@ class CpuBackend:
             target = out if slab.target is None else out[slab.target]
             multiply(rows, target, weight=number, columns=slab.columns, scale_x=scale, bias=bias)
 
-    def _plan(self, schedule: TileSchedule) -> Plan:
+    def _plan(self, schedule: TileSchedule) -> SlabPlan:
         """Return what the calls with this schedule have in common."""
         plan = self._plans.get(schedule.shape[0])
         if plan is not None and plan.schedule is schedule:
@@ -377,7 +377,7 @@ class CpuBackend:
         self._plans[schedule.shape[0]] = plan
         return plan
 
-    def _shared(self, plan: Plan, slab: Slab) -> torch.Tensor | None:
+    def _shared(self, plan: SlabPlan, slab: Slab) -> torch.Tensor | None:
         """Return what ``Slab.shared`` refers to."""
         v = slab.visit
         if self.spec.op.gathers:
@@ -394,17 +394,19 @@ class CpuBackend:
     def _begin_network(
         self, network: Network, schedule: TileSchedule, digest: int, sources: _Sources
     ) -> None:
-        def outgoing(peer: int) -> Iterator[Piece]:
+        def outgoing(peer: int) -> Iterator[NetworkPiece]:
             for p in schedule.parcels_for(peer):
                 yield self._outgoing(schedule, sources, peer, p)
 
-        def incoming(peer: int) -> Iterator[Piece]:
+        def incoming(peer: int) -> Iterator[NetworkPiece]:
             for p in schedule.of_rank(peer).parcels_for(self.rank):
-                yield Piece(self._landing(p, schedule), p.signal)
+                yield NetworkPiece(self._landing(p, schedule), p.signal)
 
         network.begin(self.engine.epoch, digest, outgoing, incoming)
 
-    def _outgoing(self, schedule: TileSchedule, sources: _Sources, peer: int, p: Parcel) -> Piece:
+    def _outgoing(
+        self, schedule: TileSchedule, sources: _Sources, peer: int, p: Parcel
+    ) -> NetworkPiece:
         """Return where a tile for another host lies here, and the signal that it waits for."""
         rows = slice(p.row_begin, p.row_end)
         base = _C.core.row_begin(schedule.shape[0], self.world, p.chunk)
@@ -412,14 +414,14 @@ class CpuBackend:
         if p.kind is ParcelKind.gather:
             own = p.chunk == self.rank
             tensor = sources.x[in_chunk] if own else self.gathered[rows]
-            return Piece(tensor, None if own else p.signal)
+            return NetworkPiece(tensor, None if own else p.signal)
         if p.kind is ParcelKind.result:
             tensor = sources.out[rows] if p.chunk == self.rank else self.gathered[rows]
         elif p.kind is ParcelKind.partial and schedule.knobs.store == "staged":
             tensor = sources.partial[rows]
         else:
             tensor = self.slots[peer][p.block, in_chunk]
-        return Piece(tensor, p.signal)
+        return NetworkPiece(tensor, p.signal)
 
     def _landing(self, p: Parcel, schedule: TileSchedule) -> torch.Tensor:
         """Return where a tile from another host goes."""

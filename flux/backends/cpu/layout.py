@@ -32,7 +32,8 @@ class SegmentLayout:
         """Return the least memory that serves every M up to ``spec.max_m`` with its knobs.
 
         Calls of one op may differ in order, direction and tile sizes as they may in M: nobody
-        writes before all have entered, whatever the call before was (docs/architecture.md).
+        writes before all have entered, whatever the call before was
+        (docs/contribute/architecture.md).
         """
         layouts = [
             SegmentLayout.of(spec, topology, knobs, choice.most_tiles)

@@ -66,7 +66,7 @@ class Slab:
 
 
 @dataclass(slots=True)
-class Plan:
+class SlabPlan:
     """What the calls with one schedule have in common on one rank.
 
     Attributes:
@@ -93,7 +93,7 @@ class Plan:
             slab.shared = None
 
 
-def make_plan(schedule: TileSchedule, n: int | None) -> Plan:
+def make_plan(schedule: TileSchedule, n: int | None) -> SlabPlan:
     """Return the plan of a schedule, without views of symmetric memory.
 
     Args:
@@ -115,7 +115,7 @@ def make_plan(schedule: TileSchedule, n: int | None) -> Plan:
         both = target if columns is None else (target or slice(None), columns)
         slabs.append(Slab(first, last, v, own_part if gathers else rows, both, columns))
     foreign = [number for number, slab in enumerate(slabs) if slab.visit.owner != rank]
-    return Plan(
+    return SlabPlan(
         schedule,
         threaded=schedule.knobs.copy_streams == 1,
         direct=schedule.knobs.store == "direct",

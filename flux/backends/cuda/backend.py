@@ -104,7 +104,7 @@ class CudaBackend:
         """Build the executor: kernels, symmetric memory and streams.
 
         ``choice`` has one kernel, and one direction, order and way to reduce, for all M: tiles of a
-        call may come while a peer is still in the call before (docs/protocol.md).
+        call may come while a peer is still in the call before (docs/kernels/protocol.md).
 
         Raises:
             ValueError: no built kernel can do the op.

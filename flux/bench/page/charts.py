@@ -63,7 +63,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Group:
+class BarGroup:
     """The bars of one shape."""
 
     label: str
@@ -93,10 +93,10 @@ def style(name: str) -> str:
     return f"s{_KNOWN.index(name)}" if name in _KNOWN else "s7"
 
 
-def shape_groups(entries: Sequence[dict[str, Any]]) -> list[Group]:
+def shape_groups(entries: Sequence[dict[str, Any]]) -> list[BarGroup]:
     """Return a group for each shape."""
     return [
-        Group(
+        BarGroup(
             f"m {entry['m']}",
             tuple(
                 Bar(name, style(name), figures)
@@ -107,13 +107,13 @@ def shape_groups(entries: Sequence[dict[str, Any]]) -> list[Group]:
     ]
 
 
-def sweep_group(entry: dict[str, Any]) -> Group:
+def sweep_group(entry: dict[str, Any]) -> BarGroup:
     """Return the group of a sweep: its bars have the colour of flux, and their value below them."""
     methods = entry["result"]["methods"]
     known = {name: one["overall_ms"] for name, one in methods.items() if one["overall_ms"]}
     swept = {name: time for name, time in known.items() if name != "unfused"}
     fastest = min(swept, key=lambda name: swept[name], default=None)
-    return Group(
+    return BarGroup(
         "",
         tuple(
             Bar(name, style(name if name == "unfused" else "flux"), one, name, name == fastest)
@@ -146,7 +146,7 @@ def _grid(values: Sequence[float], y: Any, strong: Sequence[float], width: float
     return lines
 
 
-def stacked_bars(groups: Sequence[Group], title: str) -> Markup:
+def stacked_bars(groups: Sequence[BarGroup], title: str) -> Markup:
     """Draw GEMM and ECT of each method, a group of bars for each shape."""
     count = sum(len(group.bars) for group in groups)
     captions = any(bar.caption for group in groups for bar in group.bars)
@@ -177,7 +177,7 @@ def stacked_bars(groups: Sequence[Group], title: str) -> Markup:
     return _frame(title, words, _UNDER + 34, *content, width=width)
 
 
-def _bars(group: Group, left: float, slot: float, y: Any) -> Markup:
+def _bars(group: BarGroup, left: float, slot: float, y: Any) -> Markup:
     gap = min(18.0, slot * 0.16)
     count = max(len(group.bars), 1)
     wide = min((slot - gap) / count, _WIDEST)
@@ -190,7 +190,7 @@ def _bars(group: Group, left: float, slot: float, y: Any) -> Markup:
     return tag("g", drawn, class_="group")
 
 
-def _bar(group: Group, bar: Bar, x: float, wide: float, y: Any) -> Markup:
+def _bar(group: BarGroup, bar: Bar, x: float, wide: float, y: Any) -> Markup:
     overall, whole = bar.figures["overall_ms"], group.whole_ms
     parts: list[Any] = [tag("title", bar.title)]
     middle = x + wide / 2
@@ -230,7 +230,7 @@ def _box(x: float, y: float, width: float, height: float, kind: str) -> Markup:
     return tag("rect", x=x, y=y, width=width, height=max(height, 0.0), class_=kind)
 
 
-def efficiency(groups: Sequence[Group], title: str) -> Markup:
+def efficiency(groups: Sequence[BarGroup], title: str) -> Markup:
     """Draw the overlap efficiency of all methods except unfused, which is 0 by definition."""
     values = [
         float(value)

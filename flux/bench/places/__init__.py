@@ -9,11 +9,11 @@ loopback.RealRank    one rank on the GPU, simulated peers with memory on the hos
 from __future__ import annotations
 
 from flux.bench.config import BenchConfig
-from flux.bench.places.base import Place
+from flux.bench.places.base import BenchPlace
 from flux.bench.places.cpu import CpuRanks
 
 
-def open_place(config: BenchConfig, rank: int) -> Place:
+def open_place(config: BenchConfig, rank: int) -> BenchPlace:
     """Return the place of a run with this configuration. Collective."""
     if config.backend != "cuda":
         return CpuRanks(config, rank)

@@ -37,7 +37,7 @@ class Timer(Protocol):
         ...
 
 
-class Place(Timer, Protocol):
+class BenchPlace(Timer, Protocol):
     """The parts of a benchmark (op.py) that depend on where its ranks run.
 
     Attributes:

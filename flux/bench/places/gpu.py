@@ -90,7 +90,7 @@ def gpu_of(rank: int) -> int:
     return rank if local is None else int(local)
 
 
-class Machine:
+class GpuMachine:
     """A GPU: the device of tensors, and the clock."""
 
     def __init__(self, device: Device) -> None:
@@ -136,15 +136,15 @@ class Machine:
         return result, begin.elapsed_time(end)
 
 
-def open_machine(index: int) -> Machine:
+def open_machine(index: int) -> GpuMachine:
     """Return this process's own GPU."""
     torch.cuda.set_device(index)
-    return Machine(CudaDevice(queues=None))
+    return GpuMachine(CudaDevice(queues=None))
 
 
-def open_shared_machine() -> Machine:
+def open_shared_machine() -> GpuMachine:
     """Return the current GPU, for all ranks of this process."""
-    return Machine(CudaDevice())
+    return GpuMachine(CudaDevice())
 
 
 class GpuRanks(CpuRanks):

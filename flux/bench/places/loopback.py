@@ -20,7 +20,7 @@ from flux.bench.config import BenchConfig
 from flux.bench.methods import Fused, LibraryMethod, Method, whole_gemms
 from flux.bench.places import gpu
 from flux.bench.places.base import Call, Timing
-from flux.bench.places.gpu import Machine
+from flux.bench.places.gpu import GpuMachine
 from flux.bench.reference import (
     Inputs,
     Reference,
@@ -61,7 +61,7 @@ class Right:
     partials: list[Reference]  # of each rank's rows, for the other ops
 
 
-class Link:
+class LoopbackLink:
     """Copies in both directions at once, between two points of the current stream."""
 
     def __init__(self, device: Device) -> None:
@@ -85,12 +85,14 @@ class Link:
             self._device.driver.destroy_stream(stream)
 
 
-class Unfused(LibraryMethod):
+class LoopbackUnfused(LibraryMethod):
     """Whole chunks over the link before or after one torch.mm, in persistent buffers."""
 
     name = "unfused"
 
-    def __init__(self, problem: Problem, machine: Machine, link: Link, adder: _C.Kernel) -> None:
+    def __init__(
+        self, problem: Problem, machine: GpuMachine, link: LoopbackLink, adder: _C.Kernel
+    ) -> None:
         self._problem, self._machine, self._link, self._adder = problem, machine, link, adder
         self._own = [end - begin for begin, end in map(problem.rows, range(problem.world))]
         self._peers = range(1, problem.world)
@@ -182,8 +184,8 @@ class RealRank:
         self.machine = gpu.open_shared_machine()
         self.device: str | None = self.machine.name
         self._ranks = LoopbackWorld(config.problem.world, self.machine.device)
-        self._link = Link(self.machine.device)
-        self._unfused: Unfused | None = None  # the last one made
+        self._link = LoopbackLink(self.machine.device)
+        self._unfused: LoopbackUnfused | None = None  # the last one made
 
     def fused(self, name: str, config: BenchConfig, knobs: flux.Knobs | None) -> Fused:
         """Return a flux op on this rank."""
@@ -198,7 +200,7 @@ class RealRank:
     def beside_unfused(self, fused: list[Fused]) -> list[Method]:
         """Return these ops, and the unfused method to compare them with."""
         adder = fused[0].op._backend.kernels[0]
-        self._unfused = Unfused(self.problem, self.machine, self._link, adder)
+        self._unfused = LoopbackUnfused(self.problem, self.machine, self._link, adder)
         return [self._unfused, *fused]
 
     def share(self, value: T) -> list[T]:

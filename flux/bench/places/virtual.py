@@ -16,7 +16,7 @@ from flux.bench.config import BenchConfig
 from flux.bench.methods import Fused, LibraryMethod, Method, whole_gemms
 from flux.bench.places import gpu
 from flux.bench.places.base import Call, Timing
-from flux.bench.places.gpu import Machine
+from flux.bench.places.gpu import GpuMachine
 from flux.bench.reference import Inputs, Reference, Verdict, judge, make_inputs, reference_of_all
 from flux.core.problem import Problem
 from flux.transport.virtual import VirtualWorld
@@ -64,12 +64,12 @@ class OfAllRanks:
             method.close()
 
 
-class Unfused(LibraryMethod):
+class VirtualUnfused(LibraryMethod):
     """The collective's result, and the GEMMs of all ranks, by torch."""
 
     name = "unfused"
 
-    def __init__(self, problem: Problem, machine: Machine) -> None:
+    def __init__(self, problem: Problem, machine: GpuMachine) -> None:
         self._problem, self._machine = problem, machine
 
     def __call__(self, inputs: Any) -> Any:
@@ -114,7 +114,7 @@ class Ranks:
         """Return the default methods."""
         chosen = flux.Knobs(**config.knobs) if config.knobs else None
         return [
-            Unfused(config.problem, self.machine),
+            VirtualUnfused(config.problem, self.machine),
             self.fused("medium", config, flux.Knobs(path="medium")),
             self.fused("flux", config, chosen),
         ]

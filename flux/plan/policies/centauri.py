@@ -19,7 +19,7 @@ from math import inf
 from flux.core.integers import checked_integer
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, Op
+from flux.plan.graph import Graph, Operator
 from flux.plan.mesh import gathered_order, group_partition
 from flux.plan.policies.centauri_graph import (
     Key,
@@ -32,7 +32,7 @@ from flux.plan.policies.centauri_graph import (
 )
 from flux.plan.policies.centauri_order import blocks, chunks_of, list_schedule
 from flux.plan.policies.centauri_space import (
-    Piece,
+    CommPiece,
     chains,
     choose_chain,
     even,
@@ -198,7 +198,7 @@ class Centauri:
         counts = {2, 4, self.max_chunks}
         counts.add(len(operation_tier(inner, comm, comp, 0.0, 1, 1, self.max_chunks, False)))
         chunks = sorted(n for n in counts if 1 < n <= self.max_chunks)
-        shapes: list[tuple[tuple[Piece, ...], int]] = [(even(1), 0)]
+        shapes: list[tuple[tuple[CommPiece, ...], int]] = [(even(1), 0)]
         if chain:
             shapes += [(even(n), chain) for n in chunks]
         elif weights:
@@ -318,7 +318,7 @@ def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
     if op.kind != "all_gather":
         gemms = [d for d in graph.deps[number] if graph.ops[d].kind == "gemm"]
         return (1, cost.solo(graph.ops[gemms[0]])) if len(gemms) == 1 else (0, 0.0)
-    following: list[Op] = []
+    following: list[Operator] = []
     here = number
     while True:
         nexts = [n for n in graph.after[here] if graph.ops[n].role == "fwd"]
@@ -336,7 +336,7 @@ def _chain(graph: Graph, number: int, cost: CostModel) -> tuple[int, float]:
     return (0, 0.0) if best is None else (len(best.axes), best.cost)
 
 
-def _workload(op: Op) -> str:
+def _workload(op: Operator) -> str:
     """Return what Table 3 calls an operator. A gated activation needs whole rows."""
     if op.part == "act" and op.shape[2] > 2:
         return "rowwise"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from flux.plan.build import OPTIMIZER_BYTES
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Builder, Graph, Op
+from flux.plan.graph import Builder, Graph, Operator
 from flux.plan.mesh import parse_group
-from flux.plan.policies.centauri_space import WHOLE, Piece, meshes, substitutions
+from flux.plan.policies.centauri_space import WHOLE, CommPiece, meshes, substitutions
 from flux.plan.policies.folding import Action, layers_of, stage_of
 
 Key = tuple[str, str]
@@ -33,7 +33,7 @@ class Partition:
         chain: operators behind it (of a ReduceScatter: in front of it) that are cut like it.
     """
 
-    pieces: tuple[Piece, ...] = WHOLE
+    pieces: tuple[CommPiece, ...] = WHOLE
     by_gemm: bool = False
     chain: int = 0
 
@@ -43,7 +43,7 @@ class Partition:
         return tuple(piece.brings for piece in self.pieces if piece.brings > 0)
 
 
-def moves_weights(op: Op) -> bool:
+def moves_weights(op: Operator) -> bool:
     """Return whether a collective moves weights or their gradients, and not activations."""
     return op.is_collective and op.part.startswith(("weights", "grads"))
 
@@ -95,7 +95,7 @@ def substituted(graph: Graph, fabric: Fabric, cost: CostModel) -> Graph:
     return builder.build(resident)
 
 
-def _splits(op: Op, cost: CostModel) -> bool:
+def _splits(op: Operator, cost: CostModel) -> bool:
     """Return whether ReduceScatter and AllGather may take the place of an AllReduce."""
     if op.kind != "all_reduce":
         return True
@@ -216,7 +216,7 @@ class _Rewriter:
 
     # -- which operators are cut -------------------------------------------------------------------
 
-    def _cut_chain(self, number: int, op: Op, partition: Partition) -> None:
+    def _cut_chain(self, number: int, op: Operator, partition: Partition) -> None:
         if len(partition.fractions) < 2:
             return
         if op.kind in ("reduce_scatter", "all_reduce"):
@@ -260,7 +260,7 @@ class _Rewriter:
                 found += [new for out in outs for new in out]
         return found
 
-    def _add_compute(self, number: int, op: Op) -> None:
+    def _add_compute(self, number: int, op: Operator) -> None:
         fractions = self.cuts.get(number)
         if fractions is None:
             self.outs[number] = [[self.builder.add(op, self._needs(number, None))]]
@@ -281,7 +281,7 @@ class _Rewriter:
             outs.append([self.builder.add(piece, self._needs(number, chunk))])
         self.outs[number] = outs
 
-    def _add_collective(self, number: int, op: Op, partition: Partition) -> None:
+    def _add_collective(self, number: int, op: Operator, partition: Partition) -> None:
         gathers = op.kind == "all_gather"
         beside = self.after[number] if gathers else self.graph.deps[number]
         gemms = [n for n in beside if self.graph.ops[n].kind == "gemm"]
@@ -310,7 +310,7 @@ class _Rewriter:
     def _add_pieces(
         self,
         number: int,
-        op: Op,
+        op: Operator,
         partition: Partition,
         suffix: str,
         share: float,
@@ -348,7 +348,9 @@ class _Rewriter:
         ends = set(range(len(added))) - {b for piece in partition.pieces for b in piece.behind}
         return [[added[end]] for end in sorted(ends)]
 
-    def _piece(self, op: Op, piece: Piece, suffix: str, share: float, count: int) -> Op:
+    def _piece(
+        self, op: Operator, piece: CommPiece, suffix: str, share: float, count: int
+    ) -> Operator:
         group = op.group
         if piece.where != "whole":
             span = self.fabric.span(op.group)

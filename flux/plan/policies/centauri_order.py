@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 
 from flux.plan.cost import CostModel
-from flux.plan.graph import Graph, GraphError, Op
+from flux.plan.graph import Graph, GraphError, Operator
 from flux.plan.policies.folding import Action, Block, layers_of, stage_of
 from flux.plan.schedule import StepSchedule
 
@@ -148,7 +148,7 @@ class _Lists:
             keys[number] = (index, *self._within(op, weights_first), place)
         return keys
 
-    def _within(self, op: Op, weights_first: bool) -> tuple[int, ...]:
+    def _within(self, op: Operator, weights_first: bool) -> tuple[int, ...]:
         """Return the place of an operator in its block.
 
         Forward: a micro-batch as fast as it comes, others where it waits. Backward: layer by layer

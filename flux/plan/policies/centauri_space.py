@@ -170,7 +170,7 @@ def choose_chain(found: Sequence[Chain], comm: float, independent: float) -> Cha
 # -- pieces of a collective ------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class CommPiece(NamedTuple):
     """One of the collectives that take the place of one.
 
     Attributes:
@@ -187,33 +187,35 @@ class Piece(NamedTuple):
     brings: float = 0.0
 
 
-WHOLE = (Piece("whole", 1.0, (), 1.0),)
+WHOLE = (CommPiece("whole", 1.0, (), 1.0),)
 
 
-def even(chunks: int) -> tuple[Piece, ...]:
+def even(chunks: int) -> tuple[CommPiece, ...]:
     """Return equal chunks of a collective, which do not depend on each other."""
-    return tuple(Piece("whole", 1 / chunks, (), 1 / chunks) for _ in range(chunks))
+    return tuple(CommPiece("whole", 1 / chunks, (), 1 / chunks) for _ in range(chunks))
 
 
-def even_by_group(kind: str, chunks: int, intra: int) -> tuple[Piece, ...]:
+def even_by_group(kind: str, chunks: int, intra: int) -> tuple[CommPiece, ...]:
     """Return equal chunks, each a collective between hosts and one inside.
 
     Between hosts each rank has 1 / intra of the volume. AllGather goes between hosts first, and
     ReduceScatter inside first, so that nothing crosses twice.
     """
-    found: list[Piece] = []
+    found: list[CommPiece] = []
     for chunk in range(chunks):
         inter, intra_piece = 1 / (chunks * intra), 1 / chunks
         if kind == "all_gather":
-            found.append(Piece("inter", inter))
-            found.append(Piece("intra", intra_piece, (2 * chunk,), 1 / chunks))
+            found.append(CommPiece("inter", inter))
+            found.append(CommPiece("intra", intra_piece, (2 * chunk,), 1 / chunks))
         else:
-            found.append(Piece("intra", intra_piece, (), 1 / chunks))
-            found.append(Piece("inter", inter, (2 * chunk,)))
+            found.append(CommPiece("intra", intra_piece, (), 1 / chunks))
+            found.append(CommPiece("inter", inter, (2 * chunk,)))
     return tuple(found)
 
 
-def uneven_by_group(fractions: int, inter_first: bool, inter: int, intra: int) -> tuple[Piece, ...]:
+def uneven_by_group(
+    fractions: int, inter_first: bool, inter: int, intra: int
+) -> tuple[CommPiece, ...]:
     """Return an AllGather by groups whose parts bring unequal fractions, as Algorithm 1 has them.
 
     Args:
@@ -225,14 +227,14 @@ def uneven_by_group(fractions: int, inter_first: bool, inter: int, intra: int) -
     world = inter * intra
     if inter_first:
         return (
-            Piece("inter", 1 / intra, (), inter / world),
-            Piece("intra", 1.0, (0,), 1 - inter / world),
+            CommPiece("inter", 1 / intra, (), inter / world),
+            CommPiece("intra", 1.0, (0,), 1 - inter / world),
         )
-    own = Piece("intra", 1 / inter, (), intra / world)
+    own = CommPiece("intra", 1 / inter, (), intra / world)
     if fractions == 2:  # hosts exchange what they have gathered: intra times the volume
-        return own, Piece("inter", 1.0, (0,), 1 - intra / world)
+        return own, CommPiece("inter", 1.0, (0,), 1 - intra / world)
     return (
         own,
-        Piece("inter", 1 / intra, (), (inter - 1) / world),
-        Piece("intra", (inter - 1) / inter, (1,), 1 - (inter + intra - 1) / world),
+        CommPiece("inter", 1 / intra, (), (inter - 1) / world),
+        CommPiece("intra", (inter - 1) / inter, (1,), 1 - (inter + intra - 1) / world),
     )

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import FUSED, Graph, Op, replaced
+from flux.plan.graph import FUSED, Graph, Operator, replaced
 from flux.plan.policies.fuse import CHOICES, LINEARS, fuse
 from flux.plan.policies.passes import pieces, sequences
 from flux.plan.schedule import StepSchedule, on_lanes
@@ -32,7 +32,7 @@ _BEHIND_ROW = ("ar1", "ar2", "rs1", "rs2")
 _MIDDLE = {"bda1", "ln2"}  # between attention and MLP: their collectives come before them
 
 
-class Domino:
+class DominoPolicy:
     """Domino's schedule of a step.
 
     Args:
@@ -42,7 +42,7 @@ class Domino:
             "none", "column", "row", "all", or "auto": those with which a simulation is fastest.
         order: how slices take turns: "staggered"; "grouped": dropout, residual and norm of all
             slices next to each other between attention and MLP, as in the paper; or "blocks": each
-            in front of its slice's MLP (``flux.plan.domino``).
+            in front of its slice's MLP (``flux.runtime.domino``).
     """
 
     name = "domino"
@@ -85,7 +85,7 @@ class Domino:
         self.chosen = {"fused": fuses}
         return graph
 
-    def _check(self, op: Op) -> None:
+    def _check(self, op: Operator) -> None:
         if op.micro < 0:
             return
         if op.part.startswith(("weights", "grads")):
@@ -99,14 +99,14 @@ class Domino:
                 f"domino: {self.columns} columns must divide the {op.shape[1]} of {op.name}"
             )
 
-    def _rows(self, op: Op) -> Sequence[Op]:
+    def _rows(self, op: Operator) -> Sequence[Operator]:
         """Cut an operator along the batch; a wgrad along what it sums over."""
         if op.micro < 0:
             return [op]
         at = 2 if op.kind == "gemm" and op.role == "wgrad" else 0
         return pieces(op, at, self.slices, "s")
 
-    def _columns(self, op: Op) -> Sequence[Op]:
+    def _columns(self, op: Operator) -> Sequence[Operator]:
         """Cut the second linears of a block, forward, and the collectives behind them."""
         if op.micro < 0 or op.role != "fwd" or op.part not in (*_ROW_PARALLEL, *_BEHIND_ROW):
             return [op]
@@ -116,7 +116,7 @@ class Domino:
         """Return the schedule.
 
         Backward is in the order in which autograd runs what was made in forward: the latest first
-        (``flux.plan.domino``).
+        (``flux.runtime.domino``).
         """
         places: dict[tuple[int, str, int], int] = {}  # in forward: by layer, part and slice
 
@@ -172,7 +172,7 @@ class Domino:
             for number in mine[turn - slice_]
         ]
 
-    def _slice(self, op: Op) -> int:
+    def _slice(self, op: Operator) -> int:
         cut_by_columns = op.role == "fwd" and op.part in (*_ROW_PARALLEL, *_BEHIND_ROW)
         return op.strand if self.columns > 1 and cut_by_columns else op.piece
 
@@ -198,7 +198,7 @@ class Domino:
         return blocks
 
 
-def _communicates(ops: Sequence[Op], linear: str) -> bool:
+def _communicates(ops: Sequence[Operator], linear: str) -> bool:
     """Return whether a linear layer of a forward pass is tensor parallel: experts' are not."""
     block = ("ar1", "rs1") if linear in ("qkv", "proj") else ("ar2", "rs2")
     row = "proj" if linear in ("qkv", "proj") else "fc2"
@@ -212,7 +212,7 @@ _LAUNCHED_BY = {"ar_dx1": "qkv", "ag1": "qkv", "ar_dx2": "fc1", "ag2": "fc1"} | 
 """The operator behind whose dgrad a collective is launched in backward."""
 
 
-def _backward_key(op: Op, places: dict[tuple[int, str, int], int]) -> tuple[int, int]:
+def _backward_key(op: Operator, places: dict[tuple[int, str, int], int]) -> tuple[int, int]:
     """Return a sort key: the latest of forward first; gather, dgrad, collective, wgrad of one."""
     part = op.part
     if op.is_collective:

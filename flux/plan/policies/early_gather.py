@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, Op
+from flux.plan.graph import Graph, Operator
 from flux.plan.policies.passes import sequences
 from flux.plan.schedule import StepSchedule, on_lanes
 
@@ -19,7 +19,7 @@ _ROW_OF = {"ag1": "proj", "ag2": "fc2"}
 """The row-parallel linear behind each gathered column-parallel one."""
 
 
-class EarlyGather:
+class EarlyGatherPolicy:
     """Streams for collectives; gathers for weight gradients begin early."""
 
     name = "early_gather"
@@ -65,5 +65,5 @@ class EarlyGather:
         return on_lanes(graph, sequences(graph, within), self.name)
 
 
-def _gathers_again(op: Op) -> bool:
+def _gathers_again(op: Operator) -> bool:
     return op.kind == "all_gather" and op.role == "wgrad"

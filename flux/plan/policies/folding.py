@@ -23,7 +23,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from flux.core.integers import checked_integer
-from flux.plan.graph import Builder, Graph, Op
+from flux.plan.graph import Builder, Graph, Operator
 
 
 def fold(stage: int, p: int) -> int:
@@ -205,7 +205,7 @@ class UnevenStages(ValueError):
 # -- layers on ranks -------------------------------------------------------------------------------
 
 
-def stage_of(op: Op, layers: int, stages: int) -> int:
+def stage_of(op: Operator, layers: int, stages: int) -> int:
     """Return the stage of the model that an operator of a layer belongs to."""
     return op.layer * stages // layers
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from flux.plan.cost import CostModel
-from flux.plan.graph import Builder, Graph, Op
+from flux.plan.graph import Builder, Graph, Operator
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
 
@@ -98,7 +98,7 @@ def _pairs(graph: Graph, linears: Collection[str]) -> dict[int, int]:
     return found
 
 
-def _gathers(collective: Op, gemm: Op) -> bool:
+def _gathers(collective: Operator, gemm: Operator) -> bool:
     return (
         collective.kind == "all_gather"
         and collective.group == "tp"
@@ -109,7 +109,7 @@ def _gathers(collective: Op, gemm: Op) -> bool:
     )
 
 
-def _reduces(gemm: Op, collective: Op, graph: Graph, number: int) -> bool:
+def _reduces(gemm: Operator, collective: Operator, graph: Graph, number: int) -> bool:
     return (
         collective.kind in _REDUCES
         and collective.group == "tp"
@@ -120,7 +120,7 @@ def _reduces(gemm: Op, collective: Op, graph: Graph, number: int) -> bool:
     )
 
 
-def _merged(gemm: Op, collective: Op) -> Op:
+def _merged(gemm: Operator, collective: Operator) -> Operator:
     return gemm._replace(
         kind=_REDUCES.get(collective.kind, "ag_gemm"),
         group=collective.group,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import networkx as nx
 
 from flux.plan.cost import CostModel
-from flux.plan.graph import Graph, Op
+from flux.plan.graph import Graph, Operator
 from flux.plan.policies.folding import Action, Block, layers_of, row, stage_of
 from flux.plan.policies.pairing import Pairing, factor, time_together
 from flux.plan.schedule import StepSchedule, on_lanes
@@ -19,7 +19,7 @@ Merge = Callable[[Sequence[int], Sequence[int]], Segments]
 """Returns the segments of an interleaved block: of a forward's and a backward's operators."""
 
 
-def node_of(op: Op) -> str:
+def node_of(op: Operator) -> str:
     """Return the name of an operator in the graph of its layer: ``qkv``, ``qkv.d``, ``qkv.w``."""
     return op.part + {"dgrad": ".d", "wgrad": ".w"}.get(op.role, "")
 
@@ -106,7 +106,7 @@ def scheduled(
     *,
     merge: Merge = one_after_the_other,
     events: bool = False,
-    stream: Callable[[Op], str] = lambda op: op.resource,
+    stream: Callable[[Operator], str] = lambda op: op.resource,
 ) -> StepSchedule:
     """Return the schedule in which each rank runs its blocks, then the optimizer.
 
@@ -164,7 +164,7 @@ def _operators(passes: dict[Action, list[int]], graph: Graph, action: Action) ->
 
 
 def _add_events(
-    graph: Graph, deps: list[tuple[int, ...]], segments: Segments, stream: Callable[[Op], str]
+    graph: Graph, deps: list[tuple[int, ...]], segments: Segments, stream: Callable[[Operator], str]
 ) -> None:
     """Let the first operator of each stream in a segment wait for the segment before."""
     before: list[int] = []

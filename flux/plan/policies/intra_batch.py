@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, Op, replaced
+from flux.plan.graph import Graph, Operator, replaced
 from flux.plan.policies.passes import pieces, sequences
 from flux.plan.schedule import StepSchedule, on_lanes
 
@@ -50,7 +50,7 @@ class IntraBatch:
             raise ValueError("intra_batch hides tensor-parallel communication, and tp is 1")
         experts = any(op.part == "router" for op in graph.ops)
 
-        def cut(op: Op) -> Sequence[Op]:
+        def cut(op: Operator) -> Sequence[Operator]:
             if not _is_cut(op, experts):
                 return [op]
             if op.shape[0] < self.chunks:
@@ -64,7 +64,7 @@ class IntraBatch:
         return on_lanes(graph, sequences(graph, lambda kind, numbers: numbers), self.name)
 
 
-def _is_cut(op: Op, experts: bool) -> bool:
+def _is_cut(op: Operator, experts: bool) -> bool:
     """Return whether an operator is cut; experts have no tensor-parallel collectives."""
     if op.is_collective:
         return op.group == "tp" and op.role in ("fwd", "dgrad")

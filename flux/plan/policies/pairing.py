@@ -30,7 +30,7 @@ import networkx as nx
 
 from flux.core.integers import checked_integer
 from flux.plan.cost import CostModel
-from flux.plan.graph import Op
+from flux.plan.graph import Operator
 
 Segment = tuple[Hashable, ...]
 """Operators of one strand, in order."""
@@ -74,9 +74,9 @@ def factor(cost: CostModel, a: Any, b: Any) -> float:
     """Return the OEF of two operators of different strands.
 
     Operators of one resource share a stream, so one waits for the other: 0. Of nodes that are no
-    ``Op`` the cost model alone says it.
+    ``Operator`` the cost model alone says it.
     """
-    if not (isinstance(a, Op) and isinstance(b, Op)):
+    if not (isinstance(a, Operator) and isinstance(b, Operator)):
         return cost.oef(a, b)
     if a.resource == b.resource:
         return 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from flux.plan.graph import Graph, Op
+from flux.plan.graph import Graph, Operator
 
 Pass = tuple[str, int]
 """("F" or "B", micro-batch)"""
@@ -59,14 +59,14 @@ def sequences(
     return out
 
 
-def pieces(op: Op, at: int, count: int, letter: str) -> list[Op]:
+def pieces(op: Operator, at: int, count: int, letter: str) -> list[Operator]:
     """Return an operator cut into ``count`` pieces along dimension ``at`` of its shape."""
     size, memory, free = op.shape[at], op.allocates / count, op.frees / count
     before, after = op.shape[:at], op.shape[at + 1 :]
     name, kind, resource, role, stage, part, layer, micro = op[:8]
     # A large step has half a million pieces, and _replace would take three times as long.
     return [
-        Op(
+        Operator(
             f"{name}.{letter}{piece}",
             kind,
             resource,

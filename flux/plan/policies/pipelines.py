@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, Op
+from flux.plan.graph import Graph, Operator
 from flux.plan.policies.folding import Action, Block, fold, layers_of, placed
 from flux.plan.policies.interleave import (
     Merge,
@@ -29,7 +29,7 @@ def _micro_batches(graph: Graph) -> int:
     return 1 + max((op.micro for op in graph.ops), default=-1)
 
 
-def _beside_sends(op: Op) -> str:
+def _beside_sends(op: Operator) -> str:
     """Return the stream of an operator of a pipeline that hides nothing but its sends."""
     return op.resource if op.kind == "send" else "comp"
 
@@ -67,7 +67,7 @@ class _TorchPipeline:
     def _merge(self, graph: Graph, cost: CostModel) -> Merge:
         return one_after_the_other
 
-    def _stream(self, op: Op) -> str:
+    def _stream(self, op: Operator) -> str:
         return _beside_sends(op)
 
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
@@ -131,7 +131,7 @@ class DualPipeV(_TorchPipeline):
         forward, backward = (graph_of_layer(graph, way) for way in ("forward", "backward"))
         return by_layer(graph, pair(forward, backward, cost), cost)
 
-    def _stream(self, op: Op) -> str:
+    def _stream(self, op: Operator) -> str:
         return op.resource if self.paired else _beside_sends(op)
 
 
@@ -164,7 +164,7 @@ class Combined1F1B:
     def order(self, graph: Graph, cost: CostModel) -> StepSchedule:
         """Return the schedule."""
 
-        def stream(op: Op) -> str:
+        def stream(op: Operator) -> str:
             return op.resource if op.kind in ("all_to_all", "send") else "comp"
 
         ranks = graph.stages

@@ -12,7 +12,7 @@ from flux.bench.places import gpu
 T = TypeVar("T")
 
 
-class EmulatedMachine(gpu.Machine):
+class EmulatedMachine(gpu.GpuMachine):
     """The host's clock, when the streams are done."""
 
     device: EmulatedDevice

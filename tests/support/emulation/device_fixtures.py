@@ -31,7 +31,7 @@ def _build_kernels(folder: str, configs: Sequence[GemmConfig]) -> Path:
     tools = find_tools(emulated=True)
     units = driver.plan(configs, root, tools).units
     for outcome in driver.build_all(
-        units, root, tools, driver.job_limit(len(units)), driver.Observer()
+        units, root, tools, driver.job_limit(len(units)), driver.CompileObserver()
     ):
         assert not outcome.error, outcome.error
     driver.remove_superseded(root, tools)

@@ -62,7 +62,7 @@ def build_kernels(configs: Sequence[GemmConfig], traced: bool = False) -> Regist
     KERNELS.mkdir(parents=True, exist_ok=True)
     tools = find_tools(emulated=True)
     units = driver.plan(configs, KERNELS, tools, traced).units
-    for outcome in driver.build_all(units, KERNELS, tools, 1, driver.Observer()):
+    for outcome in driver.build_all(units, KERNELS, tools, 1, driver.CompileObserver()):
         print(f"{outcome.unit.what}: {outcome.seconds:.0f} s {outcome.error}", flush=True)
         if outcome.error:
             raise RuntimeError(outcome.error)

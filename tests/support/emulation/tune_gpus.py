@@ -22,7 +22,7 @@ from flux.bench.places import gpu
 from flux.kernels.config import GemmConfig
 from flux.kernels.registry import BuiltKernel
 from flux.machine.cluster import load_cluster
-from flux.transport.placement import Place
+from flux.transport.placement import RankPlace
 from flux.tune import kernels, machine
 from flux.tune.space import Candidate
 from flux.tune.worker import make_method
@@ -57,7 +57,7 @@ def open_gpu(library: Path) -> EmulatedDevice:
 def pretend(put: Callable[[Any, str, Any], object], missing: Sequence[str] = ()) -> None:
     """Two GPUs, as far as supervisors can see, and all kernels built but those that are missing;
     ``put`` is setattr, or undoes it later."""
-    sight = (load_cluster("flux-h800"), Place("here"))
+    sight = (load_cluster("flux-h800"), RankPlace("here"))
     failed = dict.fromkeys(missing, "nvcc failed")
     put(machine, "look", lambda backend, gpus, threads: [sight] * len(gpus))
     put(gpu, "gpus_here", lambda: (2, None))

@@ -9,7 +9,7 @@
     deadlock   a state that is not the end, and in which nobody can go on
 
 ``Mode.literal`` takes every step of every thread by itself, and an access is two: it begins and it
-ends. ``Mode.reduced`` explores much less and finds the same; docs/protocol.md says why.
+ends. ``Mode.reduced`` explores much less and finds the same; docs/kernels/protocol.md says why.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Predict the time of one fused op on a cluster, from its schedule."""

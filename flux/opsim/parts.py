@@ -1,0 +1,208 @@
+"""What the simulated parts of a call share: its description, its constants, and its log.
+
+Constants come from data sheets and from published measurements of single copies and stores. One set
+serves all clusters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flux.choice.cost import SIGNAL_US
+from flux.core.events import Kind
+from flux.core.problem import Problem
+from flux.core.recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LANE
+from flux.core.schedule import TileSchedule
+from flux.kernels.config import GemmConfig
+from flux.machine.cluster import Cluster
+from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
+
+COPY_SHARE = 0.84
+"""Share of a link's nominal speed that copy engines reach. They send 256 bytes with each header:
+376 of 450 GB/s on an H100 (github.com/NVIDIA/nccl/issues/1264), and about 27 of 32 GB/s on PCIe 4
+(256 bytes of payload in a packet, 128b/130b code, flow control)."""
+STORE_SHARE = 0.8
+"""The same for stores of multiprocessors, which send 128 bytes with each header: 20 of 25 GB/s on
+an NVLink (github.com/NVIDIA/nccl-tests/issues/149)."""
+NETWORK_SHARE = 0.9
+"""The same for messages between hosts; our assumption."""
+MEMORY_SHARE = 0.75
+"""Share of the memory's nominal speed that a copy inside the GPU reaches: 2500 of 3350 GB/s on an
+H100, reads and writes (github.com/NVIDIA/nccl/issues/1264). Sums of partials are of the same
+kind."""
+LAUNCH_US = 3.0
+"""From the end of one piece of work on a stream to the start of the next, such as a kernel behind a
+copy, or a stream that awaits another's event; our assumption."""
+RAISE_US = SIGNAL_US["cuda"]
+"""Time to raise a signal, and for a poll to see it."""
+
+SHARED_LANES = {"stream": STREAM_LANE, "copy": COPY_STREAM_LANE, "network": NETWORK_STREAM_LANE}
+
+
+class Move(NamedTuple):
+    """Rows that went from ``src`` to ``dst``; times in microseconds.
+
+    ``column_begin`` and ``column_end`` are those of the communicated matrix.
+    """
+
+    src: int
+    dst: int
+    row_begin: int
+    row_end: int
+    column_begin: int
+    column_end: int
+    start_us: float
+    end_us: float
+
+
+class LinkPiece(NamedTuple):
+    """The part of a GEMM tile that has one owner; half-open rows and columns."""
+
+    owner: int
+    row_begin: int
+    row_end: int
+    column_begin: int
+    column_end: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
+
+
+Span = tuple[int, str, Kind, str, float, float, Mapping[str, "int | str"]]
+
+
+@dataclass
+class Log:
+    """What happened: spans of lanes, and moves between ranks."""
+
+    spans: list[Span] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+
+    def add(
+        self,
+        rank: int,
+        lane: str,
+        kind: Kind,
+        name: str,
+        start_us: float,
+        end_us: float,
+        **details: int | str,
+    ) -> None:
+        """Add the span of one lane."""
+        self.spans.append(
+            (rank, SHARED_LANES.get(lane, lane), kind, name, start_us, end_us, details)
+        )
+
+
+@dataclass
+class SimulatedCall:
+    """One simulated call.
+
+    Attributes:
+        problem: op, sizes, world.
+        cluster: devices and links.
+        kernel: of the GEMM.
+        schedules: by rank.
+        hosts: of each rank.
+        routes: by (source, destination).
+        blocks: blocks that run at once; a cluster of thread blocks counts as one.
+        tile_us: time of one GEMM tile.
+        machine: runs the processes.
+        log: of what happened.
+    """
+
+    problem: Problem
+    cluster: Cluster
+    kernel: GemmConfig
+    schedules: list[TileSchedule]
+    hosts: tuple[int, ...]
+    routes: Mapping[tuple[int, int], Route]
+    blocks: int
+    tile_us: float
+    machine: SimulatedMachine
+    log: Log = field(default_factory=Log)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.problem.world
+
+    def memory_us(self, nbytes: float) -> float:
+        """Return the time in which a GPU reads or writes this many bytes of its memory."""
+        return nbytes / (self.cluster.device.memory_gbs * MEMORY_SHARE * 1e3)
+
+    def copied(self, src: int, dst: int, nbytes: float) -> Flag:
+        """Start a copy, by a copy engine or a network card."""
+        route = self.routes[src, dst]
+        return self.machine.send(
+            route.resources, nbytes / (NETWORK_SHARE if route.across else COPY_SHARE)
+        )
+
+    def tiles_of(self, rank: int) -> TileQueue:
+        """Return the queue that hands this rank's tiles to its blocks."""
+        persistent = self.kernel.arch == "90a"
+        return TileQueue(len(self.schedules[rank].visits), self.blocks, persistent=persistent)
+
+
+class TileQueue:
+    """Hands GEMM tiles to blocks, in the order of the schedule.
+
+    sm_90a: block b computes tiles b, b + blocks, ... (a persistent kernel, tile_scheduler.cuh).
+    sm_80: the device starts a block for the next tile when one ends.
+    """
+
+    def __init__(self, tiles: int, blocks: int, *, persistent: bool) -> None:
+        self._tiles, self._blocks, self._persistent = tiles, blocks, persistent
+        self._next = 0
+
+    def of_block(self, block: int) -> Iterator[int]:
+        """Yield the numbers of the tiles that a block computes."""
+        if self._persistent:
+            yield from range(block, self._tiles, self._blocks)
+            return
+        while self._next < self._tiles:
+            self._next += 1
+            yield self._next - 1
+
+
+class Stores:
+    """The stores that leave one rank: those to one destination in the order of their tiles.
+
+    Stores to several destinations share the link. If one destination is slow, because other ranks
+    store to it too, the others need not wait for it.
+
+    Args:
+        call: the call.
+        rank: the source.
+    """
+
+    def __init__(self, call: SimulatedCall, rank: int) -> None:
+        self._call, self._rank = call, rank
+        self._queues: dict[int, deque[tuple[float, Flag]]] = {}
+
+    def put(self, dst: int, nbytes: float) -> Flag:
+        """Store bytes in the memory of ``dst``; the flag: the last of them has crossed the link."""
+        done = Flag()
+        queue = self._queues.setdefault(dst, deque())
+        queue.append((nbytes / STORE_SHARE, done))
+        if len(queue) == 1:
+            self._call.machine.spawn(self._drain(dst, queue))
+        return done
+
+    def _drain(self, dst: int, queue: deque[tuple[float, Flag]]) -> Process:
+        machine = self._call.machine
+        while queue:
+            nbytes, done = queue[0]
+            yield machine.send(self._call.routes[self._rank, dst].resources, nbytes)
+            machine.raise_(done)
+            queue.popleft()
+
+
+def count_ends(call: SimulatedCall, parts: int) -> list[Counter]:
+    """Return, by rank, a counter of the parts of the call that must end: its end."""
+    return [Counter(parts) for _ in range(call.world)]

@@ -1,0 +1,247 @@
+"""The output of the op simulator: the JSON object of `flux bench op`, tables, and a timeline.
+
+The timeline is of rank 0. A column is a slice of time, and its shade is the share in use:
+
+    GEMM    of the blocks that run at once, those that multiply
+    link    any transfer from or to the rank; unfused: the library's collective
+    sums    the reduction of partials, and copies inside the GPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flux.bench.config import link_bytes_minimum
+from flux.bench.metrics import Metrics, evaluate
+from flux.bench.report import FIGURES
+from flux.core.events import Kind
+from flux.core.version import __version__
+from flux.machine.cluster import Cluster
+from flux.opsim.simulator import Simulated, topology_of
+
+SHADES = " ░▒▓█"
+WIDTH = 64
+"""Columns of a timeline."""
+
+
+@dataclass(frozen=True)
+class OrderComparison:
+    """All simulated calls of one problem on one cluster.
+
+    Attributes:
+        cluster: devices and links.
+        unfused: the library path.
+        medium: one chunk per rank round a ring.
+        flux: pairs of a call and the names of the orders that make its schedule; fastest first.
+        gemm_given: whether the GEMM's time was given; else it is the roofline's.
+    """
+
+    cluster: Cluster
+    unfused: Simulated
+    medium: Simulated
+    flux: Sequence[tuple[Simulated, tuple[str, ...]]]
+    gemm_given: bool = False
+
+    @property
+    def best(self) -> Simulated:
+        """The fastest fused call."""
+        return self.flux[0][0]
+
+    def metrics(self, one: Simulated) -> Metrics:
+        """Return the figures of one call, beside the unfused path."""
+        return evaluate(one.total_ms, one.gemm_ms, self.unfused.comm_ms, self.unfused.total_ms)
+
+
+def _figures(comparison: OrderComparison, one: Simulated) -> dict[str, Any]:
+    metrics = comparison.metrics(one)
+    return {name: getattr(metrics, name) for name in FIGURES}
+
+
+def _knobs(one: Simulated) -> dict[str, Any]:
+    return {name: value for name, value in asdict(one.knobs).items() if value is not None}
+
+
+def document(comparison: OrderComparison, command: list[str] | None = None) -> dict[str, Any]:
+    """Return the object of `flux bench op --json` with "simulated": true.
+
+    What only a measurement has (errors, skew, CPU time) is null. Added: ``cluster``, ``gemm_from``
+    (``given`` | ``roofline``), ``kernel``, and ``schedules``: every order and direction with its
+    figures, the fastest first.
+    """
+    unfused, problem = comparison.unfused, comparison.unfused.problem
+    methods = {}
+    for one in (unfused, comparison.medium, comparison.best):
+        methods[one.method] = {
+            **_figures(comparison, one),
+            "overlap_efficiency_interval": None,
+            "max_abs_err": None,
+            "repeats_ms": [one.total_ms],
+            "knobs": _knobs(one),
+            "comm_cpu_ms": None,
+            "link_bytes": None,
+        }
+    schedules = [
+        {
+            "orders": list(orders),
+            "direction": one.knobs.direction,
+            **_figures(comparison, one),
+            "ranks_ms": list(one.ranks_ms),
+        }
+        for one, orders in comparison.flux
+    ]
+    kernel = comparison.best.kernel
+    parts = {"gemm/whole": unfused.gemm_ms, "comm/library": unfused.comm_ms}
+    return {
+        **problem.as_dict(),
+        "simulated": True,
+        "cluster": comparison.cluster.name,
+        "hosts": problem.nodes,
+        "backend": "cuda",
+        "transport": "symm_mem" if problem.nodes == 1 else "send_recv",
+        "device": comparison.cluster.device.name,
+        "versions": {"flux": __version__},
+        "gemm_from": "given" if comparison.gemm_given else "roofline",
+        "kernel": None if kernel is None else kernel.name,
+        "methods": methods,
+        "schedules": schedules,
+        "link_rate": None,
+        "link_bytes_minimum": link_bytes_minimum(
+            problem, topology_of(problem, comparison.cluster).hosts
+        ),
+        "threads": None,
+        "repeats": 1,
+        "warmup": 0,
+        "seed": None,
+        "parts_ms": parts,
+        "parts_repeats_ms": {name: [time] for name, time in parts.items()},
+        "start_skew_ms": None,
+        "command": command,
+    }
+
+
+def table(comparison: OrderComparison) -> Table:
+    """Return a row for unfused, medium, and each order and direction, the fastest first."""
+    view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    view.add_column("method", style="bold", no_wrap=True)
+    view.add_column("orders")
+    view.add_column("direction", no_wrap=True)
+    for name in ("overall\nms", "ECT\nms", "overlap\neff", "bounded\neff", "vs\nunfused"):
+        view.add_column(name, justify="right", no_wrap=True)
+    medium, unfused = comparison.medium, comparison.unfused
+    rows = [
+        *comparison.flux,
+        (medium, (str(medium.knobs.order),)),
+        (unfused, (unfused.problem.op.collective,)),
+    ]
+    for one, orders in rows:
+        figures = comparison.metrics(one)
+        view.add_row(
+            one.method,
+            ", ".join(orders),
+            one.knobs.direction or "-",
+            f"{figures.overall_ms:.3f}",
+            f"{figures.ect_ms:.3f}",
+            _share(figures.overlap_efficiency, ".0%"),
+            _share(figures.bounded_efficiency, ".0%"),
+            _share(figures.speedup_vs_unfused, ".2f", "x"),
+        )
+    return view
+
+
+def _share(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else format(value, form) + unit
+
+
+Interval = tuple[float, float]
+
+
+def shades(spans: Sequence[Interval], lanes: int, end_us: float, width: int = WIDTH) -> str:
+    """Return a line of ``width`` characters for [0, ``end_us``].
+
+    Args:
+        spans: intervals in use, in microseconds.
+        lanes: number of lanes that they are of.
+        end_us: end of the line.
+        width: number of characters.
+    """
+    used = [0.0] * width
+    step = end_us / width
+    for start, end in spans:
+        for column in range(max(int(start / step), 0), min(int(end / step) + 1, width)):
+            used[column] += max(0.0, min(end, (column + 1) * step) - max(start, column * step))
+    line = ""
+    for time in used:
+        share = min(time / (step * lanes), 1.0)
+        # Any use shows, and only full use is black.
+        line += SHADES[0 if share < 1e-3 else min(1 + int(share * 3 + 0.01), 4)]
+    return line
+
+
+def _union(spans: Sequence[Interval]) -> list[Interval]:
+    """Return disjoint intervals that cover the same time."""
+    found: list[Interval] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def timeline(one: Simulated, end_us: float, rank: int = 0) -> dict[str, str]:
+    """Return the lines of one rank, by name; without those in which nothing happens."""
+    by_kind: dict[Kind, list[Interval]] = {}
+    for event in one.events():
+        if event.rank == rank:
+            by_kind.setdefault(event.kind, []).append((event.start_us, event.end_us))
+    if one.method == "unfused":
+        link = by_kind.pop(Kind.copy, [])
+        sums: list[Interval] = []
+    else:
+        link = [(m.start_us, m.end_us) for m in one.moves if rank in (m.src, m.dst)]
+        sums = by_kind.get(Kind.reduce, [])
+    lines = {
+        "GEMM": shades(by_kind.get(Kind.gemm, []), max(one.blocks, 1), end_us),
+        "link": shades(_union(link), 1, end_us),
+        "sums": shades(_union(sums), 1, end_us),
+    }
+    return {name: line for name, line in lines.items() if line.strip()}
+
+
+def show(comparison: OrderComparison, console: Console) -> None:
+    """Print headline, table, timelines of rank 0, and what the figures rest on."""
+    problem, cluster = comparison.unfused.problem, comparison.cluster
+    where = f", {problem.nodes} hosts" if problem.nodes > 1 else ""
+    console.print(
+        Text(
+            f"{problem.op.name} {problem.m} x {problem.n} x {problem.k} (M x N x K) "
+            f"{problem.dtype}, {problem.world} ranks{where}, simulated on {cluster.name}",
+            "bold",
+        )
+    )
+    console.print(table(comparison))
+    runs = (comparison.unfused, comparison.medium, comparison.best)
+    end = 1e3 * max(one.total_ms for one in runs)
+    console.print(Text(f"rank 0, 0 to {end:.0f} us", "dim"))
+    for one in runs:
+        for number, (name, line) in enumerate(timeline(one, end).items()):
+            label = one.method if number == 0 else ""
+            console.print(Text(f"{label:<8} {name}  |{line}|"), soft_wrap=True)
+    best, unfused = comparison.best, comparison.unfused
+    source = "given" if comparison.gemm_given else "from the roofline of the cost model"
+    kernel = "" if best.kernel is None else f"; kernel {best.kernel.name}"
+    console.print(
+        Text(
+            f"GEMM {unfused.gemm_ms:.3f} ms ({source}), {problem.op.collective} of the library "
+            f"{unfused.comm_ms:.3f} ms{kernel}\nflux: {best.knobs}\n"
+            "Simulated, not measured: docs/use/simulator.md says how far it is off.",
+            "dim",
+        )
+    )

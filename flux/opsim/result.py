@@ -1,0 +1,114 @@
+"""The second phase of GemmAR in virtual time: sums travel to all ranks.
+
+    reduction  sum -> memory of all ranks of the own host, tile by tile        (as it is made)
+    network    own rows -> one rank of each other host, tile by tile           (after the reduction)
+    copies     rows from another host -> the other ranks of the own host, as each tile comes
+    stream     "what I send is there" | await the own host's ranks | result -> output
+
+(csrc/cuda_host/cuda_op_nodes.cpp.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flux.core.events import Kind
+from flux.core.schedule import Transfer
+from flux.opsim.machine import Counter, Flag, Process
+from flux.opsim.parts import LAUNCH_US, RAISE_US, LinkPiece, Move, SimulatedCall, Stores
+
+
+class Results:
+    """The results of one call.
+
+    Args:
+        call: the call.
+        stores: of each rank.
+    """
+
+    def __init__(self, call: SimulatedCall, stores: Sequence[Stores]) -> None:
+        self._call, self._stores = call, stores
+        self._itemsize = call.problem.itemsize
+        self._there = [Flag() for _ in range(call.world)]
+        self._came: dict[tuple[int, int, int], Flag] = {}  # receiver, owner, tile: across hosts
+        self._across: list[list[Transfer]] = []
+        self._forwarded: list[list[Transfer]] = []
+        for rank, schedule in enumerate(call.schedules):
+            host, results = call.hosts[rank], schedule.results
+            self._across.append([t for t in results if call.hosts[t.dst] != host])
+            forwarded = [t for t in results if t.forwarded and call.hosts[t.dst] == host]
+            forwarded.sort(key=self._arrival)
+            self._forwarded.append(forwarded)
+            for t in self._across[-1]:
+                self._came[t.dst, t.chunk, t.tile] = Flag()
+
+    def _arrival(self, transfer: Transfer) -> tuple[int, int]:
+        """Return a sort key: hosts are served one after the other, tile by tile."""
+        hosts = self._call.hosts
+        behind = (hosts[transfer.src] - hosts[transfer.chunk]) % self._call.problem.nodes
+        return behind, transfer.tile
+
+    def _beside(self, rank: int) -> list[int]:
+        """Return the other ranks of a rank's host, the next one first."""
+        world, hosts = self._call.world, self._call.hosts
+        others = ((rank + ahead) % world for ahead in range(1, world))
+        return [peer for peer in others if hosts[peer] == hosts[rank]]
+
+    def hand_out(self, rank: int, piece: LinkPiece) -> None:
+        """Store a sum in the memory of the other ranks of the host."""
+        call = self._call
+        for peer in self._beside(rank):
+            stored = self._stores[rank].put(peer, piece.elements * self._itemsize)
+            call.machine.spawn(self._handed_out(rank, peer, piece, stored, call.machine.now_us))
+
+    def _handed_out(
+        self, src: int, dst: int, piece: LinkPiece, stored: Flag, start: float
+    ) -> Process:
+        yield stored
+        now = self._call.machine.now_us
+        self._call.log.moves.append(Move(src, dst, *piece[1:], start, now))
+
+    def finish(self, rank: int) -> Process:
+        """Send the own rows to other hosts, forward theirs, and copy the result to the output."""
+        call, machine = self._call, self._call.machine
+        shared = Counter(2)
+        machine.spawn(self._copies(rank, "network", self._across[rank], shared))
+        machine.spawn(self._copies(rank, "copy", self._forwarded[rank], shared))
+        beside = self._beside(rank)
+        for peer in beside:
+            # Stores to one rank leave in order, so all before it have left.
+            yield self._stores[rank].put(peer, 0)
+        yield shared.flag
+        yield RAISE_US + max((call.routes[rank, peer].latency_us for peer in beside), default=0.0)
+        machine.raise_(self._there[rank])
+        start = machine.now_us
+        for peer in beside:
+            yield self._there[peer]
+        call.log.add(rank, "stream", Kind.wait, "waits for all rows", start, machine.now_us)
+        start = machine.now_us
+        nbytes = 2.0 * call.problem.m * call.problem.n * self._itemsize
+        yield LAUNCH_US + call.memory_us(nbytes)
+        call.log.add(rank, "stream", Kind.copy, "result to output", start, machine.now_us)
+
+    def _copies(
+        self, rank: int, lane: str, transfers: Sequence[Transfer], ended: Counter
+    ) -> Process:
+        """Make the copies of one stream, in order: own rows at once, others when they have come."""
+        call, machine = self._call, self._call.machine
+        if transfers:
+            yield LAUNCH_US
+        for t in transfers:
+            if t.forwarded:
+                yield self._came[rank, t.chunk, t.tile]
+            start = machine.now_us
+            yield call.routes[rank, t.dst].latency_us
+            yield call.copied(rank, t.dst, (t.row_end - t.row_begin) * call.problem.row_bytes)
+            kind = Kind.send if lane == "network" else Kind.copy
+            name = f"rows {t.row_begin}-{t.row_end - 1} to rank {t.dst}"
+            call.log.add(rank, lane, kind, name, start, machine.now_us, peer=t.dst)
+            columns = (0, call.problem.row_elements)
+            rows = (t.row_begin, t.row_end)
+            call.log.moves.append(Move(rank, t.dst, *rows, *columns, start, machine.now_us))
+            if lane == "network":
+                machine.raise_(self._came[t.dst, t.chunk, t.tile])
+        machine.arrive(ended)

@@ -1,0 +1,226 @@
+"""GEMM + ReduceScatter and GEMM + AllReduce in virtual time (docs/kernels/kernels.md).
+
+    blocks     tile: multiply | store to its owner | next tile ...
+    reduction  partials of a tile from all ranks: sum, in rank order | next tile of own rows ...
+    network    sum of this host's partials -> owner on another host
+    GemmAR     what comes behind the sums is in result.py
+
+A block keeps its multiprocessor until its stores have left it, since they are in its shared memory
+(or, on sm_80, in its registers). So in the first wave, whose blocks all store at once, blocks leave
+one after the other; later they find the link free. A pingpong kernel multiplies the next tile
+meanwhile. sm_90a: the reduction starts as soon as blocks find no more tiles (programmatic dependent
+launch); sm_80: after the GEMM.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from flux.core.events import Kind
+from flux.core.schedule import Parcel, ParcelKind, Visit
+from flux.opsim.machine import Counter, Flag, Process
+from flux.opsim.parts import (
+    LAUNCH_US,
+    RAISE_US,
+    LinkPiece,
+    Move,
+    SimulatedCall,
+    Stores,
+    TileQueue,
+    count_ends,
+)
+from flux.opsim.result import Results
+
+
+def scatter_processes(call: SimulatedCall) -> list[Counter]:
+    """Start the processes of all ranks; return the counter of each rank's end."""
+    return _Scatter(call).start()
+
+
+class _Scatter:
+    def __init__(self, call: SimulatedCall) -> None:
+        self._call = call
+        self._itemsize = call.problem.itemsize
+        world, lanes = call.world, call.world // call.problem.nodes
+        # (holder, piece): partials of the holder's host that have not arrived.
+        self._missing: dict[tuple[int, LinkPiece], Counter] = {}
+        self._pieces: list[list[LinkPiece]] = [
+            [] for _ in range(world)
+        ]  # by owner, in its own order
+        for rank in range(world):
+            for visit in call.schedules[rank].visits:
+                self._pieces[rank] += [p for p in self._split(visit) if p.owner == rank]
+        for rank, schedule in enumerate(call.schedules):
+            for owner, pieces in enumerate(self._pieces):
+                holder = schedule.homes[owner][0] if schedule.homes else owner
+                # A rank that sends its own partials itself holds nobody else's.
+                senders = 1 if call.hosts[holder] != call.hosts[rank] else lanes
+                for piece in pieces:
+                    at = rank if senders == 1 else holder
+                    self._missing.setdefault((at, piece), Counter(senders))
+        self._inbox: dict[tuple[int, int, int], Flag] = defaultdict(Flag)
+        self._stores = [Stores(call, rank) for rank in range(world)]
+        self._idle = [Flag() for _ in range(world)]
+        self._gemm = [Counter(call.blocks) for _ in range(world)]
+        self._results = Results(call, self._stores)
+        self._ends = count_ends(call, 2)  # the stream and the network's stream
+
+    def start(self) -> list[Counter]:
+        for rank in range(self._call.world):
+            self._call.machine.spawn(self._stream(rank))
+            self._call.machine.spawn(self._network(rank))
+        return self._ends
+
+    def _split(self, visit: Visit) -> list[LinkPiece]:
+        """Return the parts of a GEMM tile by owner."""
+        chunk = self._call.problem.chunk
+        pieces = []
+        begin = visit.row_begin
+        while begin < visit.row_end:
+            end = min(visit.row_end, (begin // chunk + 1) * chunk)
+            pieces.append(LinkPiece(begin // chunk, begin, end, visit.col_begin, visit.col_end))
+            begin = end
+        return pieces
+
+    def _stream(self, rank: int) -> Process:
+        """Enter, launch the kernel, then reduce."""
+        call, machine = self._call, self._call.machine
+        if call.world > 1:
+            yield RAISE_US
+            call.log.add(rank, "stream", Kind.barrier, "enters the call", 0.0, machine.now_us)
+        tiles = call.tiles_of(rank)
+        for block in range(call.blocks):
+            machine.spawn(self._block(rank, block, tiles))
+        if call.world == 1:
+            yield self._gemm[rank].flag
+        else:
+            yield from self._reduce(rank)
+            if call.problem.op.all_reduces:
+                yield from self._results.finish(rank)
+        machine.arrive(self._ends[rank])
+
+    def _block(self, rank: int, block: int, tiles: TileQueue) -> Process:
+        call, machine = self._call, self._call.machine
+        visits, lane = call.schedules[rank].visits, f"SM {block}"
+        ahead = call.kernel.schedule == "pingpong"
+        before: list[Flag] = []  # stores that a pingpong kernel still has in shared memory
+        for index in tiles.of_block(block):
+            visit = visits[index]
+            start = machine.now_us
+            yield call.tile_us
+            name = f"tile {visit.row_begin}, {visit.col_begin}"
+            call.log.add(rank, lane, Kind.gemm, name, start, machine.now_us)
+            leaving = [self._store(rank, piece) for piece in self._split(visit)]
+            start = machine.now_us
+            for stored in before if ahead else leaving:
+                yield stored
+            before = leaving
+            if machine.now_us > start:
+                call.log.add(
+                    rank, f"{lane} stores", Kind.wait, "stores leave", start, machine.now_us
+                )
+        machine.raise_(self._idle[rank])
+        for stored in before:
+            yield stored
+        machine.arrive(self._gemm[rank])
+
+    def _store(self, rank: int, piece: LinkPiece) -> Flag:
+        """Store a piece where its owner, or the rank that sends it to the owner, reads it."""
+        call, machine = self._call, self._call.machine
+        homes = call.schedules[rank].homes
+        to = homes[piece.owner][0] if homes else piece.owner
+        if to == rank or call.hosts[to] != call.hosts[rank]:
+            machine.arrive(self._missing[rank, piece])
+            done = Flag()
+            machine.raise_(done)
+            return done
+        start = machine.now_us
+        done = self._stores[rank].put(to, piece.elements * self._itemsize)
+        machine.spawn(self._arrival(rank, to, piece, done, start))
+        return done
+
+    def _arrival(self, src: int, dst: int, piece: LinkPiece, done: Flag, start: float) -> Process:
+        call, machine = self._call, self._call.machine
+        yield done
+        call.log.moves.append(Move(src, dst, *piece[1:], start, machine.now_us))
+        yield call.routes[src, dst].latency_us + RAISE_US
+        machine.arrive(self._missing[dst, piece])
+
+    def _reduce(self, rank: int) -> Process:
+        """Sum the partials of the own rows, tile by tile."""
+        call, machine = self._call, self._call.machine
+        nodes = call.problem.nodes
+        lanes = call.world // nodes
+        if call.kernel.arch == "90a":
+            yield self._idle[rank]
+        else:
+            yield self._gemm[rank].flag
+            yield LAUNCH_US
+        for piece in self._pieces[rank]:
+            start = machine.now_us
+            yield self._missing[rank, piece].flag
+            for host in range(nodes):
+                if host != call.hosts[rank]:
+                    for first, last in self._strips(rank, piece):
+                        yield self._inbox[rank, host, first]
+                        assert last > first
+            if machine.now_us > start:
+                call.log.add(rank, "sums", Kind.wait, "waits for partials", start, machine.now_us)
+            start = machine.now_us
+            yield call.memory_us(piece.elements * self._itemsize * (lanes + nodes))
+            name = f"sums rows {piece.row_begin}-{piece.row_end - 1}"
+            call.log.add(rank, "sums", Kind.reduce, name, start, machine.now_us)
+            if call.problem.op.all_reduces:
+                self._results.hand_out(rank, piece)
+        yield self._gemm[rank].flag
+
+    def _strips(self, owner: int, piece: LinkPiece) -> list[tuple[int, int]]:
+        """Return the communication tiles of the owner's rows that a piece touches."""
+        rows = self._call.schedules[owner].knobs.comm_tile_rows
+        assert rows is not None
+        base, last = self._call.problem.rows(owner)
+        first = base + (piece.row_begin - base) // rows * rows
+        return [(begin, min(begin + rows, last)) for begin in range(first, piece.row_end, rows)]
+
+    # -- between hosts -----------------------------------------------------------------------------
+
+    def _network(self, rank: int) -> Process:
+        """Send the sums of this host's partials to owners on other hosts."""
+        call, machine = self._call, self._call.machine
+        schedule = call.schedules[rank]
+        own = call.hosts[rank]
+        others = [peer for peer in range(call.world) if call.hosts[peer] != own]
+        others.sort(key=lambda peer: ((call.hosts[peer] - own) % call.problem.nodes, peer))
+        for peer in others:
+            for parcel in schedule.parcels_for(peer):
+                if parcel.kind != ParcelKind.result:
+                    yield from self._parcel(rank, peer, parcel)
+        machine.arrive(self._ends[rank])
+
+    def _parcel(self, rank: int, peer: int, parcel: Parcel) -> Process:
+        call, machine = self._call, self._call.machine
+        for piece in self._pieces[peer]:
+            if piece.row_begin < parcel.row_end and parcel.row_begin < piece.row_end:
+                yield self._missing[rank, piece].flag
+        nbytes = (parcel.row_end - parcel.row_begin) * call.problem.row_bytes
+        lanes = call.world // call.problem.nodes
+        if parcel.kind == ParcelKind.combined and lanes > 1:
+            start = machine.now_us
+            yield LAUNCH_US + call.memory_us(nbytes * (lanes + 1.0))
+            call.log.add(rank, "network", Kind.reduce, "sums for a host", start, machine.now_us)
+        start = machine.now_us
+        yield call.routes[rank, peer].latency_us
+        yield call.copied(rank, peer, nbytes)
+        rows = (parcel.row_begin, parcel.row_end)
+        call.log.add(
+            rank,
+            "network",
+            Kind.send,
+            f"rows {rows[0]}-{rows[1] - 1} to rank {peer}",
+            start,
+            machine.now_us,
+            peer=peer,
+        )
+        columns = (0, call.problem.row_elements)
+        call.log.moves.append(Move(rank, peer, *rows, *columns, start, machine.now_us))
+        machine.raise_(self._inbox[peer, call.hosts[rank], parcel.row_begin])

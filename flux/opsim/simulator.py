@@ -1,0 +1,355 @@
+"""Simulate one call of a fused op on hardware that is not here, in virtual time.
+
+The call is executed from its real tile schedule (flux/core/schedule.py) by processes on the virtual
+hardware of machine.py: gather.py has those of AGGemm, scatter.py those of GemmRS and
+GemmAR. Each rank is simulated. The only inputs are the cluster file and the time of the whole GEMM,
+measured or modelled; no time of an overlapped call enters.
+
+    stream   enter | own rows | kernel: blocks take tiles, wait, multiply, store | reduction
+    copies   rows of a peer, signal | rows of a peer, signal | ...
+    network  the same between hosts
+
+The GEMM is cut into the tiles of its kernel. The blocks that run at once take W = ceil(tiles /
+blocks) tiles each, and a tile takes the whole GEMM's time / W. So a call that never waits takes
+exactly the time of the GEMM, in which the last, partly filled wave is contained. Transfers use the
+memory that the GEMM reads too; as in the cost of kernels, a share UNHIDDEN of that time is added.
+
+docs/use/simulator.md says what is not modelled, and how far the results are from published times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from flux.choice.cost import gemm_ms as modelled_gemm_ms
+from flux.choice.cost import library_ms, raster_ms, resolved
+from flux.core.dtypes import DTYPES
+from flux.core.events import Event, Kind
+from flux.core.heuristic_cuda import ClusterTile
+from flux.core.integers import ceil_div
+from flux.core.knobs import Direction, Knobs, Order
+from flux.core.problem import Problem
+from flux.core.schedule import TileSchedule, make_schedule
+from flux.core.topology import Topology
+from flux.kernels.choice import best_of
+from flux.kernels.config import GemmConfig
+from flux.kernels.cost import UNHIDDEN, blocks_per_wave, cost
+from flux.kernels.legality import GemmProblem, is_legal
+from flux.kernels.sets import config_set
+from flux.machine.cluster import Cluster
+from flux.opsim.gather import gather_processes
+from flux.opsim.machine import SimulatedFabric, SimulatedMachine
+from flux.opsim.parts import Log, Move, SimulatedCall
+from flux.opsim.scatter import scatter_processes
+from flux.plan.graph import paused_collector
+
+MOST_TILES = 200_000
+"""GEMM tiles of all ranks that one simulation runs; more take over a minute."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The outcome of one simulated call. All times begin when all ranks enter the call.
+
+    Attributes:
+        method: ``flux`` | ``medium`` | ``unfused``.
+        problem: op, sizes and world.
+        knobs: all fields set.
+        kernel: the kernel of the GEMM; None for unfused.
+        gemm_ms: time of the whole GEMM of one rank, alone.
+        comm_ms: time of the library's collective, alone.
+        ranks_ms: end of the call, by rank.
+        moves: transfers between ranks, in order of their end.
+        waves: tiles that the busiest block computes.
+        blocks: blocks (clusters of thread blocks) that run at once.
+    """
+
+    method: str
+    problem: Problem
+    knobs: Knobs
+    kernel: GemmConfig | None
+    gemm_ms: float
+    comm_ms: float
+    ranks_ms: tuple[float, ...]
+    moves: tuple[Move, ...] = ()
+    waves: int = 0
+    blocks: int = 0
+    _log: Log = field(default_factory=Log, repr=False, compare=False)
+
+    @property
+    def total_ms(self) -> float:
+        """Time of the call: the end of its last rank."""
+        return max(self.ranks_ms)
+
+    @property
+    def ect_ms(self) -> float:
+        """Effective communication time (Flux paper, section 2.3): beyond the whole GEMM."""
+        return self.total_ms - self.gemm_ms
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events of all ranks, as a trace of `flux trace op` has them."""
+        for rank, lane, kind, name, start, end, details in self._log.spans:
+            yield Event(rank, lane, kind, name, start, end - start, details)
+
+
+def kernel_for(problem: Problem, cluster: Cluster) -> GemmConfig:
+    """Return the kernel of the default set that the op would choose on this GPU.
+
+    Raises:
+        ValueError: there is no kernel for the dtype, or none supports the shape.
+    """
+    arch = "90a" if cluster.device.arch == "sm_90" else "80"
+    gemm = GemmProblem.of(problem)
+    short = DTYPES[problem.dtype].short
+    found = [
+        config
+        for config in config_set("default", [arch])
+        if (config.op, config.dtype) == (problem.op.kernel, short)
+        and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
+        and config.scaling in ("none", "tensor")
+        and is_legal(config, gemm)
+    ]
+    if not found:
+        n, k = problem.local
+        raise ValueError(
+            f"no kernel of the default set supports {problem.op.name} in {problem.dtype} with "
+            f"local N = {n}, K = {k} on {cluster.device.arch}"
+        )
+    costs = [cost(config, gemm, cluster.device.units) for config in found]
+    return found[best_of(found, costs)]
+
+
+def topology_of(problem: Problem, cluster: Cluster) -> Topology:
+    """Return the mesh of the ranks: hosts are filled one after the other.
+
+    Only on PCIe do NUMA domains matter, so only there are they part of the mesh.
+
+    Raises:
+        ValueError: the world does not fit the cluster, or its hosts have unequal numbers of ranks.
+    """
+    world, nodes = problem.world, problem.nodes
+    if world % nodes:
+        raise ValueError(f"{world} ranks cannot be divided evenly over {nodes} hosts")
+    lanes = world // nodes
+    if lanes > cluster.devices or nodes > cluster.hosts:
+        raise ValueError(
+            f"{cluster.name} has {cluster.hosts} hosts of {cluster.devices} devices, got {nodes} "
+            f"hosts of {lanes} ranks"
+        )
+    domains = cluster.numa_domains
+    if cluster.link.kind == "pcie" and lanes == cluster.devices and lanes % domains == 0:
+        return Topology(nodes, domains, lanes // domains)
+    return Topology(nodes, 1, lanes)
+
+
+def _check(problem: Problem, cluster: Cluster, gemm_ms: float | None) -> None:
+    if cluster.device.kind != "cuda":
+        raise ValueError(
+            f"the op simulator models GPUs, and the devices of {cluster.name} are of kind "
+            f"{cluster.device.kind}"
+        )
+    if problem.world > 1 and cluster.link.gbs <= 0:
+        raise ValueError(
+            f"{cluster.name} has no speed of its link, which {problem.world} ranks use"
+        )
+    if gemm_ms is not None and not 0 < gemm_ms < 1e9:
+        raise ValueError(f"the GEMM's time must be above 0 and below 1e9 ms, got {gemm_ms}")
+
+
+def _check_knobs(problem: Problem, knobs: Knobs) -> None:
+    if knobs.reduce == "in_flight":
+        raise ValueError("reduce = in_flight is not simulated")
+    if knobs.direction != "pull":
+        return
+    if problem.nodes > 1:
+        raise ValueError("direction = pull needs memory that peers can read, got several hosts")
+    if problem.op.reduces:
+        raise ValueError(f"the GPU kernel of {problem.op.name} stores partials itself: no pull")
+
+
+def unfused(problem: Problem, cluster: Cluster, gemm_ms: float | None = None) -> Simulated:
+    """Return the unfused path: the library's collective, and the GEMM after or before it.
+
+    Raises:
+        ValueError: as ``simulate``.
+    """
+    _check(problem, cluster, gemm_ms)
+    whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
+    comm = library_ms(problem, cluster)
+    log = Log()
+    parts = [(Kind.copy, problem.op.collective, comm), (Kind.gemm, "GEMM", whole)]
+    for rank in range(problem.world):
+        begin = 0.0
+        for kind, name, length in parts if problem.op.gathers else reversed(parts):
+            if length:
+                log.add(rank, "stream", kind, name, begin, begin + 1e3 * length)
+            begin += 1e3 * length
+    total = (whole + comm,) * problem.world
+    return Simulated("unfused", problem, Knobs(path="unfused"), None, whole, comm, total, _log=log)
+
+
+def simulate(
+    problem: Problem,
+    cluster: Cluster,
+    knobs: Knobs | None = None,
+    *,
+    kernel: GemmConfig | None = None,
+    gemm_ms: float | None = None,
+) -> Simulated:
+    """Run one call in virtual time. Pure: equal arguments, equal result.
+
+    Args:
+        problem: op and global sizes; ``nodes`` hosts are filled one after the other.
+        cluster: devices and links.
+        knobs: fixed fields; the heuristic of GPUs chooses the rest.
+        kernel: of the GEMM; by default ``kernel_for``.
+        gemm_ms: time of the whole GEMM of one rank, alone; by default the roofline of
+            flux/choice/cost.py.
+
+    Raises:
+        ValueError: the cluster has no GPUs or too few, no kernel supports the shape, the knobs are
+            illegal, the schedule has more than MOST_TILES tiles, or the path is not simulated.
+    """
+    knobs = knobs or Knobs()
+    if knobs.path == "unfused":
+        return unfused(problem, cluster, gemm_ms)
+    _check(problem, cluster, gemm_ms)
+    topology = topology_of(problem, cluster)
+    _check_knobs(problem, knobs)
+    kernel = kernel or kernel_for(problem, cluster)
+    full = resolved(problem, knobs, kernel)
+    _check_size(problem, full)
+    schedules = [_schedule(problem, topology, full, kernel, rank) for rank in range(problem.world)]
+    whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
+    busy = whole
+    if problem.world > 1:
+        busy += max(0.0, raster_ms(problem, cluster, kernel, full.raster or 1))
+        busy += UNHIDDEN * min(busy, _traffic_ms(problem, cluster))
+    size = kernel.cluster[0] * kernel.cluster[1]
+    tiles = max(len(schedule.visits) for schedule in schedules)
+    blocks = min(max(blocks_per_wave(kernel, cluster.device.units) // size, 1), tiles)
+    waves = ceil_div(tiles, blocks)
+    fabric = SimulatedFabric(cluster, topology.hosts)
+    routes = {
+        (src, dst): fabric.route(src, dst)
+        for src in range(problem.world)
+        for dst in range(problem.world)
+        if src != dst
+    }
+    call = SimulatedCall(
+        problem=problem,
+        cluster=cluster,
+        kernel=kernel,
+        schedules=schedules,
+        hosts=topology.hosts,
+        routes=routes,
+        blocks=blocks,
+        tile_us=1e3 * busy / waves,
+        machine=SimulatedMachine(fabric.capacity),
+    )
+    run = gather_processes if problem.op.gathers else scatter_processes
+    with paused_collector():
+        ends = run(call)
+        call.machine.run()
+    return Simulated(
+        method="medium" if full.path == "medium" else "flux",
+        problem=problem,
+        knobs=full,
+        kernel=kernel,
+        gemm_ms=whole,
+        comm_ms=library_ms(problem, cluster),
+        ranks_ms=tuple((end.flag.at_us or 0.0) * 1e-3 for end in ends),
+        moves=tuple(call.log.moves),
+        waves=waves,
+        blocks=blocks,
+        _log=call.log,
+    )
+
+
+def _traffic_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time that a rank's memory needs for transfers, beside the GEMM's own traffic.
+
+    AllGather: a rank receives W - 1 chunks, and sends as many. ReduceScatter: it receives the
+    partials of its rows from W - 1 ranks; those that it sends come from multiprocessors.
+    """
+    chunks = (problem.world - 1) * (2 if problem.op.gathers else 1)
+    return chunks * problem.chunk * problem.row_bytes / (cluster.device.memory_gbs * 1e6)
+
+
+def _check_size(problem: Problem, knobs: Knobs) -> None:
+    assert knobs.tile is not None
+    rows, columns = knobs.tile
+    tiles = problem.world * ceil_div(problem.m, rows) * ceil_div(problem.local[0], columns)
+    if tiles > MOST_TILES:
+        raise ValueError(
+            f"the ranks have {tiles} GEMM tiles of {rows} x {columns} together, and the simulator "
+            f"runs at most {MOST_TILES}; take smaller sizes"
+        )
+
+
+def _schedule(
+    problem: Problem, topology: Topology, knobs: Knobs, kernel: GemmConfig, rank: int
+) -> TileSchedule:
+    sizes = (problem.m, problem.n, problem.k)
+    return make_schedule(
+        problem.op.name,
+        sizes,
+        problem.world,
+        rank,
+        topology,
+        knobs,
+        itemsize=problem.itemsize,
+        cluster=ClusterTile.of([kernel]),
+    )
+
+
+def legal_knobs(
+    problem: Problem, cluster: Cluster, given: Knobs | None = None
+) -> list[tuple[Knobs, tuple[str, ...]]]:
+    """Return the knobs of every order and direction whose schedule differs from the others.
+
+    Args:
+        problem: op and sizes.
+        cluster: devices and links.
+        given: fields that are fixed, order and direction among them.
+
+    Returns:
+        Pairs of knobs and the names of the orders that make this schedule, the first included. In
+        GemmRS and GemmAR the kernel itself stores partials, and there is one direction: push.
+
+    Raises:
+        ValueError: as ``simulate``.
+    """
+    given = given or Knobs()
+    _check(problem, cluster, None)
+    _check_knobs(problem, given)
+    topology, kernel = topology_of(problem, cluster), kernel_for(problem, cluster)
+    pulls = problem.op.gathers and problem.nodes == 1
+    directions = [d.name for d in Direction] if pulls else ["push"]
+    found: dict[object, tuple[Knobs, list[str]]] = {}
+    for order in [given.order] if given.order else [o.name for o in Order]:
+        for direction in [given.direction] if given.direction else directions:
+            knobs = resolved(problem, replace(given, order=order, direction=direction), kernel)
+            _check_size(problem, knobs)
+            schedules = [
+                _schedule(problem, topology, knobs, kernel, rank)
+                for rank in sorted({0, problem.world - 1})
+            ]
+            identity: object = (
+                direction,
+                *((s.visits, s.transfers, s.results, s.homes) for s in schedules),
+            )
+            found.setdefault(identity, (knobs, []))[1].append(str(order))
+    return [(knobs, tuple(orders)) for knobs, orders in found.values()]
+
+
+def compare(
+    problem: Problem,
+    cluster: Cluster,
+    knobs: Sequence[Knobs],
+    gemm_ms: float | None = None,
+) -> list[Simulated]:
+    """Return the simulated calls with these knobs, the fastest first."""
+    runs = [simulate(problem, cluster, one, gemm_ms=gemm_ms) for one in knobs]
+    return sorted(runs, key=lambda one: one.total_ms)

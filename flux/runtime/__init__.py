@@ -1,0 +1,1 @@
+"""Training runtimes: Centauri, Domino and DHelix, and the executor of a planned step."""

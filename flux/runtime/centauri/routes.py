@@ -1,0 +1,252 @@
+"""AllGather of weights and ReduceScatter of gradients: between hosts, and inside them.
+
+AllGather of a unit's weights:
+
+    enter    all ranks meet, or, where ranks of a host share memory, these: they gather the same
+             unit, and it is free on all of them
+    across   each rank exchanges its shard with its twins on other hosts
+    within   ranks of a host exchange columns; or they meet again (where they share memory)
+
+ReduceScatter of gradients is within, across, and then AllReduce over the replicas if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh
+
+from flux.runtime.centauri.lanes import Done, Group, Lane
+from flux.runtime.centauri.memory import HostMemory
+
+
+def columns(mesh: torch.Tensor) -> list[list[int]]:
+    """Return the ranks that are twins on different hosts, of [replicas, hosts, ranks of a host]."""
+    return mesh.transpose(1, 2).flatten(0, 1).tolist()
+
+
+def rows(mesh: torch.Tensor) -> list[list[int]]:
+    """Return the ranks of each host."""
+    return mesh.flatten(0, 1).tolist()
+
+
+def replicas(mesh: torch.Tensor) -> list[list[int]]:
+    """Return the ranks that hold the same shard."""
+    return mesh.flatten(1).T.tolist()
+
+
+def shards(mesh: torch.Tensor) -> list[list[int]]:
+    """Return the ranks among which each replica is sharded."""
+    return mesh.flatten(1).tolist()
+
+
+def everyone(mesh: torch.Tensor) -> list[list[int]]:
+    """Return all ranks, as one part."""
+    return [mesh.flatten().tolist()]
+
+
+class Groups:
+    """Makes process groups of parts of meshes. Every call is collective for the world.
+
+    All ranks of the world make the groups of all meshes, in one order, as ``dist.new_group`` wants.
+
+    Args:
+        layouts: of all meshes: [replicas, hosts, ranks of a host].
+        timeout: of every wait.
+    """
+
+    def __init__(self, layouts: Sequence[torch.Tensor], timeout: timedelta) -> None:
+        self._layouts, self._timeout = layouts, timeout
+        self._made: list[dist.ProcessGroup] = []
+
+    def _new(
+        self, parts: Callable[[torch.Tensor], list[list[int]]], ways: int = 1, least: int = 1
+    ) -> list[dist.ProcessGroup]:
+        """Make ``ways`` groups of each part with at least ``least`` ranks; return this rank's."""
+        mine: list[dist.ProcessGroup] = []
+        for ranks in (r for layout in self._layouts for r in parts(layout) if len(r) >= least):
+            made = [dist.new_group(ranks, self._timeout) for _ in range(ways)]
+            mine = made if dist.get_rank() in ranks else mine
+        return mine
+
+    def lane(self, parts: Callable[[torch.Tensor], list[list[int]]]) -> Group:
+        """Return the group of a lane, of the part that this rank is in."""
+        ways = 2 if dist.get_backend() == "gloo" else 1
+        mine = self._new(parts, ways, least=2)
+        self._made += mine
+        return Group(mine[0] if mine else None, self._timeout, mine[1] if len(mine) > 1 else None)
+
+    def device_mesh(self, layout: torch.Tensor, device_type: str, replicate: bool) -> DeviceMesh:
+        """Return the mesh of the shards: of one dimension, or of two with replicas in front.
+
+        Its groups stay after ``close``: optimizers and checkpoints of the shards use them.
+        """
+        whole = layout.numel() == dist.get_world_size() and len(layout) == 1
+        world: Any = dist.group.WORLD
+        group = world if whole else self._new(shards)[0]
+        if not replicate:
+            return DeviceMesh.from_group(group, device_type)
+        (twins,) = self._new(replicas)
+        names = ("replicas", "shards")
+        return DeviceMesh.from_group(
+            [twins, group], device_type, layout.flatten(1), mesh_dim_names=names
+        )
+
+    def close(self) -> None:
+        """Destroy the groups of lanes."""
+        made, self._made = self._made, []
+        for group in made:
+            dist.destroy_process_group(group)
+
+
+class Routes:
+    """The groups and lanes of AllGather and ReduceScatter, made once. Construction is collective.
+
+    Gathers and reductions have lanes of their own, so neither waits behind the other.
+
+    Args:
+        mesh: [replicas, hosts, ranks of a host]: global ranks.
+        gather_lanes: between hosts, and inside.
+        scatter_lanes: between hosts, and inside.
+        groups: makes the groups.
+        on_cuda: whether tensors are on GPUs.
+
+    Attributes:
+        memory: what the ranks of a host share; None: nothing.
+        order: what was begun, as (collective, label), while it is recorded; else None.
+    """
+
+    def __init__(
+        self,
+        mesh: torch.Tensor,
+        gather_lanes: tuple[Lane, Lane],
+        scatter_lanes: tuple[Lane, Lane],
+        groups: Groups,
+        on_cuda: bool,
+    ) -> None:
+        self.on_cuda = on_cuda
+        _, hosts, size = mesh.shape
+        rank = dist.get_rank()
+        found = (mesh == rank).nonzero()[0].tolist()
+        self.host, self.place = int(found[1]), int(found[2])
+        self.rank, self.world = self.host * size + self.place, hosts * size
+        self.gather_lanes, self.scatter_lanes = gather_lanes, scatter_lanes
+        # Sub-groups of gathers and of reductions: calls of two lanes must not meet.
+        self.inter, self.inter_sum = groups.lane(columns), groups.lane(columns)
+        self.intra, self.intra_sum = groups.lane(rows), groups.lane(rows)
+        self.entered = groups.lane(rows)
+        self.everyone = groups.lane(everyone)
+        self.copies = groups.lane(replicas)
+        self.memory: HostMemory | None = None
+        self.order: list[tuple[str, str]] | None = None
+
+    def agree(self, what: str, values: torch.Tensor) -> torch.Tensor:
+        """Return which values differ between ranks of the mesh. All ranks call it, and wait.
+
+        Raises:
+            PeerTimeoutError: a rank has not called it in time.
+        """
+        differing: list[torch.Tensor] = []
+        task = lambda: differing.append(self.everyone.differing(values))  # noqa: E731
+        self.gather_lanes[0].submit(f"agreement on {what}", task).wait()
+        return differing[0]
+
+    def enter(self, number: int, label: str) -> None:
+        """Let gathers that follow begin when all ranks have freed the unit and ask for it.
+
+        Where ranks ask for different units, their gathers fail: each would take the other's bytes
+        for its own.
+        """
+        if self.on_cuda:  # the host would wait for the stream
+            return
+
+        # Weights that a host shares stay until the next call, and are gathered once in each.
+        group = self.everyone if self.memory is None else self.entered
+
+        def same() -> None:
+            if group.differing(torch.tensor([number])).any():
+                raise ValueError(
+                    "other ranks gather another unit now. One that runs again after it was freed, "
+                    "on some ranks only, needs RuntimePlan(reshard_after_forward=False)"
+                )
+
+        self.gather_lanes[0].submit(f"AllGather of {label}", same)
+
+    def gather(
+        self, label: str, every: torch.Tensor, own: Sequence[torch.Tensor], rooms: Sequence[int]
+    ) -> Done:
+        """Begin an AllGather in place: between hosts, then inside.
+
+        Args:
+            label: for errors.
+            every: [ranks, share], where it goes.
+            own: this rank's shards.
+            rooms: elements of each there, one behind the other; the last ranks fill fewer.
+        """
+        grid = every.view(self.inter.size, self.intra.size, -1)
+        hosts, inside = range(self.inter.size), range(self.intra.size)
+        own_column = [[grid[h, self.place]] for h in hosts]
+        columns = [[grid[h, j] for h in hosts] for j in inside]
+        across, within = self.gather_lanes
+        what = self._noted("AllGather", label)
+
+        def between() -> None:
+            begin = 0
+            for shard, room in zip(own, rooms, strict=True):
+                every[self.rank, begin : begin + shard.numel()].copy_(shard.reshape(-1))
+                begin += room
+            self.inter.gather(own_column)
+
+        first = across.submit(what, between)
+        if self.intra.size == 1:
+            return first
+        if self.memory is not None:
+            return within.submit(what, self.intra.meet, [first])
+        return within.submit(what, lambda: self.intra.gather(columns), [first])
+
+    def scatter(self, label: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
+        """Begin a ReduceScatter: inside, then between hosts; the mean will be in the list.
+
+        Args:
+            label: for errors.
+            parts: [ranks, share].
+        """
+        return self._scatter(self._noted("ReduceScatter", label), parts)
+
+    def average(self, what: str, values: torch.Tensor) -> torch.Tensor:
+        """Return the means of values over all ranks, when the reductions before have ended."""
+        done, sums = self._scatter(what, values.expand(self.world, -1).contiguous())
+        done.wait()
+        return sums[0].cpu()
+
+    def _scatter(self, what: str, parts: torch.Tensor) -> tuple[Done, list[torch.Tensor]]:
+        grid = parts.view(self.inter.size, self.intra.size, -1)
+        scale = 1.0 / (self.world * self.copies.size)
+        sums: list[torch.Tensor] = []
+        across, within = self.scatter_lanes
+
+        def inside() -> None:
+            if self.memory is not None:
+                sums.append(self.memory.sum_columns(grid, self.intra_sum.meet))
+            elif self.intra.size == 1:
+                sums.append(grid[:, 0])
+            else:
+                permuted = grid.transpose(0, 1).contiguous()  # for each rank of this host
+                sums.append(self.intra_sum.sum_parts(permuted))
+
+        def between() -> None:
+            total = self.inter_sum.sum_parts(sums.pop(), scale)
+            self.copies.add_up(total)
+            sums.append(total)
+
+        first = within.submit(what, inside)
+        return across.submit(what, between, [first]), sums
+
+    def _noted(self, kind: str, label: str) -> str:
+        if self.order is not None:
+            self.order.append((kind, label))
+        return f"{kind} of {label}"

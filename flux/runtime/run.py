@@ -1,0 +1,238 @@
+"""Profile a step's operators on ranks, predict each policy, and run it: `flux plan run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from flux.bench.config import Run
+from flux.launch.hosts import parse_rate
+from flux.launch.progress import Progress
+from flux.machine.cluster import Cluster, NetworkSpec, load_cluster
+from flux.plan.build import build_step
+from flux.plan.cost import AnalyticCost, CostModel
+from flux.plan.fabric import Fabric
+from flux.plan.graph import FUSED, Graph
+from flux.plan.model import TrainingStep
+from flux.plan.policies import Policies, label_of, planned, policy_of
+from flux.plan.policies.fuse import fusable
+from flux.plan.schedule import StepSchedule
+from flux.plan.simulate import Timeline, simulate
+from flux.runtime.execute import Executor, OperatorWork, coordinates, measured
+from flux.runtime.profile import Profile, ProfiledCost, Profiler, key_of, layer_pairs
+
+ROUNDS = 4
+"""In which policies choose, and what they chose is measured."""
+
+
+@dataclass(frozen=True)
+class PlanRun(Run):
+    """The complete configuration of one run of `flux plan run` or `flux plan profile`.
+
+    Attributes:
+        step: what is run.
+        policies: that are compared; none: only the profile is measured.
+        profile: of the operators, if it was measured before.
+        pairs: measure forward operators beside backward ones, too: what DHelix searches with.
+    """
+
+    step: TrainingStep
+    policies: Policies = ()
+    pairs: bool = False
+    profile: Profile | None = field(default=None, repr=False)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.step.parallel.world
+
+    @property
+    def cluster(self) -> Cluster:
+        """The hosts that the ranks are on: CPUs, and links of the given rate."""
+        cpu = load_cluster("cpu")
+        hosts = self.host_of
+        network = cpu.network
+        if self.link_rate is not None:
+            network = NetworkSpec(
+                "ethernet", 1, parse_rate(self.link_rate) / 1e9, network.latency_us
+            )
+        per_host = max(map(hosts.count, hosts))
+        return replace(cpu, devices=per_host, hosts=len(set(hosts)), network=network)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a policy did.
+
+    Attributes:
+        label: name and options.
+        predicted: the simulator's timeline, from the profile.
+        run: the timeline of the run with the median time.
+        times_ms: of every repeat, on the slowest rank.
+    """
+
+    label: str
+    predicted: Timeline
+    run: Timeline
+    times_ms: tuple[float, ...]
+
+
+def schedules_of(config: PlanRun, profile: Profile | None = None) -> dict[str, StepSchedule]:
+    """Return the schedule of each policy, by label.
+
+    Args:
+        config: step and policies.
+        profile: what policies decide by; of what it does not have, and without one, the data sheet
+            of the cluster.
+
+    Raises:
+        ValueError: a policy cannot be used for this step.
+    """
+    fabric = Fabric(config.cluster, config.step.parallel)
+    graph = build_step(config.step, fabric)
+    cost: CostModel = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
+    if profile is not None:
+        cost = ProfiledCost(profile, cost)
+    found = {}
+    for name, options in config.policies:
+        policy = policy_of(name, options)
+        schedule = planned(policy, graph, fabric, cost)
+        found[label_of(name, options, policy)] = schedule
+    return found
+
+
+def predictions(profile: Profile, schedules: Mapping[str, StepSchedule]) -> dict[str, Timeline]:
+    """Return what a profile predicts for each schedule, by label.
+
+    Raises:
+        ValueError: the profile does not have an operator of them.
+    """
+    cost = ProfiledCost(profile)
+    return {label: simulate(schedule, cost) for label, schedule in schedules.items()}
+
+
+def memory_of(config: PlanRun, schedules: Mapping[str, StepSchedule]) -> int:
+    """Return the bytes that the ranks need at least to run the schedules: of GEMMs and collectives.
+
+    Operators of one shape share their tensors, as in ``execute.Work``.
+    """
+    sizes: dict[tuple[object, ...], int] = {}
+    for schedule in schedules.values():
+        for op in schedule.graph.ops:
+            if op.kind in ("gemm", *FUSED):
+                m, n, k = op.shape
+                sizes[op.stage, "b", n, k] = n * k
+                if op.kind == "gemm":
+                    sizes[op.stage, "a", m, k] = m * k
+            elif op.is_collective:
+                count = op.shape[0] * op.shape[1]
+                sizes[op.stage, "whole", count] = count
+    ranks = config.ranks // config.step.parallel.pp
+    return ranks * config.step.itemsize * sum(sizes.values())
+
+
+def _graphs_to_profile(config: PlanRun) -> list[Graph]:
+    """Return graphs with every operator that a policy may use."""
+    fabric = Fabric(config.cluster, config.step.parallel)
+    graph = build_step(config.step, fabric)
+    cost = AnalyticCost(fabric, config.step.dtype, config.step.itemsize)
+    graphs = []
+    for name, options in config.policies:
+        choices = [options]
+        if options.get("fused") == "auto":
+            choices = [{**options, "fused": kind} for kind in ("none", *sorted(fusable(graph)))]
+        graphs += [planned(policy_of(name, one), graph, fabric, cost).graph for one in choices]
+    return graphs or [graph]
+
+
+def run_entry(job: tuple[PlanRun, Any], rank: int, progress: Progress) -> tuple[Profile, list[Ran]]:
+    """Run one rank of `flux plan run`, as an entry of flux.bench.launch.on_ranks."""
+    config, only_profile = job
+    work = OperatorWork(config.step.dtype, config.seed, config.timeout_s)
+    with closing(work):
+        return _run(config, only_profile, work, progress)
+
+
+def _run(
+    config: PlanRun, only_profile: bool, work: OperatorWork, progress: Progress
+) -> tuple[Profile, list[Ran]]:
+    if config.profile is not None:
+        profile, schedules = config.profile, schedules_of(config, config.profile)
+    else:
+        place = {
+            "hosts": config.hosts,
+            "link_rate": config.link_rate,
+            "threads": config.threads,
+            "dtype": config.step.dtype,
+        }
+        graphs = _graphs_to_profile(config)
+        profiler = Profiler(config.step.parallel, work, max(3, config.repeats), place)
+        profile = profiler.measure(
+            graphs,
+            partial(progress, "profile"),
+            layer_pairs(graphs[0]) if config.pairs else (),
+        )
+        profile, schedules = _chosen(config, profiler, profile, progress)
+    if only_profile:
+        return profile, []
+    predicted = predictions(profile, schedules)
+    executors = {
+        label: Executor(schedule, config.step.parallel, work, config.timeout_s)
+        for label, schedule in schedules.items()
+    }
+    found: dict[str, list[tuple[float, dict[int, tuple[float, float]]]]] = {
+        label: [] for label in executors
+    }
+    rounds = config.warmup + config.repeats
+    for index in range(rounds):
+        for label, executor in executors.items():  # interleaved: drift meets all alike
+            times = executor.run()
+            if index >= config.warmup:
+                found[label].append((max(end for _, end in times.values()), times))
+        progress("steps", index + 1, rounds)
+    return profile, [
+        _gathered(label, predicted[label], config, runs) for label, runs in found.items()
+    ]
+
+
+def _chosen(
+    config: PlanRun, profiler: Profiler, profile: Profile, progress: Progress
+) -> tuple[Profile, dict[str, StepSchedule]]:
+    """Return the schedules that policies choose by a profile, which has all of their operators.
+
+    A choice may have operators that were not measured. So these are measured, and policies choose
+    again; after ROUNDS the choice stays. Collective: all ranks have the same profile, and choose
+    alike.
+    """
+    for _ in range(ROUNDS):
+        schedules = schedules_of(config, profile)
+        graphs = [schedule.graph for schedule in schedules.values()]
+        if {key_of(op) for graph in graphs for op in graph.ops} <= set(profile.solo):
+            break
+        profile = profiler.measure(graphs, partial(progress, "profile"), known=profile)
+    return profile, schedules
+
+
+def _gathered(
+    label: str,
+    predicted: Timeline,
+    config: PlanRun,
+    runs: list[tuple[float, dict[int, tuple[float, float]]]],
+) -> Ran:
+    """Return what all ranks did; of a stage, the timeline is that of its first rank. Collective."""
+    everywhere: list[Any] = [None] * config.ranks
+    dist.all_gather_object(everywhere, runs)
+    slowest = [max(of[index][0] for of in everywhere) for index in range(len(runs))]
+    median = sorted(range(len(runs)), key=lambda index: slowest[index])[len(runs) // 2]
+    times: dict[int, tuple[float, float]] = {}
+    for rank in range(config.ranks):
+        at = coordinates(config.step.parallel, rank)
+        if at["tp"] == at["cp"] == at["dp"] == 0:
+            times |= everywhere[rank][median][1]
+    run = measured(predicted.schedule, times, predicted.solo)
+    return Ran(label, predicted, run, tuple(slowest))
