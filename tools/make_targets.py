@@ -46,9 +46,11 @@ def copy_tree(into: Path) -> None:
 def provide(folder: Path, *names: str) -> None:
     """Make commands that run this file under their names."""
     for name in names:
-        path = folder / name
-        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" --as {name} "$@"\n')
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        # Renamed into place: another step may be running the command, whose file cannot be written.
+        fresh = folder / f".{name}-{os.getpid()}"
+        fresh.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" --as {name} "$@"\n')
+        fresh.chmod(fresh.stat().st_mode | stat.S_IXUSR)
+        fresh.replace(folder / name)
 
 
 def main(chosen: Sequence[str]) -> int:
