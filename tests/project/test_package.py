@@ -117,7 +117,7 @@ def test_a_call_passes_through_the_files_that_the_docs_name(
 ) -> None:
     text = ROOT.joinpath("docs/contribute/architecture.md").read_text(encoding="utf-8")
     section = text.split("## Following one call")[1].split("\n## ")[0]
-    named = set(re.findall(r"\]\(\.\./(flux/[a-z_/]+\.py)\)", section))
+    named = set(re.findall(r"\]\(\.\./\.\./(flux/[a-z_/]+\.py)\)", section))
     named = {path.replace("ag_gemm.py", file) for path in named}
     first, second = run_ranks(2, _functions_of_calls, name)[0]
     assert {path for path, _ in first} == named
