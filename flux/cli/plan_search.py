@@ -47,7 +47,7 @@ def search_command(
     sequence: Sequence = None,
     beam: Annotated[
         int, typer.Option(help="Layouts on which all policies are tried: more take longer.")
-    ] = 16,
+    ] = 12,
     top: Annotated[int, typer.Option(help="Plans to print.")] = 10,
     trace: TraceFile = None,
     picture: PictureFile = None,

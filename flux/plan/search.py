@@ -92,7 +92,7 @@ class Query:
     sequence: int
     memory_gb: float
     policies: Policies
-    beam: int = 16
+    beam: int = 12
 
     def __post_init__(self) -> None:
         for name in ("gpus", "batch", "sequence", "beam"):
@@ -143,7 +143,7 @@ class SearchedPlan(Figures):
         """Return the timeline of a few layers and micro-batches, as a picture can show them."""
         stages = self.step.parallel.pp
         count = min(self.step.micro_batches, 2 * stages)
-        layers = few_layers(self.step) * stages
+        layers = few_layers(self.step, total=1) * stages
         return self._timeline(cluster, replace(self.step, layers=layers, micro_batches=count))
 
     def _timeline(self, cluster: Cluster, step: TrainingStep) -> Timeline:
