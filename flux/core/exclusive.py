@@ -21,7 +21,7 @@ class Exclusive:
 
     A function enters like this::
 
-        inside = Entry()  # under this name, and referred to by nothing else
+        inside = Admission()  # under this name, and referred to by nothing else
         if exclusive.enter(inside):
             try:
                 ...

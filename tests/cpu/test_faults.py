@@ -26,6 +26,9 @@ import torch.distributed as dist
 
 import flux
 from flux import AGGemm, GemmRS, Knobs, PeerDiedError, PeerTimeoutError
+from flux.backends.unfused import UnfusedBackend
+from flux.core.knobs import Op
+from flux.core.spec import OpSpec
 from harness import (
     BUSY,
     fresh_ranks,
@@ -529,6 +532,24 @@ def test_too_much_shared_memory_raises_on_all_ranks() -> None:
             assert re.search(r"AGGemm: rank 0 cannot allocate 10995\d+ bytes \(1024.0 GiB\)", text)
             assert "3 ranks of its host need 3072.0 GiB" in text
             assert took < 5 * BUSY
+
+
+class Awaited:
+    """Work of a collective that notes which threads wait for it."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def wait(self, timeout: object) -> None:
+        self.threads.append(threading.current_thread())
+
+
+def test_the_calling_thread_waits_for_collectives_of_gpus() -> None:
+    """Such a wait is of the thread's current stream; GPU backends watch no peers by it."""
+    spec = OpSpec(Op.gemm_ar, 8, (8,), 8, torch.float32, False, "sum")
+    backend, work = UnfusedBackend(spec, None, 0, 2, 1.0), Awaited()
+    backend._wait(work)  # type: ignore[arg-type]
+    assert work.threads == [threading.current_thread()]
 
 
 CLONE_FS, CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x200, 0x20000, 0x4000, 0x40000
