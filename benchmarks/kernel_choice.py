@@ -21,7 +21,6 @@ from typing import Any
 from common import markdown, sizes, unbroken
 
 from flux.bench.shapes import load_shapes
-from flux.choice.cost import resolved
 from flux.core.datafile import data_root
 from flux.core.dtypes import DTYPES
 from flux.core.knobs import Knobs, Op
@@ -30,6 +29,7 @@ from flux.kernels import choice, cost, nvidia_heuristics
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.sets import config_set
+from flux.select.cost import resolved
 
 WORLD = 8
 SMS = 132

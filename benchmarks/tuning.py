@@ -39,10 +39,6 @@ from common import RESULTS, ROOT, markdown, milliseconds, sizes
 
 from flux.bench.metrics import bootstrap
 from flux.bench.shapes import load_shapes
-from flux.choice.cache import Cache
-from flux.choice.choose import key_of
-from flux.choice.keys import Key
-from flux.choice.winners import Winner
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.launch.spawn import run_ranks
@@ -50,6 +46,10 @@ from flux.launch.supervisors import Spawned
 from flux.machine import host
 from flux.machine.cluster import world_shape
 from flux.machine.detection import detect
+from flux.select.cache import Cache
+from flux.select.choose import key_of
+from flux.select.keys import Key
+from flux.select.winners import Winner
 from flux.tune.halving import Halving, median_ms
 from flux.tune.journal import Journal
 from flux.tune.machine import survey

@@ -10,7 +10,7 @@ from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 
 if TYPE_CHECKING:
-    from flux.choice.choose import Choice
+    from flux.select.choose import Choice
     from flux.transport.base import DeviceTransport
     from flux.transport.exchange import Exchange
 

@@ -28,7 +28,6 @@ from rich.text import Text
 
 import flux
 from flux import _C
-from flux.choice.cache import default_caches
 from flux.cli.doctor_ranks import verdicts
 from flux.cli.terminal import printable
 from flux.core import env
@@ -38,6 +37,7 @@ from flux.kernels.registry import Registry, cache_root, default_roots
 from flux.machine import host, toolchain
 from flux.machine.cluster import Cluster, load_cluster, shipped_clusters, world_shape
 from flux.machine.detection import detect
+from flux.select.cache import default_caches
 from flux.transport import shm
 from flux.transport.placement import RankPlace
 

@@ -325,9 +325,9 @@ def _tune(
 ) -> None:
     from filelock import Timeout
 
-    from flux.choice.cache import Cache, cache_root
     from flux.cli.tune_progress import observer
     from flux.launch.supervisors import Joined, Spawned
+    from flux.select.cache import Cache, cache_root
     from flux.tune.machine import survey
     from flux.tune.space import space_for
     from flux.tune.tuner import Tuner, make_search

@@ -22,7 +22,7 @@ def show(
     from rich import box
     from rich.table import Table
 
-    from flux.choice.cache import default_caches
+    from flux.select.cache import default_caches
 
     caches = default_caches()
     entries = [(cache, entry) for cache in caches for entry in cache.entries()]
@@ -54,7 +54,7 @@ def export(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; - is stdout.")],
 ) -> None:
     """Write all winners of this cache into one file, for `flux tune import` elsewhere."""
-    from flux.choice.cache import Cache, cache_root
+    from flux.select.cache import Cache, cache_root
 
     entries = [entry.as_dict() for entry in Cache(cache_root()).entries()]
     text = json.dumps({"flux_winners": 1, "entries": entries}, indent=1) + "\n"
@@ -74,7 +74,7 @@ def import_winners(
     """Add winners of a file to this cache. Of two for the same shape, the newer one stays."""
     from filelock import Timeout
 
-    from flux.choice.cache import Cache, cache_root, read_export
+    from flux.select.cache import Cache, cache_root, read_export
 
     try:
         entries = read_export(source)  # everything is checked before anything is stored
@@ -101,7 +101,7 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Delete without confirmation.")] = False,
 ) -> None:
     """Delete winners, and interrupted runs. Winners shipped with flux stay."""
-    from flux.choice.cache import Cache, cache_root
+    from flux.select.cache import Cache, cache_root
 
     cache = Cache(cache_root())
     chosen = [

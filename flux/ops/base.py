@@ -17,8 +17,6 @@ from typing_extensions import Self
 from flux import _C
 from flux.backends import make_cpu_backend, make_cuda_backend
 from flux.backends.unfused import UnfusedBackend
-from flux.choice import choose as choice
-from flux.choice.choose import Choice, Fixed
 from flux.core.backend import NO_HOOKS, Backend, OverlapHooks
 from flux.core.call import CallChecker
 from flux.core.env import CHECK, KERNEL_CHOICE, VARIABLES
@@ -43,6 +41,8 @@ from flux.ops.executor import (
     who_shares_memory,
 )
 from flux.ops.transforms import call, no_forward_mode
+from flux.select import choose as choice
+from flux.select.choose import Choice, Fixed
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank

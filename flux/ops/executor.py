@@ -159,7 +159,7 @@ def resolve_knobs(label: str, tuning: str | Knobs) -> Knobs:
         return tuning
     if tuning not in ("cache", "off"):
         raise ValueError(f"{label}: tuning must be 'cache', 'off' or flux.Knobs, got {tuning!r}")
-    return Knobs()  # what "cache" means is found out once all ranks agree: flux/choice/choose.py
+    return Knobs()  # what "cache" means is found out once all ranks agree: flux/select/choose.py
 
 
 def resolve_topology(label: str, topology: Topology | None, hosts: Sequence[str]) -> Topology:

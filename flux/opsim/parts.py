@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flux.choice.cost import SIGNAL_US
 from flux.core.events import Kind
 from flux.core.problem import Problem
 from flux.core.recorder import COPY_STREAM_LANE, NETWORK_STREAM_LANE, STREAM_LANE
@@ -19,6 +18,7 @@ from flux.core.schedule import TileSchedule
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
 from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
+from flux.select.cost import SIGNAL_US
 
 COPY_SHARE = 0.84
 """Share of a link's nominal speed that copy engines reach. They send 256 bytes with each header:

@@ -22,8 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from flux.choice.cost import gemm_ms as modelled_gemm_ms
-from flux.choice.cost import library_ms, raster_ms, resolved
 from flux.core.dtypes import DTYPES
 from flux.core.events import Event, Kind
 from flux.core.heuristic_cuda import ClusterTile
@@ -43,6 +41,8 @@ from flux.opsim.machine import SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import Log, Move, SimulatedCall
 from flux.opsim.scatter import scatter_processes
 from flux.plan.graph import paused_collector
+from flux.select.cost import gemm_ms as modelled_gemm_ms
+from flux.select.cost import library_ms, raster_ms, resolved
 
 MOST_TILES = 200_000
 """GEMM tiles of all ranks that one simulation runs; more take over a minute."""
@@ -205,7 +205,7 @@ def simulate(
         knobs: fixed fields; the heuristic of GPUs chooses the rest.
         kernel: of the GEMM; by default ``kernel_for``.
         gemm_ms: time of the whole GEMM of one rank, alone; by default the roofline of
-            flux/choice/cost.py.
+            flux/select/cost.py.
 
     Raises:
         ValueError: the cluster has no GPUs or too few, no kernel supports the shape, the knobs are

@@ -6,9 +6,9 @@ Analytic times:
                  last wave of tiles counts as a full one
     attention    operations at a lower share; causal, so half of the pairs
     others       bytes / memory bandwidth
-    fused ops    the GEMM, and what flux/choice/cost.py says that its communication adds to it
+    fused ops    the GEMM, and what flux/select/cost.py says that its communication adds to it
     all of them  and the time to launch one
-    collectives  alpha-beta; AllGather, ReduceScatter and AllReduce by flux/choice/cost.py, which
+    collectives  alpha-beta; AllGather, ReduceScatter and AllReduce by flux/select/cost.py, which
                  rates the fused ops too, so that the two are compared by one model
 
 Two operators on one device at a time progress at a rate of 1 / (2 - OEF) each. OEF is 1 if the
@@ -24,7 +24,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flux.choice.cost import (
+from flux.core.integers import ceil_div
+from flux.core.knobs import Op as FusedOp
+from flux.core.problem import Problem
+from flux.plan.fabric import Fabric, GroupSpan
+from flux.plan.graph import FUSED, Operator
+from flux.select.cost import (
     GEMM_SHARE,
     LIBRARY_SHARE,
     choose,
@@ -32,11 +37,6 @@ from flux.choice.cost import (
     library_ms,
     predict,
 )
-from flux.core.integers import ceil_div
-from flux.core.knobs import Op as FusedOp
-from flux.core.problem import Problem
-from flux.plan.fabric import Fabric, GroupSpan
-from flux.plan.graph import FUSED, Operator
 
 ATTENTION_SHARE = {"cuda": 0.5, "cpu": 0.6}
 """Share of the peak that attention reaches. FlashAttention-2 reaches 50 to 73% on an A100, the
@@ -85,7 +85,7 @@ class AnalyticCost:
         fabric: cluster and placement of the ranks.
         dtype: of the operators.
         itemsize: bytes of an element.
-        start_us: time to start a collective; None: the library's (flux/choice/cost.py).
+        start_us: time to start a collective; None: the library's (flux/select/cost.py).
     """
 
     fabric: Fabric

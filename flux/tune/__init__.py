@@ -1,6 +1,6 @@
 """Find the fastest knobs, path and kernel for a shape by measuring, and cache them.
 
-choice of an op          flux/choice: choose.py -> cache.py (winners on disk), winners.py, keys.py
+choice of an op          flux/select: choose.py -> cache.py (winners on disk), winners.py, keys.py
                                                -> cost.py  (the model, without tuning)
 `flux tune`              flux/cli/tune.py -> tuner.py -> journal.py, halving.py (survivors)
                          -> worker.py on every rank, with flux.bench's rounds and checks

@@ -14,12 +14,12 @@ import torch
 
 from flux.bench.config import ONE_GPU
 from flux.bench.places import gpu
-from flux.choice.choose import group_parts
 from flux.launch.spawn import end_with_parent, forkserver
 from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster, world_shape
 from flux.machine.detection import detect
 from flux.ops.executor import TRANSPORTS, who_shares_memory
+from flux.select.choose import group_parts
 from flux.transport.placement import RankPlace, place_here
 
 LOOKING_S = 180.0

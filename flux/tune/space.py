@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from flux import _C
-from flux.choice.cost import predict, resolved
 from flux.core.datafile import MOST_SIZE, Table, find, shown
 from flux.core.dtypes import DTYPES
 from flux.core.integers import ceil_div
@@ -29,6 +28,7 @@ from flux.kernels import cost as kernel_model
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, reason_unsupported
 from flux.machine.cluster import Cluster
+from flux.select.cost import predict, resolved
 
 ALWAYS = ("unfused", "medium", "default")
 """Candidates that are always measured, so that the winner is never slower than not fusing."""

@@ -20,11 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench.config import BenchConfig
-from flux.choice.cache import Cache
-from flux.choice.choose import key_of
-from flux.choice.cost import gemm_ms
-from flux.choice.keys import Key, versions
-from flux.choice.winners import MOST_MS, Winner
 from flux.core.datafile import one_line, shown
 from flux.core.problem import Problem
 from flux.core.spec import OpSpec
@@ -32,6 +27,11 @@ from flux.core.topology import Topology
 from flux.kernels.registry import cache_root
 from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster
+from flux.select.cache import Cache
+from flux.select.choose import key_of
+from flux.select.cost import gemm_ms
+from flux.select.keys import Key, versions
+from flux.select.winners import MOST_MS, Winner
 from flux.tune import kernels
 from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal

@@ -34,9 +34,9 @@ from flux.bench.places.cpu import CpuRanks
 from flux.bench.reference import Verdict
 from flux.bench.rounds import Rounds
 from flux.bench.timing import quiet_collector
-from flux.choice.choose import Fixed
 from flux.core.problem import Problem
 from flux.launch.torchrun import all_gather
+from flux.select.choose import Fixed
 from flux.tune.halving import Halving, HalvingStep
 from flux.tune.space import Candidate
 

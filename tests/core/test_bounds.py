@@ -16,15 +16,15 @@ import torch
 
 from flux import _C, Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.layout import SegmentLayout
-from flux.choice.choose import Choice, Fixed, Tuned, _one_kernel, modelled
-from flux.choice.keys import Key
-from flux.choice.winners import Entry, Winner, tile_count
 from flux.core.heuristic import resolve
 from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
 from flux.core.knobs import Direction, Op, Order, check_legal
 from flux.core.layout import Layout
 from flux.core.spec import FP8, OpSpec
 from flux.machine.cluster import load_cluster
+from flux.select.choose import Choice, Fixed, Tuned, _one_kernel, modelled
+from flux.select.keys import Key
+from flux.select.winners import Entry, Winner, tile_count
 from harness import STRESS
 
 MAX_M = 1 << 24

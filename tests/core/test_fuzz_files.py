@@ -16,9 +16,6 @@ from typer.testing import CliRunner
 import fuzz_files
 from flux.bench import page, results
 from flux.bench.shapes import load_shapes
-from flux.choice.cache import Cache
-from flux.choice.keys import Key
-from flux.choice.winners import DamagedEntryError, Entry, checksum
 from flux.cli import suite_view
 from flux.cli.app import app
 from flux.core import datafile
@@ -26,6 +23,9 @@ from flux.core.knobs import Knobs
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import load_cluster
 from flux.machine.detection import System
+from flux.select.cache import Cache
+from flux.select.keys import Key
+from flux.select.winners import DamagedEntryError, Entry, checksum
 from flux.tune.journal import Journal
 from flux.tune.space import load_space
 from fuzz_files import KEY, Kind, fuzz, kinds, outcome, place

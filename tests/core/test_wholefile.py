@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flux.choice.cache import Cache
 from flux.core.wholefile import write_whole
 from flux.kernels import build
 from flux.kernels.children import Children
+from flux.select.cache import Cache
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ import torch
 from typer.testing import CliRunner
 
 import flux
-from flux.choice.cache import Cache
-from flux.choice.keys import Key
-from flux.choice.winners import Winner
 from flux.cli import doctor
 from flux.cli.app import app
 from flux.cli.doctor_ranks import between, places_of_all
 from flux.core import env
 from flux.core.knobs import Knobs
 from flux.machine import host, toolchain
+from flux.select.cache import Cache
+from flux.select.keys import Key
+from flux.select.winners import Winner
 from flux.transport.placement import RankPlace
 from harness import nothing_left_in_shared_memory, run_ranks
 

@@ -8,10 +8,10 @@ from typing import Any
 import op_simulator as published
 import pytest
 
-from flux.choice.cost import gemm_ms, library_ms
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.machine.cluster import load_cluster
+from flux.select.cost import gemm_ms, library_ms
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flux.choice.cost import gemm_ms, library_ms
 from flux.cli.app import app
 from flux.core.events import Kind
 from flux.core.knobs import Knobs, Op
@@ -22,6 +21,7 @@ from flux.opsim import report as op_report
 from flux.opsim.machine import DUPLEX_SHARE, Route, SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import COPY_SHARE, LAUNCH_US, NETWORK_SHARE, RAISE_US, STORE_SHARE
 from flux.opsim.simulator import MOST_TILES, Simulated, legal_knobs, simulate, unfused
+from flux.select.cost import gemm_ms, library_ms
 from flux.trace.chrome import read_chrome
 
 H800 = load_cluster("flux-h800")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from flux.bench.shapes import Layer, Moe
-from flux.choice.cost import library_ms
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
@@ -19,6 +18,7 @@ from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import planned, policy_of
 from flux.plan.policies.fuse import WHICH, fused
 from flux.plan.simulate import simulate
+from flux.select.cost import library_ms
 
 DENSE = Layer(4096, 16384, 32, 32, 128, False)
 EXPERTS = Layer(4096, 0, 32, 32, 128, True, Moe(8, 2, 6400))

@@ -33,10 +33,6 @@ import fuzz_plans
 import suite_data
 from flux.bench import page, results
 from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes, model_of
-from flux.choice.cache import Cache, read, read_export
-from flux.choice.cost import predict, resolved
-from flux.choice.keys import Key
-from flux.choice.winners import DamagedEntryError, Entry, Winner, checksum, fit
 from flux.cli import suite_view
 from flux.core.datafile import data_root
 from flux.core.knobs import OPS, Knobs, Op
@@ -58,6 +54,10 @@ from flux.machine.detection import System
 from flux.plan.schedule import read_schedule
 from flux.plan.search import winner_of
 from flux.runtime.profile import read_profile
+from flux.select.cache import Cache, read, read_export
+from flux.select.cost import predict, resolved
+from flux.select.keys import Key
+from flux.select.winners import DamagedEntryError, Entry, Winner, checksum, fit
 from flux.trace import read_chrome, write_chrome
 from flux.trace.chrome import flows
 from flux.trace.record import Trace

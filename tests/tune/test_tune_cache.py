@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flux.choice.cache import Cache, cache_root, default_caches, look_up, read
-from flux.choice.keys import Key, bucket
-from flux.choice.winners import (
+from flux.core.knobs import Knobs
+from flux.kernels.config import GemmConfig
+from flux.select.cache import Cache, cache_root, default_caches, look_up, read
+from flux.select.keys import Key, bucket
+from flux.select.winners import (
     DamagedEntryError,
     Entry,
     Winner,
@@ -26,8 +28,6 @@ from flux.choice.winners import (
     most_tiles,
     tile_count,
 )
-from flux.core.knobs import Knobs
-from flux.kernels.config import GemmConfig
 
 KEY = Key("ag_gemm", "float32", 4096, 1024, "1x2", "0123456789abcdef", "cpu 0.1.0 r1", "torch 2.13")
 KNOBS = Knobs(

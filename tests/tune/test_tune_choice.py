@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import flux
-from flux.choice import choose as choice
-from flux.choice import cost
-from flux.choice.cache import Cache, cache_root
-from flux.choice.choose import key_of
-from flux.choice.winners import Entry, Winner
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.machine.cluster import load_cluster, world_shape
 from flux.machine.detection import detect
+from flux.select import choose as choice
+from flux.select import cost
+from flux.select.cache import Cache, cache_root
+from flux.select.choose import key_of
+from flux.select.winners import Entry, Winner
 from harness import run_ranks
 
 ROOT = Path(__file__).parents[2]

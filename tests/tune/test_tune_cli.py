@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flux.choice.cache import Cache
-from flux.choice.keys import Key
-from flux.choice.winners import Entry, Winner
 from flux.cli.app import app
 from flux.core.datafile import data_root
 from flux.core.knobs import Knobs, Op
@@ -21,6 +18,9 @@ from flux.core.problem import Problem
 from flux.core.topology import Topology
 from flux.kernels import build
 from flux.machine.cluster import load_cluster
+from flux.select.cache import Cache
+from flux.select.keys import Key
+from flux.select.winners import Entry, Winner
 from flux.tune import kernels
 from flux.tune.space import candidates, load_space
 from kernel_sandbox import Sandbox

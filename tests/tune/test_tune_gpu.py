@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 
 import tune_gpus
 from flux.bench.places import gpu
-from flux.choice import choose as choice
-from flux.choice import keys
-from flux.choice.cache import Cache
-from flux.choice.winners import Winner
 from flux.cli.app import app
 from flux.core import problem as core_problem
 from flux.core.knobs import Knobs, Op
 from flux.launch.supervisors import Launcher, Spawned
 from flux.machine.cluster import load_cluster
 from flux.machine.detection import detect
+from flux.select import choose as choice
+from flux.select import keys
+from flux.select.cache import Cache
+from flux.select.winners import Winner
 from flux.transport.placement import RankPlace
 from flux.tune import kernels, machine
 from flux.tune.journal import Journal, run_id

@@ -11,8 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from flux.bench.shapes import Layer, load_shapes
-from flux.choice.cost import gemm_ms, predict, raster_ms, traffic_ms
-from flux.choice.winners import fit
 from flux.cli.app import app
 from flux.cli.tune import parse_duration
 from flux.core.datafile import data_root
@@ -23,6 +21,8 @@ from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.machine.cluster import load_cluster
+from flux.select.cost import gemm_ms, predict, raster_ms, traffic_ms
+from flux.select.winners import fit
 from flux.tune.space import (
     ALWAYS,
     candidates,

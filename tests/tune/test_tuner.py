@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tune_makers
-from flux.choice.cache import Cache
 from flux.core.datafile import data_root
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch.supervisors import Spawned
 from flux.machine.detection import detect
+from flux.select.cache import Cache
 from flux.tune.halving import Halving, score
 from flux.tune.journal import BusyError, Journal, run_id
 from flux.tune.machine import survey
@@ -375,7 +375,7 @@ import json, tune_makers
 from pathlib import Path
 from flux.core.knobs import Op
 from flux.core.problem import Problem
-from flux.choice.cache import Cache
+from flux.select.cache import Cache
 from flux.tune.journal import Journal
 from flux.launch.supervisors import Joined
 from flux.tune.machine import survey

@@ -57,8 +57,8 @@ from flux.transport.exchange import Exchange
 from flux.transport.network import Network, NetworkPiece
 
 if TYPE_CHECKING:
-    from flux.choice.choose import Choice
     from flux.core.heuristic_cuda import ClusterTile
+    from flux.select.choose import Choice
 
 REFUSED = 0xFFFFFFFF
 NOBODY = 0xFFFFFFFF  # as a culprit in a pad

@@ -13,7 +13,7 @@ from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 
 if TYPE_CHECKING:
-    from flux.choice.choose import Choice
+    from flux.select.choose import Choice
 
 
 @dataclass(frozen=True)

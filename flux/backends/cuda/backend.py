@@ -50,7 +50,7 @@ from flux.transport.device import Device
 from flux.transport.watch import Watch
 
 if TYPE_CHECKING:
-    from flux.choice.choose import Choice
+    from flux.select.choose import Choice
 
 SWITCH_BYTES = 16  # that a multicast access takes
 MAX_ROOMY = 4096

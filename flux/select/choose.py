@@ -15,10 +15,6 @@ from typing import Protocol
 
 import torch
 
-from flux.choice import cost
-from flux.choice.cache import look_up
-from flux.choice.keys import Key, versions
-from flux.choice.winners import Entry, Winner, fit, most_tiles
 from flux.core.dtypes import name_of
 from flux.core.knobs import Knobs, check_legal
 from flux.core.problem import Problem
@@ -27,6 +23,10 @@ from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, digest, world_shape
 from flux.machine.detection import detect
+from flux.select import cost
+from flux.select.cache import look_up
+from flux.select.keys import Key, versions
+from flux.select.winners import Entry, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
 
 _said: set[str] = set()

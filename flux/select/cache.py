@@ -23,12 +23,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from flux.choice.keys import Key
-from flux.choice.winners import FORMAT, DamagedEntryError, Entry, Winner
 from flux.core import env
 from flux.core.datafile import data_root, load_json
 from flux.core.knobs import Op
 from flux.core.wholefile import set_aside, write_whole
+from flux.select.keys import Key
+from flux.select.winners import FORMAT, DamagedEntryError, Entry, Winner
 
 LOCK_S = 60.0
 """Seconds that a writer waits for others; each holds the lock for milliseconds."""

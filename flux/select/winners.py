@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from flux.choice.keys import Key, bucket
 from flux.core.datafile import MOST_SIZE, one_line, shown
 from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs
 from flux.kernels.config import GemmConfig
+from flux.select.keys import Key, bucket
 
 FORMAT = 1
 """Format of the file; incremented when a field changes its meaning. Also part of its directory."""
