@@ -70,7 +70,7 @@ endif
 # Else ninja would look for a share of these jobs.
 unexport MAKEFLAGS
 .DEFAULT_GOAL := help
-.PHONY: help bench test test-core stress mutants emulator lint format tsan asan check-device kernels emulated-kernels clean distclean FORCE
+.PHONY: help bench test test-core stress mutants emulator docs lint format tsan asan check-device kernels emulated-kernels clean distclean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -96,6 +96,10 @@ mutants: $(PYTEST_NEEDS) ## seed faults one by one, and say which test finds eac
 	@$(BIN)/python tools/mutants.py $(ARGS)
 
 emulator: $(STAMPS)/emulator ## build the PTX machine, which tests run kernels on
+
+docs: $(VENV)/docs-installed ## build the pages of docs/ into build/site; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo 'Open build/site/index.html'
 
 lint: $(VENV)/requirements-installed ## check formatting, ruff, mypy and the layers of packages; changes nothing
 	$(BIN)/ruff check .
@@ -175,6 +179,11 @@ $(VENV)/cuda-installed: $(VENV)/requirements-installed
 	  $$(test -x "$${CUDA_HOME:-}/bin/nvcc" || command -v nvcc > /dev/null || echo nvcc) \
 	  > $(VENV)/requirements-cuda.txt
 	$(INSTALL) -r $(VENV)/requirements-cuda.txt
+	@touch $@
+
+$(VENV)/docs-installed: $(VENV)/build-installed
+	$(BIN)/python tools/requirements.py docs > $(VENV)/requirements-docs.txt
+	$(INSTALL) -q -r $(VENV)/requirements-docs.txt
 	@touch $@
 
 # Users' compilers may warn where ours do not, so warnings are errors only when testing. A build that

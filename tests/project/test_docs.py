@@ -22,6 +22,7 @@ from flux.core import env
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from scripts import ROOT, run_script
+from tools import commands_page
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -190,6 +191,18 @@ def test_files_named_in_the_text_exist() -> None:
 def test_exactly_the_environment_variables_are_listed() -> None:
     listed = first_cells(section(ROOT / "docs/use/environment.md", "## Variables"))
     assert listed == [variable.name for variable in env.VARIABLES]
+
+
+def test_commands_are_listed_as_their_help_says() -> None:
+    page = commands_page.PAGE.read_text(encoding="utf-8")
+    assert page == commands_page.with_reference(page), "python tools/commands_page.py writes it"
+
+
+def test_the_site_has_every_page() -> None:
+    """mkdocs.yml names each page once; MkDocs itself is not needed here."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    named = re.findall(r"([\w/-]+\.md)$", nav, re.MULTILINE)
+    assert sorted(named) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
 def percent(value: float | None) -> str:
