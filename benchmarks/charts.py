@@ -17,14 +17,16 @@ import multi_host
 import reliability
 import scale
 from common import LINK_NAMES, RESULTS, load, ratio, ratio_interval, unfused_interval
-from drawing import Bar, Group, Line, Series, bars, lines
+from drawing import Bar, BarChart, Chart, Group, Line, LineChart, Series
 
 from flux.core.knobs import Op
 
 OVER_UNFUSED = "time over the unfused path's; below 1 is faster"
 INTERVAL = "90% interval"
-FLUX, RING = Series("flux", 2), Series("one chunk per rank, round a ring", 0)
-OPS = tuple(Series(op.label, colour) for op, colour in zip(Op, (2, 1, 4), strict=True))
+FLUX, RING = Series("flux", "blue"), Series("one chunk per rank, round a ring", "grey")
+OPS = tuple(
+    Series(op.label, colour) for op, colour in zip(Op, ("blue", "orange", "green"), strict=True)
+)
 
 
 def method_bar(document: dict[str, Any], method: str, *, with_gemm: bool = False) -> Bar:
@@ -36,7 +38,7 @@ def method_bar(document: dict[str, Any], method: str, *, with_gemm: bool = False
     return Bar(ratio(document, method), unfused_interval(document, method), mark)
 
 
-def hosts() -> str:
+def hosts() -> Chart:
     """Return flux and medium over unfused at the largest shape, by link."""
     m, n, k = multi_host.SHAPES[0]
     groups = []
@@ -46,7 +48,7 @@ def hosts() -> str:
             found = load(multi_host.RESULTS / f"{name}.json")
             both = tuple(method_bar(found, one, with_gemm=True) for one in ("flux", "medium"))
             groups.append(Group(LINK_NAMES[link], both, Op[op].label))
-    return bars(
+    return BarChart(
         "Between two hosts: slower link, larger gain",
         f"M x N x K = {m} x {n} x {k}, one rank per host",
         OVER_UNFUSED,
@@ -58,7 +60,7 @@ def hosts() -> str:
     )
 
 
-def hosts_shapes() -> str:
+def hosts_shapes() -> Chart:
     """Return flux over unfused by shape, for one and for two ranks per host."""
     groups = []
     for op in multi_host.OPS:
@@ -70,11 +72,11 @@ def hosts_shapes() -> str:
                 )
                 both.append(_bar_of(path))
             groups.append(Group(" x ".join(map(str, shape)), tuple(both), Op[op].label))
-    return bars(
+    return BarChart(
         "All shapes between two hosts, 1 Gbit/s",
         "M x N x K, float32; – was not measured",
         OVER_UNFUSED,
-        (Series("1 rank per host", 2), Series("2 ranks per host", 3)),
+        (Series("1 rank per host", "blue"), Series("2 ranks per host", "violet")),
         groups,
         reference=1.0,
         interval=INTERVAL,
@@ -104,43 +106,46 @@ def _layer_groups(case: tuple[str, int, int, int], phases: tuple[str, ...]) -> l
 OVER_MEGATRON = "time over Megatron-core's; below 1 is faster"
 
 
-def layer() -> str:
+def layer() -> Chart:
     """Return our layers over Megatron's in a GPT-3 layer, by link."""
     phases = ("train", "prefill", "decode")
-    return bars(
+    return BarChart(
         "A transformer layer: flux over Megatron-core",
         "two ranks, one per host or both in one host",
         OVER_MEGATRON,
-        [Series(name, colour) for name, colour in zip(phases, (2, 1, 4), strict=True)],
+        [
+            Series(name, colour)
+            for name, colour in zip(phases, ("blue", "orange", "green"), strict=True)
+        ],
         _layer_groups(layers.CASES[0], phases),
         reference=1.0,
         interval="95% interval",
     )
 
 
-def layer_models() -> str:
+def layer_models() -> Chart:
     """Return the other models' layers."""
     phases = ("train", "prefill")
     groups = [group for case in layers.CASES[1:] for group in _layer_groups(case, phases)]
-    return bars(
+    return BarChart(
         "Layers with all tokens in one sequence",
         "attention, unchanged by flux, has a larger share",
         OVER_MEGATRON,
-        (Series("train", 2), Series("prefill", 1)),
+        (Series("train", "blue"), Series("prefill", "orange")),
         groups,
         reference=1.0,
         interval="95% interval",
     )
 
 
-def one_host() -> str:
+def one_host() -> Chart:
     """Return flux over unfused by M, for the three ops."""
     groups = []
     for m, n, k in [*cpu_foundation.LARGE, *reversed(cpu_foundation.SMALL)]:
         found = [load(RESULTS / f"{op}_{m}x{n}x{k}_float32_w2.json") for op in Op.__members__]
         made = tuple(method_bar(document, "flux") for document in found)
         groups.append(Group(f"M = {m}", made, f"N x K = {n} x {k}"))
-    return bars(
+    return BarChart(
         "Two ranks of one host: few rows gain most",
         "float32, one thread per rank, two cores",
         OVER_UNFUSED,
@@ -151,7 +156,7 @@ def one_host() -> str:
     )
 
 
-def growth() -> str:
+def growth() -> Chart:
     """Return times against M of one and of two ranks."""
     panels = []
     for op in ("ag_gemm", "gemm_rs"):
@@ -173,12 +178,16 @@ def growth() -> str:
             )
         ]
         panels.append((Op[op].label, drawn))
-    return lines(
+    return LineChart(
         "Time against M, one rank and two",
         f"N x K = {cpu_growth.N} x {cpu_growth.K}, float32, two cores",
         "M, rows of all ranks",
         "ms per call",
-        (Series("unfused, 2 ranks", 0), Series("flux, 2 ranks", 2), Series("flux, 1 rank", 1)),
+        (
+            Series("unfused, 2 ranks", "grey"),
+            Series("flux, 2 ranks", "blue"),
+            Series("flux, 1 rank", "orange"),
+        ),
         panels,
     )
 
@@ -190,25 +199,28 @@ OVERHEAD = {
 }
 
 
-def overhead() -> str:
+def overhead() -> Chart:
     """Return the parts of a small call's time."""
     costs = load(RESULTS / "overhead.json")["call_cost_us"]
     groups = []
     for op, parts in costs.items():
         sums = tuple(Bar(sum(parts[key] for key in keys)) for keys in OVERHEAD.values())
         groups.append(Group(Op[op].label, sums))
-    return bars(
+    return BarChart(
         "What one call costs besides its multiply",
         "M = 1, N = K = 64, two ranks of one host",
         "microseconds per call",
-        [Series(name, colour) for name, colour in zip(OVERHEAD, (0, 3, 2), strict=True)],
+        [
+            Series(name, colour)
+            for name, colour in zip(OVERHEAD, ("grey", "violet", "blue"), strict=True)
+        ],
         groups,
         stacked=True,
         value_text="{:.0f}".format,
     )
 
 
-def tuning() -> str:
+def tuning() -> Chart:
     """Return tuned ops over unfused, by M."""
     found = load(RESULTS / "tuning.json")["search"]["shapes"]
     bar_of = {}
@@ -220,7 +232,7 @@ def tuning() -> str:
     groups = [
         Group(f"M = {m}", tuple(bar_of[op, m] for op in ("ag_gemm", "gemm_rs"))) for m in sizes
     ]
-    return bars(
+    return BarChart(
         "Tuned ops are faster at every shape",
         f"N x K = {found[0]['n']} x {found[0]['k']}, float32, two ranks of one host",
         OVER_UNFUSED,
@@ -231,7 +243,7 @@ def tuning() -> str:
     )
 
 
-def cuda_host() -> str:
+def cuda_host() -> Chart:
     """Return driver calls per call, now and before."""
     now, before = (
         load(RESULTS / f"{name}.json") for name in ("cuda_host_time", "cuda_host_time_before")
@@ -244,17 +256,17 @@ def cuda_host() -> str:
         )
         for one, old in zip(now["ops"], before["ops"], strict=True)
     ]
-    return bars(
+    return BarChart(
         "Calls of the CUDA driver per call of an op",
         f"one rank of {cuda_host_time.WORLD}, on a device that does nothing",
         "driver calls per call; fewer is better",
-        (Series("now", 2), Series("before", 0)),
+        (Series("now", "blue"), Series("before", "grey")),
         groups,
         value_text="{:.0f}".format,
     )
 
 
-def kernel_rating() -> str:
+def kernel_rating() -> Chart:
     """Return NVIDIA's estimate of our choice over its own, by M."""
     groups = [
         Group(f"M = {name}", (Bar(middle), Bar(most)))
@@ -262,17 +274,17 @@ def kernel_rating() -> str:
             load(RESULTS.parent / "heuristics" / "kernel_choice.json")
         )
     ]
-    return bars(
+    return BarChart(
         "Chosen kernels, rated by NVIDIA's model",
         "predictions for 8 ranks, bfloat16; nothing is measured",
         "estimated time of ours over the best one's",
-        (Series("median shape", 2), Series("worst shape", 1)),
+        (Series("median shape", "blue"), Series("worst shape", "orange")),
         groups,
         reference=1.0,
     )
 
 
-def soak() -> str:
+def soak() -> Chart:
     """Return how often each disturbance hit the ranks of the soak."""
     found = load(reliability.SOAK)
     counts = found["counts"]
@@ -281,23 +293,25 @@ def soak() -> str:
         for place, names in reliability.DISTURBANCES.items()
         for name, text in names.items()
     ]
-    return bars(
+    return BarChart(
         f"What {found['minutes']:.0f} minutes of soak did to four ranks",
         f"{counts['compared']:,} results compared, {found['episodes']} episodes",
         "disturbances",
-        (Series("disturbances", 2),),
+        (Series("disturbances", "blue"),),
         groups,
         value_text="{:,.0f}".format,
     )
 
 
-def scaling() -> str:
+def scaling() -> Chart:
     """Return policies over serial by number of GPUs, in steps of weak and strong scaling."""
     content = load(scale.RESULT)
     series = [
         Series(label, colour)
         for label, colour in zip(
-            [one for one in scale.POLICIES if one != "serial"], (0, 3, 2, 1), strict=True
+            [one for one in scale.POLICIES if one != "serial"],
+            ("grey", "violet", "blue", "orange"),
+            strict=True,
         )
     ]
     groups = []
@@ -314,7 +328,7 @@ def scaling() -> str:
         made = tuple(Bar(1 / row["speedup"], None, 1 / row["bound"]) for row in found[1:])
         section = f"{model}, {found[0]['cluster']}, {study} scaling"
         groups.append(Group(f"{gpus:,} GPUs", made, section))
-    return bars(
+    return BarChart(
         "Simulated steps: what policies gain at scale",
         "sequence parallelism, ZeRO-1, inputs gathered again; tensor parallel 8",
         "time over the step without overlap; below 1 is faster",
@@ -325,7 +339,7 @@ def scaling() -> str:
     )
 
 
-CHARTS: dict[str, Callable[[], str]] = {
+CHARTS: dict[str, Callable[[], Chart]] = {
     "hosts.svg": hosts,
     "hosts-shapes.svg": hosts_shapes,
     "layers.svg": layer,

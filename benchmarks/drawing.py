@@ -1,54 +1,67 @@
-"""Charts as SVG text, for pages as narrow as 400 px, on light and dark backgrounds.
+"""Charts as SVG files, for pages as narrow as 400 px, on light and dark backgrounds.
 
-`bars` draws horizontal bars in groups, one bar per series or segments in a row; `lines` draws
-times against sizes on logarithmic axes. A chart brings its own background, so it is legible
-whatever the page around it looks like. What it is drawn from: charts.py.
+matplotlib draws them. Its colours become CSS variables that follow the reader's colour scheme, and
+a chart has a background of its own, so it is legible on any page. A chart's values are also in its
+file as text (`description`): screen readers read them aloud, and tables.py compares them with the
+raw JSON, for which it does not need matplotlib. What is drawn: charts.py.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from markupsafe import Markup
-
-from flux.bench.page.svg import steps, tag
+from html import escape, unescape
+from typing import Any
 
 WIDTH = 440.0
-FONT = 14.0
-"""Of all text but the title. A page of 400 px shows a chart 368 px wide: 14 become 11.7 px."""
-NARROWEST = 368.0
-SHOWN_WIDTH = 560
-"""Pixels of a chart where there is room."""
-COLOURS = 6
-_MARGIN = 12.0
-_LINE = 19.0  # of text
-_BAR, _PITCH, _GAP = 14.0, 18.0, 9.0
-_VALUE = 52.0  # right of the axis: the longest bar's value
-_PLOT = 190.0  # height of a panel of lines
-
-_STYLE = """
-svg { --ground: #ffffff; --ink: #1c2128; --soft: #4d5661; --line: #dfe3e8;
-  --c0: #7d8590; --c1: #c77700; --c2: #1668c7; --c3: #7a4fc9; --c4: #0f8a6a; --c5: #c2378a;
-  font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-@media (prefers-color-scheme: dark) {
-  svg { --ground: #171c23; --ink: #e6eaef; --soft: #aab4bf; --line: #2f3842;
-    --c0: #97a1ad; --c1: #f0a53a; --c2: #58a6ff; --c3: #b394f5; --c4: #3fc79d; --c5: #f07fbf; } }
-text { fill: var(--ink); font-size: 14px; }
-.title { font-size: 15px; font-weight: 600; } .soft { fill: var(--soft); }
-.section { font-weight: 600; }
-.halo { fill: var(--ground); fill-opacity: 0.85; }
-.ground { fill: var(--ground); stroke: var(--line); } .grid { stroke: var(--line); }
-.one { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 4 3; }
-.whisker { stroke: var(--ink); stroke-width: 1.5; }
-.mark { stroke: var(--ink); stroke-width: 3; }
-.line { fill: none; stroke-width: 2.5; } .dashed { stroke-dasharray: 6 4; }
-.b0 { fill: var(--c0); } .b1 { fill: var(--c1); } .b2 { fill: var(--c2); }
-.b3 { fill: var(--c3); } .b4 { fill: var(--c4); } .b5 { fill: var(--c5); }
-.l0 { stroke: var(--c0); } .l1 { stroke: var(--c1); } .l2 { stroke: var(--c2); }
-.l3 { stroke: var(--c3); } .l4 { stroke: var(--c4); } .l5 { stroke: var(--c5); }
-"""
+"""In pixels; texts have 14, which are 11.7 on a page of 400 pixels, where 368 are left."""
+MARGIN, LINE, BAR_PITCH, GAP, PANEL = 12.0, 21.0, 18.0, 9.0, 190.0
+VALUE = 46.0
+"""Right of the axes, for the longest bar's value."""
+LETTERS_PER_LINE = 53
+COLOURS = {
+    # name: (light, dark)
+    "ground": ("#ffffff", "#171c23"),
+    "ink": ("#1c2128", "#e6eaef"),
+    "soft": ("#4d5661", "#aab4bf"),
+    "line": ("#dfe3e8", "#2f3842"),
+    "grey": ("#7d8590", "#97a1ad"),
+    "orange": ("#c77700", "#f0a53a"),
+    "blue": ("#1668c7", "#58a6ff"),
+    "violet": ("#7a4fc9", "#b394f5"),
+    "green": ("#0f8a6a", "#3fc79d"),
+}
+LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+STYLE = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 14,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "flux",
+    "figure.facecolor": LIGHT["ground"],
+    "axes.facecolor": LIGHT["ground"],
+    "axes.edgecolor": LIGHT["line"],
+    "axes.labelcolor": LIGHT["ink"],
+    "axes.titlesize": 14,
+    "axes.titleweight": "bold",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": LIGHT["line"],
+    "text.color": LIGHT["ink"],
+    "xtick.color": LIGHT["line"],
+    "xtick.labelcolor": LIGHT["soft"],
+    "ytick.color": LIGHT["line"],
+    "ytick.labelcolor": LIGHT["ink"],
+    "lines.color": LIGHT["ink"],
+    "legend.frameon": False,
+    "legend.borderpad": 0,
+    "legend.borderaxespad": 0,
+    "legend.columnspacing": 1.2,
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Group:
-    """Bars side by side, in the order of the chart's series.
+    """Bars one below the other, in the order of the chart's series.
 
     Attributes:
         label: left of the bars.
@@ -82,10 +95,55 @@ class Group:
 
 @dataclass(frozen=True)
 class Series:
-    """A name of the legend, and the number of its colour."""
+    """A name of the legend, and the name of its colour."""
 
     name: str
-    colour: int
+    colour: str
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Horizontal bars.
+
+    Attributes:
+        axis: what the numbers below the chart are, with their unit.
+        reference: where a dashed line stands, 1.0 for ratios.
+        interval, mark: names of whiskers and marks in the legend; empty without them.
+        stacked: bars of a group are segments of one.
+    """
+
+    title: str
+    subtitle: str
+    axis: str
+    series: Sequence[Series]
+    groups: Sequence[Group]
+    reference: float | None = None
+    interval: str = ""
+    mark: str = ""
+    stacked: bool = False
+    value_text: Callable[[float], str] = "{:.2f}".format
+
+    def description(self) -> str:
+        """Return the values, a line per group."""
+        lines = [f"{self.title}. {self.subtitle}. {self.axis}."]
+        for group in self.groups:
+            texts = []
+            for series, bar in zip(self.series, group.bars, strict=True):
+                text = "not measured" if bar.value is None else self.value_text(bar.value)
+                if bar.interval is not None:
+                    text += " ({} to {})".format(*map(self.value_text, bar.interval))
+                if bar.mark is not None:
+                    text += f", {self.mark} {self.value_text(bar.mark)}"
+                texts.append(f"{series.name} {text}")
+            lines.append(f"{group.section} {group.label}: ".lstrip() + "; ".join(texts) + ".")
+        return "\n".join(lines)
+
+    def reach(self, group: Group) -> float:
+        """Return the largest x that a group needs."""
+        values = [bar.value or 0.0 for bar in group.bars]
+        if self.stacked:
+            return sum(values)
+        return max([*values, *(bar.interval[1] for bar in group.bars if bar.interval)])
 
 
 @dataclass(frozen=True)
@@ -95,269 +153,237 @@ class Line:
     points: tuple[tuple[float, float], ...]
     dashed: bool = False
 
-
-def _text(content: str, x: float, y: float, classes: str = "", anchor: str | None = None) -> Markup:
-    return tag("text", content, x=x, y=y, class_=classes or None, text_anchor=anchor)
-
-
-def _stroke(x1: float, y1: float, x2: float, y2: float, classes: str) -> Markup:
-    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=classes)
+    @property
+    def style(self) -> Any:
+        return (0, (2.4, 1.6)) if self.dashed else "-"
 
 
-def text_width(content: str, *, bold: bool = False) -> float:
-    """Return the width of a text of FONT, or of a title; for DejaVu Sans, a wide font."""
-    width = 0.0
-    for letter in content:
-        wide = 13.0 if letter in "mwMW" else 10.0 if letter.isupper() else 9.0
-        width += 5.2 if letter in " .,;:'ijlrtf/()|" else wide
-    return width * 1.2 if bold else width
+@dataclass(frozen=True)
+class LineChart:
+    """Lines on logarithmic axes, one panel below the other.
 
-
-def _wrapped(content: str, *, bold: bool = False) -> list[str]:
-    """Return lines that are no wider than a chart."""
-    found = [""]
-    for word in content.split():
-        longer = f"{found[-1]} {word}".strip()
-        if text_width(longer, bold=bold) > WIDTH - 2 * _MARGIN:
-            found.append(word)
-        else:
-            found[-1] = longer
-    return found
-
-
-def _head(title: str, subtitle: str, entries: Sequence[tuple[str, Markup]]) -> tuple[Markup, float]:
-    """Return title, subtitle and legend, and the y below them. Symbols are drawn at (0, 0)."""
-    y, parts = _MARGIN + 13, []
-    for line in _wrapped(title, bold=True):
-        parts.append(_text(line, _MARGIN, y, "title"))
-        y += _LINE + 1
-    for line in _wrapped(subtitle):
-        parts.append(_text(line, _MARGIN, y, "soft"))
-        y += _LINE
-    x, y = _MARGIN, y + 6
-    for name, symbol in entries:
-        room = 22 + text_width(name) + 12
-        if x > _MARGIN and x + room > WIDTH:
-            x, y = _MARGIN, y + _LINE
-        parts.append(tag("g", symbol, transform=f"translate({x:g} {y:g})"))
-        parts.append(_text(name, x + 22, y))
-        x += room
-    return Markup("").join(parts), y + (10 if entries else -16)
-
-
-def _swatch(series: Series) -> Markup:
-    return tag("rect", x=0, y=-11, width=16, height=12, rx=2, class_=f"b{series.colour}")
-
-
-def _document(title: str, description: str, height: float, *content: Markup) -> str:
-    shown = height * SHOWN_WIDTH / WIDTH
-    ground = tag("rect", x=0.5, y=0.5, width=WIDTH - 1, height=height - 1, rx=6, class_="ground")
-    image = tag(
-        "svg",
-        tag("title", title),
-        tag("desc", description),
-        tag("style", Markup(_STYLE)),
-        ground,
-        *(part + Markup("\n") for part in content),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {WIDTH:g} {height:g}",
-        width=SHOWN_WIDTH,
-        height=f"{shown:.0f}",
-        role="img",
-    )
-    return f"{image}\n"
-
-
-def _axis(top: float, bottom: float, last: float, x: Callable[[float], float]) -> Markup:
-    """Return vertical lines and their numbers, from 0 to `last`."""
-    parts = []
-    for value in steps(0.0, last, 5):
-        parts.append(_stroke(x(value), top, x(value), bottom, "grid"))
-        parts.append(_text(f"{value:,.6g}", x(value), bottom + 17, "soft", "middle"))
-    return Markup("").join(parts)
-
-
-def _reach(group: Group, stacked: bool) -> float:
-    """Return the largest x that a group needs."""
-    values = [bar.value or 0.0 for bar in group.bars]
-    if stacked:
-        return sum(values)
-    return max([*values, *(bar.interval[1] for bar in group.bars if bar.interval)])
-
-
-def bars(
-    title: str,
-    subtitle: str,
-    axis: str,
-    series: Sequence[Series],
-    groups: Sequence[Group],
-    *,
-    reference: float | None = None,
-    interval: str = "",
-    mark: str = "",
-    stacked: bool = False,
-    most: float = math.inf,
-    value_text: Callable[[float], str] = "{:.2f}".format,
-) -> str:
-    """Return a chart of horizontal bars.
-
-    Args:
-        axis: what the numbers below the chart are, with their unit.
-        reference: where a dashed line stands, 1.0 for ratios.
-        interval, mark: names of whiskers and marks in the legend; empty without them.
-        stacked: bars of a group are segments of one.
-        most: the axis ends there; a longer bar or whisker is cut off, and its value still written.
-    """
-    entries = [(one.name, _swatch(one)) for one in series] if len(series) > 1 or mark else []
-    if mark:
-        entries.append((mark, _stroke(8, -13, 8, 3, "mark")))
-    if interval:
-        entries.append((interval, _stroke(0, -5, 16, -5, "whisker")))
-    head, top = _head(title, subtitle, entries)
-    left = _MARGIN + 8 + max(text_width(group.label) for group in groups)
-    last = min(max([reference or 0.0, *(_reach(group, stacked) for group in groups)]) * 1.02, most)
-
-    def x(value: float) -> float:
-        return left + (WIDTH - left - _MARGIN - _VALUE) * min(value, last) / last
-
-    drawn, values, y, section = [], [], top, ""
-    for group in groups:
-        if group.section != section:
-            section = group.section
-            drawn.append(_text(section, _MARGIN, y + 15, "section"))
-            y += _LINE + 4
-        size = _PITCH * (1 if stacked else len(group.bars))
-        drawn.append(_text(group.label, left - 8, y + size / 2 + 4, "", "end"))
-        if stacked:
-            drawn.append(_stack(group, y, series, x))
-            whole = _reach(group, stacked)
-            values.append(_value(value_text(whole), x(whole), y))
-        for number, bar in enumerate(() if stacked else group.bars):
-            at = y + _PITCH * number
-            shapes, end = _bar(bar, at, series[number], x, last)
-            said = "–" if bar.value is None else value_text(bar.value)
-            drawn.append(shapes)
-            values.append(_value(said, end, at))
-        y += size + _GAP
-    lines = [_axis(top, y, last, x)]
-    strokes = [] if reference is None else [_stroke(x(reference), top, x(reference), y, "one")]
-    caption = y + 38
-    for line in _wrapped(axis):
-        lines.append(_text(line, WIDTH / 2, caption, "", "middle"))
-        caption += _LINE
-    return _document(title, subtitle, caption - 4, head, *lines, *drawn, *strokes, *values)
-
-
-def _bar(
-    bar: Bar,
-    y: float,
-    series: Series,
-    x: Callable[[float], float],
-    last: float,
-) -> tuple[Markup, float]:
-    """Return what is drawn, and where it ends."""
-    if bar.value is None:
-        return Markup(""), x(0)
-    middle = y + _BAR / 2
-    wide = max(x(bar.value) - x(0), 1.0)
-    parts = [tag("rect", x=x(0), y=y, width=wide, height=_BAR, class_=f"b{series.colour}")]
-    end = x(bar.value)
-    if bar.interval is not None:
-        low, high = (x(one) for one in bar.interval)
-        end = max(end, high)
-        parts.append(_stroke(low, middle, high, middle, "whisker"))
-        ends = [low] if bar.interval[1] > last else [low, high]
-        parts += [_stroke(one, middle - 4, one, middle + 4, "whisker") for one in ends]
-    if bar.mark is not None:
-        at = x(bar.mark)
-        parts.append(_stroke(at, y - 2, at, y + _BAR + 2, "mark"))
-    return tag("g", *parts), end
-
-
-def _value(content: str, end: float, y: float) -> Markup:
-    """Return the value behind a bar, legible in front of lines."""
-    room = len(content) * 8.0 + 2
-    halo = tag("rect", x=end + 3, y=y - 1, width=room, height=_BAR + 2, rx=0, class_="halo")
-    return halo + _text(content, end + 5, y + 12)
-
-
-def _stack(
-    group: Group,
-    y: float,
-    series: Sequence[Series],
-    x: Callable[[float], float],
-) -> Markup:
-    """Return the segments of one bar."""
-    parts, whole = [], 0.0
-    for one, bar in zip(series, group.bars, strict=True):
-        begin, whole = whole, whole + (bar.value or 0.0)
-        wide = x(whole) - x(begin)
-        parts.append(tag("rect", x=x(begin), y=y, width=wide, height=_BAR, class_=f"b{one.colour}"))
-    return tag("g", *parts)
-
-
-def _decades(low: float, high: float, factor: float) -> list[float]:
-    """Return powers of a factor that reach from below `low` to above `high`."""
-    first = math.floor(math.log(low, factor) + 1e-9)
-    last = math.ceil(math.log(high, factor) - 1e-9)
-    return [factor**power for power in range(first, last + 1)]
-
-
-def lines(
-    title: str,
-    subtitle: str,
-    axis: str,
-    upright: str,
-    series: Sequence[Series],
-    panels: Sequence[tuple[str, Sequence[Line]]],
-) -> str:
-    """Return a chart of lines on logarithmic axes, one panel below the other.
-
-    Args:
+    Attributes:
         axis, upright: what runs to the right and upwards, with units.
         panels: heading and lines, in the order of the series.
     """
-    dashes = [("dashed" if line.dashed else "") for line in panels[0][1]]
-    symbols = [
-        _stroke(0, -5, 18, -5, f"line l{one.colour} {dash}")
-        for one, dash in zip(series, dashes, strict=True)
+
+    title: str
+    subtitle: str
+    axis: str
+    upright: str
+    series: Sequence[Series]
+    panels: Sequence[tuple[str, Sequence[Line]]]
+
+    def description(self) -> str:
+        """Return the values, a line per curve."""
+        lines = [f"{self.title}. {self.subtitle}. {self.upright} by {self.axis}."]
+        for heading, curves in self.panels:
+            for series, curve in zip(self.series, curves, strict=True):
+                values = "; ".join(f"{x:g}: {y:.4g}" for x, y in curve.points)
+                lines.append(f"{heading}, {series.name}: {values}.")
+        return "\n".join(lines)
+
+
+Chart = BarChart | LineChart
+
+
+def described(svg: str) -> str:
+    """Return the description in a file's text; empty if it has none."""
+    element = re.search(r"<desc>(.*?)</desc>", svg, re.DOTALL)
+    return unescape(element[1]) if element else ""
+
+
+def draw(chart: Chart) -> str:
+    """Return the text of a chart's file.
+
+    Raises:
+        ValueError: texts overlap, or leave the picture.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH / 72, 10), dpi=72)
+        if isinstance(chart, BarChart):
+            _draw_bars(figure, chart)
+        else:
+            _draw_lines(figure, chart)
+        _check_texts(figure)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
+    return _themed(stream.getvalue(), chart)
+
+
+def _draw_bars(figure: Any, chart: BarChart) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    legend: list[Any] = []
+    if len(chart.series) > 1 or chart.mark:
+        legend += [Patch(color=LIGHT[one.colour], label=one.name) for one in chart.series]
+    if chart.mark:
+        legend.append(Line2D([], [], label=chart.mark, marker="|", ms=14, mew=3, lw=0))
+    if chart.interval:
+        legend.append(Line2D([], [], label=chart.interval, lw=1.5))
+    pitch = BAR_PITCH * (1 if chart.stacked else len(chart.series))
+    sections = sum(bool(name) for name, _ in itertools.groupby(one.section for one in chart.groups))
+    height = len(chart.groups) * (pitch + GAP) + sections * LINE
+    widest = max(_width(figure, group.label) for group in chart.groups)
+    (axes,) = _panels(figure, chart, legend, [height], MARGIN + widest + 8, MARGIN + VALUE)
+    y, section, labels = 0.0, "", {}
+    for group in chart.groups:
+        if group.section != section:
+            section = group.section
+            place = ("figure fraction", "data")
+            at = (MARGIN / WIDTH, y + LINE / 2)
+            axes.annotate(section, at, xycoords=place, weight="bold", va="center")
+            y += LINE
+        labels[y + pitch / 2] = group.label
+        _draw_group(axes, chart, group, y)
+        y += pitch + GAP
+    if chart.reference is not None:
+        axes.axvline(chart.reference, color=LIGHT["ink"], lw=1.5, ls=(0, (4, 3)))
+    last = max([chart.reference or 0.0, *map(chart.reach, chart.groups)])
+    ticks = [
+        tick for tick in MaxNLocator(5 if last < 1000 else 4).tick_values(0, last) if tick <= last
     ]
-    names = [one.name for one in series]
-    head, top = _head(title, subtitle, list(zip(names, symbols, strict=True)))
-    points = [point for _, found in panels for line in found for point in line.points]
-    sizes = sorted({point[0] for point in points})
-    heights = _decades(min(p[1] for p in points), max(p[1] for p in points), 10.0)
-    left, right = 58.0, WIDTH - _MARGIN - 16
+    axes.set_xticks(ticks, [f"{tick:,.6g}" for tick in ticks])
+    axes.set(xlim=(0, last), ylim=(y, 0))
+    axes.set_yticks(list(labels), list(labels.values()))
+    axes.tick_params(length=0)
+    axes.grid(visible=False, axis="y")
+    axes.spines[["top", "right"]].set_visible(False)
 
-    def x(value: float) -> float:
-        return left + (right - left) * math.log(value / sizes[0]) / math.log(sizes[-1] / sizes[0])
 
-    drawn: list[Markup] = []
-    for heading, found in panels:
-        drawn.append(_text(f"{heading}: {upright}", _MARGIN, top + 16, "section"))
-        top += _LINE + 12
-        bottom = top + _PLOT
+def _draw_group(axes: Any, chart: BarChart, group: Group, top: float) -> None:
+    """Draw the bars of a group, below y = `top`, with their values to the right."""
+    left = 0.0
+    for number, (series, bar) in enumerate(zip(chart.series, group.bars, strict=True)):
+        y = top + BAR_PITCH * (0.5 if chart.stacked else number + 0.5)
+        value = bar.value or 0.0
+        axes.barh(y, value, 14, left, color=LIGHT[series.colour])
+        if bar.interval is not None:
+            axes.plot(bar.interval, [y, y], color=LIGHT["ink"], lw=1.5, marker="|", ms=8, mew=1.5)
+        if bar.mark is not None:
+            axes.plot([bar.mark], [y], "|", color=LIGHT["ink"], ms=17, mew=3)
+        if chart.stacked:
+            left += value
+        else:
+            text = "–" if bar.value is None else chart.value_text(value)
+            _value(axes, text, max(value, *(bar.interval or (0.0,))), y)
+    if chart.stacked:
+        _value(axes, chart.value_text(left), left, top + BAR_PITCH / 2)
 
-        def y(value: float, top: float = top) -> float:
-            whole = math.log(heights[-1] / heights[0])
-            return top + _PLOT * math.log(heights[-1] / value) / whole
 
-        for value in heights:
-            drawn.append(_stroke(left, y(value), right, y(value), "grid"))
-            drawn.append(_text(f"{value:,.6g}", left - 7, y(value) + 5, "soft", "end"))
-        for value in sizes:
-            drawn.append(_stroke(x(value), top, x(value), bottom, "grid"))
-            drawn.append(_text(f"{value:.6g}", x(value), bottom + 18, "soft", "middle"))
-        for one, line in zip(series, found, strict=True):
-            path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line.points)
-            dash = " dashed" if line.dashed else ""
-            drawn.append(tag("polyline", points=path, class_=f"line l{one.colour}{dash}"))
-            drawn += [
-                tag("circle", cx=x(a), cy=y(b), r=4, class_=f"b{one.colour}")
-                for a, b in line.points
-            ]
-        top = bottom + 24
-    for caption in _wrapped(axis):
-        top += _LINE
-        drawn.append(_text(caption, WIDTH / 2, top, "", "middle"))
-    return _document(title, subtitle, top + 14, head, *drawn)
+def _value(axes: Any, text: str, x: float, y: float) -> None:
+    """Write a value to the right of its bar, legible in front of lines."""
+    halo = {"facecolor": LIGHT["ground"], "alpha": 0.85, "pad": 0, "linewidth": 0}
+    axes.annotate(
+        text, (x, y), (6, 0), textcoords="offset pixels", va="center_baseline", bbox=halo, zorder=4
+    )
+
+
+def _draw_lines(figure: Any, chart: LineChart) -> None:
+    from matplotlib.lines import Line2D
+
+    legend = [
+        Line2D([], [], label=one.name, color=LIGHT[one.colour], lw=2.5, ls=curve.style)
+        for one, curve in zip(chart.series, chart.panels[0][1], strict=True)
+    ]
+    panels = _panels(figure, chart, legend, [PANEL] * len(chart.panels), 58, MARGIN + 16)
+    for axes, (heading, curves) in zip(panels, chart.panels, strict=True):
+        for series, curve in zip(chart.series, curves, strict=True):
+            x, y = zip(*curve.points, strict=True)
+            axes.loglog(x, y, color=LIGHT[series.colour], lw=2.5, marker="o", ls=curve.style)
+        axes.set_title(f"{heading}: {chart.upright}", loc="left")
+        sizes = sorted({x for curve in curves for x, _ in curve.points})
+        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        heights = [math.log10(y) for curve in curves for _, y in curve.points]
+        powers = range(math.floor(min(heights)), math.ceil(max(heights)) + 1)
+        axes.set_yticks([10.0**power for power in powers], [f"{10.0**power:g}" for power in powers])
+        axes.set_ylim(10.0 ** powers[0], 10.0 ** powers[-1])
+        axes.minorticks_off()
+
+
+def _width(figure: Any, text: str) -> float:
+    """Return the width of a text in pixels."""
+    drawn = figure.text(0, 0, text)
+    width = float(drawn.get_window_extent().width)
+    drawn.remove()
+    return width
+
+
+def _panels(
+    figure: Any,
+    chart: Chart,
+    legend: Sequence[Any],
+    heights: Sequence[float],
+    left: float,
+    right: float,
+) -> list[Any]:
+    """Return axes of these heights, one below the other, with all texts above and below them."""
+    heads = [(line, "bold") for line in textwrap.wrap(chart.title, LETTERS_PER_LINE - 7)]
+    heads += [(line, "normal") for line in textwrap.wrap(chart.subtitle, LETTERS_PER_LINE)]
+    captions = textwrap.wrap(chart.axis, LETTERS_PER_LINE)
+    top = MARGIN + len(heads) * LINE + 4
+    below = [LINE * 1.5] * (len(heights) - 1) + [LINE * (1.2 + len(captions)) + MARGIN]
+    above = 2 * LINE if isinstance(chart, LineChart) else 4.0
+    for columns in range(len(legend), 0, -1):
+        box = figure.legend(handles=legend, ncols=columns, loc="upper left")
+        size = box.get_window_extent()
+        box.remove()
+        if size.width <= WIDTH - 2 * MARGIN or columns == 1:
+            top += size.height + 4
+            break
+    height = top + sum(heights) + len(heights) * above + sum(below)
+    figure.set_size_inches(WIDTH / 72, height / 72)
+    for number, (line, weight) in enumerate(heads):
+        y = 1 - (MARGIN + LINE * (number + 0.5)) / height
+        colour = LIGHT["ink" if weight == "bold" else "soft"]
+        figure.text(MARGIN / WIDTH, y, line, weight=weight, color=colour, va="center")
+    if legend:
+        at = (MARGIN / WIDTH, 1 - (MARGIN + LINE * len(heads) + 4) / height)
+        figure.legend(handles=legend, ncols=columns, loc="upper left", bbox_to_anchor=at)
+    panels = []
+    for size, gap in zip(heights, below, strict=True):
+        top += above + size
+        box = (left / WIDTH, 1 - top / height, (WIDTH - left - right) / WIDTH, size / height)
+        panels.append(figure.add_axes(box))
+        top += gap
+    for number, line in enumerate(reversed(captions)):
+        figure.text(0.5, (MARGIN + LINE * (number + 0.4)) / height, line, ha="center", va="center")
+    return panels
+
+
+def _check_texts(figure: Any) -> None:
+    """Raise ValueError if two texts overlap, or one leaves the picture."""
+    from matplotlib.text import Text
+
+    figure.draw_without_rendering()
+    texts = [one for one in figure.findobj(Text) if one.get_visible() and one.get_text().strip()]
+    boxes = [(one.get_text(), one.get_window_extent()) for one in texts]
+    for text, box in boxes:
+        if box.x0 < 0 or box.y0 < 0 or box.x1 > figure.bbox.x1 or box.y1 > figure.bbox.y1:
+            raise ValueError(f"{text!r} leaves the picture: {box}")
+    for (text, box), (other, second) in itertools.combinations(boxes, 2):
+        if box.overlaps(second):
+            raise ValueError(f"{text!r} overlaps {other!r}: {box}, {second}")
+
+
+def _themed(svg: str, chart: Chart) -> str:
+    """Return matplotlib's SVG with title, description, and colours of the reader's scheme."""
+    light, dark = (
+        " ".join(f"--{name}: {pair[scheme]};" for name, pair in COLOURS.items())
+        for scheme in (0, 1)
+    )
+    style = f"svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}"
+    for name, colour in LIGHT.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    svg = svg.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans', sans-serif")
+    svg = re.sub(r"\n\s+", "\n", svg)
+    start = svg.index("<svg")
+    end = svg.index(">", start) + 1
+    title, text = escape(chart.title), escape(chart.description())
+    head = f"\n<title>{title}</title>\n<desc>{text}</desc>\n<style>{style}</style>"
+    return svg[start:end].replace("<svg ", '<svg role="img" ') + head + svg[end:]

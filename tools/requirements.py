@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
-EXTRAS = ("test", "browser", "megatron", "lint")
+EXTRAS = ("test", "browser", "charts", "megatron", "lint")
 
 config = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
 project = config["project"]

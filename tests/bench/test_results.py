@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -12,29 +13,14 @@ import conclusions
 import drawing
 import pytest
 import tables
-from drawing import Bar, Group, Line, Series
+from drawing import Bar, BarChart, Group, Line, LineChart, Series
 
 SVG = "{http://www.w3.org/2000/svg}"
 MARK = re.compile(r"<!-- results:(\w+) -->")
-RATIOS = (
-    "hosts",
-    "hosts-shapes",
-    "layers",
-    "layers-models",
-    "one-host",
-    "tuning",
-    "kernel-choice",
-    "scale",
-)
 
 
 def test_tables_and_charts_are_those_of_the_raw_json() -> None:
-    outdated = [
-        str(path.relative_to(tables.ROOT))
-        for path, text in tables.made()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    assert not outdated, "run: python benchmarks/tables.py"
+    assert not [path for path, _ in tables.outdated()], "run: python benchmarks/tables.py"
 
 
 def test_check_names_what_is_out_of_date(
@@ -46,7 +32,7 @@ def test_check_names_what_is_out_of_date(
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
     monkeypatch.setattr(tables, "PAGES", (page,))
     monkeypatch.setattr(tables, "TABLES", {"one": lambda: "new"})
-    monkeypatch.setattr(charts, "CHARTS", {"some.svg": lambda: "<svg/>\n"})
+    monkeypatch.setattr(charts, "CHARTS", {"some.svg": lambda: LINES})
     for arguments, status, said in (
         (["--check"], 1, "out of date: page.md\nout of date: some.svg\n"),
         ([], 0, ""),
@@ -58,7 +44,7 @@ def test_check_names_what_is_out_of_date(
         assert (left.value.code, capsys.readouterr().out) == (status, said)
         if status:
             assert "old" in page.read_text() and not chart.exists()
-    assert "new" in page.read_text() and chart.read_text() == "<svg/>\n"
+    assert "new" in page.read_text() and "<desc>t. s." in chart.read_text()
 
 
 def test_every_mark_has_a_table_and_every_table_a_page() -> None:
@@ -93,66 +79,68 @@ def test_figures_that_other_pages_repeat_are_those_of_the_raw_json() -> None:
     assert f"{scatter:.2f} for GemmRS and {gather:.2f} for AGGemm at 500 Mbit/s" in readme
 
 
-@pytest.mark.parametrize("name", charts.CHARTS)
-def test_charts_are_legible(name: str) -> None:
-    root = ElementTree.parse(tables.FOLDER / name).getroot()
-    _, _, width, height = map(float, root.attrib["viewBox"].split())
-    assert root.findtext(f"{SVG}title")
-    style = root.findtext(f"{SVG}style") or ""
-    assert "prefers-color-scheme: dark" in style
-    sizes = [float(size) for size in re.findall(r"font-size: (\d+)px", style)]
-    assert sizes and min(sizes) * drawing.NARROWEST / width >= 11
-    ground = next(one for one in root.iter(f"{SVG}rect") if one.get("class") == "ground")
-    assert float(ground.attrib["width"]) == width - 1
-    for text in root.findall(f".//{SVG}text"):
-        begin, wide = float(text.attrib["x"]), drawing.text_width(text.text or "")
-        begin -= {"end": wide, "middle": wide / 2}.get(text.get("text-anchor", ""), 0)
-        group = next((g for g in root.findall(f"{SVG}g") if text in list(g)), None)
-        if group is None or "transform" not in group.attrib:
-            assert begin >= 0 and begin + wide <= width, text.text
-            assert 0 < float(text.attrib["y"]) < height, text.text
-    assert (root.find(f".//{SVG}line[@class='one']") is not None) == (name[:-4] in RATIOS)
-
-
-def drawn(**options: object) -> ElementTree.Element:
-    groups = (
+BARS = BarChart(
+    "title",
+    "below",
+    "ms",
+    (Series("one", "blue"), Series("two", "grey")),
+    (
         Group("a & b", (Bar(0.5, (0.4, 0.6), 0.2), Bar(None)), "first"),
         Group("c", (Bar(3.0, (2.0, 9.0)), Bar(1.0)), "second"),
+    ),
+    reference=1.0,
+    interval="90%",
+    mark="least",
+)
+LINES = LineChart(
+    "t", "s", "M", "ms", BARS.series[:1], [("op", [Line(((1, 1), (10, 10), (100, 100)))])]
+)
+
+
+def coordinates(root: ElementTree.Element, path: str) -> list[list[float]]:
+    """Return the numbers in each path that has a colour of a series."""
+    return [
+        [float(number) for number in re.findall(r"-?[\d.]+", one.attrib["d"])]
+        for one in root.iter(f"{SVG}path")
+        if path in one.get("style", "")
+    ]
+
+
+def test_bars_are_as_long_as_their_values_and_follow_the_colour_scheme() -> None:
+    text = drawing.draw(BARS)
+    root = ElementTree.fromstring(text)
+    first, long = (max(d[::2]) - min(d[::2]) for d in coordinates(root, "fill: var(--blue)")[:2])
+    assert long / first == pytest.approx(6, rel=0.01)
+    assert drawing.described(text) == BARS.description()
+    assert (
+        "first a & b: one 0.50 (0.40 to 0.60), least 0.20; two not measured." in BARS.description()
     )
-    series = (Series("one", 2), Series("two", 1))
-    text = drawing.bars("title", "below", "ms", series, groups, **options)  # type: ignore[arg-type]
-    return ElementTree.fromstring(text)
-
-
-def rectangles(root: ElementTree.Element) -> list[float]:
-    """Widths of the bars, without ground and legend."""
-    found = [one for one in root.iter(f"{SVG}rect") if one.get("class") != "ground"]
-    return [float(one.attrib["width"]) for one in found if "rx" not in one.attrib]
-
-
-def test_bars_are_as_long_as_their_values() -> None:
-    first, second, third = rectangles(drawn())
-    assert second / first == pytest.approx(6, rel=0.01) and third / first == pytest.approx(2, 0.01)
-
-
-def test_bars_beyond_the_axis_are_cut_and_keep_their_value() -> None:
-    root = drawn(most=1.5, reference=1.0, interval="90%", mark="least")
-    assert rectangles(root)[1] / rectangles(root)[2] == pytest.approx(1.5, 0.01)
-    texts = [one.text for one in root.iter(f"{SVG}text")]
-    for said in ("3.00", "–", "a & b", "first", "second", "90%", "least", "ms"):
-        assert said in texts
-
-
-def test_segment_widths_add_up_to_the_total() -> None:
-    root = drawn(stacked=True)
-    assert [one.text for one in root.iter(f"{SVG}text")].count("4.00") == 1
-    assert sum(rectangles(root)[-2:]) / rectangles(root)[0] == pytest.approx(8, 0.01)
+    texts = {one.text for one in root.iter(f"{SVG}text")}
+    assert {"3.00", "–", "a & b", "first", "second", "90%", "least", "ms"} <= texts
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search("#[0-9a-f]{6}", re.sub("<style>.*</style>", "", text))
+    assert text == drawing.draw(BARS), "the same chart has the same bytes"
 
 
 def test_lines_stand_on_logarithmic_axes() -> None:
-    points = ((1.0, 1.0), (10.0, 10.0), (100.0, 100.0))
-    text = drawing.lines("t", "s", "M", "ms", (Series("one", 2),), [("op", [Line(points)])])
-    root = ElementTree.fromstring(text)
-    at = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in root.iter(f"{SVG}circle")]
-    (x0, y0), (x1, y1), (x2, y2) = at
+    root = ElementTree.fromstring(drawing.draw(LINES))
+    path = next(d for d in coordinates(root, "stroke: var(--blue)") if len(d) == 6)
+    (x0, x1, x2), (y0, y1, y2) = path[::2], path[1::2]
     assert x1 - x0 == pytest.approx(x2 - x1) and y0 - y1 == pytest.approx(y1 - y2) and y0 > y1
+
+
+@pytest.mark.parametrize(("title", "words"), [("word " * 8, ""), ("w" * 80, "leaves the picture")])
+def test_texts_that_leave_the_picture_raise(title: str, words: str) -> None:
+    chart = dataclasses.replace(LINES, title=title)
+    if not words:
+        drawing.draw(chart)
+        return
+    with pytest.raises(ValueError, match=words):
+        drawing.draw(chart)
+
+
+def test_texts_that_overlap_raise() -> None:
+    crowded = (*LINES.panels[0][1][0].points, (10.5, 3))
+    chart = dataclasses.replace(LINES, panels=[("op", [Line(crowded)])])
+    with pytest.raises(ValueError, match=r"'10' overlaps '10\.5'"):
+        drawing.draw(chart)
