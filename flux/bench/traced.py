@@ -14,10 +14,11 @@ from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.places import open_place
 from flux.bench.timing import quiet_collector
 from flux.core.env import TRACE
+from flux.core.events import Trace
 from flux.core.knobs import Knobs
 from flux.kernels.registry import Registry
 from flux.launch.progress import Progress
-from flux.trace.record import Trace, record_op
+from flux.trace.record import record_op
 
 METHODS = ("flux", "medium", "unfused")
 _GAP = 0.05

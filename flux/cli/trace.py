@@ -11,7 +11,7 @@ from flux.cli.ranks import check_writable, speaks, watched_ranks
 from flux.cli.terminal import open_console, refuse, say, writing
 
 if TYPE_CHECKING:
-    from flux.trace.record import Trace
+    from flux.core.events import Trace
 
 trace = typer.Typer(help="Record a timeline of all ranks.", no_args_is_help=True)
 

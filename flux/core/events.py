@@ -1,4 +1,4 @@
-"""The events of a trace."""
+"""Traces and their events."""
 
 from __future__ import annotations
 
@@ -51,6 +51,29 @@ class Event:
     def end_us(self) -> float:
         """End of the interval, in microseconds."""
         return self.start_us + self.duration_us
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The activity of all ranks in some calls.
+
+    Attributes:
+        events: of all ranks; time zero is the start of the first call on the first rank.
+        metadata: description of the trace, JSON-serialisable. ``calls`` holds the [begin, end] of
+            every call by rank in us. ``dropped`` holds the number of events without room, by rank
+            and lane. ``clock_uncertainty_us`` bounds the shift of each rank's times against those
+            of rank 0. On GPUs, ``gpu_clock_us`` holds by rank the bound between its kernels' and
+            its streams' times (``kernels_to_streams``), and the step of kernels' times
+            (``resolution``).
+    """
+
+    events: list[Event]
+    metadata: dict[str, Any]
+
+    @property
+    def dropped(self) -> int:
+        """Number of events that had no room."""
+        return sum(sum(lanes.values()) for lanes in self.metadata.get("dropped", {}).values())
 
 
 def event_from(values: Mapping[str, Any]) -> Event:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flux.core.datafile import load_json, one_line, shown
-from flux.core.events import Event, event_from
+from flux.core.events import Event, Trace, event_from
 from flux.core.recorder import (
     COPY_LANE,
     COPY_STREAM_LANE,
@@ -23,7 +23,6 @@ from flux.core.recorder import (
     STREAM_LANE,
 )
 from flux.core.wholefile import write_output
-from flux.trace.record import Trace
 
 _MOST_BYTES = 1 << 30
 """Largest size of a trace file: a GPU has more than a hundred lanes, with thousands of events

@@ -237,7 +237,7 @@ class GpuRecorder:
                 continue
             rank, name = names[stream]
             lanes[rank].setdefault(name, []).append(record)
-        found = []
+        recorded = []
         for backend in self.backends:
             rank, dropped = backend.rank, {}
             records: list[KernelRecord] = []
@@ -245,7 +245,7 @@ class GpuRecorder:
                 records, dropped["kernels"] = self.kernels[rank].read(self.tie.offset)
             if rank == real:
                 dropped["streams"] = self.streams.dropped
-            found.append(
+            recorded.append(
                 RankRecords(
                     rank,
                     backend,
@@ -257,4 +257,4 @@ class GpuRecorder:
                     {name: count for name, count in dropped.items() if count},
                 )
             )
-        return found
+        return recorded

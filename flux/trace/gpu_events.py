@@ -105,9 +105,9 @@ class _Nodes:
 class _Kernels:
     """Interprets the records of the kernels of one call."""
 
-    def __init__(self, told: RankRecords, schedule: TileSchedule) -> None:
-        backend = told.backend
-        self.rank, self.world = told.rank, backend.world
+    def __init__(self, rank_records: RankRecords, schedule: TileSchedule) -> None:
+        backend = rank_records.backend
+        self.rank, self.world = rank_records.rank, backend.world
         self.spec = backend.spec
         self.m = schedule.shape[0]
         self.tiles = [kernel.tile for kernel in backend.kernels]
@@ -223,7 +223,7 @@ def in_lanes(records: Iterable[KernelRecord]) -> dict[str, list[KernelRecord]]:
     for (sm, suffix), group in groupby(by_begin, key=lambda item: item[0][:2]):
         shared: list[list[KernelRecord]] = []
         for _, track in group:
-            free = next((one for one in shared if one[-1].end_ns <= track[0].begin_ns), None)
+            free = next((lane for lane in shared if lane[-1].end_ns <= track[0].begin_ns), None)
             if free is None:
                 shared.append(free := [])
             free += track
@@ -235,11 +235,11 @@ def in_lanes(records: Iterable[KernelRecord]) -> dict[str, list[KernelRecord]]:
 class _Streams:
     """Interprets the records of the streams of a rank."""
 
-    def __init__(self, told: RankRecords) -> None:
-        backend = told.backend
-        self.rank, self.op = told.rank, backend.spec.op.name
-        self.schedules, self.first_epoch = told.schedules, told.first_epoch
-        self.nodes = _Nodes(told.rank, backend.world, backend.nodes)
+    def __init__(self, rank_records: RankRecords) -> None:
+        backend = rank_records.backend
+        self.rank, self.op = rank_records.rank, backend.spec.op.name
+        self.schedules, self.first_epoch = rank_records.schedules, rank_records.first_epoch
+        self.nodes = _Nodes(rank_records.rank, backend.world, backend.nodes)
 
     def describe(self, r: Record) -> tuple[str, Details]:
         """Return name and details of the event."""
@@ -309,9 +309,9 @@ class _Streams:
 class _Played(_Streams):
     """Interprets the records of a simulated peer, which enters only at the one real rank."""
 
-    def __init__(self, told: RankRecords, peer: int) -> None:
-        super().__init__(told)
-        self.rank, self.real = peer, told.rank
+    def __init__(self, rank_records: RankRecords, peer: int) -> None:
+        super().__init__(rank_records)
+        self.rank, self.real = peer, rank_records.rank
 
     def describe(self, r: Record) -> tuple[str, Details]:
         """Return name and details of the event."""
@@ -333,8 +333,8 @@ def _stream_lane(name: str, r: Record) -> str:
 class _Clock:
     """Converts a rank's times and epochs to times and call numbers of events."""
 
-    def __init__(self, told: RankRecords, offset_ns: int, origin_ns: int) -> None:
-        self.first = told.first_epoch
+    def __init__(self, rank_records: RankRecords, offset_ns: int, origin_ns: int) -> None:
+        self.first = rank_records.first_epoch
         self.shift = offset_ns - origin_ns
 
     def call(self, epoch: int) -> int:
@@ -356,28 +356,28 @@ class _Clock:
         return Event(rank, lane, kind, name, begin, length, {"call": call, **details})
 
 
-def gpu_events(told: RankRecords, offset_ns: int, origin_ns: int) -> list[Event]:
+def gpu_events(rank_records: RankRecords, offset_ns: int, origin_ns: int) -> list[Event]:
     """Return the events of one rank, and of its simulated peers, by lane and in order.
 
     Args:
-        told: the records.
+        rank_records: what the rank recorded.
         offset_ns: to add to this host's clock to get rank 0's.
         origin_ns: time zero of the trace, on rank 0's clock.
     """
-    clock = _Clock(told, offset_ns, origin_ns)
-    calls = [_Kernels(told, schedule) for schedule in told.schedules]
+    clock = _Clock(rank_records, offset_ns, origin_ns)
+    calls = [_Kernels(rank_records, schedule) for schedule in rank_records.schedules]
     events = []
-    for lane, kernel_records in in_lanes(told.kernels).items():
+    for lane, kernel_records in in_lanes(rank_records.kernels).items():
         for k in kernel_records:
             number = clock.call(k.epoch)
             what = calls[number].describe(k)
             events.append(
-                clock.event(told.rank, lane, _KINDS[KernelEvent(k.kind)], what, k, number)
+                clock.event(rank_records.rank, lane, _KINDS[KernelEvent(k.kind)], what, k, number)
             )
-    events += _of_streams(told.rank, _Streams(told), told.streams, clock)
-    for peer, records in told.agents.items():
+    events += _of_streams(rank_records.rank, _Streams(rank_records), rank_records.streams, clock)
+    for peer, records in rank_records.agents.items():
         lanes = {"played": records}
-        events += _of_streams(peer, _Played(told, peer), lanes, clock)
+        events += _of_streams(peer, _Played(rank_records, peer), lanes, clock)
     return events
 
 
@@ -394,12 +394,12 @@ def _of_streams(
             yield clock.event(rank, lane, kind, meaning.describe(r), r, number)
 
 
-def gpu_spans(told: RankRecords, calls: Sequence[Span]) -> list[Span]:
+def gpu_spans(rank_records: RankRecords, calls: Sequence[Span]) -> list[Span]:
     """Return the time of each call on the GPU; without a record, the time on the host."""
-    clock = _Clock(told, 0, 0)
+    clock = _Clock(rank_records, 0, 0)
     whole: dict[int, Span] = {}
     parts: dict[int, list[Record]] = {}
-    for r in (record for records in told.streams.values() for record in records):
+    for r in (record for records in rank_records.streams.values() for record in records):
         if r.work == Work.call:
             whole[clock.call(r.call)] = Span(r.begin_ns, r.end_ns)
         elif r.work in (Work.gemm, Work.collective):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from flux import _C
-from flux.core.events import Event
+from flux.core.events import Event, Trace
 from flux.core.recorder import CAPACITY, GEMM_LANE, HostStamps, Recorder
 from flux.ops.base import TensorParallelOp
 from flux.trace.clocks import Clock, align_clocks
@@ -25,31 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """The activity of all ranks in some calls.
-
-    Attributes:
-        events: of all ranks; time zero is the start of the first call on the first rank.
-        metadata: description of the trace, JSON-serialisable. ``calls`` holds the [begin, end] of
-            every call by rank in us. ``dropped`` holds the number of events without room, by rank
-            and lane. ``clock_uncertainty_us`` bounds the shift of each rank's times against those
-            of rank 0. On GPUs, ``gpu_clock_us`` holds by rank the bound between its kernels' and
-            its streams' times (``kernels_to_streams``), and the step of kernels' times
-            (``resolution``).
-    """
-
-    events: list[Event]
-    metadata: dict[str, Any]
-
-    @property
-    def dropped(self) -> int:
-        """Number of events that had no room."""
-        return sum(sum(lanes.values()) for lanes in self.metadata.get("dropped", {}).values())
-
-
-@dataclass(frozen=True)
-class _Told:
-    """The records of one rank; they become events once time zero is known."""
+class _LocalRecords:
+    """Records of a rank of this process; they become events once time zero is known."""
 
     rank: int
     schedule: TileSchedule | None  # of the first call; None if the library makes it
@@ -61,7 +38,7 @@ class _Told:
 
 
 @dataclass(frozen=True)
-class _OfRank:
+class _RankEvents:
     """The events and times of one rank, on rank 0's clock."""
 
     rank: int
@@ -113,13 +90,13 @@ def record_op(
     if ops[0]._backend is not None and ops[0]._backend.asynchronous:
         _finish(ops)
         clocks = align_clocks(exchange) if exchange is not None else None
-        told = _on_gpus(ops, call, exchange, calls, capacity)
+        records = _on_gpus(ops, call, exchange, calls, capacity)
     else:
         assert exchange is not None
         clocks = align_clocks(exchange)
-        told = [_on_cpu(ops[0], call, exchange, calls, capacity)]
-    everybody = _gathered(told, exchange, clocks)
-    return _trace(ops[0], told[0].schedule, everybody, warmup) if ops[0].rank == 0 else None
+        records = [_on_cpu(ops[0], call, exchange, calls, capacity)]
+    everybody = _gathered(records, exchange, clocks)
+    return _trace(ops[0], records[0].schedule, everybody, warmup) if ops[0].rank == 0 else None
 
 
 def _check(
@@ -136,17 +113,17 @@ def _check(
     problem = next(
         (why for op in ops if (why := _reason_untraceable(op))), None
     ) or _reason_not_one_place(ops)
-    given = {"calls": calls, "warmup": warmup, "capacity": capacity}
+    counts = {"calls": calls, "warmup": warmup, "capacity": capacity}
     for name, least in (("calls", 1), ("warmup", 0), ("capacity", 1)):
-        if type(given[name]) is not int or given[name] < least:
-            problem = f"{name} must be an integer >= {least}, got {given[name]!r}"
+        if type(counts[name]) is not int or counts[name] < least:
+            problem = f"{name} must be an integer >= {least}, got {counts[name]!r}"
     error = None if problem is None else ValueError(problem)
     if not ops or _world_on_one_gpu(ops[0]) is not None:
         if error is not None:
             raise error
         return None
     exchange = Exchange(resolve_group(ops[0]._unfused.group), "flux.trace")
-    exchange.agree("flux.trace", error, {"op": ops[0].spec.label, **given})
+    exchange.agree("flux.trace", error, {"op": ops[0].spec.label, **counts})
     return exchange
 
 
@@ -158,13 +135,13 @@ def _world_on_one_gpu(op: TensorParallelOp) -> OneGpuExchange | None:
 def _reason_not_one_place(ops: Sequence[TensorParallelOp]) -> str | None:
     places = [_world_on_one_gpu(op) for op in ops]
     first = places[0] if places else None
-    have = [op.rank for op in ops]
-    wanted = have[:1] if first is None else list(first.of.real)
-    same = {None if place is None else (place.of, place.op) for place in places}
-    if ops and have == wanted and len(same) == 1:
+    ranks = [op.rank for op in ops]
+    expected = ranks[:1] if first is None else list(first.of.real)
+    worlds = {None if place is None else (place.of, place.op) for place in places}
+    if ops and ranks == expected and len(worlds) == 1:
         return None
     return (
-        f"op must be that of this rank, or those of all ranks of a VirtualWorld, got ranks {have}"
+        f"op must be that of this rank, or those of all ranks of a VirtualWorld, got ranks {ranks}"
     )
 
 
@@ -193,7 +170,7 @@ def _on_cpu(
     exchange: Exchange,
     calls: int,
     capacity: int,
-) -> _Told:
+) -> _LocalRecords:
     backend = cast("CpuBackend | None", op._backend)
     recorder = Recorder(capacity, [] if backend is None else backend.remote_peers)
 
@@ -205,7 +182,7 @@ def _on_cpu(
     attach(recorder)
     try:
         exchange.all_gather(None)  # so that no rank's first wait is for a rank that starts later
-        spans = _made(call, calls)
+        spans = _timed_calls(call, calls)
     finally:
         if not op.closed:
             attach(None)
@@ -217,10 +194,10 @@ def _on_cpu(
 
     dropped = {lane.name: lane.dropped for lane in lanes if lane.dropped}
     first = recorder.schedules[0] if recorder.schedules else None
-    return _Told(op.rank, first, spans, events, dropped)
+    return _LocalRecords(op.rank, first, spans, events, dropped)
 
 
-def _made(call: Callable[[], object], calls: int) -> list[Span]:
+def _timed_calls(call: Callable[[], object], calls: int) -> list[Span]:
     spans = []
     for _ in range(calls):
         begin = _C.Lane.now()
@@ -235,25 +212,25 @@ def _on_gpus(
     exchange: Exchange | None,
     calls: int,
     capacity: int,
-) -> list[_Told]:
+) -> list[_LocalRecords]:
     recorder = GpuRecorder(ops, capacity)
     try:
         recorder.start()
         if exchange is not None:
             exchange.all_gather(None)
-        made = []
+        spans = []
         for recorder.number in range(calls):
-            made += _made(call, 1)
+            spans += _timed_calls(call, 1)
         recorder.wait()
         tie, everything = recorder.tie, recorder.read()
     finally:
         recorder.stop()
     clock = {"kernels_to_streams": tie.between / 1000, "resolution": tie.resolution / 1000}
     return [
-        _Told(
+        _LocalRecords(
             of.rank,
             of.schedules[0] if of.schedules else None,
-            gpu_spans(of, made),
+            gpu_spans(of, spans),
             partial(gpu_events, of),
             of.dropped,
             tie.uncertainty,
@@ -264,36 +241,38 @@ def _on_gpus(
 
 
 def _gathered(
-    told: Sequence[_Told], exchange: Exchange | None, clocks: Sequence[Clock] | None
-) -> list[_OfRank]:
+    records: Sequence[_LocalRecords], exchange: Exchange | None, clocks: Sequence[Clock] | None
+) -> list[_RankEvents]:
     """Return the records of all ranks on rank 0's clock, from its first event on. Collective."""
 
-    def clock_of(one: _Told) -> Clock:
-        return Clock(0, 0) if clocks is None else clocks[one.rank]
+    def clock_of(local: _LocalRecords) -> Clock:
+        return Clock(0, 0) if clocks is None else clocks[local.rank]
 
-    first = min(one.spans[0].begin_ns + clock_of(one).offset_ns for one in told)
+    first = min(local.spans[0].begin_ns + clock_of(local).offset_ns for local in records)
     origin = first if exchange is None else min(exchange.all_gather(first))
 
-    def on_common_clock(one: _Told) -> _OfRank:
-        clock = clock_of(one)
+    def on_common_clock(local: _LocalRecords) -> _RankEvents:
+        clock = clock_of(local)
         shift = clock.offset_ns - origin
-        return _OfRank(
-            one.rank,
-            [[(at + shift) / 1000 for at in (s.begin_ns, s.end_ns)] for s in one.spans],
-            one.events(clock.offset_ns, origin),
-            one.dropped,
-            (clock.uncertainty_ns + one.uncertainty_ns) / 1000,
-            one.gpu_clock_us,
+        return _RankEvents(
+            local.rank,
+            [[(at + shift) / 1000 for at in (s.begin_ns, s.end_ns)] for s in local.spans],
+            local.events(clock.offset_ns, origin),
+            local.dropped,
+            (clock.uncertainty_ns + local.uncertainty_ns) / 1000,
+            local.gpu_clock_us,
         )
 
-    mine = [on_common_clock(one) for one in told]
-    return mine if exchange is None else [one for of in exchange.all_gather(mine) for one in of]
+    mine = [on_common_clock(local) for local in records]
+    if exchange is None:
+        return mine
+    return [events for rank in exchange.all_gather(mine) for events in rank]
 
 
 def _trace(
     op: TensorParallelOp,
     schedule: TileSchedule | None,
-    everybody: Sequence[_OfRank],
+    everybody: Sequence[_RankEvents],
     warmup: int,
 ) -> Trace:
     metadata: dict[str, Any] = {

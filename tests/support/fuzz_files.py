@@ -35,6 +35,7 @@ from flux.bench import page, results
 from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes, model_of
 from flux.cli import suite_view
 from flux.core.datafile import data_root
+from flux.core.events import Trace
 from flux.core.knobs import OPS, Knobs, Op
 from flux.core.problem import Problem
 from flux.core.schedule import make_schedule
@@ -60,7 +61,6 @@ from flux.select.keys import Key
 from flux.select.winners import DamagedEntryError, Entry, Winner, checksum, fit
 from flux.trace import read_chrome, write_chrome
 from flux.trace.chrome import flows
-from flux.trace.record import Trace
 from flux.tune.halving import Halving
 from flux.tune.journal import Journal
 from flux.tune.space import ALWAYS, Space, combinations, load_space
