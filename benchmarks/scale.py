@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 from common import ROOT, markdown, percent, unbroken
 
+from flux.core.collector import paused_collector
 from flux.core.integers import ceil_div
 from flux.core.version import __version__
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
-from flux.plan.graph import paused_collector
 from flux.plan.model import Parallel, TrainingStep, step_of
 from flux.plan.policies import planned, policy_of
 from flux.plan.simulate import Timeline, simulate

@@ -19,7 +19,7 @@ sys.modules["flux"] = bare
 try:
     import typer
 
-    from flux.cli.compile import compile_kernels
+    from flux.kernels.command import compile_kernels
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: building kernels needs pip install typer rich filelock nvidia-cutlass")
 

@@ -1,7 +1,7 @@
 """Measure fused ops: metrics, synchronised timing, float64 checks, and the ranks to run on.
 
-flux/cli -> launch.py -> flux/launch/spawn.py (or torchrun) -> op.py on every rank, with methods.py,
-                                                        reference.py, rounds.py, timing.py
+command.py -> launch.py -> flux/launch/spawn.py (or torchrun) -> op.py on every rank, with
+                                                     methods.py, reference.py, rounds.py, timing.py
 report.py <- metrics.py <------------------------+
 
 flux bench suite: suite.py -> suite_ranks.py -> launch.py, or flux/launch/supervisors.py (torchrun)

@@ -1,18 +1,14 @@
-"""Options that all commands share which run an op on ranks, and their conversion."""
+"""Options of several commands, and the conversion of their texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+import re
+from typing import Annotated
 
 import typer
 
-from flux.cli.ranks import torchrun_or_own
-from flux.cli.terminal import refuse
-
-if TYPE_CHECKING:
-    from flux.bench.config import BenchConfig
+from flux.core.datafile import shown
+from flux.core.env import MOST_SECONDS
 
 Op = Annotated[str, typer.Option(help="Op: ag_gemm | gemm_rs | gemm_ar.")]
 M = Annotated[int, typer.Option("--m", help="Rows M of the global problem.")]
@@ -77,96 +73,25 @@ JsonTarget = Annotated[
 ]
 QuietTable = Annotated[bool, typer.Option("--quiet", help="Print no table and no progress bar.")]
 
-
-@dataclass(frozen=True)
-class Chosen:
-    """The values of these options."""
-
-    op: str
-    m: int
-    n: int
-    k: int
-    dtype: str | None
-    nproc: int | None
-    hosts: str
-    link_rate: str | None
-    backend: str | None
-    transport: str | None
-    threads: int
-    seed: int
-    timeout: float
-    path: str | None
-    order: str | None
-    direction: str | None
-    comm_tile_rows: int | None
-    tile: str | None
-    store: str | None
-    swizzle: str | None
-
-    @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> Chosen:
-        """Return the shared options among a command's arguments."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h)?")
 
 
-def config_of(chosen: Chosen, *, repeats: int = 1, warmup: int) -> BenchConfig:
-    """Return the configuration for these options; exit if it is impossible, before ranks start."""
-    from flux.bench.config import ONE_GPU, BenchConfig, dtype_name
-    from flux.core import knobs
-    from flux.core.problem import Problem
+def parse_duration(text: str) -> float:
+    """Return the seconds of ``90``, ``90s``, ``10m`` or ``2h``.
 
-    world = torchrun_or_own(chosen.nproc, chosen.hosts)
-    backend = chosen.backend
-    if backend is None and chosen.transport in ONE_GPU:
-        backend = "cuda"
-    dtype = chosen.dtype or ("bfloat16" if backend == "cuda" else "float32")
-    ranks = chosen.nproc if world is None else world
-    shape = (chosen.m, chosen.n, chosen.k)
-    try:
-        op = knobs.Op.named(chosen.op)
-        config = BenchConfig(
-            problem=Problem(op, *shape, dtype_name(dtype), 2 if ranks is None else ranks),
-            repeats=repeats,
-            warmup=warmup,
-            threads=chosen.threads,
-            backend=backend,
-            transport=chosen.transport,
-            knobs=_knobs(
-                path=chosen.path,
-                order=chosen.order,
-                direction=chosen.direction,
-                comm_tile_rows=chosen.comm_tile_rows,
-                tile=chosen.tile,
-                store=chosen.store,
-                swizzle=chosen.swizzle,
-            ),
-            timeout_s=chosen.timeout,
-            seed=chosen.seed,
-            hosts=chosen.hosts,
-            link_rate=chosen.link_rate,
-        )
-    except (ValueError, TypeError) as error:
-        refuse(str(error))
-    if config.backend == "cuda" and world is None:
-        from flux.bench.places.gpu import problem_here
-
-        problem = problem_here(config)
-        if problem is not None:
-            refuse(problem)
-    return config
+    Raises:
+        ValueError: another format, or a duration of 0.
+    """
+    found = _DURATION.fullmatch(text.strip().lower())
+    seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"] if found else 0.0
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(f"a duration must look like 90s, 10m or 2h, got {shown(text)}")
+    return seconds
 
 
-def _knobs(**chosen: Any) -> dict[str, Any]:
-    """Return the knobs that the command line sets, checked before any rank is started."""
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if "tile" in given:
-        try:
-            rows, columns = given["tile"].lower().split("x")
-            given["tile"] = (int(rows), int(columns))
-        except ValueError:
-            raise ValueError(f"tile must look like 512x1024, got {given['tile']!r}") from None
-    if given:
-        from flux import Knobs
-
-        Knobs(**given)
-    return given
+def integers(name: str, text: str) -> list[int]:
+    """Return positive integers with commas between; raise ValueError for anything else."""
+    parts = text.split(",")
+    if not all(re.fullmatch(r"\s*[0-9]{1,20}\s*", part) and int(part) >= 1 for part in parts):
+        raise ValueError(f"{name} must be integers >= 1 with commas between, got {shown(text)}")
+    return [int(part) for part in parts]

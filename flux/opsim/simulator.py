@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from flux.core.collector import paused_collector
 from flux.core.dtypes import DTYPES
 from flux.core.events import Event, Kind
 from flux.core.heuristic_cuda import ClusterTile
@@ -40,7 +41,6 @@ from flux.opsim.gather import gather_processes
 from flux.opsim.machine import SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import Log, Move, SimulatedCall
 from flux.opsim.scatter import scatter_processes
-from flux.plan.graph import paused_collector
 from flux.select.cost import gemm_ms as modelled_gemm_ms
 from flux.select.cost import library_ms, raster_ms, resolved
 

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flux.core.collector import paused_collector
 from flux.core.integers import ceil_div
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Builder, Graph, Operator, paused_collector
+from flux.plan.graph import Builder, Graph, Operator
 from flux.plan.mesh import SubGroup
 from flux.plan.model import TrainingStep
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flux.core.collector import paused_collector
 from flux.machine.cluster import Cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
-from flux.plan.graph import paused_collector
 from flux.plan.model import TrainingStep
 from flux.plan.policies import Policies, label_of, planned, policy_of
 from flux.plan.simulate import Timeline, simulate

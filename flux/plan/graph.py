@@ -7,10 +7,8 @@ one operator, which occupies the links of the representative rank.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -196,22 +194,6 @@ def topological(ops: Sequence[Operator], deps: Sequence[Sequence[int]]) -> tuple
     cyclic = nx.DiGraph((d, n) for n, before in enumerate(deps) for d in before)
     cycle = [ops[edge[0]].name for edge in nx.find_cycle(cyclic)]
     raise GraphError(f"a cycle of dependencies: {' -> '.join([*cycle, cycle[0]])}")
-
-
-@contextmanager
-def paused_collector() -> Iterator[None]:
-    """Pause Python's garbage collector.
-
-    Of half a million operators it would take a quarter of the time, and it would find nothing: they
-    have no cycles of references.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class Builder:

@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from flux.core.collector import paused_collector
 from flux.machine.cluster import Cluster
 from flux.plan.build import build_step
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
-from flux.plan.graph import paused_collector
 from flux.plan.model import TrainingStep
 from flux.plan.policies import Policies, Policy, label_of, policy_of
 from flux.plan.policies.folding import UnevenStages

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from flux.core.collector import paused_collector
 from flux.core.events import Event, Kind
 from flux.plan.cost import CostModel
-from flux.plan.graph import FUSED, Graph, GraphError, paused_collector
+from flux.plan.graph import FUSED, Graph, GraphError
 from flux.plan.schedule import Lane, StepSchedule
 
 _KINDS = dict.fromkeys(("gemm", "attention", *FUSED), Kind.gemm)

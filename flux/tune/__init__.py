@@ -2,7 +2,7 @@
 
 choice of an op          flux/select: choose.py -> cache.py (winners on disk), winners.py, keys.py
                                                -> cost.py  (the model, without tuning)
-`flux tune`              flux/cli/tune.py -> tuner.py -> journal.py, halving.py (survivors)
+`flux tune`              command.py -> tuner.py -> journal.py, halving.py (survivors)
                          -> worker.py on every rank, with flux.bench's rounds and checks
 candidates               space.py <- tuning/spaces/*.toml
 shapes                   flux/bench/shapes.py <- tuning/shapes/*.toml

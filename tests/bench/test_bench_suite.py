@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 
 import suite_data
 from browser import open_page
+from flux.bench import command_suite as suite_cli
 from flux.bench import launch, page, results, suite, suite_ranks, suite_trace
 from flux.bench.config import BenchConfig
 from flux.bench.metrics import Metrics
 from flux.bench.op import Measurement, MethodResult
-from flux.cli import suite as suite_cli
 from flux.cli.app import app
 from flux.core.events import Kind
 from flux.core.knobs import Op
@@ -568,7 +568,7 @@ def test_faulty_peer_is_excluded_and_other_results_stay(fault: str) -> None:
 def test_shown_tables_name_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from flux.cli import suite_view
+    from flux.bench import suite_view
 
     suite_view.show(suite_data.document(), Console(width=140))
     printed = capsys.readouterr().out

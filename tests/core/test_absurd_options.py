@@ -18,8 +18,8 @@ import fuzz_plans
 from absurd import NUMBERS, TEXTS
 from flux.cli import terminal
 from flux.cli.app import app
-from flux.cli.doctor import Findings, Item, examine, show
 from flux.core import env, wholefile
+from flux.doctor.examine import Findings, Item, examine, show
 from flux.launch import sockets
 from flux.launch.hosts import parse_hosts, parse_rate
 from harness import STRESS

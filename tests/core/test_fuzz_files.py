@@ -14,9 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import fuzz_files
-from flux.bench import page, results
+from flux.bench import page, results, suite_view
 from flux.bench.shapes import load_shapes
-from flux.cli import suite_view
 from flux.cli.app import app
 from flux.core import datafile
 from flux.core.knobs import Knobs

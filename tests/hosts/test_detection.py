@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flux.cli.doctor import topology_items
+from flux.doctor.examine import topology_items
 from flux.machine.cluster import load_cluster
 from flux.machine.detection import GpuLinks, Nvml, System, cpu_cluster, cuda_cluster, detect
 

@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 import flux
-from flux.cli import doctor
 from flux.cli.app import app
-from flux.cli.doctor_ranks import between, places_of_all
 from flux.core import env
 from flux.core.knobs import Knobs
+from flux.doctor import examine as doctor
+from flux.doctor.ranks import between, places_of_all
 from flux.machine import host, toolchain
 from flux.select.cache import Cache
 from flux.select.keys import Key

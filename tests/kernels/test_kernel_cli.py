@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flux.cli import doctor
 from flux.cli.app import app
+from flux.doctor import examine as doctor
 from flux.kernels import GemmProblem, registry
 from flux.kernels.registry import Registry
 from flux.kernels.sets import config_set

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from flux import _C
-from flux.cli import doctor
+from flux.doctor import examine as doctor
 from flux.kernels import driver, loading, manifest, runtime, trust
 from flux.kernels.manifest import Library
 from flux.kernels.ptxas import Usage

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from flux.bench.shapes import Layer, Moe
 from flux.cli.app import app
-from flux.cli.plan import parsed
 from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
+from flux.plan.command import parsed
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, GraphError, Operator

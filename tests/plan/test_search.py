@@ -11,11 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from flux.cli.app import app
-from flux.cli.plan import parsed
-from flux.cli.plan_run import _config
 from flux.machine.cluster import load_cluster
 from flux.plan import search as searching
 from flux.plan.build import build_step
+from flux.plan.command import parsed
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, step_of
@@ -35,6 +34,7 @@ from flux.plan.search import (
 )
 from flux.plan.shrink import changes_of, shrunk
 from flux.plan.simulate import simulate
+from flux.runtime.command import _config
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -31,9 +31,8 @@ from rich.console import Console
 
 import fuzz_plans
 import suite_data
-from flux.bench import page, results
+from flux.bench import page, results, suite_view
 from flux.bench.shapes import Layer, Shapes, layer_of, load_shapes, model_of
-from flux.cli import suite_view
 from flux.core.datafile import data_root
 from flux.core.events import Trace
 from flux.core.knobs import OPS, Knobs, Op

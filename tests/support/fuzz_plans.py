@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench.shapes import Model
-from flux.cli.plan import parsed as parsed_policy
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
 from flux.opsim import simulator as op_simulator
 from flux.plan.build import build_step
+from flux.plan.command import parsed as parsed_policy
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, step_of

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from flux.bench.shapes import Layer, load_shapes
 from flux.cli.app import app
-from flux.cli.tune import parse_duration
+from flux.cli.options import parse_duration
 from flux.core.datafile import data_root
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem

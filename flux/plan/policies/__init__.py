@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from flux.core.collector import paused_collector
 from flux.plan.cost import CostModel
 from flux.plan.fabric import Fabric
-from flux.plan.graph import Graph, paused_collector
+from flux.plan.graph import Graph
 from flux.plan.schedule import StepSchedule
 
 GROUP = "flux.plan.policies"

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from flux.cli import options
+from flux.cli.mounting import MountedGroup
 from flux.cli.ranks import check_writable
 from flux.cli.terminal import (
     EXIT_FAILED,
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from flux.plan.simulate import Timeline
 
 plan = typer.Typer(
-    help="Predict, explain and run the schedule of a training step.", no_args_is_help=True
+    name="plan",
+    cls=MountedGroup,
+    help="Predict, explain and run the schedule of a training step.",
+    no_args_is_help=True,
 )
 
 Model = Annotated[

@@ -28,9 +28,9 @@ from rich.text import Text
 
 import flux
 from flux import _C
-from flux.cli.doctor_ranks import verdicts
 from flux.cli.terminal import printable
 from flux.core import env
+from flux.doctor.ranks import verdicts
 from flux.kernels import runtime
 from flux.kernels.build import MissingToolError
 from flux.kernels.registry import Registry, cache_root, default_roots

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flux.cli import options
+from flux.cli.options import integers, parse_duration
 from flux.cli.ranks import check_writable, speaks, torchrun_or_own
 from flux.cli.terminal import (
     EXIT_FAILED,
@@ -198,8 +199,6 @@ def _follow(ranks: SuiteRanks) -> None:
 
 
 def _seconds(budget: str | None) -> float | None:
-    from flux.cli.tune import parse_duration
-
     return None if budget is None else parse_duration(budget)
 
 
@@ -286,8 +285,6 @@ def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list
     """
     from dataclasses import replace
 
-    from flux.cli.tune import integers
-
     left = list(problems)
     if ops is not None:
         names = [name.strip() for name in ops.split(",")]
@@ -311,8 +308,7 @@ def _measure(
     resume: bool,
     quiet: bool,
 ) -> None:
-    from flux.bench import results, suite
-    from flux.cli import suite_view
+    from flux.bench import results, suite, suite_view
 
     configs = plan.configs
     about = {peer.name: peer.about for peer in plan.peers}
@@ -401,8 +397,7 @@ def _show_again(source: Path, targets: dict[str, Path | None], *, quiet: bool) -
 
 def _write(document: dict[str, Any], targets: dict[str, Path | None], *, quiet: bool) -> None:
     """Write the page, the CSV and the tables."""
-    from flux.bench import page, results
-    from flux.cli import suite_view
+    from flux.bench import page, results, suite_view
 
     if not quiet:
         suite_view.show(document, open_console())

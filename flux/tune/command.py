@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flux.cli import winners as winners_cli
+from flux.cli.options import integers, parse_duration
 from flux.cli.ranks import torchrun_or_own
 from flux.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, complain, open_console, refuse, say
-from flux.core.datafile import shown
-from flux.core.env import MOST_SECONDS
+from flux.tune import command_winners as winners_cli
 
 if TYPE_CHECKING:
     from flux.core.problem import Problem
     from flux.launch.supervisors import Launcher
     from flux.machine.cluster import Cluster
-    from flux.opsim.rank import Ranked
     from flux.tune.machine import TuningMachine
+    from flux.tune.rank import Ranked
     from flux.tune.space import Space
     from flux.tune.tuner import Options, Search
 
@@ -34,29 +32,6 @@ tune.command("show")(winners_cli.show)
 tune.command("export")(winners_cli.export)
 tune.command("import")(winners_cli.import_winners)
 tune.command("clear")(winners_cli.clear)
-
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h)?")
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of ``90``, ``90s``, ``10m`` or ``2h``.
-
-    Raises:
-        ValueError: another format, or a duration of 0.
-    """
-    found = _DURATION.fullmatch(text.strip().lower())
-    seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"] if found else 0.0
-    if not 0 < seconds <= MOST_SECONDS:
-        raise ValueError(f"a duration must look like 90s, 10m or 2h, got {shown(text)}")
-    return seconds
-
-
-def integers(name: str, text: str) -> list[int]:
-    """Return positive integers with commas between; raise ValueError for anything else."""
-    parts = text.split(",")
-    if not all(re.fullmatch(r"\s*[0-9]{1,20}\s*", part) and int(part) >= 1 for part in parts):
-        raise ValueError(f"{name} must be integers >= 1 with commas between, got {shown(text)}")
-    return [int(part) for part in parts]
 
 
 @tune.callback()
@@ -295,7 +270,7 @@ def _explain(
 
 def _simulated(search: Search, cluster: Cluster, shapes: int) -> tuple[list[Ranked], str]:
     """Return the simulated ranking of the best few candidates, and a sentence about it."""
-    from flux.opsim.rank import MOST_TILES, ranked
+    from flux.tune.rank import MOST_TILES, ranked
 
     try:
         found = ranked(search.problem, cluster, search.candidates, MOST_TILES // shapes)
@@ -325,10 +300,10 @@ def _tune(
 ) -> None:
     from filelock import Timeout
 
-    from flux.cli.tune_progress import observer
     from flux.launch.supervisors import Joined, Spawned
     from flux.select.cache import Cache, cache_root
     from flux.tune.machine import survey
+    from flux.tune.progress import observer
     from flux.tune.space import space_for
     from flux.tune.tuner import Tuner, make_search
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flux.cli import options
-from flux.cli.plan import (
+from flux.cli.ranks import check_writable, progress_bar
+from flux.cli.terminal import PLAIN, open_console, refuse
+from flux.plan.command import (
     ClusterName,
     Hosts,
     Model,
@@ -19,19 +21,15 @@ from flux.cli.plan import (
     TraceFile,
     draw,
     parsed,
-    plan,
     write,
     write_trace,
 )
-from flux.cli.ranks import check_writable, progress_bar
-from flux.cli.terminal import PLAIN, open_console, refuse
 
 if TYPE_CHECKING:
     from flux.machine.cluster import Cluster
     from flux.plan.search import Found, Query, SearchedPlan
 
 
-@plan.command("search")
 def search_command(
     gpus: Annotated[int, typer.Option(help="Ranks of the step.")],
     policy: Policy = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flux.bench.command_options import Chosen, config_of
 from flux.cli import options
 from flux.cli.ranks import check_writable, speaks, watched_ranks
 from flux.cli.terminal import open_console, refuse, say, writing
@@ -69,8 +70,8 @@ def trace_op(
     Starts its own ranks, or joins torchrun's. torchrun takes --m as one of its own options, unless
     -- ends those: torchrun --nproc-per-node 2 -m -- flux trace op --m 2048
     """
-    chosen = options.Chosen.among(locals())
-    config = options.config_of(chosen, warmup=warmup)
+    chosen = Chosen.among(locals())
+    config = config_of(chosen, warmup=warmup)
     from flux.bench.traced import Wanted, reason_unsupported, traced
 
     try:

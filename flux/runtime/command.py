@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flux.cli import options
-from flux.cli.plan import (
+from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_ranks
+from flux.cli.terminal import open_console, refuse, say, writing
+from flux.plan.command import (
     SHARED,
     Cp,
     Dp,
@@ -32,20 +34,16 @@ from flux.cli.plan import (
     Zero,
     draw,
     parsed,
-    plan,
     step_with,
     title_of,
     write,
     write_trace,
 )
-from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_ranks
-from flux.cli.terminal import open_console, refuse, say, writing
 
 if TYPE_CHECKING:
     from flux.runtime.run import PlanRun
 
 
-@plan.command("run")
 def run_command(
     policy: Policy = None,
     model: Model = "gpt-6.7b",
@@ -162,7 +160,6 @@ def _take_plan(given: dict[str, Any]) -> dict[str, list[Any]]:
     return smaller
 
 
-@plan.command("profile")
 def profile_command(
     out: Annotated[str, typer.Option(metavar="FILE", help="Write the profile to FILE.")],
     policy: Policy = None,
