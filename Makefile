@@ -23,10 +23,10 @@ WERROR := $(filter %-werror test test-core stress mutants asan,$(MAKECMDGOALS))
 NATIVE := $(STAMPS)/native$(if $(WERROR),-werror)
 comma := ,
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja
-CXX_FILES = $(shell find csrc emulator tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+CXX_FILES = $(shell find csrc ptx_machine tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 # Directories too: their times change when a file is added or removed.
 NATIVE_INPUTS := $(shell find csrc -not -name '.*') CMakeLists.txt setup.py pyproject.toml
-EMULATOR_INPUTS := $(shell find emulator/src emulator/gpu emulator/nvshmem -name '*.cpp' -o -name '*.h') emulator/CMakeLists.txt csrc/cuda/runtime/emulated_cuda.h
+EMULATOR_INPUTS := $(shell find ptx_machine/src ptx_machine/gpu ptx_machine/nvshmem -name '*.cpp' -o -name '*.h') ptx_machine/CMakeLists.txt csrc/cuda/runtime/emulated_cuda.h
 # ThreadSanitizer of older compilers cannot place its shadow memory where the kernel randomises a lot.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
@@ -134,7 +134,7 @@ emulated-kernels: $(VENV)/cuda-installed $(STAMPS)/emulator ## build kernels tha
 	$(BIN)/python tools/compile_kernels.py --runtime --emulated --out build/emulated-kernels
 
 clean: ## remove everything that was built; keeps .venv
-	rm -rf build dist *.egg-info flux/_C*.so emulator/_machine*.so emulator/gpu/*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist *.egg-info flux/_C*.so ptx_machine/_machine*.so ptx_machine/gpu/*.so flux/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv
@@ -205,7 +205,7 @@ $(STAMPS)/native $(STAMPS)/native-werror:
 
 $(STAMPS)/emulator: $(VENV)/build-installed $(EMULATOR_INPUTS)
 	@echo 'Building the PTX machine ...'
-	@$(CMAKE) -S emulator -B build/emulator -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	@$(CMAKE) -S ptx_machine -B build/ptx_machine -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > /dev/null
-	@$(BIN)/cmake --build build/emulator > build/emulator/log.txt || { cat build/emulator/log.txt; exit 1; }
+	@$(BIN)/cmake --build build/ptx_machine > build/ptx_machine/log.txt || { cat build/ptx_machine/log.txt; exit 1; }
 	@mkdir -p $(STAMPS) && touch $@

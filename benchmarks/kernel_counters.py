@@ -3,7 +3,7 @@
     flux compile --emulated --set minimal --arch 80,90a --out DIR
     python benchmarks/kernel_counters.py DIR benchmarks/results/emulated/kernel_counters.json
 
-Kernels run on the machine of emulator/ (make emulator). All signals are there before a kernel
+Kernels run on the machine of ptx_machine/ (make emulator). All signals are there before a kernel
 starts, so that it waits for none: what is counted is what the waits cost where they are not needed.
 Each kernel runs at two sizes, and a figure is the difference over the tiles by which they differ:
 what a kernel does once, in its prologue, is not part of it.
@@ -25,7 +25,7 @@ from flux import _C
 from flux.kernels.registry import BuiltKernel, Registry
 
 if TYPE_CHECKING:  # tables.py, which imports this file, does without the machine
-    from emulator import Counters, CudaDevice, Work
+    from ptx_machine import Counters, CudaDevice, Work
 
 WORLD = 8
 N, K = 1024, 2048
@@ -73,7 +73,7 @@ class Memory:
         self.kept: list[torch.Tensor] = []
 
     def address(self, tensor: torch.Tensor) -> int:
-        from emulator import extent
+        from ptx_machine import extent
 
         self.kept.append(tensor)
         self.device.machine.add_memory(*extent(tensor), f"a tensor of {tuple(tensor.shape)}")
@@ -109,7 +109,7 @@ def arguments(memory: Memory, case: Case, m: int) -> _C.GemmArgs:
 
 def launched(device: CudaDevice, built: BuiltKernel, case: Case, m: int) -> Counters:
     """Run a kernel once; return what it executed."""
-    from emulator import kernel_counters
+    from ptx_machine import kernel_counters
 
     device.clear()
     memory = Memory(device)
@@ -128,7 +128,7 @@ def launched(device: CudaDevice, built: BuiltKernel, case: Case, m: int) -> Coun
 
 def parts(found: Counters) -> Iterator[tuple[str, Work]]:
     """Yield the work of producer and consumer warps, or of all where they do the same."""
-    from emulator import Work
+    from ptx_machine import Work
 
     producers, consumers, others = Work(), Work(), Work()
     for role in found.roles:
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("kernels", type=Path, help="of flux compile --emulated, for 80 and 90a")
     parser.add_argument("json", type=Path, help="file to write the results to")
     options = parser.parse_args()
-    from emulator import cuda_device
+    from ptx_machine import cuda_device
 
     device = cuda_device()
     registry = Registry.load([options.kernels])

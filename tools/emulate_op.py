@@ -2,7 +2,7 @@
 
     flux compile --emulated --arch 80 --set minimal --out build/ptx
     python tools/emulate_op.py build/ptx --op gemm_rs
-    python -m emulator profile tools/emulate_op.py -- build/ptx --op gemm_rs
+    python -m ptx_machine profile tools/emulate_op.py -- build/ptx --op gemm_rs
 
 All ranks share an emulated GPU. The kernel is the one that the heuristic chooses of those in the
 directory: leave no other there than the one that you work on. Exit status: 0, or 1 where a kernel
@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
 sys.path[:0] = [str(ROOT), str(SUPPORT), str(SUPPORT / "emulation")]
 
-from emulator import PtxError  # noqa: E402
 from flux.transport.virtual import VirtualWorld  # noqa: E402
 from ptx_device import PtxDevice  # noqa: E402
+from ptx_machine import PtxError  # noqa: E402
 from reference import Inputs, Problem  # noqa: E402
 from virtual_cases import call_all  # noqa: E402
 
@@ -80,7 +80,7 @@ def main() -> None:
             print(f"{device.cuda.error() or error}\nrun it again with --seed {seed}")
             sys.exit(1)
         done.append([now - then for now, then in zip(work_of(device), before, strict=True)])
-    # The device is not closed: that would forget what python -m emulator profile asks for next.
+    # The device is not closed: that would forget what python -m ptx_machine profile asks for next.
     print(f"{options.op} {options.m} x {options.n} x {options.k}, {options.world} ranks: right")
     if options.time:
         millions = statistics.median(count for count, _ in done) / 1e6

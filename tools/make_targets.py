@@ -187,8 +187,8 @@ def build(arguments: list[str]) -> None:
     """Stand in for CMake: directories of builds, and the PTX machine of this checkout."""
     if arguments[0] == "--build":
         need(arguments[1])
-        if arguments[1] == "build/emulator":
-            take("emulator/*.so", "emulator/gpu/*.so")
+        if arguments[1] == "build/ptx_machine":
+            take("ptx_machine/*.so", "ptx_machine/gpu/*.so")
     else:
         Path(arguments[arguments.index("-B") + 1]).mkdir(parents=True)
 

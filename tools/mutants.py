@@ -100,8 +100,8 @@ class Tree:
         present = [name for name in names.split("\0") if name and (root / name).is_file()]
         self.extension = [path.name for path in (root / "flux").glob("_C*.so")]
         machine = [
-            f"emulator/{p.relative_to(root / 'emulator')}"
-            for p in (root / "emulator").rglob("*.so")
+            f"ptx_machine/{p.relative_to(root / 'ptx_machine')}"
+            for p in (root / "ptx_machine").rglob("*.so")
         ]
         kept = {*present, *(f"flux/{name}" for name in self.extension), *machine}
         for path in [path for path in self.path.rglob("*") if path.is_file()]:

@@ -60,7 +60,7 @@ LINK_FLAGS = (
     # Unresolved symbols fail here instead of at load time.
     "-Xlinker=--no-undefined",
 )
-# A machine executes the PTX (emulator/), and stands in for the runtime.
+# A machine executes the PTX (ptx_machine/), and stands in for the runtime.
 _EMULATED_RUNTIME = Path("cuda/runtime/emulated_cudart.cpp")
 _EMULATED_LINK_FLAGS = (
     *(flag for flag in LINK_FLAGS if flag != "-cudart=static"),
@@ -153,7 +153,7 @@ def find_tools(emulated: bool = False) -> Tools:
     """Find nvcc, CUTLASS and our headers.
 
     Args:
-        emulated: build kernels for the machine of emulator/, not for a GPU.
+        emulated: build kernels for the machine of ptx_machine/, not for a GPU.
 
     Raises:
         MissingToolError: one of them is missing or does not work.

@@ -72,7 +72,7 @@ def compile_kernels(
         bool,
         typer.Option(
             "--emulated",
-            help="Build for the PTX machine of emulator/, which runs kernels without a GPU. "
+            help="Build for the PTX machine of ptx_machine/, which runs kernels without a GPU. "
             "Needs --out.",
         ),
     ] = False,

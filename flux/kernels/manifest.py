@@ -100,7 +100,7 @@ class Library:
 
     @property
     def emulated(self) -> bool:
-        """Whether it holds PTX alone, for the machine of emulator/."""
+        """Whether it holds PTX alone, for the machine of ptx_machine/."""
         return not any("code=sm_" in flag or "code=[sm_" in flag for flag in self.flags)
 
     def as_dict(self) -> dict[str, Any]:

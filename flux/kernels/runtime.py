@@ -6,7 +6,7 @@ It lies beside the kernel libraries (manifest.py), and is built and moved into p
                      libflux_nvshmem.json       the manifest
                      libflux_nvshmem.ptxas.txt  ptxas's report
 
-A library for the machine of emulator/ is made of the same source, with the emulated NVSHMEM of a
+A library for the machine of ptx_machine/ is made of the same source, with the emulated NVSHMEM of a
 checkout: it holds PTX alone.
 """
 
@@ -47,8 +47,8 @@ _CODE = {
 }
 ARCHS = tuple(_CODE)
 # The emulated NVSHMEM: relative to the checkout. Its functions are a part of the emulated GPU.
-_EMULATED_NVSHMEM = "emulator/nvshmem"
-_EMULATED_LIBRARY = "emulator/gpu/libemulated_gpu.so"
+_EMULATED_NVSHMEM = "ptx_machine/nvshmem"
+_EMULATED_LIBRARY = "ptx_machine/gpu/libemulated_gpu.so"
 EMULATED_VERSION = "0.0.0"
 
 
@@ -241,7 +241,7 @@ def find_tools(emulated: bool = False) -> RuntimeTools:
     """Find nvcc, CUTLASS, our sources, and NVSHMEM for nvcc's version of CUDA.
 
     Args:
-        emulated: build for the machine of emulator/, with the emulated NVSHMEM.
+        emulated: build for the machine of ptx_machine/, with the emulated NVSHMEM.
 
     Raises:
         MissingToolError: one of them is missing or does not work.

@@ -1,4 +1,4 @@
-"""The CUDA backend with all ranks on one device: an emulated one here (emulator/gpu), whose
+"""The CUDA backend with all ranks on one device: an emulated one here (ptx_machine/gpu), whose
 streams are threads, with the same schedules, copies, signals, epochs and flags as on a GPU.
 
 Most tests make hundreds of calls, or need kernels for every dtype and layout: with stand-ins, whose

@@ -15,7 +15,7 @@ import torch
 from emulated import EmulatedDevice, emulated_device
 from emulated_cases import eventually, never
 from emulation.ptx_device import MachineDevice
-from emulator import Module, PtxError
+from ptx_machine import Module, PtxError
 from ptx_text import LANES, kernel
 
 PAGE = 2 << 20
@@ -366,7 +366,7 @@ IMPORTER = """
 import ctypes, sys
 sys.path[:0] = sys.argv[2:]
 from test_emulated_driver import PAGE, Memory
-from emulator.gpu import LIBRARY
+from ptx_machine.gpu import LIBRARY
 memory = Memory(ctypes.CDLL(str(LIBRARY)))
 handle = memory.made("cuMemImportFromShareableHandle", int(sys.argv[1]), 1)
 at = memory.reserve(1)

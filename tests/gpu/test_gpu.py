@@ -1,5 +1,5 @@
 """The kernels with all ranks on one GPU: `pytest -m gpu`, after `make kernels`. Without a GPU,
-the minimal ones on the PTX machine (emulator/).
+the minimal ones on the PTX machine (ptx_machine/).
 
 FLUX_TEST_CASES random cases per op and world (12 if unset). Cases named small are for
 compute-sanitizer, under which everything takes far longer.

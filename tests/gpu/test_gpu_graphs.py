@@ -1,6 +1,6 @@
 """Calls in graphs: captured and replayed with other inputs, among eager calls. All ranks are on one
 GPU, or in processes of their own. `pytest -m gpu`, after `make kernels`, captures by torch; without
-a GPU, on the PTX machine (emulator/). What graphs of one op may do: test_graphs.py."""
+a GPU, on the PTX machine (ptx_machine/). What graphs of one op may do: test_graphs.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Calls on a GPU among what else torch does there: `pytest -m gpu`, after `make kernels`. Without a
-GPU, on the PTX machine (emulator/), except what needs torch's own allocator, compiler or devices:
-tests with the fixture ``cuda_world``. Rules of the host code are in test_interop.py.
+GPU, on the PTX machine (ptx_machine/), except what needs torch's own allocator, compiler or
+devices: tests with the fixture ``cuda_world``. Rules of the host code are in test_interop.py.
 """
 
 from __future__ import annotations

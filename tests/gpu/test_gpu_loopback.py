@@ -1,6 +1,6 @@
 """The kernels on a GPU, with the peers' memory in the host behind PCIe: `pytest -m gpu`, after
-`make kernels`. Without a GPU, on the PTX machine (emulator/). FLUX_TEST_CASES random cases per op
-and world (12 if unset)."""
+`make kernels`. Without a GPU, on the PTX machine (ptx_machine/). FLUX_TEST_CASES random cases
+per op and world (12 if unset)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ranks in processes of their own, over torch's symmetric memory: on as many GPUs as there are, or
 all on one (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES). `pytest -m gpu`, after `make kernels`.
 
-Without a GPU, each process has a PTX machine (emulator/), and they share memory of the host.
+Without a GPU, each process has a PTX machine (ptx_machine/), and they share memory of the host.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from emulated import EmulatedDevice
 from emulated_cases import BF16
 from emulated_processes import emulate, run
-from emulator.gpu import DriverCall
 from flux import Knobs
 from flux.transport import symm_mem
 from flux.transport.exchange import Exchange
+from ptx_machine.gpu import DriverCall
 from reference import Inputs, Problem
 
 ROWS, TILE = 16, 4  # of a rank, and of a communication tile

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 import flux
 from emulated_nvshmem import Native, load
-from emulator.gpu import LIBRARY
 from flux import _C, PeerTimeoutError
 from flux.transport import nvshmem
 from flux.transport.exchange import Exchange
 from flux.transport.nvshmem_library import NvshmemLibrary
 from harness import fresh_ranks, nothing_left_in_shared_memory
 from ptx_device import MachineDevice
+from ptx_machine.gpu import LIBRARY
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

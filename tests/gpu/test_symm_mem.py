@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import flux
 from emulated_processes import emulate, run
-from emulator.gpu import LIBRARY
 from flux import PeerDiedError, PeerTimeoutError
 from flux.backends.cuda.backend import GRACE_S
 from flux.transport import symm_mem
@@ -25,6 +24,7 @@ from flux.transport.watch import LOOK_S
 from harness import BUSY, STRESS, fresh_ranks
 from matrix import OPS
 from op_cases import Case, random_cases
+from ptx_machine.gpu import LIBRARY
 from reference import Inputs, Problem
 from virtual_cases import on_one_device
 

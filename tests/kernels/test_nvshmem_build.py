@@ -148,9 +148,11 @@ def checkout(
     sandbox: Sandbox, tools: RuntimeTools, monkeypatch: pytest.MonkeyPatch
 ) -> RuntimeTools:
     """A checkout with the emulated NVSHMEM."""
-    shutil.copytree(ROOT / "emulator/nvshmem/include", sandbox.root / "emulator/nvshmem/include")
-    (sandbox.root / "emulator/gpu").mkdir()
-    (sandbox.root / "emulator/gpu/libemulated_gpu.so").write_text("")
+    shutil.copytree(
+        ROOT / "ptx_machine/nvshmem/include", sandbox.root / "ptx_machine/nvshmem/include"
+    )
+    (sandbox.root / "ptx_machine/gpu").mkdir()
+    (sandbox.root / "ptx_machine/gpu/libemulated_gpu.so").write_text("")
     monkeypatch.setattr(runtime.build, "find_tools", sandbox.tools)
     return runtime.find_tools(emulated=True)
 
@@ -163,11 +165,11 @@ def test_an_emulated_library_holds_ptx_alone(
     [compiling], [linking] = sandbox.calls(), sandbox.calls(compiling=False)
     code = [argument for argument in compiling["arguments"] if "gencode" in argument]
     assert [argument.rpartition("=")[2] for argument in code] == ["compute_80", "compute_90a"]
-    assert f"-I{sandbox.root / 'emulator/nvshmem/include'}" in compiling["arguments"]
-    assert str(sandbox.root / "emulator/gpu/libemulated_gpu.so") in linking["arguments"]
+    assert f"-I{sandbox.root / 'ptx_machine/nvshmem/include'}" in compiling["arguments"]
+    assert str(sandbox.root / "ptx_machine/gpu/libemulated_gpu.so") in linking["arguments"]
     assert not any("nvshmem_host" in argument for argument in linking["arguments"])
     assert make(sandbox, tools), "one for GPUs is another library"
-    header = sandbox.root / "emulator/nvshmem/include/nvshmemx.h"
+    header = sandbox.root / "ptx_machine/nvshmem/include/nvshmemx.h"
     header.write_text(header.read_text() + "\n")
     assert make(sandbox, checkout)
 
@@ -179,10 +181,10 @@ def test_an_emulated_library_is_not_used_on_gpus(sandbox: Sandbox, checkout: Run
 
 
 def test_what_an_emulated_library_lacks_is_named(sandbox: Sandbox, checkout: RuntimeTools) -> None:
-    (sandbox.root / "emulator/gpu/libemulated_gpu.so").unlink()
+    (sandbox.root / "ptx_machine/gpu/libemulated_gpu.so").unlink()
     with pytest.raises(MissingToolError, match=r"libemulated_gpu\.so is not built: make emulator"):
         runtime.find_tools(emulated=True)
-    shutil.rmtree(sandbox.root / "emulator")
+    shutil.rmtree(sandbox.root / "ptx_machine")
     with pytest.raises(MissingToolError, match="is not a checkout of flux"):
         runtime.find_tools(emulated=True)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from emulator import cuda_device
-from emulator.cli.app import app
+from ptx_machine import cuda_device
+from ptx_machine.cli.app import app
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "emulate_op.py"
 SHAPE = ["--m", "130", "--n", "64", "--k", "64"]

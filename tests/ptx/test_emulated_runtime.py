@@ -118,7 +118,7 @@ EXPORT int other_entry() {
 # In a process of its own: the device of this one may have streams.
 SCRIPT = """
 import ctypes, sys, torch
-from emulator import cuda_device, extent
+from ptx_machine import cuda_device, extent
 
 device = cuda_device()
 device.multiprocessors = 10
@@ -218,8 +218,8 @@ extern "C" __attribute__((visibility("default"))) int both(unsigned* flag, float
 
 EARLY_SCRIPT = """
 import ctypes, sys, torch
-from emulator import cuda_device, extent
-from emulator.gpu import LIBRARY
+from ptx_machine import cuda_device, extent
+from ptx_machine.gpu import LIBRARY
 
 device, gpu = cuda_device(), ctypes.CDLL(str(LIBRARY))
 def addresses(*names):

@@ -1,4 +1,4 @@
-"""python -m emulator: run, trace and profile."""
+"""python -m ptx_machine: run, trace and profile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from emulator.cli.app import app
-from emulator.cli.programs import UsageError, find_nvcc, load, ptx_of_library
+from ptx_machine.cli.app import app
+from ptx_machine.cli.programs import UsageError, find_nvcc, load, ptx_of_library
 from ptx_text import kernel
 
 # y[i] = x[i] + by, for the 32 threads of a block.
@@ -215,7 +215,7 @@ def test_profile_of_a_script(tmp_path: Path) -> None:
     script.write_text(
         f"""
 import sys, torch
-from emulator import Device, Module
+from ptx_machine import Device, Module
 x, y = torch.ones(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
 Device().launch(Module({kernel(ADD, 3)!r}), "k", grid=1, block=32, args=[x, y, int(sys.argv[1])])
 print("sum", int(y.sum()))

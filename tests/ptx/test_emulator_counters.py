@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from emulator import Counters, Device, Module, Trace
-from emulator.counters import Tally, work_of
+from ptx_machine import Counters, Device, Module, Trace
+from ptx_machine.counters import Tally, work_of
 from ptx_text import LANES, await_phase, kernel, run
 
 SHARED = ".shared .align 1024 .b8 memory[8192]; mov.u32 %r1, memory;"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from emulator import PtxError
+from ptx_machine import PtxError
 from ptx_text import await_phase, kernel, run
 
 

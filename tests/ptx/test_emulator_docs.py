@@ -14,8 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from emulator.cli.app import app
-from emulator.cli.programs import find_nvcc
+from ptx_machine.cli.app import app
+from ptx_machine.cli.programs import find_nvcc
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels" / "ptx-machine.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -47,7 +47,7 @@ def test_commands_and_python_print_what_the_page_shows(
     for (language, content), (_, shown) in itertools.pairwise(found):
         if language == "sh":
             words = shlex.split(content)
-            assert words[:3] == ["python", "-m", "emulator"]
+            assert words[:3] == ["python", "-m", "ptx_machine"]
             printed = CliRunner().invoke(app, words[3:]).output
         elif language == "python":
             output = io.StringIO()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from emulator import PtxError
+from ptx_machine import PtxError
 from ptx_text import LANES, apply, kernel, run
 from test_emulator_scalar import draw, signed, tensor
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from emulator import PtxError
+from ptx_machine import PtxError
 from ptx_text import apply
 
 INFINITE = None  # in place of a Fraction: the result overflows

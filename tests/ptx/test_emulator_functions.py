@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulator import Device, Module, PtxError
+from ptx_machine import Device, Module, PtxError
 from ptx_text import LANES, kernel, run
 from test_emulator_kernels import compiled
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulator import Device, Module
 from flux.machine import toolchain
+from ptx_machine import Device, Module
 
 ROOT = Path(__file__).parents[2]
 

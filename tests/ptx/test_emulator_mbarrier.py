@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emulator import PtxError
+from ptx_machine import PtxError
 from ptx_text import LANES, await_phase, kernel, run
 
 SEEDS = range(4)

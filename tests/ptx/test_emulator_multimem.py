@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emulator import Device, Module, PtxError
+from ptx_machine import Device, Module, PtxError
 from ptx_text import LANES, kernel
 
 ADDRESS = 1 << 40  # of nothing else in this process

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from emulator import PtxError, cuda_device
-from emulator.gpu import LIBRARY, Gpu
+from ptx_machine import PtxError, cuda_device
+from ptx_machine.gpu import LIBRARY, Gpu
 from ptx_text import kernel, run
 
 PUT = """

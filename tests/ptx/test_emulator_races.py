@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emulator import Device, Module, PtxError
+from ptx_machine import Device, Module, PtxError
 from ptx_text import kernel, run
 
 MEMORY = ".shared .align 16 .b8 memory[2048]; mov.u32 %r1, memory; ld.param.u64 %rd1, [p0];"

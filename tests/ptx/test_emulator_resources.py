@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from emulator import Device, Module, Occupancy, PtxError
+from ptx_machine import Device, Module, Occupancy, PtxError
 from ptx_text import LANES, kernel
 
 KIB = 1024

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from emulator import Device, Module, PtxError
+from ptx_machine import Device, Module, PtxError
 from test_emulator_kernels import compiled
 
 GROUPS = r"""

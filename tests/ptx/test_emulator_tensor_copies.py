@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from emulator import Device, Module, PtxError
+from ptx_machine import Device, Module, PtxError
 from ptx_text import LANES, await_phase, kernel
 
 SEEDS = range(3)

@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 import torch
 
-from emulator import Device, Module, PtxError
+from ptx_machine import Device, Module, PtxError
 from ptx_text import LANES, kernel, run
 
 POINTERS = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emulator import PtxError
+from ptx_machine import PtxError
 from wgmma_text import DTYPES, Product, Tile, execute
 
 FENCE = "wgmma.fence.sync.aligned;\n"

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from emulated_cases import eventually, never
-from emulator import extent
 from flux import _C
 from flux.transport.virtual import VirtualWorld
 from harness import STRESS
 from matrix import OPS
 from ptx_device import PtxDevice
+from ptx_machine import extent
 from reference import Inputs, Problem
 from virtual_cases import call_all
 

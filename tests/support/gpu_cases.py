@@ -19,9 +19,9 @@ from device_fixtures import ARCHS, with_flux_kernels
 from emulated import EmulatedDevice
 from emulated_cases import OnEmulated
 from emulated_processes import emulate
-from emulator.gpu import LIBRARY
 from flux.kernels.legality import GemmProblem
 from flux.transport.device import CudaDevice, Device
+from ptx_machine.gpu import LIBRARY
 from reference import Problem
 from virtual_cases import Transferred
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from emulator import Counters, Device, Module
+from ptx_machine import Counters, Device, Module
 
 LANES = 32
 

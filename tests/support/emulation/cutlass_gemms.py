@@ -312,7 +312,7 @@ class Runner:
     SMS = 6
 
     def __init__(self) -> None:
-        from emulator import cuda_device, extent
+        from ptx_machine import cuda_device, extent
 
         self.device, self.extent = cuda_device(), extent
         self.device.multiprocessors = self.SMS

@@ -1,4 +1,4 @@
-"""The emulated GPU (emulator/gpu) as a flux.transport.device.Device, with stand-in kernels."""
+"""The emulated GPU (ptx_machine/gpu) as a flux.transport.device.Device, with stand-in kernels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from emulated_registry import EmulatedRegistry, hopper_kernels
-from emulator.gpu import LIBRARY, Gpu
 from flux import _C
 from flux.transport.base import WORD, Memory, first_signal
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
+from ptx_machine.gpu import LIBRARY, Gpu
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -35,7 +35,7 @@ def build(folder: Path) -> Path:
     assert LIBRARY.exists(), "make emulator"
     target = folder / "libstand_in_kernels.so"
     options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
-    options += [f"-I{ROOT / 'emulator'}", f"-Wl,-rpath,{LIBRARY.parent}"]
+    options += [f"-I{ROOT / 'ptx_machine'}", f"-Wl,-rpath,{LIBRARY.parent}"]
     sources = [str(Path(__file__).with_name("emulated_kernels.cpp")), str(LIBRARY)]
     subprocess.run([compiler(), *options, *sources, "-o", str(target)], check=True)
     return target

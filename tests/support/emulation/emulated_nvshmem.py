@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from emulated import EmulatedDevice, Puts
-from emulator.gpu import LIBRARY
 from flux import _C
 from flux.transport.nvshmem_library import NvshmemLibrary
+from ptx_machine.gpu import LIBRARY
 
 PREFIX = "flux_emulated_nvshmem_"  # of names in /dev/shm, then the process that made the id
 

@@ -1,4 +1,4 @@
-"""The emulated GPU with kernels whose PTX the machine of emulator/ executes."""
+"""The emulated GPU with kernels whose PTX the machine of ptx_machine/ executes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from emulated import EmulatedDevice
-from emulator import PtxError, cuda_device, extent
-from emulator.gpu import LIBRARY
 from flux.kernels.registry import Registry
+from ptx_machine import PtxError, cuda_device, extent
+from ptx_machine.gpu import LIBRARY
 
 CAPABILITIES = {"80": (8, 0), "90a": (9, 0)}  # by architecture
 

@@ -203,7 +203,7 @@ def build(folder: Path) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     assert compiler, "no C++ compiler"
     target = folder / "librecording_gpu.so"
-    options = ["-std=c++17", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'emulator'}"]
+    options = ["-std=c++17", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'ptx_machine'}"]
     source = Path(__file__).with_name("recording_gpu.cpp")
     subprocess.run([compiler, *options, str(source), "-o", str(target)], check=True)
     return target

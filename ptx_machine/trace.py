@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emulator._machine import Module
-from emulator.counters import Counters
+from ptx_machine._machine import Module
+from ptx_machine.counters import Counters
 
 _EVENT = struct.Struct("<QIiiIIxxxx")  # struct Event of src/trace.h
 

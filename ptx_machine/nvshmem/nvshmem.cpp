@@ -2,7 +2,7 @@
 // shared memory. Or they are in one process, which says where the heap of each is
 // (emulated_nvshmem_add_heaps).
 //
-// A put that a kernel makes comes from the PTX machine (emulator/src/put.cpp). A NIC performs it: a
+// A put that a kernel makes comes from the PTX machine (ptx_machine/src/put.cpp). A NIC performs it: a
 // thread of the host, at any time after the call. It reads the source when it copies, so a source that
 // has been overwritten by then is an error of the device. Puts may overtake each other, but no word its
 // own put. A put on a stream has read its source when the stream goes on.

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from emulator.counters import Counters, Work
+    from ptx_machine.counters import Counters, Work
 
 PLAIN: dict[str, Any] = {
     "highlight": False,

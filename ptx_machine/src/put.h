@@ -1,4 +1,4 @@
-// Puts of kernels to other ranks: what the machine and the emulated NVSHMEM (emulator/nvshmem) share.
+// Puts of kernels to other ranks: what the machine and the emulated NVSHMEM (ptx_machine/nvshmem) share.
 #pragma once
 
 #include "cuda/runtime/emulated_cuda.h"
@@ -10,7 +10,7 @@ namespace emulator {
 void attach_nic(const FluxEmulatedNic* nic);
 
 // emulated_nvshmem_put_signal(to, from, bytes, word, value, rank), which
-// nvshmemx_putmem_signal_nbi_block of emulator/nvshmem/include calls.
+// nvshmemx_putmem_signal_nbi_block of ptx_machine/nvshmem/include calls.
 Outcome put_signal(Context& c, const Op& op, Mask mask);
 
 }  // namespace emulator

@@ -34,7 +34,7 @@ void nvshmemx_signal_op_on_stream(uint64_t* word, uint64_t value, int operation,
 
 #ifdef __CUDACC__
 
-// The machine performs it (emulator/src/put.cpp).
+// The machine performs it (ptx_machine/src/put.cpp).
 extern "C" __device__ void emulated_nvshmem_put_signal(void* to, const void* from, size_t bytes,
                                                        uint64_t* word, uint64_t value, int pe);
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from emulator import _machine
-from emulator._machine import CudaDevice, Machine, Module, PtxError
-from emulator.counters import Counters, Role, Work, kernel_counters
-from emulator.trace import Trace
+from ptx_machine import _machine
+from ptx_machine._machine import CudaDevice, Machine, Module, PtxError
+from ptx_machine.counters import Counters, Role, Work, kernel_counters
+from ptx_machine.trace import Trace
 
 __all__ = [
     "Counters",

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from emulator.cli.views import PLAIN, complain
+from ptx_machine.cli.views import PLAIN, complain
 
 if TYPE_CHECKING:
-    from emulator import Counters, Device, Trace
-    from emulator.cli.arguments import Argument
-    from emulator.cli.programs import Program
+    from ptx_machine import Counters, Device, Trace
+    from ptx_machine.cli.arguments import Argument
+    from ptx_machine.cli.programs import Program
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 app = typer.Typer(
-    name="python -m emulator",
+    name="python -m ptx_machine",
     help="Run CUDA kernels on the CPU: see docs/kernels/ptx-machine.md.",
     no_args_is_help=True,
     add_completion=False,
@@ -114,9 +114,9 @@ def _request(
     arch: str,
     nvcc: list[str] | None,
 ) -> Request:
-    from emulator import Device
-    from emulator.cli.arguments import parse, sizes
-    from emulator.cli.programs import load
+    from ptx_machine import Device
+    from ptx_machine.cli.arguments import parse, sizes
+    from ptx_machine.cli.programs import load
 
     settings: dict[str, Any] = {
         "grid": sizes(grid, "--grid"),
@@ -133,8 +133,8 @@ def _request(
 @contextmanager
 def _errors() -> Iterator[None]:
     """Print errors in words, and exit."""
-    from emulator._machine import PtxError
-    from emulator.cli.programs import UsageError
+    from ptx_machine._machine import PtxError
+    from ptx_machine.cli.programs import UsageError
 
     try:
         yield
@@ -200,7 +200,7 @@ def _run_orders(request: Request, before: dict[str, Any], orders: range) -> Any:
     """Run every order from the same memory; return the counters of the last."""
     import torch
 
-    from emulator._machine import PtxError
+    from ptx_machine._machine import PtxError
 
     first: dict[str, Any] | None = None
     counters = None
@@ -232,7 +232,7 @@ def _bits(tensor: Any) -> Any:
 def _show_changed(console: Console, request: Request, before: dict[str, Any], quiet: bool) -> None:
     import torch
 
-    from emulator.cli.views import show_tensor
+    from ptx_machine.cli.views import show_tensor
 
     for name, tensor in request.tensors().items():
         if not quiet and not torch.equal(_bits(tensor), _bits(before[name])):
@@ -240,7 +240,7 @@ def _show_changed(console: Console, request: Request, before: dict[str, Any], qu
 
 
 def _targets(texts: list[str], request: Request) -> dict[str, Path]:
-    from emulator.cli.programs import UsageError
+    from ptx_machine.cli.programs import UsageError
 
     found = {}
     for text in texts:
@@ -311,7 +311,7 @@ def trace(
 
 
 def _place(text: str) -> tuple[int, int]:
-    from emulator.cli.programs import UsageError
+    from ptx_machine.cli.programs import UsageError
 
     block, _, warp = text.partition(":")
     if not block.isdigit() or not warp.isdigit():
@@ -345,7 +345,7 @@ def profile(
 
     Of a Python script, all kernels that it launches, on a Device or by libraries.
     """
-    from emulator.cli.views import as_json, show_counters
+    from ptx_machine.cli.views import as_json, show_counters
 
     with _errors():
         if file.suffix == ".py":
@@ -364,16 +364,16 @@ def profile(
 
 
 def _of_script(script: Path, arguments: list[str], kernel: str | None) -> list[Any]:
-    import emulator
-    from emulator.cli.programs import UsageError
+    import ptx_machine
+    from ptx_machine.cli.programs import UsageError
 
     if not script.exists():
         raise UsageError(f"there is no file {script}")
     launched: list[Any] = []
-    device = emulator.cuda_device()
+    device = ptx_machine.cuda_device()
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    with emulator.observed(launched.append):
+    with ptx_machine.observed(launched.append):
         runpy.run_path(str(script), run_name="__main__")
-    launched += emulator.kernel_counters(device)
+    launched += ptx_machine.kernel_counters(device)
     return [counters for counters in launched if kernel is None or kernel in counters.kernel]

@@ -1,5 +1,5 @@
 // The emulated NVSHMEM: what csrc/cuda/runtime uses of nvshmem.h, under NVSHMEM's names. Its functions
-// are in emulator/nvshmem/nvshmem.cpp.
+// are in ptx_machine/nvshmem/nvshmem.cpp.
 #pragma once
 
 #include <stddef.h>

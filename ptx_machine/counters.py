@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from emulator._machine import CudaDevice, Module
+from ptx_machine._machine import CudaDevice, Module
 
 _TALLY = struct.Struct("<4Q")  # struct Tally of src/machine.h
 

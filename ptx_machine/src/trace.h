@@ -19,7 +19,7 @@ struct Event {
   Mask lanes;
   std::uint32_t waits;  // 1: it was not executed, because it had to wait
 };
-static_assert(sizeof(Event) == 32);  // emulator/trace.py reads them
+static_assert(sizeof(Event) == 32);  // ptx_machine/trace.py reads them
 
 struct Events {
   std::uint64_t most = 0;     // that are kept

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from emulator.cli.programs import UsageError
+from ptx_machine.cli.programs import UsageError
 
 _TENSOR = re.compile(r"(\w+)\[(\d+(?:,\d+)*)\](?:=(.+))?")
 _NAMED = re.compile(r"([A-Za-z_]\w*):(.+)")

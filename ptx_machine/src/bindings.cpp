@@ -18,7 +18,7 @@ py::bytes bytes_of_all(const std::vector<T>& all) {
   return {reinterpret_cast<const char*>(all.data()), all.size() * sizeof(T)};
 }
 
-// Tallies are the bytes of their fields, which emulator/counters.py reads when it needs them.
+// Tallies are the bytes of their fields, which ptx_machine/counters.py reads when it needs them.
 py::dict as_dict(const Counters& counters) {
   py::dict found;
   found["statements"] = counters.statements;

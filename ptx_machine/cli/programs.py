@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from emulator._machine import Module, PtxError
+from ptx_machine._machine import Module, PtxError
 
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes behind it

@@ -1,1 +1,0 @@
-"""The command ``python -m emulator``: run, trace and profile kernels."""

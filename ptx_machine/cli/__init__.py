@@ -1,0 +1,1 @@
+"""The command ``python -m ptx_machine``: run, trace and profile kernels."""
