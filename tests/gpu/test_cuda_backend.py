@@ -12,6 +12,7 @@ import os
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -26,7 +27,15 @@ from harness import BUSY, STRESS
 from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weight_order
 from op_cases import Call, Case, random_cases
 from reference import Inputs, Problem, lay_out
-from virtual_cases import call_on_and_on, check_cases
+from virtual_cases import (
+    built,
+    call_all,
+    check_all,
+    check_cases,
+    check_same_bits,
+    checked_calls,
+    finish,
+)
 
 BF16 = torch.bfloat16
 
@@ -43,11 +52,16 @@ def aligned(op: str, max_m: int) -> Problem:
     return Problem(op, max_m, (48,), 48, BF16)
 
 
+def path_of(nodes: int) -> str:
+    """How results are rounded on so many nodes."""
+    return "fused" if nodes == 1 else "two_levels"
+
+
 def check(device: EmulatedDevice, world: int, cases: Sequence[Case]) -> None:
     calls = 0
     for case in cases:
         device.set_delay(int(case.delay_s * 1e7))
-        calls += check_cases(device, world, [case], device.finish)
+        calls += check_cases(device, world, [case])
     assert calls == sum(len(case.calls) for case in cases)
 
 
@@ -79,20 +93,11 @@ def test_in_flight_reduction_is_exact(device: EmulatedDevice, op: str, world: in
     """Inputs are small integers, whose sums are exact in any order."""
     device.set_delay(1000)
     p = problem(op, 30, n=24, k=4 * world)
-    with VirtualWorld(world, device) as ranks:
-        knobs = Knobs(reduce="in_flight")
-        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
-        everything = [Inputs(p, m, world, seed=m) for m in (30, 7, 1, 30, 29)]
-        for inputs in everything:
-            inputs.x.round_()
-            inputs.weights[0].clamp_(-2, 2).round_()
-        outs = call_on_and_on(ranks, ops, everything)
-        device.finish()
-        for o in ops:
-            o.close()
-    for inputs, of_ranks in zip(everything, outs, strict=True):
-        for r in range(world):
-            inputs.check(of_ranks[r], r)
+    everything = [Inputs(p, m, world, seed=m) for m in (30, 7, 1, 30, 29)]
+    for inputs in everything:
+        inputs.x.round_()
+        inputs.weights[0].clamp_(-2, 2).round_()
+    checked_calls(VirtualWorld(world, device), p, everything, tuning=Knobs(reduce="in_flight"))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
@@ -110,90 +115,73 @@ def test_an_activation_without_a_fused_kernel_runs_after_the_gemm(
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("direction", ["push", "pull"])
-def test_back_to_back_calls_repeat_bitwise(device: EmulatedDevice, op: str, direction: str) -> None:
-    """Nothing waits between calls; M changes, so buffers are reused at once."""
-    world, p = 4, problem(op, 33)
-    rng = random.Random(3)
-    sizes = [rng.randint(1, 33) for _ in range(25)]
+@pytest.mark.parametrize(
+    ("direction", "world", "nodes"),
+    [("push", 4, 1), ("pull", 4, 1), ("push", 4, 2), ("pull", 4, 2), ("push", 3, 3)],
+)
+def test_back_to_back_calls_repeat_bitwise(
+    device: EmulatedDevice, op: str, direction: str, world: int, nodes: int
+) -> None:
+    """Nothing waits between calls; M changes, so buffers and boxes are reused at once."""
+    p, rng = problem(op, 33), random.Random(3)
+    sizes = [rng.randint(1, 33) for _ in range(15)]
     everything = [Inputs(p, m, world, seed=i) for i, m in enumerate(sizes)]
-    found = []
+    knobs, path = Knobs(direction=direction, comm_tile_rows=3), path_of(nodes)
+    results = []
     for delay in (0, 1000):
         device.set_delay(delay)
-        with VirtualWorld(world, device) as ranks:
-            knobs = Knobs(direction=direction, comm_tile_rows=3)
-            ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
-            outs = call_on_and_on(ranks, ops, everything)
-            device.finish()
-            for o in ops:
-                o.close()
-        for inputs, of_ranks in zip(everything, outs, strict=True):
-            for r in range(world):
-                inputs.check(of_ranks[r], r)
-        found.append(outs)
-    for one, other in zip(*found, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a[0], b[0])
+        ranks = VirtualWorld(world, device, nodes)
+        results.append(checked_calls(ranks, p, everything, path, tuning=knobs))
+    check_same_bits(*results)
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])
-@pytest.mark.parametrize("direction", ["push", "pull"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "direction", "nodes"),
+    [
+        *((op, direction, 1) for op in OPS for direction in ("push", "pull")),
+        *((op, "push", 2) for op in OPS),
+        ("ag_gemm", "pull", 2),
+    ],
+)
 def test_buffers_are_free_before_they_are_reused(
     device: EmulatedDevice,
     op: str,
     direction: str,
+    nodes: int,
     poison: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One tile per rank and call, so that a delay lets a rank run a whole call ahead of a copy."""
     monkeypatch.setenv("FLUX_POISON", poison)
     p = problem(op, 8, n=16 if op == "ag_gemm" else 8, k=4)
-    everything = [Inputs(p, 8, 2, seed=i) for i in range(100)]
+    world, count = (2, 100) if nodes == 1 else (4, 40)
+    everything = [Inputs(p, 8, world, seed=i) for i in range(count)]
     device.set_delay(3000)
-    with VirtualWorld(2, device) as ranks:
-        knobs = Knobs(direction=direction)
-        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(2)]
-        outs = call_on_and_on(ranks, ops, everything)
-        device.finish()
-        for o in ops:
-            o.close()
-    for inputs, of_ranks in zip(everything, outs, strict=True):
-        for r in range(2):
-            inputs.check(of_ranks[r], r)
+    ranks, knobs = VirtualWorld(world, device, nodes), Knobs(direction=direction)
+    checked_calls(ranks, p, everything, path_of(nodes), tuning=knobs)
 
 
 def test_several_ops_share_a_world(a100: EmulatedDevice) -> None:
     a100.set_delay(100)
     world = 3
     ps = [aligned(op, 20) for op in OPS]
-    with VirtualWorld(world, a100) as ranks:
-        ops = [[p.build(ranks.rank(r)) for p in ps] for r in range(world)]
+    with VirtualWorld(world, a100) as ranks, ExitStack() as stack:
+        ops = [stack.enter_context(built(ranks, p)) for p in ps]
         inputs = [Inputs(p, 17, world, seed=1) for p in ps]
-        outs = ranks.run(
-            lambda r: [
-                i.call(op, r) for _ in range(2) for i, op in zip(inputs, ops[r], strict=True)
-            ]
-        )
-        a100.finish()
-        for r in range(world):
-            for number, got in enumerate(outs[r]):
-                inputs[number % 3].check(got, r)
-            for op in ops[r]:
-                op.close()
+        outs = [call_all(ranks, ops[i], inputs[i]) for _ in range(2) for i in range(3)]
+        finish(a100)
+        check_all(2 * inputs, outs)
 
 
 def test_several_weights_share_one_gather(a100: EmulatedDevice) -> None:
     a100.set_delay(0)
     p = Problem("ag_gemm", 24, (16, 32), 48, BF16)
-    with VirtualWorld(2, a100) as ranks:
-        ops = [p.build(ranks.rank(r)) for r in range(2)]
+    with VirtualWorld(2, a100) as ranks, built(ranks, p) as ops:
         inputs = Inputs(p, 19, 2, seed=5)
-        outs = ranks.run(lambda r: inputs.call(ops[r], r, gather=True))
-        a100.finish()
-        for r in range(2):
-            inputs.check(outs[r], r)
-            ops[r].close()
+        outs = call_all(ranks, ops, inputs, gather=True)
+        finish(a100)
+        check_all([inputs], [outs])
 
 
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs"])
@@ -204,8 +192,7 @@ def test_a_timeout_does_not_corrupt_a_slow_peer(a100: EmulatedDevice, op: str) -
     p = aligned(op, 16)
     first, second = (Inputs(p, 16, 2, seed=s) for s in (1, 2))
     gate = torch.zeros(1, dtype=torch.int32)
-    with VirtualWorld(2, a100) as ranks:
-        ops = [p.build(ranks.rank(r), timeout_s=0.3 * BUSY) for r in range(2)]
+    with VirtualWorld(2, a100) as ranks, built(ranks, p, timeout_s=0.3 * BUSY) as ops:
 
         def calls(r: int) -> list[torch.Tensor]:
             outs = first.call(ops[r], r)
@@ -232,8 +219,7 @@ def test_cached_call_is_reused_only_for_identical_arguments(h200: EmulatedDevice
     """Same weight and bias objects, other contents; then each thing that makes a call another."""
     h200.set_delay(0)
     p = aligned(op, 12)
-    with VirtualWorld(2, h200) as ranks:
-        ops = [p.build(ranks.rank(r)) for r in range(2)]
+    with VirtualWorld(2, h200) as ranks, built(ranks, p) as ops:
         inputs = Inputs(p, 12, 2, seed=1)
         local = [list(inputs.local(r)) for r in range(2)]
 
@@ -241,8 +227,7 @@ def test_cached_call_is_reused_only_for_identical_arguments(h200: EmulatedDevice
             options = {"m": m} if p.gathers else {}
             outs = ranks.run(lambda r: ops[r](*local[r], **options))
             h200.finish()
-            for r in range(2):
-                inputs.check([outs[r]], r)
+            check_all([inputs], [outs])
             return outs
 
         def repeats() -> int:
@@ -276,24 +261,20 @@ def test_cached_call_is_reused_only_for_identical_arguments(h200: EmulatedDevice
         call()
         assert repeats() == 6
         small = Inputs(p, 7, 2, seed=4, bias=False)
-        outs = ranks.run(lambda r: small.call(ops[r], r))
+        outs = call_all(ranks, ops, small)
         h200.finish()
-        for r in range(2):
-            small.check(outs[r], r)
+        check_all([small], [outs])
         with pytest.raises(TypeError):
             ops[0](local[0][0].float(), local[0][1])
         assert repeats() == 6
         weight = local[0][1].requires_grad_()
         assert ops[0]._again(local[0][0], weight, None, None) is None
-        for o in ops:
-            o.close()
 
 
 def test_cached_calls_do_not_keep_tensors_alive(device: EmulatedDevice) -> None:
     device.set_delay(0)
     p = problem("gemm_rs", 8)
-    with VirtualWorld(2, device) as ranks:
-        ops = [p.build(ranks.rank(r)) for r in range(2)]
+    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
         inputs = Inputs(p, 8, 2, seed=1)
         local = [inputs.local(r) for r in range(2)]
         ranks.run(lambda r: ops[r](*local[r]))
@@ -302,8 +283,6 @@ def test_cached_calls_do_not_keep_tensors_alive(device: EmulatedDevice) -> None:
         local.clear()
         gc.collect()
         assert weight() is None
-        for o in ops:
-            o.close()
 
 
 def test_the_device_of_an_op_need_not_be_the_current_one(
@@ -320,17 +299,14 @@ def test_the_device_of_an_op_need_not_be_the_current_one(
         return kernel(library, symbol, file)
 
     monkeypatch.setattr(flux._C, "Kernel", load)
-    with VirtualWorld(2, device) as ranks:
-        ops = [p.build(ranks.rank(r)) for r in range(2)]
+    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
         assert len(seen) == 2
         for op in ops:
             op._backend.native = Watched(op._backend.native, lambda: seen.append(device.current))
         inputs = Inputs(p, 8, 2, seed=1)
-        outs = ranks.run(lambda r: inputs.call(ops[r], r))
-        device.finish()
-        for r in range(2):
-            inputs.check(outs[r], r)
-            ops[r].close()
+        outs = call_all(ranks, ops, inputs)
+        finish(device)
+        check_all([inputs], [outs])
     assert seen and all(seen) and device.made > 0
 
 

@@ -19,7 +19,7 @@ from harness import STRESS, more
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
-from virtual_cases import call_on_and_on, check_cases, check_missing_node
+from virtual_cases import built, call_all, check_all, check_cases, check_missing_node
 
 BF16 = torch.bfloat16
 MESHES = [(2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (4, 4)]
@@ -62,65 +62,8 @@ def test_random_cases(device: EmulatedDevice, op: str, nodes: int, lanes: int) -
     calls = 0
     for case in given:
         device.set_delay(int(case.delay_s * 1e7))
-        calls += check_cases(device, world, [case], device.finish, nodes=nodes)
+        calls += check_cases(device, world, [case], nodes=nodes)
     assert calls == sum(len(case.calls) for case in given)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    ("direction", "nodes", "lanes"), [("push", 2, 2), ("pull", 2, 2), ("push", 3, 1)]
-)
-def test_back_to_back_calls_repeat_bitwise(
-    device: EmulatedDevice, op: str, direction: str, nodes: int, lanes: int
-) -> None:
-    """Nothing waits between calls; M changes, so buffers and boxes are reused at once."""
-    world, p = nodes * lanes, problem(op, 33)
-    rng = random.Random(3)
-    sizes = [rng.randint(1, 33) for _ in range(15)]
-    everything = [Inputs(p, m, world, seed=i) for i, m in enumerate(sizes)]
-    found = []
-    for delay in (0, 1000):
-        device.set_delay(delay)
-        with VirtualWorld(world, device, nodes) as ranks:
-            knobs = Knobs(direction=direction, comm_tile_rows=3)
-            ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
-            outs = call_on_and_on(ranks, ops, everything)
-            device.finish()
-            for o in ops:
-                o.close()
-        for inputs, of_ranks in zip(everything, outs, strict=True):
-            for r in range(world):
-                inputs.check(of_ranks[r], r, "two_levels")
-        found.append(outs)
-    for one, other in zip(*found, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a[0], b[0])
-
-
-@pytest.mark.parametrize("poison", ["0", "1"])
-@pytest.mark.parametrize(("op", "direction"), [*((op, "push") for op in OPS), ("ag_gemm", "pull")])
-def test_buffers_are_free_before_they_are_reused(
-    device: EmulatedDevice,
-    op: str,
-    direction: str,
-    poison: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One tile per rank and call, so that a delay lets a rank run a whole call ahead of a copy."""
-    monkeypatch.setenv("FLUX_POISON", poison)
-    world, nodes = 4, 2
-    p = problem(op, 8, n=16 if op == "ag_gemm" else 8, k=4)
-    everything = [Inputs(p, 8, world, seed=i) for i in range(40)]
-    device.set_delay(3000)
-    with VirtualWorld(world, device, nodes) as ranks:
-        ops = [p.build(ranks.rank(r), tuning=Knobs(direction=direction)) for r in range(world)]
-        outs = call_on_and_on(ranks, ops, everything)
-        device.finish()
-        for o in ops:
-            o.close()
-    for inputs, of_ranks in zip(everything, outs, strict=True):
-        for r in range(world):
-            inputs.check(of_ranks[r], r, "two_levels")
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -145,19 +88,16 @@ def test_unused_signal_words_are_refreshed_before_epochs_wrap(device: EmulatedDe
     device.set_delay(0)
     for name in OPS:
         p = problem(name, 40)
-        with VirtualWorld(2, device, 2) as ranks:
-            ops = [p.build(ranks.rank(r), tuning=Knobs(comm_tile_rows=2)) for r in range(2)]
+        knobs = Knobs(comm_tile_rows=2)
+        with VirtualWorld(2, device, 2) as ranks, built(ranks, p, tuning=knobs) as ops:
             for epoch, m in ((0, 40), (2**30 - 1, 2), (2**31 - 1, 2), (2**31 + 1, 40)):
                 for o in ops:
                     o._backend.native.epoch = epoch
                 inputs = Inputs(p, m, 2, seed=m)
                 device.set_delay(3000 if m == 40 else 0)
-                outs = ranks.run(lambda r, inputs=inputs, ops=ops: inputs.call(ops[r], r))
+                outs = call_all(ranks, ops, inputs)
                 device.finish()
-                for r in range(2):
-                    inputs.check(outs[r], r, "two_levels")
-            for o in ops:
-                o.close()
+                check_all([inputs], [outs], "two_levels")
 
 
 # -- invalid arguments -----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from gpu_cases import (
     ON_CUDA,
     cases_on,
     cuda_device,
-    finish,
     inputs_on,
     of,
     random_problem,
@@ -35,9 +33,12 @@ from matrix import OPS, every_combination_of_knobs, every_dtype_layout_and_weigh
 from op_cases import Call, Case, random_cases
 from reference import Problem
 from virtual_cases import (
+    built,
     call_all,
-    call_on_and_on,
     check_cases,
+    check_same_bits,
+    checked_calls,
+    finish,
     knobs_of,
     on_one_device,
     topology_of,
@@ -54,8 +55,8 @@ def device(gpu: Device) -> Device:
 def run_case(device: Device, rng: random.Random, op: str, world: int, most: int) -> None:
     topology, knobs = topology_of(rng, world), knobs_of(rng, world)
     p = random_problem(device, rng, op, world, most)
-    with VirtualWorld(world, device) as ranks:
-        ops = [p.build(ranks.rank(r), tuning=knobs, topology=topology) for r in range(world)]
+    options = {"tuning": knobs, "topology": topology}
+    with VirtualWorld(world, device) as ranks, built(ranks, p, **options) as ops:
         for call in range(3):
             m, bias = rng.randint(1, p.max_m), rng.random() < 0.5
             inputs = inputs_on(device)(p, m, world, call, bias=bias)
@@ -63,8 +64,6 @@ def run_case(device: Device, rng: random.Random, op: str, world: int, most: int)
             for r in range(world):
                 ops[r].wait()
                 inputs.check(outs[r], r)
-        for o in ops:
-            o.close()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -84,7 +83,7 @@ def test_cases_of_the_cpu_backend_match_float64(device: Device, op: str, world: 
     cases += every_combination_of_knobs(op, world)[:: 5 if cases_on(device) > 1 else 15]
     # Where few kernels are built, several of the cases become the same one.
     distinct = list(dict.fromkeys(on_one_device(device, case, world) for case in cases))
-    check_cases(device, world, distinct, partial(finish, device), inputs_on(device))
+    check_cases(device, world, distinct, inputs_on(device))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -94,7 +93,7 @@ def test_two_nodes_match_float64(device: Device, op: str) -> None:
         replace(case, topology=Topology(2, 1, 2), knobs=replace(case.knobs, direction="push"))
         for case in random_cases(50, op, 4, cases_on(device))
     ]
-    check_cases(device, 4, cases, partial(finish, device), inputs_on(device), nodes=2)
+    check_cases(device, 4, cases, inputs_on(device), nodes=2)
 
 
 @pytest.fixture(params=[ON_CUDA, pytest.param("90a", marks=stress_only)])
@@ -118,7 +117,7 @@ def test_float8_ops_match_float64(float8_device: Device, op: str, scaling: str) 
     if on_one_device(device, case, 2).problem != p:
         assert not isinstance(device, EmulatedDevice)
         pytest.skip("no float8 kernels are built: make kernels SET=default")
-    check_cases(device, 2, [case], partial(finish, device), inputs_on(device))
+    check_cases(device, 2, [case], inputs_on(device))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -135,21 +134,10 @@ def test_back_to_back_calls_repeat_bitwise(device: Device, op: str, direction: s
     rng = random.Random(3)
     calls = min(12, 3 * cases_on(device))
     everything = [inputs_on(device)(p, rng.randint(1, m), world, seed=i) for i in range(calls)]
-    found = []
-    for _ in range(2):
-        with VirtualWorld(world, device) as ranks:
-            knobs = Knobs(direction=direction)
-            ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
-            outs = call_on_and_on(ranks, ops, everything)
-            for o in ops:
-                o.wait()
-                o.close()
-        for inputs, of_ranks in zip(everything, outs, strict=True):
-            for r in range(world):
-                inputs.check(of_ranks[r], r)
-        found.append(outs)
-    for one, other in zip(*found, strict=True):
-        assert all(torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
+    knobs = Knobs(direction=direction)
+    check_same_bits(
+        *(checked_calls(VirtualWorld(world, device), p, everything, tuning=knobs) for _ in "ab")
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,9 +149,8 @@ def test_back_to_back_calls_repeat_bitwise(device: Device, op: str, direction: s
 )
 def test_a_rank_that_does_not_call_is_noticed(device: Device, op: str, waiting: str) -> None:
     p = Problem(op, 128, (128,), 64, torch.bfloat16)  # small: a PTX machine takes its time
-    with VirtualWorld(2, device) as ranks:
-        timeout_s = of(device, 1.0, BUSY)  # the first call must not take as long
-        ops = [p.build(ranks.rank(r), timeout_s=timeout_s) for r in range(2)]
+    timeout_s = of(device, 1.0, BUSY)  # the first call must not take as long
+    with VirtualWorld(2, device) as ranks, built(ranks, p, timeout_s=timeout_s) as ops:
         inputs = inputs_on(device)(p, 128, 2, seed=1)
         good = call_all(ranks, ops, inputs)
         ops[0].wait()
@@ -175,16 +162,13 @@ def test_a_rank_that_does_not_call_is_noticed(device: Device, op: str, waiting: 
             ops[0].wait()
         with pytest.raises(RuntimeError, match="is closed"):
             inputs.ready(0)(ops[0])
-        for o in ops:
-            o.close()
 
 
 @pytest.mark.parametrize("op", ["gemm_rs", "gemm_ar"])
 def test_the_stride_of_a_single_row_means_nothing(device: Device, op: str) -> None:
     """Kernels load whole vectors, and torch counts one row of any stride as contiguous."""
     p = Problem(op, 8, (64,), 32, torch.bfloat16)
-    with VirtualWorld(2, device) as ranks:
-        ops = [p.build(ranks.rank(r)) for r in range(2)]
+    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
         for seed in (1, 2):  # the second call is a repetition
             inputs = inputs_on(device)(p, 1, 2, seed)
             given = [inputs.local(r) for r in range(2)]
@@ -193,18 +177,16 @@ def test_the_stride_of_a_single_row_means_nothing(device: Device, op: str) -> No
             for r in range(2):
                 ops[r].wait()
                 inputs.check(outs[r], r)
-        for o in ops:
-            o.close()
 
 
 def test_every_built_plain_kernel_multiplies(device: Device) -> None:
     stream = device.current_stream()
     seen = 0
-    for built in device.registry.kernels.values():
-        config = built.config
+    for kernel_file in device.registry.kernels.values():
+        config = kernel_file.config
         if config.op != "gemm" or config.dtype != "bf16" or config.weight != "nk":
             continue
-        kernel = _C.Kernel(str(built.library), built.symbol)
+        kernel = _C.Kernel(str(kernel_file.library), kernel_file.symbol)
         kernel.prepare(device.index)
         for m, n, k in ((1, 8, 8), (130, 520, 264), (1000, 768, 1536)):
             where = device.torch_device

@@ -12,11 +12,11 @@ import torch
 from flux import Knobs
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from gpu_cases import RankGpus, captured, finish, inputs_on, of, skip_pull_of_partials
+from gpu_cases import RankGpus, captured, inputs_on, of, skip_pull_of_partials
 from harness import fresh_ranks
 from matrix import OPS
 from reference import Inputs, Problem
-from virtual_cases import run_ready
+from virtual_cases import finish, run_ready
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("poisoned")]
 

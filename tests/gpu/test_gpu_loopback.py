@@ -14,7 +14,6 @@ from flux.transport.device import Device
 from flux.transport.loopback import LoopbackPeers, LoopbackWorld
 from gpu_cases import (
     cases_on,
-    finish,
     gpu_and_world,
     inputs_on,
     of,
@@ -24,7 +23,7 @@ from gpu_cases import (
 from harness import BUSY, more
 from loopback_cases import call, check_peers
 from reference import Problem
-from virtual_cases import knobs_of, topology_of
+from virtual_cases import finish, knobs_of, topology_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("poisoned")]
 

@@ -42,14 +42,6 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
         yield device
 
 
-def finish(device: Device) -> None:
-    """Wait until all results may be read."""
-    if isinstance(device, EmulatedDevice):
-        device.finish()
-    else:
-        torch.cuda.synchronize()
-
-
 def inputs_on(device: Device) -> Callable[..., Transferred]:
     """A constructor of inputs on that device: see ``Inputs``."""
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError, Topology
 from flux.core.spec import DTYPES
 from flux.kernels.legality import GemmProblem
 from flux.transport.device import Device
 from flux.transport.virtual import VirtualWorld
-from op_cases import Case
+from op_cases import Case, meshes
 from reference import FP8, Inputs, Problem
 
 
@@ -65,13 +67,22 @@ def knobs_of(rng: random.Random, world: int) -> Knobs:
 
 def topology_of(rng: random.Random, world: int) -> Topology:
     """Any mesh of that many ranks."""
-    meshes = [
-        Topology(a, b, world // (a * b))
-        for a in range(1, world + 1)
-        for b in range(1, world + 1)
-        if world % (a * b) == 0
-    ]
-    return rng.choice(meshes)
+    return rng.choice(meshes(world))
+
+
+def finish(device: Device) -> None:
+    """Wait until all results may be read."""
+    if isinstance(device, EmulatedDevice):
+        device.finish()
+    else:
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def built(ranks: VirtualWorld, p: Problem, **options: Any) -> Iterator[list[Any]]:
+    """Build the op of every rank; close the ops at the end, also after an error."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(p.build(ranks.rank(r), **options)) for r in range(ranks.world)]
 
 
 def call_all(
@@ -95,6 +106,36 @@ def call_on_and_on(
     ready = [[inputs.ready(r) for inputs in everything] for r in range(ranks.world)]
     by_rank = ranks.run(lambda r: [call(ops[r]) for call in ready[r]])
     return [list(of_call) for of_call in zip(*by_rank, strict=True)]
+
+
+def check_all(everything: Sequence[Inputs], outs: Sequence[Any], path: str = "fused") -> None:
+    """Compare results, by call and rank, with float64."""
+    for inputs, of_ranks in zip(everything, outs, strict=True):
+        for rank, got in enumerate(of_ranks):
+            inputs.check(got if isinstance(got, list) else [got], rank, path)
+
+
+def checked_calls(
+    world: VirtualWorld, p: Problem, everything: list[Inputs], path: str = "fused", **options: Any
+) -> list[list[list[torch.Tensor]]]:
+    """Make calls back to back on new ops, and compare them with float64.
+
+    Returns:
+        Results by call and rank.
+    """
+    with world as ranks, built(ranks, p, **options) as ops:
+        outs = call_on_and_on(ranks, ops, everything)
+        for op in ops:
+            op.wait()
+        finish(ranks.device)
+    check_all(everything, outs, path)
+    return outs
+
+
+def check_same_bits(first: Sequence[Any], second: Sequence[Any]) -> None:
+    """Compare the results of two runs of ``checked_calls``, bit by bit."""
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
 
 
 def drop_at_once(
@@ -173,29 +214,21 @@ def check_cases(
     device: Device,
     world: int,
     cases: Sequence[Case],
-    finish: Callable[[], None],
     inputs_of: Callable[..., Inputs] = Inputs,
     nodes: int = 1,
 ) -> int:
-    """Run cases on virtual ranks and compare every result with float64; how many calls.
-
-    ``finish`` waits until results may be read.
-    """
+    """Run cases on virtual ranks and compare every result with float64; return how many calls."""
     calls = 0
     for case in (on_one_device(device, c, world) for c in cases):
-        p = case.problem
-        with VirtualWorld(world, device, nodes) as ranks:
-            ops = [
-                p.build(ranks.rank(r), tuning=case.knobs, topology=case.topology)
-                for r in range(world)
-            ]
+        p, options = case.problem, {"tuning": case.knobs, "topology": case.topology}
+        with VirtualWorld(world, device, nodes) as ranks, built(ranks, p, **options) as ops:
             for call in case.calls:
                 inputs = inputs_of(p, call.m, world, call.seed, call.bias)
                 ready = [
                     inputs.ready(r, layout=call.layout, padded=call.padded) for r in range(world)
                 ]
                 outs = run_ready(ranks, ops, ready, call.gather)
-                finish()
+                finish(device)
                 for r in range(world):
                     try:
                         ops[r].wait()
@@ -204,8 +237,6 @@ def check_cases(
                         text = f"rank {r} of {world}: {error}\n  {call}\n  {case}"
                         raise AssertionError(text) from error
                 calls += 1
-            for op in ops:
-                op.close()
     return calls
 
 
@@ -218,11 +249,10 @@ def check_missing_node(world: VirtualWorld, p: Problem, how: str, timeout_s: flo
         how: ``wait`` | ``close``: what the callers do.
         timeout_s: of the op.
     """
-    with world as ranks:
-        ops = [p.build(ranks.rank(r), timeout_s=timeout_s) for r in range(4)]
+    with world as ranks, built(ranks, p, timeout_s=timeout_s) as ops:
         inputs = Inputs(p, 16, 4, seed=1)
-        good = ranks.run(lambda r: inputs.call(ops[r], r))
-        ranks.device.finish()  # type: ignore[attr-defined]
+        good = call_all(ranks, ops, inputs)
+        finish(ranks.device)
         inputs.check(good[0], 0, "two_levels")
         ranks.run(lambda r: inputs.call(ops[r], r) if r < 2 else None)
         for rank in (0, 1):
@@ -232,6 +262,5 @@ def check_missing_node(world: VirtualWorld, p: Problem, how: str, timeout_s: flo
             ops[rank].close()
         with pytest.raises(PeerTimeoutError, match=r"rank 2: rank [01] gave up in call 2"):
             ops[2].wait()
-        for o in ops:
-            o.close()
-        ranks.device.finish()  # type: ignore[attr-defined]
+        ops[3].close()
+        finish(ranks.device)
