@@ -29,7 +29,7 @@ from flux.transport.virtual import VirtualWorld
 from matrix import OPS
 from op_cases import Case, random_cases
 from reference import Inputs, Problem
-from virtual_cases import on_one_device
+from virtual_cases import check_same_bits, checked_calls, on_one_device
 
 BF16 = torch.bfloat16
 
@@ -74,7 +74,7 @@ def _everything(op: str, world: int) -> tuple[Problem, list[Inputs]]:
     return p, [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(40)]
 
 
-def _stress(rank: int, world: int, library: Path, op: str) -> list[torch.Tensor]:
+def _stress(rank: int, world: int, library: Path, op: str) -> list[list[torch.Tensor]]:
     """Back to back, M changing; results by call. One host, where nobody is to share memory but the
     ranks of a node."""
     here = Emulated(rank, library, 0)
@@ -87,7 +87,7 @@ def _stress(rank: int, world: int, library: Path, op: str) -> list[torch.Tensor]
     for inputs, got in zip(everything, outs, strict=True):
         inputs.check(got, rank, "two_levels")
     here.close()
-    return [got[0] for got in outs]
+    return outs
 
 
 def _pairs(rank: int, world: int, library: Path) -> None:
@@ -115,17 +115,10 @@ def test_processes_give_the_bits_of_virtual_nodes(library: Path, op: str) -> Non
     processes = run(world, _stress, library, op)
     p, everything = _everything(op, world)
     device = EmulatedDevice(library)
-    with VirtualWorld(world, device, nodes=2) as ranks:
-        knobs = Knobs(comm_tile_rows=3)
-        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
-        by_rank = ranks.run(lambda r: [inputs.call(ops[r], r)[0] for inputs in everything])
-        device.finish()
-        for o in ops:
-            o.close()
+    ranks, knobs = VirtualWorld(world, device, nodes=2), Knobs(comm_tile_rows=3)
+    by_call = checked_calls(ranks, p, everything, "two_levels", tuning=knobs)
     device.close()
-    for of_process, of_virtual in zip(processes, by_rank, strict=True):
-        for a, b in zip(of_process, of_virtual, strict=True):
-            assert torch.equal(a, b)
+    check_same_bits(processes, list(zip(*by_call, strict=True)))
 
 
 def _alone(rank: int, world: int, library: Path) -> None:

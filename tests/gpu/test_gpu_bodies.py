@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from emulated_cases import BF16, OnEmulated
 from flux.transport.virtual import VirtualWorld
 from matrix import OPS
 from reference import Problem
-from virtual_cases import drop_at_once
-
-SIZES = (33, 5, 17, 33, 1)
+from virtual_cases import built, check_all, drop_at_once
 
 
 @pytest.fixture
@@ -31,25 +28,16 @@ def problem(op: str) -> Problem:
     return Problem(op, 33, (13,), 10, BF16)
 
 
-def build(ranks: VirtualWorld, p: Problem, **options: Any) -> list[Any]:
-    return [p.build(ranks.rank(r), **options) for r in range(ranks.world)]
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_dropped_after_the_call_do_not_change_results(
     device: EmulatedDevice, op: str
 ) -> None:
     p = problem(op)
     everything = [OnEmulated(device, p, 32, 2, seed=seed) for seed in range(4)]
-    with VirtualWorld(2, device) as ranks:
-        ops = build(ranks, p)
+    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
         kept = drop_at_once(ranks, ops, 3 * everything, len(everything))
         device.finish()
-        for made in ops:
-            made.close()
-    for number, inputs in enumerate(everything):
-        for r in range(2):
-            inputs.check([kept[r][number]], r)
+    check_all(everything, list(zip(*kept, strict=True)))
 
 
 def test_body_that_uploads_inside_run_raises(device: EmulatedDevice) -> None:
@@ -57,13 +45,10 @@ def test_body_that_uploads_inside_run_raises(device: EmulatedDevice) -> None:
     device.give_up_after(0.1)
     p = problem("gemm_rs")
     everything = [OnEmulated(device, p, 33, 2, seed=seed) for seed in range(2)]
-    with VirtualWorld(2, device) as ranks:
-        ops = build(ranks, p, timeout_s=0.3)
+    with VirtualWorld(2, device) as ranks, built(ranks, p, timeout_s=0.3) as ops:
 
         def body(r: int) -> list[list[torch.Tensor]]:
             return [inputs.call(ops[r], r) for inputs in everything]
 
         with pytest.raises(RuntimeError, match="a pageable copy waits for stream"):
             ranks.run(body)
-        for made in ops:
-            made.close()

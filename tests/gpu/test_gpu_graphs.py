@@ -16,7 +16,7 @@ from gpu_cases import RankGpus, captured, inputs_on, of, skip_pull_of_partials
 from harness import fresh_ranks
 from matrix import OPS
 from reference import Inputs, Problem
-from virtual_cases import finish, run_ready
+from virtual_cases import built, finish, run_ready
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("poisoned")]
 
@@ -60,9 +60,8 @@ def test_graphs_of_virtual_ranks_replay_with_new_inputs(
     skip_pull_of_partials(device, op, direction)
     p, world, make = problem(device, op), 2, inputs_on(device)
     sizes = rows(device)
-    with VirtualWorld(world, device) as ranks:
-        knobs = Knobs(direction=direction)
-        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(world)]
+    knobs = Knobs(direction=direction)
+    with VirtualWorld(world, device) as ranks, built(ranks, p, tuning=knobs) as ops:
         given = [[make(p, m, world, seed=m).local(r) for r in range(world)] for m in sizes]
 
         def calls() -> list[list[torch.Tensor]]:
@@ -87,8 +86,6 @@ def test_graphs_of_virtual_ranks_replay_with_new_inputs(
                 for i, inputs in enumerate(fresh):
                     for r in range(world):
                         inputs.check([outs[i][r]], r)
-        for made in ops:
-            made.close()
 
 
 def _replays(rank: int, world: int, gpus: RankGpus, op: str) -> None:

@@ -19,7 +19,7 @@ from gpu_cases import RankGpus, gpu_and_world, inputs_on, of
 from harness import fresh_ranks, more
 from matrix import OPS
 from reference import Problem
-from virtual_cases import Transferred, call_on_and_on
+from virtual_cases import Transferred, checked_calls
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -67,13 +67,9 @@ def test_processes_give_the_bits_of_virtual_ranks(
         processes = ranks.run(_calls, rank_gpus, op, direction, timeout=400.0)
     p = problem(gpu, op)
     everything = inputs_of(gpu, p, world)
-    with VirtualWorld(world, gpu) as virtual:
-        knobs = Knobs(direction=direction)
-        ops = [p.build(virtual.rank(r), tuning=knobs) for r in range(world)]
-        by_call = call_on_and_on(virtual, ops, everything)
-        for made in ops:
-            made.wait()
-            made.close()
+    by_call = checked_calls(
+        VirtualWorld(world, gpu), p, everything, tuning=Knobs(direction=direction)
+    )
     for rank, of_process in enumerate(processes):
         for a, of_virtual in zip(of_process, by_call, strict=True):
             assert torch.equal(a, of_virtual[rank][0].cpu())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from flux.transport.virtual import VirtualWorld
 from loopback_cases import call as call_real
 from model.recording import ApartWorld
 from reference import Inputs, Problem
-from virtual_cases import call_all, call_on_and_on
+from virtual_cases import built, call_all, call_on_and_on, check_all
 
 
 @pytest.fixture
@@ -32,20 +31,10 @@ def device(emulator: Path) -> Iterator[EmulatedDevice]:
         device.clear_error()  # the test has looked at it
 
 
-@contextmanager
-def built(ranks: VirtualWorld, p: Problem, **options: Any) -> Iterator[list[Any]]:
-    """Build the ops of all ranks; close them also after an error."""
-    with ExitStack() as stack:
-        options = {"timeout_s": 1.0, **options}
-        yield [stack.enter_context(p.build(ranks.rank(r), **options)) for r in range(ranks.world)]
-
-
 def check(ops: list[Any], everything: Sequence[Inputs], outs: list[Any]) -> None:
     for op in ops:
         op.wait()
-    for inputs, of_ranks in zip(everything, outs, strict=True):
-        for r in range(len(ops)):
-            inputs.check(of_ranks[r], r)
+    check_all(everything, outs)
 
 
 def test_straddling_tiles_have_guard_rows(device: EmulatedDevice) -> None:
@@ -55,7 +44,7 @@ def test_straddling_tiles_have_guard_rows(device: EmulatedDevice) -> None:
         everything = [Inputs(p, m, 3, seed=m) for m in (23, 1, 7, 20)]
         with (
             VirtualWorld(3, device) as ranks,
-            built(ranks, p, tuning=Knobs(reduce=reduce)) as ops,
+            built(ranks, p, tuning=Knobs(reduce=reduce), timeout_s=1.0) as ops,
         ):
             outs = call_on_and_on(ranks, ops, everything)
             for made in ops:
@@ -75,7 +64,7 @@ def test_a_reduction_leaves_room_for_the_gemms_of_other_ranks(
     device.set_launch_delay(20_000)
     p = Problem(op, 64, (16,), 8, BF16)
     inputs = Inputs(p, 64, 4, seed=1)
-    with VirtualWorld(4, device) as ranks, built(ranks, p) as ops:
+    with VirtualWorld(4, device) as ranks, built(ranks, p, timeout_s=1.0) as ops:
         outs = call_all(ranks, ops, inputs)
         try:
             check(ops, [inputs], [outs])
@@ -117,7 +106,7 @@ def test_a_call_on_the_default_stream_comes_before_the_next_on_another(
 ) -> None:
     driver, p = device.driver, Problem("gemm_rs", 8, (8,), 8, BF16)
     everything = [Inputs(p, 8, 2, seed=seed) for seed in range(2)]
-    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
+    with VirtualWorld(2, device) as ranks, built(ranks, p, timeout_s=1.0) as ops:
         aside = ranks.new_stream()
         calls = [[inputs.ready(r) for inputs in everything] for r in range(2)]
         with device.record_calls():
@@ -142,7 +131,7 @@ def test_no_module_is_loaded_while_kernels_wait(device: EmulatedDevice) -> None:
     device.give_up_after(0.3)
     p = Problem("ag_gemm", 16, (16,), 8, BF16, activation="gelu")
     inputs = Inputs(p, 16, 2, seed=1)
-    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
+    with VirtualWorld(2, device) as ranks, built(ranks, p, timeout_s=1.0) as ops:
         outs = call_all(ranks, ops, inputs)
         check(ops, [inputs], [outs])
     assert not device.error()
@@ -154,7 +143,7 @@ def test_graph_replays_without_concurrent_branches(device: EmulatedDevice, direc
     p, world = Problem("ag_gemm", 13, (12,), 8, BF16), 2
     inputs = Inputs(p, 13, world, seed=1)
     knobs = Knobs(direction=direction)
-    with VirtualWorld(world, device) as ranks, built(ranks, p, tuning=knobs) as ops:
+    with VirtualWorld(world, device) as ranks, built(ranks, p, tuning=knobs, timeout_s=1.0) as ops:
         graphs, outs = [], []
         for r in range(world):
             call = inputs.ready(r)
@@ -203,7 +192,7 @@ def test_results_are_right_under_all_rules(device: EmulatedDevice) -> None:
     for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
         p = Problem(op, 23, (12,), 10, BF16)
         everything = [Inputs(p, m, 3, seed=m) for m in (23, 7, 20)]
-        with VirtualWorld(3, device) as ranks, built(ranks, p) as ops:
+        with VirtualWorld(3, device) as ranks, built(ranks, p, timeout_s=1.0) as ops:
             outs = call_on_and_on(ranks, ops, everything)
             check(ops, everything, outs)
     assert not device.error() and not device.starved()
@@ -218,7 +207,7 @@ def test_reductions_begin_early_where_a_rank_has_the_device(
     p = Problem(op, 23, (12,), 10, BF16)
     everything = [Inputs(p, m, 2, seed=m) for m in (23, 1, 7)]
     world = ApartWorld if apart else VirtualWorld
-    with world(2, device) as ranks, built(ranks, p) as ops, device.record_calls():
+    with world(2, device) as ranks, built(ranks, p, timeout_s=1.0) as ops, device.record_calls():
         outs = call_on_and_on(ranks, ops, everything)
         check(ops, everything, outs)
     launched = [call.details["early"] for call in device.calls() if call.name == "launch"]
@@ -235,7 +224,7 @@ def test_the_next_call_raises_after_a_timeout_of_a_peer(
     """Its copies may have spoilt what a call has read, whose own waits were all in time."""
     p = Problem(op, 23, (12,), 10, BF16)
     inputs = Inputs(p, 23, 2, seed=1)
-    with VirtualWorld(2, device) as ranks, built(ranks, p) as ops:
+    with VirtualWorld(2, device) as ranks, built(ranks, p, timeout_s=1.0) as ops:
         native = ops[0]._backend.native
         with device.record_calls():
             call_all(ranks, ops, inputs, gather)

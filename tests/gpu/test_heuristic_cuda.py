@@ -30,6 +30,7 @@ from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.transport.virtual import VirtualWorld
 from reference import Problem
+from virtual_cases import built
 
 BIG = ClusterTile(256, 256)
 OPS = ["ag_gemm", "gemm_rs", "gemm_ar"]
@@ -161,15 +162,11 @@ def test_the_extents_hold_the_tiles_of_all_weights() -> None:
 def test_ops_on_gpus_use_the_cuda_heuristic(device: EmulatedDevice, op: str) -> None:
     """The emulated kernels say that they have tiles of 64 x 64."""
     problem = Problem(op, 1025, (13,), 20000, torch.bfloat16)
-    with VirtualWorld(2, device) as ranks:
-        ops = [problem.build(ranks.rank(r), tuning=Knobs()) for r in range(2)]
-        found = [o.schedule(1025).knobs for o in ops]
-        device.finish()
-        for o in ops:
-            o.close()
-    assert found[0] == found[1]
-    assert found[0].raster == 8 and found[0].tile == (64, 7 if op == "ag_gemm" else 13)
-    assert found[0].comm_tile_rows == (192 if op == "ag_gemm" else 513)
+    with VirtualWorld(2, device) as ranks, built(ranks, problem, tuning=Knobs()) as ops:
+        knobs = [op.schedule(1025).knobs for op in ops]
+    assert knobs[0] == knobs[1]
+    assert knobs[0].raster == 8 and knobs[0].tile == (64, 7 if op == "ag_gemm" else 13)
+    assert knobs[0].comm_tile_rows == (192 if op == "ag_gemm" else 513)
 
 
 def test_ranks_with_other_kernels_have_rank_0s_schedule(
@@ -179,21 +176,17 @@ def test_ranks_with_other_kernels_have_rank_0s_schedule(
     choose = cuda.op_kernel
 
     def by_columns(spec: Any, world: int, n: int, *rest: Any) -> OpKernel:
-        found = choose(spec, world, n, *rest)
+        knobs = choose(spec, world, n, *rest)
         if n == 7:
-            return found
-        config = dataclasses.replace(found.built.config, tile=(128, 64, 64))
-        return dataclasses.replace(found, built=dataclasses.replace(found.built, config=config))
+            return knobs
+        config = dataclasses.replace(knobs.built.config, tile=(128, 64, 64))
+        return dataclasses.replace(knobs, built=dataclasses.replace(knobs.built, config=config))
 
     monkeypatch.setattr(cuda, "op_kernel", by_columns)
     problem = Problem("ag_gemm", 1025, (13,), 20000, torch.bfloat16)
-    with VirtualWorld(2, device) as ranks:
-        ops = [problem.build(ranks.rank(r), tuning=Knobs()) for r in range(2)]
-        found = [o.schedule(1025).knobs for o in ops]
-        device.finish()
-        for o in ops:
-            o.close()
-    assert found[0] == found[1] and found[0].comm_tile_rows == 192
+    with VirtualWorld(2, device) as ranks, built(ranks, problem, tuning=Knobs()) as ops:
+        knobs = [op.schedule(1025).knobs for op in ops]
+    assert knobs[0] == knobs[1] and knobs[0].comm_tile_rows == 192
 
 
 def test_topologies_of_several_nodes_have_schedules() -> None:

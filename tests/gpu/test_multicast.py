@@ -13,6 +13,7 @@ from emulated import EmulatedDevice, SwitchedWorld
 from flux import Knobs
 from flux.transport.virtual import VirtualWorld
 from reference import Inputs, Problem
+from virtual_cases import built, call_all, call_on_and_on, check_all, check_same_bits
 
 REDUCING = ("gemm_rs", "gemm_ar")
 
@@ -40,23 +41,18 @@ def results(
     knobs: Knobs,
     by_switch: tuple[bool, bool],
     calls: int = 3,
-) -> list[list[torch.Tensor]]:
+) -> list[list[list[torch.Tensor]]]:
     """Of calls in a row, each checked; ``by_switch``: whether sums are, and whether anything is."""
     rng = random.Random(size)
-    with world(size, device) as ranks:
-        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(size)]
+    with world(size, device) as ranks, built(ranks, p, tuning=knobs) as ops:
         for op in ops:
             assert (op._backend.sums_by_switch, op._backend.multicast != 0) == by_switch
         make = small if knobs.reduce == "in_flight" else Inputs
         everything = [make(p, rng.randint(1, p.max_m), size, i) for i in range(calls)]
-        outs = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
+        outs = call_on_and_on(ranks, ops, everything)
         device.finish()
-        for rank, op in enumerate(ops):
-            op.wait()
-            for inputs, out in zip(everything, outs[rank], strict=True):
-                inputs.check(out, rank)
-            op.close()
-    return [[out[0] for out in of_rank] for of_rank in outs]
+    check_all(everything, outs)
+    return outs
 
 
 @pytest.mark.parametrize("op", REDUCING)
@@ -76,8 +72,7 @@ def test_results_that_the_switch_distributes_have_the_same_bits(
     p = problem("gemm_ar")
     switched = results(h200, SwitchedWorld, world, p, Knobs(), (False, True))
     plain = results(h200, VirtualWorld, world, p, Knobs(), (False, False))
-    for one, other in zip(switched, plain, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    check_same_bits(switched, plain)
 
 
 @pytest.mark.parametrize("op", REDUCING)
@@ -99,19 +94,14 @@ def test_ordered_sums_do_not_use_the_switch(h200: EmulatedDevice) -> None:
 def test_captured_reductions_by_the_switch_can_be_replayed(h200: EmulatedDevice, op: str) -> None:
     h200.set_delay(500)
     p = problem(op)
-    with SwitchedWorld(3, h200) as ranks:
-        ops = [p.build(ranks.rank(r), tuning=Knobs(reduce="in_flight")) for r in range(3)]
+    knobs = Knobs(reduce="in_flight")
+    with SwitchedWorld(3, h200) as ranks, built(ranks, p, tuning=knobs) as ops:
         everything = [small(p, m, 3, m) for m in (150, 2, 9)]
         with h200.capture() as graph:
-            outs = ranks.run(lambda r: [inputs.call(ops[r], r) for inputs in everything])
+            outs = call_on_and_on(ranks, ops, everything)
         for _ in range(3):
             graph.replay()
-            eager = ranks.run(lambda r: everything[0].call(ops[r], r))
+            eager = call_all(ranks, ops, everything[0])
             h200.finish()
-            for r in range(3):
-                everything[0].check(eager[r], r)
-                for inputs, out in zip(everything, outs[r], strict=True):
-                    inputs.check(out, r)
+            check_all([everything[0], *everything], [eager, *outs])
         graph.close()
-        for made in ops:
-            made.close()

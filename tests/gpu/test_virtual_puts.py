@@ -22,7 +22,14 @@ from harness import STRESS, more
 from matrix import OPS
 from ptx_device import PtxDevice
 from reference import Inputs, Problem
-from virtual_cases import call_on_and_on, check_missing_node
+from virtual_cases import (
+    built,
+    call_all,
+    check_all,
+    check_missing_node,
+    check_same_bits,
+    checked_calls,
+)
 
 BF16 = torch.bfloat16
 ADDS = ("gemm_rs", "gemm_ar")  # ops with a relay
@@ -48,22 +55,6 @@ def problem(op: str, max_m: int, world: int) -> Problem:
     return Problem(op, max_m, (8 * world,), 8 * world, BF16)
 
 
-def results_of(
-    world: VirtualWorld, p: Problem, knobs: Knobs, everything: list[Inputs]
-) -> list[list[list[torch.Tensor]]]:
-    """Make back-to-back calls, check them, and return results by call and rank."""
-    with world as ranks:
-        ops = [p.build(ranks.rank(r), tuning=knobs) for r in range(ranks.world)]
-        outs = call_on_and_on(ranks, ops, everything)
-        ranks.device.finish()  # type: ignore[attr-defined]
-        for o in ops:
-            o.close()
-    for inputs, of_ranks in zip(everything, outs, strict=True):
-        for r in range(world.world):
-            inputs.check(of_ranks[r], r, "two_levels")
-    return outs
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("nodes", "lanes"), [(2, 1), (2, 2), (3, 1), *more((4, 2))])
 def test_puts_give_the_bits_of_exchanges(
@@ -77,12 +68,14 @@ def test_puts_give_the_bits_of_exchanges(
     everything = [Inputs(p, rng.randint(1, 33), world, seed=s) for s in range(4 * STRESS)]
     knobs = Knobs(comm_tile_rows=3)
     ptx.set_delay(1000)
-    found = results_of(HeapWorld(world, ptx, nodes, puts), p, knobs, everything)
+    found = checked_calls(
+        HeapWorld(world, ptx, nodes, puts), p, everything, "two_levels", tuning=knobs
+    )
     ptx.set_delay(0)
-    expected = results_of(VirtualWorld(world, ptx, nodes), p, knobs, everything)
-    for one, other in zip(found, expected, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a[0], b[0])
+    expected = checked_calls(
+        VirtualWorld(world, ptx, nodes), p, everything, "two_levels", tuning=knobs
+    )
+    check_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -90,7 +83,7 @@ def test_tiles_in_several_rows_and_columns(ptx: PtxDevice, puts: Puts, op: str) 
     """Strips wait for flags of several tiles; two ranks share a node."""
     p = Problem(op, 300, (512,), 128, BF16)
     everything = [Inputs(p, m, 4, seed=m) for m in (300, 131, 300)]
-    results_of(HeapWorld(4, ptx, 2, puts), p, Knobs(), everything)
+    checked_calls(HeapWorld(4, ptx, 2, puts), p, everything, "two_levels")
     if op in ADDS:
         assert_ran(ptx, "relay_kernel", "node_sum_kernel")
 
@@ -105,7 +98,7 @@ def test_buffers_are_free_before_they_are_reused(
     p = problem(op, 4, 2)
     ptx.set_delay(20_000)
     everything = [Inputs(p, 4, 2, seed=i) for i in range(12 * STRESS)]
-    results_of(HeapWorld(2, ptx, 2, puts), p, Knobs(), everything)
+    checked_calls(HeapWorld(2, ptx, 2, puts), p, everything, "two_levels")
     ptx.set_delay(0)
 
 
@@ -116,8 +109,7 @@ def test_puts_work_on_several_streams(ptx: PtxDevice, puts: Puts, op: str) -> No
     p = problem(op, 21, world)
     everything = [Inputs(p, 21 - s, world, seed=s) for s in range(6)]
     ptx.set_delay(1000)
-    with HeapWorld(world, ptx, nodes, puts) as ranks:
-        ops = [p.build(ranks.rank(r)) for r in range(world)]
+    with HeapWorld(world, ptx, nodes, puts) as ranks, built(ranks, p) as ops:
         streams = [[ranks.new_stream() for _ in range(3)] for _ in range(world)]
         ready = [[inputs.ready(r) for inputs in everything] for r in range(world)]
         outs: list[list[list[torch.Tensor]]] = []
@@ -128,12 +120,9 @@ def test_puts_work_on_several_streams(ptx: PtxDevice, puts: Puts, op: str) -> No
                     outs[-1].append(ready[r][number](ops[r]))
         for o in ops:
             o.wait()
-            o.close()
     ptx.set_delay(0)
     ptx.check()
-    for inputs, of_ranks in zip(everything, outs, strict=True):
-        for r in range(world):
-            inputs.check(of_ranks[r], r, "two_levels")
+    check_all(everything, outs, "two_levels")
 
 
 @pytest.mark.parametrize("how", ["wait", "close"])
@@ -168,10 +157,9 @@ class SilentNode(HeapWorld):
 @pytest.mark.parametrize("op", ADDS)
 def test_a_timeout_names_the_node_whose_sum_is_missing(ptx: PtxDevice, puts: Puts, op: str) -> None:
     p = problem(op, 16, 3)
-    with SilentNode(3, ptx, 3, puts) as ranks:
-        ops = [p.build(ranks.rank(r), timeout_s=1.0) for r in range(3)]
+    with SilentNode(3, ptx, 3, puts) as ranks, built(ranks, p, timeout_s=1.0) as ops:
         inputs = Inputs(p, 16, 3, seed=1)
-        outs = ranks.run(lambda r: inputs.call(ops[r], r))
+        outs = call_all(ranks, ops, inputs)
         ptx.finish()
         for rank in (0, 2):  # the check of one, which then gives up, is heard by the other
             named = rf"rank {rank} waited more than 1 s for the sum of node 1, tile"
@@ -180,8 +168,6 @@ def test_a_timeout_names_the_node_whose_sum_is_missing(ptx: PtxDevice, puts: Put
         if op == "gemm_rs":
             assert bool(outs[0][0].isnan().all()) and bool(outs[2][0].isnan().all())
             inputs.check(outs[1], 1, "two_levels")
-        for made in ops:
-            made.close()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -190,17 +176,14 @@ def test_unused_signal_words_are_refreshed_before_epochs_wrap(
 ) -> None:
     """A word that no recent call has raised must not look new after 2**31 calls."""
     p = problem(op, 40, 2)
-    with HeapWorld(2, ptx, 2, puts) as ranks:
-        ops = [p.build(ranks.rank(r), tuning=Knobs(comm_tile_rows=2)) for r in range(2)]
+    knobs = Knobs(comm_tile_rows=2)
+    with HeapWorld(2, ptx, 2, puts) as ranks, built(ranks, p, tuning=knobs) as ops:
         for epoch, m in ((0, 40), (2**30 - 1, 2), (2**31 - 1, 2), (2**31 + 1, 40)):
             for o in ops:
                 o._backend.native.epoch = epoch
             inputs = Inputs(p, m, 2, seed=m)
             ptx.set_delay(3000 if m == 40 else 0)
-            outs = ranks.run(lambda r, inputs=inputs: inputs.call(ops[r], r))
+            outs = call_all(ranks, ops, inputs)
             ptx.finish()
-            for r in range(2):
-                inputs.check(outs[r], r, "two_levels")
-        for o in ops:
-            o.close()
+            check_all([inputs], [outs], "two_levels")
     ptx.set_delay(0)

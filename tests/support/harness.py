@@ -18,6 +18,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import shutil
 import signal
 import sys
@@ -36,12 +37,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flux
 from flux.launch.spawn import end_with_parent, how_ended
 
 WORLDS = (1, 2, 3, 4, 8)
-# What ranks are forked with. Test modules add what takes long to import, before any rank starts.
-PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "typer"]
-PRELOAD += ["flux.ops", "flux.layers", "flux.bench.launch"]
+# What ranks and forked commands start with. Test modules add what takes long to import, before any
+# rank starts.
+PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "flux.ops", "flux.layers"]
+PRELOAD += ["networkx", "pydantic.main", "rich.live", "rich.progress", "typer.rich_utils"]
+PRELOAD += [
+    module.name
+    for package in ("bench", "cli", "launch", "tune")
+    for module in pkgutil.iter_modules([f"{flux.__path__[0]}/{package}"], f"flux.{package}.")
+]
 GRACE_S = 3.0  # how long the other ranks may take to tell their side after the first failure
 COLLECTIVE_S = 60.0  # limit of every rendezvous and gloo collective
 

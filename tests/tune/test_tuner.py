@@ -122,6 +122,7 @@ def events(path: Path) -> list[int]:
         return [event["number"] for event in journal.events[1:]]
 
 
+@pytest.mark.filterwarnings("ignore:damaged journal")
 def test_truncated_journal_keeps_its_complete_lines(tmp_path: Path) -> None:
     with Journal(tmp_path, "run", {"a": 1}) as journal:
         assert not journal.resumed
