@@ -257,7 +257,7 @@ def _shown(entry: dict[str, Any], label: str) -> str:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the table of docs/use/dhelix.md: gains in per cent, paper | simulated."""
+    """Return the table of benchmarks/results/runs.md: gains in per cent, paper | simulated."""
     header = ["cluster", "model", "tokens", "ranks", "communication"]
     header += ["wgrad", "intra-batch", "Wavelet+", "DHelix", "off"]
     lines = []

@@ -57,7 +57,7 @@ def ranking_holds(rows: list[dict[str, Any]]) -> bool:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the table of docs/use/plan.md."""
+    """Return a line for each policy of each run: measured and predicted."""
     header = ["link", "sizes over", "tokens", "policy", "measured", "predicted", "off", "hidden"]
     lines = []
     for run in content["runs"]:
@@ -75,10 +75,14 @@ def table(content: dict[str, Any]) -> str:
                     f"{100 * hidden:.0f}%",
                 ]
             )
+    return markdown(header, lines)
+
+
+def conclusion(content: dict[str, Any]) -> str:
+    """Return how far predictions are off, in two sentences."""
     off = [abs(row["off"]) for run in content["runs"] for row in rows_of(run["policies"])]
     kept = sum(ranking_holds(run["policies"]) for run in content["runs"])
     return (
-        f"{markdown(header, lines)}\n\n"
         f"Predictions are off by {100 * statistics.median(off):.0f}% in the median, "
         f"{100 * max(off):.0f}% at most. Where quartiles of two policies do not overlap, "
         f"the predicted order is the measured one in {kept} of {len(content['runs'])} runs."

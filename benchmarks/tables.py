@@ -22,6 +22,7 @@ import cpu_foundation
 import cpu_growth
 import cpu_overhead
 import cuda_host_time
+import dhelix_paper
 import domino_hosts
 import drawing
 import gpu_tables
@@ -171,11 +172,6 @@ def simulated_efficiencies() -> str:
     return op_simulator.ranges_table(load(op_simulator.RESULT))
 
 
-def predicted_steps() -> str:
-    """Steps between two hosts, predicted and measured."""
-    return plan_hosts.table(load(plan_hosts.RESULT))
-
-
 def domino() -> str:
     """Domino between two hosts beside Megatron's layers, Flux's and DeepSpeed's Domino."""
     return domino_hosts.table(load(domino_hosts.RESULT))
@@ -205,7 +201,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernel_counters": counted_kernels,
     "op_simulator": simulated_times,
     "op_simulator_paper": simulated_efficiencies,
-    "plan_hosts": predicted_steps,
+    "plan_hosts": lambda: plan_hosts.table(load(plan_hosts.RESULT)),
+    "plan_hosts_says": lambda: plan_hosts.conclusion(load(plan_hosts.RESULT)),
+    "dhelix_paper": lambda: dhelix_paper.table(load(dhelix_paper.RESULT)),
     "domino_hosts": domino,
     "op_simulator_variants": simulated_variants,
     "op_simulator_hosts": simulated_hosts,
@@ -228,6 +226,7 @@ PAGES = (
     ROOT / "docs" / "use" / "scale.md",
     ROOT / "docs" / "use" / "simulator.md",
     gpu_tables.FOLDER / "README.md",
+    ROOT / RESULTS.parent / "runs.md",
     *sorted(FOLDER.glob("*.md")),
 )
 
