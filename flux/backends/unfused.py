@@ -23,7 +23,7 @@ from flux.core.patience import Patience
 from flux.core.recorder import Work
 from flux.core.spec import FP8, OpSpec
 from flux.core.tensors import reason_without_memory, settled
-from flux.transport.abandonable import Abandonable
+from flux.transport.abandonable import Abandonable, Threads
 from flux.transport.exchange import OfGroup, leave_unfinished
 
 # Newer releases of PyTorch have renamed the collectives on single tensors.
@@ -69,6 +69,7 @@ class UnfusedBackend:
         self.world = world
         self.timeout_s = timeout_s
         self._stamps: Stamps | None = None
+        self._threads = Threads()
         self._unfinished = False  # a collective of the call has begun, and not ended
         self._look: Callable[[], None] = nothing
         self._silent_peer: Callable[[], int] = lambda: -1
@@ -92,6 +93,10 @@ class UnfusedBackend:
         that all others wait for, -1 if unknown.
         """
         self._look, self._silent_peer = look, silent_peer
+
+    def close(self) -> None:
+        """End the thread that waits for collectives. Idempotent."""
+        self._threads.close()
 
     def trace(self, stamps: Stamps | None) -> None:
         """Record calls from now on; None: no more. Between calls."""
@@ -310,7 +315,9 @@ class UnfusedBackend:
             with torch.inference_mode(inference):  # reduce_scatter copies its result here
                 work.wait(FOREVER)
 
-        call: _Steps | Abandonable[None] = _Steps(work) if in_steps else Abandonable(wait)
+        call: _Steps | Abandonable[None] = (
+            _Steps(work) if in_steps else Abandonable(wait, self._threads)
+        )
         patience = Patience(self.timeout_s)
         while not call.wait(LOOK_S):
             try:
@@ -351,8 +358,8 @@ class UnfusedBackend:
 class _Steps:
     """A collective whose wait ends at its timeout and can be repeated, as gloo's all_reduce's.
 
-    The calling thread waits for it, step by step. A thread for each collective would add some 0.4
-    ms to it. It is used like an ``Abandonable``.
+    The calling thread waits for it, step by step: waking another thread takes longer. It is used
+    like an ``Abandonable``.
     """
 
     def __init__(self, work: dist.Work) -> None:

@@ -500,6 +500,7 @@ class TensorParallelOp:
         if self._backend is not None:
             culprit = self._unfused.culprit if self._unfused.culprit >= 0 else self.rank
             self._backend.close(failed or self._broken is not None, culprit)
+            self._unfused.close()
         self._begun = False
         self._released = True
 

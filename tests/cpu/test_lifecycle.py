@@ -20,6 +20,7 @@ import torch.distributed as dist
 import flux
 from flux import _C, AGGemm, GemmAR, GemmRS, Knobs
 from flux.transport import exchange
+from flux.transport.abandonable import Abandonable, Threads
 from flux.transport.watch import Watch
 from harness import held, nothing_left_in_shared_memory, resident_bytes, run_ranks, settled
 from reference import Inputs, Problem
@@ -105,11 +106,14 @@ def gives_back(rank: int, world: int, how: str) -> None:
     warm_up()
     gc.collect()
     before = held()
-    for op_name in OPS:
+    # Either a worker, or a thread that waits for gloo's reduce_scatter, is kept between calls.
+    cases = [*((op_name, THREADED) for op_name in OPS), ("gemm_rs", Knobs(path="unfused"))]
+    for op_name, tuning in cases:
         problem = Problem(op_name, 40, (50,), 60)
-        op = problem.build(tuning=THREADED)
+        op = problem.build(tuning=tuning)
         inputs = Inputs(problem, 40, world, seed=0)
-        out = inputs.call(op, rank, gather=problem.gathers)
+        for _ in range(2):
+            out = inputs.call(op, rank, gather=problem.gathers)
         during = held()
         assert during["segments"] == before["segments"] + world
         assert during["threads"] == before["threads"] + 1
@@ -129,6 +133,29 @@ def gives_back(rank: int, world: int, how: str) -> None:
         assert held() == before, f"{op_name} after {how}: {before} -> {held()}"
         inputs.check(out, rank)  # results outlive the op
         dist.barrier()
+
+
+def test_a_thread_in_a_call_that_does_not_return_is_replaced() -> None:
+    before, threads, wake = threading.active_count(), Threads(), threading.Event()
+
+    def ident() -> int:
+        call = Abandonable(threading.get_ident, threads)
+        assert call.wait(5.0)
+        return call.result()
+
+    kept = ident()
+    assert ident() == kept
+    stuck = Abandonable(wake.wait, threads)
+    assert not stuck.wait(0.01)
+    assert ident() != kept and threading.active_count() == before + 2
+    threads.close()
+    assert threading.active_count() == before + 1
+    wake.set()
+    assert stuck.wait(5.0) and stuck.result()
+    eventually = time.monotonic() + 5.0
+    while threading.active_count() > before:
+        assert time.monotonic() < eventually
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("how", ["close", "with", "del", "exception"])
