@@ -1,4 +1,4 @@
-"""Measure what a GEMM loses when it is cut into slabs of rows, for flux/core/heuristic.py.
+"""Measure what a GEMM loses when it is cut into slabs of rows, for flux/select/heuristic.py.
 
     python benchmarks/cpu_slabs.py [--json FILE]
 

@@ -30,15 +30,16 @@ import torch
 from flux import _C, Knobs
 from flux.bench.metrics import CONFIDENCE, bootstrap
 from flux.core.dtypes import BY_SHORT
-from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
 from flux.core.integers import ceil_div
 from flux.core.knobs import Op
+from flux.core.schedule import ClusterTile
 from flux.core.wholefile import write_whole
 from flux.kernels import loading
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
 from flux.kernels.registry import BuiltKernel
 from flux.machine import host
+from flux.select.heuristic import resolve
 from flux.transport.device import CudaDevice
 
 SHAPES = [("ag_gemm", 6144, 12288), ("gemm_rs", 12288, 6144)]  # N, K of one rank of 8
@@ -98,9 +99,9 @@ class Shape:
         args.d, args.ldd, args.device = self.out.data_ptr(), self.n, self.device.index
         args.scale_a, args.scale_b = self.scale_x.data_ptr(), self.scale_w.data_ptr()
         if config.op != "gemm":
-            knobs = resolve_cuda(
-                Op[config.op], self.m, self.n, self.k, WORLD, 2, Knobs(), ClusterTile.of([config])
-            )
+            sizes = (self.m, self.n, self.k, WORLD, 2)
+            cluster = ClusterTile.of([config])
+            knobs = resolve(Op[config.op], *sizes, Knobs(), cluster=cluster)
             args.order.world, args.order.rank = WORLD, 0
             args.order.nodes = args.order.domains = 1
             args.order.lanes = WORLD

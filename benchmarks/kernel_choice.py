@@ -3,8 +3,9 @@
     pip install nvidia-matmul-heuristics
     python benchmarks/kernel_choice.py benchmarks/results/heuristics/kernel_choice.json
 
-Every shape of tuning/shapes with 8 ranks: the kernel of the default set that flux/kernels/cost.py
-ranks first, the one that nvidia-matmul-heuristics estimates to be fastest, and its times for both.
+Every shape of tuning/shapes with 8 ranks: the kernel of the default set that
+flux/select/cost/cycles.py ranks first, the one that nvidia-matmul-heuristics estimates to be
+fastest, and its times for both.
 All times are predictions; nothing here is measured.
 """
 
@@ -25,11 +26,13 @@ from flux.core.datafile import data_root
 from flux.core.dtypes import DTYPES
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
-from flux.kernels import choice, cost, nvidia_heuristics
 from flux.kernels.config import GemmConfig
-from flux.kernels.legality import GemmProblem, is_legal
+from flux.kernels.legality import GemmProblem
 from flux.kernels.sets import config_set
-from flux.select.cost import resolved
+from flux.select import nvidia_heuristics
+from flux.select.cost.cycles import cost, cycles, divide
+from flux.select.heuristic import resolved
+from flux.select.kernel import best_of, default_configs
 
 WORLD = 8
 SMS = 132
@@ -56,17 +59,6 @@ def shapes() -> list[Problem]:
     return list(found.values())
 
 
-def candidates(shape: Problem) -> list[GemmConfig]:
-    """Return the kernels of the default set that can do it."""
-    return [
-        config
-        for config in config_set("default", ["90a"])
-        if (config.op, config.dtype) == (shape.op.name, DTYPES[shape.dtype].short)
-        and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
-        and is_legal(config, GemmProblem.of(shape))
-    ]
-
-
 def short(config: GemmConfig) -> str:
     tile, cluster = ("x".join(map(str, extents)) for extents in (config.tile[:2], config.cluster))
     return f"{tile} {cluster} {config.schedule}"
@@ -75,7 +67,7 @@ def short(config: GemmConfig) -> str:
 def reason(ranked: Sequence[tuple[float, GemmConfig]], problem: GemmProblem) -> str:
     """Say what limits the first of the ranking, and what the next ones lose by."""
     least, best = ranked[0]
-    parts, work = cost.cycles(best, problem, SMS), cost.divide(best, problem, SMS)
+    parts, work = cycles(best, problem, SMS), divide(best, problem, SMS)
     text = LIMITS[parts.limit]
     if work.shared:
         text += f"; {work.tiles} tiles, the last waves shared by stream-K"
@@ -91,14 +83,14 @@ def reason(ranked: Sequence[tuple[float, GemmConfig]], problem: GemmProblem) -> 
 
 def entry(shape: Problem, model: nvidia_heuristics.Estimator | None) -> dict[str, Any]:
     """Return both choices for one shape, and the knobs that go with ours."""
-    problem, configs = GemmProblem.of(shape), candidates(shape)
-    costs = [cost.cost(c, problem, SMS) for c in configs]
-    best = configs[choice.best_of(configs, costs)]
+    problem, configs = GemmProblem.of(shape), default_configs(shape, "90a")
+    costs = [cost(c, problem, SMS) for c in configs]
+    best = configs[best_of(configs, costs)]
     ranked = sorted(
         zip(costs, configs, strict=True), key=lambda one: (one[1] != best, one[0], one[1].name)
     )
     knobs = resolved(shape, Knobs(), best)
-    work = cost.divide(best, problem, SMS)
+    work = divide(best, problem, SMS)
     found: dict[str, Any] = {
         "op": shape.op.name,
         "m": shape.m,
@@ -109,7 +101,7 @@ def entry(shape: Problem, model: nvidia_heuristics.Estimator | None) -> dict[str
         "raster": knobs.raster,
         "comm_tile_rows": knobs.comm_tile_rows,
         "reason": reason(ranked, problem),
-        "model_us": {short(c): cost / MHZ for cost, c in ranked},
+        "model_us": {short(c): cycles_ / MHZ for cycles_, c in ranked},
     }
     if model is not None:
         times = {c: nvidia_heuristics.time_of(model, c, problem, SMS) for c in configs}

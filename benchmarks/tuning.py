@@ -49,11 +49,11 @@ from flux.machine.detection import detect
 from flux.select.cache import Cache
 from flux.select.choose import key_of
 from flux.select.keys import Key
+from flux.select.space import load_space
 from flux.select.winners import Winner
 from flux.tune.halving import Halving, median_ms
 from flux.tune.journal import Journal
 from flux.tune.machine import survey
-from flux.tune.space import load_space
 from flux.tune.tuner import Options, Search, Tuner, make_search, spec_of
 
 WORLD = 2

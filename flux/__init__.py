@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from flux import compile, layers, ops
     from flux.core.errors import PeerDiedError, PeerFailedError, PeerTimeoutError
     from flux.core.knobs import Knobs
-    from flux.core.schedule import TileSchedule, make_schedule
+    from flux.core.schedule import TileSchedule
     from flux.core.topology import Topology
     from flux.ops import AGGemm, GemmAR, GemmRS
+    from flux.select.schedule import make_schedule
 
 __all__ = [
     "AGGemm",
@@ -41,7 +42,7 @@ _HOMES = {
     "PeerTimeoutError": "flux.core.errors",
     "TileSchedule": "flux.core.schedule",
     "Topology": "flux.core.topology",
-    "make_schedule": "flux.core.schedule",
+    "make_schedule": "flux.select.schedule",
 }
 """Where the public names come from, each of which is imported at its first use."""
 

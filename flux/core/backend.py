@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from flux.core.call import Call
-from flux.core.schedule import TileSchedule
-
-if TYPE_CHECKING:
-    from flux.core.heuristic_cuda import ClusterTile
+from flux.core.schedule import ClusterTile, TileSchedule
 
 
 def nothing() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flux import _C
-from flux.core.heuristic_cuda import most_comm_tiles
 from flux.core.integers import ceil_div, round_up
 from flux.core.knobs import Knobs
 from flux.core.spec import SCALE_BYTES, OpSpec
@@ -43,8 +42,8 @@ class Layout:
         world: int,
         knobs: Knobs,
         tile: tuple[int, int],
+        most_tiles: int,
         nodes: int = 1,
-        most_tiles: int = 0,
         relays: bool = False,
         guard_rows: int = 0,
     ) -> Layout:
@@ -55,16 +54,15 @@ class Layout:
             world: number of ranks.
             knobs: the op's knobs.
             tile: (rows, columns) of a GEMM tile.
+            most_tiles: most communication tiles that a chunk is cut into, at any M.
             nodes: number of sets of ranks that share memory.
-            most_tiles: most communication tiles that tuned winners cut a chunk into.
             relays: whether the device puts sums to other nodes.
             guard_rows: rows that the kernel needs in front of each slot.
         """
         chunk = ceil_div(spec.max_m, world)
         row = spec.row_elements() * spec.itemsize
-        tiles = max(most_comm_tiles(chunk, knobs), min(chunk, most_tiles))
         # There is no schedule with more than max_tiles signals.
-        tiles = min(tiles, ceil_div(_C.core.max_tiles, world))
+        tiles = min(most_tiles, ceil_div(_C.core.max_tiles, world))
         if spec.op.gathers:
             rows = _up(spec.max_m * row)
             scales = _up(spec.max_m * SCALE_BYTES) if spec.scales_travel else 0

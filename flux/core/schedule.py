@@ -1,22 +1,21 @@
 """Tile schedules: the single description of a call, used by every executor.
 
-``make_schedule`` is a pure function. It evaluates the maps in ``csrc/core``, which a GPU thread
-block evaluates itself. Here they are unrolled into lists, for the CPU backend, the tests, and
-debugging: ``print(schedule)`` shows all tiles and transfers in order.
+A schedule is a pure function of its fields. It evaluates the maps in ``csrc/core``, which a GPU
+thread block evaluates itself. Here they are unrolled into lists, for the CPU backend, the tests,
+and debugging: ``print(schedule)`` shows all tiles and transfers in order. ``make_schedule``
+(flux/select/schedule.py) checks arguments and fills in open knobs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from flux import _C
-from flux.core.datafile import MOST_SIZE
-from flux.core.heuristic import resolve
-from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
-from flux.core.knobs import Direction, Knobs, Op, Order, Store, Swizzle, check_legal
+from flux.core.knobs import Direction, Knobs, Op, Order, Store, Swizzle
 from flux.core.topology import Topology
 
 
@@ -78,6 +77,34 @@ class Visit(NamedTuple):
     waits: tuple[int, int]
     owner: int
     completes: tuple[int, int]
+
+
+class HasClusterTile(Protocol):
+    """The part of flux.kernels.config.GemmConfig that schedules depend on."""
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """(rows, columns) of the result that a cluster of thread blocks computes at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClusterTile:
+    """The properties of an op's GPU kernels that schedules depend on.
+
+    Attributes:
+        rows: rows of the result that a cluster of thread blocks computes at once.
+        columns: columns of the same.
+    """
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, configs: Iterable[HasClusterTile]) -> ClusterTile:
+        """Return the smallest extents that hold a cluster tile of each of these kernels."""
+        tiles = [config.cluster_tile for config in configs]
+        return cls(max(rows for rows, _ in tiles), max(columns for _, columns in tiles))
 
 
 @dataclass(frozen=True)
@@ -215,72 +242,3 @@ class TileSchedule:
 @lru_cache(maxsize=1024)
 def _of_rank(schedule: TileSchedule, rank: int) -> TileSchedule:
     return replace(schedule, rank=rank)
-
-
-@lru_cache(maxsize=1024)
-def _make(
-    op: str,
-    shape: tuple[int, int, int],
-    world: int,
-    rank: int,
-    topology: Topology,
-    knobs: Knobs,
-    itemsize: int,
-    cluster: ClusterTile | None,
-) -> TileSchedule:
-    kind = Op[op]
-    m, n, k = shape
-    check_legal(knobs, topology)
-    # Rank 0 has the largest share. Knobs must be the same on all ranks, so they come from its
-    # sizes.
-    local_n, local_k = _C.core.local_n(kind, n, world, 0), _C.core.local_k(kind, k, world, 0)
-    if cluster is None:
-        knobs = resolve(kind, m, local_n, local_k, world, itemsize, knobs, topology.nodes)
-    else:
-        sizes = (m, local_n, local_k, world, itemsize)
-        knobs = resolve_cuda(kind, *sizes, knobs, cluster, topology.nodes)
-    schedule = TileSchedule(op, shape, world, rank, topology, knobs, spread=cluster is not None)
-    _ = schedule.native  # raises for illegal combinations here, not at the first use
-    return schedule
-
-
-def make_schedule(
-    op: str,
-    shape: tuple[int, int, int],
-    world: int,
-    rank: int,
-    topology: Topology | None = None,
-    knobs: Knobs | None = None,
-    *,
-    itemsize: int = 4,
-    cluster: ClusterTile | None = None,
-) -> TileSchedule:
-    """Build the tile schedule of one rank. Pure, and cached.
-
-    Args:
-        op: ``ag_gemm`` | ``gemm_rs`` | ``gemm_ar``.
-        shape: global (m, n, k), in elements; n (AllGather) or k is divided by ``world``.
-        world: number of ranks.
-        rank: the rank of the schedule, in [0, world).
-        topology: the mesh of ranks; flat by default.
-        knobs: fixed fields; the heuristic chooses the rest.
-        itemsize: bytes per element, which the heuristic uses to size communication tiles.
-        cluster: cluster tile of the GPU kernels; None: the CPU backend's heuristic chooses.
-
-    Raises:
-        ValueError: an unknown op, a shape or rank out of range, or an illegal combination of knobs;
-            the message holds the operand values.
-    """
-    if op not in Op.__members__:
-        raise ValueError(f"op must be one of {', '.join(Op.__members__)}, got {op!r}")
-    topology = topology or Topology.flat(world)
-    if topology.world != world:
-        raise ValueError(f"topology has {topology.world} ranks, world is {world}")
-    m, n, k = shape
-    if itemsize < 1:
-        raise ValueError(f"{op}: itemsize must be at least 1 byte, got {itemsize}")
-    if min(m, n, k) < 1:
-        raise ValueError(f"{op}: m, n and k must be positive, got {(m, n, k)}")
-    if max(m, n, k) > MOST_SIZE:
-        raise ValueError(f"{op}: m, n, k must be at most {MOST_SIZE}, got {(m, n, k)}")
-    return _make(op, (m, n, k), world, rank, topology, knobs or Knobs(), itemsize, cluster)

@@ -22,7 +22,7 @@ from flux.core.call import CallChecker
 from flux.core.env import CHECK, KERNEL_CHOICE, VARIABLES
 from flux.core.exclusive import Admission, Exclusive
 from flux.core.knobs import Knobs, Op, check_legal
-from flux.core.schedule import TileSchedule, make_schedule
+from flux.core.schedule import TileSchedule
 from flux.core.spec import OpSpec, as_sizes
 from flux.core.topology import Topology
 from flux.ops import torch_internals
@@ -43,6 +43,7 @@ from flux.ops.executor import (
 from flux.ops.transforms import call, no_forward_mode
 from flux.select import choose as choice
 from flux.select.choose import Choice, Fixed
+from flux.select.schedule import make_schedule
 from flux.transport.base import DeviceTransport
 from flux.transport.exchange import Exchange
 from flux.transport.one_gpu import OneGpuExchange, OneGpuRank

@@ -15,11 +15,11 @@ import torch
 from flux import _C
 from flux.backends.cpu.backend import CpuBackend
 from flux.core.knobs import Knobs, Op
-from flux.core.schedule import make_schedule
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.machine.host import memory_identity
 from flux.select.choose import Fixed
+from flux.select.schedule import make_schedule
 from flux.transport.exchange import Exchange
 
 

@@ -23,11 +23,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flux.machine.cluster import Cluster
+from flux.select.cost.hardware import DUPLEX_SHARE
 
-DUPLEX_SHARE = 0.77
-"""PCIe: share of twice a link's speed that both directions reach together. Between GPUs on PCIe 4,
-where one direction reaches 27 GB/s (COPY_SHARE), both reached 41.4 GB/s
-(github.com/tinygrad/open-gpu-kernel-modules/issues/6)."""
 INSTANT_US = 1e-6
 """Events this close are at one time. Symmetric ranks thus stay in step in spite of rounding."""
 

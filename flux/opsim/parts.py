@@ -1,8 +1,4 @@
-"""What the simulated parts of a call share: its description, its constants, and its log.
-
-Constants come from data sheets and from published measurements of single copies and stores. One set
-serves all clusters.
-"""
+"""The description and the log of a simulated call, which its parts share."""
 
 from __future__ import annotations
 
@@ -18,26 +14,10 @@ from flux.core.schedule import TileSchedule
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
 from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
-from flux.select.cost import SIGNAL_US
+from flux.select.cost import hardware
+from flux.select.cost.hardware import COPY_SHARE, MEMORY_COPY_SHARE, NETWORK_SHARE, STORE_SHARE
 
-COPY_SHARE = 0.84
-"""Share of a link's nominal speed that copy engines reach. They send 256 bytes with each header:
-376 of 450 GB/s on an H100 (github.com/NVIDIA/nccl/issues/1264), and about 27 of 32 GB/s on PCIe 4
-(256 bytes of payload in a packet, 128b/130b code, flow control)."""
-STORE_SHARE = 0.8
-"""The same for stores of multiprocessors, which send 128 bytes with each header: 20 of 25 GB/s on
-an NVLink (github.com/NVIDIA/nccl-tests/issues/149)."""
-NETWORK_SHARE = 0.9
-"""The same for messages between hosts; our assumption."""
-MEMORY_SHARE = 0.75
-"""Share of the memory's nominal speed that a copy inside the GPU reaches: 2500 of 3350 GB/s on an
-H100, reads and writes (github.com/NVIDIA/nccl/issues/1264). Sums of partials are of the same
-kind."""
-LAUNCH_US = 3.0
-"""From the end of one piece of work on a stream to the start of the next, such as a kernel behind a
-copy, or a stream that awaits another's event; our assumption."""
-RAISE_US = SIGNAL_US["cuda"]
-"""Time to raise a signal, and for a poll to see it."""
+LAUNCH_US, RAISE_US = hardware.LAUNCH_US["cuda"], hardware.SIGNAL_US["cuda"]
 
 SHARED_LANES = {"stream": STREAM_LANE, "copy": COPY_STREAM_LANE, "network": NETWORK_STREAM_LANE}
 
@@ -134,7 +114,7 @@ class SimulatedCall:
 
     def memory_us(self, nbytes: float) -> float:
         """Return the time in which a GPU reads or writes this many bytes of its memory."""
-        return nbytes / (self.cluster.device.memory_gbs * MEMORY_SHARE * 1e3)
+        return 1e3 * hardware.memory_ms(self.cluster.device, nbytes, MEMORY_COPY_SHARE)
 
     def copied(self, src: int, dst: int, nbytes: float) -> Flag:
         """Start a copy, by a copy engine or a network card."""

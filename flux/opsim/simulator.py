@@ -12,7 +12,7 @@ measured or modelled; no time of an overlapped call enters.
 The GEMM is cut into the tiles of its kernel. The blocks that run at once take W = ceil(tiles /
 blocks) tiles each, and a tile takes the whole GEMM's time / W. So a call that never waits takes
 exactly the time of the GEMM, in which the last, partly filled wave is contained. Transfers use the
-memory that the GEMM reads too; as in the cost of kernels, a share UNHIDDEN of that time is added.
+memory that the GEMM reads too, which makes it longer (flux/select/cost/gemm.py).
 
 docs/use/simulator.md says what is not modelled, and how far the results are from published times.
 """
@@ -23,26 +23,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flux.core.collector import paused_collector
-from flux.core.dtypes import DTYPES
 from flux.core.events import Event, Kind
-from flux.core.heuristic_cuda import ClusterTile
 from flux.core.integers import ceil_div
 from flux.core.knobs import Direction, Knobs, Order
 from flux.core.problem import Problem
-from flux.core.schedule import TileSchedule, make_schedule
+from flux.core.schedule import ClusterTile, TileSchedule
 from flux.core.topology import Topology
-from flux.kernels.choice import best_of
 from flux.kernels.config import GemmConfig
-from flux.kernels.cost import UNHIDDEN, blocks_per_wave, cost
-from flux.kernels.legality import GemmProblem, is_legal
-from flux.kernels.sets import config_set
 from flux.machine.cluster import Cluster
 from flux.opsim.gather import gather_processes
 from flux.opsim.machine import SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import Log, Move, SimulatedCall
 from flux.opsim.scatter import scatter_processes
-from flux.select.cost import gemm_ms as modelled_gemm_ms
-from flux.select.cost import library_ms, raster_ms, resolved
+from flux.select.cost.collective import library_ms
+from flux.select.cost.cycles import blocks_per_wave
+from flux.select.cost.gemm import gemm_beside_transfers_ms
+from flux.select.cost.gemm import gemm_ms as modelled_gemm_ms
+from flux.select.heuristic import resolved
+from flux.select.kernel import default_kernel
+from flux.select.schedule import make_schedule
 
 MOST_TILES = 200_000
 """GEMM tiles of all ranks that one simulation runs; more take over a minute."""
@@ -91,33 +90,6 @@ class Simulated:
         """Yield the events of all ranks, as a trace of `flux trace op` has them."""
         for rank, lane, kind, name, start, end, details in self._log.spans:
             yield Event(rank, lane, kind, name, start, end - start, details)
-
-
-def kernel_for(problem: Problem, cluster: Cluster) -> GemmConfig:
-    """Return the kernel of the default set that the op would choose on this GPU.
-
-    Raises:
-        ValueError: there is no kernel for the dtype, or none supports the shape.
-    """
-    arch = "90a" if cluster.device.arch == "sm_90" else "80"
-    gemm = GemmProblem.of(problem)
-    short = DTYPES[problem.dtype].short
-    found = [
-        config
-        for config in config_set("default", [arch])
-        if (config.op, config.dtype) == (problem.op.kernel, short)
-        and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
-        and config.scaling in ("none", "tensor")
-        and is_legal(config, gemm)
-    ]
-    if not found:
-        n, k = problem.local
-        raise ValueError(
-            f"no kernel of the default set supports {problem.op.name} in {problem.dtype} with "
-            f"local N = {n}, K = {k} on {cluster.device.arch}"
-        )
-    costs = [cost(config, gemm, cluster.device.units) for config in found]
-    return found[best_of(found, costs)]
 
 
 def topology_of(problem: Problem, cluster: Cluster) -> Topology:
@@ -203,9 +175,9 @@ def simulate(
         problem: op and global sizes; ``nodes`` hosts are filled one after the other.
         cluster: devices and links.
         knobs: fixed fields; the heuristic of GPUs chooses the rest.
-        kernel: of the GEMM; by default ``kernel_for``.
+        kernel: of the GEMM; by default ``default_kernel``.
         gemm_ms: time of the whole GEMM of one rank, alone; by default the roofline of
-            flux/select/cost.py.
+            flux/select/cost/gemm.py.
 
     Raises:
         ValueError: the cluster has no GPUs or too few, no kernel supports the shape, the knobs are
@@ -217,15 +189,12 @@ def simulate(
     _check(problem, cluster, gemm_ms)
     topology = topology_of(problem, cluster)
     _check_knobs(problem, knobs)
-    kernel = kernel or kernel_for(problem, cluster)
+    kernel = kernel or default_kernel(problem, cluster)
     full = resolved(problem, knobs, kernel)
     _check_size(problem, full)
     schedules = [_schedule(problem, topology, full, kernel, rank) for rank in range(problem.world)]
     whole = modelled_gemm_ms(problem, cluster) if gemm_ms is None else gemm_ms
-    busy = whole
-    if problem.world > 1:
-        busy += max(0.0, raster_ms(problem, cluster, kernel, full.raster or 1))
-        busy += UNHIDDEN * min(busy, _traffic_ms(problem, cluster))
+    busy = gemm_beside_transfers_ms(problem, cluster, kernel, full.raster or 1, whole)
     size = kernel.cluster[0] * kernel.cluster[1]
     tiles = max(len(schedule.visits) for schedule in schedules)
     blocks = min(max(blocks_per_wave(kernel, cluster.device.units) // size, 1), tiles)
@@ -265,16 +234,6 @@ def simulate(
         blocks=blocks,
         _log=call.log,
     )
-
-
-def _traffic_ms(problem: Problem, cluster: Cluster) -> float:
-    """Return the time that a rank's memory needs for transfers, beside the GEMM's own traffic.
-
-    AllGather: a rank receives W - 1 chunks, and sends as many. ReduceScatter: it receives the
-    partials of its rows from W - 1 ranks; those that it sends come from multiprocessors.
-    """
-    chunks = (problem.world - 1) * (2 if problem.op.gathers else 1)
-    return chunks * problem.chunk * problem.row_bytes / (cluster.device.memory_gbs * 1e6)
 
 
 def _check_size(problem: Problem, knobs: Knobs) -> None:
@@ -324,7 +283,7 @@ def legal_knobs(
     given = given or Knobs()
     _check(problem, cluster, None)
     _check_knobs(problem, given)
-    topology, kernel = topology_of(problem, cluster), kernel_for(problem, cluster)
+    topology, kernel = topology_of(problem, cluster), default_kernel(problem, cluster)
     pulls = problem.op.gathers and problem.nodes == 1
     directions = [d.name for d in Direction] if pulls else ["push"]
     found: dict[object, tuple[Knobs, list[str]]] = {}

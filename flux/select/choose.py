@@ -23,8 +23,8 @@ from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, digest, world_shape
 from flux.machine.detection import detect
-from flux.select import cost
 from flux.select.cache import look_up
+from flux.select.cost import call
 from flux.select.keys import Key, versions
 from flux.select.winners import Entry, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
@@ -86,7 +86,7 @@ class Modelled:
 
     def knobs(self, m: int) -> Knobs:
         """Return the knobs of least modelled time."""
-        return cost.choose(replace(self.problem, m=m), self.cluster, self.usable)
+        return call.choose(replace(self.problem, m=m), self.cluster, self.usable)
 
     def variants(self) -> list[Knobs]:
         """Return the knobs that the model chooses from."""
@@ -204,7 +204,7 @@ def choose(
             found, kernel = _one_kernel(found, spec.max_m)
         return Tuned(found, spec, topology, exchange.rank == 0, legal, kernel)
     if kind == "cuda" or cluster is None:
-        return Fixed(Knobs())  # flux/kernels/cost.py models its kernels
+        return Fixed(Knobs())  # flux/select/kernel.py models its kernels
     return modelled(spec, topology, cluster, apart)
 
 

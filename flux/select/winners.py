@@ -223,7 +223,7 @@ def most_tiles(winners: Sequence[Winner], world: int) -> int:
     """Return the most communication tiles that any winner cuts a chunk into, at any M.
 
     Where a winner leaves the rows of one open, they are at least those of its GEMM tile or what the
-    heuristic takes without one (``flux.core.heuristic.resolve``).
+    heuristic takes without one (``flux.select.heuristic.resolve``).
     """
     counts = [1]
     for winner in winners:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from flux.core.problem import Problem
     from flux.launch.supervisors import Launcher
     from flux.machine.cluster import Cluster
+    from flux.select.space import Space
     from flux.tune.machine import TuningMachine
     from flux.tune.rank import Ranked
-    from flux.tune.space import Space
     from flux.tune.tuner import Options, Search
 
 tune = typer.Typer(
@@ -208,7 +208,7 @@ def _described(cluster: str | None) -> Cluster | None:
 
 
 def _space(name: str) -> Space:
-    from flux.tune.space import load_space
+    from flux.select.space import load_space
 
     return load_space(name)
 
@@ -222,8 +222,8 @@ def _explain(
     *,
     json_output: bool,
 ) -> None:
+    from flux.select.space import space_for
     from flux.tune.machine import look
-    from flux.tune.space import space_for
     from flux.tune.tuner import make_search
 
     try:
@@ -302,9 +302,9 @@ def _tune(
 
     from flux.launch.supervisors import Joined, Spawned
     from flux.select.cache import Cache, cache_root
+    from flux.select.space import space_for
     from flux.tune.machine import survey
     from flux.tune.progress import observer
-    from flux.tune.space import space_for
     from flux.tune.tuner import Tuner, make_search
 
     joined = Joined() if joining else None

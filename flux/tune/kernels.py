@@ -13,7 +13,7 @@ from flux.kernels import build, driver, trust
 from flux.kernels.config import GemmConfig
 from flux.kernels.registry import Registry, package_root
 from flux.machine import toolchain
-from flux.tune.space import Candidate
+from flux.select.space import Candidate
 
 
 def needed(candidate: Candidate) -> list[GemmConfig]:

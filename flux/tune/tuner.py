@@ -29,14 +29,14 @@ from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster
 from flux.select.cache import Cache
 from flux.select.choose import key_of
-from flux.select.cost import gemm_ms
+from flux.select.cost.gemm import gemm_ms
 from flux.select.keys import Key, versions
+from flux.select.space import ALWAYS, Candidate, Pruned, Space, candidates
 from flux.select.winners import MOST_MS, Winner
 from flux.tune import kernels
 from flux.tune.halving import SHORT_MS, Halving, median_ms, rounds_for
 from flux.tune.journal import Journal
 from flux.tune.machine import TuningMachine
-from flux.tune.space import ALWAYS, Candidate, Pruned, Space, candidates
 from flux.tune.worker import NOBODY, Blackboard, Maker, TuningJob, tune_rank
 
 CANDIDATE_TIMEOUT_S = 20.0

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flux.backends.cuda.op_kernels import is_variant
 from flux.bench.config import BenchConfig
 from flux.bench.methods import Fused, Method, poisoned_methods
 from flux.bench.places import open_place
@@ -37,8 +36,9 @@ from flux.bench.timing import quiet_collector
 from flux.core.problem import Problem
 from flux.launch.torchrun import all_gather
 from flux.select.choose import Fixed
+from flux.select.kernel import is_variant
+from flux.select.space import Candidate
 from flux.tune.halving import Halving, HalvingStep
-from flux.tune.space import Candidate
 
 ANCHOR = "unfused"
 NOBODY = -1

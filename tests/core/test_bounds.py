@@ -16,13 +16,13 @@ import torch
 
 from flux import _C, Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.layout import SegmentLayout
-from flux.core.heuristic import resolve
-from flux.core.heuristic_cuda import ClusterTile, resolve_cuda
 from flux.core.knobs import Direction, Op, Order, check_legal
 from flux.core.layout import Layout
+from flux.core.schedule import ClusterTile
 from flux.core.spec import FP8, OpSpec
 from flux.machine.cluster import load_cluster
 from flux.select.choose import Choice, Fixed, Tuned, _one_kernel, modelled
+from flux.select.heuristic import most_comm_tiles, resolve
 from flux.select.keys import Key
 from flux.select.winners import Entry, Winner, tile_count
 from harness import STRESS
@@ -215,9 +215,9 @@ def test_memory_on_gpus_holds_the_schedule_of_every_m() -> None:
         knobs = replace(knobs, reduce=reduce)
         tile = (rng.choice((64, 128, 256)), rng.choice((64, 128, 256)))
         relays, guard = nodes > 1 and rng.random() < 0.5, rng.choice((0, _C.core.guard_rows))
-        tiles = choice.most_tiles
+        tiles = most_comm_tiles(spec.op, -(-spec.max_m // world), knobs, 1, choice.most_tiles)
         try:
-            layout = Layout.of(spec, world, knobs, tile, nodes, tiles, relays, guard)
+            layout = Layout.of(spec, world, knobs, tile, tiles, nodes, relays, guard)
         except ValueError:
             continue  # more flags than there can be
         for m in some_ms(rng, spec.max_m):
@@ -242,7 +242,7 @@ def check_on_gpu(
     world, n = nodes * lanes, sum(spec.n)
     sizes = (_C.core.local_n(spec.op, n, world, 0), _C.core.local_k(spec.op, spec.k, world, 0))
     cluster = ClusterTile(*tile)
-    knobs = resolve_cuda(spec.op, m, *sizes, world, spec.itemsize, knobs, cluster, nodes)
+    knobs = resolve(spec.op, m, *sizes, world, spec.itemsize, knobs, nodes, cluster)
     assert knobs.comm_tile_rows is not None
     chunk = -(-m // world)
     tiles, row = tile_count(knobs.comm_tile_rows, chunk), layout.row_bytes

@@ -24,9 +24,9 @@ from flux.machine.cluster import load_cluster
 from flux.machine.detection import System
 from flux.select.cache import Cache
 from flux.select.keys import Key
+from flux.select.space import load_space
 from flux.select.winners import DamagedEntryError, Entry, checksum
 from flux.tune.journal import Journal
-from flux.tune.space import load_space
 from fuzz_files import KEY, Kind, fuzz, kinds, outcome, place
 from harness import STRESS
 from mutate import parsed

@@ -10,8 +10,8 @@ import pytest
 
 from flux import Knobs, TileSchedule, Topology, make_schedule
 from flux.backends.cpu.slabs import merge_visits
-from flux.core.heuristic_cuda import ClusterTile
-from flux.core.schedule import _make
+from flux.core.schedule import ClusterTile
+from flux.select.schedule import _make
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
 SHAPE = (16, 12, 8)

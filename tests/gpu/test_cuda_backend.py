@@ -20,7 +20,7 @@ import torch
 import flux
 from emulated import EmulatedDevice
 from flux import Knobs, PeerTimeoutError
-from flux.backends.cuda import op_kernels
+from flux.select import kernel as kernel_choice
 from flux.transport import device as device_module
 from flux.transport.virtual import VirtualWorld
 from harness import BUSY, STRESS
@@ -105,7 +105,7 @@ def test_an_activation_without_a_fused_kernel_runs_after_the_gemm(
     device: EmulatedDevice, activation: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Only silu has a fused kernel."""
-    op_kernels._warned.clear()
+    kernel_choice._warned.clear()
     device.set_delay(500)
     p = problem("ag_gemm", 20, activation=activation)
     for _ in range(2):

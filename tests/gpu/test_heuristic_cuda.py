@@ -13,21 +13,22 @@ from hypothesis import strategies as st
 from emulated import EmulatedDevice
 from flux import Knobs, make_schedule
 from flux.backends.cuda import backend as cuda
-from flux.backends.cuda.op_kernels import OpKernel
-from flux.core.heuristic import MAX_COMM_TILES
-from flux.core.heuristic_cuda import (
-    COMM_TILE_BYTES,
-    MAX_RASTER,
-    ClusterTile,
-    comm_tile_rows,
-    raster,
-    resolve_cuda,
-)
 from flux.core.knobs import Op
 from flux.core.layout import Layout
+from flux.core.schedule import ClusterTile
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
+from flux.select.heuristic import (
+    GPU_COMM_TILE_BYTES,
+    MAX_COMM_TILES,
+    MAX_RASTER,
+    gpu_comm_tile_rows,
+    most_comm_tiles,
+    raster,
+    resolve,
+)
+from flux.select.kernel import OpKernel
 from flux.transport.virtual import VirtualWorld
 from reference import Problem
 from virtual_cases import built
@@ -39,7 +40,7 @@ OPS = ["ag_gemm", "gemm_rs", "gemm_ar"]
 def knobs_of(op: str, m: int, world: int = 8, given: Knobs | None = None, nodes: int = 1) -> Knobs:
     """Of the Flux paper's GEMMs."""
     n, k = (6144, 12288) if op == "ag_gemm" else (12288, 6144)
-    return resolve_cuda(Op[op], m, n, k, world, 2, given or Knobs(), BIG, nodes)
+    return resolve(Op[op], m, n, k, world, 2, given or Knobs(), nodes, BIG)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -87,15 +88,15 @@ def test_given_knobs_are_kept(op: str) -> None:
 def test_communication_tile_size_is_within_its_limits(
     chunk: int, row_bytes: int, cluster: int
 ) -> None:
-    rows = comm_tile_rows(chunk, row_bytes, cluster)
+    rows = gpu_comm_tile_rows(chunk, row_bytes, cluster)
     assert 1 <= rows <= chunk
     assert -(-chunk // rows) <= 4 <= MAX_COMM_TILES
     if rows < chunk:
-        assert rows % cluster == 0 and rows * row_bytes >= COMM_TILE_BYTES
+        assert rows % cluster == 0 and rows * row_bytes >= GPU_COMM_TILE_BYTES
     if chunk <= cluster:
         assert rows == chunk
     # Cut where both halves are worth a copy.
-    if chunk % (2 * cluster) == 0 and chunk // 2 * row_bytes >= COMM_TILE_BYTES:
+    if chunk % (2 * cluster) == 0 and chunk // 2 * row_bytes >= GPU_COMM_TILE_BYTES:
         assert rows <= chunk // 2
 
 
@@ -123,7 +124,9 @@ def test_bands_are_halved_rather_than_cross_a_chunk() -> None:
 def test_schedules_are_alike_on_all_ranks_and_fit_the_layout(op: str) -> None:
     for n, k in ((5, 7), (1 << 17, 1 << 17)):
         spec = OpSpec(Op[op], 3001, (n,), k, torch.bfloat16, False, "sum")
-        layout = Layout.of(spec, 4, Knobs(), (128, 256))
+        layout = Layout.of(
+            spec, 4, Knobs(), (128, 256), most_comm_tiles(spec.op, -(-3001 // 4), Knobs(), 1)
+        )
         for m in (1, 4, 300, 3001):
             made = [
                 make_schedule(op, (m, n, k), 4, rank, itemsize=2, cluster=BIG) for rank in range(4)

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from flux.core.env import KERNEL_CHOICE
-from flux.kernels import nvidia_heuristics
-from flux.kernels.choice import best_of, choose
 from flux.kernels.config import GemmConfig
-from flux.kernels.cost import GemmWork, blocks_per_wave, cost, cycles, divide
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel
 from flux.kernels.sets import config_set
+from flux.select import nvidia_heuristics
+from flux.select.cost.cycles import GemmWork, blocks_per_wave, cost, cycles, divide
+from flux.select.kernel import best_of, choose
 
 SMS = 132
 TALL = GemmConfig("ag_gemm", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
@@ -262,7 +262,7 @@ def test_invalid_kernel_choice_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 from dataclasses import replace
-from flux.kernels.nvidia_heuristics import estimator
+from flux.select.nvidia_heuristics import estimator
 from flux.kernels import GemmConfig, GemmProblem
 tall = GemmConfig("ag_gemm", "90a", "bf16", (128, 256, 64), "cooperative", cluster=(2, 1))
 model, problem = estimator("H200_SXM"), GemmProblem(8192, 6144, 12288)

@@ -37,7 +37,6 @@ from flux.core.datafile import data_root
 from flux.core.events import Trace
 from flux.core.knobs import OPS, Knobs, Op
 from flux.core.problem import Problem
-from flux.core.schedule import make_schedule
 from flux.core.wholefile import write_whole
 from flux.kernels import manifest, runtime
 from flux.kernels.config import GemmConfig
@@ -55,14 +54,16 @@ from flux.plan.schedule import read_schedule
 from flux.plan.search import winner_of
 from flux.runtime.profile import read_profile
 from flux.select.cache import Cache, read, read_export
-from flux.select.cost import predict, resolved
+from flux.select.cost.call import predict
+from flux.select.heuristic import resolved
 from flux.select.keys import Key
+from flux.select.schedule import make_schedule
+from flux.select.space import ALWAYS, Space, combinations, load_space
 from flux.select.winners import DamagedEntryError, Entry, Winner, checksum, fit
 from flux.trace import read_chrome, write_chrome
 from flux.trace.chrome import flows
 from flux.tune.halving import Halving
 from flux.tune.journal import Journal
-from flux.tune.space import ALWAYS, Space, combinations, load_space
 from flux.tune.tuner import Options, Search, Tuner
 from mutate import mutation
 

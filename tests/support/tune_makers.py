@@ -15,7 +15,7 @@ import torch
 from flux.bench.config import BenchConfig
 from flux.bench.methods import Method, UnfusedMethod
 from flux.bench.reference import Inputs
-from flux.tune.space import Candidate
+from flux.select.space import Candidate
 
 
 class Slept(UnfusedMethod):

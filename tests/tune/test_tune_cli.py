@@ -20,9 +20,9 @@ from flux.kernels import build
 from flux.machine.cluster import load_cluster
 from flux.select.cache import Cache
 from flux.select.keys import Key
+from flux.select.space import candidates, load_space
 from flux.select.winners import Entry, Winner
 from flux.tune import kernels
-from flux.tune.space import candidates, load_space
 from kernel_sandbox import Sandbox
 
 KEY = Key("ag_gemm", "float32", 64, 32, "1x2", "0123456789abcdef", "cpu 0.1.0 r1", "torch 2.13")

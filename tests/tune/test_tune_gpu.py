@@ -24,11 +24,11 @@ from flux.machine.detection import detect
 from flux.select import choose as choice
 from flux.select import keys
 from flux.select.cache import Cache
+from flux.select.space import Candidate, load_space
 from flux.select.winners import Winner
 from flux.transport.placement import RankPlace
 from flux.tune import kernels, machine
 from flux.tune.journal import Journal, run_id
-from flux.tune.space import Candidate, load_space
 from flux.tune.tuner import Options, Search, Tuner, describe, make_search
 from harness import fresh_ranks, more, stress_only
 from reference import Inputs, Problem

@@ -16,14 +16,14 @@ from flux.cli.options import parse_duration
 from flux.core.datafile import data_root
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
-from flux.core.schedule import make_schedule
 from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.machine.cluster import load_cluster
-from flux.select.cost import gemm_ms, predict, raster_ms, traffic_ms
-from flux.select.winners import fit
-from flux.tune.space import (
+from flux.select.cost.call import predict
+from flux.select.cost.gemm import gemm_ms, raster_ms, traffic_ms
+from flux.select.schedule import make_schedule
+from flux.select.space import (
     ALWAYS,
     candidates,
     combinations,
@@ -32,6 +32,7 @@ from flux.tune.space import (
     load_space,
     space_for,
 )
+from flux.select.winners import fit
 
 SPACES = sorted(path.stem for path in (data_root() / "spaces").glob("*.toml"))
 MODELS = sorted(path.stem for path in (data_root() / "shapes").glob("*.toml"))

@@ -22,10 +22,10 @@ from flux.core.problem import Problem
 from flux.launch.supervisors import Spawned
 from flux.machine.detection import detect
 from flux.select.cache import Cache
+from flux.select.space import load_space
 from flux.tune.halving import Halving, score
 from flux.tune.journal import BusyError, Journal, run_id
 from flux.tune.machine import survey
-from flux.tune.space import load_space
 from flux.tune.tuner import Options, Search, Tuner, TuningObserver, describe, make_search
 from harness import STRESS, stress_only
 from scripts import (
@@ -380,7 +380,7 @@ from flux.select.cache import Cache
 from flux.tune.journal import Journal
 from flux.launch.supervisors import Joined
 from flux.tune.machine import survey
-from flux.tune.space import load_space
+from flux.select.space import load_space
 from flux.tune.tuner import Options, Tuner, make_search
 
 if __name__ == "__main__":

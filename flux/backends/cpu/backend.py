@@ -47,7 +47,7 @@ from flux.core.env import POISON, SPIN_US, WINDOW_MB
 from flux.core.errors import PeerDiedError, PeerTimeoutError
 from flux.core.integers import ceil_div
 from flux.core.recorder import COPY_LANE, GEMM_LANE, Recorder, Work
-from flux.core.schedule import Parcel, ParcelKind, TileSchedule
+from flux.core.schedule import ClusterTile, Parcel, ParcelKind, TileSchedule
 from flux.core.spec import DTYPES, OpSpec
 from flux.core.tensors import address_of
 from flux.core.topology import Topology
@@ -57,7 +57,6 @@ from flux.transport.exchange import Exchange
 from flux.transport.network import Network, NetworkPiece
 
 if TYPE_CHECKING:
-    from flux.core.heuristic_cuda import ClusterTile
     from flux.select.choose import Choice
 
 REFUSED = 0xFFFFFFFF

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flux import _C
-from flux.core.heuristic import across_hosts, most_comm_tiles
 from flux.core.integers import ceil_div
 from flux.core.knobs import Direction, Knobs, Order
 from flux.core.spec import OpSpec
 from flux.core.topology import Topology
+from flux.select.heuristic import across_hosts, most_comm_tiles
 
 if TYPE_CHECKING:
     from flux.select.choose import Choice
@@ -62,8 +62,7 @@ class SegmentLayout:
         row = spec.travelling_row_bytes
         if knobs.path == "unfused":
             return SegmentLayout(0, row, 0, 0, 0, 0)
-        tiles = most_comm_tiles(spec.op, chunk, knobs, topology.nodes)
-        tiles = max(tiles, min(chunk, most_tiles))
+        tiles = most_comm_tiles(spec.op, chunk, knobs, topology.nodes, most_tiles)
 
         def signals(regions: int) -> int:
             # There is no schedule with more than max_tiles signals.

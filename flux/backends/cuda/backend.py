@@ -26,7 +26,6 @@ import torch
 from flux import _C
 from flux.backends.cached_call import CachedCall
 from flux.backends.cuda import nvtx
-from flux.backends.cuda.op_kernels import OpKernel, op_kernel
 from flux.backends.cuda.operands import Fit, row_step
 from flux.backends.epilogue import ACTIVATE, spoil
 from flux.core.backend import NO_HOOKS, OverlapHooks, nothing
@@ -34,17 +33,19 @@ from flux.core.call import Call
 from flux.core.env import GRAPH_OVERLAP, POISON, TRACE
 from flux.core.errors import PeerDiedError, PeerTimeoutError
 from flux.core.forked import abandon_in_children
-from flux.core.heuristic_cuda import ClusterTile
+from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs
 from flux.core.layout import Layout
 from flux.core.recorder import CallRecorder
-from flux.core.schedule import TileSchedule
+from flux.core.schedule import ClusterTile, TileSchedule
 from flux.core.spec import OpSpec
 from flux.core.tensors import address_of
 from flux.core.topology import Topology
 from flux.kernels import loading
 from flux.kernels.config import TMA_BYTES, GemmConfig
 from flux.kernels.registry import BuiltKernel
+from flux.select.heuristic import most_comm_tiles
+from flux.select.kernel import OpKernel, op_kernel
 from flux.transport.base import WORD, DeviceTransport, Peers, beside
 from flux.transport.device import Device
 from flux.transport.watch import Watch
@@ -140,8 +141,11 @@ class CudaBackend:
         tile = self.kernels[0].tile
         # Bulk stores of sm_90a kernels spoil rows in front of slots.
         guard = _C.core.guard_rows if self.configs[0].arch == "90a" else 0
+        most_tiles = most_comm_tiles(
+            spec.op, ceil_div(spec.max_m, self.world), knobs, 1, choice.most_tiles
+        )
         self.layout = Layout.of(
-            spec, self.world, knobs, tile, self.nodes, choice.most_tiles, transport.relays, guard
+            spec, self.world, knobs, tile, most_tiles, self.nodes, transport.relays, guard
         )
         self.pad_words = _C.CudaOp.pad_words(self.world, self.layout.signals, self.layout.offers)
         memory = transport.memory(self.pad_words, self.layout.data_bytes)

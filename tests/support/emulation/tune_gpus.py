@@ -22,9 +22,9 @@ from flux.bench.places import gpu
 from flux.kernels.config import GemmConfig
 from flux.kernels.registry import BuiltKernel
 from flux.machine.cluster import load_cluster
+from flux.select.space import Candidate
 from flux.transport.placement import RankPlace
 from flux.tune import kernels, machine
-from flux.tune.space import Candidate
 from flux.tune.worker import make_method
 
 STAGES = (2, 3, 4, 5)

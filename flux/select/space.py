@@ -22,13 +22,15 @@ from flux.core.dtypes import DTYPES
 from flux.core.integers import ceil_div
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
-from flux.core.schedule import make_schedule
 from flux.core.topology import Topology
-from flux.kernels import cost as kernel_model
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, reason_unsupported
 from flux.machine.cluster import Cluster
-from flux.select.cost import predict, resolved
+from flux.select.cost.call import predict
+from flux.select.cost.cycles import cost
+from flux.select.heuristic import resolved
+from flux.select.kernel import best_of
+from flux.select.schedule import make_schedule
 
 ALWAYS = ("unfused", "medium", "default")
 """Candidates that are always measured, so that the winner is never slower than not fusing."""
@@ -343,11 +345,12 @@ def _examine(
 def _kernel_speeds(
     configs: Sequence[GemmConfig], problem: Problem, cluster: Cluster
 ) -> tuple[GemmConfig | None, dict[str, float]]:
-    """Return the kernel of least modelled time, and each kernel's time relative to it."""
+    """Return the kernel that the model chooses, and each kernel's time relative to it."""
     if not configs:
         return None, {}
     gemm = GemmProblem.of(problem)
     units = cluster.device.units
-    costs = {c.name: kernel_model.cost(c, gemm, units) for c in configs}
-    best = min(configs, key=lambda c: (costs[c.name], c.name))
-    return best, {name: value / costs[best.name] for name, value in costs.items()}
+    costs = [cost(config, gemm, units) for config in configs]
+    best = best_of(configs, costs)
+    speeds = {c.name: value / costs[best] for c, value in zip(configs, costs, strict=True)}
+    return configs[best], speeds

@@ -1,4 +1,4 @@
-"""Model the cost of built kernels, for shapes without tuning results.
+"""Model the cost of kernels in cycles, to rank them for shapes without tuning results.
 
 The model counts cycles of a multiprocessor. Its rates are from the H100 or H200 data sheet, or
 rounded from published measurements; only ratios between kernels matter. No rate is fitted to

@@ -1,0 +1,80 @@
+"""What devices and links reach of their data sheets, and what a call costs besides.
+
+One set serves all clusters. Speeds themselves are in cluster files (flux/machine/cluster.py).
+"""
+
+from __future__ import annotations
+
+from flux.core.knobs import Op
+from flux.machine.cluster import DeviceSpec
+
+# -- devices ---------------------------------------------------------------------------------------
+
+GEMM_SHARE = {"cpu": 0.8, "cuda": 0.75}
+"""Share of the peak that a large GEMM reaches."""
+ATTENTION_SHARE = {"cuda": 0.5, "cpu": 0.6}
+"""Share of the peak that attention reaches. FlashAttention-2 reaches 50 to 73% on an A100, the
+lower end with a causal mask (arXiv 2307.08691, section 4.1)."""
+BACKWARD_ATTENTION = 2.5
+"""Operations of attention's backward over its forward: five products in place of two."""
+ELEMENTWISE_SHARE = 0.8
+"""Share of the memory bandwidth that elementwise kernels reach."""
+MEMORY_COPY_SHARE = 0.75
+"""Share of the memory bandwidth that a copy inside the GPU reaches: 2500 of 3350 GB/s on an H100,
+reads and writes (github.com/NVIDIA/nccl/issues/1264). Sums of partials are of the same kind."""
+
+# -- links -----------------------------------------------------------------------------------------
+
+LIBRARY_SHARE = {
+    "cpu": {Op.ag_gemm: 0.075, Op.gemm_rs: 0.025, Op.gemm_ar: 0.09},
+    "cuda": dict.fromkeys(Op, 0.8),
+}
+"""Share of a link's nominal speed that library collectives reach. gloo sends through sockets: of 10
+GB/s in shared memory its all_gather reached 0.75, its reduce_scatter, which is an all_reduce
+inside, 0.22 to 0.35, and its all_reduce, which moves twice as much, 0.9 (benchmarks/results/cpu,
+comm_ms). NCCL's large messages reach about 80%."""
+COPY_SHARE = 0.84
+"""Share of a link's nominal speed that copy engines reach. They send 256 bytes with each header:
+376 of 450 GB/s on an H100 (github.com/NVIDIA/nccl/issues/1264), and about 27 of 32 GB/s on PCIe 4
+(256 bytes of payload in a packet, 128b/130b code, flow control)."""
+STORE_SHARE = 0.8
+"""The same for stores of multiprocessors, which send 128 bytes with each header: 20 of 25 GB/s on
+an NVLink (github.com/NVIDIA/nccl-tests/issues/149)."""
+NETWORK_SHARE = 0.9
+"""The same for messages between hosts; our assumption."""
+DUPLEX_SHARE = 0.77
+"""PCIe: share of twice a link's speed that both directions reach together. Between GPUs on PCIe 4,
+where one direction reaches 27 GB/s (COPY_SHARE), both reached 41.4 GB/s
+(github.com/tinygrad/open-gpu-kernel-modules/issues/6)."""
+OEF = {"cuda": {"intra": 0.85, "inter": 0.95}, "cpu": {"intra": 0.0, "inter": 0.7}}
+"""Overlap effectiveness of computation and a collective, inside hosts and between them; assumed,
+where nothing was measured. On a GPU, collectives take some multiprocessors and memory bandwidth. On
+a CPU, ranks of a host copy with the cores that multiply."""
+
+# -- overheads, in us ------------------------------------------------------------------------------
+
+LAUNCH_US = {"cuda": 3.0, "cpu": 10.0}
+"""From the end of one piece of work on a stream to the start of the next, such as a kernel behind a
+copy, or a stream that awaits another's event; our assumption."""
+SIGNAL_US = {"cpu": 3.0, "cuda": 1.0}
+"""Time to raise a signal of a communication tile, and for a poll to see it."""
+ENGINE_US = 60.0
+"""Time to hand copies to another thread, on a CPU: two wake-ups."""
+LIBRARY_LATENCY_US = {"cpu": 2000.0, "cuda": 15.0}
+"""Time until the first byte of a library's collective moves. On the CPU from benchmarks/results/cpu
+at M = 1."""
+
+
+def operations_per_ms(device: DeviceSpec, dtype: str) -> float:
+    """Return the peak for a dtype; for one that the data sheet lacks, that of the slowest."""
+    return 1e9 * (device.tflops.get(dtype) or min(device.tflops.values()))
+
+
+def memory_ms(device: DeviceSpec, nbytes: float, share: float = 1.0) -> float:
+    """Return the time in which the memory moves this many bytes, at a share of its speed."""
+    return nbytes / (device.memory_gbs * 1e6 * share)
+
+
+def bytes_per_ms(gbs: float) -> float:
+    """Return the speed of a link of this many GB/s; of 1 Gbit/s if its speed is unknown (0)."""
+    return (gbs or 0.125) * 1e6

@@ -1,0 +1,281 @@
+"""Default knobs: they fill in what neither the user nor a winner has set. Pure functions.
+
+**CPU.** The defaults follow from measurements on a 2-core AVX-512 machine (fp32, one thread per
+rank, CPU time; `benchmarks/cpu_slabs.py`):
+
+* A GEMM cut into two slabs of rows packs its weight twice. Slabs of 1024 rows and more cost 0 to 5%
+  over the whole GEMM, slabs of 512 rows 4 to 10%, slabs of 256 rows 7 to 20%.
+* Copying a shard costs 0.5 to 1.5% of the GEMM that reads it. If every core has a rank to run, no
+  core is free for the copy. So below slabs of 2048 rows it is faster to gather all rows first
+  (through shared memory: several times faster than the library collective) and run one GEMM.
+  Partials gain more: a GEMM that writes them where their owner reads them saves both the copy and
+  the memory. So a ReduceScatter is cut from 1024 rows on.
+* Between hosts (two with one rank each, 1 Gbit/s) each communication tile costs 0.1 to 2 ms of the
+  core that multiplies, so tiles are few there, up to 8 or 16 MiB each.
+* Handing work to the copy thread costs two wake-ups, 50 to 100 us together. In that time the
+  calling thread copies about 256 KiB itself. With one GEMM tile there is no computation to overlap
+  with.
+
+**GPU.** The defaults differ, because the costs differ:
+
+* Communication tiles are halves or quarters of a chunk, in whole rows of cluster tiles. A copy
+  between GPUs costs about 3 us before its first byte (tuning/clusters), in which NVLink at 450 GB/s
+  moves 1.3 MB, and 2 to 4 us of host time to enqueue. A tile of 2 MiB or more spends most of its
+  time on bytes. With two or four tiles the GEMM can start on a chunk before all of it has arrived.
+  More tiles arrive no earlier, because copies of one stream are serial.
+* Raster: with N = K = 12288 a wave of 132 tiles of 128 x 256 covers less than three rows of tiles.
+  So with raster 1 all of B (302 MB) streams through in every wave of about 142 us: 2.2 TB/s, half
+  of the memory bandwidth of an H200. Bands of 8 rows of clusters of 256 x 256 share columns of B:
+  0.7 TB/s, A included. A higher band gains little and needs more rows at once.
+* Bands end where chunks end. AllGather: a band that reaches into the next chunk waits for rows that
+  have not arrived, and blocks tiles behind it that could run. ReduceScatter: no tile waits for
+  rows, but a band over several owners completes all of them with its last column. Then the own
+  rows, which need no transfer, no longer hide the last transfers to other ranks.
+* Push: the source's copy engine writes and then raises the signal, so no stream waits for a word in
+  a peer's memory. Direct: NVSwitch connects every pair of GPUs at full speed. A ring would only
+  forward data that can be sent at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flux.core.integers import ceil_div, round_up
+from flux.core.knobs import Knobs, Op
+from flux.core.schedule import ClusterTile
+
+if TYPE_CHECKING:
+    from flux.core.problem import Problem
+    from flux.kernels.config import GemmConfig
+
+MAX_COMM_TILES = 64
+"""Communication tiles of a chunk, at most, where no slab of a ReduceScatter asks for more."""
+
+# CPU
+MIN_SLAB_ROWS = {Op.ag_gemm: 2048, Op.gemm_rs: 1024, Op.gemm_ar: 1024}
+COMM_TILE_BYTES = 1 << 20
+NETWORK_TILE_BYTES = {Op.ag_gemm: 16 << 20, Op.gemm_rs: 8 << 20, Op.gemm_ar: 8 << 20}
+MIN_NETWORK_SLAB_ROWS = 512
+FEW_ROWS = 64
+INLINE_BYTES = 256 << 10
+
+# GPU
+GPU_COMM_TILE_BYTES = 2 << 20
+GPU_COMM_TILE_COUNTS = (4, 2)
+"""Communication tiles per chunk to try, largest first; each must have GPU_COMM_TILE_BYTES."""
+MAX_RASTER = 8
+
+
+def resolved(problem: Problem, knobs: Knobs, kernel: GemmConfig | None = None) -> Knobs:
+    """Return the knobs with every field set, as the op would set them; ``kernel``: on a GPU."""
+    p = problem
+    cluster = None if kernel is None else ClusterTile.of([kernel])
+    return resolve(p.op, p.m, *p.local, p.world, p.itemsize, knobs, p.nodes, cluster)
+
+
+def resolve(
+    op: Op,
+    m: int,
+    local_n: int,
+    local_k: int,
+    world: int,
+    itemsize: int,
+    knobs: Knobs,
+    nodes: int = 1,
+    cluster: ClusterTile | None = None,
+) -> Knobs:
+    """Fill in the fields that are open. Pure: equal arguments, equal result on all ranks.
+
+    Args:
+        op: the fused op.
+        m: rows of the local GEMM.
+        local_n: columns of the local GEMM, in elements.
+        local_k: depth of the local GEMM, in elements.
+        world: number of ranks.
+        itemsize: bytes per element of the communicated matrix.
+        knobs: the fields that the user fixed.
+        nodes: number of sets of ranks that share memory.
+        cluster: cluster tile of the op's GPU kernels, the same on all ranks; None: on a CPU.
+    """
+    if cluster is not None:
+        # On a CPU the owners' results of GemmAR are pulled; on a GPU the reduction stores them into
+        # all ranks' memory.
+        knobs = replace(knobs, direction=knobs.direction or "push")
+    knobs = across_hosts(op, knobs, nodes)
+    row_bytes = itemsize * (local_k if op.gathers else local_n)
+    if cluster is None:
+        defaults = _cpu_defaults(op, m, local_n, row_bytes, world, knobs, nodes)
+    else:
+        defaults = _gpu_defaults(m, local_n, row_bytes, world, knobs, cluster)
+    return replace(
+        knobs,
+        tile=defaults.tile,
+        raster=knobs.raster or defaults.raster,
+        comm_tile_rows=defaults.comm_tile_rows,
+        swizzle=knobs.swizzle or "rank_shift",
+        store=knobs.store or defaults.store,
+        reduce=knobs.reduce or "local",
+        copy_streams=defaults.copy_streams if knobs.copy_streams is None else knobs.copy_streams,
+    )
+
+
+def across_hosts(op: Op, knobs: Knobs, nodes: int) -> Knobs:
+    """Set the knobs that depend only on the number of nodes: order and direction.
+
+    Between hosts memory cannot be pulled from, and every byte should cross once.
+    """
+    order = knobs.order
+    if order is None:
+        order = "ring1d" if knobs.path == "medium" else "hierarchical" if nodes > 1 else "direct"
+    pulls = op.all_reduces and nodes == 1
+    return replace(knobs, order=order, direction=knobs.direction or ("pull" if pulls else "push"))
+
+
+def most_comm_tiles(op: Op, chunk: int, knobs: Knobs, nodes: int, of_winners: int = 0) -> int:
+    """Return no less than the most communication tiles that a chunk is cut into, at any M.
+
+    Symmetric memory is sized by this number, so it must change with ``resolve``.
+
+    Args:
+        op: the fused op.
+        chunk: rows of a chunk at the largest M.
+        knobs: the fields that the user fixed.
+        nodes: number of hosts; 1 on GPUs, whose partials do not leave by slabs.
+        of_winners: most tiles that tuned winners cut a chunk into.
+    """
+    if knobs.comm_tile_rows is not None:
+        most = ceil_div(chunk, min(knobs.comm_tile_rows, chunk))
+    else:
+        most = MAX_COMM_TILES
+        if nodes > 1 and op.reduces:
+            # A partial leaves with its slab (message_rows), however many slabs a chunk has.
+            slab = MIN_NETWORK_SLAB_ROWS if knobs.tile is None else knobs.tile[0]
+            most = max(most, ceil_div(chunk, slab))
+    return min(chunk, max(most, of_winners))
+
+
+# -- CPU -------------------------------------------------------------------------------------------
+
+
+def _cpu_defaults(
+    op: Op, m: int, local_n: int, row_bytes: int, world: int, knobs: Knobs, nodes: int
+) -> Knobs:
+    """Return default sizes, with fixed ones cut down to the matrix, and other defaults."""
+    chunk = ceil_div(m, world)
+    medium = knobs.path == "medium"
+    # A tile that is stored directly into its owner's memory must not straddle two owners.
+    by_chunk = medium or (knobs.store == "direct" and op.reduces)
+    slab = slab_rows(op, m, world) if nodes == 1 else network_slab_rows(op, m, world)
+    tile = knobs.tile or ((chunk if medium or (by_chunk and nodes == 1) else slab), local_n)
+    tile = (min(tile[0], m), min(tile[1], local_n))
+    aligned = world == 1 or (chunk % tile[0] == 0 if nodes > 1 else tile[0] == chunk)
+    if knobs.comm_tile_rows is not None:
+        comm_rows = min(knobs.comm_tile_rows, chunk)
+    elif medium:
+        comm_rows = chunk
+    else:
+        tile_bytes = COMM_TILE_BYTES if nodes == 1 else NETWORK_TILE_BYTES[op]
+        comm_rows = max(tile_bytes // row_bytes, ceil_div(chunk, MAX_COMM_TILES), 1)
+        comm_rows = min(comm_rows, chunk if nodes == 1 else message_rows(op, chunk, tile[0]))
+    moved = (world - 1) * chunk * row_bytes
+    one_tile = tile[0] >= m and tile[1] >= local_n
+    # A rank alone on its host has no copies to make: the network's own threads move its tiles.
+    alone = world == nodes
+    return Knobs(
+        tile=tile,
+        raster=1,
+        comm_tile_rows=comm_rows,
+        store="direct" if aligned and not medium else "staged",
+        copy_streams=int(moved > INLINE_BYTES and not alone and not one_tile),
+    )
+
+
+def slab_rows(op: Op, m: int, world: int) -> int:
+    """Return rows of a GEMM tile: whole chunks, at least MIN_SLAB_ROWS; M if under two slabs."""
+    chunk = ceil_div(m, world)
+    if m < 2 * MIN_SLAB_ROWS[op]:
+        return m
+    return min(m, chunk * ceil_div(MIN_SLAB_ROWS[op], chunk))
+
+
+def network_slab_rows(op: Op, m: int, world: int) -> int:
+    """Return rows of a GEMM tile between hosts: an equal part of a chunk, or a small chunk whole.
+
+    ReduceScatter: the GEMM computes other hosts' rows first, and small slabs let the first of them
+    leave early. With few rows, as in decoding, a GEMM takes as long as reading the weight: cut in
+    two, it reads the weight twice.
+
+    AllGather: when the last bytes have arrived, only the last tile remains to be computed; the
+    tiles before it are computed as one (backends/cpu/backend.py).
+    """
+    chunk = ceil_div(m, world)
+    if m <= FEW_ROWS and op.reduces:
+        return m
+    if chunk < 1024:
+        return chunk
+    if op.gathers:
+        return next((chunk // parts for parts in (4, 3, 2) if chunk % parts == 0), chunk)
+    least = MIN_NETWORK_SLAB_ROWS
+    return next((rows for rows in range(least, 2 * least) if chunk % rows == 0), least)
+
+
+def message_rows(op: Op, chunk: int, slab: int) -> int:
+    """Return the rows of one message between hosts.
+
+    ReduceScatter: a partial leaves with its slab. AllGather: the first message is the rows of x
+    that the first slab of the chunk needs, the second is the rest.
+    """
+    if op.reduces:
+        return min(slab, chunk)
+    return chunk if slab >= chunk else max(slab, chunk - slab)
+
+
+# -- GPU -------------------------------------------------------------------------------------------
+
+
+def _gpu_defaults(
+    m: int, local_n: int, row_bytes: int, world: int, knobs: Knobs, cluster: ClusterTile
+) -> Knobs:
+    """Return default sizes, with fixed ones cut down to the matrix, and other defaults."""
+    chunk = ceil_div(m, world)
+    comm_rows = knobs.comm_tile_rows
+    if comm_rows is None:
+        whole = knobs.path == "medium"
+        comm_rows = chunk if whole else gpu_comm_tile_rows(chunk, row_bytes, cluster.rows)
+    # In a schedule with direct stores, each GEMM tile lies inside one owner's rows. The kernel
+    # itself has no such limit: it stores a tile once per owner.
+    tile = knobs.tile or (chunk if knobs.store == "direct" else cluster.rows, cluster.columns)
+    return Knobs(
+        tile=(min(tile[0], m), min(tile[1], local_n)),
+        raster=raster(chunk, cluster.rows),
+        comm_tile_rows=min(comm_rows, chunk),
+        store="staged",
+        copy_streams=1,
+    )
+
+
+def gpu_comm_tile_rows(chunk: int, row_bytes: int, cluster_rows: int) -> int:
+    """Return the rows of a communication tile: a chunk, or about a half or a quarter of it.
+
+    Args:
+        chunk: rows of a rank.
+        row_bytes: bytes of a row of the communicated matrix.
+        cluster_rows: rows of a cluster tile. A communication tile of fewer rows lets no GEMM tile
+            start.
+    """
+    for count in GPU_COMM_TILE_COUNTS:
+        rows = round_up(ceil_div(chunk, count), cluster_rows)
+        if rows < chunk and rows * row_bytes >= GPU_COMM_TILE_BYTES:
+            return rows
+    return chunk
+
+
+def raster(chunk: int, cluster_rows: int) -> int:
+    """Return the rows of cluster tiles in one sweep: equal bands, at most 8 rows high.
+
+    Up to 8 rows the band covers the whole chunk, min(8, chunk // cluster_rows). 12 rows become two
+    bands of 6: with bands of 8, every second band would reach into the next chunk.
+    """
+    rows = max(1, chunk // cluster_rows)
+    return ceil_div(rows, ceil_div(rows, MAX_RASTER))

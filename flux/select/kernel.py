@@ -1,0 +1,209 @@
+"""Choose the built kernel that runs a GEMM, and the one that runs an op on a rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from flux.core import dtypes
+from flux.core.env import KERNEL_CHOICE
+from flux.core.knobs import Knobs
+from flux.core.problem import Problem
+from flux.core.spec import DTYPES, OpSpec
+from flux.kernels.config import GemmConfig
+from flux.kernels.legality import GemmProblem, is_legal
+from flux.kernels.sets import config_set
+from flux.machine.cluster import Cluster
+from flux.select import nvidia_heuristics
+from flux.select.cost.cycles import cost
+
+if TYPE_CHECKING:
+    from flux.kernels.registry import BuiltKernel
+    from flux.transport.device import Device
+
+CLOSE = 1.005
+"""Ratio up to which the model cannot distinguish two costs."""
+
+_warned: set[str] = set()
+
+
+def best_of(configs: Sequence[GemmConfig], costs: Sequence[float]) -> int:
+    """Return the index of the best config.
+
+    Of the configs within CLOSE of the least cost, take the one with the largest tile. It loads the
+    fewest bytes per multiplication, and so leaves more of the GPU's power to multiplying. Of equal
+    tiles take the cheapest, then the first by name.
+    """
+    least = min(costs)
+
+    def order(index: int) -> tuple[float, float, str]:
+        m, n, _ = configs[index].tile
+        return (1 / m + 1 / n, costs[index], configs[index].name)
+
+    return min((i for i, cost in enumerate(costs) if cost <= least * CLOSE), key=order)
+
+
+def choose(
+    candidates: Sequence[BuiltKernel],
+    problem: GemmProblem,
+    sm_count: int,
+    capability: tuple[int, int] | None = None,
+) -> BuiltKernel | None:
+    """Return the candidate of least cost (``best_of``); None if there are no candidates.
+
+    With FLUX_KERNEL_CHOICE=nvidia and a ``capability``, nvidia-matmul-heuristics ranks them, if it
+    is installed and knows the GPU.
+    """
+    configs = [kernel.config for kernel in candidates]
+    rank: Callable[[GemmConfig], float] | None = None
+    if capability is not None and KERNEL_CHOICE.get() == "nvidia":
+        rank = nvidia_heuristics.ranking(configs, problem, sm_count, capability)
+    if rank is None:
+        rank = partial(cost, problem=problem, sm_count=sm_count)
+    return candidates[best_of(configs, [rank(config) for config in configs])] if configs else None
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=2)
+
+
+def default_configs(problem: Problem, arch: str) -> list[GemmConfig]:
+    """Return the kernels of the default set that can do a problem, for ``arch`` 80 or 90a."""
+    gemm = GemmProblem.of(problem)
+    short = dtypes.DTYPES[problem.dtype].short
+    return [
+        config
+        for config in config_set("default", [arch])
+        if (config.op, config.dtype) == (problem.op.kernel, short)
+        and (config.weight, config.activation, config.reduce) == ("nk", "none", "local")
+        and config.scaling in ("none", "tensor")
+        and is_legal(config, gemm)
+    ]
+
+
+def default_kernel(problem: Problem, cluster: Cluster) -> GemmConfig:
+    """Return the kernel of the default set that the op would choose on this GPU.
+
+    Raises:
+        ValueError: there is no kernel for the dtype, or none supports the shape.
+    """
+    arch = "90a" if cluster.device.arch == "sm_90" else "80"
+    configs = default_configs(problem, arch)
+    if not configs:
+        n, k = problem.local
+        raise ValueError(
+            f"no kernel of the default set supports {problem.op.name} in {problem.dtype} with "
+            f"local N = {n}, K = {k} on {cluster.device.arch}"
+        )
+    gemm = GemmProblem.of(problem)
+    costs = [cost(config, gemm, cluster.device.units) for config in configs]
+    return configs[best_of(configs, costs)]
+
+
+@dataclass(frozen=True)
+class OpKernel:
+    """A kernel, and whether the op's activation is left to a kernel of its own."""
+
+    built: BuiltKernel
+    activate_after: bool
+
+
+def is_variant(config: GemmConfig, of: GemmConfig) -> bool:
+    """Return whether two configs differ only in what the op decides.
+
+    That is the weight's layout, the epilogue, and which side sums.
+    """
+    return of == replace(
+        config,
+        weight=of.weight,
+        activation=of.activation,
+        scaling=of.scaling,
+        reduce=of.reduce,
+    )
+
+
+def problems(spec: OpSpec, world: int, n: int) -> list[GemmProblem]:
+    """Return the GEMMs that one kernel has to do.
+
+    Every rank of a ReduceScatter must choose the same kernel, whose tiles number the flags, so it
+    must suit the depth that each of them has.
+    """
+    depths = {max(spec.local_k(world, rank), 1) for rank in range(world)}
+    return [GemmProblem(spec.max_m, max(n, 1), k, world) for k in sorted(depths, reverse=True)]
+
+
+def op_kernel(
+    spec: OpSpec,
+    world: int,
+    n: int,
+    device: Device,
+    knobs: Knobs,
+    sm_count: int,
+    preferred: GemmConfig | None = None,
+    traced: bool = False,
+) -> OpKernel:
+    """Return the best kernel for ``n`` columns.
+
+    It is ``preferred``, in the variant that the op wants, if it is built and can do it; else the
+    one that the model chooses. ``traced``: of a trace build.
+
+    Raises:
+        ValueError: no kernel that is built can do it.
+    """
+    if not DTYPES[spec.dtype].in_kernels:
+        known = ", ".join(dtype.name for dtype in DTYPES.values() if dtype.in_kernels)
+        raise ValueError(f"{spec.label}: backend cuda needs one of {known}, got {spec.dtype}")
+    dtype = DTYPES[spec.dtype].short
+    registry = device.registry.for_traces() if traced else device.registry
+    build = "flux compile --trace" if traced else "flux compile"
+    builders = f"`{build}` builds" if traced else "`flux tune` or `flux compile` builds"
+    alternatives = problems(spec, world, n)
+    wanted = {
+        "weight": "kn" if spec.transpose_weight else "nk",
+        "scaling": spec.scaling,
+        "reduce": knobs.reduce or "local",
+    }
+
+    def best(activation: str) -> BuiltKernel | None:
+        for_each = [
+            registry.candidates(
+                spec.op.kernel,
+                dtype,
+                device.capability,
+                problem,
+                activation=activation,
+                **wanted,
+            )
+            for problem in alternatives
+        ]
+        common = set.intersection(*({c.symbol for c in suited} for suited in for_each))
+        suited = [candidate for candidate in for_each[0] if candidate.symbol in common]
+        if preferred is not None:
+            for candidate in suited:
+                if is_variant(candidate.config, preferred):
+                    return candidate
+            _warn_once(
+                f"{spec.label}: the tuned kernel {preferred.name} is not built, or does not "
+                f"support {alternatives[0]}: another kernel runs ({builders} it)"
+            )
+        return choose(suited, alternatives[0], sm_count, device.capability)
+
+    kernel = best(spec.activation)
+    if kernel is not None:
+        return OpKernel(kernel, activate_after=False)
+    if spec.activation != "none" and (kernel := best("none")) is not None:
+        _warn_once(
+            f"{spec.label}: no built kernel fuses {spec.activation} for this {dtype} problem: "
+            f"{spec.activation} runs as a separate kernel after {kernel.symbol}"
+        )
+        return OpKernel(kernel, activate_after=True)
+    options = ", ".join(f"{name} = {value}" for name, value in wanted.items())
+    raise ValueError(
+        f"{spec.label}: no built kernel supports {alternatives[0]} in {dtype} ({options}) on "
+        f"compute capability {device.capability}: run `{build}`"
+    )
