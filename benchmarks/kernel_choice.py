@@ -4,7 +4,7 @@
     python benchmarks/kernel_choice.py benchmarks/results/heuristics/kernel_choice.json
 
 Every shape of tuning/shapes with 8 ranks: the kernel of the default set that
-flux/select/cost/cycles.py ranks first, the one that nvidia-matmul-heuristics estimates to be
+flux/select/cycles.py ranks first, the one that nvidia-matmul-heuristics estimates to be
 fastest, and its times for both.
 All times are predictions; nothing here is measured.
 """
@@ -30,7 +30,7 @@ from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem
 from flux.kernels.sets import config_set
 from flux.select import nvidia_heuristics
-from flux.select.cost.cycles import cost, cycles, divide
+from flux.select.cycles import cost, cycles, divide
 from flux.select.heuristic import resolved
 from flux.select.kernel import best_of, default_configs
 

@@ -14,8 +14,9 @@ from flux.core.schedule import TileSchedule
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster
 from flux.opsim.machine import Counter, Flag, Process, Route, SimulatedMachine
-from flux.select.cost import hardware
-from flux.select.cost.hardware import COPY_SHARE, MEMORY_COPY_SHARE, NETWORK_SHARE, STORE_SHARE
+from flux.select import hardware
+from flux.select.cost import memory_ms
+from flux.select.hardware import COPY_SHARE, MEMORY_COPY_SHARE, NETWORK_SHARE, STORE_SHARE
 
 LAUNCH_US, RAISE_US = hardware.LAUNCH_US["cuda"], hardware.SIGNAL_US["cuda"]
 
@@ -114,7 +115,7 @@ class SimulatedCall:
 
     def memory_us(self, nbytes: float) -> float:
         """Return the time in which a GPU reads or writes this many bytes of its memory."""
-        return 1e3 * hardware.memory_ms(self.cluster.device, nbytes, MEMORY_COPY_SHARE)
+        return 1e3 * memory_ms(self.cluster.device, nbytes, MEMORY_COPY_SHARE)
 
     def copied(self, src: int, dst: int, nbytes: float) -> Flag:
         """Start a copy, by a copy engine or a network card."""

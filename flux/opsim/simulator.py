@@ -12,7 +12,7 @@ measured or modelled; no time of an overlapped call enters.
 The GEMM is cut into the tiles of its kernel. The blocks that run at once take W = ceil(tiles /
 blocks) tiles each, and a tile takes the whole GEMM's time / W. So a call that never waits takes
 exactly the time of the GEMM, in which the last, partly filled wave is contained. Transfers use the
-memory that the GEMM reads too, which makes it longer (flux/select/cost/gemm.py).
+memory that the GEMM reads too, which makes it longer (flux/select/cost.py).
 
 docs/use/simulator.md says what is not modelled, and how far the results are from published times.
 """
@@ -35,10 +35,9 @@ from flux.opsim.gather import gather_processes
 from flux.opsim.machine import SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import Log, Move, SimulatedCall
 from flux.opsim.scatter import scatter_processes
-from flux.select.cost.collective import library_ms
-from flux.select.cost.cycles import blocks_per_wave
-from flux.select.cost.gemm import gemm_beside_transfers_ms
-from flux.select.cost.gemm import gemm_ms as modelled_gemm_ms
+from flux.select.cost import gemm_beside_transfers_ms, library_ms
+from flux.select.cost import gemm_ms as modelled_gemm_ms
+from flux.select.cycles import blocks_per_wave
 from flux.select.heuristic import resolved
 from flux.select.kernel import default_kernel
 from flux.select.schedule import make_schedule
@@ -177,7 +176,7 @@ def simulate(
         knobs: fixed fields; the heuristic of GPUs chooses the rest.
         kernel: of the GEMM; by default ``default_kernel``.
         gemm_ms: time of the whole GEMM of one rank, alone; by default the roofline of
-            flux/select/cost/gemm.py.
+            flux/select/cost.py.
 
     Raises:
         ValueError: the cluster has no GPUs or too few, no kernel supports the shape, the knobs are

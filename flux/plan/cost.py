@@ -2,11 +2,11 @@
 
 Analytic times:
 
-    GEMM, attention   operations at a share of the peak (flux/select/cost/gemm.py)
+    GEMM, attention   operations at a share of the peak (flux/select/cost.py)
     other operators   bytes / memory bandwidth
-    fused ops         the GEMM, and what its communication adds (flux/select/cost/call.py)
+    fused ops         the GEMM, and what its communication adds (flux/select/cost.py)
     all of them       and the time to launch one
-    collectives       flux/select/cost/collective.py, which rates the fused ops' too
+    collectives       flux/select/cost.py, which rates the fused ops' too
 
 Two operators on one device at a time progress at a rate of 1 / (2 - OEF) each. OEF is 1 if the
 shorter one is hidden altogether, and 0 if one after the other is as fast (DHelix, arXiv
@@ -25,10 +25,18 @@ from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
 from flux.plan.fabric import Fabric
 from flux.plan.graph import FUSED, Operator
-from flux.select.cost.call import choose, predict
-from flux.select.cost.collective import all_to_all_ms, collective_ms, library_ms, send_ms
-from flux.select.cost.gemm import attention_ms, sliced_gemm_ms
-from flux.select.cost.hardware import ELEMENTWISE_SHARE, LAUNCH_US, OEF, memory_ms
+from flux.select.cost import (
+    all_to_all_ms,
+    attention_ms,
+    choose,
+    collective_ms,
+    library_ms,
+    memory_ms,
+    predict,
+    send_ms,
+    sliced_gemm_ms,
+)
+from flux.select.hardware import ELEMENTWISE_SHARE, LAUNCH_US, OEF
 
 _LIBRARY = {
     "all_gather": FusedOp.ag_gemm,

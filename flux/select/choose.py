@@ -23,8 +23,8 @@ from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.machine.cluster import Cluster, digest, world_shape
 from flux.machine.detection import detect
+from flux.select import cost
 from flux.select.cache import look_up
-from flux.select.cost import call
 from flux.select.keys import Key, versions
 from flux.select.winners import Entry, Winner, fit, most_tiles
 from flux.transport.exchange import Exchange
@@ -86,7 +86,7 @@ class Modelled:
 
     def knobs(self, m: int) -> Knobs:
         """Return the knobs of least modelled time."""
-        return call.choose(replace(self.problem, m=m), self.cluster, self.usable)
+        return cost.choose(replace(self.problem, m=m), self.cluster, self.usable)
 
     def variants(self) -> list[Knobs]:
         """Return the knobs that the model chooses from."""

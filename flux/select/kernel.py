@@ -18,7 +18,7 @@ from flux.kernels.legality import GemmProblem, is_legal
 from flux.kernels.sets import config_set
 from flux.machine.cluster import Cluster
 from flux.select import nvidia_heuristics
-from flux.select.cost.cycles import cost
+from flux.select.cycles import cost
 
 if TYPE_CHECKING:
     from flux.kernels.registry import BuiltKernel

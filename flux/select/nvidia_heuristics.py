@@ -17,7 +17,7 @@ from typing import Any
 
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem
-from flux.select.cost.cycles import cost
+from flux.select.cycles import cost
 
 MODULE = "nvMatmulHeuristics"
 GPUS = {132: "H100_SXM", 114: "H100_PCIE", 78: "H20_SXM"}

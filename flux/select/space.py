@@ -26,8 +26,8 @@ from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, reason_unsupported
 from flux.machine.cluster import Cluster
-from flux.select.cost.call import predict
-from flux.select.cost.cycles import cost
+from flux.select.cost import predict
+from flux.select.cycles import cost
 from flux.select.heuristic import resolved
 from flux.select.kernel import best_of
 from flux.select.schedule import make_schedule

@@ -4,6 +4,6 @@ choice of an op          flux/select: choose.py -> cache.py (winners on disk), w
                                                -> cost.py  (the model, without tuning)
 `flux tune`              command.py -> tuner.py -> journal.py, halving.py (survivors)
                          -> worker.py on every rank, with flux.bench's rounds and checks
-candidates               space.py <- tuning/spaces/*.toml
+candidates               flux/select/space.py <- tuning/spaces/*.toml
 shapes                   flux/bench/shapes.py <- tuning/shapes/*.toml
 """

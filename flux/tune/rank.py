@@ -1,6 +1,6 @@
 """Rank a search's candidates with the op simulator, for hardware that is not here.
 
-The cost model of flux/select/cost/call.py is a closed form: it ranks thousands of candidates in a
+The cost model of flux/select/cost.py is a closed form: it ranks thousands of candidates in a
 second, and knows nothing of contention, stores in bursts, or waits inside a band of tiles. The
 simulator knows them, and takes about a second for 25,000 GEMM tiles. So it ranks only the best few.
 """
@@ -15,8 +15,8 @@ from flux.core.problem import Problem
 from flux.kernels.legality import GemmProblem
 from flux.machine.cluster import Cluster
 from flux.opsim.simulator import simulate
-from flux.select.cost.cycles import cost
-from flux.select.cost.gemm import gemm_ms
+from flux.select.cost import gemm_ms
+from flux.select.cycles import cost
 from flux.select.space import ALWAYS, Candidate
 
 BEST = 4

@@ -29,7 +29,7 @@ from flux.launch.supervisors import Launcher
 from flux.machine.cluster import Cluster
 from flux.select.cache import Cache
 from flux.select.choose import key_of
-from flux.select.cost.gemm import gemm_ms
+from flux.select.cost import gemm_ms
 from flux.select.keys import Key, versions
 from flux.select.space import ALWAYS, Candidate, Pruned, Space, candidates
 from flux.select.winners import MOST_MS, Winner

@@ -19,7 +19,7 @@ from flux.kernels.ptxas import Usage
 from flux.kernels.registry import BuiltKernel
 from flux.kernels.sets import config_set
 from flux.select import nvidia_heuristics
-from flux.select.cost.cycles import GemmWork, blocks_per_wave, cost, cycles, divide
+from flux.select.cycles import GemmWork, blocks_per_wave, cost, cycles, divide
 from flux.select.kernel import best_of, choose
 
 SMS = 132

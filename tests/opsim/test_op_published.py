@@ -11,8 +11,7 @@ import pytest
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.machine.cluster import load_cluster
-from flux.select.cost.collective import library_ms
-from flux.select.cost.gemm import gemm_ms
+from flux.select.cost import gemm_ms, library_ms
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ from flux.opsim import report as op_report
 from flux.opsim.machine import DUPLEX_SHARE, Route, SimulatedFabric, SimulatedMachine
 from flux.opsim.parts import COPY_SHARE, LAUNCH_US, NETWORK_SHARE, RAISE_US, STORE_SHARE
 from flux.opsim.simulator import MOST_TILES, Simulated, legal_knobs, simulate, unfused
-from flux.select.cost.collective import library_ms
-from flux.select.cost.gemm import gemm_ms
+from flux.select.cost import gemm_ms, library_ms
 from flux.trace.chrome import read_chrome
 
 H800 = load_cluster("flux-h800")

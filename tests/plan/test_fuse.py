@@ -18,7 +18,7 @@ from flux.plan.model import Parallel, TrainingStep
 from flux.plan.policies import planned, policy_of
 from flux.plan.policies.fuse import WHICH, fused
 from flux.plan.simulate import simulate
-from flux.select.cost.collective import library_ms
+from flux.select.cost import library_ms
 
 DENSE = Layer(4096, 16384, 32, 32, 128, False)
 EXPERTS = Layer(4096, 0, 32, 32, 128, True, Moe(8, 2, 6400))

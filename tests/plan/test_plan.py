@@ -32,7 +32,7 @@ from flux.plan.policies.passes import one_f_one_b
 from flux.plan.schedule import StepSchedule, read_schedule
 from flux.plan.simulate import Timeline, simulate
 from flux.runtime.profile import Profile, ProfiledCost, key_of, read_profile
-from flux.select.cost.collective import library_ms
+from flux.select.cost import library_ms
 
 DENSE = Layer(64, 256, 8, 4, 8, True)
 EXPERTS = Layer(64, 0, 8, 8, 8, True, Moe(8, 2, 32))

@@ -54,7 +54,7 @@ from flux.plan.schedule import read_schedule
 from flux.plan.search import winner_of
 from flux.runtime.profile import read_profile
 from flux.select.cache import Cache, read, read_export
-from flux.select.cost.call import predict
+from flux.select.cost import predict
 from flux.select.heuristic import resolved
 from flux.select.keys import Key
 from flux.select.schedule import make_schedule

@@ -22,10 +22,10 @@ from flux.core.topology import Topology
 from flux.machine.cluster import load_cluster, world_shape
 from flux.machine.detection import detect
 from flux.select import choose as choice
+from flux.select import cost
 from flux.select.cache import Cache, cache_root
 from flux.select.choose import key_of
-from flux.select.cost import call
-from flux.select.cost.gemm import gemm_ms
+from flux.select.cost import gemm_ms
 from flux.select.winners import Entry, Winner
 from harness import run_ranks
 
@@ -204,7 +204,7 @@ def _untuned(rank: int, world: int, name: str) -> None:
         spec, topology = spec_of(name), Topology.flat(world)
         model = choice.modelled(spec, topology, detect("cpu"))
         for m in (1, 7, 64, MAX_M):
-            chosen = call.choose(replace(model.problem, m=m), detect("cpu"))
+            chosen = cost.choose(replace(model.problem, m=m), detect("cpu"))
             assert op.schedule(m).knobs == op._make_schedule(m, chosen).knobs
             assert off.schedule(m).knobs == off._make_schedule(m, Knobs()).knobs
         check_calls(op, name, rank, world, [1, 7, MAX_M])
@@ -330,16 +330,16 @@ def test_the_model_orders_clusters_and_paths_as_the_papers_do() -> None:
     for name in ("flux-a100-pcie", "flux-a100-nvlink", "flux-h800"):
         cluster = load_cluster(name)
         times = {
-            path: call.predict(problem, cluster, Knobs(path=path)).total
+            path: cost.predict(problem, cluster, Knobs(path=path)).total
             for path in ("fused", "medium", "unfused")
         }
         assert times["fused"] < times["unfused"], name
-        assert call.choose(problem, cluster).path == "fused"
+        assert cost.choose(problem, cluster).path == "fused"
     pcie, nvlink = (load_cluster(f"flux-a100-{link}") for link in ("pcie", "nvlink"))
     unfused = Knobs(path="unfused")
     assert (
-        call.predict(problem, pcie, unfused).exposed_ms
-        > 4 * call.predict(problem, nvlink, unfused).exposed_ms
+        cost.predict(problem, pcie, unfused).exposed_ms
+        > 4 * cost.predict(problem, nvlink, unfused).exposed_ms
     )
 
 
@@ -351,7 +351,7 @@ def test_predictions_are_positive_and_grow_with_m(op: str, world: int, nodes: in
         cluster = load_cluster(name)
         for path in ("fused", "medium", "unfused"):
             times = [
-                call.predict(shape(op, m, 4096, 4096, world, nodes), cluster, Knobs(path=path))
+                cost.predict(shape(op, m, 4096, 4096, world, nodes), cluster, Knobs(path=path))
                 for m in (1, 7, 64, 1000, 8192, 65536)
             ]
             assert all(t.total >= t.gemm_ms > 0 for t in times)
@@ -363,13 +363,13 @@ def test_long_transfers_add_only_their_last_tile() -> None:
     cluster = load_cluster("cpu")
     for op, n, k in (("ag_gemm", 128, 512), ("gemm_rs", 512, 128)):
         problem = shape(op, 2048, n, k, 2, 2)
-        found = call.predict(problem, cluster, Knobs())
+        found = cost.predict(problem, cluster, Knobs())
         assert 0 < found.comm_ms - found.gemm_ms < found.exposed_ms < found.comm_ms
-        assert call.choose(problem, cluster, [Knobs(), Knobs(path="unfused")]).path == "fused"
+        assert cost.choose(problem, cluster, [Knobs(), Knobs(path="unfused")]).path == "fused"
 
 
 def test_one_rank_communicates_nothing() -> None:
-    assert call.predict(shape("ag_gemm", 64, 64, 64, 1), load_cluster("cpu"), Knobs()).comm_ms == 0
+    assert cost.predict(shape("ag_gemm", 64, 64, 64, 1), load_cluster("cpu"), Knobs()).comm_ms == 0
 
 
 def test_the_cache_directory_of_tests_is_not_the_users(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_cost_model_chooses_the_winners_measured_on_a_cpu() -> None:
         run = json.loads(path.read_text())
         problem = Problem(Op[run["op"]], run["m"], run["n"], run["k"], "float32", 2)
         measured = {name: method["overall_ms"] for name, method in run["methods"].items()}
-        chosen = call.choose(problem, cpu).path
+        chosen = cost.choose(problem, cpu).path
         took = measured["flux" if chosen == "fused" else chosen]
         assert took <= 1.1 * min(measured.values()), f"{path.name}: {chosen}, {measured}"
 

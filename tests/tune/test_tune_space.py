@@ -20,8 +20,7 @@ from flux.core.topology import Topology
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal
 from flux.machine.cluster import load_cluster
-from flux.select.cost.call import predict
-from flux.select.cost.gemm import gemm_ms, raster_ms, traffic_ms
+from flux.select.cost import gemm_ms, predict, raster_ms, traffic_ms
 from flux.select.schedule import make_schedule
 from flux.select.space import (
     ALWAYS,

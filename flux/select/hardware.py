@@ -6,7 +6,6 @@ One set serves all clusters. Speeds themselves are in cluster files (flux/machin
 from __future__ import annotations
 
 from flux.core.knobs import Op
-from flux.machine.cluster import DeviceSpec
 
 # -- devices ---------------------------------------------------------------------------------------
 
@@ -51,11 +50,14 @@ OEF = {"cuda": {"intra": 0.85, "inter": 0.95}, "cpu": {"intra": 0.0, "inter": 0.
 where nothing was measured. On a GPU, collectives take some multiprocessors and memory bandwidth. On
 a CPU, ranks of a host copy with the cores that multiply."""
 
-# -- overheads, in us ------------------------------------------------------------------------------
+# -- overheads ---------------------------------------------------------------------------------
 
 LAUNCH_US = {"cuda": 3.0, "cpu": 10.0}
 """From the end of one piece of work on a stream to the start of the next, such as a kernel behind a
 copy, or a stream that awaits another's event; our assumption."""
+SLAB_COST_ROWS = 50.0
+"""A GEMM cut into slabs packs its weight again for each slab. The cost equals that of this many
+more rows (5% of 1024 rows, 10% of 512, 20% of 256: flux/select/heuristic.py)."""
 SIGNAL_US = {"cpu": 3.0, "cuda": 1.0}
 """Time to raise a signal of a communication tile, and for a poll to see it."""
 ENGINE_US = 60.0
@@ -63,18 +65,3 @@ ENGINE_US = 60.0
 LIBRARY_LATENCY_US = {"cpu": 2000.0, "cuda": 15.0}
 """Time until the first byte of a library's collective moves. On the CPU from benchmarks/results/cpu
 at M = 1."""
-
-
-def operations_per_ms(device: DeviceSpec, dtype: str) -> float:
-    """Return the peak for a dtype; for one that the data sheet lacks, that of the slowest."""
-    return 1e9 * (device.tflops.get(dtype) or min(device.tflops.values()))
-
-
-def memory_ms(device: DeviceSpec, nbytes: float, share: float = 1.0) -> float:
-    """Return the time in which the memory moves this many bytes, at a share of its speed."""
-    return nbytes / (device.memory_gbs * 1e6 * share)
-
-
-def bytes_per_ms(gbs: float) -> float:
-    """Return the speed of a link of this many GB/s; of 1 Gbit/s if its speed is unknown (0)."""
-    return (gbs or 0.125) * 1e6

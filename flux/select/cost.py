@@ -1,0 +1,403 @@
+"""The cost model: the one place that predicts times, of ops, and of operators of a step.
+
+    GEMM        roofline: the larger of operations / peak and bytes / memory bandwidth
+    links       alpha-beta: a latency for every hop, and bytes / bandwidth
+
+    unfused   library collective | GEMM                      the sum
+    medium    | chunk | chunk | chunk | chunk |              W steps, each as long as the longer of
+              | GEMM  | GEMM  | GEMM  | GEMM  |              its chunk's GEMM and transfer
+    fused     copies  ~~~~~~~~~~~~~~~                        the longer of the two, and the first
+              GEMM  ==========================               (or last) tile, which is not hidden
+
+A CPU has no copy engine: inside a host copies take their time from the GEMM, and are added.
+
+On a GPU the height of a band of tiles (Knobs.raster) determines how much of A and B each wave of
+tiles reads, and how many rows must have arrived before the band can end:
+
+    raster 1   a wave covers few rows and many columns: little of A, much of B, in every wave
+    raster 8   a wave covers a square: less of both, but the band waits for 8 rows of tiles
+
+hardware.py has the shares, latencies and overheads, and cycles.py ranks kernels. Ops without tuning
+results, the pruner of `flux tune`, the planner and the op simulator call these functions, and have
+no formulas of their own. A measurement always takes precedence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flux.core.integers import ceil_div
+from flux.core.knobs import Knobs, Op
+from flux.core.problem import Problem
+from flux.kernels.config import GemmConfig
+from flux.machine.cluster import Cluster, DeviceSpec
+from flux.select.cycles import UNHIDDEN, blocks_per_wave
+from flux.select.hardware import (
+    ATTENTION_SHARE,
+    BACKWARD_ATTENTION,
+    ELEMENTWISE_SHARE,
+    ENGINE_US,
+    GEMM_SHARE,
+    LIBRARY_LATENCY_US,
+    LIBRARY_SHARE,
+    SIGNAL_US,
+    SLAB_COST_ROWS,
+)
+from flux.select.heuristic import resolved
+
+TILE = (128, 256)
+"""Rows and columns of a GEMM's tile on a GPU, where no kernel is known."""
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def operations_per_ms(device: DeviceSpec, dtype: str) -> float:
+    """Return the peak for a dtype; for one that the data sheet lacks, that of the slowest."""
+    return 1e9 * (device.tflops.get(dtype) or min(device.tflops.values()))
+
+
+def memory_ms(device: DeviceSpec, nbytes: float, share: float = 1.0) -> float:
+    """Return the time in which the memory moves this many bytes, at a share of its speed."""
+    return nbytes / (device.memory_gbs * 1e6 * share)
+
+
+def gemm_ms(problem: Problem, cluster: Cluster, rows: int | None = None) -> float:
+    """Return the time of a whole local GEMM of ``rows`` rows; by default all rows.
+
+    Roofline: the larger of operations / (peak * share) and bytes / memory bandwidth. Waves are not
+    counted: kernels are ranked by cycles, which count them, and the mean error against the GEMM
+    times of docs/use/simulator.md is 1.8% without waves and 4.2% with them on H800, 9.0% and 18.9%
+    on A800, 26.5% and 32.5% on L20.
+    """
+    m = problem.m if rows is None else rows
+    shape, device = (m, *problem.local), cluster.device
+    return _roofline_ms(shape, problem.dtype, problem.itemsize, device, waves=1.0, share=1.0)
+
+
+def sliced_gemm_ms(
+    shape: tuple[int, int, int], dtype: str, itemsize: int, device: DeviceSpec
+) -> float:
+    """Return the time of a GEMM [m, n, k] that competes with the same GEMM in slices.
+
+    As ``gemm_ms``, but the last wave of tiles counts as a full one: each slice has one of its own,
+    so a plan must not take slices for free. Memory reaches the share of elementwise kernels.
+    """
+    m, n, _ = shape
+    waves = 1.0
+    if device.kind == "cuda":
+        tiles = ceil_div(m, TILE[0]) * ceil_div(n, TILE[1])
+        full = m * n / (TILE[0] * TILE[1] * device.units)
+        waves = max(1.0, ceil_div(tiles, device.units) / full) if full else 1.0
+    return _roofline_ms(shape, dtype, itemsize, device, waves, ELEMENTWISE_SHARE)
+
+
+def _roofline_ms(
+    shape: tuple[int, int, int],
+    dtype: str,
+    itemsize: int,
+    device: DeviceSpec,
+    waves: float,
+    share: float,
+) -> float:
+    m, n, k = shape
+    rate = operations_per_ms(device, dtype) * GEMM_SHARE[device.kind]
+    moved = itemsize * (m * k + n * k + m * n)
+    return max(2.0 * m * n * k * waves / rate, memory_ms(device, moved, share))
+
+
+def attention_ms(
+    shape: tuple[int, int, int, int, int], dtype: str, device: DeviceSpec, *, backward: bool
+) -> float:
+    """Return the time of causal attention, which computes half of the pairs.
+
+    Args:
+        shape: batch, heads, queries, keys, elements of a head.
+        dtype: of the operands.
+        device: of one rank.
+        backward: of its backward.
+    """
+    batch, heads, queries, keys, dim = shape
+    operations = 4.0 * batch * heads * queries * keys * dim / 2
+    if backward:
+        operations *= BACKWARD_ATTENTION
+    return operations / (operations_per_ms(device, dtype) * ATTENTION_SHARE[device.kind])
+
+
+def traffic_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
+    """Return the time in which memory delivers A and B, once per wave of tiles and band.
+
+    The blocks of a wave read the same k tiles at about the same time, so shared data is read once.
+    By the next wave, about 100 us later, L2 holds other data.
+    """
+    (n, k), (rows, columns) = problem.local, kernel.cluster_tile
+    down, across = ceil_div(problem.m, rows), ceil_div(n, columns)
+    size = kernel.cluster[0] * kernel.cluster[1]
+    clusters = min(max(blocks_per_wave(kernel, cluster.device.units) / size, 1.0), down * across)
+    band = min(raster, down)
+    wide = min(max(clusters / band, 1.0), across)
+    high = max(band, clusters / wide)  # the rest of a wave is in other bands
+    waves = down * across / clusters
+    moved = waves * (high * rows + wide * columns) * k * kernel.itemsize
+    return memory_ms(cluster.device, moved)
+
+
+def raster_ms(problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int) -> float:
+    """Return the extra time of a band of this height over the best height, as libraries use."""
+    whole = gemm_ms(problem, cluster)
+
+    def cost(height: int) -> float:
+        moved = traffic_ms(problem, cluster, kernel, height)
+        return max(0.0, moved - whole) + UNHIDDEN * min(moved, whole)
+
+    return cost(raster) - min(cost(1 << power) for power in range(6))
+
+
+def gemm_beside_transfers_ms(
+    problem: Problem, cluster: Cluster, kernel: GemmConfig, raster: int, alone_ms: float
+) -> float:
+    """Return the time of a GEMM while its op's transfers use the same memory.
+
+    AllGather: a rank receives W - 1 chunks, and sends as many. ReduceScatter: it receives the
+    partials of its rows from W - 1 ranks; those that it sends come from multiprocessors. As in
+    ``cycles``, a share UNHIDDEN of the shorter of both times is exposed.
+
+    Args:
+        problem: op and sizes.
+        cluster: devices and links.
+        kernel: of the GEMM.
+        raster: rows of tiles of a band.
+        alone_ms: time of the GEMM without transfers.
+    """
+    if problem.world == 1:
+        return alone_ms
+    chunks = (problem.world - 1) * (2 if problem.op.gathers else 1)
+    transfers = memory_ms(cluster.device, chunks * problem.chunk * problem.row_bytes)
+    busy = alone_ms + max(0.0, raster_ms(problem, cluster, kernel, raster))
+    return busy + UNHIDDEN * min(busy, transfers)
+
+
+# -- collectives and messages ----------------------------------------------------------------------
+
+
+def bytes_per_ms(gbs: float) -> float:
+    """Return the speed of a link of this many GB/s; of 1 Gbit/s if its speed is unknown (0)."""
+    return (gbs or 0.125) * 1e6
+
+
+def library_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time of the library's collective alone; 0 for one rank."""
+    lanes = ceil_div(problem.world, problem.nodes)
+    shard = float(problem.chunk * problem.row_bytes)
+    return collective_ms(problem.op, shard, problem.world, lanes, cluster)
+
+
+def collective_ms(
+    op: Op,
+    shard: float,
+    size: int,
+    per_host: int,
+    cluster: Cluster,
+    network_gbs: float | None = None,
+    start_us: float | None = None,
+) -> float:
+    """Return the time of an AllGather, ReduceScatter or AllReduce.
+
+    NCCL's AllGather and ReduceScatter are a ring through all ranks. So W - 1 shards pass each link,
+    those between hosts too, and a shard takes the latency of each hop on its way. An AllReduce is
+    both. A hierarchical collective would send (hosts - 1) / hosts of the data between hosts, half
+    as much on two hosts; docs/use/simulator.md says why the published times are those of a ring.
+    gloo's between hosts, on a CPU, is rated as if it were hierarchical.
+
+    Args:
+        op: whose collective it is: AllGather, ReduceScatter or AllReduce.
+        shard: bytes of one rank's part.
+        size: ranks.
+        per_host: of them on one host.
+        cluster: devices and links.
+        network_gbs: GB/s of the ports that these ranks have of their host; None: all of them.
+        start_us: time until its first byte moves; None: the library's.
+    """
+    if size == 1:
+        return 0.0
+    kind, link, network = cluster.device.kind, cluster.link, cluster.network
+    hosts, share = ceil_div(size, per_host), LIBRARY_SHARE[kind][op]
+    speed = bytes_per_ms(link.library_gbs or link.gbs * share)
+    ports = bytes_per_ms(network.gbs if network_gbs is None else network_gbs)
+    near = (size - 1) * shard / speed
+    if kind == "cuda":
+        far = (size - 1) * shard / (ports * share)
+    else:
+        near = (per_host - 1) * shard / speed
+        far = (hosts - 1) * per_host * shard / ports
+    hops_us = (size - hosts) * link.latency_us + (hosts - 1) * network.latency_us
+    passes = 2 if op.all_reduces else 1
+    starts = passes if kind == "cuda" else 1  # gloo's was measured for all three alike
+    start_ms = 1e-3 * (LIBRARY_LATENCY_US[kind] if start_us is None else start_us)
+    moved = max(near, far) if hosts > 1 else near
+    return passes * (moved + hops_us * 1e-3) + starts * start_ms
+
+
+def all_to_all_ms(
+    payload: float, size: int, per_host: int, cluster: Cluster, network_gbs: float
+) -> float:
+    """Return the time of an all-to-all, in which ranks send to one another directly.
+
+    Args:
+        payload: bytes of one rank.
+        size: ranks.
+        per_host: of them on one host.
+        cluster: devices and links.
+        network_gbs: GB/s of the ports that these ranks have of their host.
+    """
+    link, share = cluster.link, LIBRARY_SHARE[cluster.device.kind][Op.gemm_rs]
+    ports = network_gbs * 1e6 * (share if cluster.device.kind == "cuda" else 1.0)
+    near = payload * (per_host - 1) / size / (max(link.gbs, 1e-6) * 1e6 * share)
+    far = payload * (size - per_host) / size / max(ports, 1e-6) * per_host
+    hosts = ceil_div(size, per_host)
+    hops_us = (per_host - 1) * link.latency_us + (hosts - 1) * cluster.network.latency_us
+    return max(near, far) + hops_us * 1e-3
+
+
+def send_ms(payload: float, cluster: Cluster, network_gbs: float | None) -> float:
+    """Return the time of one message.
+
+    Args:
+        payload: bytes.
+        cluster: devices and links.
+        network_gbs: GB/s of the sender's share of its host's ports; None: it stays on the host.
+    """
+    if network_gbs is None:
+        return payload / (cluster.link.gbs * 1e6) + cluster.link.latency_us * 1e-3
+    return payload / (network_gbs * 1e6) + cluster.network.latency_us * 1e-3
+
+
+def transfer_ms(problem: Problem, cluster: Cluster) -> float:
+    """Return the time of one rank's copies in one direction in a fused op: W - 1 chunks.
+
+    Transfers between hosts include all ranks of a host, which share its ports. With the
+    hierarchical order, every row crosses to each other host once.
+    """
+    chunk_bytes = problem.chunk * problem.row_bytes
+    lanes = ceil_div(problem.world, problem.nodes)
+    passes = 2 if problem.op.all_reduces else 1
+    inside = passes * (lanes - 1) * chunk_bytes / bytes_per_ms(cluster.link.gbs)
+    if problem.nodes == 1:
+        return inside
+    across = passes * (problem.nodes - 1) * lanes * chunk_bytes
+    share = LIBRARY_SHARE["cuda"][problem.op] if cluster.device.kind == "cuda" else 1.0
+    return max(inside, across / bytes_per_ms(cluster.network.gbs) / share)
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Parts of a call, in ms; ``total`` is the time of the call."""
+
+    gemm_ms: float
+    comm_ms: float
+    exposed_ms: float
+
+    @property
+    def total(self) -> float:
+        """Time of the call, in ms."""
+        return self.gemm_ms + self.exposed_ms
+
+
+def predict(
+    problem: Problem, cluster: Cluster, knobs: Knobs, kernel: GemmConfig | None = None
+) -> Prediction:
+    """Return the predicted time of a call with these knobs on this cluster.
+
+    Args:
+        problem: the op and its sizes.
+        cluster: the devices and links.
+        knobs: any field may be open.
+        kernel: on a GPU, the kernel that runs the call, if known.
+    """
+    knobs = resolved(problem, knobs, kernel)
+    whole, world = gemm_ms(problem, cluster), problem.world
+    if world == 1:
+        return Prediction(whole, 0.0, 0.0)
+    kind = cluster.device.kind
+    if knobs.path == "unfused":
+        comm = library_ms(problem, cluster)
+        return Prediction(whole, comm, comm)
+    assert knobs.comm_tile_rows is not None and knobs.tile is not None
+    tiles = ceil_div(problem.chunk, knobs.comm_tile_rows)
+    transfers = (world - 1) * tiles
+    comm = transfer_ms(problem, cluster) + transfers * SIGNAL_US[kind] * 1e-3
+    overhead = _cut_ms(problem, cluster, knobs, whole)
+    if kind == "cpu" and knobs.copy_streams:
+        overhead += ENGINE_US * 1e-3
+    if kind == "cpu" and problem.nodes == 1:
+        # Partials that the GEMM writes directly into their owner's memory need no copy.
+        stored = problem.op.reduces and knobs.store == "direct" and knobs.path == "fused"
+        comm = comm * (0.5 if stored else 1.0) + cluster.link.latency_us * 1e-3
+        return Prediction(whole, comm, comm + overhead)
+    latency = cluster.link.latency_us if problem.nodes == 1 else cluster.network.latency_us
+    if knobs.path == "medium":
+        overhead += world * latency * 1e-3  # the small GEMMs of a ring do not fill the device
+        exposed = max(0.0, comm - whole * (world - 1) / world) + comm / world
+    else:
+        exposed = _fused_exposed_ms(problem, knobs, whole, comm, transfers)
+        if kernel is not None and knobs.raster is not None:
+            exposed += _band_exposed_ms(problem, knobs, whole, comm)
+            overhead += max(0.0, raster_ms(problem, cluster, kernel, knobs.raster))
+    return Prediction(whole, comm, exposed + latency * 1e-3 + overhead)
+
+
+def _fused_exposed_ms(
+    problem: Problem, knobs: Knobs, whole: float, comm: float, transfers: int
+) -> float:
+    """Return the time of a fused kernel's transfers that the GEMM does not hide.
+
+    AllGather      | own rows | others', as they come |  others' last tile has to come first
+    ReduceScatter  | others' rows | own rows |          others' first tile has to be there
+                                                        first, and their last may outlast the rest
+    """
+    assert knobs.comm_tile_rows is not None and knobs.tile is not None
+    tile = whole * min(1.0, min(knobs.comm_tile_rows, knobs.tile[0]) / max(problem.m, 1))
+    exposed = max(0.0, comm + tile - whole)
+    if problem.op.gathers:
+        return exposed
+    return max(exposed, comm / transfers - whole / problem.world)
+
+
+def _band_exposed_ms(problem: Problem, knobs: Knobs, whole: float, comm: float) -> float:
+    """Return the exposed transfer time of a band over several chunks, beyond that of single tiles.
+
+    AllGather: the last band ends after its last chunk has arrived, and takes its share of the GEMM.
+    ReduceScatter: the last band's owners get the last of their rows with its last column.
+    """
+    assert knobs.raster is not None and knobs.tile is not None
+    chunk = problem.chunk
+    band = min(knobs.raster * knobs.tile[0], problem.m)
+    beyond = min(max(band / chunk - 1.0, 0.0), problem.world - 1.0)
+    if problem.op.gathers:
+        return min(comm, whole * band / problem.m) * beyond / (problem.world - 1.0)
+    return comm * beyond / (problem.world - 1.0) * min(1.0, chunk / band)
+
+
+def _cut_ms(problem: Problem, cluster: Cluster, knobs: Knobs, whole: float) -> float:
+    """Return the cost of cutting the GEMM."""
+    assert knobs.tile is not None
+    if cluster.device.kind == "cpu":
+        slabs = ceil_div(problem.m, knobs.tile[0]) * ceil_div(problem.local[0], knobs.tile[1])
+        return whole * (slabs - 1) * SLAB_COST_ROWS / max(problem.m, 1)
+    if knobs.path != "medium":
+        return 0.0  # a fused kernel runs the same tiles in any case
+    return max(0.0, problem.world * gemm_ms(problem, cluster, problem.chunk) - whole)
+
+
+def choose(problem: Problem, cluster: Cluster, candidates: Sequence[Knobs] | None = None) -> Knobs:
+    """Return the candidate of least predicted time, the first of equals.
+
+    By default: the heuristic's knobs, one chunk per rank, and the unfused path.
+    """
+    if candidates is None:
+        candidates = (Knobs(), Knobs(path="medium"), Knobs(path="unfused"))
+    return min(candidates, key=lambda knobs: predict(problem, cluster, knobs).total)
