@@ -29,19 +29,19 @@ def enable() -> Enabled:
     Returns:
         A context manager whose end is ``disable()``.
 
-    An existing pass in the same place (post_grad_custom_pre_pass) runs first. A second call has no
-    effect.
+    Existing passes in the same places (pre_grad_custom_pass, post_grad_custom_pre_pass) run first.
+    A second call has no effect.
     """
     from torch._inductor import config
 
-    from flux.compile.inductor import FusePass
+    from flux.compile.inductor import FusePass, NotePass
     from flux.compile.served import learn_hosts
 
     learn_hosts()
     if not _before:
-        theirs = config.post_grad_custom_pre_pass
-        _before.append(theirs)
-        config.post_grad_custom_pre_pass = FusePass(theirs)
+        _before.extend((config.pre_grad_custom_pass, config.post_grad_custom_pre_pass))
+        config.pre_grad_custom_pass = NotePass(config.pre_grad_custom_pass)
+        config.post_grad_custom_pre_pass = FusePass(config.post_grad_custom_pre_pass)
     return Enabled()
 
 
@@ -50,7 +50,8 @@ def disable() -> None:
     if _before:
         from torch._inductor import config
 
-        config.post_grad_custom_pre_pass = _before.pop()
+        config.pre_grad_custom_pass, config.post_grad_custom_pre_pass = _before
+        _before.clear()
 
 
 def enabled() -> bool:

@@ -15,7 +15,7 @@ ranks, although some ranks may take their code from a cache and not run this pas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -42,6 +42,7 @@ from flux.compile.graph import (
     view_with,
 )
 from flux.compile.served import reason_unsupported
+from flux.compile.uneven import may_be_uneven
 from flux.ops import functional as functional  # defines the ops
 
 GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
@@ -85,17 +86,34 @@ def _wait_of(collective: fx.Node) -> fx.Node:
     return waits[0]
 
 
-def _writer(before: fx.Node) -> Writer:
-    mode = getattr(value(before), "fake_mode", None)
+def _mode(node: fx.Node) -> FakeTensorMode:
+    mode = getattr(value(node), "fake_mode", None)
     if not isinstance(mode, FakeTensorMode):
         raise Leave("the graph has no shapes for its tensors")
-    return Writer(before, mode)
+    return mode
+
+
+def _writer(before: fx.Node) -> Writer:
+    return Writer(before, _mode(before))
 
 
 def _check(group_name: Any, *tensors: fx.Node) -> None:
     reason = reason_unsupported(group_name, [value(tensor) for tensor in tensors])
     if reason is not None:
         raise Leave(reason)
+
+
+def _check_even(before: fx.Node, sizes: Iterable[Any]) -> None:
+    """Raise Leave unless all ranks have these sizes, of which an op would have W times as much."""
+    mode = _mode(before)
+    if any(may_be_uneven(size, mode) for size in sizes):
+        raise Leave("the ranks do not divide a size of its products")
+
+
+def _check_reduced(group_name: Any, wait: fx.Node, products: list[fx.Node]) -> None:
+    """Raise Leave unless an op can compute a reduced sum of these products."""
+    _check(group_name, *(node for p in products for node in operands(p)[1:]))
+    _check_even(wait, (value(operands(product)[1]).shape[1] for product in products))
 
 
 # -- all_gather -> products ------------------------------------------------------------------------
@@ -107,6 +125,7 @@ def _fuse_gather(gather: fx.Node) -> str:
     wait = _wait_of(gather)
     whole, dim, products = _readers(wait)
     _check(group_name, shard, *(operands(product)[2] for product in products))
+    _check_even(wait, (value(product).shape[1] for product in products))
     reach = flat_descendants(whole)
     inside = {*reach, *products}
     others = [user for node in reach for user in node.users if user not in inside]
@@ -287,7 +306,7 @@ def _fuse_scatter(scatter: fx.Node) -> str:
     last = dim == value(whole).dim() - 1
     if last and any(operands(product)[0] is not None for product in products):
         raise Leave("a bias of columns that are scattered is added before")
-    _check(group_name, *(node for p in products for node in operands(p)[1:]))
+    _check_reduced(group_name, wait, products)
     writer = _writer(wait)
     a, b = _one_product(products, writer)
     if value(whole).dim() != 2:
@@ -318,7 +337,7 @@ def _fuse_reduce(reduce: fx.Node) -> str:
     shape = shape_arguments(source)
     if shape is None:
         raise Leave("its shape is not known")
-    _check(group_name, *(node for p in products for node in operands(p)[1:]))
+    _check_reduced(group_name, wait, products)
     writer = _writer(wait)
     a, b = _one_product(products, writer)
     result = writer.call(torch.ops.flux.graph_matmul_all_reduce.default, a, b, op, group_name)

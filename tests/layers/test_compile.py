@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flux
 import harness
@@ -199,6 +199,59 @@ def test_each_pattern_becomes_a_flux_op(world: int) -> None:
     run_ranks(world, _each_case, timeout=120.0)
 
 
+class _Layers(torch.nn.Module):
+    """An MLP, and a head behind it."""
+
+    def __init__(self, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, hidden), torch.nn.Linear(hidden, 6)
+        self.head = torch.nn.Linear(6, vocabulary)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.down(torch.tanh(self.up(x)))))
+
+
+def _uneven(rank: int, world: int) -> None:
+    """Sizes that the ranks do not divide, in a graph with layers that stay fused."""
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    whole, rows = Replicate(), Shard(0)
+    up, down = ColwiseParallel(use_local_output=False), RowwiseParallel()
+    up_rows = ColwiseParallel(input_layouts=rows, use_local_output=False)
+    down_rows = RowwiseParallel(output_layouts=rows)
+    head = ColwiseParallel(output_layouts=whole)
+    head_rows = ColwiseParallel(input_layouts=rows, output_layouts=whole)
+    plain = {"up": up, "down": down, "head": head}
+    sharded = {"up": up_rows, "down": down_rows, "head": head_rows}
+    cut = RowwiseParallel(input_layouts=whole)  # 5 features over the ranks
+    for hidden, vocabulary, styles, dynamic, fused in (
+        (8, 99, plain, False, 2),  # all_reduce: forward of down, backward of up
+        (8, 99, sharded, True, 2),  # all_gather of the same layers
+        (99, 8, plain, False, 1),  # backward of head
+        (5, 8, {"down": cut}, False, 0),
+    ):
+        torch._dynamo.reset()
+        flux.compile.clear_report()
+        torch.manual_seed(4)
+        model = _Layers(hidden, vocabulary).double()
+        x = torch.randn(2 * world, 6, dtype=torch.float64)
+        x = x.chunk(world)[rank] if styles is sharded else x
+        parallelize_module(model, mesh, styles)
+        with flux.compile.enable():
+            compiled = torch.compile(model, fullgraph=True, backend=passes_only, dynamic=dynamic)
+            got = _results(compiled, model, x)
+        name = f"{hidden} features, vocabulary {vocabulary}"
+        for a, b in zip(got, _results(model, model, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=name)
+        report = flux.compile.report()
+        assert sum(report.fused.values()) == fused, (name, str(report))
+    close_pools()
+
+
+@pytest.mark.parametrize("world", [2, *more(4)])
+def test_sizes_that_ranks_do_not_divide_match_eager(world: int) -> None:
+    run_ranks(world, _uneven, timeout=120.0)
+
+
 def test_disable_restores_the_previous_pass() -> None:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -208,18 +261,24 @@ def test_disable_restores_the_previous_pass() -> None:
     def theirs(graph: torch.fx.Graph) -> None:
         seen.append(1)
 
-    config.post_grad_custom_pre_pass = theirs
+    places = "pre_grad_custom_pass", "post_grad_custom_pre_pass"
+    for place in places:
+        setattr(config, place, theirs)
     try:
         flux.compile.enable()
         with flux.compile.enable():
-            installed = config.post_grad_custom_pre_pass
-            assert isinstance(installed, CustomGraphPass) and flux.compile.enabled()
-            installed(torch.fx.Graph())
-            assert seen == [1]
-            assert installed.uuid() is None  # theirs has no identity: nothing may be cached
-        assert config.post_grad_custom_pre_pass is theirs and not flux.compile.enabled()
+            assert flux.compile.enabled()
+            for place in places:
+                installed = getattr(config, place)
+                assert isinstance(installed, CustomGraphPass)
+                installed(torch.fx.Graph())
+                assert installed.uuid() is None  # theirs has no identity: nothing may be cached
+            assert seen == [1, 1]
+        assert all(getattr(config, place) is theirs for place in places)
+        assert not flux.compile.enabled()
         flux.compile.disable()
     finally:
-        config.post_grad_custom_pre_pass = None
+        for place in places:
+            setattr(config, place, None)
     with flux.compile.enable():
-        assert config.post_grad_custom_pre_pass.uuid()
+        assert all(getattr(config, place).uuid() for place in places)
