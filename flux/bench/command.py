@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flux.bench.command_options import Chosen, config_of
+from flux.bench.command_options import ProblemOptions, RunOptions, config_of
 from flux.cli import options
 from flux.cli.mounting import MountedGroup
+from flux.cli.options import with_options
 from flux.cli.ranks import check_writable, say_wrong, speaks, watched_ranks
 from flux.cli.terminal import EXIT_FAILED, command_line, open_console, say, writing
 
@@ -25,29 +26,13 @@ bench = typer.Typer(
 )
 
 
+@with_options
 def bench_op(
-    op: options.Op = "ag_gemm",
-    m: options.M = 2048,
-    n: options.N = 4096,
-    k: options.K = 2048,
-    dtype: options.Dtype = None,
-    nproc: options.Nproc = None,
-    hosts: options.Hosts = "1",
-    link_rate: options.LinkRate = None,
-    backend: options.Backend = None,
-    transport: options.Transport = None,
+    what: ProblemOptions,
+    *,
     repeats: options.Repeats = 15,
     warmup: options.Warmup = 3,
-    threads: options.Threads = 1,
-    seed: options.Seed = 0,
-    timeout: options.Timeout = 60.0,
-    path: options.PathKnob = None,
-    order: options.Order = None,
-    direction: options.Direction = None,
-    comm_tile_rows: options.CommTileRows = None,
-    tile: options.Tile = None,
-    store: options.Store = None,
-    swizzle: options.Swizzle = None,
+    how: RunOptions,
     json_target: options.JsonTarget = None,
     quiet: options.QuietTable = False,
 ) -> None:
@@ -59,8 +44,7 @@ def bench_op(
     Starts its own ranks, or joins torchrun's. torchrun takes --m as one of its own options, unless
     -- ends those: torchrun --nproc-per-node 2 -m -- flux bench op --m 2048
     """
-    chosen = Chosen.among(locals())
-    config = config_of(chosen, repeats=repeats, warmup=warmup)
+    config = config_of(what, how, repeats=repeats, warmup=warmup)
     silent = quiet or json_target == "-" or not speaks()
     if speaks() and json_target not in (None, "-"):
         check_writable(json_target)
@@ -75,8 +59,8 @@ def _measure(config: BenchConfig, *, silent: bool) -> Measurement:
     from flux.bench import launch
 
     with watched_ranks(silent) as progress:
-        found: Measurement = launch.measured(config, progress)
-        return found
+        measurement: Measurement = launch.measured(config, progress)
+        return measurement
 
 
 def _report(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flux.cli import options
 from flux.cli.ranks import torchrun_or_own
 from flux.cli.terminal import refuse
 
@@ -14,71 +14,66 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The values of these options."""
+class ProblemOptions:
+    """What is computed, and where."""
 
-    op: str
-    m: int
-    n: int
-    k: int
-    dtype: str | None
-    nproc: int | None
-    hosts: str
-    link_rate: str | None
-    backend: str | None
-    transport: str | None
-    threads: int
-    seed: int
-    timeout: float
-    path: str | None
-    order: str | None
-    direction: str | None
-    comm_tile_rows: int | None
-    tile: str | None
-    store: str | None
-    swizzle: str | None
-
-    @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> Chosen:
-        """Return the shared options among a command's arguments."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+    op: options.Op = "ag_gemm"
+    m: options.M = 2048
+    n: options.N = 4096
+    k: options.K = 2048
+    dtype: options.Dtype = None
+    nproc: options.Nproc = None
+    hosts: options.Hosts = "1"
+    link_rate: options.LinkRate = None
+    backend: options.Backend = None
+    transport: options.Transport = None
 
 
-def config_of(chosen: Chosen, *, repeats: int = 1, warmup: int) -> BenchConfig:
+@dataclass(frozen=True)
+class RunOptions:
+    """How it is computed: inputs, limits and knobs."""
+
+    threads: options.Threads = 1
+    seed: options.Seed = 0
+    timeout: options.Timeout = 60.0
+    path: options.PathKnob = None
+    order: options.Order = None
+    direction: options.Direction = None
+    comm_tile_rows: options.CommTileRows = None
+    tile: options.Tile = None
+    store: options.Store = None
+    swizzle: options.Swizzle = None
+
+
+def config_of(
+    what: ProblemOptions, how: RunOptions, *, repeats: int = 1, warmup: int
+) -> BenchConfig:
     """Return the configuration for these options; exit if it is impossible, before ranks start."""
     from flux.bench.config import ONE_GPU, BenchConfig, dtype_name
     from flux.core import knobs
     from flux.core.problem import Problem
 
-    world = torchrun_or_own(chosen.nproc, chosen.hosts)
-    backend = chosen.backend
-    if backend is None and chosen.transport in ONE_GPU:
+    world = torchrun_or_own(what.nproc, what.hosts)
+    backend = what.backend
+    if backend is None and what.transport in ONE_GPU:
         backend = "cuda"
-    dtype = chosen.dtype or ("bfloat16" if backend == "cuda" else "float32")
-    ranks = chosen.nproc if world is None else world
-    shape = (chosen.m, chosen.n, chosen.k)
+    dtype = what.dtype or ("bfloat16" if backend == "cuda" else "float32")
+    ranks = what.nproc if world is None else world
+    shape = (what.m, what.n, what.k)
     try:
-        op = knobs.Op.named(chosen.op)
+        op = knobs.Op.named(what.op)
         config = BenchConfig(
             problem=Problem(op, *shape, dtype_name(dtype), 2 if ranks is None else ranks),
             repeats=repeats,
             warmup=warmup,
-            threads=chosen.threads,
+            threads=how.threads,
             backend=backend,
-            transport=chosen.transport,
-            knobs=_knobs(
-                path=chosen.path,
-                order=chosen.order,
-                direction=chosen.direction,
-                comm_tile_rows=chosen.comm_tile_rows,
-                tile=chosen.tile,
-                store=chosen.store,
-                swizzle=chosen.swizzle,
-            ),
-            timeout_s=chosen.timeout,
-            seed=chosen.seed,
-            hosts=chosen.hosts,
-            link_rate=chosen.link_rate,
+            transport=what.transport,
+            knobs=_knobs(how),
+            timeout_s=how.timeout,
+            seed=how.seed,
+            hosts=what.hosts,
+            link_rate=what.link_rate,
         )
     except (ValueError, TypeError) as error:
         refuse(str(error))
@@ -91,17 +86,18 @@ def config_of(chosen: Chosen, *, repeats: int = 1, warmup: int) -> BenchConfig:
     return config
 
 
-def _knobs(**chosen: Any) -> dict[str, Any]:
+def _knobs(how: RunOptions) -> dict[str, Any]:
     """Return the knobs that the command line sets, checked before any rank is started."""
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if "tile" in given:
+    names = ("path", "order", "direction", "comm_tile_rows", "tile", "store", "swizzle")
+    knobs = {name: getattr(how, name) for name in names if getattr(how, name) is not None}
+    if "tile" in knobs:
         try:
-            rows, columns = given["tile"].lower().split("x")
-            given["tile"] = (int(rows), int(columns))
+            rows, columns = knobs["tile"].lower().split("x")
+            knobs["tile"] = (int(rows), int(columns))
         except ValueError:
-            raise ValueError(f"tile must look like 512x1024, got {given['tile']!r}") from None
-    if given:
+            raise ValueError(f"tile must look like 512x1024, got {knobs['tile']!r}") from None
+    if knobs:
         from flux import Knobs
 
-        Knobs(**given)
-    return given
+        Knobs(**knobs)
+    return knobs

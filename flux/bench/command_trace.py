@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flux.bench.command_options import Chosen, config_of
-from flux.cli import options
+from flux.bench.command_options import ProblemOptions, RunOptions, config_of
+from flux.cli.options import with_options
 from flux.cli.ranks import check_writable, speaks, watched_ranks
 from flux.cli.terminal import open_console, refuse, say, writing
 
@@ -23,17 +23,10 @@ def _root() -> None:
 
 
 @trace.command("op")
+@with_options
 def trace_op(
-    op: options.Op = "ag_gemm",
-    m: options.M = 2048,
-    n: options.N = 4096,
-    k: options.K = 2048,
-    dtype: options.Dtype = None,
-    nproc: options.Nproc = None,
-    hosts: options.Hosts = "1",
-    link_rate: options.LinkRate = None,
-    backend: options.Backend = None,
-    transport: options.Transport = None,
+    what: ProblemOptions,
+    *,
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,16 +38,7 @@ def trace_op(
     capacity: Annotated[
         int, typer.Option(help="Events that the buffer of each thread holds.")
     ] = 4096,
-    threads: options.Threads = 1,
-    seed: options.Seed = 0,
-    timeout: options.Timeout = 60.0,
-    path: options.PathKnob = None,
-    order: options.Order = None,
-    direction: options.Direction = None,
-    comm_tile_rows: options.CommTileRows = None,
-    tile: options.Tile = None,
-    store: options.Store = None,
-    swizzle: options.Swizzle = None,
+    how: RunOptions,
     out: Annotated[
         str,
         typer.Option(metavar="FILE", help="Write the Chrome trace to FILE, for ui.perfetto.dev."),
@@ -70,8 +54,7 @@ def trace_op(
     Starts its own ranks, or joins torchrun's. torchrun takes --m as one of its own options, unless
     -- ends those: torchrun --nproc-per-node 2 -m -- flux trace op --m 2048
     """
-    chosen = Chosen.among(locals())
-    config = config_of(chosen, warmup=warmup)
+    config = config_of(what, how, warmup=warmup)
     from flux.bench.traced import Wanted, reason_unsupported, traced
 
     try:

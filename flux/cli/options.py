@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any
 
 import typer
 
@@ -95,3 +98,30 @@ def integers(name: str, text: str) -> list[int]:
     if not all(re.fullmatch(r"\s*[0-9]{1,20}\s*", part) and int(part) >= 1 for part in parts):
         raise ValueError(f"{name} must be integers >= 1 with commas between, got {shown(text)}")
     return [int(part) for part in parts]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command in which options take the place of parameters that are dataclasses.
+
+    Each field of such a dataclass is annotated as an option. So several commands share a group of
+    options, with their texts and defaults; a subclass changes some defaults.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        if is_dataclass(parameter.annotation):
+            group: Any = parameter.annotation
+            groups[name] = group
+            parameters += inspect.signature(group, eval_str=True).parameters.values()
+        else:
+            parameters.append(parameter)
+
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
+    return run

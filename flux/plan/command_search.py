@@ -1,17 +1,18 @@
-"""The command `flux plan search`, and reading what it has found."""
+"""The command `flux plan search`."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flux.cli import options
 from flux.cli.ranks import check_writable, progress_bar
-from flux.cli.terminal import PLAIN, open_console, refuse
-from flux.plan.command import (
+from flux.cli.terminal import open_console, refuse
+from flux.plan.command import draw, write, write_trace
+from flux.plan.options import (
     ClusterName,
     Hosts,
     Model,
@@ -19,15 +20,11 @@ from flux.plan.command import (
     Policy,
     Sequence,
     TraceFile,
-    draw,
-    parsed,
-    write,
-    write_trace,
+    parse_policy,
 )
 
 if TYPE_CHECKING:
-    from flux.machine.cluster import Cluster
-    from flux.plan.search import Found, Query, SearchedPlan
+    from flux.plan.search import Query
 
 
 def search_command(
@@ -62,6 +59,7 @@ def search_command(
         if target not in (None, "-"):
             check_writable(str(target))
     from flux.plan import search as searching
+    from flux.plan import search_output as output
 
     silent = quiet or json_target == "-"
     try:
@@ -70,20 +68,20 @@ def search_command(
             found = searching.search(query, progress, workers=os.cpu_count() or 1)
     except ValueError as error:
         refuse(str(error))
-    content = _document(query, found)
-    write(content, json_target)
+    why = output.reasons(found, query.cluster)
+    write(output.search_document(query, found, why), json_target)
     best = found.ranked[:3]
     if trace is not None:
-        write_trace([(_shown(one), one.timeline(query.cluster)) for one in best], trace)
+        write_trace([(output.title_of(p), p.timeline(query.cluster)) for p in best], trace)
     if picture is not None:
         from flux.plan.picture import MOST_OPS
 
-        small = [(_shown(one), one.small_timeline(query.cluster)) for one in best]
+        small = [(output.title_of(p), p.small_timeline(query.cluster)) for p in best]
         while len(small) > 1 and sum(len(timeline.start) for _, timeline in small) > MOST_OPS:
             small.pop()
         draw(f"{query.model} on {gpus} GPUs: few layers and micro-batches", small, picture)
     if not silent:
-        _show(query, found, top, content["why"])
+        output.show(query, found, top, why, open_console())
 
 
 def _query(
@@ -102,7 +100,7 @@ def _query(
     from flux.plan.policies import policy_of
     from flux.plan.search import Query, default_policies
 
-    asked = tuple(map(parsed, policies or ()))
+    asked = tuple(map(parse_policy, policies or ()))
     for name, policy_options in asked:
         policy_of(name, policy_options)  # raises, if there is none
     found = load_cluster(cluster)
@@ -122,109 +120,4 @@ def _query(
         memory_gb=limit,
         policies=asked or default_policies(),
         beam=beam,
-    )
-
-
-def _shown(one: SearchedPlan) -> str:
-    from flux.plan.search import layout_of
-
-    return f"{one.label}, {layout_of(one.step)}"
-
-
-def _document(query: Query, found: Found) -> dict[str, Any]:
-    from flux.plan.report import document
-
-    rows = []
-    for one in found.ranked:
-        step, p = one.step, one.step.parallel
-        rows.append(
-            document(one.label, step, query.cluster.name, one)
-            | {
-                "cp": p.cp,
-                "ep": p.ep,
-                "sequence_parallel": p.sequence,
-                "micro_batch": step.micro_batch,
-                "micro_batches": step.micro_batches,
-                "zero": step.zero,
-                "regather": step.regather,
-                "policy_options": {"name": one.policy, **one.options},
-            }
-        )
-    return {
-        "model": query.model,
-        "gpus": query.gpus,
-        "batch": query.batch,
-        "sequence": query.sequence,
-        "memory_gb": query.memory_gb,
-        "layouts": found.layouts,
-        "simulated": found.simulated,
-        "too_large": found.too_large,
-        "refused": dict(found.reasons),
-        "why": _reasons(found, query.cluster),
-        "plans": rows,
-    }
-
-
-def _reasons(found: Found, cluster: Cluster) -> list[str]:
-    """Return lines that say where the winner's time goes, beside what came close.
-
-    Args:
-        found: a search's outcome.
-        cluster: of the search.
-    """
-    from flux.plan.search import SearchedPlan, layout_of, plan_of
-
-    winner = found.ranked[0]
-    serial = plan_of(cluster, not winner.scaled, (winner.step, "serial", {}))
-    rows = [("the winner", winner)]
-    if isinstance(serial, SearchedPlan):
-        rows.append(("its layout without overlap", serial))
-    other = next((p for p in found.ranked if layout_of(p.step) != layout_of(winner.step)), None)
-    if other is not None:
-        rows.append((f"the next layout, {layout_of(other.step)}, {other.label}", other))
-    lines = []
-    for what, one in rows:
-        idle = one.iteration_ms - one.compute_ms - one.exposed_comm_ms
-        lines.append(
-            f"{what}: {one.iteration_ms:.1f} ms = {one.compute_ms:.1f} compute + "
-            f"{one.exposed_comm_ms:.1f} exposed communication (of {one.comm_ms:.1f}) + "
-            f"{max(idle, 0.0):.1f} idle and interference"
-        )
-    return lines
-
-
-def _show(query: Query, found: Found, top: int, why: list[str]) -> None:
-    from rich.table import Table
-
-    from flux.plan.search import layout_of
-
-    console = open_console()
-    title = (
-        f"{query.model} on {query.gpus} GPUs of {query.cluster.name}: {query.batch} sequences of "
-        f"{query.sequence}, {query.memory_gb:g} GB"
-    )
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy", overflow="fold")
-    table.add_column("layout", overflow="fold")
-    for head in ("step\nms", "ratio", "exposed\nms", "GB"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for one in found.ranked[:top]:
-        table.add_row(
-            one.label,
-            layout_of(one.step),
-            f"{one.iteration_ms:.0f}",
-            f"{one.iteration_ms / found.ranked[0].iteration_ms:.2f}",
-            f"{one.exposed_comm_ms:.0f}",
-            f"{one.peak_memory_bytes / 1e9:.1f}",
-        )
-    console.print(table)
-    for line in why:
-        console.print(line, **PLAIN)
-    short = sum(plan.scaled for plan in found.ranked)
-    console.print(
-        f"{found.layouts} layouts fit; {found.simulated} candidates were simulated with few "
-        f"layers, the best {len(found.ranked)} with all"
-        + (f", {short} of these with fewer micro-batches, and scaled" if short else "")
-        + f"; {found.too_large} need more memory.",
-        **PLAIN,
     )

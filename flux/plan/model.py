@@ -129,16 +129,44 @@ class TrainingStep:
         return self.micro_batch * self.sequence // self.parallel.cp
 
     @property
+    def batch_tokens(self) -> int:
+        """Tokens of the step on all ranks."""
+        return self.parallel.dp * self.micro_batches * self.micro_batch * self.sequence
+
+    @property
     def layer_weights(self) -> float:
         """Elements of a layer's weights on one rank."""
         layer, parallel = self.layer, self.parallel
-        inner, kv = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-        attention = layer.hidden * (2 * inner + 2 * kv) / parallel.tp
-        up_and_down = (3 if layer.gated else 2) * layer.hidden
+        attention = self._attention_weights / parallel.tp
         if layer.moe is None:
-            return attention + up_and_down * layer.intermediate / parallel.tp
+            return attention + self._mlp_weights(layer.intermediate) / parallel.tp
         experts = layer.moe.experts / parallel.ep
-        return attention + experts * up_and_down * layer.moe.intermediate
+        return attention + experts * self._mlp_weights(layer.moe.intermediate)
+
+    @property
+    def operations(self) -> float:
+        """Operations that the step needs on all ranks: 2 for each multiplication and addition.
+
+        Those of the layers' matrix products: forward, and twice as many backward. Attention counts
+        the pairs of a causal mask. Experts count for the tokens that are routed to them.
+        """
+        layer = self.layer
+        if layer.moe is None:
+            weights = self._mlp_weights(layer.intermediate)
+        else:
+            weights = layer.moe.top_k * self._mlp_weights(layer.moe.intermediate)
+            weights += layer.hidden * layer.moe.experts  # the router
+        causal = layer.heads * layer.head_dim * self.sequence
+        of_token = 2.0 * (self._attention_weights + weights + causal)
+        return 3.0 * of_token * self.batch_tokens * self.layers
+
+    @property
+    def _attention_weights(self) -> int:
+        layer = self.layer
+        return layer.hidden * layer.head_dim * 2 * (layer.heads + layer.kv_heads)
+
+    def _mlp_weights(self, intermediate: int) -> int:
+        return (3 if self.layer.gated else 2) * self.layer.hidden * intermediate
 
 
 def step_of(

@@ -17,9 +17,7 @@ A step has a given number of sequences, so steps of all candidates do the same w
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -27,11 +25,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from math import isqrt
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flux.bench.shapes import model_of
-from flux.core.datafile import MOST_SIZE, Table, shown
+from flux.core.datafile import MOST_SIZE, shown
 from flux.launch.sockets import use_short_socket_paths
 from flux.machine.cluster import Cluster
 from flux.plan.model import Parallel, TrainingStep
@@ -451,51 +448,3 @@ def plan_of(cluster: Cluster, at_whole_length: bool, job: Job) -> SearchedPlan |
         label=made.label,
         scaled=scaled,
     )
-
-
-# -- what is shown and written ---------------------------------------------------------------------
-
-
-def layout_of(step: TrainingStep) -> str:
-    """Return degrees and micro-batches of a step, as they are shown."""
-    p = step.parallel
-    degrees = [f"{name}={getattr(p, name)}" for name in ("tp", "cp", "pp", "dp", "ep")]
-    words = [word for word in degrees if not word.endswith("=1")] or ["1 GPU"]
-    words.append(f"{step.micro_batches} x {step.micro_batch}")
-    if p.sequence:
-        words.append("sequence parallel" + (", regather" if step.regather else ""))
-    if step.zero == 3:
-        words.append("zero=3")
-    return " ".join(words)
-
-
-def winner_of(path: str) -> dict[str, Any]:
-    """Return options of `flux plan run` for the first plan in a file of `flux plan search`.
-
-    Raises:
-        ValueError: the file holds something else.
-        OSError: it cannot be read.
-    """
-    top = Table.load_json(Path(path), "an outcome of flux plan search")
-    plans = top.tables("plans")
-    if not plans:
-        top.fail("plans", "expected at least one")
-    first = plans[0]
-    options = first.scalars("policy_options")
-    words = {k: v if isinstance(v, str) else json.dumps(v) for k, v in options.items()}
-    for key, text in words.items():
-        if not re.fullmatch(r"[\w.+-]+", key + text, re.ASCII):
-            first.fail(f"policy_options.{key}", f"expected a word or a number, got {shown(text)}")
-    name = words.pop("name", "")
-    if not name:
-        first.fail("policy_options.name", "missing")
-    chosen = ",".join(f"{key}={text}" for key, text in words.items())
-    counts = ("tp", "cp", "dp", "pp", "ep", "micro_batch", "micro_batches")
-    return {
-        **{key: first.integer(key) for key in counts},
-        "zero": first.integer("zero", least=0),
-        **{key: first.flag(key) for key in ("sequence_parallel", "regather")},
-        "model": top.text("model"),
-        "sequence": top.integer("sequence"),
-        "policy": ["serial", f"{name}:{chosen}" if chosen else name],
-    }

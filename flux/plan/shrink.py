@@ -33,25 +33,25 @@ _MOST_LAYERS = 8
 
 
 def shrunk(
-    given: Mapping[str, Any], ranks: int, exact: bool, check: Callable[[dict[str, Any]], object]
+    plan: Mapping[str, Any], ranks: int, exact: bool, check: Callable[[dict[str, Any]], object]
 ) -> dict[str, Any]:
     """Return what changes of a plan's options, so that it runs on so many ranks.
 
     Args:
-        given: options of `flux plan run`, those of the plan among them.
+        plan: options of `flux plan run` that the plan sets.
         ranks: that there are.
         exact: whether all of them have to take part, as under torchrun.
-        check: raises ValueError if options cannot be run.
+        check: raises ValueError if the plan cannot be run with these changes.
 
     Raises:
         ValueError: the policy takes no smaller step; the message has the reason of the last one.
     """
-    layer = model_of(given["model"]).layer
+    layer = model_of(plan["model"]).layer
     why = f"its degrees have no divisors with a product of {ranks}"
-    for degrees in _degrees(given, ranks, exact):
-        for changes in _steps(given, degrees, layer):
+    for degrees in _degrees(plan, ranks, exact):
+        for changes in _steps(plan, degrees, layer):
             try:
-                check({**given, **changes})
+                check(changes)
             except ValueError as error:
                 why = str(error)
                 continue
@@ -59,15 +59,15 @@ def shrunk(
     raise ValueError(f"the plan cannot be shrunk to {ranks} ranks: {why}")
 
 
-def changes_of(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, list[Any]]:
+def changes_of(plan: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return [before, after] of everything that shrinking changes, by name.
 
     Args:
-        given: options of the plan.
+        plan: its options.
         changes: of ``shrunk``.
     """
-    model = model_of(given["model"])
-    before = {**given, "layers": model.layers, "scale": 1}
+    model = model_of(plan["model"])
+    before = {**plan, "layers": model.layers, "scale": 1}
     pairs = {key: [before[key], value] for key, value in changes.items()}
     scale = pairs.pop("scale")[1]
     pairs["hidden"] = [model.layer.hidden, model.layer.hidden // scale]
@@ -76,9 +76,9 @@ def changes_of(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _degrees(given: Mapping[str, Any], ranks: int, exact: bool) -> Iterator[dict[str, int]]:
+def _degrees(plan: Mapping[str, Any], ranks: int, exact: bool) -> Iterator[dict[str, int]]:
     """Yield the degrees that are tried, the best first."""
-    sizes = [[n for n in range(1, given[key] + 1) if given[key] % n == 0] for key in DEGREES]
+    sizes = [[n for n in range(1, plan[key] + 1) if plan[key] % n == 0] for key in DEGREES]
     found = [of for of in product(*sizes) if prod(of) == ranks or (not exact and prod(of) < ranks)]
     found.sort(key=lambda of: (prod(of), sum(n > 1 for n in of), of), reverse=True)
     for of in found:
@@ -86,7 +86,7 @@ def _degrees(given: Mapping[str, Any], ranks: int, exact: bool) -> Iterator[dict
 
 
 def _steps(
-    given: Mapping[str, Any], degrees: Mapping[str, int], layer: Layer
+    plan: Mapping[str, Any], degrees: Mapping[str, int], layer: Layer
 ) -> Iterator[dict[str, Any]]:
     """Yield the changes that are tried with these degrees, the smallest step first."""
     scale = 1
@@ -95,10 +95,10 @@ def _steps(
     for per_stage, for_each in product(range(2, _MOST_LAYERS + 1), (4, 5, 6, 8)):
         yield {
             **degrees,
-            "ep": gcd(given["ep"], degrees["dp"]),
+            "ep": gcd(plan["ep"], degrees["dp"]),
             "layers": per_stage * degrees["pp"],
             "scale": scale,
-            "sequence": min(given["sequence"], TOKENS),
-            "micro_batch": gcd(given["micro_batch"], MOST_SEQUENCES),
-            "micro_batches": min(given["micro_batches"], for_each * degrees["pp"]),
+            "sequence": min(plan["sequence"], TOKENS),
+            "micro_batch": gcd(plan["micro_batch"], MOST_SEQUENCES),
+            "micro_batches": min(plan["micro_batches"], for_each * degrees["pp"]),
         }

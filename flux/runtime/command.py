@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flux.cli import options
+from flux.cli.options import with_options
 from flux.cli.ranks import check_writable, speaks, torchrun_or_own, watched_ranks
 from flux.cli.terminal import open_console, refuse, say, writing
-from flux.plan.command import (
-    SHARED,
+from flux.plan.command import draw, title_of, write, write_trace
+from flux.plan.options import (
     Cp,
     Dp,
     Ep,
@@ -32,37 +34,43 @@ from flux.plan.command import (
     Tp,
     TraceFile,
     Zero,
-    draw,
-    parsed,
+    parse_policy,
     step_with,
-    title_of,
-    write,
-    write_trace,
 )
 
 if TYPE_CHECKING:
+    from flux.plan.policies import Policies
     from flux.runtime.run import PlanRun
 
 
+@dataclass(frozen=True)
+class SmallStepOptions:
+    """A step that is small enough for CPUs, the policies that plan it, and the hosts."""
+
+    policy: Policy = None
+    model: Model = "gpt-6.7b"
+    tp: Tp = 2
+    dp: Dp = 1
+    pp: Pp = 1
+    cp: Cp = 1
+    ep: Ep = 1
+    sequence_parallel: SequenceParallel = False
+    layers: Layers = 2
+    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8
+    sequence: Sequence = 256
+    micro_batch: MicroBatch = 2
+    micro_batches: MicroBatches = None
+    zero: Zero = 1
+    regather: Regather = False
+    shard: Shard = 0
+    hosts: options.Hosts = "1"
+    link_rate: options.LinkRate = None
+
+
+@with_options
 def run_command(
-    policy: Policy = None,
-    model: Model = "gpt-6.7b",
-    tp: Tp = 2,
-    dp: Dp = 1,
-    pp: Pp = 1,
-    cp: Cp = 1,
-    ep: Ep = 1,
-    sequence_parallel: SequenceParallel = False,
-    layers: Layers = 2,
-    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8,
-    sequence: Sequence = 256,
-    micro_batch: MicroBatch = 2,
-    micro_batches: MicroBatches = None,
-    zero: Zero = 1,
-    regather: Regather = False,
-    shard: Shard = 0,
-    hosts: options.Hosts = "1",
-    link_rate: options.LinkRate = None,
+    step: SmallStepOptions,
+    *,
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Use this profile; measure none.")
     ] = None,
@@ -98,88 +106,97 @@ def run_command(
     First every operator is measured by itself, and beside communication. The trace has predicted
     and measured timelines above each other.
     """
-    given = dict(locals(), policy=policy or ["serial", "domino"])
-    smaller = _take_plan(given)
-    config, (_, found) = _on_ranks(given)
+    settings = {
+        "profile": profile,
+        "repeats": repeats,
+        "warmup": warmup,
+        "threads": threads,
+        "seed": seed,
+        "timeout_s": timeout,
+    }
+    policies: Policies | None = None
+    smaller: dict[str, list[Any]] = {}
+    if searched is not None:
+        step, policies, smaller = _take_plan(searched, shrink, step, settings)
+    elif shrink:
+        refuse("--shrink needs --plan FILE")
+    for target in (trace, picture, json_target):
+        if speaks() and target not in (None, "-"):
+            check_writable(str(target))
+    hint = "" if searched is None else "; --shrink makes the plan smaller"
+    silent = quiet or json_target == "-"
+    config, (_, runs) = _on_ranks(step, policies, settings, hint=hint, silent=silent)
     if not speaks():
         return
     from flux.plan import report
 
     name = config.cluster.name
     rows = []
-    for ran in found:
-        row = report.document(ran.label, config.step, name, ran.run)
-        row["iteration_ms"] = sorted(ran.times_ms)[len(ran.times_ms) // 2]
-        row |= {"predicted_ms": ran.predicted.iteration_ms, "times_ms": list(ran.times_ms)}
+    for policy_run in runs:
+        row = report.document(policy_run.label, config.step, name, policy_run.run)
+        times = policy_run.times_ms
+        row["iteration_ms"] = sorted(times)[len(times) // 2]
+        row |= {"predicted_ms": policy_run.predicted.iteration_ms, "times_ms": list(times)}
         rows.append(row | ({"shrunk": smaller} if smaller else {}))
-    if not quiet and json_target != "-":
-        report.show(rows, title_of(config.step, name), open_console())
+    title = title_of(config.step, name)
+    if not silent:
+        report.show(rows, title, open_console())
     write(rows[0] if len(rows) == 1 else rows, json_target)
-    both = [
-        (f"{r.label}, {what}", t)
-        for r in found
-        for what, t in (("predicted", r.predicted), ("run", r.run))
-    ]
-    write_trace(both, trace)
-    draw(title_of(config.step, name), both, picture)
+    timelines = []
+    for policy_run in runs:
+        timelines.append((f"{policy_run.label}, predicted", policy_run.predicted))
+        timelines.append((f"{policy_run.label}, run", policy_run.run))
+    if trace is not None:
+        write_trace(timelines, trace)
+    if picture is not None:
+        draw(title, timelines, picture)
 
 
-def _take_plan(given: dict[str, Any]) -> dict[str, list[Any]]:
-    """Put the plan of --plan into the options, with --shrink made small.
+def _take_plan(
+    file: str, shrink: bool, step: SmallStepOptions, settings: dict[str, Any]
+) -> tuple[SmallStepOptions, Policies, dict[str, list[Any]]]:
+    """Return the options of a plan in a file, made small with --shrink, and its policies.
 
     Returns:
-        [before, after] of what was made smaller, by name.
+        Options; policies; and [before, after] of what was made smaller, by name.
     """
-    if given["searched"] is None:
-        if given["shrink"]:
-            refuse("--shrink needs --plan FILE")
-        return {}
     from flux.launch.torchrun import torchrun_world
-    from flux.plan.search import winner_of
+    from flux.plan.search_output import winner_of
     from flux.plan.shrink import changes_of, shrunk
 
-    own = {"layers": 2, "scale": 8, "sequence": 256}
-    if given["shrink"] and any(given[key] != value for key, value in own.items()):
+    default = SmallStepOptions()
+    own = ("layers", "scale", "sequence")
+    if shrink and any(getattr(step, name) != getattr(default, name) for name in own):
         refuse("--shrink chooses --layers, --scale and --sequence: leave these out")
     try:
-        given |= winner_of(given["searched"])
-        if not given["shrink"]:
-            return {}
+        plan, policies = winner_of(file)
+        step = replace(step, **plan)
+        if not shrink:
+            return step, policies, {}
         here = torchrun_world()
         ranks = max(2, os.cpu_count() or 1) if here is None else here
-        changes = shrunk(given, ranks, here is not None, _config)
+        changes = shrunk(
+            plan,
+            ranks,
+            here is not None,
+            lambda changes: _config(replace(step, **changes), policies, settings),
+        )
     except OSError as error:
-        refuse(f"{given['searched']}: {error.strerror}")
+        refuse(f"{file}: {error.strerror}")
     except ValueError as error:
         refuse(str(error))
-    smaller = changes_of(given, changes)
-    given |= changes
+    smaller = changes_of(asdict(step), changes)
     if speaks():
         words = [f"{key} {before} to {after}" for key, (before, after) in smaller.items()]
         print(f"shrunk: {', '.join(words) or 'nothing'}", file=sys.stderr)
-    return smaller
+    return replace(step, **changes), policies, smaller
 
 
+@with_options
 def profile_command(
     out: Annotated[str, typer.Option(metavar="FILE", help="Write the profile to FILE.")],
-    policy: Policy = None,
-    model: Model = "gpt-6.7b",
-    tp: Tp = 2,
-    dp: Dp = 1,
-    pp: Pp = 1,
-    cp: Cp = 1,
-    ep: Ep = 1,
-    sequence_parallel: SequenceParallel = False,
-    layers: Layers = 2,
-    scale: Annotated[int, typer.Option(help="Divisor of the model's sizes.")] = 8,
-    sequence: Sequence = 256,
-    micro_batch: MicroBatch = 2,
-    micro_batches: MicroBatches = None,
-    zero: Zero = 1,
-    regather: Regather = False,
-    shard: Shard = 0,
-    hosts: options.Hosts = "1",
-    link_rate: options.LinkRate = None,
+    step: SmallStepOptions,
+    *,
     pairs: Annotated[
         bool, typer.Option(help="Measure forward operators beside backward ones, for dhelix.")
     ] = False,
@@ -191,52 +208,50 @@ def profile_command(
 ) -> None:
     """Measure the operators of a step, by themselves and beside communication."""
     check_writable(out)
-    given = dict(
-        locals(),
-        policy=policy or ["serial", "domino"],
-        profile=None,
-        warmup=0,
-        trace=None,
-        picture=None,
-        json_target=None,
-    )
-    _, (measured, _) = _on_ranks(given, only_profile=True)
+    settings = {
+        "pairs": pairs,
+        "repeats": repeats,
+        "warmup": 0,
+        "threads": threads,
+        "seed": seed,
+        "timeout_s": timeout,
+    }
+    _, (profile, _) = _on_ranks(step, None, settings, only_profile=True, silent=quiet)
     if speaks():
         with writing(out):
-            measured.write(Path(out))
+            profile.write(Path(out))
         if not quiet:
-            count = len(measured.oef) + len(measured.pairs)
-            say(f"wrote {out}: {len(measured.solo)} operators, {count} pairs")
+            count = len(profile.oef) + len(profile.pairs)
+            say(f"wrote {out}: {len(profile.solo)} operators, {count} pairs")
 
 
-def _config(given: dict[str, Any]) -> PlanRun:
+def _config(step: SmallStepOptions, policies: Policies | None, settings: dict[str, Any]) -> PlanRun:
     """Return the configuration of a run.
+
+    Args:
+        step: what is run.
+        policies: that are compared; None: those of the options.
+        settings: fields of ``PlanRun``, with ``profile`` the name of a file.
 
     Raises:
         ValueError: bad options, or a policy that cannot plan this step.
         OSError: the profile cannot be read.
     """
-    from dataclasses import replace
-
     from flux.bench.config import check_memory
     from flux.bench.model import scaled
     from flux.runtime.profile import read_profile
     from flux.runtime.run import PlanRun, memory_of, predictions, schedules_of
 
-    step = step_with(**{name: given[name] for name in SHARED}, dtype="float32")
-    layer = scaled(step.layer, given["scale"], given["tp"])
+    whole = step_with(step, dtype="float32")
+    if policies is None:
+        policies = tuple(map(parse_policy, step.policy or ["serial", "domino"]))
+    profile = settings.get("profile")
     config = PlanRun(
-        step=replace(step, layer=layer),
-        policies=tuple(parsed(text) for text in given["policy"]),
-        pairs=given.get("pairs", False),
-        profile=read_profile(Path(given["profile"])) if given["profile"] else None,
-        repeats=given["repeats"],
-        warmup=given["warmup"],
-        threads=given["threads"],
-        seed=given["seed"],
-        timeout_s=given["timeout"],
-        hosts=given["hosts"],
-        link_rate=given["link_rate"],
+        step=replace(whole, layer=scaled(whole.layer, step.scale, step.tp)),
+        policies=policies,
+        hosts=step.hosts,
+        link_rate=step.link_rate,
+        **settings | {"profile": None if profile is None else read_profile(Path(profile))},
     )
     # All of this raises here, before any rank starts.
     schedules = schedules_of(config, config.profile)
@@ -246,21 +261,23 @@ def _config(given: dict[str, Any]) -> PlanRun:
     return config
 
 
-def _on_ranks(given: dict[str, Any], only_profile: bool = False) -> Any:
-    """Return the configuration, and what its ranks found; exit for bad input."""
+def _on_ranks(
+    step: SmallStepOptions,
+    policies: Policies | None,
+    settings: dict[str, Any],
+    *,
+    only_profile: bool = False,
+    hint: str = "",
+    silent: bool,
+) -> Any:
+    """Return the configuration, and the profile and runs of its ranks; exit for bad input."""
     from flux.bench.launch import on_ranks
     from flux.runtime.run import run_entry
 
-    for target in ("trace", "picture", "json_target"):
-        if speaks() and given[target] not in (None, "-"):
-            check_writable(given[target])
-    world = prod(given[name] for name in ("tp", "cp", "dp", "pp"))
-    torchrun_or_own(world, given["hosts"])
+    torchrun_or_own(prod((step.tp, step.cp, step.dp, step.pp)), step.hosts)
     try:
-        config = _config(given)
+        config = _config(step, policies, settings)
     except (ValueError, OSError) as error:
-        hint = "; --shrink makes the plan smaller" if given.get("searched") else ""
         refuse(f"{error}{hint}")
-    silent = given["quiet"] or given["json_target"] == "-" or not speaks()
-    with watched_ranks(silent) as progress:
+    with watched_ranks(silent or not speaks()) as progress:
         return config, on_ranks(run_entry, config, only_profile, progress)

@@ -22,11 +22,11 @@ from flux.core.knobs import Op as FusedOp
 from flux.core.problem import Problem
 from flux.machine.cluster import load_cluster
 from flux.plan.build import build_step
-from flux.plan.command import parsed
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.graph import Graph, GraphError, Operator
 from flux.plan.model import Parallel, TrainingStep, step_of
+from flux.plan.options import parse_policy
 from flux.plan.policies import planned, policy_names, policy_of
 from flux.plan.policies.passes import one_f_one_b
 from flux.plan.schedule import StepSchedule, read_schedule
@@ -565,12 +565,12 @@ def test_a_wrong_option_gets_one_line_with_the_right_ones(name: str) -> None:
 
 
 def test_options_of_a_policy_are_given_once_and_may_be_fractions() -> None:
-    assert parsed("centauri:memory_gb=1.5,model=false") == (
+    assert parse_policy("centauri:memory_gb=1.5,model=false") == (
         "centauri",
         {"memory_gb": 1.5, "model": False},
     )
     with pytest.raises(ValueError, match="slices is given twice"):
-        parsed("domino:slices=2,slices=4")
+        parse_policy("domino:slices=2,slices=4")
 
 
 # -- one model of collectives ----------------------------------------------------------------------

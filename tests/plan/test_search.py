@@ -14,10 +14,10 @@ from flux.cli.app import app
 from flux.machine.cluster import load_cluster
 from flux.plan import search as searching
 from flux.plan.build import build_step
-from flux.plan.command import parsed
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, step_of
+from flux.plan.options import parse_policy
 from flux.plan.policies import planned, policy_of
 from flux.plan.sample import Figures, estimates, from_few_micro_batches, whole
 from flux.plan.search import (
@@ -27,14 +27,14 @@ from flux.plan.search import (
     SearchedPlan,
     default_policies,
     estimate,
-    layout_of,
     layouts,
     search,
-    winner_of,
 )
+from flux.plan.search_output import layout_of, winner_of
 from flux.plan.shrink import changes_of, shrunk
 from flux.plan.simulate import simulate
-from flux.runtime.command import _config
+from flux.runtime.command import SmallStepOptions, _config
+from flux.runtime.run import PlanRun
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -227,6 +227,13 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     first = content["plans"][0]
     assert {"policy", "model", "cluster", "tp", "dp", "pp", "iteration_ms"} <= set(first)
     assert first["tp"] * first["dp"] * first["pp"] == 2
+    # 4 sequences of 256 tokens; 32 layers of hidden size 4096; a peak of 989.4 TFLOPS.
+    seconds = first["iteration_ms"] / 1e3
+    of_token = 6 * 32 * (12 * 4096**2 + 4096 * 256)
+    assert first["tokens_per_s"] == pytest.approx(4 * 256 / seconds)
+    assert first["mfu"] == pytest.approx(of_token * first["tokens_per_s"] / (2 * 989.4e12))
+    assert f"{first['tokens_per_s']:,.0f} tokens/s, {100 * first['mfu']:.1f}% MFU" in result.output
+    assert "layout: ranks by kind of parallelism (" in result.output
     assert content["why"] and trace.stat().st_size and "<svg" in page.read_text()
     ran = run(app, ["plan", "run", "--plan", str(out), "--shrink", "--repeats", "1", "--json", "-"])
     assert ran.exit_code == 0, ran.output
@@ -238,11 +245,9 @@ def test_the_command_writes_plans_that_run_takes(tmp_path: Path) -> None:
     assert bad.exit_code == 2 and "is not an outcome of flux plan search" in bad.output
     # All degrees are taken over, and checked.
     out.write_text(json.dumps(content | {"plans": [first | {"cp": 2, "dp": 4, "ep": 2}]}))
-    assert {key: winner_of(str(out))[key] for key in ("cp", "dp", "ep")} == {
-        "cp": 2,
-        "dp": 4,
-        "ep": 2,
-    }
+    plan, policies = winner_of(str(out))
+    assert [plan[key] for key in ("cp", "dp", "ep")] == [2, 4, 2]
+    assert policies == (("serial", {}), ("domino", {"slices": 2}))
     for key, value in (("ep", "2"), ("zero", True), ("regather", 1)):
         out.write_text(json.dumps(content | {"plans": [first | {key: value}]}))
         with pytest.raises(ValueError, match=f"plans.json is not an outcome.*{key}: expected"):
@@ -271,20 +276,26 @@ def test_a_plan_for_a_cluster_shrinks_to_the_ranks_here(
 ) -> None:
     plan = {"tp": 1, "cp": 1, "dp": 1, "pp": 1, "ep": 1, "micro_batch": 1, "micro_batches": 64}
     plan |= {"zero": 1, "sequence_parallel": False, "regather": False} | degrees
-    name, options = parsed(policy)
+    name, options = parse_policy(policy)
     plan["policy_options"] = {"name": name, **options}
     path = tmp_path / "plans.json"
     path.write_text(json.dumps({"model": "llama2-70b", "sequence": 4096, "plans": [plan]}))
-    given = winner_of(str(path)) | dict.fromkeys(("profile", "link_rate")) | {"shard": 0}
-    given |= {"repeats": 1, "warmup": 0, "threads": 1, "seed": 0, "timeout": 9.0, "hosts": "1"}
-    changes = shrunk(given, ranks, False, _config)
+    plan, policies = winner_of(str(path))
+    assert policies[1] == (name, options)
+    settings = {"repeats": 1, "warmup": 0, "timeout_s": 9.0}
+
+    def config_of(changes: dict[str, Any]) -> PlanRun:
+        """Plans the step under the policy."""
+        return _config(replace(SmallStepOptions(), **plan | changes), policies, settings)
+
+    changes = shrunk(plan, ranks, False, config_of)
     world = changes["tp"] * changes["cp"] * changes["dp"] * changes["pp"]
     assert 1 < world <= ranks and changes["sequence"] <= 256
     for key in ("tp", "cp", "dp", "pp", "micro_batches"):
         assert changes[key] <= plan[key] and plan[key] % changes[key] == 0
-    config = _config(given | changes)  # which plans the step under the policy
+    config = config_of(changes)
     assert config.step.layer.hidden == 512 and config.step.layers <= 40
-    assert changes_of(given, changes)["hidden"] == [8192, 512]
+    assert changes_of(plan, changes)["hidden"] == [8192, 512]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ from flux.machine import host
 from flux.machine.cluster import Cluster, load_cluster
 from flux.machine.detection import System
 from flux.plan.schedule import read_schedule
-from flux.plan.search import winner_of
+from flux.plan.search_output import winner_of
 from flux.runtime.profile import read_profile
 from flux.select.cache import Cache, read, read_export
 from flux.select.cost import predict

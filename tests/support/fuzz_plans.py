@@ -16,12 +16,11 @@ from flux.core.problem import Problem
 from flux.machine.cluster import Cluster, load_cluster
 from flux.opsim import simulator as op_simulator
 from flux.plan.build import build_step
-from flux.plan.command import parsed as parsed_policy
 from flux.plan.cost import AnalyticCost
 from flux.plan.fabric import Fabric
 from flux.plan.model import Parallel, step_of
 from flux.plan.picture import page as page_of_plan
-from flux.plan.policies import planned, policy_of
+from flux.plan.policies import Policies, planned, policy_of
 from flux.plan.report import explain
 from flux.plan.schedule import StepSchedule
 from flux.plan.simulate import simulate
@@ -81,16 +80,16 @@ def plans_text() -> bytes:
     return (json.dumps(found, indent=1) + "\n").encode()
 
 
-def check_winner_of(given: dict[str, Any]) -> None:
+def check_winner_of(winner: tuple[dict[str, Any], Policies]) -> None:
     """Its step can be planned, or there is an error in words, as for options in the command."""
-    serial, text = given["policy"]
-    assert serial == "serial"
-    degrees = {name: given[name] for name in ("tp", "cp", "dp", "pp", "ep")}
+    plan, (serial, chosen) = winner
+    assert serial == ("serial", {})
+    degrees = {name: plan[name] for name in ("tp", "cp", "dp", "pp", "ep")}
     try:
-        parallel = Parallel(**degrees, sequence=given["sequence_parallel"])
+        parallel = Parallel(**degrees, sequence=plan["sequence_parallel"])
         names = ("sequence", "micro_batch", "micro_batches", "zero", "regather")
-        step = step_of(given["model"], parallel, **{name: given[name] for name in names})
-        policy = policy_of(*parsed_policy(text))
+        step = step_of(plan["model"], parallel, **{name: plan[name] for name in names})
+        policy = policy_of(*chosen)
         if parallel.world * step.micro_batches <= 64:
             fabric = Fabric(replace(FABRIC.cluster, hosts=64), parallel)
             planned(policy, build_step(replace(step, layers=parallel.pp), fabric), fabric, COST)

@@ -1,0 +1,140 @@
+"""Options that the commands of `flux plan` share, and the step that they describe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from flux.plan.model import TrainingStep
+
+Model = Annotated[
+    str, typer.Option(help="Name of a model in tuning/shapes, or a file in that format.")
+]
+Policy = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        help="Policy, with options behind a colon: domino:slices=4,order=blocks. Repeat it to "
+        "compare. Default: serial and domino; of search: all.",
+    ),
+]
+ClusterName = Annotated[
+    str, typer.Option(help="Name of a cluster in tuning/clusters, or a file in that format.")
+]
+Hosts = Annotated[
+    int | None, typer.Option("--hosts", help="Hosts to assume, in place of the cluster's own.")
+]
+Tp = Annotated[int, typer.Option(help="Tensor parallel ranks.")]
+Dp = Annotated[int, typer.Option(help="Data parallel ranks.")]
+Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
+Cp = Annotated[int, typer.Option(help="Context parallel ranks.")]
+Ep = Annotated[int, typer.Option(help="Expert parallel ranks, among the data parallel ones.")]
+SequenceParallel = Annotated[
+    bool, typer.Option(help="AllGather and ReduceScatter in place of AllReduce.")
+]
+Layers = Annotated[int | None, typer.Option(help="Layers, in place of all of the model.")]
+Sequence = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
+MicroBatch = Annotated[int, typer.Option(help="Sequences of a micro-batch.")]
+MicroBatches = Annotated[
+    int | None, typer.Option(help="Micro-batches of a step (default: 1, or 4 for each stage).")
+]
+Zero = Annotated[int, typer.Option(help="0: AllReduce of gradients; 1: ZeRO-1; 3: FSDP.")]
+Shard = Annotated[
+    int, typer.Option(help="With --zero 3: data parallel ranks that share weights (0: all).")
+]
+Regather = Annotated[
+    bool, typer.Option(help="Gather inputs of column-parallel linears again in backward.")
+]
+TraceFile = Annotated[
+    str | None,
+    typer.Option("--trace", metavar="FILE", help="Write timelines for ui.perfetto.dev."),
+]
+PictureFile = Annotated[
+    str | None,
+    typer.Option(
+        "--html", metavar="FILE", help="Draw the timelines: an HTML page, or for *.svg a picture."
+    ),
+]
+MemoryGb = Annotated[
+    float | None, typer.Option(help="GB of a device that a plan may use (default: the device's).")
+]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """A step on a cluster, and the policies that plan it."""
+
+    policy: Policy = None
+    model: Model = "gpt3-175b"
+    cluster: ClusterName = "flux-h800"
+    hosts: Hosts = None
+    tp: Tp = 8
+    dp: Dp = 1
+    pp: Pp = 1
+    cp: Cp = 1
+    ep: Ep = 1
+    sequence_parallel: SequenceParallel = False
+    layers: Layers = None
+    sequence: Sequence = None
+    micro_batch: MicroBatch = 2
+    micro_batches: MicroBatches = None
+    zero: Zero = 1
+    regather: Regather = False
+    shard: Shard = 0
+    memory_gb: MemoryGb = None
+
+
+def step_with(options: Any, dtype: str | None = None) -> TrainingStep:
+    """Return the step that options describe: ``StepOptions``, or others with a step's fields.
+
+    Raises:
+        ValueError: no such model, or sizes that do not divide.
+    """
+    from flux.plan.model import Parallel, step_of
+
+    degrees = {name: getattr(options, name) for name in ("tp", "cp", "dp", "pp", "ep")}
+    return step_of(
+        options.model,
+        Parallel(**degrees, sequence=options.sequence_parallel),
+        sequence=options.sequence,
+        micro_batch=options.micro_batch,
+        micro_batches=options.micro_batches,
+        layers=options.layers,
+        dtype=dtype,
+        zero=options.zero,
+        regather=options.regather,
+        shard=options.shard,
+    )
+
+
+def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """Return (name, options) of a policy on the command line.
+
+    Raises:
+        ValueError: an option has no value, or is given twice.
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key or not value:
+            raise ValueError(f"policy {name}: expected option=value, got {part!r}")
+        if key in options:
+            raise ValueError(f"policy {name}: {key} is given twice")
+        options[key] = _value(value)
+    return name, options
+
+
+def _value(text: str) -> bool | int | float | str:
+    """Return the value that a text on the command line stands for."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

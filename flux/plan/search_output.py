@@ -1,0 +1,208 @@
+"""What `flux plan search` prints and writes, and reading its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as PrintedTable
+
+from flux.cli.terminal import PLAIN
+from flux.core.datafile import Table
+from flux.machine.cluster import Cluster
+from flux.plan.model import TrainingStep
+from flux.plan.policies import Policies
+from flux.plan.report import document
+from flux.plan.search import Found, Query, SearchedPlan, plan_of
+
+_DEGREES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
+
+
+def layout_of(step: TrainingStep) -> str:
+    """Return degrees and micro-batches of a step, as they are shown."""
+    p = step.parallel
+    degrees = [f"{name}={getattr(p, name)}" for name in _DEGREES]
+    words = [word for word in degrees if not word.endswith("=1")] or ["1 GPU"]
+    words.append(f"{step.micro_batches} x {step.micro_batch}")
+    if p.sequence:
+        words.append("sequence parallel" + (", regather" if step.regather else ""))
+    if step.zero == 3:
+        words.append("zero=3")
+    return " ".join(words)
+
+
+def title_of(plan: SearchedPlan) -> str:
+    """Return policy and layout, as they are shown."""
+    return f"{plan.label}, {layout_of(plan.step)}"
+
+
+def legend(plans: list[SearchedPlan]) -> str:
+    """Return what the words in the layouts of these plans mean."""
+    steps = [plan.step for plan in plans]
+    degrees = [
+        f"{name} {word}"
+        for name, word in _DEGREES.items()
+        if any(getattr(step.parallel, name) > 1 for step in steps)
+    ]
+    count, size = steps[0].micro_batches, steps[0].micro_batch
+    words = [
+        *([f"ranks by kind of parallelism ({', '.join(degrees)})"] if degrees else []),
+        f"{count} x {size}: {count} micro-batches of size {size} on each data parallel rank",
+    ]
+    if any(step.parallel.sequence for step in steps):
+        words.append("sequence parallel: norms are split over tensor parallel ranks too")
+    if any(step.parallel.sequence and step.regather for step in steps):
+        words.append("regather: backward gathers inputs again in place of keeping them")
+    if any(step.zero == 3 for step in steps):
+        words.append("zero=3: weights, gradients and optimizer are sharded (FSDP)")
+    return f"layout: {'; '.join(words)}"
+
+
+def tokens_per_s(plan: SearchedPlan) -> float:
+    """Return tokens of all ranks per second."""
+    return 1e3 * plan.step.batch_tokens / plan.iteration_ms
+
+
+def mfu(plan: SearchedPlan, cluster: Cluster) -> float | None:
+    """Return the model FLOPs utilization, at most 1; None if the device's peak is not known.
+
+    As in PaLM (arXiv 2204.02311, appendix B): operations that the model needs, over those that the
+    devices could do in that time. See ``TrainingStep.operations`` for what counts.
+    """
+    tflops = cluster.device.tflops.get(plan.step.dtype)
+    if not tflops:
+        return None
+    possible = 1e9 * tflops * plan.iteration_ms * plan.step.parallel.world
+    return plan.step.operations / possible
+
+
+def search_document(query: Query, found: Found, why: list[str]) -> dict[str, Any]:
+    """Return the JSON object of a search, of which ``winner_of`` reads the first plan."""
+    rows = []
+    for plan in found.ranked:
+        step, p = plan.step, plan.step.parallel
+        rows.append(
+            document(plan.label, step, query.cluster.name, plan)
+            | {
+                "tokens_per_s": tokens_per_s(plan),
+                "mfu": mfu(plan, query.cluster),
+                "cp": p.cp,
+                "ep": p.ep,
+                "sequence_parallel": p.sequence,
+                "micro_batch": step.micro_batch,
+                "micro_batches": step.micro_batches,
+                "zero": step.zero,
+                "regather": step.regather,
+                "policy_options": {"name": plan.policy, **plan.options},
+            }
+        )
+    return {
+        "model": query.model,
+        "gpus": query.gpus,
+        "batch": query.batch,
+        "sequence": query.sequence,
+        "memory_gb": query.memory_gb,
+        "layouts": found.layouts,
+        "simulated": found.simulated,
+        "too_large": found.too_large,
+        "refused": dict(found.reasons),
+        "why": why,
+        "plans": rows,
+    }
+
+
+def reasons(found: Found, cluster: Cluster) -> list[str]:
+    """Return lines that say where the winner's time goes, beside what came close.
+
+    Args:
+        found: a search's outcome.
+        cluster: of the search.
+    """
+    winner = found.ranked[0]
+    serial = plan_of(cluster, not winner.scaled, (winner.step, "serial", {}))
+    rows = [("the winner", winner)]
+    if isinstance(serial, SearchedPlan):
+        rows.append(("its layout without overlap", serial))
+    for plan in found.ranked:
+        if layout_of(plan.step) != layout_of(winner.step):
+            rows.append((f"the next layout, {layout_of(plan.step)}, {plan.label}", plan))
+            break
+    lines = []
+    for name, plan in rows:
+        idle = plan.iteration_ms - plan.compute_ms - plan.exposed_comm_ms
+        share = mfu(plan, cluster)
+        lines.append(
+            f"{name}: {tokens_per_s(plan):,.0f} tokens/s"
+            + (f", {100 * share:.1f}% MFU" if share is not None else "")
+            + f"; {plan.iteration_ms:.1f} ms = {plan.compute_ms:.1f} compute + "
+            f"{plan.exposed_comm_ms:.1f} exposed communication (of {plan.comm_ms:.1f}) + "
+            f"{max(idle, 0.0):.1f} idle and interference"
+        )
+    return lines
+
+
+def show(query: Query, found: Found, top: int, why: list[str], console: Console) -> None:
+    """Print the first plans as a table, its legend, and where the winner's time goes."""
+    title = (
+        f"{query.model} on {query.gpus} GPUs of {query.cluster.name}: {query.batch} sequences of "
+        f"{query.sequence}, {query.memory_gb:g} GB"
+    )
+    table = PrintedTable(title=title, title_justify="left")
+    table.add_column("policy", overflow="fold")
+    table.add_column("layout", overflow="fold")
+    for head in ("step\nms", "ratio", "exposed\nms", "MFU\n%", "GB"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for plan in found.ranked[:top]:
+        share = mfu(plan, query.cluster)
+        table.add_row(
+            plan.label,
+            layout_of(plan.step),
+            f"{plan.iteration_ms:.0f}",
+            f"{plan.iteration_ms / found.ranked[0].iteration_ms:.2f}",
+            f"{plan.exposed_comm_ms:.0f}",
+            "-" if share is None else f"{100 * share:.1f}",
+            f"{plan.peak_memory_bytes / 1e9:.1f}",
+        )
+    console.print(table)
+    if top > 0:
+        console.print(legend(list(found.ranked[:top])), **PLAIN)
+    for line in why:
+        console.print(line, **PLAIN)
+    short = sum(plan.scaled for plan in found.ranked)
+    console.print(
+        f"{found.layouts} layouts fit; {found.simulated} candidates were simulated with few "
+        f"layers, the best {len(found.ranked)} with all"
+        + (f", {short} of these with fewer micro-batches, and scaled" if short else "")
+        + f"; {found.too_large} need more memory.",
+        **PLAIN,
+    )
+
+
+def winner_of(path: str) -> tuple[dict[str, Any], Policies]:
+    """Return the first plan in a file of `flux plan search`: options of `flux plan run`, policies.
+
+    The policies are serial, to compare with, and the plan's.
+
+    Raises:
+        ValueError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    top = Table.load_json(Path(path), "an outcome of flux plan search")
+    plans = top.tables("plans")
+    if not plans:
+        top.fail("plans", "expected at least one")
+    first = plans[0]
+    policy_options = dict(first.scalars("policy_options"))
+    name = policy_options.pop("name", "")
+    if not isinstance(name, str) or not name:
+        first.fail("policy_options.name", "expected the name of a policy")
+    counts = ("tp", "cp", "dp", "pp", "ep", "micro_batch", "micro_batches")
+    plan = {
+        **{key: first.integer(key) for key in counts},
+        "zero": first.integer("zero", least=0),
+        **{key: first.flag(key) for key in ("sequence_parallel", "regather")},
+        "model": top.text("model"),
+        "sequence": top.integer("sequence"),
+    }
+    return plan, (("serial", {}), (name, policy_options))
