@@ -81,7 +81,7 @@ def front() -> str:
     """Two hosts at a large shape: flux and medium over unfused, and overlap efficiency."""
     header = ["link", "op", "flux", "one chunk per rank round a ring", "overlap efficiency"]
     rows = []
-    for link in ("500mbit", "1gbit"):
+    for link in multi_host.RATES:
         for op in ("ag_gemm", "gemm_rs"):
             document = load(multi_host.RESULTS / FRONT.format(op=op, link=link))
             fused, medium = (f"{ratio(document, name):.2f}" for name in ("flux", "medium"))
