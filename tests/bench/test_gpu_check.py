@@ -34,13 +34,6 @@ fi
 exit 0
 """
 COMMANDS = ("python3", "nvcc", "nvidia-smi", "g++", "compute-sanitizer")
-ORDER = [
-    "environment", "tma_store", "native", "plain", "test_small", "test_regressions", "test_gpu",
-    "kernels_large", "loopback", "virtual", "fp8", "kernels_small", "test_loopback", "memcheck",
-    "racecheck", "test_graphs", "test_processes", "test_interop", "test_bench", "tune", "trace",
-    "many_cases",
-]  # fmt: skip
-
 Run = Callable[..., "Outcome"]
 
 
@@ -110,51 +103,50 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
-def test_every_step_in_order_most_important_first(run: Run) -> None:
-    found = run()
-    assert found.status == 0, found.output
-    assert found.steps == ORDER
+def test_all_steps_run_and_leave_their_status(run: Run) -> None:
+    outcome = run()
+    assert outcome.status == 0, outcome.output
+    states = {path.name: path.read_text() for path in (outcome.work / "state").iterdir()}
+    assert states == dict.fromkeys(outcome.steps, "0\n")
     plain = "-o addopts= -p no:cacheprovider"
-    assert found.called(f"{plain} tests/gpu/test_gpu.py -x -k small or plain")
-    assert found.called("gpu_kernels.py") == 4
-    assert {path.name for path in (found.work / "state").iterdir()} == set(ORDER)
+    assert outcome.called(f"{plain} tests/gpu/test_gpu.py -x -k small or plain")
 
 
 def test_results_are_packed_after_every_step(run: Run) -> None:
-    found = run("environment")
-    pack = found.work / "pack"
+    outcome = run("environment")
+    pack = outcome.work / "pack"
     assert {path.name for path in pack.iterdir()} == {"results.tar.gz", "summary.txt"}
-    assert {"summary.txt", "state/environment", "tails/environment.log"} <= found.packed()
+    assert {"summary.txt", "state/environment", "tails/environment.log"} <= outcome.packed()
     assert "environment: status 0" in (pack / "summary.txt").read_text()
-    (found.work / "kernels.json").write_text("{}")
-    (found.work / "trace_a.json").write_text("{}")
-    found = run("plain")
+    (outcome.work / "kernels.json").write_text("{}")
+    (outcome.work / "trace_a.json").write_text("{}")
+    outcome = run("plain")
     assert {path.name for path in pack.iterdir()} <= {
         "results.tar.gz",
         "summary.txt",
         "traces.tar.gz",
     }
-    assert "kernels.json" in found.packed() and "trace_a.json" not in found.packed()
+    assert "kernels.json" in outcome.packed() and "trace_a.json" not in outcome.packed()
 
 
 def test_too_large_files_are_named_and_left_out(run: Run) -> None:
     run("environment")
     work = run("environment").work
     (work / "trace_huge.json").write_bytes(os.urandom(16 << 20))
-    found = run("plain")
+    outcome = run("plain")
     pack = work / "pack"
     assert not (pack / "traces.tar.gz").exists() and not (pack / "traces.tar.gz.part").exists()
     assert "traces.tar.gz: " in (pack / "summary.txt").read_text()
-    assert found.status == 0 and (pack / "results.tar.gz").stat().st_size < 1 << 20
+    assert outcome.status == 0 and (pack / "results.tar.gz").stat().st_size < 1 << 20
 
 
 def test_failed_step_does_not_stop_later_steps(run: Run) -> None:
-    found = run(FAIL="--plain --version")
-    assert found.status == 1 and found.steps == ORDER
-    assert (found.work / "state" / "plain").read_text() == "9\n"
-    assert "failed: environment plain" in found.output
-    again = run()
-    assert again.status == 1 and all("-c import" in call for call in again.calls)
+    outcome = run("environment", "plain", "fp8", FAIL="--plain --version")
+    assert outcome.status == 1 and outcome.steps == ["environment", "plain", "fp8"]
+    assert (outcome.work / "state" / "plain").read_text() == "9\n"
+    assert "failed: environment plain" in outcome.output
+    again = run("plain")
+    assert again.status == 1 and not again.called("--plain")
     assert "plain: done before, status 9" in again.output
 
 
@@ -166,11 +158,11 @@ def test_done_steps_are_skipped_unless_asked_for_again(run: Run) -> None:
 
 
 def test_interrupted_step_restarts(run: Run) -> None:
-    found = run("plain", "fp8", FLUX_GPU_CHECK_S="7", SLOW="--plain")
-    assert found.status == 1
-    assert "plain: cut short" in found.output and "fp8: no time left" in found.output
-    assert not (found.work / "state" / "plain").exists()
-    assert "summary.txt" in found.packed(), "packed although it was cut short"
+    outcome = run("plain", "fp8", FLUX_GPU_CHECK_S="7", SLOW="--plain")
+    assert outcome.status == 1
+    assert "plain: cut short" in outcome.output and "fp8: no time left" in outcome.output
+    assert not (outcome.work / "state" / "plain").exists()
+    assert "summary.txt" in outcome.packed(), "packed although it was cut short"
     again = run("plain", "fp8")
     assert again.status == 0 and again.called("gpu_kernels.py") == 2
 
@@ -182,22 +174,22 @@ def test_another_machine_resumes_from_the_packed_results(run: Run) -> None:
     packed = str(first.work / "pack" / "results.tar.gz")
     second = run("plain", "native", work="elsewhere", FLUX_GPU_CHECK_FROM=packed)
     assert second.called("gpu_kernels.py") == 0
-    assert second.called("g++") == 4 + 1  # units, and the link
+    assert second.called("g++ -shared") == 1, "each machine builds its own"
     assert (second.work / "kernels.json").read_text() == '{"shapes": []}'
 
 
 def test_absent_plugins_skip_their_steps(run: Run, tmp_path: Path) -> None:
     script = tmp_path / "root/benchmarks/gpu_check.sh"
     script.write_text(script.read_text().replace("in pytest $(", "in missing_plugin $("))
-    found = run("test_gpu", "plain")
-    assert found.status == 0 and found.steps == ["plain"]
-    assert "test_gpu: skipped, there is no missing_plugin" in found.output
+    outcome = run("test_gpu", "plain")
+    assert outcome.status == 0 and outcome.steps == ["plain"]
+    assert "test_gpu: skipped, there is no missing_plugin" in outcome.output
 
 
 def test_step_fails_if_a_test_fails_but_not_if_none_is_selected(run: Run) -> None:
     assert run("test_regressions").status == 0
-    found = run("--again", "test_regressions", REGRESSION="1")
-    assert found.status == 1 and "test_regressions: status 1" in found.output
+    outcome = run("--again", "test_regressions", REGRESSION="1")
+    assert outcome.status == 1 and "test_regressions: status 1" in outcome.output
 
 
 def test_kernels_load_eagerly(run: Run, tmp_path: Path) -> None:
