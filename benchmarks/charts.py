@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cpu_foundation
-import cpu_growth
 import cuda_host_time
 import kernel_choice
 import layers
 import multi_host
+import one_host as ranks_of_a_host
 import reliability
 import scale
-from common import LINK_NAMES, RESULTS, load, ratio, ratio_interval, unfused_interval
+from common import LINK_NAMES, RESULTS, ROOT, load, ratio, ratio_interval, unfused_interval
 from drawing import Bar, BarChart, Chart, Group, Line, LineChart, Series
 
 from flux.core.knobs import Op
@@ -96,7 +95,7 @@ def _layer_groups(case: tuple[str, int, int, int], phases: tuple[str, ...]) -> l
     model, scale, sequence, batch = case
     section = f"{model} / {scale}, {sequence} x {batch} tokens"
     for link in layers.LINKS:
-        found = load(layers.RESULTS / layers.file_name(*case, link))["phases"]
+        found = load(layers.path_of(*case, link))["phases"]
         each = [(found[phase]["ratio"], found[phase]["ratio_interval"]) for phase in phases]
         made = tuple(Bar(value, None if ends is None else tuple(ends)) for value, ends in each)
         groups.append(Group(LINK_NAMES[link], made, section))
@@ -141,10 +140,10 @@ def layer_models() -> Chart:
 def one_host() -> Chart:
     """Return flux over unfused by M, for the three ops."""
     groups = []
-    for m, n, k in [*cpu_foundation.LARGE, *reversed(cpu_foundation.SMALL)]:
-        found = [load(RESULTS / f"{op}_{m}x{n}x{k}_float32_w2.json") for op in Op.__members__]
-        made = tuple(method_bar(document, "flux") for document in found)
-        groups.append(Group(f"M = {m}", made, f"N x K = {n} x {k}"))
+    for m, n, k in [*ranks_of_a_host.LARGE, *reversed(ranks_of_a_host.SMALL)]:
+        paths = [ranks_of_a_host.result_path(op, (m, n, k)) for op in Op.__members__]
+        ratios = tuple(method_bar(load(path), "flux") for path in paths)
+        groups.append(Group(f"M = {m}", ratios, f"N x K = {n} x {k}"))
     return BarChart(
         "Two ranks of one host: few rows gain most",
         "float32, one thread per rank, two cores",
@@ -160,27 +159,27 @@ def growth() -> Chart:
     """Return times against M of one and of two ranks."""
     panels = []
     for op in ("ag_gemm", "gemm_rs"):
-        found: dict[tuple[int, int], dict[str, Any]] = {}
-        for m in cpu_growth.ROWS:
-            for world in (1, 2):
-                path = RESULTS / "growth" / cpu_growth.file_name(op, m, world)
-                try:
-                    found[m, world] = load(path)["methods"]
-                except FileNotFoundError:
-                    continue
-        sizes = sorted({m for m, _ in found})
-        drawn = [
-            Line(tuple((m, found[m, world][name]["overall_ms"]) for m in sizes), dashed)
+        paths = {
+            (m, world): ranks_of_a_host.growth_path(op, m, world)
+            for m in ranks_of_a_host.ROWS
+            for world in (1, 2)
+        }
+        methods = {
+            at: load(path)["methods"] for at, path in paths.items() if (ROOT / path).exists()
+        }
+        sizes = sorted({m for m, _ in methods})
+        curves = [
+            Line(tuple((m, methods[m, world][name]["overall_ms"]) for m in sizes), dashed)
             for name, world, dashed in (
                 ("unfused", 2, False),
                 ("flux", 2, False),
                 ("flux", 1, True),
             )
         ]
-        panels.append((Op[op].label, drawn))
+        panels.append((Op[op].label, curves))
     return LineChart(
         "Time against M, one rank and two",
-        f"N x K = {cpu_growth.N} x {cpu_growth.K}, float32, two cores",
+        f"N x K = {ranks_of_a_host.N} x {ranks_of_a_host.K}, float32, two cores",
         "M, rows of all ranks",
         "ms per call",
         (
@@ -270,9 +269,7 @@ def kernel_rating() -> Chart:
     """Return NVIDIA's estimate of our choice over its own, by M."""
     groups = [
         Group(f"M = {name}", (Bar(middle), Bar(most)))
-        for name, _, _, middle, most in kernel_choice.agreements(
-            load(RESULTS.parent / "heuristics" / "kernel_choice.json")
-        )
+        for name, _, _, middle, most in kernel_choice.agreements(load(kernel_choice.RESULT))
     ]
     return BarChart(
         "Chosen kernels, rated by NVIDIA's model",

@@ -36,14 +36,15 @@ def compute_below_network() -> None:
 
 
 def bench_op(
-    op: str, m: int, n: int, k: int, *, world: int, repeats: int, target: Path, extra: Sequence[str]
+    op: str, shape: Sequence[int], world: int, repeats: int, target: Path, extra: Sequence[str]
 ) -> dict[str, Any]:
     """Run `flux bench op` once, keep its raw JSON in `target`, and return it.
 
     Raises:
         SystemExit: the benchmark failed or a result was wrong; its message is on stderr already.
     """
-    arguments = ["bench", "op", "--op", op, "--m", str(m), "--n", str(n), "--k", str(k)]
+    m, n, k = map(str, shape)
+    arguments = ["bench", "op", "--op", op, "--m", m, "--n", n, "--k", k]
     arguments += ["--dtype", "float32", "--nproc", str(world), "--threads", "1"]
     return measured([*arguments, "--repeats", str(repeats), *extra], target)
 

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import cpu_foundation
 import layers
 import multi_host
+import one_host as ranks_of_a_host
 import reliability
 from common import RESULTS, load, ratio
 
@@ -39,7 +39,7 @@ def hosts() -> str:
 def training_ratios() -> list[float]:
     """Return the ratio of a training step of the GPT-3 layer for each of `layers.LINKS`."""
     return [
-        load(layers.RESULTS / layers.file_name(*layers.CASES[0], link))["phases"]["train"]["ratio"]
+        load(layers.path_of(*layers.CASES[0], link))["phases"]["train"]["ratio"]
         for link in layers.LINKS
     ]
 
@@ -58,14 +58,14 @@ def one_host() -> str:
     """Return the span of ratios for few rows and for many."""
 
     def span(shapes: list[tuple[int, int, int]]) -> str:
-        files = [f"{op}_{m}x{n}x{k}_float32_w2.json" for op in OPS for m, n, k in shapes]
-        found = [ratio(load(RESULTS / file), "flux") for file in files]
-        return f"{min(found):.2f} to {max(found):.2f}"
+        paths = [ranks_of_a_host.result_path(op, shape) for op in OPS for shape in shapes]
+        ratios = [ratio(load(path), "flux") for path in paths]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
-    few = [shape for shape in cpu_foundation.SMALL if shape[0] <= 64]
+    few = [shape for shape in ranks_of_a_host.SMALL if shape[0] <= 64]
     return (
         f"**Between two ranks of one host flux takes {span(few)} of the unfused path's time with "
-        f"up to 64 rows, and {span(cpu_foundation.LARGE)} with 1024 rows and more.**"
+        f"up to 64 rows, and {span(ranks_of_a_host.LARGE)} with 1024 rows and more.**"
     )
 
 

@@ -12,14 +12,13 @@ All times are predictions; nothing here is measured.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common import markdown, sizes, unbroken
+from common import RESULTS, keep, markdown, sizes, unbroken
 
 from flux.bench.shapes import load_shapes
 from flux.core.datafile import data_root
@@ -34,6 +33,7 @@ from flux.select.cycles import cost, cycles, divide
 from flux.select.heuristic import resolved
 from flux.select.kernel import best_of, default_configs
 
+RESULT = RESULTS.parent / "heuristics" / "kernel_choice.json"
 WORLD = 8
 SMS = 132
 GPU = "H200_SXM"
@@ -223,8 +223,7 @@ def main() -> None:
         "bands": None if model is None else bands_us(model),
         "shapes": [entry(shape, model) for shape in shapes()],
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    keep(document, options.json)
     print(paper_table(document))
     if model is not None:
         print()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from common import markdown, unbroken
+from common import RESULTS, markdown, unbroken
 
 from flux import _C
 from flux.kernels.registry import BuiltKernel, Registry
@@ -27,6 +27,7 @@ from flux.kernels.registry import BuiltKernel, Registry
 if TYPE_CHECKING:  # tables.py, which imports this file, does without the machine
     from ptx_machine import Counters, CudaDevice, Work
 
+RESULT = RESULTS.parent / "emulated" / "kernel_counters.json"
 WORLD = 8
 N, K = 1024, 2048
 ROWS = (1024, 3072)  # M of the two runs

@@ -40,8 +40,9 @@ def runs(
                 yield (*case, link)
 
 
-def file_name(model: str, scale: int, sequence: int, batch: int, link: str) -> str:
-    return f"{model}_{scale}_{sequence}x{batch}_{link}.json"
+def path_of(model: str, scale: int, sequence: int, batch: int, link: str) -> Path:
+    """Return where the raw JSON of a run is."""
+    return RESULTS / f"{model}_{scale}_{sequence}x{batch}_{link}.json"
 
 
 def run(
@@ -51,7 +52,7 @@ def run(
     arguments += ["--sequence", str(sequence), "--batch", str(batch)]
     arguments += ["--repeats", str(repeats), "--warmup", "2"]
     arguments += ["--hosts", "2", "--link-rate", link] if link != "none" else []
-    return measured(arguments, RESULTS / file_name(model, scale, sequence, batch, link))
+    return measured(arguments, path_of(model, scale, sequence, batch, link))
 
 
 def interval_text(ends: list[float] | None) -> str:

@@ -77,11 +77,8 @@ def run(
     knobs: list[str],
 ) -> dict[str, Any]:
     hosts, ranks = map(int, layout.split("x"))
-    m, n, k = shape
     extra = ["--hosts", str(hosts), "--link-rate", rate, "--warmup", "1", *knobs]
-    target = RESULTS / f"{name}.json"
-    world = hosts * ranks
-    return bench_op(op, m, n, k, world=world, repeats=repeats, target=target, extra=extra)
+    return bench_op(op, shape, hosts * ranks, repeats, RESULTS / f"{name}.json", extra)
 
 
 def tuned(op: str, shape: tuple[int, ...], layout: str, rate: str) -> list[str]:

@@ -18,8 +18,6 @@ from typing import Any
 
 import charts
 import conclusions
-import cpu_foundation
-import cpu_growth
 import cpu_overhead
 import cuda_host_time
 import dhelix_paper
@@ -30,6 +28,7 @@ import kernel_choice
 import kernel_counters
 import layers
 import multi_host
+import one_host
 import op_simulator
 import plan_hosts
 import reliability
@@ -38,11 +37,9 @@ from common import (
     LINK_NAMES,
     RESULTS,
     ROOT,
-    conditions,
     efficiency,
     load,
     markdown,
-    percent,
     ratio,
     unbroken,
 )
@@ -50,31 +47,8 @@ from common import (
 import tuning
 from flux.core.knobs import Op
 
-COUNTERS = RESULTS.parent / "emulated" / "kernel_counters.json"
-HEURISTICS = RESULTS.parent / "heuristics" / "kernel_choice.json"
 FRONT = "{op}_4096x8192x2048_2x1_{link}.json"
 FOLDER = ROOT / "docs" / "contribute" / "results"
-
-
-def foundation() -> str:
-    """Time over the unfused path, medium's in brackets, and overlap efficiency."""
-    header = ["M, N, K"]
-    for op in Op:
-        header += [op.label, "overlap"]
-    rows = []
-    shapes = [*cpu_foundation.LARGE, *reversed(cpu_foundation.SMALL)]
-    documents: list[dict[str, Any]] = []
-    for m, n, k in shapes:
-        line = [unbroken(f"{m}, {n}, {k}")]
-        for op in Op:
-            documents.append(load(RESULTS / f"{op.name}_{m}x{n}x{k}_float32_w2.json"))
-            fused = documents[-1]["methods"]["flux"]
-            shares = (
-                f"**{ratio(documents[-1], 'flux'):.2f}** ({ratio(documents[-1], 'medium'):.2f})"
-            )
-            line += [shares, percent(fused["overlap_efficiency"])]
-        rows.append(line)
-    return f"{markdown(header, rows)}\n\n{conditions(documents[0])}"
 
 
 def front() -> str:
@@ -90,127 +64,56 @@ def front() -> str:
     return markdown(header, rows)
 
 
-def overhead() -> str:
-    """The three tables of cpu_overhead.py."""
-    document = load(RESULTS / "overhead.json")
-    return cpu_overhead.tables(document)
-
-
-def growth() -> str:
-    """Per op, M against ranks: flux over unfused, over the whole GEMM, and what limits it."""
-    parts = []
-    for op in cpu_growth.OPS:
-        rows, last = [], None
-        for m in cpu_growth.ROWS:
-            line = [str(m)]
-            for world in cpu_growth.WORLDS:
-                path = RESULTS / "growth" / cpu_growth.file_name(op, m, world)
-                if (ROOT / path).exists():
-                    last = load(path)
-                    line.append(
-                        cpu_growth.cell(last, int(re.findall(r"(\d+) core", last["device"])[0]))
-                    )
-            if len(line) == len(cpu_growth.WORLDS) + 1:
-                rows.append(line)
-        if last is not None:
-            header = ["M", *(f"{w} rank{'s' if w > 1 else ''}" for w in cpu_growth.WORLDS)]
-            parts.append(f"**{op}**\n\n{markdown(header, rows)}")
-    return "\n\n".join(parts)
-
-
-def cuda_host() -> str:
-    """The table of cuda_host_time.py."""
-    found, before = (
-        load(RESULTS / f"{name}.json") for name in ("cuda_host_time", "cuda_host_time_before")
-    )
-    return cuda_host_time.table(found, before)
-
-
-def tuned() -> str:
-    """The tuner beside exhaustive search."""
-    document = load(RESULTS / "tuning.json")
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return f"{tuning.table(document['search'])}\n\n{document['device']}; {versions}; float32"
-
-
 def hosts() -> str:
-    """Every run between hosts, then hierarchical against flat."""
+    """Return every run between hosts, then hierarchical against flat."""
     documents = {
         path.stem: load(path) for path in sorted((ROOT / multi_host.RESULTS).glob("*bit*.json"))
     }
     return multi_host.tables(documents)
 
 
-def layer() -> str:
-    """Every run of layers.py, in the order of its cases and links."""
-    paths = [RESULTS.parent / "layers" / layers.file_name(*case) for case in layers.runs()]
-    return layers.table([load(path) for path in paths])
+def cuda_host() -> str:
+    """Return what the host does for a call on GPUs, now and before."""
+    documents = (load(RESULTS / f"cuda_host_time{part}.json") for part in ("", "_before"))
+    return cuda_host_time.table(*documents)
 
 
-def chosen_kernels() -> str:
-    """What the heuristics choose for the paper's shapes on a GPU."""
-    return kernel_choice.paper_table(load(HEURISTICS))
+def tuned() -> str:
+    """Return the tuner beside exhaustive search."""
+    document = load(RESULTS / "tuning.json")
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return f"{tuning.table(document['search'])}\n\n{document['device']}; {versions}; float32"
 
 
-def rated_kernels() -> str:
-    """Our choice of kernels beside NVIDIA's model."""
-    return kernel_choice.comparison_table(load(HEURISTICS))
-
-
-def counted_kernels() -> str:
-    """Instructions of fused kernels for a tile, beside a plain one's."""
-    return kernel_counters.table(load(COUNTERS))
-
-
-def simulated_times() -> str:
-    """Published times of fused ops beside simulated ones."""
-    return op_simulator.table(load(op_simulator.RESULT))
-
-
-def simulated_efficiencies() -> str:
-    """The Flux paper's overlap efficiencies beside simulated ones."""
-    return op_simulator.ranges_table(load(op_simulator.RESULT))
-
-
-def domino() -> str:
-    """Domino between two hosts beside Megatron's layers, Flux's and DeepSpeed's Domino."""
-    return domino_hosts.table(load(domino_hosts.RESULT))
-
-
-def simulated_variants() -> str:
-    """What explains the rows that are off."""
-    return op_simulator.variants_table(load(op_simulator.RESULT))
-
-
-def simulated_hosts() -> str:
-    """The Flux paper's figures between two hosts beside simulated ones."""
-    return op_simulator.two_hosts_table(load(op_simulator.RESULT))
+def of(make: Callable[..., str], path: Path, *arguments: Any) -> Callable[[], str]:
+    """Return a function that makes a table of one raw JSON."""
+    return lambda: make(load(path), *arguments)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "cpu": foundation,
+    "cpu": one_host.shapes_table,
     "front": front,
-    "overhead": overhead,
-    "growth": growth,
+    "overhead": of(cpu_overhead.tables, RESULTS / "overhead.json"),
+    "growth": one_host.growth_table,
     "hosts": hosts,
-    "layers": layer,
+    "layers": lambda: layers.table([load(layers.path_of(*case)) for case in layers.runs()]),
     "cuda_host": cuda_host,
     "tuning": tuned,
-    "kernel_choice": chosen_kernels,
-    "kernel_rating": rated_kernels,
-    "kernel_counters": counted_kernels,
-    "op_simulator": simulated_times,
-    "op_simulator_paper": simulated_efficiencies,
-    "plan_hosts": lambda: plan_hosts.table(load(plan_hosts.RESULT)),
-    "plan_hosts_says": lambda: plan_hosts.conclusion(load(plan_hosts.RESULT)),
-    "dhelix_paper": lambda: dhelix_paper.table(load(dhelix_paper.RESULT)),
-    "domino_hosts": domino,
-    "op_simulator_variants": simulated_variants,
-    "op_simulator_hosts": simulated_hosts,
-    "scale_weak": lambda: scale.table(load(scale.RESULT), "weak"),
-    "scale_strong": lambda: scale.table(load(scale.RESULT), "strong"),
-    "scale_across": lambda: scale.table(load(scale.RESULT), "across"),
-    "scale_largest": lambda: scale.largest_sentence(load(scale.RESULT)),
+    "kernel_choice": of(kernel_choice.paper_table, kernel_choice.RESULT),
+    "kernel_rating": of(kernel_choice.comparison_table, kernel_choice.RESULT),
+    "kernel_counters": of(kernel_counters.table, kernel_counters.RESULT),
+    "op_simulator": of(op_simulator.table, op_simulator.RESULT),
+    "op_simulator_paper": of(op_simulator.ranges_table, op_simulator.RESULT),
+    "plan_hosts": of(plan_hosts.table, plan_hosts.RESULT),
+    "plan_hosts_says": of(plan_hosts.conclusion, plan_hosts.RESULT),
+    "dhelix_paper": of(dhelix_paper.table, dhelix_paper.RESULT),
+    "domino_hosts": of(domino_hosts.table, domino_hosts.RESULT),
+    "op_simulator_variants": of(op_simulator.variants_table, op_simulator.RESULT),
+    "op_simulator_hosts": of(op_simulator.two_hosts_table, op_simulator.RESULT),
+    "scale_weak": of(scale.table, scale.RESULT, "weak"),
+    "scale_strong": of(scale.table, scale.RESULT, "strong"),
+    "scale_across": of(scale.table, scale.RESULT, "across"),
+    "scale_largest": of(scale.largest_sentence, scale.RESULT),
     **conclusions.SENTENCES,
     "soak": reliability.soak,
     "endings": reliability.endings,

@@ -1,7 +1,7 @@
 """Default knobs: they fill in what neither the user nor a winner has set. Pure functions.
 
 **CPU.** The defaults follow from measurements on a 2-core AVX-512 machine (fp32, one thread per
-rank, CPU time; `benchmarks/cpu_slabs.py`):
+rank, CPU time; `benchmarks/one_host.py --parts slabs`):
 
 * A GEMM cut into two slabs of rows packs its weight twice. Slabs of 1024 rows and more cost 0 to 5%
   over the whole GEMM, slabs of 512 rows 4 to 10%, slabs of 256 rows 7 to 20%.
