@@ -198,17 +198,17 @@ def table(content: dict[str, Any]) -> str:
     header += ["waited", "Centauri", "worst", "MB per host"]
     lines = []
     for run in content["runs"]:
-        found, sent = row(run), run["sent_bytes_of_a_host"]
+        figures, sent = row(run), run["sent_bytes_of_a_host"]
         lines.append(
             [
                 run["link"],
-                f"{found['fsdp2']:.0f} ms",
-                f"{100 * found['share']:.0f}%",
-                f"{found['ahead_ratio']:.2f}",
-                f"{found['kept_ratio']:.2f}",
-                f"{found['waited_ratio']:.2f}",
-                f"**{found['centauri_ratio']:.2f}**",
-                f"{found['worst']:.2f}",
+                f"{figures['fsdp2']:.0f} ms",
+                f"{100 * figures['share']:.0f}%",
+                f"{figures['ahead_ratio']:.2f}",
+                f"{figures['kept_ratio']:.2f}",
+                f"{figures['waited_ratio']:.2f}",
+                f"**{figures['centauri_ratio']:.2f}**",
+                f"{figures['worst']:.2f}",
                 f"{sent['fsdp2'] / 1e6:.0f} and {sent['centauri'] / 1e6:.0f}",
             ]
         )
@@ -229,11 +229,11 @@ def main() -> None:
         job = {"batch": options.batch, "repeats": options.repeats, "warmup": 2, "timeout_s": 60.0}
         host_of = [host for host in range(HOSTS) for _ in range(PER_HOST)]
         with Hosts(HOSTS, None if link == "none" else link) as hosts:
-            found = run_ranks(
+            outcome = run_ranks(
                 entry, job, HOSTS * PER_HOST, places=hosts.placed(host_of), timeout_s=60.0
             )
         command = " ".join(["python", "benchmarks/centauri_hosts.py", *sys.argv[1:]])
-        runs.append({"link": link, "command": command, **job, **found})
+        runs.append({"link": link, "command": command, **job, **outcome})
         print(link, {name: round(value, 3) for name, value in row(runs[-1]).items()}, flush=True)
         content = {
             "model": SIZES,

@@ -72,27 +72,27 @@ class Hierarchical(AnalyticCost):
 
 
 def cases() -> list[Case]:
-    found = []
+    every = []
     for model in MODELS:
         for batch in (1, 2, 4, 8):
-            found.append(Case("FSDP", "centauri-a", 2, model, Parallel(dp=16), batch, 3))
-            found.append(Case("DP", "centauri-a", 2, model, Parallel(dp=16), batch, 0))
+            every.append(Case("FSDP", "centauri-a", 2, model, Parallel(dp=16), batch, 3))
+            every.append(Case("DP", "centauri-a", 2, model, Parallel(dp=16), batch, 0))
     for shard in (16, 8, 4):
         for batch in (1, 2, 4):
-            found.append(
+            every.append(
                 Case("FSDP+DP", "centauri-a", 6, "big", Parallel(dp=48), batch, 3, shard=shard)
             )
     for tp, dp, batch in ((4, 4, 1), (4, 4, 2), (4, 4, 4), (8, 2, 1), (8, 2, 4)):
         parallel = Parallel(tp=tp, dp=dp, pp=3, sequence=True)
-        found.append(Case("TP+PP+DP", "centauri-a", 6, "small", parallel, batch, 0, 6))
-    found += [
-        replace(case, group=f"{case.group}, hierarchical", hierarchical=True) for case in found
+        every.append(Case("TP+PP+DP", "centauri-a", 6, "small", parallel, batch, 0, 6))
+    every += [
+        replace(case, group=f"{case.group}, hierarchical", hierarchical=True) for case in every
     ]
     for cluster in ("centauri-a", "centauri-b"):
         for ranks in (16, 64, 256):
             parallel = Parallel(dp=ranks)
-            found.append(Case(f"FSDP on {ranks}", cluster, ranks // 8, "small", parallel, 4, 3))
-    return found
+            every.append(Case(f"FSDP on {ranks}", cluster, ranks // 8, "small", parallel, 4, 3))
+    return every
 
 
 def timelines(case: Case) -> dict[str, Timeline]:
@@ -123,9 +123,9 @@ def timelines(case: Case) -> dict[str, Timeline]:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    found = timelines(case)
+    by_policy = timelines(case)
     limit = load_cluster(case.cluster).device.memory_gb
-    serial = found["serial"]
+    serial = by_policy["serial"]
     return {
         "group": case.group,
         "cluster": case.cluster,
@@ -134,11 +134,11 @@ def measured(case: Case) -> dict[str, Any]:
         "shard": case.shard,
         "degrees": {k: getattr(case.parallel, k) for k in ("tp", "pp", "dp")},
         "communication": serial.comm_ms / (serial.comm_ms + serial.compute_ms),
-        "fits": found["centauri"].peak_memory_bytes < 1e9 * limit,
-        **{f"{name}_ms": timeline.iteration_ms for name, timeline in found.items()},
-        "over_serial": serial.iteration_ms / found["centauri"].iteration_ms,
-        "over_direct": found["direct"].iteration_ms / found["centauri"].iteration_ms,
-        "over_coarse": found["coarse"].iteration_ms / found["centauri"].iteration_ms,
+        "fits": by_policy["centauri"].peak_memory_bytes < 1e9 * limit,
+        **{f"{name}_ms": timeline.iteration_ms for name, timeline in by_policy.items()},
+        "over_serial": serial.iteration_ms / by_policy["centauri"].iteration_ms,
+        "over_direct": by_policy["direct"].iteration_ms / by_policy["centauri"].iteration_ms,
+        "over_coarse": by_policy["coarse"].iteration_ms / by_policy["centauri"].iteration_ms,
     }
 
 

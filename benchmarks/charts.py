@@ -44,8 +44,10 @@ def hosts() -> Chart:
     for op in multi_host.OPS:
         for link in multi_host.RATES:
             name = multi_host.name_of(op, (m, n, k), "2x1", link)
-            found = load(multi_host.RESULTS / f"{name}.json")
-            both = tuple(method_bar(found, one, with_gemm=True) for one in ("flux", "medium"))
+            document = load(multi_host.RESULTS / f"{name}.json")
+            both = tuple(
+                method_bar(document, method, with_gemm=True) for method in ("flux", "medium")
+            )
             groups.append(Group(LINK_NAMES[link], both, Op[op].label))
     return BarChart(
         "Between two hosts: slower link, larger gain",
@@ -95,8 +97,8 @@ def _layer_groups(case: tuple[str, int, int, int], phases: tuple[str, ...]) -> l
     model, scale, sequence, batch = case
     section = f"{model} / {scale}, {sequence} x {batch} tokens"
     for link in layers.LINKS:
-        found = load(layers.path_of(*case, link))["phases"]
-        each = [(found[phase]["ratio"], found[phase]["ratio_interval"]) for phase in phases]
+        figures = load(layers.path_of(*case, link))["phases"]
+        each = [(figures[phase]["ratio"], figures[phase]["ratio_interval"]) for phase in phases]
         made = tuple(Bar(value, None if ends is None else tuple(ends)) for value, ends in each)
         groups.append(Group(LINK_NAMES[link], made, section))
     return groups
@@ -221,19 +223,19 @@ def overhead() -> Chart:
 
 def tuning() -> Chart:
     """Return tuned ops over unfused, by M."""
-    found = load(RESULTS / "tuning.json")["search"]["shapes"]
+    shapes = load(RESULTS / "tuning.json")["search"]["shapes"]
     bar_of = {}
-    for one in found:
-        rounds, name = one["rounds_ms"], one["tuned"]["name"]
+    for shape in shapes:
+        rounds, name = shape["rounds_ms"], shape["tuned"]["name"]
         ends = ratio_interval(rounds[name], rounds["unfused"])
-        bar_of[one["op"], one["m"]] = Bar(one["tuned_over_unfused"], ends)
+        bar_of[shape["op"], shape["m"]] = Bar(shape["tuned_over_unfused"], ends)
     sizes = sorted({m for _, m in bar_of})
     groups = [
         Group(f"M = {m}", tuple(bar_of[op, m] for op in ("ag_gemm", "gemm_rs"))) for m in sizes
     ]
     return BarChart(
         "Tuned ops are faster at every shape",
-        f"N x K = {found[0]['n']} x {found[0]['k']}, float32, two ranks of one host",
+        f"N x K = {shapes[0]['n']} x {shapes[0]['k']}, float32, two ranks of one host",
         OVER_UNFUSED,
         OPS[:2],
         groups,
@@ -283,16 +285,16 @@ def kernel_rating() -> Chart:
 
 def soak() -> Chart:
     """Return how often each disturbance hit the ranks of the soak."""
-    found = load(reliability.SOAK)
-    counts = found["counts"]
+    document = load(reliability.SOAK)
+    counts = document["counts"]
     groups = [
         Group(text, (Bar(counts[name]),), place)
         for place, names in reliability.DISTURBANCES.items()
         for name, text in names.items()
     ]
     return BarChart(
-        f"What {found['minutes']:.0f} minutes of soak did to four ranks",
-        f"{counts['compared']:,} results compared, {found['episodes']} episodes",
+        f"What {document['minutes']:.0f} minutes of soak did to four ranks",
+        f"{counts['compared']:,} results compared, {document['episodes']} episodes",
         "disturbances",
         (Series("disturbances", "blue"),),
         groups,
@@ -317,13 +319,13 @@ def scaling() -> Chart:
         *(("weak", "llama3-70b", count) for count in (32, 512, 16384)),
         *(("strong", "llama3-70b", count) for count in (1024, 4096, 16384)),
     ):
-        (found,) = (
+        (rows,) = (
             group
             for group in scale.by_case(content, study)
             if (group[0]["model"], group[0]["gpus"]) == (model, gpus)
         )
-        made = tuple(Bar(1 / row["speedup"], None, 1 / row["bound"]) for row in found[1:])
-        section = f"{model}, {found[0]['cluster']}, {study} scaling"
+        made = tuple(Bar(1 / row["speedup"], None, 1 / row["bound"]) for row in rows[1:])
+        section = f"{model}, {rows[0]['cluster']}, {study} scaling"
         groups.append(Group(f"{gpus:,} GPUs", made, section))
     return BarChart(
         "Simulated steps: what policies gain at scale",

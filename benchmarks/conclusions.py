@@ -71,13 +71,13 @@ def one_host() -> str:
 
 def tuned() -> str:
     """Return the speed-up over unfused and the price of the search."""
-    found: dict[str, Any] = load(RESULTS / "tuning.json")["search"]
-    least = 1 / found["worst_tuned_over_unfused"]
+    search: dict[str, Any] = load(RESULTS / "tuning.json")["search"]
+    least = 1 / search["worst_tuned_over_unfused"]
     return (
-        f"**Tuned knobs make ops {found['geometric_mean_speedup_over_unfused']:.2f} times as fast "
-        f"as the unfused path in the geometric mean over {len(found['shapes'])} shapes, and at "
+        f"**Tuned knobs make ops {search['geometric_mean_speedup_over_unfused']:.2f} times as fast "
+        f"as the unfused path in the geometric mean over {len(search['shapes'])} shapes, and at "
         f"least {math.floor(least * 100 + 0.5) / 100:.2f} times; the searches took "
-        f"{found['time_share']:.0%} of the time of exhaustive ones.**"
+        f"{search['time_share']:.0%} of the time of exhaustive ones.**"
     )
 
 
@@ -98,13 +98,13 @@ def cuda_host() -> str:
 
 def reliable() -> str:
     """Return how many results differed and how many findings there were."""
-    found, kinds = load(reliability.SOAK), load(reliability.FILES)["kinds"]
-    different = sum("another result" in one for one in found["findings"])
+    soak, kinds = load(reliability.SOAK), load(reliability.FILES)["kinds"]
+    different = sum("another result" in one for one in soak["findings"])
     cases = sum(sum(counts.values()) for counts in kinds.values())
     wrong = sum(counts["wrong"] for counts in kinds.values())
     return (
-        f"**Of {found['counts']['compared']:,} results of disturbed ranks {different or 'none'} "
-        f"differed from those of a quiet run; the soak had {len(found['findings']) - different} "
+        f"**Of {soak['counts']['compared']:,} results of disturbed ranks {different or 'none'} "
+        f"differed from those of a quiet run; the soak had {len(soak['findings']) - different} "
         f"other findings. Of {cases:,} damaged files {wrong or 'none'} had an undocumented "
         "outcome.**"
     )

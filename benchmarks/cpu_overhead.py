@@ -243,17 +243,17 @@ def workspace(name: str) -> dict[str, int]:
         return {"allocated": op.workspace_bytes, "needed": needed * item}
 
 
-def tables(found: dict[str, Any]) -> str:
+def tables(document: dict[str, Any]) -> str:
     """Markdown of all that was found."""
-    options = found["options"]
-    costs = found["call_cost_us"]
+    options = document["options"]
+    costs = document["call_cost_us"]
     cost_rows = []
     for part in next(iter(costs.values())):
         name, cells = COST_ROWS.get(part, part), [f"{costs[op][part]:.1f}" for op in costs]
         bold = "**" if part == "call" else ""
         cost_rows.append([f"{bold}{cell}{bold}" for cell in (name, *cells)])
     large_rows = []
-    for op, times in found["large_gemm_ms"].items():
+    for op, times in document["large_gemm_ms"].items():
         base = times["torch.mm"]
         cells = [
             f"{milliseconds(times[label])} ({times[label] / base:.3f}x)"
@@ -262,11 +262,11 @@ def tables(found: dict[str, Any]) -> str:
         large_rows.append([op, milliseconds(base), *cells])
     memory_rows = [
         [op, f"{marks[0] / 1024:.1f}", f"{marks[-1] / 1024:.1f}", f"{marks[-1] - marks[0]:+d}"]
-        for op, marks in found["resident_kib"].items()
+        for op, marks in document["resident_kib"].items()
     ]
     workspace_rows = [
         [op, str(w["allocated"]), str(w["needed"]), f"{w['allocated'] / w['needed']:.4f}"]
-        for op, w in found["workspace_bytes"].items()
+        for op, w in document["workspace_bytes"].items()
     ]
     calls, flat = options["calls"], options["flat_calls"]
     m, n, k = LARGE
@@ -290,13 +290,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=21, help="timed repeats")
     parser.add_argument("--flat-calls", type=int, default=10_000, help="calls of the memory check")
     options = vars(parser.parse_args())
-    found = run_ranks(measure, options, WORLD)
+    figures = run_ranks(measure, options, WORLD)
     content = {
         "device": host.device(),
         "versions": host.versions(),
         "command": "python benchmarks/cpu_overhead.py",
         "options": options,
-        **found,
+        **figures,
     }
     target = ROOT / RESULTS / "overhead.json"
     target.parent.mkdir(parents=True, exist_ok=True)

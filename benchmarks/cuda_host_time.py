@@ -132,13 +132,13 @@ class Recorded:
         self.last: Callable[[], object] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._native, name)
+        member = getattr(self._native, name)
         if name not in ("ag_gemm", "gemm_rs"):
-            return found
+            return member
 
         def call(*arguments: Any) -> Any:
-            self.last = lambda: found(*arguments)
-            return found(*arguments)
+            self.last = lambda: member(*arguments)
+            return member(*arguments)
 
         return call
 
@@ -238,13 +238,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         device = NullDevice(build(Path(folder)))
         ops = ("ag_gemm", "gemm_rs", "gemm_ar")
-        found = [measure(device, op, size) for size in SHAPES for op in ops]
+        measurements = [measure(device, op, size) for size in SHAPES for op in ops]
     content = {
         "command": "python benchmarks/cuda_host_time.py",
         "world": WORLD,
         "device": host.device(),
         "versions": host.versions(),
-        "ops": found,
+        "ops": measurements,
     }  # fmt: skip
     print(table(content), orders(content), sep="\n\n")
     if options.json:

@@ -224,7 +224,7 @@ def schedules(case: Case) -> tuple[dict[str, Any], bool, bool]:
     size = sizes.layers // p
     parts = {"wgrad": [list(range(rank * size, (rank + 1) * size))]}
     parts["dhelix"] = list(folded(range(sizes.layers), p, rank))
-    found: dict[str, Any] = {}
+    by_kind: dict[str, Any] = {}
     for kind, of in parts.items():
         places = [rank] if kind == "wgrad" else [rank, 2 * p - 1 - rank]
         count = p * len(places)
@@ -234,12 +234,12 @@ def schedules(case: Case) -> tuple[dict[str, Any], bool, bool]:
             stage = Stage(sizes, layers, place == 0, place == count - 1)
             stages.append(PipelineStage(stage, place, count, torch.device("cpu"), group=pipeline))
         if kind == "wgrad":
-            found[kind] = Schedule1F1B(stages[0], case.micro_batches, loss_of)
+            by_kind[kind] = Schedule1F1B(stages[0], case.micro_batches, loss_of)
         else:
-            found[kind] = ScheduleDHelix(
+            by_kind[kind] = ScheduleDHelix(
                 stages, case.micro_batches, loss_of, script=script_for(case)
             )
-    return found, rank == p - 1, rank == 0
+    return by_kind, rank == p - 1, rank == 0
 
 
 def run_case(case: Case, rank: int, progress: Progress) -> dict[str, Any]:
@@ -284,29 +284,29 @@ def measured(
         progress("steps", repeat + 1, case.repeats + 1)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, losses)
-    found = {
+    last_losses = {
         method: next(of[method] for of in everywhere if of[method])
         for method in METHODS
         if method != "compute"
     }
-    for method, values in found.items():
-        torch.testing.assert_close(values, found["serial"], rtol=1e-4, atol=1e-5)
+    for method, values in last_losses.items():
+        torch.testing.assert_close(values, last_losses["serial"], rtol=1e-4, atol=1e-5)
         assert len(values) == case.micro_batches, method
-    return {"times_ms": times, "losses": found}
+    return {"times_ms": times, "losses": last_losses}
 
 
 def entry_of(case: Case) -> dict[str, Any]:
     """Measure a case with a host for each rank; return its entry of the JSON file."""
     world = TP * case.pipeline
     with Hosts(world, case.link) as hosts:
-        found = run_ranks(
+        outcome = run_ranks(
             run_case,
             case,
             world,
             timeout_s=1800.0,
             places=hosts.placed(range(world)),
         )
-    medians = {method: statistics.median(times) for method, times in found["times_ms"].items()}
+    medians = {method: statistics.median(times) for method, times in outcome["times_ms"].items()}
     return {
         **asdict(case),
         "script": script_for(case),
@@ -314,7 +314,7 @@ def entry_of(case: Case) -> dict[str, Any]:
         "communication": 1 - medians["compute"] / medians["serial"],
         "ratio_to_serial": medians["dhelix"] / medians["serial"],
         "ratio_to_wgrad": medians["dhelix"] / medians["wgrad"],
-        **found,
+        **outcome,
     }
 
 

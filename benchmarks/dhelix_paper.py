@@ -189,7 +189,7 @@ def times_of(case: Case) -> dict[str, dict[str, float]]:
     sequences = MOE_SEQUENCES if case.model == "phi-moe" else TOKENS // case.sequence
     whole = sequences // parallel.dp
     few, more = 4 * parallel.pp, 6 * parallel.pp
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     for label, (name, options) in POLICIES.items():
         if label == "intra" and parallel.tp == 1:
             continue
@@ -216,13 +216,13 @@ def times_of(case: Case) -> dict[str, dict[str, float]]:
         def scaled(of: list[float]) -> float:
             return of[1] + (of[1] - of[0]) / (more - few) * (whole - more)
 
-        found[label] = {
+        figures[label] = {
             "ms": scaled(lengths),
             "exposed_ms": scaled(exposed),
             "comm_ms": scaled(comm),
             "peak_gb": timeline.peak_memory_bytes / 1e9,
         }
-    return found
+    return figures
 
 
 def entry_of(case: Case) -> dict[str, Any]:

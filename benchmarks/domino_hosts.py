@@ -163,7 +163,7 @@ def forms(case: Case) -> dict[str, Any]:
     def sliced(slices: int, fused: str = "none") -> Any:
         return DominoDecoder(replace(block(case), fused), slices, 1, order="staggered")
 
-    found = {
+    stacks = {
         "compute": block(case, still_group()),
         "megatron": block(case),
         "flux": replace_linears(block(case), overlap=True),
@@ -172,8 +172,8 @@ def forms(case: Case) -> dict[str, Any]:
         "both": sliced(2, "row"),
     }
     if importlib.util.find_spec("deepspeed") is not None:
-        found["deepspeed"] = deepspeeds(case, found["megatron"])
-    return found
+        stacks["deepspeed"] = deepspeeds(case, stacks["megatron"])
+    return stacks
 
 
 class Step:
@@ -300,10 +300,10 @@ def main() -> None:
     runs = []
     for sizes, link in CASES:
         case = Case(repeats=options.repeats, warmup=2, hosts="2", link_rate=link, sizes=sizes)
-        found = on_ranks(measure, case, None, silent)
-        runs.append({"sizes": sizes, "link": link, **found})
-        for form in (name for name in LABELS if name in found["times_ms"]):
-            middle = statistics.median(found["times_ms"][form])
+        outcome = on_ranks(measure, case, None, silent)
+        runs.append({"sizes": sizes, "link": link, **outcome})
+        for form in (name for name in LABELS if name in outcome["times_ms"]):
+            middle = statistics.median(outcome["times_ms"][form])
             print(sizes, link, form, f"{middle:.0f} ms", f"{hidden(runs[-1], form):.0%} hidden")
     from importlib.metadata import version
 

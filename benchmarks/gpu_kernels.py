@@ -201,12 +201,12 @@ def measure(
     for round_ in range(rounds + WARM_UP):
         turn = round_ % len(entries)
         ordered = entries[turn:] + entries[:turn]
-        while (found := one_round(ordered, round_, inner, cycles)) is None:
+        while (elapsed_ms := one_round(ordered, round_, inner, cycles)) is None:
             if cycles >= MAX_SLEEP_CYCLES:
                 return times, ["the host is too slow: launches are in the times"]
             cycles, late = 2 * cycles, late + 1
         if round_ >= WARM_UP:
-            for name, elapsed in found.items():
+            for name, elapsed in elapsed_ms.items():
                 times[name].append(elapsed)
     return times, []
 
@@ -316,8 +316,8 @@ def every_plain_kernel(device: CudaDevice) -> list[str]:
 def resumed(path: Path, command: str, device: CudaDevice) -> dict[str, Any]:
     """Return the content of a file that an earlier run left, or that of a new one."""
     if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
     return {
         "command": command,
         "device": torch.cuda.get_device_name(device.index),
@@ -332,16 +332,16 @@ def write(path: Path, content: dict[str, Any]) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
-def show(found: dict[str, Any]) -> None:
-    baseline = found["baseline"]
-    size = f"{found['m']} x {found['n']} x {found['k']}"
-    print(f"{found['op']} {size}: {baseline} {found['median_ms'].get(baseline, 0):.4f} ms")
-    for name, share in found["vs_torch"].items():
+def show(shape: dict[str, Any]) -> None:
+    baseline = shape["baseline"]
+    size = f"{shape['m']} x {shape['n']} x {shape['k']}"
+    print(f"{shape['op']} {size}: {baseline} {shape['median_ms'].get(baseline, 0):.4f} ms")
+    for name, share in shape["vs_torch"].items():
         print(f"  {share['median']:6.3f}x {name}")
-    for name, share in found["vs_plain"].items():
+    for name, share in shape["vs_plain"].items():
         print(f"  {share['median']:6.3f}x of the plain kernel: {name}")
-    print("  GB/s", {name: round(v) for name, v in found["gb_per_s"].items()})
-    for complaint in found["complaints"]:
+    print("  GB/s", {name: round(v) for name, v in shape["gb_per_s"].items()})
+    for complaint in shape["complaints"]:
         print("  WRONG", complaint)
 
 
@@ -369,10 +369,10 @@ def main() -> None:
         for op, n, k in SHAPES:
             if (op, m, n, k, options.dtype) in done:
                 continue
-            found = run_shape(device, op, m, n, k, options.rounds, options.dtype)
-            content["shapes"].append(found)
+            shape = run_shape(device, op, m, n, k, options.rounds, options.dtype)
+            content["shapes"].append(shape)
             write(options.json, content)
-            show(found)
+            show(shape)
     raise SystemExit(1 if any(s["complaints"] for s in content["shapes"]) else 0)
 
 

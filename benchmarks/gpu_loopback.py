@@ -36,13 +36,13 @@ TIMEOUT_S = 10.0
 def variants(problem: Problem, tiles: Sequence[int]) -> dict[str, Knobs]:
     """What is swept: rows of a communication tile, and for AllGather who moves them; and what the
     heuristic makes of it."""
-    found = {"flux": Knobs()}
+    knobs = {"flux": Knobs()}
     for direction in ("push", "pull") if problem.op.gathers else (None,):
         for count in tiles:
             rows = max(1, problem.chunk // count)
             name = " ".join(filter(None, ["flux", direction, f"{rows} rows"]))
-            found[name] = Knobs(direction=direction, comm_tile_rows=rows)
-    return found
+            knobs[name] = Knobs(direction=direction, comm_tile_rows=rows)
+    return knobs
 
 
 class Sweep(RealRank):
@@ -73,16 +73,16 @@ def run_shape(problem: Problem, tiles: Sequence[int], repeats: int) -> dict[str,
     config = config_of(problem, repeats)
     try:
         place = Sweep(config, variants(problem, tiles))
-        found = measure(config, 0, place=place)
+        measurement = measure(config, 0, place=place)
     except PeerTimeoutError as error:  # the other shapes still count
         return {"op": problem.op.name, "m": problem.m, "n": problem.n, "k": problem.k,
                 "world": problem.world, "methods": {}, "complaints": [str(error)]}  # fmt: skip
-    return {**report.document(config, found), "complaints": found.complaints}
+    return {**report.document(config, measurement), "complaints": measurement.complaints}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(shape: dict[str, Any]) -> str:
     rows = []
-    for name, figure in found["methods"].items():
+    for name, figure in shape["methods"].items():
         if figure["overall_ms"] is None:
             continue
         interval = figure["overlap_efficiency_interval"]
@@ -99,9 +99,9 @@ def table(found: dict[str, Any]) -> str:
             ]
         )
     header = ["method", "overall ms", "GEMM ms", "comm ms", "ECT ms", "overlap eff.", "90%"]
-    title = "{op}, W = {world}, M = {m}, N = {n}, K = {k}".format(**found)
+    title = "{op}, W = {world}, M = {m}, N = {n}, K = {k}".format(**shape)
     lines = [title, markdown([*header, "bounded eff."], rows)]
-    return "\n".join([*lines, *(f"WRONG {complaint}" for complaint in found["complaints"])])
+    return "\n".join([*lines, *(f"WRONG {complaint}" for complaint in shape["complaints"])])
 
 
 def problems(worlds: Sequence[int], rows: Sequence[int]) -> list[Problem]:
@@ -118,8 +118,8 @@ def resumed(path: Path) -> list[dict[str, Any]]:
     """Return the shapes that an earlier run has measured."""
     if not path.exists():
         return []
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["shapes"]
-    return found
+    shapes: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["shapes"]
+    return shapes
 
 
 def write(path: Path, shapes: list[dict[str, Any]]) -> None:

@@ -46,7 +46,7 @@ def shapes() -> list[Problem]:
     """Return every shape that lists 8 ranks, the paper's first, each once."""
     names = sorted(path.stem for path in (data_root() / "shapes").glob("*.toml"))
     names.sort(key=lambda name: name != PAPER)
-    found: dict[tuple[object, ...], Problem] = {}
+    problems: dict[tuple[object, ...], Problem] = {}
     for name in names:
         listed = load_shapes(name)
         if not DTYPES[listed.dtype].in_kernels or WORLD not in listed.tensor_parallel:
@@ -55,8 +55,8 @@ def shapes() -> list[Problem]:
             # AllReduce runs ReduceScatter's kernel.
             kernel_op = Op.ag_gemm if op == "ag_gemm" else Op.gemm_rs
             shape = Problem(kernel_op, m, n, k, listed.dtype, WORLD)
-            found.setdefault((kernel_op, m, n, k), shape)
-    return list(found.values())
+            problems.setdefault((kernel_op, m, n, k), shape)
+    return list(problems.values())
 
 
 def short(config: GemmConfig) -> str:
@@ -91,7 +91,7 @@ def entry(shape: Problem, model: nvidia_heuristics.Estimator | None) -> dict[str
     )
     knobs = resolved(shape, Knobs(), best)
     work = divide(best, problem, SMS)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "op": shape.op.name,
         "m": shape.m,
         "n": shape.n,
@@ -106,9 +106,11 @@ def entry(shape: Problem, model: nvidia_heuristics.Estimator | None) -> dict[str
     if model is not None:
         times = {c: nvidia_heuristics.time_of(model, c, problem, SMS) for c in configs}
         theirs = min(configs, key=lambda c: (times[c], c.name))
-        found["nvidia_us"] = {short(c): times[c] * 1e6 for c in configs if times[c] != float("inf")}
-        found["nvidia_kernel"] = short(theirs)
-    return found
+        fields["nvidia_us"] = {
+            short(c): times[c] * 1e6 for c in configs if times[c] != float("inf")
+        }
+        fields["nvidia_kernel"] = short(theirs)
+    return fields
 
 
 def bands_us(model: nvidia_heuristics.Estimator) -> dict[str, Any]:
@@ -165,12 +167,12 @@ def agreements(document: dict[str, Any]) -> list[tuple[str, int, int, float, flo
     for one in sorted(rated(document), key=lambda one: one["m"]):
         last = "8192 and more" if one["m"] >= 8192 else str(one["m"])
         groups.setdefault(last, []).append(one)
-    found = []
+    rows = []
     for name, members in groups.items():
         ratios = [agreement(one) for one in members]
         same = sum(one["kernel"] == one["nvidia_kernel"] for one in members)
-        found.append((name, len(members), same, statistics.median(ratios), max(ratios)))
-    return found
+        rows.append((name, len(members), same, statistics.median(ratios), max(ratios)))
+    return rows
 
 
 def comparison_table(document: dict[str, Any], worst: int = 6) -> str:

@@ -123,16 +123,16 @@ def launched(device: CudaDevice, built: BuiltKernel, case: Case, m: int) -> Coun
     kernel.launch(args, 0)
     if device.error():
         raise SystemExit(device.error())
-    (found,) = kernel_counters(device)
-    return found
+    (counters,) = kernel_counters(device)
+    return counters
 
 
-def parts(found: Counters) -> Iterator[tuple[str, Work]]:
+def parts(counters: Counters) -> Iterator[tuple[str, Work]]:
     """Yield the work of producer and consumer warps, or of all where they do the same."""
     from ptx_machine import Work
 
     producers, consumers, others = Work(), Work(), Work()
-    for role in found.roles:
+    for role in counters.roles:
         multiplies = role.work.wgmma or role.work.mma
         into = consumers if multiplies else producers if role.work.tensor_loads else others
         into += role.work
@@ -161,13 +161,13 @@ def measure(device: CudaDevice, built: BuiltKernel, case: Case) -> dict[str, Any
 
 def figure(case: dict[str, Any], plain: dict[str, Any], part: str) -> str:
     """Return instructions of these warps, and how many more than the plain kernel's."""
-    found, base = case["per_tile"].get(part), plain["per_tile"].get(part)
-    if found is None or base is None:
+    work, base = case["per_tile"].get(part), plain["per_tile"].get(part)
+    if work is None or base is None:
         return "-"
-    text = f"{found['statements']:,.0f}"
+    text = f"{work['statements']:,.0f}"
     if case is plain:
         return text
-    return unbroken(f"{text} ({found['statements'] / base['statements'] - 1:+.1%})")
+    return unbroken(f"{text} ({work['statements'] / base['statements'] - 1:+.1%})")
 
 
 def table(document: dict[str, Any]) -> str:

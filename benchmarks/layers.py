@@ -61,17 +61,17 @@ def interval_text(ends: list[float] | None) -> str:
 
 
 def rows(document: dict[str, Any]) -> Iterable[list[str]]:
-    for phase, found in document["phases"].items():
-        megatron, ours = found["layers"]["megatron"], found["layers"]["flux"]
+    for phase, figures in document["phases"].items():
+        megatron, ours = figures["layers"]["megatron"], figures["layers"]["flux"]
         yield [
             unbroken(f"{document['model']} / {document['scale']},")
             + " "
             + unbroken(f"{document['sequence']} x {document['batch']}"),
             unbroken(LINK_NAMES.get(document["link_rate"] or "none", document["link_rate"])),
             phase,
-            f"**{found['ratio']:.2f}**" + interval_text(found["ratio_interval"]),
+            f"**{figures['ratio']:.2f}**" + interval_text(figures["ratio_interval"]),
             *(milliseconds(form["overall_ms"]) for form in (megatron, ours)),
-            milliseconds(found["compute_ms"]),
+            milliseconds(figures["compute_ms"]),
             milliseconds(ours["host_ms"]),
             *(milliseconds(form["exposed_ms"]) for form in (megatron, ours)),
         ]

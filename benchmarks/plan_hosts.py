@@ -33,10 +33,10 @@ def command(link: str, shape: tuple[int, int, int], repeats: int) -> list[str]:
     return words + [word for policy in POLICIES for word in ("--policy", policy)]
 
 
-def rows_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(policies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each policy: predicted and measured time, and how far off."""
     rows = []
-    for policy in found:
+    for policy in policies:
         off = policy["predicted_ms"] / policy["iteration_ms"] - 1
         rows.append({**policy, "off": off})
     return rows

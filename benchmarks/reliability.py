@@ -37,8 +37,8 @@ WITHOUT_FLUX = ("torch", "torch-compiled")
 
 def soak() -> str:
     """Return how often each disturbance hit a rank, how often an error was raised, and findings."""
-    found = load(SOAK)
-    counts = found["counts"]
+    document = load(SOAK)
+    counts = document["counts"]
     rows = []
     for place, names in DISTURBANCES.items():
         for name, text in names.items():
@@ -46,10 +46,10 @@ def soak() -> str:
             figures = [f"{counts[name]:,}", "-" if raised is None else f"{raised:,}"]
             rows.append([text, place.split(",")[0], *figures])
     header = ["disturbance", "when", "count", "ranks with an error"]
-    noticed, grown = found["noticed_s"], found["growth_bytes"] / 2**20
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    noticed, grown = document["noticed_s"], document["growth_bytes"] / 2**20
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     facts = [
-        ["episodes", f"{found['episodes']:,}"],
+        ["episodes", f"{document['episodes']:,}"],
         ["ops built, counted by each rank", f"{counts['built']:,}"],
         ["calls, counted by each rank", f"{counts['calls']:,}"],
         ["results compared bitwise with those of a quiet run", f"{counts['compared']:,}"],
@@ -57,12 +57,14 @@ def soak() -> str:
         ["time until they raised, median", f"{noticed['median']:.3f} s"],
         ["time until they raised, longest", f"{noticed['max']:.1f} s"],
         ["growth of resident memory", f"{grown:.1f} MiB"],
-        ["findings", f"{len(found['findings'])}"],
+        ["findings", f"{len(document['findings'])}"],
     ]
-    listed = "\n".join(f"* {one}" for one in found["findings"])
+    listed = "\n".join(f"* {one}" for one in document["findings"])
     parts = [markdown(header, rows), markdown(["figure", "value"], facts)]
     parts += [f"Findings, as `episode: what was found`:\n\n{listed}"] if listed else []
-    return "\n\n".join([*parts, f"`{found['command']}`; {versions}; {found['minutes']:g} minutes."])
+    return "\n\n".join(
+        [*parts, f"`{document['command']}`; {versions}; {document['minutes']:g} minutes."]
+    )
 
 
 def endings() -> str:
@@ -71,9 +73,9 @@ def endings() -> str:
     for run in load(ENDINGS)["runs"]:
         for flux in (True, False):
             statuses: Counter[str] = Counter()
-            for kind, found in run["statuses"].items():
+            for kind, endings_of_kind in run["statuses"].items():
                 if (kind not in WITHOUT_FLUX) == flux:
-                    for by_status in found.values():
+                    for by_status in endings_of_kind.values():
                         statuses.update(by_status)
             if statuses:
                 aborts = sum(n for status, n in statuses.items() if "-6" in status)
@@ -87,11 +89,11 @@ def endings() -> str:
 
 def files() -> str:
     """Return, by kind of file, what came of damaged ones."""
-    found = load(FILES)
+    document = load(FILES)
     outcomes = ("refused", "set aside", "accepted", "wrong")
     rows = [
         [kind, *(f"{counts[outcome]:,}" for outcome in outcomes)]
-        for kind, counts in found["kinds"].items()
+        for kind, counts in document["kinds"].items()
     ]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"{markdown(['file', *outcomes], rows)}\n\n`{found['command']}`; {versions}."
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return f"{markdown(['file', *outcomes], rows)}\n\n`{document['command']}`; {versions}."

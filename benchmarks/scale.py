@@ -135,17 +135,17 @@ def timelines(case: Case, policies: Sequence[str] = tuple(POLICIES)) -> dict[str
     hosts = max(cluster.hosts, ceil_div(case.gpus, cluster.devices))
     fabric = Fabric(replace(cluster, hosts=hosts), step.parallel)
     cost = AnalyticCost(fabric, step.dtype, step.itemsize)
-    found = {}
+    timeline_of = {}
     with paused_collector():
         graph = build_step(step, fabric)
         for label in policies:
             schedule = planned(policy_of(*POLICIES[label]), graph, fabric, cost)
-            found[label] = simulate(schedule, cost)
-    for label, timeline in found.items():
+            timeline_of[label] = simulate(schedule, cost)
+    for label, timeline in timeline_of.items():
         needed = timeline.peak_memory_bytes / 1e9
         if needed > cluster.device.memory_gb:
             raise ValueError(f"{case}: {label} needs {needed:.0f} GB")
-    return found
+    return timeline_of
 
 
 def rows(case: Case) -> list[dict[str, Any]]:
@@ -154,11 +154,11 @@ def rows(case: Case) -> list[dict[str, Any]]:
     ``share`` is that of communication in the serial step's operators, and ``bound`` the speed-up
     that no overlap can exceed, min(1 / share, 1 / (1 - share)).
     """
-    found = timelines(case)
-    serial = found["serial"]
+    timeline_of = timelines(case)
+    serial = timeline_of["serial"]
     share = serial.comm_ms / (serial.comm_ms + serial.compute_ms)
     out = []
-    for label, timeline in found.items():
+    for label, timeline in timeline_of.items():
         out.append(
             {
                 **case._asdict(),
@@ -204,8 +204,8 @@ def document() -> dict[str, Any]:
     """
     command = [sys.executable, __file__, "--largest"]
     begin = time.monotonic()
-    found = [row for case in cases() for row in rows(case)]
-    beyond = [row for row in found if row["speedup"] > row["bound"]]
+    all_rows = [row for case in cases() for row in rows(case)]
+    beyond = [row for row in all_rows if row["speedup"] > row["bound"]]
     if beyond:
         raise RuntimeError(f"a speed-up is beyond what overlap can give: {beyond[0]}")
     alone = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
@@ -214,17 +214,17 @@ def document() -> dict[str, Any]:
         "versions": {"flux": __version__},
         "largest": json.loads(alone.stdout),
         "seconds": round(time.monotonic() - begin, 1),
-        "rows": found,
+        "rows": all_rows,
     }
 
 
 def by_case(content: dict[str, Any], study: str) -> list[list[dict[str, Any]]]:
     """Return the rows of a study, those of one case together, in the order of POLICIES."""
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in content["rows"]:
         if row["study"] == study:
-            found.setdefault(tuple(row[name] for name in Case._fields), []).append(row)
-    return list(found.values())
+            groups.setdefault(tuple(row[name] for name in Case._fields), []).append(row)
+    return list(groups.values())
 
 
 def hidden(row: dict[str, Any]) -> float:

@@ -95,23 +95,23 @@ def main() -> None:
     places = [index // ranks for index in range(count * ranks)]
     with Hosts(count, "1gbit") as hosts:
         argument = {**options, "switch": hosts.switch, "hosts": count}
-        found = run_ranks(calls, argument, len(places), places=hosts.placed(places))
+        outcome = run_ranks(calls, argument, len(places), places=hosts.placed(places))
     content = {
         "command": f"python benchmarks/stalling_links.py --calls {options['calls']} "
         f"--layout {options['layout']} --seed {options['seed']}",
         "device": host.device(),
         "versions": host.versions(),
         **options,
-        **found,
+        **outcome,
     }
     (ROOT / RESULTS).mkdir(parents=True, exist_ok=True)
     target = ROOT / RESULTS / "stalling_links.json"
     target.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(
-        f"{options['calls']} calls on {len(places)} ranks, {found['stalls']} stalls in "
-        f"{found['seconds']} s: {len(found['wrong'])} wrong results"
+        f"{options['calls']} calls on {len(places)} ranks, {outcome['stalls']} stalls in "
+        f"{outcome['seconds']} s: {len(outcome['wrong'])} wrong results"
     )
-    raise SystemExit(1 if found["wrong"] else 0)
+    raise SystemExit(1 if outcome["wrong"] else 0)
 
 
 if __name__ == "__main__":

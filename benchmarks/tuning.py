@@ -90,9 +90,9 @@ def compare(problem: Problem) -> dict[str, Any]:
     everything = replace(options, rounds=(rounds,), exhaustive=True)
     full = make_search(problem, replace(space, prune_above=math.inf), here, hosts, everything)
     full_s = run(full, everything)
-    found, best = tuned.best(), full.best()
-    assert found is not None and best is not None
-    final = only(full, list(dict.fromkeys(("unfused", found, best))), 2 * rounds + 1)
+    winner, best = tuned.best(), full.best()
+    assert winner is not None and best is not None
+    final = only(full, list(dict.fromkeys(("unfused", winner, best))), 2 * rounds + 1)
     run(final, options)
     ms = {name: median_ms(taken) for name, taken in final.samples.items()}
     return {
@@ -102,17 +102,17 @@ def compare(problem: Problem) -> dict[str, Any]:
         "n": problem.n,
         "k": problem.k,
         "dtype": problem.dtype,
-        "tuned": {"name": found, "seconds": tuned_s, "rounds": tuned.rounds_done},
+        "tuned": {"name": winner, "seconds": tuned_s, "rounds": tuned.rounds_done},
         "exhaustive": {"name": best, "seconds": full_s, "rounds": full.rounds_done},
         "exhaustive_ms": {name: median_ms(taken) for name, taken in full.samples.items()},
         "candidates": len(tuned.candidates),
         "candidates_exhaustive": len(full.candidates),
         "excluded": {**tuned.excluded, **full.excluded},
-        "ms": {"tuned": ms[found], "best": ms[best], "unfused": ms["unfused"]},
+        "ms": {"tuned": ms[winner], "best": ms[best], "unfused": ms["unfused"]},
         "rounds_ms": {name: [own for own, _ in taken] for name, taken in final.samples.items()},
-        "tuned_over_best": ms[found] / ms[best],
-        "tuned_over_best_interval": interval(final.samples[found], final.samples[best]),
-        "tuned_over_unfused": ms[found] / ms["unfused"],
+        "tuned_over_best": ms[winner] / ms[best],
+        "tuned_over_best_interval": interval(final.samples[winner], final.samples[best]),
+        "tuned_over_unfused": ms[winner] / ms["unfused"],
         "time_share": tuned_s / full_s,
     }
 

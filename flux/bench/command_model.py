@@ -93,22 +93,22 @@ def bench_model(
     if speaks() and json_target not in (None, "-"):
         check_writable(json_target)
     with watched_ranks(silent) as progress:
-        found: list[PhaseResult] = on_ranks(_entry, config, None, progress)
+        results: list[PhaseResult] = on_ranks(_entry, config, None, progress)
     if speaks():
-        _report(config, found, json_target, silent)
-    if any(phase.complaint for phase in found):
+        _report(config, results, json_target, silent)
+    if any(phase.complaint for phase in results):
         raise typer.Exit(EXIT_FAILED)
 
 
 def _report(
-    config: ModelConfig, found: list[PhaseResult], json_target: str | None, silent: bool
+    config: ModelConfig, results: list[PhaseResult], json_target: str | None, silent: bool
 ) -> None:
     from flux.bench import model_report, report
 
-    content = model_report.document(config, found, command_line())
+    content = model_report.document(config, results, command_line())
     if not silent:
         model_report.show(content, open_console())
-    say_wrong([phase.complaint for phase in found if phase.complaint])
+    say_wrong([phase.complaint for phase in results if phase.complaint])
     if json_target is not None:
         with writing(json_target):
             report.write_json(content, json_target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,8 +27,9 @@ from flux.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from flux.bench.config import BenchConfig
+    from flux.bench.config import BenchConfig, RunSettings
     from flux.bench.peers import Peer
+    from flux.bench.results import SuiteDocument
     from flux.bench.suite import Sweep
     from flux.bench.suite_ranks import SuiteRanks
     from flux.core.problem import Problem
@@ -128,37 +129,68 @@ def suite(
         return
     if resume and json_target is None:
         refuse("--resume needs the results of the earlier run: pass --json FILE")
+    from flux.bench.config import RunSettings
     from flux.bench.suite_ranks import SuiteRanks, TorchrunRanks
 
     world = torchrun_or_own(nproc, hosts)
     ranks = SuiteRanks() if world is None else TorchrunRanks()
     with closing(ranks):
-        plan = _agreed(
-            ranks,
-            lambda: _plan(
-                {"shapes": shapes, "ops": ops, "m": m, "dtype": dtype, "nproc": world or nproc},
-                {"backend": backend, "transport": transport},
-                {
-                    "repeats": repeats,
-                    "warmup": warmup,
-                    "threads": threads,
-                    "seed": seed,
-                    "timeout_s": timeout,
-                    "hosts": hosts,
-                    "link_rate": link_rate,
-                },
-                ranks,
-                sweep_m if sweeps else None,
-                sweeps=sweeps,
-                budget=budget,
-                peers=peers,
-            ),
+        request = _Request(
+            shapes,
+            ops,
+            m,
+            dtype,
+            world or nproc,
+            backend,
+            transport,
+            sweeps,
+            sweep_m,
+            budget,
+            peers,
         )
+        run = RunSettings(
+            repeats=repeats,
+            warmup=warmup,
+            threads=threads,
+            seed=seed,
+            timeout_s=timeout,
+            hosts=hosts,
+            link_rate=link_rate,
+        )
+        plan = _agreed(ranks, lambda: _plan(request, run, ranks))
         reasons = ranks.survey(plan.peers)
         if not ranks.leads:
             _follow(ranks)
             return
         _measure(plan, reasons, ranks, targets, resume=resume, quiet=quiet)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the command line asks for; None: the file's, or detected.
+
+    Attributes:
+        shapes: a file, or its name in tuning/shapes.
+        ops, m: which of its shapes, and other rows, separated by commas.
+        dtype, nproc: in place of the file's.
+        backend, transport: of the ranks.
+        sweeps: whether to sweep knobs, too.
+        sweep_m: rows of the sweeps.
+        budget: time, such as 90s.
+        peers: package of adapters.
+    """
+
+    shapes: str | None
+    ops: str | None
+    m: str | None
+    dtype: str | None
+    nproc: int | None
+    backend: str | None
+    transport: str | None
+    sweeps: bool
+    sweep_m: int | None
+    budget: str | None
+    peers: Path | None
 
 
 @dataclass(frozen=True)
@@ -181,12 +213,14 @@ def _agreed(ranks: SuiteRanks, make: Callable[[], _Plan]) -> _Plan:
         problem = str(error)
     settings = None if plan is None else plan.settings
     everybody = ranks.agree((problem, settings))
-    told = [text for text, _ in everybody if text]
-    if not told and any(other != settings for _, other in everybody):
-        told = ["ranks have different plans: give all of them the same arguments, and --backend"]
-    if told or plan is None:
+    problems = [text for text, _ in everybody if text]
+    if not problems and any(other != settings for _, other in everybody):
+        problems = [
+            "ranks have different plans: give all of them the same arguments, and --backend"
+        ]
+    if problems or plan is None:
         if ranks.leads:
-            refuse(told[0])
+            refuse(problems[0])
         raise typer.Exit(EXIT_USAGE)
     return plan
 
@@ -198,21 +232,7 @@ def _follow(ranks: SuiteRanks) -> None:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _seconds(budget: str | None) -> float | None:
-    return None if budget is None else parse_duration(budget)
-
-
-def _plan(
-    chosen: dict[str, Any],
-    place: dict[str, Any],
-    course: dict[str, Any],
-    ranks: SuiteRanks,
-    sweep_m: int | None,
-    *,
-    sweeps: bool,
-    budget: str | None,
-    peers: Path | None,
-) -> _Plan:
+def _plan(request: _Request, run: RunSettings, ranks: SuiteRanks) -> _Plan:
     """Return the plan; raise ValueError if options contradict one another."""
     from flux.bench.config import ONE_GPU, BenchConfig, dtype_name
     from flux.bench.peers import load
@@ -220,44 +240,47 @@ def _plan(
     from flux.bench.shapes import load_shapes
     from flux.bench.suite import sweeps_of
 
-    backend, transport = place["backend"], place["transport"]
+    backend = request.backend
     if backend not in (None, "cpu", "cuda"):
         raise ValueError(f"--backend must be cpu or cuda, got {backend!r}")
-    if backend is None and transport in ONE_GPU:
-        backend = "cuda"
     if backend is None:
-        backend = _detected(chosen["nproc"])
-    file = load_shapes(chosen["shapes"] or (PAPER if backend == "cuda" else PAPER_CPU))
-    world = chosen["nproc"] or file.tensor_parallel[0]
-    wanted = None if chosen["dtype"] is None else dtype_name(chosen["dtype"])
-    problems = _chosen(file.problems(world, wanted), chosen["ops"], chosen["m"])
+        backend = "cuda" if request.transport in ONE_GPU else _detected(request.nproc)
+    file = load_shapes(request.shapes or (PAPER if backend == "cuda" else PAPER_CPU))
+    world = request.nproc or file.tensor_parallel[0]
+    dtype = None if request.dtype is None else dtype_name(request.dtype)
+    problems = _selected(file.problems(world, dtype), request.ops, request.m)
     configs = [
-        BenchConfig(problem=problem, backend=backend, transport=transport, **course)
+        BenchConfig(problem=problem, backend=backend, transport=request.transport, **asdict(run))
         for problem in problems
     ]
     if backend == "cuda":
         problem_text = problem_here(configs[0])
         if problem_text is not None:
             raise ValueError(problem_text)
-    if course["hosts"] != "1":
+    if run.hosts != "1":
         _check_hosts()
     configs = ranks.placed(configs)
-    swept = sweeps_of(problems, sweep_m, pulls=configs[0].shares_memory) if sweeps else []
+    sweeps = []
+    if request.sweeps:
+        sweeps = sweeps_of(problems, request.sweep_m, pulls=configs[0].shares_memory)
     settings = {
         "shapes": file.file.name,
         "model": file.model,
-        "dtype": wanted or file.dtype,
+        "dtype": dtype or file.dtype,
         "world": world,
         "backend": backend,
-        "transport": transport,
-        **course,
+        "transport": request.transport,
+        **asdict(run),
         "hosts": configs[0].hosts,
-        "sweeps": [f"{one.knob} at {one.problem.op.name} {one.problem.m}" for one in swept],
+        "sweeps": [
+            f"{sweep.knob} at {sweep.problem.op.name} {sweep.problem.m}" for sweep in sweeps
+        ],
     }
-    adapters = load(peers)
-    if peers is not None:
+    adapters = load(request.peers)
+    if request.peers is not None:
         settings["adapters"] = [peer.name for peer in adapters]
-    return _Plan(configs, swept, settings, _seconds(budget), adapters)
+    budget_s = None if request.budget is None else parse_duration(request.budget)
+    return _Plan(configs, sweeps, settings, budget_s, adapters)
 
 
 def _check_hosts() -> None:
@@ -278,7 +301,7 @@ def _detected(nproc: int | None) -> str:
     return "cuda" if gpus >= (ranks_here or max(2, nproc or 8)) else "cpu"
 
 
-def _chosen(problems: Sequence[Problem], ops: str | None, m: str | None) -> list[Problem]:
+def _selected(problems: Sequence[Problem], ops: str | None, m: str | None) -> list[Problem]:
     """Return the chosen problems of a file, with the chosen rows.
 
     Raise ValueError if there are none.
@@ -323,7 +346,7 @@ def _measure(
             ranks.done()
             refuse(str(error))
         if not quiet:
-            say(f"resuming: {count} of {len(document['entries'])} are measured already")
+            say(f"resuming: {count} of {len(document.entries)} are measured already")
 
     def save() -> None:
         if target is not None:
@@ -364,7 +387,7 @@ def _measure(
 
 
 def _record_timeline(
-    document: dict[str, Any], configs: Sequence[BenchConfig], ranks: SuiteRanks
+    document: SuiteDocument, configs: Sequence[BenchConfig], ranks: SuiteRanks
 ) -> str | None:
     """Trace one call at the largest shape of the first op; return the error, if it failed."""
     from flux.bench import suite_trace
@@ -372,10 +395,10 @@ def _record_timeline(
 
     first = [config for config in configs if config.problem.op == configs[0].problem.op]
     config = max(first, key=lambda config: config.problem.m)
-    if document["timeline"] is not None or suite_trace.reason_unsupported(config) is not None:
+    if document.timeline is not None or suite_trace.reason_unsupported(config) is not None:
         return None
     try:
-        suite_trace.put(document, config, ranks.trace(config))
+        document.timeline = suite_trace.timeline_of(config, ranks.trace(config))
     except RankFailedError as error:
         return f"no timeline: {error}"
     return None
@@ -395,7 +418,7 @@ def _show_again(source: Path, targets: dict[str, Path | None], *, quiet: bool) -
     _write(document, targets, quiet=quiet)
 
 
-def _write(document: dict[str, Any], targets: dict[str, Path | None], *, quiet: bool) -> None:
+def _write(document: SuiteDocument, targets: dict[str, Path | None], *, quiet: bool) -> None:
     """Write the page, the CSV and the tables."""
     from flux.bench import page, results, suite_view
 

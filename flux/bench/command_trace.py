@@ -68,18 +68,18 @@ def trace_op(
         check_writable(out)
     silent = quiet or not speaks()
     with watched_ranks(silent) as progress:
-        found = traced(config, wanted, progress)
-    if speaks() and found is not None:
-        _report(found, out, silent=silent)
+        trace = traced(config, wanted, progress)
+    if speaks() and trace is not None:
+        _report(trace, out, silent=silent)
 
 
-def _report(found: Trace, out: str, *, silent: bool) -> None:
+def _report(trace: Trace, out: str, *, silent: bool) -> None:
     import flux
     from flux.trace.chrome import write_chrome
     from flux.trace.summary import show
 
     with writing(out):
-        write_chrome(found.events, out, {"flux": flux.__version__, **found.metadata})
+        write_chrome(trace.events, out, {"flux": flux.__version__, **trace.metadata})
     if not silent:
-        show(found.events, found.metadata, open_console())
-        say(f"wrote {out}: {len(found.events)} events; open it in ui.perfetto.dev")
+        show(trace.events, trace.metadata, open_console())
+        say(f"wrote {out}: {len(trace.events)} events; open it in ui.perfetto.dev")

@@ -178,12 +178,12 @@ def bootstrap(
     if repeats < _FEWEST_SAMPLES:
         return None
     draw = random.Random(0)  # the same file for the same samples
-    found = []
+    values = []
     for _ in range(_RESAMPLES):
         value = figure(draw.choices(range(repeats), k=repeats))
         if value is None:
             return None
-        found.append(value)
-    found.sort()
+        values.append(value)
+    values.sort()
     outside = int(_RESAMPLES * (1.0 - confidence) / 2)
-    return found[outside], found[-1 - outside]
+    return values[outside], values[-1 - outside]

@@ -43,7 +43,7 @@ def document(
 
 
 def _phase(result: PhaseResult) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "ratio": result.ratio,
         "ratio_interval": result.ratio_interval,
         "compute_ms": result.compute_ms if result.forms else None,
@@ -51,8 +51,8 @@ def _phase(result: PhaseResult) -> dict[str, Any]:
         "layers": {name: asdict(form) for name, form in result.forms.items()},
     }
     if result.complaint:
-        found["wrong"] = result.complaint
-    return found
+        fields["wrong"] = result.complaint
+    return fields
 
 
 def _megatron_version() -> str:
@@ -80,12 +80,12 @@ def table(content: dict[str, Any]) -> Table:
         shown.add_column(name)
     for name in ("ms", "compute", "exposed", "host", "ratio"):
         shown.add_column(name, justify="right")
-    for phase, found in content["phases"].items():
-        if "wrong" in found:
+    for phase, figures in content["phases"].items():
+        if "wrong" in figures:
             shown.add_row(phase, Text("wrong result", style="bold red"))
-        for number, (name, form) in enumerate(found["layers"].items()):
-            ratio = f"{found['ratio']:.3f}" if name == "flux" else ""
-            times = (form["overall_ms"], found["compute_ms"], form["exposed_ms"], form["host_ms"])
+        for number, (name, form) in enumerate(figures["layers"].items()):
+            ratio = f"{figures['ratio']:.3f}" if name == "flux" else ""
+            times = (form["overall_ms"], figures["compute_ms"], form["exposed_ms"], form["host_ms"])
             cells = [f"{time:.2f}" for time in times]
             shown.add_row(phase if number == 0 else "", name, *cells, ratio)
     return shown

@@ -138,9 +138,9 @@ class _Phase:
                 if self._rank == 0:
                     done = index + config.warmup
                     self._progress(self._phase, done, config.warmup + repeats)
-                found = rounds.run(index)
+                times = rounds.run(index)
                 if index >= 0:
-                    for form, taken in found.items():
+                    for form, taken in times.items():
                         samples.wall_ms[form].append(taken.wall_ms)
             for form, call in calls.items():
                 samples.host_ms[form] = _host_ms(call)
@@ -203,11 +203,11 @@ def _host_ms(call: Callable[[], object]) -> float:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs its start and end
     spans, whole = [], 0.0
     ours = around_ops(lambda: record_function("flux::op"))
-    with ours, profile(activities=[ProfilerActivity.CPU]) as found:
+    with ours, profile(activities=[ProfilerActivity.CPU]) as profiled:
         for _ in range(PROFILED):
             with record_function("flux::whole"):
                 call()
-    for event in found.events():
+    for event in profiled.events():
         span = (float(event.time_range.start), float(event.time_range.end))
         if event.name == "flux::whole":
             whole += span[1] - span[0]

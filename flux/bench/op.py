@@ -223,10 +223,10 @@ class _Run:
                 # shard of it, is detected as wrong.
                 self._place.renew(inputs)
                 self._place.give(inputs, methods)
-                found = rounds.run(index)
+                times = rounds.run(index)
                 if index < 0:
                     continue
-                for name, taken in found.items():
+                for name, taken in times.items():
                     samples[name].add(taken)
                     skews += [] if taken.late_ms is None else [taken.late_ms]
                 for name, sent in rounds.sent.items():

@@ -148,7 +148,7 @@ def make_reference(
 def reference_of_all(problem: Problem, everybody: Sequence[Inputs]) -> list[Reference]:
     """Return the references of all ranks, by rank, from the inputs of all ranks."""
     rows = [problem.rows(rank) for rank in range(problem.world)]
-    found = []
+    references = []
     for rank, own in enumerate(everybody):
         first, last = (0, problem.m) if problem.op.gathers else rows[rank]
         sums = zeros_for(last - first, own.weight)
@@ -159,13 +159,14 @@ def reference_of_all(problem: Problem, everybody: Sequence[Inputs]) -> list[Refe
                 accumulate(other.x, own.weight, part)
             else:
                 accumulate(other.x[first:last], other.weight, sums)
-        found.append(Reference(sums[0], error_bound(problem, sums[1], sums[2])))
+        references.append(Reference(sums[0], error_bound(problem, sums[1], sums[2])))
     if problem.op.all_reduces:
         together = Reference(
-            torch.cat([part.expected for part in found]), torch.cat([part.bound for part in found])
+            torch.cat([part.expected for part in references]),
+            torch.cat([part.bound for part in references]),
         )
         return [together] * problem.world
-    return found
+    return references
 
 
 def judge(problem: Problem, rank: int, got: object, reference: Reference) -> Verdict:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ _TOP = {
     "versions": dict,
     "settings": dict,
     "peers": dict,
-    "entries": list,
 }
 _ENTRY = {"kind": str, "op": str, "m": int, "n": int, "k": int, "status": str, "peers": dict}
 _RESULT = {
@@ -75,46 +74,150 @@ CSV_COLUMNS = (
 )
 
 
-def entry_key(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the fields that identify an entry's run."""
-    return tuple(entry[name] for name in ("kind", "op", "m", "n", "k"))
+@dataclass
+class Entry:
+    """One run of the benchmark.
+
+    Attributes:
+        kind: SHAPE with all methods, or the knob that is swept.
+        op, m, n, k: the shape.
+        status: DONE, FAILED, SKIPPED or PENDING.
+        peers: why each peer is absent, by name; None: it takes part.
+        seconds: how long the run took.
+        result: the JSON object of `flux bench op`.
+        error: why there is no result, or what is wrong with it.
+    """
+
+    kind: str
+    op: str
+    m: int
+    n: int
+    k: int
+    status: str = PENDING
+    peers: dict[str, str | None] = field(default_factory=dict)
+    seconds: float | None = None
+    result: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int, int, int]:
+        """The fields that identify the run."""
+        return self.kind, self.op, self.m, self.n, self.k
+
+    @property
+    def label(self) -> str:
+        """The shape in a line of text."""
+        text = f"{self.op} {self.m} x {self.n} x {self.k}"
+        return text if self.kind == SHAPE else f"{text}, sweep of {self.kind}"
+
+    @property
+    def methods(self) -> dict[str, dict[str, Any]]:
+        """The figures of each method; empty without a result."""
+        return {} if self.result is None else self.result["methods"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON object; fields that are not known are left out."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
-def label(entry: dict[str, Any]) -> str:
-    """Return a line of text about an entry."""
-    text = f"{entry['op']} {entry['m']} x {entry['n']} x {entry['k']}"
-    return text if entry["kind"] == SHAPE else f"{text}, sweep of {entry['kind']}"
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one call."""
+
+    title: str
+    events: list[Event]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        events = [{**asdict(event), "kind": event.kind.value} for event in self.events]
+        return {"title": self.title, "events": events}
 
 
-def save(document: dict[str, Any], path: Path) -> None:
+@dataclass
+class SuiteDocument:
+    """All that `flux bench suite` knows and has measured.
+
+    Attributes:
+        command: the command line.
+        started: date and time.
+        host: the machine.
+        device: what was measured.
+        versions: of packages, by name.
+        settings: shown, and compared by --resume.
+        peers: why each peer cannot take part, by name; None: it can.
+        about: the origin of each peer.
+        entries: the runs, in order.
+        timeline: of one call.
+    """
+
+    command: list[str]
+    started: str
+    host: str
+    device: str
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    peers: dict[str, str | None]
+    about: dict[str, str | None]
+    entries: list[Entry]
+    timeline: Timeline | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON object of the documented format."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            **vars(self),
+            "entries": [entry.as_json() for entry in self.entries],
+            "timeline": None if self.timeline is None else self.timeline.as_json(),
+        }
+
+
+def from_json(document: Any) -> SuiteDocument:
+    """Return the document of a JSON value.
+
+    Raises:
+        ValueError: it is no document of `flux bench suite`; the message says what is wrong.
+    """
+    check(document)
+    names = {attribute.name for attribute in fields(Entry)}
+    return SuiteDocument(
+        **{name: document[name] for name in _TOP},
+        entries=[
+            Entry(**{name: value for name, value in entry.items() if name in names})
+            for entry in document["entries"]
+        ],
+        about=document.get("about", {}),
+        timeline=_timeline(document.get("timeline")),
+    )
+
+
+def save(document: SuiteDocument, path: Path) -> None:
     """Write the document atomically.
 
     Raises:
         OSError: it cannot be written.
     """
-    text = json.dumps(rounded(document), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(rounded(document.as_json()), indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_output(path, text)
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> SuiteDocument:
     """Read a document.
 
     Raises:
         ValueError: it cannot be read, or has another format; the message says what is wrong.
     """
     try:
-        document = load_json(path)
+        content = load_json(path)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged, or not JSON: {error}") from error
     try:
-        check(document)
+        return from_json(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    result: dict[str, Any] = document
-    return result
 
 
 def check(document: Any) -> None:
@@ -129,9 +232,10 @@ def check(document: Any) -> None:
     about = document.get("about", {})  # which documents of before do not have
     _expect(isinstance(about, dict), "about", "an object", about)
     _texts_or_null(about, "about.")
+    _expect(type(document.get("entries")) is list, "entries", "a list", document.get("entries"))
     for index, entry in enumerate(document["entries"]):
         _check_entry(entry, f"entries[{index}]")
-    events_of(document)
+    _timeline(document.get("timeline"))
 
 
 def _check_entry(entry: Any, where: str) -> None:
@@ -172,7 +276,7 @@ def _check_method(method: Any, where: str) -> None:
     speedup = method["speedup_vs_unfused"]
     _expect(speedup is None or speedup >= 0, f"{where}.speedup_vs_unfused", "at least 0", speedup)
     repeats = method.get("repeats_ms", [])
-    good = isinstance(repeats, list) and all(_is_figure(one) and one >= 0 for one in repeats)
+    good = isinstance(repeats, list) and all(_is_figure(time) and time >= 0 for time in repeats)
     _expect(good, f"{where}.repeats_ms", "times", repeats)
     _expect(isinstance(method.get("knobs"), dict), f"{where}.knobs", "an object", "other")
     interval = method.get("overlap_efficiency_interval", "nothing")
@@ -207,26 +311,13 @@ def _expect(good: bool, where: str, wanted: str, got: object) -> None:
         raise ValueError(f"{one_line(where, 160)}: expected {wanted}, got {shown(got)}")
 
 
-def timeline_of(events: Sequence[Event], title: str) -> dict[str, Any]:
-    """Return a timeline in the document's format."""
-    return {
-        "title": title,
-        "events": [{**asdict(event), "kind": event.kind.value} for event in events],
-    }
-
-
-def events_of(document: dict[str, Any]) -> list[Event]:
-    """Return the events of the document's timeline; none if there is no timeline.
-
-    Raises:
-        ValueError: the timeline is damaged.
-    """
-    timeline = document.get("timeline")
+def _timeline(timeline: Any) -> Timeline | None:
     if timeline is None:
-        return []
+        return None
     _expect(isinstance(timeline, dict), "timeline", "an object or null", timeline)
     _fields(timeline, {"title": str, "events": list}, "timeline.")
-    return [_event(one, f"timeline.events[{i}]") for i, one in enumerate(timeline["events"])]
+    events = [_event(event, f"timeline.events[{i}]") for i, event in enumerate(timeline["events"])]
+    return Timeline(timeline["title"], events)
 
 
 def _event(event: Any, where: str) -> Event:
@@ -237,25 +328,23 @@ def _event(event: Any, where: str) -> Event:
         raise ValueError(f"{where}.{error}") from None
 
 
-def rows(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def rows(document: SuiteDocument) -> Iterator[dict[str, Any]]:
     """Yield the rows of the CSV file.
 
     There is one row for each method of each measured entry, one for each entry that was not
     measured, and one for each absent peer, with the reason.
     """
-    settings = document["settings"]
-    for entry in document["entries"]:
+    for entry in document.entries:
         row: dict[str, Any] = dict.fromkeys(CSV_COLUMNS)
-        row |= {name: entry[name] for name in ("kind", "op", "m", "n", "k", "status")}
-        row |= {name: settings.get(name) for name in ("dtype", "world", "backend", "transport")}
-        row["note"] = entry.get("error")
-        result = entry.get("result")
-        if result is None:
+        row |= {name: getattr(entry, name) for name in ("kind", "op", "m", "n", "k", "status")}
+        for name in ("dtype", "world", "backend", "transport"):
+            row[name] = document.settings.get(name)
+        row["note"] = entry.error
+        if entry.result is None:
             yield row
-        else:
-            for name, method in result["methods"].items():
-                yield row | _method_row(name, method)
-        for name, reason in entry["peers"].items():
+        for name, method in entry.methods.items():
+            yield row | _method_row(name, method)
+        for name, reason in entry.peers.items():
             if reason is not None:
                 yield row | {"method": name, "status": "absent", "note": reason}
 
@@ -273,7 +362,7 @@ def _method_row(name: str, method: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def to_csv(document: dict[str, Any]) -> str:
+def to_csv(document: SuiteDocument) -> str:
     """Return the rows as CSV, with a header; missing values are empty."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, CSV_COLUMNS, lineterminator="\n")

@@ -38,7 +38,7 @@ class Rounds:
 
     def run(self, index: int) -> dict[str, Timing]:
         """Run one round; ``index`` determines which call comes first."""
-        names, found = self._names, {}
+        names, times = self._names, {}
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
             self.last.pop(name, None)  # freed outside of the timing, as a loop variable would be
@@ -46,9 +46,9 @@ class Rounds:
             if isinstance(result, OwnTime):  # this process has only waited for another one
                 taken = replace(taken, wall_ms=result.wall_ms, cpu_ms=None)
                 result = result.result
-            self.last[name], found[name] = result, taken
+            self.last[name], times[name] = result, taken
             if self._across:
                 dist.barrier()  # other ranks of this host may still be sending
                 before, self._seen = self._seen, link_bytes()
                 self.sent[name] = self._seen - before
-        return found
+        return times

@@ -23,17 +23,7 @@ from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.methods import Factory, Fused, Method, UnfusedMethod
 from flux.bench.op import Measurement
 from flux.bench.peers import PEERS, Peer, blame, peers_and_flux, unsupported
-from flux.bench.results import (
-    DONE,
-    FAILED,
-    FORMAT,
-    PENDING,
-    SHAPE,
-    SKIPPED,
-    VERSION,
-    entry_key,
-    label,
-)
+from flux.bench.results import DONE, FAILED, SHAPE, SKIPPED, Entry, SuiteDocument
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch.progress import Progress
@@ -109,8 +99,8 @@ def new_document(
     settings: dict[str, Any],
     peers: Mapping[str, str | None],
     command: Sequence[str],
-    about: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+    about: Mapping[str, str | None] | None = None,
+) -> SuiteDocument:
     """Return a document whose entries are all pending.
 
     Args:
@@ -121,57 +111,49 @@ def new_document(
         command: the command line.
         about: the origin of each peer, for the page.
     """
-    entries = [_entry(SHAPE, config.problem) for config in configs]
-    entries += [_entry(sweep.knob, sweep.problem) for sweep in sweeps]
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "command": list(command),
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "host": host.device(),
-        "device": host.device(),  # until a measurement names another device
-        "versions": host.versions(),
-        "settings": settings,
-        "peers": dict(peers),
-        "about": dict(about or {}),
-        "entries": entries,
-        "timeline": None,
-    }
+    runs = [(SHAPE, config.problem) for config in configs]
+    runs += [(sweep.knob, sweep.problem) for sweep in sweeps]
+    return SuiteDocument(
+        command=list(command),
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        host=host.device(),
+        device=host.device(),  # until a measurement names another device
+        versions=host.versions(),
+        settings=settings,
+        peers=dict(peers),
+        about=dict(about or {}),
+        entries=[Entry(kind, p.op.name, p.m, p.n, p.k) for kind, p in runs],
+    )
 
 
-def _entry(kind: str, problem: Problem) -> dict[str, Any]:
-    sizes = {name: getattr(problem, name) for name in ("m", "n", "k")}
-    return {"kind": kind, "op": problem.op.name, **sizes, "status": PENDING, "peers": {}}
-
-
-def resume(document: dict[str, Any], earlier: dict[str, Any]) -> int:
+def resume(document: SuiteDocument, earlier: SuiteDocument) -> int:
     """Copy the measured entries of an earlier run; return their number.
 
     Raises:
         ValueError: that run had other settings, versions or peers, or another machine.
     """
     for name in ("settings", "host", "versions"):
-        ours, theirs = document[name], earlier[name]
+        ours, theirs = getattr(document, name), getattr(earlier, name)
         if ours != theirs:
             differs = _difference(ours, theirs) if isinstance(ours, dict) else f"{theirs!r}"
             raise ValueError(
                 f"cannot resume the earlier run: its {name} differ ({differs}); use the same "
                 "arguments, or omit --resume to start over"
             )
-    parts = [
-        {name: reason is None for name, reason in one["peers"].items()}
-        for one in (document, earlier)
+    available = [
+        {name: reason is None for name, reason in each.peers.items()}
+        for each in (document, earlier)
     ]
-    if parts[0] != parts[1]:
+    if available[0] != available[1]:
         raise ValueError(
             "cannot resume the earlier run: the available peers differ "
-            f"({_difference(*parts)}); omit --resume to start over"
+            f"({_difference(*available)}); omit --resume to start over"
         )
-    there = {entry_key(entry): entry for entry in earlier["entries"] if entry["status"] == DONE}
-    document["entries"] = [there.get(entry_key(entry), entry) for entry in document["entries"]]
-    document["started"] = earlier["started"]
-    document["timeline"] = earlier.get("timeline")
-    return sum(entry["status"] == DONE for entry in document["entries"])
+    measured = {entry.key: entry for entry in earlier.entries if entry.status == DONE}
+    document.entries = [measured.get(entry.key, entry) for entry in document.entries]
+    document.started = earlier.started
+    document.timeline = earlier.timeline
+    return sum(entry.status == DONE for entry in document.entries)
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
@@ -182,13 +164,13 @@ def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 class Watcher:
     """Receives the progress of a suite."""
 
-    def started(self, entry: dict[str, Any], number: int, total: int) -> None:
+    def started(self, entry: Entry, number: int, total: int) -> None:
         """Handle the start of an entry; ``number`` counts from 1."""
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Handle the start of a step of the entry's measurement."""
 
-    def ended(self, entry: dict[str, Any]) -> None:
+    def ended(self, entry: Entry) -> None:
         """Handle the end of an entry, measured or failed."""
 
     def remark(self, text: str) -> None:
@@ -210,7 +192,7 @@ class Suite:
 
     def __init__(
         self,
-        document: dict[str, Any],
+        document: SuiteDocument,
         base: BenchConfig,
         save: Callable[[], None],
         watcher: Watcher,
@@ -229,14 +211,14 @@ class Suite:
 
     def run(self) -> None:
         """Measure all pending entries; raise only KeyboardInterrupt and errors of saving."""
-        entries = self._document["entries"]
+        entries = self._document.entries
         self._save()
         for number, entry in enumerate(entries, 1):
-            if entry["status"] == DONE:
+            if entry.status == DONE:
                 continue
-            entry.pop("error", None)
+            entry.error = None
             if self._deadline is not None and time.monotonic() >= self._deadline:
-                entry["status"], entry["error"] = SKIPPED, "not started: --budget was used up"
+                entry.status, entry.error = SKIPPED, "not started: --budget was used up"
                 continue
             self._watcher.started(entry, number, len(entries))
             self._measure(entry)
@@ -244,56 +226,52 @@ class Suite:
             self._watcher.ended(entry)
         self._save()
 
-    def _measure(self, entry: dict[str, Any]) -> None:
+    def _measure(self, entry: Entry) -> None:
         begin = time.monotonic()
-        entry["status"], entry["seconds"] = FAILED, 0.0
+        entry.status = FAILED
         try:
-            config = replace(self._base, problem=self._problem(entry))
+            problem = replace(self._base.problem, op=Op[entry.op], m=entry.m, n=entry.n, k=entry.k)
+            config = replace(self._base, problem=problem)
             measurement = self._attempts(entry, config)
-            found = report.document(config, measurement, self._document["command"])
+            result = report.document(config, measurement, self._document.command)
             # All outputs are made from the values in the JSON.
-            entry["result"] = report.rounded(found)
-            self._document["device"] = entry["result"]["device"]
-            entry["status"] = DONE
+            entry.result = report.rounded(result)
+            self._document.device = result["device"]
+            entry.status = DONE
             if measurement.complaints:
-                entry["error"] = "; ".join(measurement.complaints)
+                entry.error = "; ".join(measurement.complaints)
         except (RankFailedError, ValueError, TypeError, OSError, RuntimeError) as error:
-            entry["error"] = f"{type(error).__name__}: {error}"
-        entry["seconds"] = time.monotonic() - begin
+            entry.error = f"{type(error).__name__}: {error}"
+        entry.seconds = time.monotonic() - begin
 
-    def _problem(self, entry: dict[str, Any]) -> Problem:
-        sizes = {name: entry[name] for name in ("m", "n", "k")}
-        return replace(self._base.problem, op=Op[entry["op"]], **sizes)
-
-    def _attempts(self, entry: dict[str, Any], config: BenchConfig) -> Measurement:
+    def _attempts(self, entry: Entry, config: BenchConfig) -> Measurement:
         """Measure; if a peer breaks the run, measure again without that peer."""
-        if entry["kind"] != SHAPE:
-            variants = Sweep(entry["kind"], config.problem).variants()
-            return self._one(config, partial(sweep_methods, variants=variants))
+        if entry.kind != SHAPE:
+            variants = Sweep(entry.kind, config.problem).variants()
+            return self._run_ranks(config, partial(sweep_methods, variants=variants))
         if config.transport in ONE_GPU:  # has methods of its own
-            entry["peers"] = self._reasons(config)
-            return self._one(config, None)
+            entry.peers = self._reasons(config)
+            return self._run_ranks(config, None)
         while True:
-            entry["peers"] = reasons = self._reasons(config) | entry["peers"]
+            entry.peers = reasons = self._reasons(config) | entry.peers
             names = tuple(name for name, reason in reasons.items() if reason is None)
             # Its parts must be picklable: ranks import the function by name.
             factory = partial(peers_and_flux, names=names, peers=tuple(self._peers))
             try:
-                return self._one(config, factory if names else None)
+                return self._run_ranks(config, factory if names else None)
             except RankFailedError as error:
                 if not names:
                     raise
                 self._leave_out(entry, names, str(error))
 
     def _reasons(self, config: BenchConfig) -> dict[str, str | None]:
-        here: Mapping[str, str | None] = self._document["peers"]
-        able = unsupported(config, self._peers)
+        absent = self._document.peers
         return {
-            name: here.get(name, "not detected") or self._broken.get(name) or able[name]
-            for name in able
+            name: absent.get(name, "not detected") or self._broken.get(name) or reason
+            for name, reason in unsupported(config, self._peers).items()
         }
 
-    def _leave_out(self, entry: dict[str, Any], names: Sequence[str], error: str) -> None:
+    def _leave_out(self, entry: Entry, names: Sequence[str], error: str) -> None:
         """Exclude the peers that the error names, from this shape.
 
         If the error names no peer, exclude all of this shape's peers from all later shapes too.
@@ -301,21 +279,19 @@ class Suite:
         line = error.splitlines()[0]
         blamed = [name for name in names if blame(name) in error]
         for name in blamed or names:
-            entry["peers"][name] = f"failed: {line}"
+            entry.peers[name] = f"failed: {line}"
             if not blamed:  # a rank died or hung, and no peer could be identified
-                self._broken[name] = (
-                    f"excluded after a failure with peers at {label(entry)}: {line}"
-                )
-            self._watcher.remark(f"{label(entry)}: without {name}, which {entry['peers'][name]}")
+                self._broken[name] = f"excluded after a failure with peers at {entry.label}: {line}"
+            self._watcher.remark(f"{entry.label}: without {name}, which {entry.peers[name]}")
 
-    def _one(self, config: BenchConfig, factory: Factory | None) -> Measurement:
+    def _run_ranks(self, config: BenchConfig, factory: Factory | None) -> Measurement:
         return self._run(config, self._watcher.progress, factory)
 
 
-def failures(document: dict[str, Any]) -> list[str]:
+def failures(document: SuiteDocument) -> list[str]:
     """Return a line for each failure: entries that failed, and methods with wrong results."""
     return [
-        f"{label(entry)}: {entry['error']}"
-        for entry in document["entries"]
-        if entry.get("error") and entry["status"] in (DONE, FAILED)
+        f"{entry.label}: {entry.error}"
+        for entry in document.entries
+        if entry.error and entry.status in (DONE, FAILED)
     ]

@@ -59,13 +59,13 @@ class SuiteRanks:
             RankFailedError: as launch.on_ranks.
             HostsUnavailableError: as launch.on_ranks.
         """
-        found: Measurement = launch.measured(config, progress, factory)
-        return found
+        measurement: Measurement = launch.measured(config, progress, factory)
+        return measurement
 
     def trace(self, config: BenchConfig) -> Trace:
         """Return the timeline of one call. Called by the leading process. Raises as ``measure``."""
-        found: Trace = launch.on_ranks(trace_rank, config, None, silent)
-        return found
+        trace: Trace = launch.on_ranks(trace_rank, config, None, silent)
+        return trace
 
     def follow(self) -> None:
         """Run the leading process's measurements until it ends. Called by all other processes."""
@@ -101,13 +101,13 @@ class TorchrunRanks(SuiteRanks):
         self, config: BenchConfig, progress: Progress, factory: Factory | None = None
     ) -> Measurement:
         """Run one measurement on all hosts."""
-        found: Measurement = self._all_run(launch.measure_rank, config, factory, progress)
-        return found
+        measurement: Measurement = self._all_run(launch.measure_rank, config, factory, progress)
+        return measurement
 
     def trace(self, config: BenchConfig) -> Trace:
         """Return the timeline of one call."""
-        found: Trace = self._all_run(trace_rank, config, None, silent)
-        return found
+        trace: Trace = self._all_run(trace_rank, config, None, silent)
+        return trace
 
     def follow(self) -> None:
         """Run the leading process's measurements until it ends."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flux
 from flux.bench.config import BenchConfig
 from flux.bench.methods import Fused
 from flux.bench.reference import make_inputs
-from flux.bench.results import timeline_of
+from flux.bench.results import Timeline
 from flux.launch.progress import Progress
 from flux.trace import Trace, record_op
 
@@ -31,10 +29,10 @@ def reason_unsupported(config: BenchConfig) -> str | None:
     return "a single rank does not communicate" if config.problem.world == 1 else None
 
 
-def put(document: dict[str, Any], config: BenchConfig, trace: Trace) -> None:
-    """Add the timeline of one call to the document."""
+def timeline_of(config: BenchConfig, trace: Trace) -> Timeline:
+    """Return the timeline of a traced call."""
     problem = config.problem
     title = f"{problem.op.name} {problem.m} x {problem.n} x {problem.k}, {problem.world} ranks"
     if trace.dropped:
         title += f"; {trace.dropped} events were dropped: the buffer was full"
-    document["timeline"] = timeline_of(trace.events, title)
+    return Timeline(title, trace.events)

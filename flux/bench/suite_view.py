@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from flux.bench.results import DONE, SHAPE, label
+from flux.bench.results import DONE, SHAPE, Entry, SuiteDocument
 from flux.bench.suite import Watcher
 from flux.cli.terminal import PLAIN, bar_on_request
 from flux.core.datafile import one_line
@@ -37,11 +37,11 @@ class _Lines(Watcher):
         self._console = console
         self._place = ""
 
-    def started(self, entry: dict[str, Any], number: int, total: int) -> None:
+    def started(self, entry: Entry, number: int, total: int) -> None:
         """Remember the entry's number and name."""
-        self._place = f"[{number}/{total}] {label(entry)}"
+        self._place = f"[{number}/{total}] {entry.label}"
 
-    def ended(self, entry: dict[str, Any]) -> None:
+    def ended(self, entry: Entry) -> None:
         """Print the entry's result."""
         self._print(f"{escape(self._place)}: {escape(summary(entry))}")
 
@@ -59,7 +59,7 @@ class _Bar(_Lines):
         self._bar = bar
         self._task = bar.add_task("starting", total=None, what="")
 
-    def started(self, entry: dict[str, Any], number: int, total: int) -> None:
+    def started(self, entry: Entry, number: int, total: int) -> None:
         """Show the start of an entry."""
         super().started(entry, number, total)
         self._draw("starting ranks", 0, None)
@@ -74,40 +74,40 @@ class _Bar(_Lines):
         self._bar.refresh()
 
 
-def summary(entry: dict[str, Any]) -> str:
+def summary(entry: Entry) -> str:
     """Return the result of an entry in a line."""
-    if entry["status"] != DONE:
-        reason = (entry.get("error") or "not measured").partition("\n")[0]
-        return f"{entry['status']}: {one_line(reason)}"
+    if entry.status != DONE:
+        reason = (entry.error or "not measured").partition("\n")[0]
+        return f"{entry.status}: {one_line(reason)}"
     parts = []
-    for name, method in entry["result"]["methods"].items():
+    for name, method in entry.methods.items():
         time = method["overall_ms"]
         parts.append(f"{one_line(name)} {'WRONG' if time is None else f'{time:.4g} ms'}")
     return ", ".join(parts)
 
 
-def show(document: dict[str, Any], console: Console) -> None:
+def show(document: SuiteDocument, console: Console) -> None:
     """Print all shapes, the absent peers with reasons, and the sweeps."""
-    for op in dict.fromkeys(entry["op"] for entry in document["entries"]):
-        entries = [e for e in document["entries"] if e["op"] == op and e["kind"] == SHAPE]
+    for op in dict.fromkeys(entry.op for entry in document.entries):
+        entries = [e for e in document.entries if e.op == op and e.kind == SHAPE]
         if entries:
             console.print(_table(op, entries))
-    for entry in document["entries"]:
-        if entry["kind"] != SHAPE:
-            console.print(f"{escape(label(entry))}: {escape(summary(entry))}", **PLAIN)
-    settings, versions = document["settings"], document["versions"]
-    for name, reason in document["peers"].items():
+    for entry in document.entries:
+        if entry.kind != SHAPE:
+            console.print(f"{escape(entry.label)}: {escape(summary(entry))}", **PLAIN)
+    settings, versions = document.settings, document.versions
+    for name, reason in document.peers.items():
         if reason is not None:
             console.print(Text(one_line(f"absent: {name}: {reason}"), "dim"), soft_wrap=True)
-    about = f"{document['device']}; {settings['world']} ranks, {settings['dtype']}; " + ", ".join(
+    about = f"{document.device}; {settings['world']} ranks, {settings['dtype']}; " + ", ".join(
         f"{name} {version}" for name, version in versions.items()
     )
     console.print(Text(one_line(about), "dim"), soft_wrap=True)
 
 
-def _table(op: str, entries: list[dict[str, Any]]) -> Table:
+def _table(op: str, entries: list[Entry]) -> Table:
     methods = dict.fromkeys(
-        name for entry in entries if entry["status"] == DONE for name in entry["result"]["methods"]
+        name for entry in entries if entry.status == DONE for name in entry.methods
     )
     view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=op, title_justify="left")
     view.add_column("M", justify="right", no_wrap=True)
@@ -117,14 +117,13 @@ def _table(op: str, entries: list[dict[str, Any]]) -> Table:
     view.add_column("flux vs\nunfused", justify="right", no_wrap=True)
     view.add_column("over-\nlap", justify="right", no_wrap=True)
     for entry in entries:
-        cells = [str(entry["m"]), f"{entry['n']}, {entry['k']}"]
-        if entry["status"] != DONE:
-            cells += [entry["status"], *[""] * max(len(methods) + 1, 0)]
+        cells = [str(entry.m), f"{entry.n}, {entry.k}"]
+        if entry.status != DONE:
+            cells += [entry.status, *[""] * max(len(methods) + 1, 0)]
             view.add_row(*cells[: len(methods) + 4])
             continue
-        there = entry["result"]["methods"]
-        cells += [_time(there.get(name), entry["peers"].get(name)) for name in methods]
-        flux = there.get("flux", {})
+        cells += [_time(entry.methods.get(name), entry.peers.get(name)) for name in methods]
+        flux = entry.methods.get("flux", {})
         cells += [
             _or_dash(flux.get("speedup_vs_unfused"), ".2f", "x"),
             _or_dash(flux.get("overlap_efficiency"), ".0%"),

@@ -58,8 +58,8 @@ def traced(config: BenchConfig, wanted: Wanted, progress: Progress) -> Trace | N
         RankFailedError: as flux.bench.launch.on_ranks.
         HostsUnavailableError: as flux.bench.launch.on_ranks.
     """
-    found: Trace | None = launch.on_ranks(trace_methods, config, wanted, progress)
-    return found
+    trace: Trace | None = launch.on_ranks(trace_methods, config, wanted, progress)
+    return trace
 
 
 def reason_unsupported(config: BenchConfig, wanted: Wanted) -> str | None:

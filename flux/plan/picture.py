@@ -2,6 +2,9 @@
 
 A page has names and times of operators as tooltips. An SVG file is meant for documents: it has
 larger text, and one path for all bars of a colour in a row, a tenth of the bytes.
+
+The elements are written here and not by matplotlib: flux does not depend on it, it has no tooltips,
+and 40,000 bars took it 27 s and 170 bytes each, where an SVG file of ours has 16.
 """
 
 from __future__ import annotations

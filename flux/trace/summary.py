@@ -50,8 +50,8 @@ def rank_times(events: Iterable[Event], metadata: Mapping[str, Any]) -> list[Ran
 
 def _multiprocessor(event: Event) -> str | None:
     """Return the multiprocessor of the event: "SM 12"."""
-    found = re.match(r"SM \d+", event.lane)
-    return found and found.group()
+    match = re.match(r"SM \d+", event.lane)
+    return match and match.group()
 
 
 def _ms(events: Sequence[Event], kinds: Iterable[Kind]) -> float:

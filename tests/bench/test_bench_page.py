@@ -52,10 +52,12 @@ class Elements(HTMLParser):
 
 def document(**changes: Any) -> dict[str, Any]:
     made = suite_data.document()
-    made["timeline"] = results.timeline_of(suite_data.events(), "one <call>")
-    made |= changes
-    results.check(made)
-    return made
+    made["timeline"] = results.Timeline("one <call>", suite_data.events()).as_json()
+    return made | changes
+
+
+def render(made: dict[str, Any]) -> str:
+    return page.render(results.from_json(made))
 
 
 def methods_of(made: dict[str, Any], kinds: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
@@ -72,7 +74,7 @@ ALL = (results.SHAPE, *results.SWEEPS)
 
 def test_the_page_has_a_bar_and_a_row_for_each_method() -> None:
     made = document()
-    seen = Elements(page.render(made))
+    seen = Elements(render(made))
     every = methods_of(made, ALL)
     assert len(seen.of_class("g", "bar")) == len(every)
     assert len(seen.of_class("tr", "figures")) == len(every)
@@ -86,7 +88,7 @@ def test_the_page_has_a_bar_and_a_row_for_each_method() -> None:
 
 def test_figures_in_the_tables_are_those_of_the_document() -> None:
     made = document()
-    text = page.render(made)
+    text = render(made)
     rows = re.findall(r'<tr class="figures" data-method="([^"]+)">(.*?)</tr>', text, re.DOTALL)
     for (name, row), (expected, one) in zip(rows, methods_of(made, ALL), strict=False):
         cells = re.findall(r'<td class="number">\s*([^<]*?)\s*</td>', row)[-8:]
@@ -105,7 +107,7 @@ def test_figures_in_the_tables_are_those_of_the_document() -> None:
 
 
 def test_bars_are_as_high_as_their_times() -> None:
-    entries = [entry for entry in document()["entries"] if entry["status"] == "done"][2:5]
+    entries = [entry for entry in results.from_json(document()).entries if entry.methods][2:5]
     drawn = str(charts.stacked_bars(charts.shape_groups(entries), "bars"))
     boxes = re.findall(r'height="([\d.]+)" class="(gemm|ect)"', drawn)
     heights: list[float] = []
@@ -116,9 +118,9 @@ def test_bars_are_as_high_as_their_times() -> None:
             heights[-1] += float(height)
     whole = heights[0]  # of the first unfused call: 100%
     expected = [
-        one["overall_ms"] / entry["result"]["methods"]["unfused"]["overall_ms"]
+        method["overall_ms"] / entry.methods["unfused"]["overall_ms"]
         for entry in entries
-        for one in entry["result"]["methods"].values()
+        for method in entry.methods.values()
     ]
     assert [height / whole for height in heights] == pytest.approx(expected, rel=1e-3)
 
@@ -127,7 +129,7 @@ def test_text_is_escaped_and_nothing_is_fetched() -> None:
     made = document()
     made["command"] = ["flux", "<img src=x onerror=alert(2)>"]
     made["entries"][3]["error"] = "<script>alert(3)</script>"
-    text = page.render(made)
+    text = render(made)
     seen = Elements(text)
     names = {name for name, _ in seen.elements}
     assert not names & {"script", "img", "iframe", "object", "b"}
@@ -144,7 +146,7 @@ def test_text_is_escaped_and_nothing_is_fetched() -> None:
 
 
 def test_absent_peers_and_failures_are_named() -> None:
-    words = " ".join("".join(Elements(page.render(document())).text).split())
+    words = " ".join("".join(Elements(render(document())).text).split())
     for name, reason in suite_data.ABSENT.items():
         assert name in words
         assert reason is None or reason in words
@@ -161,7 +163,7 @@ def test_page_without_results_says_not_yet_measured() -> None:
     for entry in made["entries"]:
         entry["status"] = "pending"
         entry.pop("result", None)
-    words = "".join(Elements(page.render(made)).text)
+    words = "".join(Elements(render(made)).text)
     assert "0 of 12" in words
     assert "not yet measured" in words
 
@@ -171,7 +173,9 @@ def test_charts_omit_negative_ect_and_undefined_ratios(groups: int) -> None:
     """A call that noise makes faster than its GEMM, and shapes where nothing is communicated."""
     one = suite_data.figures(0.9, 1.0, 0.0, 1.0)
     assert one["ect_ms"] < 0 and one["overlap_efficiency"] is None
-    entry = suite_data.entry("shape", "ag_gemm", 64, {"unfused": one, "flux": one})
+    entry = results.Entry(
+        "shape", "ag_gemm", 64, 1, 1, result={"methods": {"unfused": one, "flux": one}}
+    )
     drawn = charts.shape_groups([entry] * groups)
     assert str(charts.stacked_bars(drawn, "t")).count('class="gemm"') == 2 * groups
     assert 'class="ect"' not in charts.stacked_bars(drawn, "t")
@@ -231,10 +235,10 @@ def test_grid_lines_are_round() -> None:
 def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
     made = document()
     target = tmp_path / "folder" / "results.json"
-    results.save(made, target)
+    results.save(results.from_json(made), target)
     again = results.load(target)
-    assert again["peers"] == made["peers"]
-    assert results.events_of(again) == suite_data.events()
+    assert again.peers == made["peers"]
+    assert again.timeline == results.Timeline("one <call>", suite_data.events())
     results.save(again, target)
     assert results.load(target) == again
     assert list(target.parent.iterdir()) == [target], "no temporary file is left"
@@ -265,7 +269,7 @@ def _broken(change: str) -> Any:
     elif change == "event":
         made["timeline"] = {"title": "", "events": [{"rank": 0}]}
     elif change == "kind":
-        made["timeline"] = results.timeline_of(suite_data.events(), "")
+        made["timeline"] = results.Timeline("", suite_data.events()).as_json()
         made["timeline"]["events"][0]["kind"] = "sleep"
     return made
 
@@ -307,7 +311,7 @@ def test_csv_has_all_methods_and_all_reasons() -> None:
     import csv
 
     made = document()
-    rows = list(csv.DictReader(results.to_csv(made).splitlines()))
+    rows = list(csv.DictReader(results.to_csv(results.from_json(made)).splitlines()))
     done = [row for row in rows if row["status"] == "done"]
     for row, (name, one) in zip(done, methods_of(made, ALL), strict=True):
         assert row["method"] == name
@@ -329,7 +333,7 @@ def test_csv_has_all_methods_and_all_reasons() -> None:
 def test_a_browser_shows_the_page(arguments: tuple[str, ...], tmp_path: Path) -> None:
     made = document()
     path = tmp_path / "page.html"
-    path.write_text(page.render(made), encoding="utf-8")
+    path.write_text(render(made), encoding="utf-8")
     selectors = ("g.bar", "g.dot", "tr.figures", "tr.peer", "g.event", "rect.stripes", "script")
     seen = open_page(path, *selectors, *arguments)
     every = methods_of(made, ALL)
@@ -374,8 +378,8 @@ def test_browser_reports_errors_of_a_damaged_page(tmp_path: Path) -> None:
 def test_documents_are_not_changed_by_being_shown() -> None:
     made = document()
     before = copy.deepcopy(made)
-    page.render(made)
-    results.to_csv(made)
+    render(made)
+    results.to_csv(results.from_json(made))
     assert made == before
 
 
@@ -388,7 +392,7 @@ def test_page_renders_when_repeats_give_no_interval(repeats: list[float] | None)
             if repeats is not None:
                 method["repeats_ms"] = repeats
     results.check(document)
-    assert "</svg>" in page.render(document)
+    assert "</svg>" in render(document)
 
 
 def test_repeats_that_are_not_numbers_raise() -> None:

@@ -87,6 +87,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
     return seen
 
 
+def read(target: Path) -> dict[str, Any]:
+    """Return the JSON of a file that the suite's own reader accepts."""
+    results.load(target)
+    document: dict[str, Any] = json.loads(target.read_text())
+    return document
+
+
 # -- end to end ------------------------------------------------------------------------------------
 
 
@@ -97,7 +104,7 @@ def test_a_tiny_suite_from_shapes_to_page(shapes: str, tmp_path: Path) -> None:
     options = ["--shapes", shapes, "--repeats", "5", "--warmup", "1", "--sweeps"]
     result = invoke(*options, *outputs)
     assert result.exit_code == 0, result.output
-    document = results.load(target)
+    document = read(target)
     done = [(one["kind"], one["op"], one["m"]) for one in document["entries"]]
     assert done == [
         ("shape", "ag_gemm", 5),
@@ -121,7 +128,7 @@ def test_a_tiny_suite_from_shapes_to_page(shapes: str, tmp_path: Path) -> None:
         assert f"absent: {name}: {reason}" in result.stdout
         assert name in html.read_text()
     _check_figures(document, table, html, result.stdout)
-    events = results.events_of(document)
+    events = results.from_json(document).timeline.events
     assert {event.rank for event in events} == {0, 1}
     assert {Kind.gemm, Kind.copy} <= {event.kind for event in events}
     assert html.read_text().count('class="event k-') == len(events)
@@ -129,7 +136,7 @@ def test_a_tiny_suite_from_shapes_to_page(shapes: str, tmp_path: Path) -> None:
     again = tmp_path / "again.html"
     shown = invoke("--from", str(target), "--report", str(again))
     assert shown.exit_code == 0, shown.output
-    assert again.read_text() == html.read_text() == page.render(document)
+    assert again.read_text() == html.read_text() == page.render(results.from_json(document))
 
 
 def _check_figures(document: dict[str, Any], table: Path, html: Path, printed: str) -> None:
@@ -268,16 +275,16 @@ def test_suite_under_torchrun(shapes: str, tmp_path: Path) -> None:
     command = ["-m", "flux", "bench", "suite", "--shapes", shapes, "--ops", "ag_gemm"]
     command += ["--json", str(target), "--repeats", "2"]
     printed = under_torchrun(*command, "--report", str(html), timeout_s=200)
-    document = results.load(target)
+    document = read(target)
     assert [entry["status"] for entry in document["entries"]] == ["done"] * 2
     assert (document["settings"]["world"], document["settings"]["hosts"]) == (2, "1")
-    assert {event.rank for event in results.events_of(document)} == {0, 1}
+    assert {event.rank for event in results.from_json(document).timeline.events} == {0, 1}
     assert printed.count("[2/2] ag_gemm 64 x 12 x 10") == 1  # one of the ranks speaks
     document["entries"][1]["status"] = "failed"  # what rank 0's file says is what all ranks do
-    results.save(document, target)
+    results.save(results.from_json(document), target)
     printed = under_torchrun(*command, "--resume", timeout_s=200)
     assert "resuming: 1 of 2 are measured already" in printed
-    again = results.load(target)
+    again = read(target)
     assert [entry["status"] for entry in again["entries"]] == ["done"] * 2
     assert again["entries"][0] == document["entries"][0]
 
@@ -305,12 +312,12 @@ if __name__ == "__main__":
     document = suite.new_document([base], [], {{}}, {{peer.name: None for peer in peers}}, [])
     if ranks.leads:
         for some in (peers[::2], peers[:2]):
-            document["entries"][0] |= {{"status": "pending", "peers": {{}}}}
+            document.entries[0].status, document.entries[0].peers = "pending", {{}}
             made = suite.Suite(
                 document, base, lambda: None, suite.Watcher(), peers=some, run=ranks.measure
             )
             made.run()
-            print(json.dumps(document["entries"][0]))
+            print(json.dumps(document.entries[0].as_json()))
         ranks.done()
     else:
         ranks.follow()
@@ -362,7 +369,7 @@ def test_suite_runs_on_hosts_made_of_network_namespaces(
     options += ["--repeats", "3", "--warmup", "1", "--sweeps"]
     result = invoke(*options, "--json", str(target), "--report", str(html))
     assert result.exit_code == 0, result.output
-    document = results.load(target)
+    document = read(target)
     assert [(one["kind"], one["status"]) for one in document["entries"]] == [
         ("shape", "done"),
         ("shape", "done"),
@@ -376,7 +383,7 @@ def test_suite_runs_on_hosts_made_of_network_namespaces(
             m["link_bytes"] >= found["link_bytes_minimum"] for m in found["methods"].values()
         )
     assert document["settings"]["hosts"] == "2"
-    assert {event.rank for event in results.events_of(document)} == {0, 1}
+    assert {event.rank for event in results.from_json(document).timeline.events} == {0, 1}
     result = invoke(*options, "--json", str(target), "--resume", "--link-rate", "500mbit")
     assert result.exit_code == 2
     assert "(link_rate '1gbit', now '500mbit')" in " ".join(result.stderr.split())
@@ -402,7 +409,7 @@ def test_a_shape_that_fails_does_not_end_the_run(
     assert result.exit_code == 1
     failed = "ag_gemm 5 x 12 x 10: RankFailedError: rank 1: killed by SIGKILL"
     assert failed in result.stderr
-    assert [entry["status"] for entry in results.load(target)["entries"]] == [
+    assert [entry["status"] for entry in read(target)["entries"]] == [
         "failed",
         "done",
         "done",
@@ -413,7 +420,7 @@ def test_a_shape_that_fails_does_not_end_the_run(
     quick.clear()
     assert invoke(*options, "--resume").exit_code == 0
     assert [config.problem.m for config in quick] == [5]
-    assert "error" not in results.load(target)["entries"][0]
+    assert "error" not in read(target)["entries"][0]
 
 
 def test_wrong_results_set_the_exit_status(shapes: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +449,7 @@ def test_the_budget_ends_the_run_between_shapes(
     target = tmp_path / "out.json"
     options = ["--shapes", shapes, "--json", str(target)]
     assert invoke(*options, "--budget", "0.2s").exit_code == 0
-    entries = results.load(target)["entries"]
+    entries = read(target)["entries"]
     assert [entry["status"] for entry in entries] == ["done", "skipped", "skipped"]
     assert "--budget was used up" in entries[1]["error"]
     assert invoke(*options, "--resume").exit_code == 0
@@ -465,7 +472,7 @@ def test_resume_rejects_a_file_of_another_run(
     assert "versions differ (torch '1.0', now" in " ".join(
         invoke(*options, "--resume").stderr.split()
     )
-    document["versions"] = results.load(Path(shutil.copy(first, target)))["versions"]
+    document["versions"] = read(Path(shutil.copy(first, target)))["versions"]
     document["peers"]["async_tp"] = None
     target.write_text(json.dumps(document))
     told = " ".join(invoke(*options, "--resume").stderr.split())
@@ -491,13 +498,13 @@ def test_an_interrupted_suite_keeps_its_results(shapes: str, tmp_path: Path) -> 
         process.kill()
     assert process.returncode == 130
     assert "run the same command with --resume to continue" in " ".join(errors.split())
-    states = [entry["status"] for entry in results.load(target)["entries"]]
+    states = [entry["status"] for entry in read(target)["entries"]]
     assert states[0] == "done" and "done" not in states[states.index("pending") :]
 
 
 def _done(target: Path) -> bool:
     """Return whether an entry is done. The file must be valid at any moment."""
-    return target.exists() and results.load(target)["entries"][0]["status"] == "done"
+    return target.exists() and read(target)["entries"][0]["status"] == "done"
 
 
 # -- peers that misbehave --------------------------------------------------------------------------
@@ -518,8 +525,8 @@ def run_with(peers: tuple[Stub, ...], fails: Callable[[tuple[str, ...]], str | N
         return measurement(config, ("unfused", "medium", "flux", *names))
 
     suite.Suite(document, base, lambda: None, suite.Watcher(), peers=peers, run=measured).run()
-    results.check(document)
-    return [(list(e["result"]["methods"])[3:], e["peers"]) for e in document["entries"]]
+    results.check(document.as_json())
+    return [(list(entry.methods)[3:], entry.peers) for entry in document.entries]
 
 
 def test_a_peer_that_raises_is_left_out_of_that_shape() -> None:
@@ -555,14 +562,14 @@ def test_faulty_peer_is_excluded_and_other_results_stay(fault: str) -> None:
         [base, odd], [], {}, {peer.name: peer.available() for peer in peers}, []
     )
     suite.Suite(document, base, lambda: None, suite.Watcher(), peers=peers).run()
-    first, second = document["entries"]
-    assert first["status"] == second["status"] == "done"
+    first, second = document.entries
+    assert first.status == second.status == "done"
     there = {"": ["fine", "faulty"], "raise": ["fine"], "kill": []}[fault]
-    assert list(first["result"]["methods"]) == ["unfused", "medium", "flux", *there]
+    assert list(first.methods) == ["unfused", "medium", "flux", *there]
     if fault == "raise":
-        assert "peer faulty: RuntimeError: the injected fault" in first["peers"]["faulty"]
-    assert list(second["result"]["methods"]) == ["unfused", "medium", "flux"]
-    assert fault == "kill" or second["peers"]["fine"] == "has no shape with an odd M"
+        assert "peer faulty: RuntimeError: the injected fault" in first.peers["faulty"]
+    assert list(second.methods) == ["unfused", "medium", "flux"]
+    assert fault == "kill" or second.peers["fine"] == "has no shape with an odd M"
 
 
 def test_shown_tables_name_what_failed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -570,7 +577,7 @@ def test_shown_tables_name_what_failed(capsys: pytest.CaptureFixture[str]) -> No
 
     from flux.bench import suite_view
 
-    suite_view.show(suite_data.document(), Console(width=140))
+    suite_view.show(results.from_json(suite_data.document()), Console(width=140))
     printed = capsys.readouterr().out
     for words in ("WRONG", "failed", "skipped", "absent: cublasmp: nvmath-python is not installed"):
         assert words in printed

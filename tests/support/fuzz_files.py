@@ -362,17 +362,17 @@ def _document() -> dict[str, Any]:
     chosen = [entries[1], entries[-6], entries[-5], entries[-1]]
     chosen.append({**chosen[0], "m": 16, "status": results.PENDING})
     del chosen[-1]["result"]
-    timeline = results.timeline_of(suite_data.events(tiles=2), "ag_gemm")
-    return {**whole, "entries": chosen, "timeline": timeline}
+    timeline = results.Timeline("ag_gemm", suite_data.events(tiles=2))
+    return {**whole, "entries": chosen, "timeline": timeline.as_json()}
 
 
-def _check_results(document: dict[str, Any]) -> None:
+def _check_results(document: results.SuiteDocument) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
     suite_view.show(document, console)
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
     page.render(document).encode()
     results.to_csv(document).encode()
-    json.dumps(results.rounded(document), allow_nan=False)
+    json.dumps(results.rounded(document.as_json()), allow_nan=False)
 
 
 def _trace_text() -> bytes:

@@ -2,6 +2,9 @@
 
 document (results.py) -> charts.py, timeline.py: SVG by svg.py
                       -> page.html (a jinja2 template, all text escaped) with style.css
+
+The page draws its own SVG: bars have tooltips and can be reached by the keyboard, colours follow
+the reader's scheme, and flux needs no package for it. matplotlib offers none of that.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from markupsafe import Markup
 
 from flux.bench.page import charts, timeline
 from flux.bench.page.svg import milliseconds, percent, times
-from flux.bench.results import DONE, SHAPE, events_of, label
+from flux.bench.results import DONE, SHAPE, Entry, SuiteDocument
 from flux.core.knobs import Op
 
 _FOLDER = Path(__file__).parent
@@ -41,22 +44,22 @@ def _template() -> jinja2.Template:
     return environment.get_template("page.html")
 
 
-def render(document: dict[str, Any]) -> str:
-    """Return the page of a document that has been checked (results.check)."""
-    done = [entry for entry in document["entries"] if entry["status"] == DONE]
-    events = events_of(document)
+def render(document: SuiteDocument) -> str:
+    """Return the page of a document."""
+    done = [entry for entry in document.entries if entry.status == DONE]
+    events = document.timeline.events if document.timeline is not None else []
     return _template().render(
         css=Markup(_FOLDER.joinpath("style.css").read_text(encoding="utf-8")),
         document=document,
-        command=shlex.join(str(word) for word in document["command"]),
-        settings={name: _setting(value) for name, value in document["settings"].items()},
+        command=shlex.join(str(word) for word in document.command),
+        settings={name: _setting(value) for name, value in document.settings.items()},
         summary=_summary(document),
-        sections=[_section(op, done) for op in dict.fromkeys(entry["op"] for entry in done)],
-        sweeps=[_sweep(entry) for entry in done if entry["kind"] != SHAPE],
+        sections=[_section(op, done) for op in dict.fromkeys(entry.op for entry in done)],
+        sweeps=[_sweep(entry) for entry in done if entry.kind != SHAPE],
         troubles=_troubles(document),
         peers=_peers(document),
         timeline=Markup(timeline.timeline(events)) if events else None,
-        timeline_title=(document.get("timeline") or {}).get("title", ""),
+        timeline_title=document.timeline.title if document.timeline is not None else "",
         lanes=timeline.lane_rows(events),
         waits=timeline.longest_waits(events),
     )
@@ -68,15 +71,15 @@ def _setting(value: object) -> str:
     return "chosen by flux" if value is None else str(value)
 
 
-def _summary(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _summary(document: SuiteDocument) -> list[tuple[str, str, str]]:
     """Return (figure, description, details) of each tile at the top."""
-    shapes = [entry for entry in document["entries"] if entry["kind"] == SHAPE]
-    done = [entry for entry in shapes if entry["status"] == DONE]
+    shapes = [entry for entry in document.entries if entry.kind == SHAPE]
+    done = [entry for entry in shapes if entry.status == DONE]
     speeds = [
         (float(value), entry)
         for entry in done
         # Rounded to four digits, the speedup of a very slow call is 0, which has no logarithm.
-        if (value := entry["result"]["methods"].get("flux", {}).get("speedup_vs_unfused"))
+        if (value := entry.methods.get("flux", {}).get("speedup_vs_unfused"))
     ]
     tiles = [(f"{len(done)} of {len(shapes)}", "shapes measured", "")]
     if speeds:
@@ -85,17 +88,17 @@ def _summary(document: dict[str, Any]) -> list[tuple[str, str, str]]:
         (least, worst), (most, best) = ordered[0], ordered[-1]
         tiles += [
             (times(mean), "flux beside unfused", "geometric mean over shapes; above 1 is faster"),
-            (times(most), "the best shape", label(best)),
-            (times(least), "the worst shape", label(worst)),
+            (times(most), "the best shape", best.label),
+            (times(least), "the worst shape", worst.label),
         ]
     return tiles
 
 
-def _section(op: str, done: list[dict[str, Any]]) -> dict[str, Any]:
-    entries = [entry for entry in done if entry["op"] == op and entry["kind"] == SHAPE]
+def _section(op: str, done: list[Entry]) -> dict[str, Any]:
+    entries = [entry for entry in done if entry.op == op and entry.kind == SHAPE]
     groups = charts.shape_groups(entries)
-    names = dict.fromkeys(name for entry in entries for name in entry["result"]["methods"])
-    sizes = {(entry["n"], entry["k"]) for entry in entries}
+    names = dict.fromkeys(name for entry in entries for name in entry.methods)
+    sizes = {(entry.n, entry.k) for entry in entries}
     title = Op[op].title
     # A figure holds as many shapes as a reader can tell apart; a model's file may have more.
     chunks = [groups[begin : begin + 8] for begin in range(0, len(groups), 8)]
@@ -112,74 +115,73 @@ def _section(op: str, done: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _rows(entry: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(entry: Entry) -> list[dict[str, Any]]:
     """Return a table's rows of one entry."""
     return [
         {
-            "m": entry["m"],
-            "n": entry["n"],
-            "k": entry["k"],
+            "m": entry.m,
+            "n": entry.n,
+            "k": entry.k,
             "method": name,
             "style": charts.style(name),
-            "wrong": "; ".join(one.get("wrong", ())),
+            "wrong": "; ".join(method.get("wrong", ())),
             "figures": [
-                milliseconds(one["overall_ms"]),
-                milliseconds(one["gemm_non_split_ms"]),
-                milliseconds(one["comm_ms"]),
-                milliseconds(one["ect_ms"]),
-                percent(one["overlap_efficiency"]),
-                percent(one["bounded_efficiency"]),
-                times(one["speedup_vs_unfused"]),
-                "–" if one["max_abs_err"] is None else f"{one['max_abs_err']:.1e}",
+                milliseconds(method["overall_ms"]),
+                milliseconds(method["gemm_non_split_ms"]),
+                milliseconds(method["comm_ms"]),
+                milliseconds(method["ect_ms"]),
+                percent(method["overlap_efficiency"]),
+                percent(method["bounded_efficiency"]),
+                times(method["speedup_vs_unfused"]),
+                "–" if method["max_abs_err"] is None else f"{method['max_abs_err']:.1e}",
             ],
             "knobs": " ".join(
                 f"{knob}={value if isinstance(value, str) else json.dumps(value)}"
-                for knob, value in one["knobs"].items()
+                for knob, value in method["knobs"].items()
             ),
         }
-        for name, one in entry["result"]["methods"].items()
+        for name, method in entry.methods.items()
     ]
 
 
-def _sweep(entry: dict[str, Any]) -> dict[str, Any]:
-    title = f"{_SWEEPS[entry['kind']]}: {entry['op']}, m {entry['m']}"
+def _sweep(entry: Entry) -> dict[str, Any]:
+    title = f"{_SWEEPS[entry.kind]}: {entry.op}, m {entry.m}"
     return {
         "title": title,
-        "sizes": f"(n, k) = ({entry['n']}, {entry['k']})",
+        "sizes": f"(n, k) = ({entry.n}, {entry.k})",
         "bars": charts.stacked_bars([charts.sweep_group(entry)], title),
         "rows": _rows(entry),
     }
 
 
-def _troubles(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _troubles(document: SuiteDocument) -> list[tuple[str, str, str]]:
     """Return (entry, status, reason) of entries that were not measured, or are wrong."""
     return [
         (
-            label(entry),
-            "wrong result" if entry["status"] == DONE else entry["status"],
-            entry.get("error") or "not yet measured",
+            entry.label,
+            "wrong result" if entry.status == DONE else entry.status,
+            entry.error or "not yet measured",
         )
-        for entry in document["entries"]
-        if entry.get("error") or entry["status"] != DONE
+        for entry in document.entries
+        if entry.error or entry.status != DONE
     ]
 
 
-def _peers(document: dict[str, Any]) -> list[dict[str, Any]]:
+def _peers(document: SuiteDocument) -> list[dict[str, Any]]:
     """Return all peers: their origin, and why they are absent, in general or for some shapes."""
-    about = document.get("about", {})
-    found = []
-    for name, reason in document["peers"].items():
+    peers = []
+    for name, reason in document.peers.items():
         partly: dict[str, list[str]] = {}
-        for entry in document["entries"]:
-            why = entry["peers"].get(name)
-            if reason is None and why is not None:
-                partly.setdefault(why, []).append(label(entry))
-        found.append(
+        for entry in document.entries:
+            absent = entry.peers.get(name)
+            if reason is None and absent is not None:
+                partly.setdefault(absent, []).append(entry.label)
+        peers.append(
             {
                 "name": name,
-                "about": about.get(name, ""),
+                "about": document.about.get(name) or "",
                 "reason": reason,
-                "partly": [(why, ", ".join(labels)) for why, labels in partly.items()],
+                "partly": [(absent, ", ".join(labels)) for absent, labels in partly.items()],
             }
         )
-    return found
+    return peers

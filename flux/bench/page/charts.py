@@ -19,6 +19,7 @@ from markupsafe import Markup
 from flux.bench.metrics import CONFIDENCE
 from flux.bench.page.svg import milliseconds, percent, steps, tag, times
 from flux.bench.report import time_interval
+from flux.bench.results import Entry
 
 _WIDTH, _HEIGHT = 960.0, 340.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 8.0, 22.0, 58.0
@@ -51,14 +52,16 @@ class Bar:
     @property
     def title(self) -> str:
         """The tooltip with all figures."""
-        one = self.figures
-        if one["overall_ms"] is None:
+        figures = self.figures
+        if figures["overall_ms"] is None:
             return f"{self.name}: wrong result, not timed"
+        overall, gemm, ect = (
+            milliseconds(figures[key]) for key in ("overall_ms", "gemm_non_split_ms", "ect_ms")
+        )
         return (
-            f"{self.name}: {milliseconds(one['overall_ms'])} ms = GEMM "
-            f"{milliseconds(one['gemm_non_split_ms'])} + ECT {milliseconds(one['ect_ms'])}; "
-            f"overlap efficiency {percent(one['overlap_efficiency'])}, "
-            f"{times(one['speedup_vs_unfused'])} of unfused's speed"
+            f"{self.name}: {overall} ms = GEMM {gemm} + ECT {ect}; "
+            f"overlap efficiency {percent(figures['overlap_efficiency'])}, "
+            f"{times(figures['speedup_vs_unfused'])} of unfused's speed"
         )
 
 
@@ -80,7 +83,7 @@ class BarGroup:
 
     def interval(self, bar: Bar) -> tuple[float, float] | None:
         """Return the interval of a bar's time as a share of the unfused time; None: not known."""
-        unfused = next((one.figures for one in self.bars if one.name == "unfused"), None)
+        unfused = next((each.figures for each in self.bars if each.name == "unfused"), None)
         if unfused is None or bar.figures is unfused or "repeats_ms" not in bar.figures:
             return None
         if not all(unfused.get("repeats_ms", [0.0])):  # missing, or below what clocks resolve
@@ -93,31 +96,30 @@ def style(name: str) -> str:
     return f"s{_KNOWN.index(name)}" if name in _KNOWN else "s7"
 
 
-def shape_groups(entries: Sequence[dict[str, Any]]) -> list[BarGroup]:
+def shape_groups(entries: Sequence[Entry]) -> list[BarGroup]:
     """Return a group for each shape."""
     return [
         BarGroup(
-            f"m {entry['m']}",
-            tuple(
-                Bar(name, style(name), figures)
-                for name, figures in entry["result"]["methods"].items()
-            ),
+            f"m {entry.m}",
+            tuple(Bar(name, style(name), figures) for name, figures in entry.methods.items()),
         )
         for entry in entries
     ]
 
 
-def sweep_group(entry: dict[str, Any]) -> BarGroup:
+def sweep_group(entry: Entry) -> BarGroup:
     """Return the group of a sweep: its bars have the colour of flux, and their value below them."""
-    methods = entry["result"]["methods"]
-    known = {name: one["overall_ms"] for name, one in methods.items() if one["overall_ms"]}
-    swept = {name: time for name, time in known.items() if name != "unfused"}
-    fastest = min(swept, key=lambda name: swept[name], default=None)
+    times_ms = {
+        name: figures["overall_ms"]
+        for name, figures in entry.methods.items()
+        if figures["overall_ms"] and name != "unfused"
+    }
+    fastest = min(times_ms, key=times_ms.__getitem__, default=None)
     return BarGroup(
         "",
         tuple(
-            Bar(name, style(name if name == "unfused" else "flux"), one, name, name == fastest)
-            for name, one in methods.items()
+            Bar(name, style(name if name == "unfused" else "flux"), figures, name, name == fastest)
+            for name, figures in entry.methods.items()
         ),
     )
 
@@ -140,7 +142,7 @@ def _grid(values: Sequence[float], y: Any, strong: Sequence[float], width: float
     lines = []
     for value in values:
         at = y(value)
-        mark = "axis" if any(abs(value - one) < 1e-9 for one in strong) else "grid"
+        mark = "axis" if any(abs(value - line) < 1e-9 for line in strong) else "grid"
         lines.append(tag("line", x1=_LEFT, x2=width - _RIGHT, y1=at, y2=at, class_=mark))
         lines.append(tag("text", percent(value), x=_LEFT - 7, y=at + 4, class_="tick end"))
     return lines

@@ -34,10 +34,10 @@ Lane = tuple[int, str]
 
 def lanes(events: Sequence[Event]) -> list[Lane]:
     """Return (rank, lane) of all rows: by rank, lanes in the order of their first event."""
-    found = dict.fromkeys(
+    rank_lanes = dict.fromkeys(
         (event.rank, event.lane) for event in sorted(events, key=lambda event: event.start_us)
     )
-    return sorted(found, key=lambda lane: lane[0])
+    return sorted(rank_lanes, key=lambda lane: lane[0])
 
 
 def describe(event: Event) -> str:
@@ -134,16 +134,16 @@ def _legend(events: Sequence[Event]) -> Markup:
 
 def lane_rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
     """Return the timeline as a table: of each lane events, microseconds of work and of waiting."""
-    found: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for rank, lane in lanes(events):
         here = [event for event in events if (event.rank, event.lane) == (rank, lane)]
         waits = [event for event in here if event.kind in WAITS]
         waited = sum(event.duration_us for event in waits)
         worked = sum(event.duration_us for event in here) - waited
-        found.append(
+        rows.append(
             (str(rank), lane, str(len(here)), f"{worked:.1f}", str(len(waits)), f"{waited:.1f}")
         )
-    return found
+    return rows
 
 
 def longest_waits(events: Sequence[Event]) -> list[str]:

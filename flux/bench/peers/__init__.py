@@ -41,8 +41,8 @@ def load(package: Path | None) -> tuple[Peer, ...]:
         sys.path.insert(0, str(folder.parent))
     try:
         module = importlib.import_module(folder.name)
-        found = PEERS + tuple(module.PEERS)
-        names = [peer.name for peer in found]
+        adapters = PEERS + tuple(module.PEERS)
+        names = [peer.name for peer in adapters]
     except Exception as error:
         raise ValueError(f"--peers {package}: {type(error).__name__}: {error}") from error
     if Path(str(module.__file__)).parent != folder:
@@ -51,7 +51,7 @@ def load(package: Path | None) -> tuple[Peer, ...]:
         )
     if len(set(names)) != len(names):
         raise ValueError(f"--peers {package}: peers need different names, got {', '.join(names)}")
-    return found
+    return adapters
 
 
 def survey(peers: Sequence[Peer] = PEERS) -> dict[str, str | None]:

@@ -271,14 +271,14 @@ class RealRank:
         method.wait()
         self._ranks.finish(self._ranks.agents.values())
         self.machine.synchronize()
-        found = judge(self.problem, REAL, got, reference.returned)
-        if not (found.ok and isinstance(method, Fused)):
-            return found
+        verdict = judge(self.problem, REAL, got, reference.returned)
+        if not (verdict.ok and isinstance(method, Fused)):
+            return verdict
         for peer in self._ranks.agents:
             sent = self._judge_sent(method.op, peer, got, reference)
             if not sent.ok:
                 return Verdict(False, sent.max_abs_err, f"sent to rank {peer}: {sent.complaint}")
-        return found
+        return verdict
 
     def _judge_sent(self, op: Any, peer: int, got: torch.Tensor, right: Right) -> Verdict:
         """Compare the data in a peer's memory."""
@@ -288,20 +288,20 @@ class RealRank:
             held = memory[: right.gathered.numel()].view(right.gathered.shape)
             for begin, end in self._rows_moved(op, peer):
                 rows = right.gathered[begin:end].double()
-                found = judge_values(held[begin:end], Reference(rows, torch.zeros_like(rows)))
-                if not found.ok:
-                    return found
+                verdict = judge_values(held[begin:end], Reference(rows, torch.zeros_like(rows)))
+                if not verdict.ok:
+                    return verdict
             return Verdict(True, 0.0)
         partial = right.partials[peer]
         begin = peers.layout.slot_offset(REAL) // problem.itemsize
         held = memory[begin : begin + partial.expected.numel()].view(partial.expected.shape)
-        found = judge_values(held.to(partial.expected.device), partial)
-        if found.ok and problem.op.all_reduces:
+        verdict = judge_values(held.to(partial.expected.device), partial)
+        if verdict.ok and problem.op.all_reduces:
             own = got[slice(*problem.rows(REAL))].double().cpu()
             begin = peers.layout.rest_offset // problem.itemsize
             held = memory[begin : begin + own.numel()].view(own.shape)
-            found = judge_values(held, Reference(own, torch.zeros_like(own)))
-        return found
+            verdict = judge_values(held, Reference(own, torch.zeros_like(own)))
+        return verdict
 
     def _rows_moved(self, op: Any, peer: int) -> list[tuple[int, int]]:
         """Return the rows that this rank pushes to a peer, or that the peer pulls from it."""

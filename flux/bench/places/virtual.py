@@ -146,10 +146,12 @@ class Ranks:
         self.machine.synchronize()
         worst = Verdict(True, 0.0)
         for rank, (result, right) in enumerate(zip(got, reference, strict=True)):
-            found = judge(self.problem, rank, result, right)
-            complaint = worst.complaint or (f"as rank {rank}: {found.complaint}" * (not found.ok))
-            error = max(worst.max_abs_err, found.max_abs_err)
-            worst = Verdict(worst.ok and found.ok, error, complaint)
+            verdict = judge(self.problem, rank, result, right)
+            complaint = worst.complaint
+            if not complaint and not verdict.ok:
+                complaint = f"as rank {rank}: {verdict.complaint}"
+            error = max(worst.max_abs_err, verdict.max_abs_err)
+            worst = Verdict(worst.ok and verdict.ok, error, complaint)
         return worst
 
     def gemms(self, inputs: list[Inputs]) -> dict[str, Call]:
