@@ -23,7 +23,6 @@ import cuda_host_time
 import dhelix_paper
 import domino_hosts
 import drawing
-import gpu_tables
 import kernel_choice
 import kernel_counters
 import layers
@@ -118,7 +117,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "soak": reliability.soak,
     "endings": reliability.endings,
     "files": reliability.files,
-    **gpu_tables.tables(),
 }
 
 PAGES = (
@@ -128,7 +126,6 @@ PAGES = (
     ROOT / "docs" / "use" / "plan.md",
     ROOT / "docs" / "use" / "scale.md",
     ROOT / "docs" / "use" / "simulator.md",
-    gpu_tables.FOLDER / "README.md",
     ROOT / RESULTS.parent / "runs.md",
     *sorted(FOLDER.glob("*.md")),
 )
