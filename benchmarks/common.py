@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flux.bench.metrics import CONFIDENCE, bootstrap, median
+from flux.core.wholefile import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks", "results", "cpu")
@@ -95,9 +96,17 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def keep(content: dict[str, Any], path: Path) -> None:
-    """Write a raw JSON, and the folders that it stands in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write a raw JSON, whose path is relative to the root, and its folders.
+
+    The file is replaced at once: a run that is cut short leaves the last one.
+    """
+    (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(ROOT / path, json.dumps(content, indent=1) + "\n")
+
+
+def versions(document: dict[str, Any]) -> str:
+    """Return the versions of packages in a line."""
+    return ", ".join(f"{name} {version}" for name, version in document["versions"].items())
 
 
 def unbroken(text: str) -> str:
@@ -135,8 +144,8 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def conditions(document: dict[str, Any]) -> str:
     """The line that belongs under every table."""
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     return (
-        f"{document['device']}; {versions}; {document['dtype']}, {document['threads']} thread per "
-        "rank; median over interleaved repeats of the slowest rank's time."
+        f"{document['device']}; {versions(document)}; {document['dtype']}, "
+        f"{document['threads']} thread per rank; median over interleaved repeats of the slowest "
+        "rank's time."
     )

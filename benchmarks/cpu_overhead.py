@@ -15,7 +15,6 @@ Three tables go to stdout, all figures to benchmarks/results/cpu/overhead.json.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import RESULTS, ROOT, markdown, milliseconds
+from common import RESULTS, keep, markdown, milliseconds
 
 import flux
 from flux.bench.metrics import median, slowest_rank
@@ -298,9 +297,7 @@ def main() -> None:
         "options": options,
         **figures,
     }
-    target = ROOT / RESULTS / "overhead.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    keep(content, RESULTS / "overhead.json")
     print(tables(content))
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import statistics
 import subprocess
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, markdown, sizes
+from common import ROOT, keep, markdown, sizes
 
 import flux
 from flux import _C
@@ -248,8 +247,7 @@ def main() -> None:
     }  # fmt: skip
     print(table(content), orders(content), sep="\n\n")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        keep(content, options.json)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import LINK_NAMES, ROOT, compute_below_network, keep, markdown, ratio_interval
+from common import (
+    LINK_NAMES,
+    ROOT,
+    compute_below_network,
+    keep,
+    markdown,
+    ratio_interval,
+    versions,
+)
 
 from flux.bench.config import Run
 from flux.bench.launch import on_ranks
@@ -282,13 +290,12 @@ def table(content: dict[str, Any]) -> str:
                     f"{hidden(run, form):.0%}",
                 ]
             )
-    versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
     return (
-        f"{markdown(header, lines)}\n\n{content['device']}; {versions}; float32, one thread per "
-        "rank; medians of interleaved steps on the slower rank; ratio to Megatron-core, with 90% "
-        "intervals. Share: AllReduces of a step by themselves, over their time and that of a step "
-        "on a group whose collectives return at once. Hidden: of the former, what the step does "
-        "not take beyond the latter."
+        f"{markdown(header, lines)}\n\n{content['device']}; {versions(content)}; "
+        "float32, one thread per rank; medians of interleaved steps on the slower rank; ratio "
+        "to Megatron-core, with 90% intervals. Share: AllReduces of a step by themselves, "
+        "over their time and that of a step on a group whose collectives return at once. "
+        "Hidden: of the former, what the step does not take beyond the latter."
     )
 
 

@@ -12,13 +12,12 @@ that rotates, behind one sleep; a round that the host was too slow for is repeat
 one. Short kernels run several times between two events. Inputs rotate, so that they do not stay in
 L2. Figures are medians over rounds; ratios are formed within a round, with 90% intervals.
 
-A file that is there already is gone on with: shapes in it are skipped.
+Shapes that an existing output file has are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import keep, load
 
 from flux import _C, Knobs
 from flux.bench.metrics import CONFIDENCE, bootstrap
@@ -33,7 +33,6 @@ from flux.core.dtypes import BY_SHORT
 from flux.core.integers import ceil_div
 from flux.core.knobs import Op
 from flux.core.schedule import ClusterTile
-from flux.core.wholefile import write_whole
 from flux.kernels import loading
 from flux.kernels.config import GemmConfig
 from flux.kernels.legality import GemmProblem, is_legal, runs_on
@@ -316,20 +315,13 @@ def every_plain_kernel(device: CudaDevice) -> list[str]:
 def resumed(path: Path, command: str, device: CudaDevice) -> dict[str, Any]:
     """Return the content of a file that an earlier run left, or that of a new one."""
     if path.exists():
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return content
+        return load(path)
     return {
         "command": command,
         "device": torch.cuda.get_device_name(device.index),
         "versions": host.versions(),
         "shapes": [],
     }
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file at once: a run that is cut short leaves the last one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def show(shape: dict[str, Any]) -> None:
@@ -371,7 +363,7 @@ def main() -> None:
                 continue
             shape = run_shape(device, op, m, n, k, options.rounds, options.dtype)
             content["shapes"].append(shape)
-            write(options.json, content)
+            keep(content, options.json)
             show(shape)
     raise SystemExit(1 if any(s["complaints"] for s in content["shapes"]) else 0)
 

@@ -11,12 +11,11 @@ skipped.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import markdown, milliseconds, percent
+from common import keep, load, markdown, milliseconds, percent
 
 from flux import Knobs, PeerTimeoutError
 from flux.bench import report
@@ -26,7 +25,6 @@ from flux.bench.op import measure
 from flux.bench.places.loopback import RealRank
 from flux.core.knobs import Op
 from flux.core.problem import Problem
-from flux.core.wholefile import write_whole
 
 NARROW, WIDE = 12288, 49152  # the paper's GPT-3 shapes: AllGather N = WIDE, ReduceScatter K = WIDE
 WARM_UP = 3
@@ -114,21 +112,6 @@ def problems(worlds: Sequence[int], rows: Sequence[int]) -> list[Problem]:
     ]
 
 
-def resumed(path: Path) -> list[dict[str, Any]]:
-    """Return the shapes that an earlier run has measured."""
-    if not path.exists():
-        return []
-    shapes: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["shapes"]
-    return shapes
-
-
-def write(path: Path, shapes: list[dict[str, Any]]) -> None:
-    """Replace the file at once: a run that is cut short leaves the last one."""
-    content = {"command": "python benchmarks/gpu_loopback.py", "shapes": shapes}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content, indent=1) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path, help="file to write or continue")
@@ -139,13 +122,13 @@ def main() -> None:
         "--tiles", type=int, nargs="+", default=[1, 4, 16], help="communication tiles per chunk"
     )
     options = parser.parse_args()
-    shapes = resumed(options.json)
+    shapes = load(options.json)["shapes"] if options.json.exists() else []
     done = {(s["op"], s["m"], s["world"]) for s in shapes}
     for problem in problems(options.worlds, options.rows):
         if (problem.op.name, problem.m, problem.world) in done:
             continue
         shapes.append(run_shape(problem, options.tiles, options.repeats))
-        write(options.json, shapes)
+        keep({"command": "python benchmarks/gpu_loopback.py", "shapes": shapes}, options.json)
         print(table(shapes[-1]), flush=True)
     raise SystemExit(1 if any(s["complaints"] for s in shapes) else 0)
 

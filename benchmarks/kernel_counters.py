@@ -12,14 +12,13 @@ what a kernel does once, in its prologue, is not part of it.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from common import RESULTS, markdown, unbroken
+from common import RESULTS, keep, markdown, unbroken
 
 from flux import _C
 from flux.kernels.registry import BuiltKernel, Registry
@@ -218,8 +217,7 @@ def main() -> None:
             if not built:
                 raise SystemExit(f"no kernel {case.op} for {arch} is built in {options.kernels}")
             document["archs"][arch].append(measure(device, built[0], case))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    keep(document, options.json)
     print(table(document))
 
 

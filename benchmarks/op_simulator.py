@@ -9,13 +9,12 @@ tuning/clusters. Exposed communication and total are never inputs.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import ROOT, markdown, percent
+from common import ROOT, keep, markdown, percent
 
 from flux.core.knobs import Knobs, Op
 from flux.core.problem import Problem
@@ -329,9 +328,7 @@ def two_hosts_table(content: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", type=Path, nargs="?", default=RESULT)
-    target = parser.parse_args().target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(document(), indent=1) + "\n", encoding="utf-8")
+    keep(document(), parser.parse_args().target)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from common import RESULTS, load, markdown
+from common import RESULTS, load, markdown, versions
 
 SOAK = RESULTS.parent / "soak" / "thirty_minutes.json"
 ENDINGS = RESULTS.parent / "endings.json"
@@ -47,7 +47,6 @@ def soak() -> str:
             rows.append([text, place.split(",")[0], *figures])
     header = ["disturbance", "when", "count", "ranks with an error"]
     noticed, grown = document["noticed_s"], document["growth_bytes"] / 2**20
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     facts = [
         ["episodes", f"{document['episodes']:,}"],
         ["ops built, counted by each rank", f"{counts['built']:,}"],
@@ -63,7 +62,7 @@ def soak() -> str:
     parts = [markdown(header, rows), markdown(["figure", "value"], facts)]
     parts += [f"Findings, as `episode: what was found`:\n\n{listed}"] if listed else []
     return "\n\n".join(
-        [*parts, f"`{document['command']}`; {versions}; {document['minutes']:g} minutes."]
+        [*parts, f"`{document['command']}`; {versions(document)}; {document['minutes']:g} minutes."]
     )
 
 
@@ -95,5 +94,6 @@ def files() -> str:
         [kind, *(f"{counts[outcome]:,}" for outcome in outcomes)]
         for kind, counts in document["kinds"].items()
     ]
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return f"{markdown(['file', *outcomes], rows)}\n\n`{document['command']}`; {versions}."
+    return (
+        f"{markdown(['file', *outcomes], rows)}\n\n`{document['command']}`; {versions(document)}."
+    )

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import ROOT, markdown, percent, unbroken
+from common import ROOT, keep, markdown, percent, unbroken
 
 from flux.core.collector import paused_collector
 from flux.core.integers import ceil_div
@@ -273,8 +273,7 @@ def main() -> None:
     if options.largest:
         print(json.dumps(largest()))
         return
-    options.target.parent.mkdir(parents=True, exist_ok=True)
-    options.target.write_text(json.dumps(document(), indent=1) + "\n", encoding="utf-8")
+    keep(document(), options.target)
 
 
 if __name__ == "__main__":

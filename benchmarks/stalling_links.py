@@ -11,14 +11,13 @@ benchmarks/results/hosts/stalling_links.json.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import threading
 import time
 from typing import Any
 
 import torch.distributed as dist
-from common import ROOT
+from common import keep
 from multi_host import RESULTS
 
 import flux
@@ -104,9 +103,7 @@ def main() -> None:
         **options,
         **outcome,
     }
-    (ROOT / RESULTS).mkdir(parents=True, exist_ok=True)
-    target = ROOT / RESULTS / "stalling_links.json"
-    target.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    keep(content, RESULTS / "stalling_links.json")
     print(
         f"{options['calls']} calls on {len(places)} ranks, {outcome['stalls']} stalls in "
         f"{outcome['seconds']} s: {len(outcome['wrong'])} wrong results"

@@ -41,6 +41,7 @@ from common import (
     markdown,
     ratio,
     unbroken,
+    versions,
 )
 
 import tuning
@@ -80,8 +81,9 @@ def cuda_host() -> str:
 def tuned() -> str:
     """Return the tuner beside exhaustive search."""
     document = load(RESULTS / "tuning.json")
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return f"{tuning.table(document['search'])}\n\n{document['device']}; {versions}; float32"
+    return (
+        f"{tuning.table(document['search'])}\n\n{document['device']}; {versions(document)}; float32"
+    )
 
 
 def of(make: Callable[..., str], path: Path, *arguments: Any) -> Callable[[], str]:

@@ -35,7 +35,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, markdown, milliseconds, sizes
+from common import RESULTS, ROOT, keep, markdown, milliseconds, sizes
 
 from flux.bench.metrics import bootstrap
 from flux.bench.shapes import load_shapes
@@ -394,8 +394,7 @@ def main() -> None:
     content |= {"device": host.device(), "versions": host.versions(), "world": WORLD}
     for part in options.parts:
         content[part] = PARTS[part](options)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(content, indent=1) + "\n")
+        keep(content, target)
     if "search" in options.parts:
         print(table(content["search"]))
     for part in ("kills", "processes", "look_up", "ship"):
