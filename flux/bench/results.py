@@ -75,7 +75,7 @@ CSV_COLUMNS = (
 
 
 @dataclass
-class Entry:
+class SuiteEntry:
     """One run of the benchmark.
 
     Attributes:
@@ -121,7 +121,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class CallTimeline:
     """The events of one call."""
 
     title: str
@@ -158,8 +158,8 @@ class SuiteDocument:
     settings: dict[str, Any]
     peers: dict[str, str | None]
     about: dict[str, str | None]
-    entries: list[Entry]
-    timeline: Timeline | None = None
+    entries: list[SuiteEntry]
+    timeline: CallTimeline | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON object of the documented format."""
@@ -179,11 +179,11 @@ def from_json(document: Any) -> SuiteDocument:
         ValueError: it is no document of `flux bench suite`; the message says what is wrong.
     """
     check(document)
-    names = {attribute.name for attribute in fields(Entry)}
+    names = {attribute.name for attribute in fields(SuiteEntry)}
     return SuiteDocument(
         **{name: document[name] for name in _TOP},
         entries=[
-            Entry(**{name: value for name, value in entry.items() if name in names})
+            SuiteEntry(**{name: value for name, value in entry.items() if name in names})
             for entry in document["entries"]
         ],
         about=document.get("about", {}),
@@ -311,13 +311,13 @@ def _expect(good: bool, where: str, wanted: str, got: object) -> None:
         raise ValueError(f"{one_line(where, 160)}: expected {wanted}, got {shown(got)}")
 
 
-def _timeline(timeline: Any) -> Timeline | None:
+def _timeline(timeline: Any) -> CallTimeline | None:
     if timeline is None:
         return None
     _expect(isinstance(timeline, dict), "timeline", "an object or null", timeline)
     _fields(timeline, {"title": str, "events": list}, "timeline.")
     events = [_event(event, f"timeline.events[{i}]") for i, event in enumerate(timeline["events"])]
-    return Timeline(timeline["title"], events)
+    return CallTimeline(timeline["title"], events)
 
 
 def _event(event: Any, where: str) -> Event:

@@ -23,7 +23,7 @@ from flux.bench.config import ONE_GPU, BenchConfig
 from flux.bench.methods import Factory, Fused, Method, UnfusedMethod
 from flux.bench.op import Measurement
 from flux.bench.peers import PEERS, Peer, blame, peers_and_flux, unsupported
-from flux.bench.results import DONE, FAILED, SHAPE, SKIPPED, Entry, SuiteDocument
+from flux.bench.results import DONE, FAILED, SHAPE, SKIPPED, SuiteDocument, SuiteEntry
 from flux.core.knobs import Op
 from flux.core.problem import Problem
 from flux.launch.progress import Progress
@@ -122,7 +122,7 @@ def new_document(
         settings=settings,
         peers=dict(peers),
         about=dict(about or {}),
-        entries=[Entry(kind, p.op.name, p.m, p.n, p.k) for kind, p in runs],
+        entries=[SuiteEntry(kind, p.op.name, p.m, p.n, p.k) for kind, p in runs],
     )
 
 
@@ -164,13 +164,13 @@ def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 class Watcher:
     """Receives the progress of a suite."""
 
-    def started(self, entry: Entry, number: int, total: int) -> None:
+    def started(self, entry: SuiteEntry, number: int, total: int) -> None:
         """Handle the start of an entry; ``number`` counts from 1."""
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Handle the start of a step of the entry's measurement."""
 
-    def ended(self, entry: Entry) -> None:
+    def ended(self, entry: SuiteEntry) -> None:
         """Handle the end of an entry, measured or failed."""
 
     def remark(self, text: str) -> None:
@@ -226,7 +226,7 @@ class Suite:
             self._watcher.ended(entry)
         self._save()
 
-    def _measure(self, entry: Entry) -> None:
+    def _measure(self, entry: SuiteEntry) -> None:
         begin = time.monotonic()
         entry.status = FAILED
         try:
@@ -244,7 +244,7 @@ class Suite:
             entry.error = f"{type(error).__name__}: {error}"
         entry.seconds = time.monotonic() - begin
 
-    def _attempts(self, entry: Entry, config: BenchConfig) -> Measurement:
+    def _attempts(self, entry: SuiteEntry, config: BenchConfig) -> Measurement:
         """Measure; if a peer breaks the run, measure again without that peer."""
         if entry.kind != SHAPE:
             variants = Sweep(entry.kind, config.problem).variants()
@@ -271,7 +271,7 @@ class Suite:
             for name, reason in unsupported(config, self._peers).items()
         }
 
-    def _leave_out(self, entry: Entry, names: Sequence[str], error: str) -> None:
+    def _leave_out(self, entry: SuiteEntry, names: Sequence[str], error: str) -> None:
         """Exclude the peers that the error names, from this shape.
 
         If the error names no peer, exclude all of this shape's peers from all later shapes too.

@@ -6,7 +6,7 @@ import flux
 from flux.bench.config import BenchConfig
 from flux.bench.methods import Fused
 from flux.bench.reference import make_inputs
-from flux.bench.results import Timeline
+from flux.bench.results import CallTimeline
 from flux.launch.progress import Progress
 from flux.trace import Trace, record_op
 
@@ -29,10 +29,10 @@ def reason_unsupported(config: BenchConfig) -> str | None:
     return "a single rank does not communicate" if config.problem.world == 1 else None
 
 
-def timeline_of(config: BenchConfig, trace: Trace) -> Timeline:
+def timeline_of(config: BenchConfig, trace: Trace) -> CallTimeline:
     """Return the timeline of a traced call."""
     problem = config.problem
     title = f"{problem.op.name} {problem.m} x {problem.n} x {problem.k}, {problem.world} ranks"
     if trace.dropped:
         title += f"; {trace.dropped} events were dropped: the buffer was full"
-    return Timeline(title, trace.events)
+    return CallTimeline(title, trace.events)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from flux.bench.results import DONE, SHAPE, Entry, SuiteDocument
+from flux.bench.results import DONE, SHAPE, SuiteDocument, SuiteEntry
 from flux.bench.suite import Watcher
 from flux.cli.terminal import PLAIN, bar_on_request
 from flux.core.datafile import one_line
@@ -37,11 +37,11 @@ class _Lines(Watcher):
         self._console = console
         self._place = ""
 
-    def started(self, entry: Entry, number: int, total: int) -> None:
+    def started(self, entry: SuiteEntry, number: int, total: int) -> None:
         """Remember the entry's number and name."""
         self._place = f"[{number}/{total}] {entry.label}"
 
-    def ended(self, entry: Entry) -> None:
+    def ended(self, entry: SuiteEntry) -> None:
         """Print the entry's result."""
         self._print(f"{escape(self._place)}: {escape(summary(entry))}")
 
@@ -59,7 +59,7 @@ class _Bar(_Lines):
         self._bar = bar
         self._task = bar.add_task("starting", total=None, what="")
 
-    def started(self, entry: Entry, number: int, total: int) -> None:
+    def started(self, entry: SuiteEntry, number: int, total: int) -> None:
         """Show the start of an entry."""
         super().started(entry, number, total)
         self._draw("starting ranks", 0, None)
@@ -74,7 +74,7 @@ class _Bar(_Lines):
         self._bar.refresh()
 
 
-def summary(entry: Entry) -> str:
+def summary(entry: SuiteEntry) -> str:
     """Return the result of an entry in a line."""
     if entry.status != DONE:
         reason = (entry.error or "not measured").partition("\n")[0]
@@ -105,7 +105,7 @@ def show(document: SuiteDocument, console: Console) -> None:
     console.print(Text(one_line(about), "dim"), soft_wrap=True)
 
 
-def _table(op: str, entries: list[Entry]) -> Table:
+def _table(op: str, entries: list[SuiteEntry]) -> Table:
     methods = dict.fromkeys(
         name for entry in entries if entry.status == DONE for name in entry.methods
     )

@@ -52,7 +52,7 @@ class Elements(HTMLParser):
 
 def document(**changes: Any) -> dict[str, Any]:
     made = suite_data.document()
-    made["timeline"] = results.Timeline("one <call>", suite_data.events()).as_json()
+    made["timeline"] = results.CallTimeline("one <call>", suite_data.events()).as_json()
     return made | changes
 
 
@@ -173,7 +173,7 @@ def test_charts_omit_negative_ect_and_undefined_ratios(groups: int) -> None:
     """A call that noise makes faster than its GEMM, and shapes where nothing is communicated."""
     one = suite_data.figures(0.9, 1.0, 0.0, 1.0)
     assert one["ect_ms"] < 0 and one["overlap_efficiency"] is None
-    entry = results.Entry(
+    entry = results.SuiteEntry(
         "shape", "ag_gemm", 64, 1, 1, result={"methods": {"unfused": one, "flux": one}}
     )
     drawn = charts.shape_groups([entry] * groups)
@@ -238,7 +238,7 @@ def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
     results.save(results.from_json(made), target)
     again = results.load(target)
     assert again.peers == made["peers"]
-    assert again.timeline == results.Timeline("one <call>", suite_data.events())
+    assert again.timeline == results.CallTimeline("one <call>", suite_data.events())
     results.save(again, target)
     assert results.load(target) == again
     assert list(target.parent.iterdir()) == [target], "no temporary file is left"
@@ -269,7 +269,7 @@ def _broken(change: str) -> Any:
     elif change == "event":
         made["timeline"] = {"title": "", "events": [{"rank": 0}]}
     elif change == "kind":
-        made["timeline"] = results.Timeline("", suite_data.events()).as_json()
+        made["timeline"] = results.CallTimeline("", suite_data.events()).as_json()
         made["timeline"]["events"][0]["kind"] = "sleep"
     return made
 

@@ -417,7 +417,10 @@ def test_tables_show_texts_of_a_file_as_they_are() -> None:
     suite_view.show(results.from_json(document), console)
     text = console.export_text()
     assert r"GPU \x1b[31m red" in text and r"[/bold]\x1b" in text and "\x1b" not in text
-    assert suite_view.summary(results.Entry("shape", "ag_gemm", 1, 1, 1)) == "pending: not measured"
+    assert (
+        suite_view.summary(results.SuiteEntry("shape", "ag_gemm", 1, 1, 1))
+        == "pending: not measured"
+    )
 
 
 @pytest.mark.parametrize(

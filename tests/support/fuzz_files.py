@@ -362,7 +362,7 @@ def _document() -> dict[str, Any]:
     chosen = [entries[1], entries[-6], entries[-5], entries[-1]]
     chosen.append({**chosen[0], "m": 16, "status": results.PENDING})
     del chosen[-1]["result"]
-    timeline = results.Timeline("ag_gemm", suite_data.events(tiles=2))
+    timeline = results.CallTimeline("ag_gemm", suite_data.events(tiles=2))
     return {**whole, "entries": chosen, "timeline": timeline.as_json()}
 
 

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from flux.bench.page import charts, timeline
 from flux.bench.page.svg import milliseconds, percent, times
-from flux.bench.results import DONE, SHAPE, Entry, SuiteDocument
+from flux.bench.results import DONE, SHAPE, SuiteDocument, SuiteEntry
 from flux.core.knobs import Op
 
 _FOLDER = Path(__file__).parent
@@ -94,7 +94,7 @@ def _summary(document: SuiteDocument) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _section(op: str, done: list[Entry]) -> dict[str, Any]:
+def _section(op: str, done: list[SuiteEntry]) -> dict[str, Any]:
     entries = [entry for entry in done if entry.op == op and entry.kind == SHAPE]
     groups = charts.shape_groups(entries)
     names = dict.fromkeys(name for entry in entries for name in entry.methods)
@@ -115,7 +115,7 @@ def _section(op: str, done: list[Entry]) -> dict[str, Any]:
     }
 
 
-def _rows(entry: Entry) -> list[dict[str, Any]]:
+def _rows(entry: SuiteEntry) -> list[dict[str, Any]]:
     """Return a table's rows of one entry."""
     return [
         {
@@ -144,7 +144,7 @@ def _rows(entry: Entry) -> list[dict[str, Any]]:
     ]
 
 
-def _sweep(entry: Entry) -> dict[str, Any]:
+def _sweep(entry: SuiteEntry) -> dict[str, Any]:
     title = f"{_SWEEPS[entry.kind]}: {entry.op}, m {entry.m}"
     return {
         "title": title,

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from flux.bench.metrics import CONFIDENCE
 from flux.bench.page.svg import milliseconds, percent, steps, tag, times
 from flux.bench.report import time_interval
-from flux.bench.results import Entry
+from flux.bench.results import SuiteEntry
 
 _WIDTH, _HEIGHT = 960.0, 340.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 8.0, 22.0, 58.0
@@ -96,7 +96,7 @@ def style(name: str) -> str:
     return f"s{_KNOWN.index(name)}" if name in _KNOWN else "s7"
 
 
-def shape_groups(entries: Sequence[Entry]) -> list[BarGroup]:
+def shape_groups(entries: Sequence[SuiteEntry]) -> list[BarGroup]:
     """Return a group for each shape."""
     return [
         BarGroup(
@@ -107,7 +107,7 @@ def shape_groups(entries: Sequence[Entry]) -> list[BarGroup]:
     ]
 
 
-def sweep_group(entry: Entry) -> BarGroup:
+def sweep_group(entry: SuiteEntry) -> BarGroup:
     """Return the group of a sweep: its bars have the colour of flux, and their value below them."""
     times_ms = {
         name: figures["overall_ms"]
