@@ -452,7 +452,7 @@ def test_no_command_listens_beyond_its_host(command: str, tmp_path: Path) -> Non
     assert all(ipaddress.ip_address(address).is_loopback for address, _ in seen), seen
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_its_command(number: signal.Signals, tmp_path: Path) -> None:
     """Whenever the command is ended: ranks start, meet, wait or run then."""
     for most in (0, 2):  # processes of the session, beside the command, at the moment
