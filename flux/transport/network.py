@@ -27,30 +27,23 @@ completed, by the thread that saw it complete. A sent tile is read until its sen
 ``finish`` returns no earlier, so inputs, partials and stand-ins may be overwritten afterwards.
 
 Shutdown. Threads wait for their operations without a deadline, because only the engine decides when
-a peer is late. Closing breaks the connections, which ends every pending operation of both sides at
-once. It also discards data that the kernel has yet to deliver. So a clean close first sends a
-header and waits for the answer, which the peer sends when it has received everything before it. No
-thread may be inside gloo when the interpreter exits: see flux/core/at_exit.py.
+a peer is late, and its clock does not count time in which this process was stopped. Closing breaks
+the connections, which ends every pending operation of both sides at once. It also discards data
+that the kernel has yet to deliver. So a clean close first sends a header and waits for the answer,
+which the peer sends when it has received everything before it. No thread may be inside gloo when
+the interpreter exits: see flux/core/at_exit.py.
 """
 
 from __future__ import annotations
 
-import os
 import queue
-import struct
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from enum import IntEnum
-from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from flux import _C
 from flux.core.at_exit import end_at_exit
@@ -58,32 +51,17 @@ from flux.core.exclusive import Admission, Exclusive
 from flux.core.forked import abandon_in_children
 from flux.core.patience import Patience
 from flux.core.recorder import Recorder, Work, incoming_lane, outgoing_lane, sender_lane
+from flux.transport.channel import Channel, FailureNotice, Header, Kind, Message
 from flux.transport.exchange import Exchange
 
-T = TypeVar("T")
-
-HEADER_BYTES = 256
-_HEADER = struct.Struct("<III")  # kind, call, digest; then text
-HEADER_TAG, DATA_TAG, ABORT_TAG = 1, 2, 3
-FOREVER = timedelta(days=365)
 LARGE_BYTES = 64 << 10
 """Size from which sending a tile takes longer than waking a thread: 0.5 ms at 1 Gbit/s."""
 JOIN_S = 10.0
+"""Seconds that closing waits for threads to end."""
 FAILED_JOIN_S = 0.3
 """The same after a failure, which is raised first. Threads that are left end a little later."""
-SEND_MARGIN_S = 1.0
-"""Seconds after its timeout that a call may still wait for a tile to be sent; see ``_flow``."""
-RECEIVE_MARGIN_S = 30.0
-"""The same, behind twice the timeout, for a tile to receive, which waits for the peer's GEMM."""
 LINGER_S = 5.0
 """Limit in seconds of a clean close, which waits for peers to receive what was sent before."""
-
-
-class _Kind(IntEnum):
-    enter = 0
-    refuse = 1
-    close = 2
-    closed = 3  # the answer
 
 
 @dataclass
@@ -103,8 +81,7 @@ class _Job:
 
     epoch: int
     pieces: Iterable[NetworkPiece] = ()
-    header: Any = None  # the pending send of the header
-    limit: timedelta = FOREVER  # of the wait for one piece
+    header: Message | None = None  # being sent
     # Set when the first operation is posted.
     posted: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -112,44 +89,6 @@ class _Job:
 
 class _Gone(Exception):
     """The peer has closed the op, or the engine has given up."""
-
-
-def open_channel(exchange: Exchange, timeout_s: float) -> Any:
-    """Return a new process group for the op, with connections of its own. Collective.
-
-    The user's group is not used, so its operations do not mix with ours, and breaking a connection
-    does not affect it.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    name = str(exchange.all_gather(uuid.uuid4().hex)[0])
-    if _cpu_backend(exchange.group) == "gloo":
-        store = dist.PrefixStore(f"flux/{name}", cast(Any, distributed_c10d)._get_default_store())
-
-        def connect() -> Any:
-            _yield_to_computation()
-            return dist.ProcessGroupGloo(store, exchange.rank, exchange.world, timeout)
-
-        return exchange.within("connect", connect)
-    ranks = dist.get_process_group_ranks(exchange.group)
-    return exchange.within(
-        "connect", lambda: dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    )
-
-
-def _yield_to_computation() -> None:
-    """Let this thread, and the threads that it starts, yield to computation.
-
-    gloo's thread wakes for every segment that arrives. With the batch policy, which threads inherit
-    and which needs no privileges, a wake-up does not interrupt the GEMM that runs on the core.
-    Bytes collect in the socket's buffer meanwhile, and fewer, larger reads take them. That halves
-    the CPU time of communication (docs/contribute/results/hosts.md).
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _cpu_backend(group: dist.ProcessGroup) -> str:
-    return str(cast(Any, group)._get_backend(torch.device("cpu")).name())
 
 
 class Network:
@@ -176,19 +115,17 @@ class Network:
         """
         self.rank = exchange.rank
         self.timeout_s = timeout_s
-        self._send_limit = timedelta(seconds=timeout_s + SEND_MARGIN_S)
-        self._receive_limit = timedelta(seconds=2 * timeout_s + RECEIVE_MARGIN_S)
         self.bytes_sent = dict.fromkeys(remote, 0)
         self.first_broken = -1
         """The rank whose connection broke first; ranks that give up on it break theirs later."""
         self._engine = engine
         self._memory: object = memory
-        self._channel: Any = open_channel(exchange, timeout_s)
+        self._channel: Channel | None = Channel(exchange, timeout_s)
         self._closing = False
         self._inside = Exclusive()  # of close
         self._join_s = JOIN_S
         self._jobs: list[tuple[_Link, _Job]] = []
-        self._links = [_Link(self, peer, window_bytes) for peer in remote]
+        self._links = [_Link(self, self._channel, peer, window_bytes) for peer in remote]
         abandon_in_children(self)
         end_at_exit(self)
 
@@ -208,23 +145,22 @@ class Network:
     ) -> None:
         """Tell the peers that this rank has entered a call, and move its tiles."""
         for link in self._links:
-            header = self._send_header(link.peer, _Kind.enter, epoch, digest)
-            out = _Job(epoch, outgoing(link.peer), header, self._send_limit)
-            link.start(out, _Job(epoch, incoming(link.peer), limit=self._receive_limit))
+            header = link.send_header(Header(Kind.enter, epoch, digest))
+            link.start(_Job(epoch, outgoing(link.peer), header), _Job(epoch, incoming(link.peer)))
 
     def refuse(self, epoch: int, why: str) -> None:
         """Tell the peers that this rank's input was rejected."""
         self.settle()
         for link in self._links:
-            header = self._send_header(link.peer, _Kind.refuse, epoch, 0, why)
+            header = link.send_header(Header(Kind.refuse, epoch, text=why))
             link.start(_Job(epoch, (), header), _Job(epoch))
 
-    def finish(self) -> str | None:
-        """Wait until every tile has been sent and received; return an error, or None."""
+    def finish(self) -> tuple[int, str] | None:
+        """Wait until every tile has been sent and received; return who failed and how, or None."""
         for link in self._links:
             why = link.wait(self.timeout_s)
             if why is not None:
-                return why
+                return link.peer, why
         return None
 
     def settle(self) -> None:
@@ -242,21 +178,16 @@ class Network:
         """Return the error of the connection to ``peer``, or an empty string."""
         return next((link.problem for link in self._links if link.peer == peer), "")
 
-    def _send_header(self, peer: int, kind: _Kind, epoch: int, digest: int, text: str = "") -> Any:
-        raw = _HEADER.pack(kind, epoch, digest) + text.encode()
-        raw = raw[: HEADER_BYTES - 1].ljust(HEADER_BYTES, b"\0")
-        header = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        try:
-            return self._channel.send([header], peer, HEADER_TAG)
-        except RuntimeError:
-            return None  # the link's receiver thread sees the error too, and reports it
-
     # -- end ---------------------------------------------------------------------------------------
 
-    def close(self, failed: bool) -> None:
+    def close(self, failed: bool, culprit: int = -1) -> None:
         """Break the connections and end the threads. The engine must be closed. Idempotent.
 
         A call that a signal handler interrupts can be repeated: it breaks off what is left.
+
+        Args:
+            failed: whether a call has failed; else peers get all that was sent to them before.
+            culprit: the rank that this one has given up on; peers are told; -1: this rank.
         """
         inside = Admission()
         if not self._inside.enter(inside):
@@ -265,7 +196,12 @@ class Network:
             if not self._closing:
                 self._closing = True
                 self._join_s = FAILED_JOIN_S if failed else JOIN_S
-                if not failed and self._channel is not None:
+                if self._channel is None:
+                    return
+                if failed:
+                    peers = [link.peer for link in self._links]
+                    self._channel.send_failure(peers, self.rank if culprit == -1 else culprit)
+                else:
                     self._part()
             if self._channel is not None:
                 self._break_off()
@@ -279,7 +215,7 @@ class Network:
         that, and torch releases the GIL to drop a send.
         """
         deadline = time.monotonic() + LINGER_S
-        headers = [self._send_header(link.peer, _Kind.close, 0, 0) for link in self._links]
+        headers = [link.send_header(Header(Kind.close)) for link in self._links]
         for link, header in zip(self._links, headers, strict=True):
             link.part(header, deadline)
 
@@ -294,7 +230,9 @@ class Network:
             self._break_off()
 
     def _break_off(self) -> None:
-        self._abort()
+        assert self._channel is not None
+        for link in self._links:
+            link.problem = link.problem or self._channel.abort(link.peer)
         deadline = time.monotonic() + self._join_s
         for link in self._links:
             link.join(deadline)
@@ -316,36 +254,18 @@ class Network:
         self._closing = True
         return (self,)
 
-    def _abort(self) -> None:
-        """End every pending operation.
-
-        gloo has no call for it, but a wait that times out closes all connections of its group.
-        """
-        if self._channel is None:
-            return
-        if not isinstance(self._channel, dist.ProcessGroupGloo):
-            self._channel.abort()
-            return
-        channel = cast(Any, self._channel)
-        for link in self._links:
-            token = torch.empty(1, dtype=torch.uint8, device="cpu")
-            try:
-                channel.recv([token], link.peer, ABORT_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                # The intended timeout, or an earlier break.
-                link.problem = link.problem or str(error)
-
 
 class _Link:
     """The two threads of the connection to one peer."""
 
-    def __init__(self, network: Network, peer: int, window_bytes: int) -> None:
+    def __init__(self, network: Network, channel: Channel, peer: int, window_bytes: int) -> None:
         self.peer = peer
         self.problem = ""
         self.recorder: Recorder | None = None
         self._network = network
         self._engine = network._engine
-        self._channel = network._channel
+        self._channel: Channel | None = channel
+        self._notice: FailureNotice | None = FailureNotice(channel, peer)
         self._window = window_bytes
         self._progress = 0  # pieces sent and received
         self._current: tuple[_Job, ...] = ()
@@ -362,7 +282,17 @@ class _Link:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def channel(self) -> Channel:
+        """The connections; this side has not dropped them."""
+        assert self._channel is not None
+        return self._channel
+
     # -- for the calling thread --------------------------------------------------------------------
+
+    def send_header(self, header: Header) -> Message | None:
+        """Begin to send a header; return None if the connection is broken."""
+        return self.channel.send_header(self.peer, header)
 
     def start(self, out: _Job, into: _Job) -> None:
         """Start the jobs of a call: one to send, one to receive."""
@@ -391,7 +321,7 @@ class _Link:
         """Release the tiles of a call that did not happen."""
         self._current = ()
 
-    def part(self, goodbye: Any, deadline: float) -> None:
+    def part(self, goodbye: Message | None, deadline: float) -> None:
         """Wait until the peer has answered our close, sent its own, or broken the connection."""
         self._inbox.put(None)  # a peer that starts another call gets no answer
         if goodbye is not None:
@@ -407,7 +337,7 @@ class _Link:
 
     def drop_channel(self) -> None:
         """Let go of the connections, which operations keep too. The threads have ended."""
-        self._channel = None
+        self._channel = self._notice = None
         self.forget()
         self._outbox, self._inbox = queue.SimpleQueue(), queue.SimpleQueue()
 
@@ -427,9 +357,11 @@ class _Link:
         except Exception as error:
             if not self._network._closing:
                 self.problem = self.problem or f"connection to rank {self.peer} broke: {error}"
+                assert self._notice is not None
+                culprit = self._notice.culprit()
                 if self._network.first_broken == -1:
-                    self._network.first_broken = self.peer
-                self._engine.peer_left(self.peer, failed=True, culprit=self.peer)
+                    self._network.first_broken = culprit
+                self._engine.peer_left(self.peer, failed=True, culprit=culprit)
         finally:
             if self._network._closing:
                 self._network.release_unless_used()
@@ -437,7 +369,7 @@ class _Link:
     def _send_calls(self) -> None:
         while (job := self._outbox.get()) is not None:
             if job.header is not None:
-                job.header.wait(FOREVER)
+                job.header.wait()
             if self._engine.await_agreement(job.epoch):
                 self._flow(job, Work.send, self._post_send, lambda piece, epoch: None)
             job.done.set()
@@ -450,10 +382,8 @@ class _Link:
                 raise _Gone
 
     def _receive_calls(self) -> None:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         while True:
-            self._channel.recv([header], self.peer, HEADER_TAG).wait(FOREVER)
-            self._publish(bytes(header.numpy()))
+            self._publish(self.channel.receive_header(self.peer))
             job = self._inbox.get()
             if job is None:
                 return
@@ -461,26 +391,28 @@ class _Link:
                 self._flow(job, Work.receive, self._post_receive, self._announce)
             job.done.set()
 
-    def _publish(self, raw: bytes) -> None:
-        kind, epoch, digest = _HEADER.unpack_from(raw)
-        if kind == _Kind.close:
-            self._engine.peer_left(self.peer, failed=False)
+    def _publish(self, header: Header) -> None:
+        """Tell the engine what a header says.
+
+        Raises:
+            _Gone: the peer has closed the op.
+        """
+        if header.kind == Kind.enter:
+            self._engine.peer_entered(self.peer, header.epoch, header.digest)
+        elif header.kind == Kind.refuse:
+            self._engine.peer_refused(self.peer, header.epoch, header.text)
+        else:
             # A rank that is closing too has sent its own close header. The peer takes that as the
             # answer and listens for one only.
-            if not self._network._closing:
-                answer = self._network._send_header(self.peer, _Kind.closed, 0, 0)
-                if answer is not None:
-                    answer.wait(FOREVER)
+            if header.kind == Kind.close:
+                self._engine.peer_left(self.peer, failed=False)
+                if not self._network._closing:
+                    answer = self.send_header(Header(Kind.closed))
+                    if answer is not None:
+                        answer.wait()
             raise _Gone
-        if kind == _Kind.closed:
-            raise _Gone
-        if kind == _Kind.refuse:
-            text = raw[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
-            self._engine.peer_refused(self.peer, epoch, text)
-        else:
-            self._engine.peer_entered(self.peer, epoch, digest)
 
-    def _post_send(self, piece: NetworkPiece, epoch: int, number: int) -> tuple[Any, int]:
+    def _post_send(self, piece: NetworkPiece, epoch: int, number: int) -> tuple[Message, int]:
         began = self._stamp()
         ready = piece.signal is None or self._engine.await_parcel(self.peer, piece.signal, epoch)
         if not ready:
@@ -491,11 +423,11 @@ class _Link:
             self.recorder.lane(sender_lane(self.peer)).add(Work.wait, began, number, peer=self.peer)
         self._network.bytes_sent[self.peer] += piece.tensor.nbytes
         posted_ns = self._stamp()
-        return self._channel.send([piece.tensor], self.peer, DATA_TAG), posted_ns
+        return self.channel.send(piece.tensor, self.peer), posted_ns
 
-    def _post_receive(self, piece: NetworkPiece, epoch: int, number: int) -> tuple[Any, int]:
+    def _post_receive(self, piece: NetworkPiece, epoch: int, number: int) -> tuple[Message, int]:
         posted_ns = self._stamp()
-        return self._channel.recv([piece.tensor], self.peer, DATA_TAG), posted_ns
+        return self.channel.receive(piece.tensor, self.peer), posted_ns
 
     def _stamp(self) -> int:
         """Return the current time, for a trace; 0 if tracing is off."""
@@ -509,16 +441,11 @@ class _Link:
         self,
         job: _Job,
         work: Work,
-        post: Callable[[NetworkPiece, int, int], tuple[Any, int]],
+        post: Callable[[NetworkPiece, int, int], tuple[Message, int]],
         complete: Callable[[NetworkPiece, int], None],
     ) -> None:
-        """Keep up to ``window`` bytes, but at least two pieces, posted.
-
-        Only the engine decides when a peer is late. The job's limit comes after that: where a link
-        goes down, gloo does not end the wait for a tile that is half sent, not even when its
-        connections are closed.
-        """
-        posted: deque[tuple[Any, NetworkPiece, int]] = deque()
+        """Keep up to ``window`` bytes, but at least two pieces, posted."""
+        posted: deque[tuple[Message, NetworkPiece, int]] = deque()
         size = completed = 0
         lane = None
         if self.recorder is not None:
@@ -528,7 +455,7 @@ class _Link:
         def complete_oldest() -> None:
             nonlocal size, completed
             pending, piece, posted_ns = posted.popleft()
-            pending.wait(job.limit)
+            pending.wait()
             size -= piece.tensor.nbytes
             self._progress += 1
             complete(piece, job.epoch)

@@ -190,7 +190,7 @@ def test_bytes_in_flight_stay_within_the_window(window: int, most: int) -> None:
 
     def post(piece: NetworkPiece, epoch: int, number: int) -> tuple[Any, int]:
         under_way.append(under_way[-1] + 1)
-        return SimpleNamespace(wait=lambda timeout: None), 0
+        return SimpleNamespace(wait=lambda: None), 0
 
     def complete(piece: NetworkPiece, epoch: int) -> None:
         under_way.append(under_way[-1] - 1)
@@ -365,8 +365,10 @@ def ends(rank: int, world: int, hosts: str, how: str) -> dict[str, Any]:
             elif how == "closes":
                 op.close()
             else:
-                time.sleep(4)
+                time.sleep(2.5)
             return {}
+        if how == "stalls":
+            time.sleep(0.2 * rank)  # rank 0 gives up first, and rank 1 because of that
         began = time.monotonic()
         with pytest.raises(PeerTimeoutError) as told:
             for _ in range(3):
@@ -392,7 +394,7 @@ def form_again(problem: Problem, hosts: str, rank: int, world: int) -> None:
 ENDS = [(hosts, how) for hosts in ("ab", "aab", "abb") for how in ("killed", "closes", "stalls")]
 
 
-@pytest.mark.parametrize("hosts, how", [*ENDS, ("aabb", "killed")])
+@pytest.mark.parametrize("hosts, how", [*ENDS, ("aabb", "killed"), ("abc", "stalls")])
 def test_survivors_raise_in_time(hosts: str, how: str) -> None:
     world = len(hosts)
     with nothing_left_in_shared_memory(), fresh_ranks(world) as ranks:
@@ -503,8 +505,6 @@ def test_a_rank_that_starts_again_joins_the_survivors(hosts: str, tmp_path: Path
 def receives_first(rank: int, world: int, hosts: str) -> None:
     """gloo tells a sender over the same connection that a receive is posted: behind tiles that
     leave by it, that would arrive when they are through."""
-    from flux.transport.network import DATA_TAG
-
     with on_host(hosts[rank]):
         for op_name in OPS:
             problem = Problem(op_name, 192, (512,), 512)
@@ -514,16 +514,17 @@ def receives_first(rank: int, world: int, hosts: str) -> None:
                 channel = network._channel
 
                 class Noting:
-                    def send(self, tensors: Any, peer: int, tag: int) -> Any:
-                        if tag == DATA_TAG:
-                            posted.append((peer, "send"))  # noqa: B023
-                        return channel.send(tensors, peer, tag)  # noqa: B023
+                    def send(self, tensor: torch.Tensor, peer: int) -> Any:
+                        posted.append((peer, "send"))  # noqa: B023
+                        return channel.send(tensor, peer)  # noqa: B023
 
-                    def recv(self, tensors: Any, peer: int, tag: int) -> Any:
-                        if tag == DATA_TAG:
-                            time.sleep(0.002)  # the sender would be first
-                            posted.append((peer, "receive"))  # noqa: B023
-                        return channel.recv(tensors, peer, tag)  # noqa: B023
+                    def receive(self, tensor: torch.Tensor, peer: int) -> Any:
+                        time.sleep(0.002)  # the sender would be first
+                        posted.append((peer, "receive"))  # noqa: B023
+                        return channel.receive(tensor, peer)  # noqa: B023
+
+                    send_header = channel.send_header
+                    receive_header = channel.receive_header
 
                 for link in network._links:
                     link._channel = Noting()
@@ -551,7 +552,7 @@ def _peer_fails_in_the_next_call(rank: int, world: int, op_name: str) -> None:
     if rank == 0:
         finish = network.finish
 
-        def finish_late() -> str | None:
+        def finish_late() -> tuple[int, str] | None:
             for job in network._links[0]._current:
                 assert job.done.wait(30.0)
             store.set("all is here", "")
@@ -559,8 +560,8 @@ def _peer_fails_in_the_next_call(rank: int, world: int, op_name: str) -> None:
             receiver = network._links[0]._threads[1]
             receiver.join(30.0)
             assert not receiver.is_alive() and network._links[0].problem
-            why: str | None = finish()
-            return why
+            failure: tuple[int, str] | None = finish()
+            return failure
 
         network.finish = finish_late
     inputs = Inputs(problem, 24, world, 3, bias=False)

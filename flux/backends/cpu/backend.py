@@ -430,9 +430,10 @@ class CpuBackend:
         return self.slots[self.rank][p.block, p.row_begin - base : p.row_end - base]
 
     def _finish_network(self) -> None:
-        why = None if self.network is None else self.network.finish()
-        if why is not None:
-            self.close(failed=True)
+        failure = None if self.network is None else self.network.finish()
+        if failure is not None:
+            peer, why = failure
+            self.close(failed=True, culprit=peer)
             raise PeerTimeoutError(
                 f"{self.spec.label}: rank {self.rank}, call {self.engine.epoch}: {why}"
             )
@@ -604,7 +605,7 @@ class CpuBackend:
             return
         self.engine.close(failed, culprit)
         if self.network is not None:
-            self.network.close(failed)
+            self.network.close(failed, culprit)
         self._memory = None
         for plan in self._plans.values():
             plan.forget_memory()
